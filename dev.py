@@ -3,6 +3,7 @@
     python3 dev.py train [args]   the main job: examples/train_gpt.py [args]
     python3 dev.py test [args]    every check: ruff, mypy, wheel, pytest [args]
                                   --torch 2.15, given first: with that release of torch
+                                  --all, given first or next: with the tests marked `slow`
     python3 dev.py setup          only the environment that `test` needs
 
 Where the interpreter that runs this file already has torch >= 2.11 (a GPU machine with the CUDA
@@ -24,8 +25,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # or each import compiles all anew
@@ -36,6 +39,8 @@ PACKAGE_DATA = [
         for name in ("page.html", "report/body.html", "report/page.css", "report/page.js")
     ),
 ]
+WORKERS = ["-n", "2", "--dist", "worksteal"]
+"""Each worker has half of the tests in their order, so that both seldom set up the same fixture."""
 EXTRAS = {"examples": ["examples"], "dev": ["examples", "dev"]}  # an extra and all it brings
 
 
@@ -70,14 +75,30 @@ def say(text: str) -> None:
     print(f"[dev] {text}", flush=True)
 
 
-def step(name: str, *command: str | Path, cwd: Path = ROOT) -> None:
-    """Run a command, and end the program with its exit status if it fails."""
-    say(name)
+def fail(text: str, status: int = 1) -> NoReturn:
+    """End the command; also said by what runs beside another command that fails."""
+    say(text)
+    sys.exit(status)
+
+
+def step(name: str, *command: str | Path, cwd: Path = ROOT, beside: bool = False) -> None:
+    """Run a command, and raise SystemExit with its exit status if it fails.
+
+    Beside another command, whose output comes meanwhile, its own comes when it has ended.
+    """
+    if not beside:
+        say(name)
     words = [str(part) for part in command]
-    code = subprocess.run(words, cwd=cwd, env=ENVIRONMENT, check=False).returncode
-    if code:
-        say(f"{name}: failed with exit status {code}")
-        sys.exit(code if code > 0 else 128 - code)
+    run = subprocess.run(
+        words, cwd=cwd, env=ENVIRONMENT, check=False,
+        stdout=subprocess.PIPE if beside else None, stderr=subprocess.STDOUT if beside else None,
+    )  # fmt: skip
+    if beside:
+        output = run.stdout.decode(errors="replace").strip()
+        say("\n".join(filter(None, [name, output])))
+    if run.returncode:
+        status = run.returncode if run.returncode > 0 else 128 - run.returncode
+        fail(f"{name}: failed with exit status {run.returncode}", status)
 
 
 def succeeds(venv: Venv, code: str) -> bool:
@@ -157,23 +178,24 @@ def check_wheel(venv: Venv) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
         build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-        step("build the wheel", venv.python, *build)
+        step("build the wheel", venv.python, *build, beside=True)
         (wheel,) = out.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
             archive.extractall(out / "unpacked")
         strangers = [name for name in names if not name.startswith(("float8lab/", "float8lab-"))]
         if not wheel.name.endswith("-py3-none-any.whl") or strangers:
-            sys.exit(f"{wheel.name} must be py3-none-any and hold only float8lab; got {strangers}")
+            fail(f"{wheel.name} must be py3-none-any and hold only float8lab; got {strangers}")
         for name in PACKAGE_DATA:
             if f"float8lab/{name}" not in names:
-                sys.exit(f"{wheel.name} must hold float8lab/{name}")
+                fail(f"{wheel.name} must hold float8lab/{name}")
         where = str(out / "unpacked")
         code = (
             f"import sys; sys.path.insert(0, {where!r}); import float8lab; "
             f"assert float8lab.__file__.startswith({where!r}), float8lab.__file__"
         )
-        step(f"import float8lab from {wheel.name}", venv.python, "-I", "-c", code, cwd=out)
+        name = f"import float8lab from {wheel.name}"
+        step(name, venv.python, "-I", "-c", code, cwd=out, beside=True)
 
 
 def train(args: list[str]) -> None:
@@ -202,16 +224,25 @@ def asked_torch(args: list[str]) -> tuple[str, list[str]]:
     return release, rest
 
 
+def check_types_and_wheel(venv: Venv) -> None:
+    step("mypy", venv.python, "-m", "mypy", beside=True)
+    check_wheel(venv)
+
+
 def test(args: list[str]) -> None:
     release, args = asked_torch(args)
+    tier = ["-m", "not slow"]  # a -m among the arguments comes later, and counts
+    if args[:1] == ["--all"]:
+        tier, args = [], args[1:]
     venv = Venv(release)
     setup(venv, "dev")
     step("ruff check", venv.python, "-m", "ruff", "check")
     step("ruff format", venv.python, "-m", "ruff", "format", "--check")
-    step("mypy", venv.python, "-m", "mypy")
-    check_wheel(venv)
-    # Also runs the examples in docstrings, README.md and docs/ (tests/test_docs.py).
-    step("pytest", venv.python, "-m", "pytest", "-n", "2", *args)
+    with ThreadPoolExecutor(1) as executor:
+        beside = executor.submit(check_types_and_wheel, venv)
+        # Also runs the examples in docstrings, README.md and docs/ (tests/test_docs.py).
+        step("pytest", venv.python, "-m", "pytest", *WORKERS, *tier, *args)
+        beside.result()
 
 
 def main(argv: list[str]) -> None:

@@ -120,6 +120,11 @@ def walks() -> Iterator[tuple[str, Length]]:
     converted = nn.Linear(128, 128)
     float8lab.convert_to_float8(converted, RECIPES["delayed"]())
     yield "converted nn.Linear, delayed, forward", _step(converted, x, None)[0]
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+        with count() as conversion:
+            float8lab.convert_to_float8(model)
+    yield "convert_to_float8 of two layers", conversion()
     mlp = float8lab.LayerNormMLP(
         128, 256, activation="swiglu", normalization="RMSNorm", device="cpu"
     )
@@ -174,6 +179,7 @@ GOALS: dict[str, int] = {
     **{f"Linear, {name}, forward": 30 if name == "delayed" else 35 for name in RECIPES},
     **{f"Linear, {name}, backward": 25 if name == "delayed" else 30 for name in RECIPES},
     "converted nn.Linear, delayed, forward": 35,
+    "convert_to_float8 of two layers": 120,
     "LayerNormMLP, forward": 70,
     "LayerNormMLP, backward": 90,
     "F.linear of Float8Tensors": 22,

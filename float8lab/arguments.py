@@ -7,6 +7,7 @@ ValueError for a value. Those that return something return the argument in its p
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
@@ -252,14 +253,39 @@ def check_module(name: str, value: Any) -> None:
     check_instance(name, value, torch.nn.Module, "a torch.nn.Module")
 
 
-def check_callables(**functions: Any) -> None:
-    """Check for functions or other callables, each under its name; None passes, too."""
+def check_callables(arguments: tuple[str, ...] | None = None, /, **functions: Any) -> None:
+    """Check for functions or other callables, each under its name; None passes, too.
+
+    Args:
+        arguments: what they will be called with, by position; None: that is not known here.
+        functions: by the names that the caller wrote.
+    """
     for name, value in functions.items():
-        if value is not None and not callable(value):
+        if value is None:
+            continue
+        if not callable(value):
             raise TypeError(
                 f"{name} must be None or callable; got {shown(value)}. Pass the function itself, "
                 "not its result."
             )
+        if arguments is not None and not _takes(value, arguments):
+            raise TypeError(
+                f"{name} must be callable as {name}({', '.join(arguments)}); got {shown(value)}, "
+                f"which takes {inspect.signature(value)}. Change its parameters."
+            )
+
+
+def _takes(function: Any, arguments: tuple[str, ...]) -> bool:
+    """Whether a function takes so many arguments by position, as far as it tells its parameters."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def check_dtype(

@@ -39,6 +39,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from float8lab.arguments import shown
+
 __all__ = [
     "DEQUANTIZED_DTYPES",
     "E2M1",
@@ -92,7 +94,13 @@ def largest(fp8_dtype: torch.dtype) -> float:
     >>> largest(torch.float8_e4m3fn), largest(torch.float8_e5m2)
     (448.0, 57344.0)
     """
-    return _LARGEST[fp8_dtype]
+    try:
+        return _LARGEST[fp8_dtype]
+    except (KeyError, TypeError) as error:
+        raise TypeError(
+            f"fp8_dtype must be one of {', '.join(map(str, _LARGEST))}; got {shown(fp8_dtype)}. "
+            "Choose one."
+        ) from error
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,8 +111,28 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ..
     >>> scale_shape((300, 256), (128, 128)), scale_shape((300, 256), (1, -1))
     ((3, 2), (300, 1))
     """
-    return tuple(
-        1 if size == -1 else -(-length // size) for length, size in zip(shape, block, strict=True)
+    try:
+        blocks = tuple(
+            1 if size == -1 else -(-length // size)
+            for length, size in zip(shape, block, strict=True)
+        )
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise _wrong_shapes(shape, block) from error
+    if any(type(count) is float or (type(count) is int and count < 0) for count in blocks):
+        raise _wrong_shapes(shape, block)
+    return blocks
+
+
+def _wrong_shapes(shape: Any, block: Any) -> TypeError | ValueError:
+    """The error for a shape and a block that do not belong together."""
+    for name, value in (("shape", shape), ("block", block)):
+        if not isinstance(value, (tuple, list)):
+            return TypeError(
+                f"{name} must be a tuple of sizes; got {shown(value)}. Pass one for each dimension."
+            )
+    return ValueError(
+        f"shape and block must be integers, one of each for a dimension; got {shown(shape)} and "
+        f"{shown(block)}. A block has positive sizes, or -1 for a whole dimension."
     )
 
 
@@ -138,6 +166,13 @@ def product_of(a_block: Sequence[int], b_block: Sequence[int]) -> Product | None
     """
     a, b = a_block[1], b_block[1]
     return _PRODUCTS.get((a if a == -1 else tuple(a_block), b if b == -1 else tuple(b_block)))
+
+
+def _check_is_tuple(name: str, value: Any) -> None:
+    if not isinstance(value, tuple):
+        raise TypeError(
+            f"{name} must be a tuple of sizes; got {shown(value)}. Pass one for each dimension."
+        )
 
 
 class _Blocks:
@@ -179,12 +214,17 @@ class Float8Spec(_Blocks):
     """One of ``SCALE_RULES``."""
 
     def __post_init__(self) -> None:
-        if self.fp8_dtype not in FP8_DTYPES:
+        if not isinstance(self.fp8_dtype, torch.dtype) or self.fp8_dtype not in FP8_DTYPES:
             raise ValueError(
-                f"fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {self.fp8_dtype}."
+                "fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
+                f"{shown(self.fp8_dtype)}. Choose one."
             )
-        if self.scale_rule not in SCALE_RULES:
-            raise ValueError(f"scale_rule must be one of {SCALE_RULES}; got {self.scale_rule!r}.")
+        if not isinstance(self.scale_rule, str) or self.scale_rule not in SCALE_RULES:
+            raise ValueError(
+                f"scale_rule must be one of {SCALE_RULES}; got {shown(self.scale_rule)}. Choose "
+                "one."
+            )
+        _check_is_tuple("block", self.block)
         if not all(isinstance(b, int) and (b > 0 or b == -1) for b in self.block):
             raise ValueError(
                 f"block must hold positive sizes, or -1 for a whole dimension; got {self.block}."
@@ -216,13 +256,18 @@ class Float8Spec(_Blocks):
         """The format of an element, as a ``Float4Spec`` has it, too."""
         return self.fp8_dtype
 
+    @property
+    def storage(self) -> str:
+        """Format and granularity, such as ``e4m3 128x128``."""
+        return f"{_NAMES[self.fp8_dtype]} {self.granularity}"
+
     def describe(self) -> str:
         """One short phrase, as reprs and reports print it.
 
         >>> Float8Spec(block=(1, 128)).describe()
         'e4m3 1x128 fp32'
         """
-        return f"{_NAMES[self.fp8_dtype]} {self.granularity} {self.scale_rule}"
+        return f"{self.storage} {self.scale_rule}"
 
     def largest(self) -> float:
         """Largest finite value of the format."""
@@ -247,7 +292,8 @@ class Float4Spec(_Blocks):
     """Whether a float32 scale of the whole tensor multiplies those of the blocks."""
 
     def __post_init__(self) -> None:
-        packed = [size for size in self.block if size != 1]
+        _check_is_tuple("block", self.block)
+        packed = [size for size in self.block if type(size) is not int or size != 1]
         if not all(type(b) is int and b > 0 for b in self.block) or (
             len(packed) != 1 or packed[0] % 2
         ):

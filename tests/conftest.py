@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import float8lab
+from tests.distributed.ranks import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,6 +57,14 @@ def _seed() -> None:
 def _no_warning_about_idle_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     # That an autocast region held no FP8 module is said once a process: here, by its own tests.
     monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", False)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """The processes on which the checks of ``tests/distributed/ranks.py`` run."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,26 +25,76 @@ from float8lab.arguments import (
     check_number,
     check_size,
 )
-from tests.wrong_calls import CALLS, H, S, cases, complaint
+from tests.public_calls import CALLS, H, S
+from tests.wrong_calls import admits, cases, complaint, parameters
 
 MODULE = float8lab.RotaryPositionEmbedding(8, device="cpu")
 X = torch.ones(4, 2, 1, 8)
-PUBLIC = [
-    name
-    for module in (float8lab, float8lab.recipes, float8lab.optim)
-    for name in module.__all__
-    if callable(getattr(module, name))
-]
-NO_ARGUMENTS = {
-    "Float4Tensor": "made by load_fp8",
-    "Float8Tensor": "made by quantize",
+ATTENTION = float8lab.DotProductAttention(1, 8)
+QUANTIZED = float8lab.quantize(torch.ones(2, 2))
+MODULES = {
+    "": float8lab,
+    "distributed.": float8lab.distributed,
+    "inspect.": float8lab.inspect,
+    "integrations.": float8lab.integrations,
+    "nn.": nn,
+    "optim.": float8lab.optim,
+    "recipes.": float8lab.recipes,
+    "router.": float8lab.router,
+}
+RESULTS = (
+    "Advice", "BlockStats", "CheckpointDiff", "CheckpointError", "CheckpointReport", "Comparison",
+    "ConversionReport", "Damage", "DispatchHandle", "ExportReport", "GemmCounts", "Histogram",
+    "LayerAdvice", "LayerMemory", "LoadReport", "MegatronCheckpoint", "MemoryReport", "NonFinite",
+    "ScalingReport", "Sensitivity", "TensorStats",
+)  # fmt: skip
+NOT_CALLED = {
+    **dict.fromkeys(RESULTS, "what functions return; nobody else makes one"),
     "Format": "an enumeration",
     "LinearPlan": "what a recipe makes",
     "Recipe": "a base class",
-    "compute_intensive_ops": "takes none",
-    "count_gemms": "takes none",
     "selfcheck": "takes minutes",
+    "Float8Tensor.replace": "by functions of this package, with parts of a tensor",
+    "Float8Tensor.map": "by functions of this package",
+    "Float4Tensor.map": "by functions of this package",
+    "Float8Tensor.numpy": "refuses every call without force",
+    "Float8Tensor.apply_": "torch's, on the values",
+    "Float8Tensor.fsdp_pre_all_gather": "by FSDP2",
+    "Float8Tensor.fsdp_post_all_gather": "by FSDP2",
+    "Linear.register_parameter": "torch's",
+    "DotProductAttention.check_arguments": "by the modules around it",
+    "DotProductAttention.rules_of_call": "by the modules around it",
+    "MultiheadAttention.check_arguments": "by the layer around it",
+    "InferenceParams.check_room": "by attention",
+    "watch.saw_cast": "by casts",
+    "watch.saw_gemm": "by GEMMs",
 }
+
+
+def _public() -> dict[str, Callable[..., Any]]:
+    """What users call, each once: functions, classes, and the methods that take arguments."""
+    found: dict[Callable[..., Any], str] = {}
+    for module in MODULES.values():
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not callable(value):
+                continue
+            found.setdefault(value, name)
+            for method in dir(value) if isinstance(value, type) else ():
+                function = inspect.getattr_static(value, method)
+                function = getattr(function, "__func__", function)
+                if _is_public_method(method, function):
+                    found.setdefault(function, f"{name}.{method}")
+    return {name: value for value, name in found.items() if _takes_arguments(value)}
+
+
+def _is_public_method(name: str, function: Any) -> bool:
+    ours = inspect.isfunction(function) and function.__module__.startswith("float8lab")
+    return ours and not name.startswith("_") and _takes_arguments(function, 1)
+
+
+def _takes_arguments(value: Callable[..., Any], bound: int = 0) -> bool:
+    return len(inspect.signature(value).parameters) > bound
 
 
 def test_wrong_calls_are_refused_by_name(
@@ -56,14 +107,44 @@ def test_wrong_calls_are_refused_by_name(
 
 
 def test_every_public_callable_is_called_wrongly() -> None:
-    called = {name.split(".")[-1] for name in CALLS}
-    assert [name for name in PUBLIC if name not in called | set(NO_ARGUMENTS)] == []
+    called = {inspect.unwrap(getattr(c.function, "__func__", c.function)) for c in CALLS.values()}
+    public = {name: inspect.unwrap(value) for name, value in _public().items()}
+    assert [name for name in NOT_CALLED if name not in public and name != "GemmCounts"] == []
+    missing = [name for name, value in public.items() if value not in called]
+    assert [name for name in missing if name not in NOT_CALLED] == []
+
+
+def test_every_argument_of_a_forward_is_wrong_once() -> None:
+    """Parameters that are left out take anything, and no module's forward has one."""
+    forwards = {name: call for name, call in CALLS.items() if ".forward" in name}
+    assert {name: call.skip for name, call in forwards.items() if call.skip} == {}
+    drawn = {(case.call, case.argument) for case in cases(10**9) if case.must}
+    for name, call in forwards.items():
+        assert [p for p in parameters(call) if (name, p) not in drawn] == [], name
+    assert {call.function for call in forwards.values()} >= {
+        getattr(nn, name).forward for name in nn.__all__ if hasattr(getattr(nn, name), "forward")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (int | None, 1.5, False), (int | None, None, True), (int, np.int64(3), True),
+        (int, True, False), (float, 1, True), (float, torch.ones(2), False), (bool, 1, True),
+        (bool, np.bool_(True), True), (bool, 2, False), (tuple[int, int], [1, 2], True),
+        (tuple[int, int], (1, 2, 3), False), (tuple[int, ...], torch.Size([1, 2]), True),
+        (Any, "x", True),
+    ],
+)  # fmt: skip
+def test_what_an_annotation_admits(kind: Any, value: Any, expected: bool) -> None:
+    assert admits(kind, value) is expected
 
 
 @pytest.mark.parametrize("name", ["Linear", "apply_rotary_pos_emb", "quantize", "Linear.forward"])
 def test_the_calls_themselves_work(name: str, tmp_path: Path) -> None:
     call = CALLS[name]
-    call.use(call.function(**call.arguments(tmp_path)))
+    owner = [] if call.owner is None else [call.owner(tmp_path)]
+    call.use(call.function(*owner, **call.arguments(tmp_path)))
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -132,6 +213,56 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "enc_dec_window_size",
     ),
     "tp_group": (lambda: float8lab.Linear(8, 8, tp_group="world"), TypeError, "tp_group"),
+    "key_layer": (lambda: ATTENTION(X, X.half(), X.half()), TypeError, "key_layer"),
+    "value_layer": (lambda: ATTENTION(X, X, X.double()), TypeError, "value_layer"),
+    "attention_mask-type": (lambda: ATTENTION(X, X, X, "mask"), TypeError, "attention_mask"),
+    "attention_mask-shape": (
+        lambda: ATTENTION(X, X, X, torch.ones(5, 7, dtype=torch.bool)),
+        ValueError,
+        "attention_mask",
+    ),
+    "cu_seqlens_q": (
+        lambda: ATTENTION(X, X, X, cu_seqlens_q=torch.tensor([0, 4, 8])),
+        ValueError,
+        "cu_seqlens_q",
+    ),
+    "cu_seqlens_q-type": (
+        lambda: ATTENTION(X, X, X, cu_seqlens_q=[0, 4, 8]), TypeError, "cu_seqlens_q"
+    ),
+    "layer_number-0": (
+        lambda: float8lab.MultiheadAttention(8, 1, layer_number=0), ValueError, "layer_number"
+    ),
+    "backends": (
+        lambda: float8lab.DotProductAttention(1, 8, backends="sdpa"), TypeError, "backends"
+    ),
+    "stream-name": (
+        lambda: float8lab.CudaRNGStatesTracker("cpu").add(name=3, seed=1), TypeError, "name"
+    ),
+    "stream-seed": (
+        lambda: float8lab.CudaRNGStatesTracker("cpu").add("s", seed=1.5), TypeError, "seed"
+    ),
+    "candidates": (
+        lambda: float8lab.recipes.Auto(candidates=()), ValueError, "candidates"
+    ),
+    "amax": (
+        lambda: float8lab.Float8Tensor(
+            QUANTIZED.qdata, QUANTIZED.scale, None, QUANTIZED.spec, torch.float32
+        ),
+        TypeError,
+        "amax",
+    ),
+    "loss_fn": (
+        lambda: float8lab.inspect.sensitivity(
+            torch.nn.Linear(8, 8), torch.ones(2, 8), lambda output: output.sum()
+        ),
+        TypeError,
+        "loss_fn",
+    ),
+    "is_first_microbatch": (
+        lambda: float8lab.Linear(8, 8)(torch.ones(2, 8), is_first_microbatch="yes"),
+        TypeError,
+        "is_first_microbatch",
+    ),
 }  # fmt: skip
 
 
@@ -174,6 +305,37 @@ def test_messages_of_flags_and_choices() -> None:
         check_flags(other=True, bias="no")
     with pytest.raises(ValueError, match=r"^n must be 'a' or None; got 'b'. Choose one\.$"):
         check_choice("n", "b", ("a", None))
+
+
+def test_right_calls_beside_the_wrong_ones_work() -> None:
+    """What Transformer Engine, Megatron and torch.autocast give to attention stays right."""
+    q = torch.randn(4, 2, 1, 8)
+    want = ATTENTION(q, q, q)
+    masks = [
+        torch.zeros(shape, dtype=dtype)
+        for shape in ((4, 4), (1, 1, 4, 4), (2, 1, 4, 4), (2, 1, 1, 4), (2, 4))
+        for dtype in (torch.bool, torch.float32)
+    ]
+    for mask in masks:
+        with pytest.warns(UserWarning, match="attention_mask is not used"):
+            assert torch.equal(ATTENTION(q, q, q, mask), want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ATTENTION(q.bfloat16(), q, q.half()).dtype == torch.bfloat16
+    decoder = float8lab.TransformerLayer(
+        H, H, 4, layer_type="decoder", enc_dec_attn_mask_type="padding", device="cpu"
+    ).eval()
+    x, ends = torch.randn(4, 2, H), torch.tensor([0, 4, 6], dtype=torch.int32)
+    both = decoder(x, encoder_output=x, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    padding = torch.arange(4) >= torch.tensor([[4], [2]])
+    mask = padding.view(2, 1, 1, 4)
+    torch.testing.assert_close(both, decoder(x, encoder_output=x, enc_dec_attn_mask=(mask, mask)))
+    layer = float8lab.Linear(8, 8, device="cpu")
+    for flag in (None, True, np.bool_(False), 0):
+        assert layer(torch.ones(2, 8), is_first_microbatch=flag).shape == (2, 8)
+    cache = float8lab.InferenceParams(2, 8)
+    cache.pre_step({"a": np.int64(1)})
+    cache.append(1, *torch.ones(2, 1, 1, 1, 8))
+    cache.swap_key_value_dict(np.array([1, 0]))
 
 
 @pytest.mark.parametrize("attn_input_format", ["sbhd", "bshd"])

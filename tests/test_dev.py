@@ -1,10 +1,68 @@
-"""dev.py: which environment a command runs in."""
+"""dev.py: which environment a command runs in, and what `test` runs."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
 import dev
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The commands that `test` runs, by name; none of them is run."""
+    steps = {}
+
+    def step(name, *command, **how):
+        steps[name] = command[1:]
+
+    monkeypatch.setattr(dev, "setup", lambda venv, extra: None)
+    monkeypatch.setattr(dev, "check_wheel", lambda venv: step("wheel"))
+    monkeypatch.setattr(dev, "step", step)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [
+        ([], ["-m", "not slow"]),
+        (["-k", "quantize"], ["-m", "not slow", "-k", "quantize"]),
+        (["--all"], []),
+        (["--torch", "2.15", "--all", "-x"], ["-x"]),
+    ],
+    ids=str,
+)
+def test_slow_tests_are_those_of_all(arguments, passed, steps):
+    dev.test(arguments)
+    assert {*steps} == {"ruff check", "ruff format", "mypy", "wheel", "pytest"}
+    assert steps["pytest"] == ("-m", "pytest", *dev.WORKERS, *passed)
+
+
+@pytest.mark.parametrize("failing", ["ruff check", "mypy", "wheel", "pytest"])
+def test_each_check_fails_the_command(failing, steps, monkeypatch):
+    def step(name, *command, **how):
+        if name == failing:
+            dev.fail(f"{name} failed", 3)
+
+    monkeypatch.setattr(dev, "step", step)
+    monkeypatch.setattr(dev, "check_wheel", lambda venv: step("wheel"))
+    with pytest.raises(SystemExit) as stop:
+        dev.test([])
+    assert stop.value.code == 3
+
+
+@pytest.mark.parametrize("status", [0, 5])
+def test_a_step_beside_another_says_all_when_it_ends(status, capfd):
+    code = f"import sys; print('out'); print('err', file=sys.stderr); sys.exit({status})"
+    try:
+        dev.step("name", sys.executable, "-u", "-c", code, beside=True)
+        ended = 0
+    except SystemExit as stop:
+        ended = stop.code
+    lines = ["[dev] name", "out", "err"]
+    lines += [f"[dev] name: failed with exit status {status}"] if status else []
+    assert (ended, capfd.readouterr().out.splitlines()) == (status, lines)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 The pages are README.md and docs/**/*.md. The ```python blocks of a page run in order and share one
 namespace, in an empty working directory. On the line above a block ``<!-- no-run: reason -->``
-skips it; ``<!-- raises: ValueError -->`` says that it must raise that, with the message that the
+skips it (tests/docs/test_blocks.py reads it); ``<!-- needs: pandas -->`` skips it where the library
+is absent; ``<!-- raises: ValueError -->`` says that it must raise that, with the message that the
 heading above it quotes. Docstring examples find ``torch`` and ``float8lab`` imported.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import builtins
 import doctest
 import importlib
+import importlib.util
 import re
 import warnings
 import xml.etree.ElementTree as ElementTree
@@ -38,7 +40,7 @@ NEEDS = {
 
 BLOCK = re.compile(
     r"^#+ (?P<heading>[^\n]*)$|"
-    r"(?:^<!-- (?:no-run(?P<why>.*?)|raises: (?P<raises>\w+) )-->\n+)?"
+    r"(?:^<!-- (?:no-run(?P<why>.*?)|raises: (?P<raises>\w+) |needs: (?P<needs>[\w, ]+) )-->\n+)?"
     r"^```python\n(?P<code>.*?)^```$",
     re.M | re.S,
 )
@@ -46,18 +48,18 @@ FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)(?:\s+\"[^\"]*\")?\)")
 
 
-def _name(path: Path) -> str:
+def page_name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
 def _need(path: Path) -> None:
     """Skip the test where a library is absent; leave its warnings to its own tests."""
-    if (library := NEEDS.get(_name(path))) is not None:
+    if (library := NEEDS.get(page_name(path))) is not None:
         warnings.simplefilter("ignore")  # pytest restores the filters after the test
         pytest.importorskip(library)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_page_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     _need(page)
     monkeypatch.chdir(tmp_path)
@@ -72,6 +74,8 @@ def test_page_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         if block["why"] is not None:
             assert block["why"].strip(" :"), f"{page}:{line}: say why: <!-- no-run: reason -->"
             continue
+        if not all(map(importlib.util.find_spec, re.findall(r"\w+", block["needs"] or ""))):
+            continue  # a library is absent
         code = compile("\n" * line + block["code"], str(page), "exec")  # the page's line numbers
         if block["raises"] is None:
             exec(code, namespace)
@@ -95,7 +99,7 @@ def test_troubleshooting_quotes_only_messages_that_are_raised():
     assert len(quoted) == len(raised) > 30
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_page_links_lead_to_files(page: Path):
     for link in LINK.finditer(FENCED.sub("", page.read_text())):
         target, _, anchor = link["target"].partition("#")
@@ -119,7 +123,7 @@ def _anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
+@pytest.mark.parametrize("path", MODULES, ids=page_name)
 def test_docstring_examples_run(path: Path):
     if "kernels" in path.relative_to(ROOT).parts:
         pytest.importorskip("triton")

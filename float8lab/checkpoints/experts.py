@@ -2,7 +2,8 @@
 
 Checkpoints name them ``P.<expert>.gate_proj.weight``, ``up_proj`` and ``down_proj`` (Qwen3-MoE,
 DeepSeek-V3, OLMoE), or ``w1``, ``w3`` and ``w2``. Models of Transformers 5 have two parameters,
-``P.gate_up_proj``, whose rows are those of the first two, and ``P.down_proj``.
+``P.gate_up_proj``, whose rows are those of the first two, or ``P.up_proj`` where there is no gate,
+and ``P.down_proj``.
 
 Source: Transformers, ``conversion_mapping.py`` (``qwen2_moe``, ``deepseek_v2``).
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Container, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +24,13 @@ from float8lab.checkpoints.item import Finding, Item, reach
 from float8lab.checkpoints.source import Box, Entry, dtype_name
 from float8lab.formats import Float4Spec, Float8Spec
 
-__all__ = ["PARTS", "Stack", "is_stack", "stack_experts"]
+__all__ = ["PARTS", "Incomplete", "Stack", "incomplete_stacks", "is_stack", "stack_experts"]
 
-PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PARTS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
 """Stacked parameters, and the matrices of an expert whose rows they join."""
 _ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _NAME = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
@@ -103,17 +110,73 @@ def _whole(item: Item) -> Tensor:
     return found
 
 
-def stack_experts(items: Sequence[Item], wanted: Container[str]) -> list[Item]:
-    """Put stacks in the place of experts' matrices, where the stacked name is ``wanted``.
-
-    Experts of which some are missing, or whose shapes differ, stay as they are.
-    """
+def _by_matrix(items: Sequence[Item]) -> dict[tuple[str, str], dict[int, Item]]:
+    """The matrices of experts, by the experts' name and the kind of the matrix, by expert."""
     found: dict[tuple[str, str], dict[int, Item]] = {}
     for item in items:
         named = _NAME.fullmatch(item.name)
         if named is not None and len(item.entry.shape) == 2:
             kind = _ALIASES.get(named[3], named[3])
             found.setdefault((named[1], kind), {})[int(named[2])] = item
+    return found
+
+
+class Incomplete(NamedTuple):
+    """A stack some of whose matrices are not there, or do not fit the others."""
+
+    problems: list[str]
+    """Phrases, each about one matrix."""
+    matrices: list[str]
+    """Names of those that are there."""
+
+
+def incomplete_stacks(items: Sequence[Item], experts: Mapping[str, int]) -> dict[str, Incomplete]:
+    """The stacks that ``stack_experts`` cannot make, of those of which it has matrices.
+
+    Args:
+        items: as ``stack_experts`` returns them.
+        experts: how many of them each stack that is wanted has.
+    """
+    found, names, result = _by_matrix(items), {item.name for item in items}, {}
+    for prefix in dict.fromkeys(prefix for prefix, _ in found):
+        for stacked, kinds in PARTS.items():
+            name = f"{prefix}.{stacked}"
+            columns = [found.get((prefix, kind), {}) for kind in kinds]
+            if name in names or name not in experts or not any(columns):
+                continue
+            there = [item for column in columns for item in column.values()]
+            short = any(item.name.rpartition(".")[0][-2:] in _ALIASES for item in there)
+            spelled = {kind: alias for alias, kind in _ALIASES.items()} if short else {}
+            problems = [
+                f"{prefix}.{expert}.{spelled.get(kind, kind)}.weight is missing"
+                for expert in range(experts[name])
+                for kind, column in zip(kinds, columns, strict=True)
+                if expert not in column
+            ]
+            for column in filter(None, columns):
+                shapes = Counter(item.entry.shape for item in column.values())
+                usual, _ = shapes.most_common(1)[0]
+                problems += [
+                    f"{item.name} is {list(item.entry.shape)} there and that of other experts "
+                    f"{list(usual)}"
+                    for item in column.values()
+                    if item.entry.shape != usual
+                ]
+                problems += [
+                    f"{item.name} is not in the model"
+                    for expert, item in column.items()
+                    if expert >= experts[name]
+                ]
+            result[name] = Incomplete(problems, [item.name for item in there])
+    return result
+
+
+def stack_experts(items: Sequence[Item], wanted: Container[str]) -> list[Item]:
+    """Put stacks in the place of experts' matrices, where the stacked name is ``wanted``.
+
+    Experts of which some are missing, or whose shapes differ, stay as they are.
+    """
+    found = _by_matrix(items)
     names = {item.name for item in items}
     made: dict[str, Stack] = {}
     for prefix in dict.fromkeys(prefix for prefix, _ in found):

@@ -300,8 +300,9 @@ class Weight:
     parameters: tuple[str, ...] = ()
     """The parameters of the model, where they are not called ``names``."""
     experts: Callable[[], tuple[Weight, ...]] | None = None
-    """For experts that the model has stacked, the matrices that other libraries have; none if
-    these have no names."""
+    """For experts that the model has stacked, the matrices that other libraries have."""
+    obstacle: str = ""
+    """Why no format of another library has names for it; empty if one has."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -321,8 +322,25 @@ class Format:
 
     def taken(self, weight: Weight) -> tuple[Weight, ...]:
         """The weight as the format has it: stacked experts, or each matrix of theirs."""
-        split = weight.experts() if self.blocks and weight.experts is not None else ()
-        return split or (weight,)
+        if self.blocks and weight.experts is not None:
+            return weight.experts()
+        return (weight,)
+
+    def lacks_names(self, weight: Weight) -> bool:
+        """Whether a weight must stay in high precision, as no reader would find it in FP8.
+
+        Raises:
+            ValueError: it is stored in FP8.
+        """
+        if not self.blocks or not weight.obstacle:
+            return False
+        if weight.stored:
+            raise ValueError(
+                f"weights stored in FP8 must have names in format {self.name!r}; "
+                f"{weight.names[0]} is stored in {weight.spec.describe()}, and "
+                f"{weight.obstacle}. Export it in format='float8lab', or dequantize it."
+            )
+        return True
 
     def check(self, weight: Weight) -> None:
         """Raise unless the format can hold the very bytes of the weight."""

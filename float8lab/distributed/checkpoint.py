@@ -8,12 +8,13 @@ everything else as in the model's ``state_dict``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_module
+from float8lab.arguments import check_instance, check_module, shown
 from float8lab.distributed.fsdp.shards import settle
 from float8lab.distributed.fsdp.weight import (
     cast_rows,
@@ -63,14 +64,44 @@ class ModelState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state by ``state_dict``, saved on this or another number of ranks."""
+        """Load a state by ``state_dict``, saved on this or another number of ranks.
+
+        Raises:
+            TypeError: ``state`` is no state dict.
+            ValueError: it is not that of this model; nothing is loaded.
+        """
+        check_instance("state", state, Mapping, "a state dict")
         plain = dict(state)
+        stored = []
         for name, value in self.model.state_dict().items():
             if isinstance(local_of(value), Float8Tensor):
-                parts = [plain.pop(f"{name}.{part}") for part in _PARTS]
-                _Stored(self.model, name, value).load(*parts)
+                parts = [plain.pop(f"{name}.{part}", None) for part in _PARTS]
+                stored.append((_Stored(self.model, name, value), name, parts))
                 plain[name] = value
+        for weight, name, parts in stored:
+            weight.check(name, parts)
+        self._check_keys(plain)
+        for weight, _, parts in stored:
+            weight.load(*parts)
         self.model.load_state_dict(plain)
+
+    def _check_keys(self, plain: dict[str, Any]) -> None:
+        """Raise unless all but the weights stored in FP8 has the model's names and shapes."""
+        here = self.model.state_dict()
+        wrong = [name for name in here if name not in plain]
+        for name, value in plain.items():
+            mine = here.get(name)
+            if name not in here or (
+                isinstance(mine, Tensor)
+                and (not isinstance(value, Tensor) or value.shape != mine.shape)
+            ):
+                wrong.append(name)
+        if wrong:
+            raise ValueError(
+                "state must be that of this model; got one where "
+                f"{', '.join(shown(name) for name in wrong[:3])} is missing, extra or of another "
+                "shape. Pass what state_dict() of the same model returned."
+            )
 
 
 class _Stored:
@@ -110,6 +141,18 @@ class _Stored:
         ]
         qdata = torch.cat(parts) if parts else local.qdata.view(torch.uint8)
         return with_local(self.value, qdata)
+
+    def check(self, name: str, parts: list[Any]) -> None:
+        """Raise unless these are bytes, scales and amaxes for the weight."""
+        scales = self.local.spec.scale_shape(tuple(self.value.shape))
+        shapes = (tuple(self.value.shape), scales, scales)
+        for part, value, shape in zip(_PARTS, parts, shapes, strict=True):
+            if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+                raise ValueError(
+                    f"state must have {name}.{part} of shape {shape}, of a weight that is stored "
+                    f"in FP8; got {shown(value)}. Pass what state_dict() of the same model "
+                    "returned."
+                )
 
     def load(self, qdata: Any, scale: Tensor, amax: Tensor) -> None:
         """Take over bytes, scales and amaxes."""

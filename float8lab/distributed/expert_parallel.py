@@ -20,6 +20,7 @@ from torch import Tensor
 
 from float8lab.arguments import check_group, check_instance, check_tensor
 from float8lab.distributed.ranks import exchanged, rank_and_size
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks
@@ -37,10 +38,11 @@ from float8lab.tensor.permute import (
 
 __all__ = [
     "DispatchHandle",
+    "check_held_experts",
     "experts_here",
+    "held_experts",
     "moe_combine",
     "moe_dispatch",
-    "refuse_delayed",
     "shares_experts",
 ]
 
@@ -66,12 +68,27 @@ def experts_here(parameter: Any) -> Any:
     return parameter.to_local()
 
 
-def refuse_delayed(here: int, experts: int) -> None:
-    """Raise for delayed scaling of weights of which a rank has but some."""
-    raise NotImplementedError(
-        f"recipe must not be DelayedScaling where ranks share {experts} experts; got it, and {here}"
-        " of them here: amaxes of one would be reduced with those of others. Choose another recipe."
-    )
+def held_experts(parameter: Any) -> range | None:
+    """Which experts of a stacked parameter this rank holds; None: all, or nothing says which."""
+    if not is_dtensor(parameter) or not shares_experts(parameter.placements):
+        return None
+    experts, mesh = parameter.shape[0], parameter.device_mesh
+    shards = ShardMap.of(experts, mesh.size(), mesh.get_local_rank())
+    return range(shards.start, shards.start + shards.length)
+
+
+def check_held_experts(here: int, experts: int, held: range | None) -> None:
+    """Check that a layer under delayed scaling has the weights of the experts that it is for.
+
+    Raises:
+        NotImplementedError: it has other weights, and nothing says of which experts.
+    """
+    if here != (experts if held is None else len(held)):
+        raise NotImplementedError(
+            f"weights must be those of all {experts} experts under DelayedScaling, or DTensors "
+            f"with Shard(0); got plain ones of {here}, and nothing says which slots are theirs. "
+            "Place them so, or choose another recipe."
+        )
 
 
 @dataclass(frozen=True)
@@ -233,4 +250,4 @@ class _Gradient(Float8Function):
     def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
         if ctx.spec is None or isinstance(grad, Float8Tensor):
             return grad.dequantize() if isinstance(grad, Float8Tensor) else grad, None
-        return Float8Tensor(*quantize_blocks(grad, ctx.spec), ctx.spec, grad.dtype), None
+        return Float8Tensor._make(*quantize_blocks(grad, ctx.spec), ctx.spec, grad.dtype), None

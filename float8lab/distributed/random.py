@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Generator, Tensor
 
-from float8lab.arguments import check_device
+from float8lab.arguments import check_device, check_instance, check_size, check_state, shown
 
 __all__ = ["CudaRNGStatesTracker"]
 
@@ -51,8 +51,13 @@ class CudaRNGStatesTracker:
             seed: of torch's generator; each stream has a seed of its own.
 
         Raises:
+            TypeError: the name is no string, or the seed no integer.
             ValueError: the name or the seed is in use.
         """
+        check_instance("name", name, str, "a string")
+        seed = check_size("seed", seed, minimum=-(2**63))
+        if seed >= 2**64:
+            raise ValueError(f"seed must be less than 2**64; got {seed}. Pass a smaller one.")
         if name in self._generators:
             raise ValueError(
                 f"name must be new to this tracker; got {name!r}. Choose another, or reset()."
@@ -70,8 +75,10 @@ class CudaRNGStatesTracker:
         """Draw random numbers from a stream inside the ``with`` block.
 
         Raises:
+            TypeError: the name is no string.
             ValueError: there is no stream of that name.
         """
+        check_instance("name", name, str, "a string")
         if name not in self._generators:
             known = ", ".join(map(repr, self._generators)) or "none"
             raise ValueError(
@@ -106,11 +113,25 @@ class CudaRNGStatesTracker:
         return {name: g.get_state() for name, g in self._generators.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Have exactly these streams, in these states, as ``get_states`` returned them."""
+        """Have exactly these streams, in these states, as ``get_states`` returned them.
+
+        Raises:
+            TypeError: ``states`` are no tensors by name.
+            ValueError: a tensor is no state of a generator; nothing has changed.
+        """
+        check_state("states", states)
+        found = {}
+        for name, state in states.items():
+            found[name] = self._new_generator()
+            try:
+                found[name].set_state(state)
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(
+                    f"states must be of generators on {self._where()}; got {shown(state)} for "
+                    f"{name!r}. Pass what get_states() returned."
+                ) from error
         self._save_forked()
-        self._generators = {
-            name: self._generators.get(name) or self._new_generator() for name in states
-        }
+        self._generators = {name: self._generators.get(name, new) for name, new in found.items()}
         for name, state in states.items():
             self._generators[name].set_state(state)
         if self._forked:

@@ -73,7 +73,7 @@ def checkpoint(
     >>> y.sum().backward()
     """
     check_instance("function", function, Callable, "callable")
-    check_callables(get_rng_state_tracker=get_rng_state_tracker)
+    check_callables((), get_rng_state_tracker=get_rng_state_tracker)
     check_flags(
         distribute_saved_activations=distribute_saved_activations, use_reentrant=use_reentrant
     )

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from float8lab.arguments import check_instance, shown
+from float8lab.arguments import check_flags, check_instance, shown
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
 
@@ -106,6 +106,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         float8_dtype: torch.dtype = torch.float8_e4m3fn,
         fwd_config_submodule_fqn: str | None = None,
     ) -> None:
+        check_flags(use_local_output=use_local_output)
         if float8_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
             raise TypeError(
                 "float8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "

@@ -41,7 +41,7 @@ from float8lab.inspect.trial import (
 )
 from float8lab.nn.casts import share_cast
 from float8lab.nn.convert import unambiguous
-from float8lab.nn.convert.report import shapes_of
+from float8lab.nn.convert.walk import shapes_of
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.linear import Linear
 from float8lab.recipes.auto import Prediction, choose
@@ -201,7 +201,8 @@ def advise(
     """
     check_module("model", model)
     check_recipe("recipe", recipe)
-    check_callables(loss_fn=loss_fn, filter_fn=filter_fn)
+    check_callables(("model", "batch"), loss_fn=loss_fn)
+    check_callables(("module", "name"), filter_fn=filter_fn)
     exclude = check_names("exclude", exclude)
     check_choice("mode", mode, MODES)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

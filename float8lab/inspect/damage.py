@@ -31,6 +31,7 @@ from float8lab.arguments import (
     check_instance,
     check_module,
     check_names,
+    check_number,
     check_size,
 )
 from float8lab.formats import Float8Spec
@@ -139,8 +140,10 @@ class Sensitivity:
                 first.
 
         Raises:
+            TypeError: ``max_damage`` is no number.
             ValueError: a recipe that was not tried.
         """
+        max_damage = check_number("max_damage", max_damage, minimum=0, optional=True)
         base = self._checked(recipe)
         limits = {gemm: self._limit(gemm, base, max_damage) for gemm in GEMMS}
         too_much: dict[tuple[str, Recipe], set[str]] = {}
@@ -280,7 +283,8 @@ def sensitivity(
     '1'
     """
     check_module("model", model)
-    check_callables(loss_fn=loss_fn, filter_fn=filter_fn)
+    check_callables(("model", "batch"), loss_fn=loss_fn)
+    check_callables(("module", "name"), filter_fn=filter_fn)
     exclude = check_names("exclude", exclude)
     check_size("runs", runs)
     given = (recipes,) if isinstance(recipes, Recipe) else recipes

@@ -192,7 +192,7 @@ def memory_report(
     check_instance(
         "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", optional=True
     )
-    check_callables(loss_fn=loss_fn)
+    check_callables(("model", "batch"), loss_fn=loss_fn)
     counted = _Counted()
     rows: dict[str, dict[str, int]] = {}
     owners: dict[int, str] = {}

@@ -105,7 +105,7 @@ def find_nan(
     NonFinite(1 inf in loss [1, 2] of (loss), forward, step 0)
     """
     check_module("model", model)
-    check_callables(loss_fn=loss_fn)
+    check_callables(("output",), loss_fn=loss_fn)
     check_size("steps", steps, minimum=1)
     check_instance(
         "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", optional=True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab import recipes
-from float8lab.arguments import needs
+from float8lab.arguments import check_dtype, check_flags, needs
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn.convert import convert_to_float8
@@ -104,6 +104,9 @@ class LightningPlugin:
                 f"weights_dtype must be one of {', '.join(map(str, HIGH_PRECISION_DTYPES))}; got "
                 f"{weights_dtype}. FP8 is what the recipe casts them to."
             )
+        check_dtype("fallback_compute_dtype", fallback_compute_dtype, HIGH_PRECISION_DTYPES)
+        if replace_layers is not None:
+            check_flags(replace_layers=replace_layers)
         fallback = fallback_compute_dtype or weights_dtype
         self._autocasts = fallback in (torch.bfloat16, torch.float16)
         if not self._autocasts and fallback != weights_dtype:

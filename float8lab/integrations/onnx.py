@@ -27,6 +27,7 @@ from float8lab.nn.gemm import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.precision import Call, W, X
 from float8lab.ops import as_matrix, reference
+from float8lab.recipes.recipe import DelayedScaling
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, float8_tensor
 from float8lab.tensor.differentiation import EXPORT
@@ -112,7 +113,8 @@ def _grouped_linear(
     ends = offs.to(rows.dtype)
     x = torch.where(rows < ends[-1], x, torch.zeros_like(x))
     wide = torch.promote_types(dtype, torch.float32) if fprop else dtype
-    if fprop:
+    per_tensor = fprop and call.plan.x.per_tensor  # type: ignore[union-attr]
+    if fprop and not per_tensor:
         assert call is not None, "it has a plan"
         x = _round_trip(x.float(), call.plan.x, X, call)
     y = torch.zeros((x.shape[0], weight.shape[1]), dtype=wide, device=x.device)
@@ -121,11 +123,17 @@ def _grouped_linear(
         if fprop and not stored:
             assert call is not None, "it has a plan"
             one = _round_trip(one, call.plan.w, W, call, part=index)
-        product = x.to(wide) @ one.t()
+        start = ends[index - 1] if index else 0
+        inside = (rows >= start) & (rows < ends[index])
+        of_expert = x
+        if per_tensor:
+            assert call is not None, "it has a plan"
+            of_expert = torch.where(inside, x, torch.zeros_like(x)).float()
+            of_expert = _round_trip(of_expert, call.plan.x, X, call, part=index)
+        product = of_expert.to(wide) @ one.t()
         if bias is not None:
             product = product + bias[index].to(wide)
-        start = ends[index - 1] if index else 0
-        y = torch.where((rows >= start) & (rows < ends[index]), product, y)
+        y = torch.where(inside, product, y)
     return y.to(dtype)
 
 
@@ -200,10 +208,11 @@ up delayed scales when they run, of which ONNX is to see nothing."""
 
 def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, part: int = 0) -> Tensor:
     """``x`` in float32, quantized and dequantized; a matrix unless the scale is per tensor."""
-    if call.plan.delayed:
-        scale = _delayed_scale(x, index, call, part)
-    else:
+    scale = _delayed_scale(x, index, call, part) if call.plan.delayed else None
+    if scale is None:
         scale = _scale(_amax(x, spec.block), spec, call.plan.amax_epsilon)
+        if isinstance(call.recipe, DelayedScaling):
+            scale = scale * 2.0**call.recipe.margin
     scale, axis = _as_onnx(scale, spec.block, x.shape)
     quantized = torch.onnx.ops.symbolic(
         "QuantizeLinear",
@@ -231,17 +240,24 @@ def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(scale).to(fp8_dtype)
 
 
-def _delayed_scale(x: Tensor, index: int, call: Call, part: int) -> Tensor:
+def _delayed_scale(x: Tensor, index: int, call: Call, part: int) -> Tensor | None:
+    """The scale of a tensor, or of an expert's part; None of an expert that has had no tokens.
+
+    As in eager mode that one has the scale of what it gets.
+    """
     assert call.precision is not None, "every call of a module has one"
     slots = call.precision.slots.get((call.recipe, STATE.autocast.group))
-    if slots is None or not slots.seeded[index]:
+    with _disable_current_modes():  # the values, not symbols
+        known = [] if slots is None else slots.have_scales(index).tolist()
+    if slots is None or not any(known):
         raise ValueError(
             "model must have the scales of its delayed recipe before it is exported; got a layer "
             "without. Train it for a step, or run it under autocast(calibrating=True)."
         )
-    with _disable_current_modes():  # the value, not a symbol
-        factors, _ = slots.scale_for(index, torch.empty(0, 0), record=False, shared=False)
-        value = float(factors.scale[part])
+    if not known[part]:
+        return None
+    with _disable_current_modes():
+        value = float(slots.pack.scale[slots.columns_of(index)[part]])
     return torch.full((), value, dtype=torch.float32, device=x.device)
 
 

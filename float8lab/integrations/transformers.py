@@ -15,6 +15,7 @@ from float8lab.arguments import needs
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import conversion_report
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.precision import precisions_below
 from float8lab.nn.scaling_state import ScalingState
 from float8lab.recipes import Auto, Recipe
@@ -54,6 +55,9 @@ class Float8Conv1D(OtherLinear, Conv1D):
     def from_matrix(matrix: Tensor) -> Tensor:
         """The layer's weight, from the matrix ``[out, in]``."""
         return matrix.t()
+
+    def __repr__(self) -> str:
+        return f"Conv1D(nf={self.nf}, nx={self.nx}{describe_fp8(self)})"
 
 
 class Float8Callback(TrainerCallback):

@@ -37,6 +37,7 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.ops.declare import planned
+from float8lab.ops.grouped import groups_of_rows
 from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.delayed import Factors, QuantParams, own_amax
@@ -129,7 +130,7 @@ def cast(
             matrix, index, call, fp8_dtype, align, *wanted,
             offs=x.offs if isinstance(x, Groups) else None,
         )  # fmt: skip
-        if isinstance(x, Tensor) and x.ndim == 3:
+        if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
             scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
         return Quantized(q, scale, encode, q_t, scale, total)
     if call.shards is not None:
@@ -246,9 +247,7 @@ def _cast_shard(
         q, scale = _cast_spanning(x, spec, call, align, is_columnwise=False)
         made = made._replace(data=q, scale=scale)
     elif spec is not None:
-        made = made._replace(
-            **_cast_alone(x, spec, None, call, params, False, align)._asdict() | {"dbias": sums}
-        )
+        made = _cast_alone(x, spec, None, call, params, False, align)._replace(dbias=sums)
     if columnwise is not None:
         if columnwise_spans:
             operand = _cast_spanning(x, columnwise, call, align, is_columnwise=True)
@@ -461,9 +460,20 @@ def show_cast(
     there.
     """
     if isinstance(x, Groups):
+        operand, spec = _by_row(x, operand, spec)
         x = x.owned()
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
+
+
+def _by_row(x: Groups, operand: Operand, spec: Float8Spec) -> tuple[Operand, Float8Spec]:
+    """The operand with a scale for each row, where it has one for each group."""
+    if spec.block != (-1, -1):
+        return operand, spec
+    assert x.offs is not None, "not a batch"
+    of_rows = groups_of_rows(operand.data.shape[0], x.offs)
+    scale = operand.scale.reshape(-1, 1).expand(x.offs.shape[0], 1)[of_rows]
+    return Operand(operand.data, scale), replace(spec, block=(1, -1))
 
 
 def show_input(x: Matrix, specs: Orientations, quantized: Quantized, call: Call) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.formats import E4M3, E5M2
-from float8lab.nn.convert.report import is_unseen
+from float8lab.nn.convert.walk import is_unseen
 from float8lab.ops.gemm import may_multiply
 from float8lab.tensor import Float8Tensor
 

@@ -15,14 +15,22 @@ from float8lab.arguments import (
     check_dtype,
     check_flags,
     check_input,
+    check_instance,
+    check_module,
+    check_names,
     check_size,
 )
-from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
+from float8lab.distributed.expert_parallel import (
+    check_held_experts,
+    experts_here,
+    held_experts,
+)
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain, spec_of_experts
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.expert_function import Layer, expert_mlp
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction
@@ -111,16 +119,21 @@ class ExpertsBase(nn.Module):
                 precision.end(call)
         return y
 
+    def _held_experts(self) -> range | None:
+        """Which experts this rank holds; None: all of them."""
+        stacks = (p for p in self.parameters() if p.ndim == 3)
+        return held_experts(next(stacks, None))
+
     def _begin_layer(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
     ) -> Call | None:
-        fused = fused_weight(self, weight)
+        fused, held = fused_weight(self, weight), self._held_experts()
         call = precision.begin(
             x, training=self.training, first_microbatch=first_microbatch,
-            fused_weight=None if fused is None else (fused,),
+            fused_weight=None if fused is None else (fused,), experts=held,
         )  # fmt: skip
-        if call is not None and call.plan.delayed and weight.shape[0] != precision.experts:
-            refuse_delayed(weight.shape[0], precision.experts)
+        if call is not None and call.plan.delayed:
+            check_held_experts(weight.shape[0], precision.experts, held)
         return call if weight.dtype in HIGH_PRECISION_DTYPES else None
 
     def _apply_experts(
@@ -138,6 +151,7 @@ class ExpertsBase(nn.Module):
             precision.calibrate(
                 Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
+                self._held_experts(),
             )
         y: Tensor = GroupedFunction.run(x, weight, bias, offs, call, True)
         return y
@@ -210,7 +224,9 @@ class ExpertMLP(ExpertsBase, Shardable):
     ) -> None:
         gated = check_activation(activation)
         check_flags(bias=bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
+        check_callables(
+            ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
+        )
         check_dtype("params_dtype", params_dtype)
         super().__init__()
         self.num_experts = E = check_size("num_experts", num_experts, minimum=1)
@@ -272,7 +288,13 @@ class ExpertMLP(ExpertsBase, Shardable):
         >>> float8lab.ExpertMLP.from_experts(torch.nn.ModuleList(Expert() for _ in range(4)))
         ExpertMLP(num_experts=4, hidden_size=64, ffn_hidden_size=32, activation=swiglu)
         """
+        listed = None if isinstance(experts, Tensor) else experts
+        check_instance("experts", listed, Iterable, "modules, such as a ModuleList")
         modules = list(experts)
+        for module in modules:
+            check_module("experts", module)
+        if names is not None:
+            names = check_names("names", names)
         gated = check_activation(activation)
         layers = [_layers_of(module, names) for module in modules]
         kinds = {tuple((x.weight.shape, x.bias is None) for x in of) for of in layers}
@@ -362,6 +384,7 @@ class ExpertMLP(ExpertsBase, Shardable):
                 "ExpertMLP must be given the rows of its experts where ranks share them; got a "
                 "call with tokens. Call moe_dispatch, run_rows and moe_combine."
             )
+        check_size("num_out_tokens", num_out_tokens, optional=True)
         check_input("inp", inp, (self.hidden_size,), "hidden_size")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         x = x.to(output_dtype(x))  # before it is copied to each expert
@@ -405,6 +428,7 @@ class ExpertMLP(ExpertsBase, Shardable):
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation}"
+            f"{describe_fp8(self)}"
         )
 
 

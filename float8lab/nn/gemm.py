@@ -569,6 +569,7 @@ def backward(
     shape: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     ends: Ends | None = None,
+    wanted: Sequence[bool] = (),
 ) -> _Gradients:
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
@@ -584,6 +585,7 @@ def backward(
         shape: M, N, K.
         dtypes: of the gradients.
         ends: the offsets of experts' rows, if they are in groups.
+        wanted: of weights of experts that are a parameter each, which of them have gradients.
     """
     if isinstance(dy, Tensor) and (
         torch.compiler.is_compiling() or call.watched or call.shards is not None
@@ -607,7 +609,8 @@ def backward(
         made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, ends)
     dx, dw, db = made
     if call.fused_weight is not None and dw is not None:
-        dw = accumulate(call.fused_weight, dw, overwrite=call.first_microbatch is True)
+        overwrite = call.first_microbatch is True
+        dw = accumulate(call.fused_weight, dw, overwrite=overwrite, wanted=wanted)
     return _Gradients(dx, dw, db)
 
 

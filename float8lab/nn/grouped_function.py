@@ -93,7 +93,10 @@ class GroupedFunction(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs, (offs, plan, *saved) = _joined(wanted_gradients(ctx), ctx.parts), ctx.saved_tensors
+        wanted, (offs, plan, *saved) = wanted_gradients(ctx), ctx.saved_tensors
+        needs = _joined(wanted, ctx.parts)
+        weights, biases = ctx.parts
+        last = len(wanted) - biases
         if [*map(version_of, ctx.weights)] != ctx.versions:
             raise RuntimeError(
                 "weights must stay as they are from forward to backward; got one that has been "
@@ -102,6 +105,7 @@ class GroupedFunction(Float8Function):
         dx, *of_experts = backward(
             dy, None, Saved._make(saved), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes, ends=Ends(offs, plan),
+            wanted=wanted[last - weights : last],
         )  # fmt: skip
         parts: list[Tensor | None] = []
         for whole, count in zip(of_experts, ctx.parts, strict=True):

@@ -21,11 +21,16 @@ from float8lab.arguments import (
     has_values,
     shown,
 )
-from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
+from float8lab.distributed.expert_parallel import (
+    check_held_experts,
+    experts_here,
+    held_experts,
+)
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain, spec_of_experts
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.grouped_function import (
     GroupedFunction,
     as_one,
@@ -53,6 +58,7 @@ from float8lab.nn.parallel import (
 )
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.ops import Ends, Groups, as_matrix
+from float8lab.recipes.region import capturing
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import is_exporting, version_of
 from float8lab.tensor.dtensor import is_dtensor
@@ -72,18 +78,18 @@ class GroupedLinear(Shardable, TensorParallelGroup):
     Rows beyond those of the last expert give zeros, whatever they hold, and have no gradient.
 
     Numerics: each expert's rows are cast as if they were alone, and so is each weight; under a
-    recipe of one scale per tensor the input has one scale for all of its rows, and each weight its
-    own. Otherwise as ``Linear``.
+    recipe of one scale per tensor each expert's rows of the input, its weight and its rows of the
+    gradient have a scale each. Otherwise as ``Linear``.
 
     Tensor parallelism shards each expert's features over the ranks (``parallel_mode``), and sends
     nothing but, in FP8, the largest values: column parallel, the input is the same on all ranks and
     its gradient a part of a sum; row parallel, the output is a part of a sum. Tokens are sent, and
     sums made, where tokens are sent to experts and back.
 
-    Parameters: ``weight0`` to ``weight<num_gemms - 1>``, ``[out_features, in_features]``, and
-    ``bias0`` ..., ``[out_features]``; or, for less work for the host, ``weight``,
-    ``[num_gemms, out_features, in_features]``, and ``bias``. A state dict of either kind loads into
-    the other.
+    Parameters: ``weight0``, ``[out_features, in_features]``, ``bias0``, ``[out_features]``,
+    ``weight1`` and so on, in this order, to ``bias<num_gemms - 1>``; or, for less work for the
+    host, ``weight``, ``[num_gemms, out_features, in_features]``, and ``bias``. A state dict of
+    either kind loads into the other.
 
     Args:
         num_gemms: number of experts.
@@ -190,10 +196,15 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         sizes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
         if bias:
             sizes["bias"] = (out_features,)
+        parts: list[dict[str, Tensor]] = []
         for kind, size in sizes.items():
             whole = torch.zeros(E, *size, device=where, dtype=dtype)
-            parts = [whole] if self._names[kind] == (kind,) else whole.unbind()
-            for name, part in zip(self._names[kind], parts, strict=True):
+            each = [whole] if self._names[kind] == (kind,) else whole.unbind()
+            parts.append(dict(zip(self._names[kind], each, strict=True)))
+        # An expert's bias after its weight, as Transformer Engine has them: states of optimizers
+        # are known by position.
+        for of_expert in itertools.zip_longest(*(of_kind.items() for of_kind in parts)):
+            for name, part in filter(None, of_expert):
                 self.register_parameter(name, nn.Parameter(part))
         self.overlap = overlap_of("GroupedLinear", ub)
         self.set_tensor_parallel_group(tp_group)
@@ -260,7 +271,8 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         Args:
             inp: ``[..., in_features]``.
             m_splits: the number of rows of each expert; a list, or a tensor of integers on the
-                input's device, whose values the host does not read, and checks only on a CPU.
+                input's device, whose values the host does not read, and checks only on a CPU. A
+                CUDA graph that is captured with numbers of the host keeps these.
             is_first_microbatch: True casts the weights and keeps the casts, False uses the kept
                 ones: say so only if the weights did not change in between. True also makes
                 ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead of adding to it. None
@@ -281,7 +293,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         weights = self._parameters_of("weight")
         biases = self._parameters_of("bias") if self.use_bias else None
-        experts = self.num_gemms
+        experts, held = self.num_gemms, held_experts(weights[0])
         if is_dtensor(weights[0]):
             weights, biases = self._experts_here(weights, biases)
             experts = weights[0].shape[0]
@@ -291,19 +303,19 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if dgrad_out is not None:
             self._check_buffer("dgrad_out", dgrad_out, (*inp.shape[:-1], self.in_features))
             x = into_buffer(x, dgrad_out.view_as(x))
-        fused = self._fused(weights)
+        fused, from_one = self._fused(weights)
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
-            fused_weight=fused if len(fused) == len(weights) else None,
+            fused_weight=fused if from_one else None, experts=held,
         )  # fmt: skip
         if call is not None and weights[0].dtype not in HIGH_PRECISION_DTYPES:
             call = None
-        if call is not None and call.plan.delayed and experts != self.num_gemms:
-            refuse_delayed(experts, self.num_gemms)
+        if call is not None and call.plan.delayed:
+            check_held_experts(experts, self.num_gemms, held)
         as_it_is = type(weights[0]) in (nn.Parameter, Float8Tensor)
         if call is None and (self.fuse_wgrad_accumulation or not as_it_is):
             weights = [plain_weight(self, w, is_first_microbatch) for w in weights]
-        elif 0 < len(fused) < len(weights):
+        elif fused and not from_one:
             weights = [plain_weight(self, w, is_first_microbatch, as_main=True) for w in weights]
         weight, parts = self._whole("weight", weights, kept=is_first_microbatch is not None)
         count = len(parts)
@@ -312,6 +324,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             self._fp8.calibrate(
                 Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
+                held,
             )
         bias = None
         if biases is not None and not self.return_bias:
@@ -367,11 +380,21 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             self._wholes[kind] = whole, version
         return whole, parts
 
-    def _fused(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The weights whose gradients are to go into their ``main_grad``."""
+    def _fused(self, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], bool]:
+        """The weights whose gradients are to go into their ``main_grad``, and whether from one.
+
+        That is the gradient of all. Where autograd has it of a copy of the weights, it does not
+        tell which of them have it.
+        """
         if not self.fuse_wgrad_accumulation:
-            return ()
-        return tuple(w for w in weights if w.requires_grad and fused_weight(self, w) is not None)
+            return (), False
+        fused = tuple(w for w in weights if w.requires_grad and fused_weight(self, w) is not None)
+        from_one = len(fused) == len(weights) and (
+            self.single_grouped_weight
+            or torch.compiler.is_compiling()
+            or bool(self._whole("weight", weights)[1])
+        )
+        return fused, from_one
 
     def _check_buffer(self, name: str, buffer: Any, shape: tuple[int, ...]) -> None:
         check_tensor(name, buffer, optional=True)
@@ -384,7 +407,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
     def extra_repr(self) -> str:
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.use_bias}"
+            f"out_features={self.out_features}, bias={self.use_bias}{describe_fp8(self)}"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -457,7 +480,10 @@ def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
                 "number of rows of each expert."
             )
         if type(m_splits) is Tensor and has_values(m_splits):
-            _check_sizes(m_splits.tolist(), rows, E, argument)
+            sizes = m_splits.tolist()
+            _check_sizes(sizes, rows, E, argument)
+            if _is_captured(x):
+                return _filled([*itertools.accumulate(sizes)], x.device)
         # int32 stays so: torch's default would convert the numbers first.
         dtype = torch.int32 if m_splits.dtype == torch.int32 else torch.int64
         return m_splits.to(x.device).cumsum(0, dtype=dtype)
@@ -469,7 +495,25 @@ def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
             "each expert, as a list or a tensor."
         ) from None
     _check_sizes(sizes, rows, E, argument)
-    return torch.tensor([*itertools.accumulate(sizes)], dtype=torch.int32, device=x.device)
+    ends = [*itertools.accumulate(sizes)]
+    if _is_captured(x):
+        return _filled(ends, x.device)
+    return torch.tensor(ends, dtype=torch.int32, device=x.device)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is recording what is done with ``x``."""
+    return x.is_cuda and not torch.compiler.is_compiling() and capturing()
+
+
+def _filled(ends: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers of the host on a device, by the arguments of kernels: a CUDA graph keeps these.
+
+    A copy would read the host's memory again in each replay.
+    """
+    filled = torch.zeros(len(ends), dtype=torch.int32, device=device)
+    torch._foreach_add_(filled.unbind(), ends)
+    return filled
 
 
 def _check_sizes(sizes: list[int], rows: int, experts: int, argument: str) -> None:

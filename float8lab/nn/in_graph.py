@@ -52,7 +52,8 @@ def cast_in_graph(
     What is not wanted is empty. ``matrix`` is a prologue, its inputs and the dtype of its values.
     ``offs`` are the ends of its groups, if its rows are in some; a batch is cast as one of them.
     """
-    wanted = (fp8_dtype, align, straight, transposed, column_sum, offs)
+    first = 0 if call.experts is None else call.experts.start
+    wanted = (fp8_dtype, align, straight, transposed, column_sum, offs, first)
     q, factors, q_t, total = _cast_op(*matrix, *_identified(index, call), *wanted)
     _end_after(factors, index, call)
     return q, factors[:1], factors[1:], q_t, total
@@ -109,16 +110,20 @@ def _cast(
     transposed: bool,
     column_sum: bool,
     offs: Tensor | None = None,
+    first_expert: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     found = recipe_numbered(recipe), group_named(group)
     if offs is not None or inputs[0].ndim == 3:
         groups = Groups(prologue, inputs, dtype, offs)
-        factors, slot = owner_of(handle).scale_in_graph(*found, index, record, groups)
+        experts = range(first_expert, first_expert + (inputs[0] if offs is None else offs).shape[0])
+        grouped = groups if offs is not None else inputs[0]
+        factors, slot = owner_of(handle).scale_in_graph(*found, index, record, grouped, experts)
         q, _, _, q_t, _, total = cast_groups_op(
             *(*groups[:4], fp8_dtype, (-1, -1), "encode", 0.0),
             *(straight, transposed, column_sum, factors.encode, slot),
         )
-        return q, factors.pair, q_t, total
+        assert factors.pair is not None, "of this cast alone"
+        return q, factors.pair.view(2, -1), q_t, total
     x = Source(prologue, inputs, dtype) if prologue else inputs[0]
     factors, slot = owner_of(handle).scale_in_graph(*found, index, record, x)
     q, _, _, q_t, _, total = cast_op(
@@ -132,7 +137,7 @@ def _outputs(of: Any) -> tuple[Tensor | None, ...]:
     if of.offs is not None or of.inputs[0].ndim == 3:
         of.block, of.rule = (-1, -1), "encode"
         q, _, _, q_t, _, total = outputs_of_groups(of)
-        pair = (2,) if of.offs is not None else (2, of.inputs[0].shape[0])
+        pair = 2, (of.inputs[0] if of.offs is None else of.offs).shape[0]
         return q, of.inputs[0].new_empty(pair, dtype=torch.float32), q_t, total
     x, (M, K) = of.inputs[0], prologue_shape(of.prologue, of.inputs)
     rows, columns = round_up(M, of.align), round_up(K, of.align)

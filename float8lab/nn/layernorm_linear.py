@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_flags, check_size
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import LinearFunction, output_dtype
@@ -229,5 +230,5 @@ class LayerNormLinear(FusedModule):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"normalization={self.normalization}, eps={self.eps}"
+            f"normalization={self.normalization}, eps={self.eps}{describe_fp8(self)}"
         )

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from float8lab.arguments import check_callables, check_flags, check_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.nn.activation_function import activate, check_activation
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import output_dtype
@@ -134,7 +135,9 @@ class LayerNormMLP(FusedModule):
             fp8_activation_input=fp8_activation_input,
         )
         ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
-        check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
+        check_callables(
+            ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
+        )
         check_size("seq_length", seq_length, minimum=1, optional=True)
         check_size("micro_batch_size", micro_batch_size, minimum=1, optional=True)
         super().__init__()
@@ -261,4 +264,5 @@ class LayerNormMLP(FusedModule):
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"normalization={self.normalization}, activation={self.activation}, eps={self.eps}"
+            f"{describe_fp8(self)}"
         )

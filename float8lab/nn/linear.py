@@ -29,6 +29,7 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
@@ -44,6 +45,7 @@ from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
 from float8lab.tensor.blocks import quantize_blocks
+from float8lab.tensor.dtensor import is_dtensor
 
 __all__ = [
     "Linear",
@@ -89,7 +91,7 @@ def stored_for(weight: Tensor, recipe: Recipe, sharing: SharedScales | None = No
         spec = replace(spec, block=block)
         known = sharing.amaxes(weight.detach(), spec)
         q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=known)
-        return Float8Tensor(*q, spec, weight.dtype)
+        return Float8Tensor._make(*q, spec, weight.dtype)
     return quantize(
         weight.detach(), spec.fp8_dtype, block=block, scale_rule=spec.scale_rule,
         amax_epsilon=epsilon,
@@ -217,7 +219,8 @@ def drawn_from(
     rng_tracker_name: str | None,
 ) -> Callable[[Tensor], Any] | None:
     """The init method, or one that draws from a stream of the tracker if there is one."""
-    check_callables(init_method=init_method, get_rng_state_tracker=get_rng_state_tracker)
+    check_callables(("weight",), init_method=init_method)
+    check_callables((), get_rng_state_tracker=get_rng_state_tracker)
     check_instance("rng_tracker_name", rng_tracker_name, str, "a name", optional=True)
     if get_rng_state_tracker is None:
         return init_method
@@ -411,7 +414,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
-        if placement is not None:
+        # In inference Transformers gives the layer its local shards: plain tensors.
+        if placement is not None and is_dtensor(weight):
             y = placement.run(self, inp, weight, added, is_first_microbatch)
             return (y, bias) if self.return_bias else y
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
@@ -474,7 +478,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         parts = f", parameters_split={self._split}" if self._split else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={first is not None}{parts}"
+            f"bias={first is not None}{parts}{describe_fp8(self)}"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

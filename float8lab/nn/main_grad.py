@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +15,13 @@ from float8lab.tensor.differentiation import Float8Function
 __all__ = ["accumulate", "fused_weight", "plain_weight"]
 
 
-def accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> Tensor | None:
+def accumulate(
+    weight: Any, dw: Tensor, *, overwrite: bool, wanted: Sequence[bool] = ()
+) -> Tensor | None:
     """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``.
 
-    Of experts it is a tuple of one weight for all, or of each one's.
+    Of experts it is a tuple of one weight for all, or of each one's, of which those that are not
+    ``wanted`` stay as they are.
 
     Returns the gradient for autograd. It is None; but a tensor of any values, or of zeros with
     ``weight.zero_out_wgrad``, where the weight has the mark ``grad_added_to_main_grad``: hooks of
@@ -24,7 +29,10 @@ def accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> Tensor | None:
     """
     weights, parts = (weight,), [dw]
     if isinstance(weight, tuple):
-        weights, parts = weight, [dw] if len(weight) == 1 else list(dw.unbind())
+        weights, parts = weight, [dw] if weight[0].ndim == dw.ndim else list(dw.unbind())
+    if not all(wanted):
+        parts = [*itertools.compress(parts, wanted)]
+        weights = tuple(itertools.compress(weights, wanted))
     into = [one.main_grad.view_as(part) for one, part in zip(weights, parts, strict=True)]
     if overwrite:
         torch._foreach_copy_(into, parts)

@@ -332,7 +332,7 @@ class ContextParallelGroup(TensorParallelGroup):
         cp_group: Any,
         cp_global_ranks: Sequence[int] | None = None,
         cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
+        cp_comm_type: str | None = "p2p",
     ) -> None:
         """Set the process group of the ranks that share each sequence's tokens; on all of them.
 
@@ -348,6 +348,10 @@ class ContextParallelGroup(TensorParallelGroup):
             TypeError: not a process group.
             ValueError: the ranks cannot share the heads, or ``cp_comm_type`` is another name.
         """
+        kinds = (list, tuple, range)
+        check_instance("cp_global_ranks", cp_global_ranks, kinds, "a list of ranks", optional=True)
+        for rank in cp_global_ranks or ():
+            check_size("cp_global_ranks", rank)
         context = context_of(cp_group, cp_comm_type)
         module: Any = self
         every = [m for m in module.modules() if isinstance(m, ContextParallelGroup)]

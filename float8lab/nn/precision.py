@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from float8lab.arguments import check_flags
 from float8lab.distributed.comm import ONE_GPU, NoGroup, OneGpu, Sharded, TensorParallel
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
@@ -70,6 +71,7 @@ class Call:
 
     __slots__ = (
         "comm",
+        "experts",
         "first_microbatch",
         "fused_weight",
         "group_name",
@@ -98,6 +100,7 @@ class Call:
         group_name: str = "",
         parallel: TensorParallel | None = None,
         tokens: ShardMap | None = None,
+        experts: range | None = None,
     ) -> None:
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
@@ -113,6 +116,7 @@ class Call:
         self.comm: OneGpu = ONE_GPU
         if parallel is not None and not parallel.casts_only:
             self.comm = Sharded(parallel, tokens, recipe.linear)
+        self.experts = experts  # that this rank holds, if not all
         # A compiled graph has no trace of an observer.
         self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
         # By tensor of the forward. A list of None outside delayed scaling and in compiled graphs.
@@ -120,13 +124,13 @@ class Call:
         if known is not None:  # a recomputation: under the scales of its original
             self.known = known
         else:
-            self.known = _UNKNOWN if slots is None else slots.known(record=record)
+            self.known = _UNKNOWN if slots is None else slots.known(record=record, experts=experts)
 
     def asks_for_values(self, index: int) -> bool:
         """Whether ``scale`` will look at the values of its ``x``, not at its shape alone."""
         if self.known[index] is not None or self.slots is None:  # a graph looks when it runs
             return False
-        return not self.slots.seeded[index]
+        return not self.slots.is_seeded(index)
 
     def scale(self, index: int, x: Tensor | Source | Groups) -> QuantParams:
         """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
@@ -135,7 +139,9 @@ class Call:
             assert self.slots is not None, "asked for under a delayed recipe only"
             tokens = self.comm.tokens
             empty = tokens is None or tokens.unsharded_rows == 0
-            found = self.slots.scale_for(index, x, record=self.record, empty=empty)
+            found = self.slots.scale_for(
+                index, x, record=self.record, empty=empty, experts=self.experts
+            )
             if self.slots.forward[index]:
                 self.known[index] = found
         return found
@@ -148,7 +154,7 @@ class Call:
         call = Call(
             self.recipe, self.slots, self.record, precision=self.precision, known=known,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
-            parallel=self.shards, tokens=self.comm.tokens,
+            parallel=self.shards, tokens=self.comm.tokens, experts=self.experts,
         )  # fmt: skip
         if self.record and self.slots is not None:
             # Tied to the backward pass that the recomputation runs in, not to one inside of it.
@@ -167,7 +173,8 @@ class Precision:
         pinned: ``recipe`` wins over an enclosing autocast; pinned None means high precision.
         name: qualified name, where known.
         fp8_all_gather: FSDP2 gathers the weight in FP8, as ``recipe`` says.
-        experts: how many weights the module has, each with a delayed scale of its own.
+        experts: how many weights the module has; each of them, and each one's rows of the input
+            and of the gradient, has a delayed scale of its own.
         parallel: how tensor-parallel ranks share the module; None: they do not.
     """
 
@@ -278,6 +285,7 @@ class Precision:
         fused_weight: Any = None,
         tokens: ShardMap | None = None,
         parallel: TensorParallel | None = None,
+        experts: range | None = None,
     ) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
 
@@ -288,13 +296,16 @@ class Precision:
             fused_weight: a weight whose gradient goes into its ``main_grad``.
             tokens: the module's, under sequence parallelism.
             parallel: how ranks share this call, if not as they share the module's others.
+            experts: which of the module's experts this rank holds, if not all.
         """
+        if first_microbatch is not None and not isinstance(first_microbatch, bool):
+            check_flags(is_first_microbatch=first_microbatch)
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         state = STATE
         if torch.compiler.is_compiling():
             return self._begin_in_graph(
-                x, training, first_microbatch, fused_weight, tokens, parallel
+                x, training, first_microbatch, fused_weight, tokens, parallel, experts
             )
         noted, original = (None, CHECKPOINTS.replay)
         hooks = _saved_tensors_hooks(True)
@@ -304,7 +315,7 @@ class Precision:
         call = None
         if original is not None or _graph_task() != NO_BACKWARD:
             call = self._begin_again(
-                original, x.device, first_microbatch, fused_weight, tokens, parallel
+                original, x.device, first_microbatch, fused_weight, tokens, parallel, experts
             )
         else:
             recipe = self.active_recipe()
@@ -319,7 +330,7 @@ class Precision:
                         recipe, slots, record, is_region=record and region is None,
                         precision=self, first_microbatch=first_microbatch,
                         fused_weight=fused_weight, parallel=parallel or self.parallel,
-                        tokens=tokens,
+                        tokens=tokens, experts=experts,
                     )  # fmt: skip
                     if record and region is not None:
                         region.packs[slots.pack] = None
@@ -355,6 +366,7 @@ class Precision:
         fused_weight: Any,
         tokens: ShardMap | None,
         parallel: TensorParallel | None,
+        experts: range | None,
     ) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         recipe = self.active_recipe()
@@ -368,13 +380,22 @@ class Precision:
             recipe, None, record, is_region=record and STATE.region is None,
             precision=self, first_microbatch=first_microbatch, fused_weight=fused_weight,
             group_name=name_of_group(STATE.autocast.group) if delayed else "",
-            parallel=parallel or self.parallel, tokens=tokens,
+            parallel=parallel or self.parallel, tokens=tokens, experts=experts,
         )  # fmt: skip
 
     def scale_in_graph(
-        self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Source | Groups
+        self,
+        recipe: Recipe,
+        group: Any,
+        index: int,
+        record: bool,
+        x: Tensor | Source | Groups,
+        experts: range | None = None,
     ) -> QuantParams:
-        """When a compiled graph casts ``x``: factors of the graph's own, and the amax slot."""
+        """When a compiled graph casts ``x``: factors of the graph's own, and the amax slot.
+
+        ``experts``: which of the module's experts ``x`` has, if not all.
+        """
         inner = x if isinstance(x, Tensor) else x.inputs[0]
         slots = self._slots(recipe, inner.device, group)
         slots.pack.keeps_previous = True
@@ -382,7 +403,7 @@ class Precision:
             RECORDED.packs.add(slots.pack)
         forward = slots.forward[index]
         if forward and in_backward():
-            return QuantParams(slots.scale_again(index), None)
+            return QuantParams(slots.scale_again(index, experts), None)
         if forward:
             slots.pack.advanced = False
             region = STATE.region or STATE.in_graph
@@ -391,7 +412,7 @@ class Precision:
             region.fp8_calls += 1
             if record:
                 region.packs[slots.pack] = None
-        return slots.scale_for(index, x, record=record, shared=False)
+        return slots.scale_for(index, x, record=record, shared=False, experts=experts)
 
     def _begin_again(
         self,
@@ -401,6 +422,7 @@ class Precision:
         fused_weight: Any,
         tokens: ShardMap | None,
         parallel: TensorParallel | None,
+        experts: range | None,
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
@@ -432,7 +454,7 @@ class Precision:
         return Call(
             recipe, slots, False, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
-            parallel=parallel or self.parallel, tokens=tokens,
+            parallel=parallel or self.parallel, tokens=tokens, experts=experts,
         )  # fmt: skip
 
     def set_parallel(self, parallel: TensorParallel | None) -> None:
@@ -442,13 +464,17 @@ class Precision:
         for slots in self.slots.values():
             slots.set_parallel(parallel)
 
-    def calibrate(self, x: Tensor | Groups, weight: Tensor | Groups) -> None:
+    def calibrate(
+        self, x: Tensor | Groups, weight: Tensor | Groups, experts: range | None = None
+    ) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
         if STATE.autocast.calibrating:
-            self._calibrate(x, weight)
+            self._calibrate(x, weight, experts)
 
     @torch._disable_dynamo  # a graph cannot hold it
-    def _calibrate(self, x: Tensor | Groups, weight: Tensor | Groups) -> None:
+    def _calibrate(
+        self, x: Tensor | Groups, weight: Tensor | Groups, experts: range | None
+    ) -> None:
         if STATE.autocast.enabled or in_backward():
             return
         recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
@@ -457,8 +483,8 @@ class Precision:
         if not recipe.linear.delayed or x.dtype not in HIGH_PRECISION_DTYPES:
             return
         slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device)
-        slots.observe(X, as_matrix(x.detach()) if isinstance(x, Tensor) else x)
-        slots.observe(W, weight.detach() if isinstance(weight, Tensor) else weight)
+        slots.observe(X, as_matrix(x.detach()) if isinstance(x, Tensor) else x, experts)
+        slots.observe(W, weight.detach() if isinstance(weight, Tensor) else weight, experts)
         if STATE.region is not None:
             STATE.region.packs[slots.pack] = None
 
@@ -512,7 +538,7 @@ class Precision:
                 forward=forward,
                 device=device,
                 key=self.key,
-                widths=() if self.experts == 1 else (1, self.experts, 1),
+                widths=(self.experts,) * len(fp8_dtypes),
                 parallel=self.parallel,
             )
             self.slots[key] = slots

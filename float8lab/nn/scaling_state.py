@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_group, check_module
+from float8lab.arguments import check_flags, check_group, check_module
 from float8lab.nn.precision import precisions
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import Recipe, check_recipe
@@ -80,6 +80,7 @@ class ScalingState:
             TypeError: ``state`` is no mapping.
             ValueError: ``state`` is not that of the model's modules and recipes; nothing is loaded.
         """
+        check_flags(strict=strict)
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"state must be a mapping of names to tensors; got {type(state).__name__}. Pass "
@@ -95,7 +96,7 @@ class ScalingState:
             if f"{key}/encode" in state:  # else 1 over the scale
                 names.append("encode")
             mine = {name: slots.tensors()[name] for name in names}
-            theirs = {name: state.get(f"{key}/{name}") for name in names}
+            theirs = {name: _fitted(slots, state.get(f"{key}/{name}")) for name in names}
             if any(value is None for value in theirs.values()):
                 missing.append(key)
             elif not all(_is_like(theirs[name], mine[name]) for name in mine):
@@ -129,6 +130,10 @@ class ScalingState:
                 path = ".".join(filter(None, (name, part)))
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots
+
+
+def _fitted(slots: DelayedSlots, value: Any) -> Any:
+    return slots.fitted(value) if isinstance(value, Tensor) else value
 
 
 def _is_like(value: Any, tensor: Tensor) -> bool:

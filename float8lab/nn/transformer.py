@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8lab.arguments import check_choice, check_flags, check_input, check_number
+from float8lab.arguments import check_choice, check_flags, check_input, check_number, shown
 from float8lab.distributed.comm import keep_layout
 from float8lab.distributed.ranks import from_first_rank
+from float8lab.nn.attention.arguments import Lengths
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import check_format
 from float8lab.nn.attention.masks import (
     MaskArgument,
     canonical_mask_type,
-    check_arbitrary,
-    split_padding_mask,
+    check_mask_types,
     window_of,
 )
 from float8lab.nn.attention.multihead import MultiheadAttention, RotaryArgument
@@ -339,11 +339,29 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             canonical_mask_type(self_attn_mask_type, "self_attn_mask_type")
         hidden_states = hidden_states.to(output_dtype(hidden_states))
         is_decoder = self.layer_type == "decoder"
+        own = given = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv
+        )
+        cross_type = self.enc_dec_attn_mask_type
+        if enc_dec_attn_mask_type is not None:
+            cross_type = canonical_mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
+        window_of(cross_type, enc_dec_window_size, "enc_dec_window_size")
+        check_mask_types("enc_dec_attn_mask", enc_dec_attn_mask)
         if is_decoder:
-            self._check_cross_attention(
-                hidden_states, encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type,
-                enc_dec_window_size, masked=cu_seqlens_q is None,
+            own, given = self._lengths_of_both(
+                given, self_attn_mask_type or self.self_attn_mask_type, cross_type
+            )
+            inter: Any = self.inter_attention
+            inter.check_arguments(
+                hidden_states, encoder_output,
+                inter.core_attention.rules_of_call(None, cross_type, enc_dec_window_size),
+                enc_dec_attn_mask, given, mask_name="enc_dec_attn_mask",
             )  # fmt: skip
+        elif encoder_output is not None:
+            raise ValueError(
+                f"encoder_output must be None in an encoder layer; got {shown(encoder_output)}. "
+                "Set layer_type='decoder' to attend to it."
+            )
         attended: Any = self.self_attention(
             hidden_states,
             attention_mask,
@@ -357,10 +375,10 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             fast_zero_fill=fast_zero_fill,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_q if is_decoder else cu_seqlens_kv,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_q if is_decoder else max_seqlen_kv,
+            cu_seqlens_q=own.cu_seqlens_q,
+            cu_seqlens_kv=own.cu_seqlens_kv,
+            max_seqlen_q=own.max_seqlen_q,
+            max_seqlen_kv=own.max_seqlen_kv,
         )
         if self.parallel_attention_mlp:
             both = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
@@ -378,47 +396,28 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
                 is_first_microbatch=is_first_microbatch,
                 checkpoint_core_attention=checkpoint_core_attention,
                 fast_zero_fill=fast_zero_fill,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_kv=cu_seqlens_kv,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_kv=max_seqlen_kv,
+                cu_seqlens_q=given.cu_seqlens_q,
+                cu_seqlens_kv=given.cu_seqlens_kv,
+                max_seqlen_q=given.max_seqlen_q,
+                max_seqlen_kv=given.max_seqlen_kv,
             )
             x = self._add(output, bias, normed[0] if normed else x, drop_path=False)
-        elif encoder_output is not None:
-            raise ValueError(
-                "encoder_output must be None in an encoder layer; got a tensor. Set "
-                "layer_type='decoder' to attend to it."
-            )
         output, bias, *normed = self.layernorm_mlp(x, is_first_microbatch)
         x = self._add(output, bias, normed[0] if post_norm else x, drop_path=True)
         return self.layernorm(x) if self.output_layernorm else x
 
-    def _check_cross_attention(
-        self,
-        hidden_states: Tensor,
-        encoder_output: Tensor | None,
-        mask: MaskArgument,
-        mask_type: str | None,
-        window_size: tuple[int, int] | None,
-        *,
-        masked: bool,
-    ) -> None:
-        """Raise for arguments that the attention below knows by other names."""
-        kind = self.enc_dec_attn_mask_type
-        if mask_type is not None:
-            kind = canonical_mask_type(mask_type, "enc_dec_attn_mask_type")
-        window_of(kind, window_size, "enc_dec_window_size")
-        if encoder_output is None:
-            return  # the attention says so
-        ndim = 2 if self.attn_input_format == "thd" else 3
-        size = self.inter_attention.hidden_size
-        check_input("encoder_output", encoder_output, (size,), "hidden_size", ndim=ndim)
-        if "padding" in kind and masked and not self._has_part_of_the_tokens:
-            sequence = 0 if self.attn_input_format == "sbhd" else 1
-            sizes = (hidden_states.shape[sequence], encoder_output.shape[sequence])
-            split_padding_mask(mask, "cross", *sizes, name="enc_dec_attn_mask")
-        elif kind == "arbitrary":
-            check_arbitrary("enc_dec_attn_mask", mask)
+    def _lengths_of_both(
+        self, given: Lengths, self_type: str, cross_type: str
+    ) -> tuple[Lengths, Lengths]:
+        """The lengths for the self and the cross attention of a decoder, each if it takes any.
+
+        Where neither does, both get them, and refuse them.
+        """
+        own = given._replace(cu_seqlens_kv=given.cu_seqlens_q, max_seqlen_kv=given.max_seqlen_q)
+        takes = ["padding" in mask_type for mask_type in (self_type, cross_type)]
+        if self.attn_input_format == "thd" or not any(takes):
+            return own, given
+        return own if takes[0] else Lengths(), given if takes[1] else Lengths()
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, drop_path: bool) -> Tensor:
         """``residual + drop_path(dropout(x + bias))``."""

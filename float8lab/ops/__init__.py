@@ -31,8 +31,10 @@ from float8lab.ops.reference import (
     encode_from_amax,
     factors_from_amax,
     prologue_shape,
+    round_to_fp8,
     round_up,
     scale_from_amax,
+    scales_by_column,
 )
 from float8lab.ops.rotary import rotate_op
 from float8lab.ops.router import SCORE_FUNCTIONS, route_backward_op, route_op
@@ -67,6 +69,7 @@ __all__ = [
     "plan_groups_op",
     "prologue_shape",
     "rotate_op",
+    "round_to_fp8",
     "round_up",
     "route_backward_op",
     "route_op",
@@ -74,6 +77,7 @@ __all__ = [
     "scale_from_amax",
     "scaled_mm_into_op",
     "scaled_mm_op",
+    "scales_by_column",
     "scatter_rows_op",
     "transpose_op",
     "update_scales_op",

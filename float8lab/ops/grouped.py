@@ -24,6 +24,7 @@ __all__ = [
     "Groups",
     "cast_groups_op",
     "grouped_mm_op",
+    "groups_of_rows",
     "outputs_of_groups",
     "plan_groups_op",
 ]
@@ -40,7 +41,7 @@ def outputs_of_groups(of: Any) -> tuple[Tensor | None, ...]:
     finds = of.rule in SCALE_RULES
 
     def scales(oriented: tuple[int, int], turned: bool) -> Tensor:
-        if of.offs is None or (turned and block == (1, -1)):
+        if of.offs is None or block == (-1, -1) or (turned and block == (1, -1)):
             lead = of.offs.shape if batch == [] else batch
             shape = (*lead, *scale_shape(oriented, block))
             return x.new_empty(shape, dtype=torch.float32)
@@ -54,7 +55,8 @@ def outputs_of_groups(of: Any) -> tuple[Tensor | None, ...]:
         q_t = x.new_empty((*batch, columns, across), dtype=of.fp8_dtype)
         scale_t = scales((columns, across), True) if finds else None
     if finds and block == (-1, -1) and of.given is None:
-        amax = x.new_empty((*batch, 1, 1), dtype=torch.float32)
+        lead = batch if of.offs is None else of.offs.shape
+        amax = x.new_empty((*lead, 1, 1), dtype=torch.float32)
     if of.column_sum:
         total = x.new_empty((of.offs.shape[0], K), dtype=torch.float32)
     return q, scale, amax, q_t, scale_t, total
@@ -110,6 +112,10 @@ plan_groups_op = declare(
 )
 
 
+_NO_DATA = (False, False, False, None, None)
+"""Neither orientation, nor sums: a cast that finds amaxes and scales alone."""
+
+
 class Ends(NamedTuple):
     """Where the rows of groups end, and the plan of their products."""
 
@@ -121,6 +127,12 @@ class Ends(NamedTuple):
     def of(offs: Tensor, rows: int) -> Ends:
         """The ends of groups of a matrix of so many rows, with their plan."""
         return Ends(offs, plan_groups_op(offs, rows))
+
+
+def groups_of_rows(rows: int, offs: Tensor) -> Tensor:
+    """The group of each of so many rows, ``[rows]``; the last group for those of none."""
+    row = torch.arange(rows, device=offs.device, dtype=offs.dtype)
+    return torch.searchsorted(offs, row, right=True).clamp_(max=offs.shape[0] - 1)
 
 
 class Groups(NamedTuple):
@@ -152,6 +164,12 @@ class Groups(NamedTuple):
         return torch.where(inside, x, 0.0)
 
     def amax(self) -> Tensor:
-        """The largest absolute value in the groups, ``[1, 1]``; ``[E, 1, 1]`` of a batch."""
-        amax: Tensor = cast_groups_op(*self[:4], torch.float8_e4m3fn, (-1, -1), "fp32")[2]
+        """The largest absolute value of each group or matrix, ``[E, 1, 1]``; 0 without rows."""
+        how = (torch.float8_e4m3fn, (-1, -1), "fp32", 0.0)
+        amax: Tensor = cast_groups_op(*self[:4], *how, *_NO_DATA, self.plan)[2]
         return amax
+
+    def has_rows(self) -> Tensor:
+        """Whether each group has any row, ``[E]``."""
+        assert self.offs is not None, "not a batch"
+        return torch.diff(self.offs, prepend=self.offs.new_zeros(1)) > 0

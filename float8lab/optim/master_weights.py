@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -27,7 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_dtype, check_flags, check_instance
+from float8lab.arguments import (
+    check_callables,
+    check_dtype,
+    check_flags,
+    check_instance,
+    shown,
+)
 from float8lab.distributed.comm import shared_amaxes
 from float8lab.distributed.fsdp.weight import (
     layout_of,
@@ -115,7 +121,19 @@ class MasterWeights(torch.optim.Optimizer):
         _copy_options(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, as ``torch.optim.Optimizer`` does."""
+        """Add parameters with options of their own, as ``torch.optim.Optimizer`` does.
+
+        Raises:
+            TypeError: ``param_group`` is no dict, or its ``"params"`` are no tensors.
+        """
+        check_instance("param_group", param_group, dict, "a dict")
+        params = param_group.get("params")
+        each = [params] if isinstance(params, Tensor) else params
+        if not isinstance(each, Iterable) or isinstance(each, (str, bytes)):
+            raise TypeError(
+                "param_group must have parameters under 'params'; got "
+                f"{shown(param_group.get('params'))}. Pass a dict such as {{'params': [weight]}}."
+            )
         super().add_param_group(param_group)
         if self.inner is not None:
             self.inner.add_param_group(self._inner_group(self.param_groups[-1]))
@@ -129,6 +147,7 @@ class MasterWeights(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss; it sees parameters that agree with
                 their masters, however often the inner optimizer calls it.
         """
+        check_callables((), closure=closure)
         inner = self._synchronize()
         if closure is None:
             self._hand_over_gradients()
@@ -183,9 +202,25 @@ class MasterWeights(torch.optim.Optimizer):
         master's quantized form, and otherwise gets the dequantized parameter as its master.
 
         Raises:
+            TypeError: ``state_dict`` is no state of an optimizer.
             ValueError: groups or masters of another shape.
         """
-        state_dict = state_dict.copy()
+        parts = ("state", "param_groups")
+        if not isinstance(state_dict, Mapping) or not all(part in state_dict for part in parts):
+            raise TypeError(
+                "state_dict must be a dict with 'state' and 'param_groups'; got "
+                f"{shown(state_dict)}. Pass what state_dict() of an optimizer returned."
+            )
+        counts = [
+            [len(group["params"]) for group in groups]
+            for groups in (state_dict["param_groups"], self.param_groups)
+        ]
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"state_dict must have groups of {counts[1]} parameters; got {counts[0]}. Load the "
+                "state of an optimizer of the same model, made with the same groups."
+            )
+        state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed

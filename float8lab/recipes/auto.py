@@ -141,10 +141,10 @@ class Auto:
         known = isinstance(candidates, tuple) and all(
             isinstance(recipe, Recipe) and has_rates(recipe) for recipe in candidates
         )
-        if not known:
+        if not known or not candidates:
             raise ValueError(
-                "candidates must be a tuple of recipes with scales per tensor, row or 1x128 "
-                f"block; got {candidates!r}. Of others no speed is known."
+                "candidates must be a tuple of one or more recipes with scales per tensor, row or "
+                f"1x128 block; got {candidates!r}. Of others no speed is known."
             )
 
     def __repr__(self) -> str:

@@ -1,12 +1,16 @@
 """Delayed-scaling state: amax history and scale of every tensor that a module casts.
 
-A *slot* is the state of one cast tensor: an amax accumulator, an encode factor and the scale that
-is 1 over it, a history column. Casts multiply by the encode factor, which the scale does not tell
-exactly unless it is a power of two; a scale that comes from elsewhere has 1 over it. A module's
-slots for one recipe are a ``DelayedSlots``; the slots of many modules lie side by side in a
-``ScalePack``, so that one launch advances them all (``reduction.py`` makes ranks agree). Each
-``DelayedSlots`` starts in a pack of its own; the first region in which several packs are used
-merges them.
+A *slot* is the state of one cast tensor, or of one expert's part of it: an amax accumulator, an
+encode factor and the scale that is 1 over it, a history column. Casts multiply by the encode
+factor, which the scale does not tell exactly unless it is a power of two; a scale that comes from
+elsewhere has 1 over it. A module's slots for one recipe are a ``DelayedSlots``; the slots of many
+modules lie side by side in a ``ScalePack``, so that one launch advances them all (``reduction.py``
+makes ranks agree). Each ``DelayedSlots`` starts in a pack of its own; the first region in which
+several packs are used merges them.
+
+A rank that holds some of a module's experts has the slots of all of them, so that columns mean the
+same on every rank; those of experts elsewhere record nothing here. An expert has its first scale
+from its own first rows, in whatever step they come. Until all have one, casts look for amaxes.
 
 Casts never read ``ScalePack.factors`` themselves but a copy, which all slots' casts share from one
 update to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA
@@ -41,7 +45,15 @@ from float8lab.ops import (
 )
 from float8lab.recipes.recipe import DelayedScaling
 
-__all__ = ["DelayedSlots", "Factors", "QuantParams", "ScalePack", "merge_packs", "own_amax"]
+__all__ = [
+    "RECORDED",
+    "DelayedSlots",
+    "Factors",
+    "QuantParams",
+    "ScalePack",
+    "merge_packs",
+    "own_amax",
+]
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
 
@@ -50,7 +62,7 @@ _ROWS = ("scale", "encode")
 
 
 class Factors(NamedTuple):
-    """By which a tensor is decoded, and encoded: each ``[1]``; of a batch, ``[E, 1, 1]``."""
+    """By which a tensor is decoded, and encoded: each ``[1]``; of experts, ``[E, 1, 1]``."""
 
     scale: Tensor
     encode: Tensor
@@ -163,17 +175,27 @@ class ScalePack:
         """The modules' parts of the pack that still exist, in order."""
         return [m for ref in self.members if (m := ref()) and m.pack is self]
 
-    def factors_of(self, slots: slice) -> Factors:
-        """The factors of slots in a row of one tensor, unchanged by later updates."""
+    def factors_of(self, slots: slice, first: int) -> Factors:
+        """The factors of slots in a row, unchanged by later updates.
+
+        ``first`` is the first slot of their tensor.
+        """
         live = self.live()
         if live is None:
             return Factors.of(self.factors[:, slots].clone())
-        return Factors(*live[2 * slots.start].view(-1, 2, 1, 1).unbind(1))
+        pairs = live[2 * first].view(-1, 2, 1, 1)
+        return Factors(*pairs[slots.start - first : slots.stop - first].unbind(1))
 
-    def set_factors(self, slot: int | slice, factors: Tensor) -> None:
-        """Give a slot factors, ``[2]``, from outside its history; some in a row, ``[2, width]``."""
-        self.factors[:, slot].copy_(factors)
-        self.seeded[slot].fill_(True)
+    def set_factors(self, slots: slice, factors: Tensor, seeded: Tensor | None = None) -> None:
+        """Give slots in a row factors, ``[2, slots]``, from outside their history.
+
+        They then have a scale, or those of them do that ``seeded`` names.
+        """
+        self.factors[:, slots].copy_(factors)
+        if seeded is None:
+            self.seeded[slots].fill_(True)
+        else:
+            self.seeded[slots].logical_or_(seeded)
         self.forget_live()
 
     def has_scale(self) -> Tensor:
@@ -246,6 +268,7 @@ class ScalePack:
                 self.sown.append((reference, index))
                 continue
             slots.seeded[index] = False
+            slots._asked.pop(index, None)
             columns += slots.columns_of(index)
         if columns:
             self.seeded[columns] = False
@@ -333,7 +356,7 @@ class DelayedSlots:
 
     __slots__ = (
         *("__weakref__", "first", "forward", "fp8_dtypes", "key", "pack", "seeded", "start"),
-        "widths",
+        *("_asked", "widths"),
     )
 
     def __init__(
@@ -355,6 +378,7 @@ class DelayedSlots:
         limits = self._by_column([torch.finfo(dtype).max for dtype in fp8_dtypes])
         # What is known of the pack's ``seeded`` without asking the device.
         self.seeded = [False] * len(fp8_dtypes)
+        self._asked: dict[int, _Answer] = {}
 
         def new_tensors() -> dict[str, Tensor]:
             return {
@@ -395,15 +419,37 @@ class DelayedSlots:
     def _by_column(self, values: Sequence[Any]) -> list[Any]:
         return [one for one, width in zip(values, self.widths, strict=True) for _ in range(width)]
 
-    def columns_of(self, index: int) -> range:
-        """The columns of the pack that a tensor has."""
+    def columns_of(self, index: int, experts: range | None = None) -> range:
+        """The columns of the pack that a tensor has, or those of some ``experts``' parts of it."""
         first = self.start + self.first[index]
-        return range(first, first + self.widths[index])
+        columns = range(first, first + self.widths[index])
+        return columns if experts is None else columns[experts.start : experts.stop]
 
-    def _slot(self, index: int) -> int | slice:
-        """A tensor's columns as an index of the pack's tensors."""
-        columns = self.columns_of(index)
-        return columns.start if len(columns) == 1 else slice(columns.start, columns.stop)
+    def _columns(self, index: int, experts: range | None) -> slice:
+        """``columns_of`` as an index of the pack's tensors."""
+        columns = self.columns_of(index, experts)
+        return slice(columns.start, columns.stop)
+
+    def _slot(self, index: int, experts: range | None) -> int | slice:
+        """The same, of which a tensor without parts has one as a number."""
+        columns = self._columns(index, experts)
+        return columns.start if self.widths[index] == 1 else columns
+
+    def have_scales(self, index: int) -> Tensor:
+        """Which of a tensor's slots have a scale that means something."""
+        return self.pack.has_scale()[self._columns(index, None)]
+
+    def is_seeded(self, index: int) -> bool:
+        """Whether all slots of a tensor are known to have a scale; the host does not wait for it.
+
+        Those of an expert without any rows so far have none.
+        """
+        if not self.seeded[index] and index in self._asked:
+            answer = self._asked[index].get()
+            if answer is not None:
+                del self._asked[index]
+                self.seeded[index] = answer
+        return self.seeded[index]
 
     def tensors(self) -> dict[str, Tensor]:
         """This module's columns of the pack (views), and of the rows of ``factors``."""
@@ -420,6 +466,7 @@ class DelayedSlots:
             mine["encode"].copy_(1.0 / mine["scale"])
         of_columns = mine["seeded"].split(self.widths)
         self.seeded = [bool(part.all()) for part in of_columns]
+        self._asked = {}
         self._reap()
 
     def clear(self) -> None:
@@ -431,13 +478,24 @@ class DelayedSlots:
             mine[name].fill_(1.0)
         mine["amax"].fill_(NO_DATA)
         self.seeded = [False] * len(self.seeded)
+        self._asked = {}
         self._reap()
 
-    def _sow(self, index: int, factors: Tensor) -> None:
-        """Give a slot its first factors."""
-        self.pack.set_factors(self._slot(index), factors)
-        self.pack.sown.append((weakref.ref(self), index))
-        self.seeded[index] = True
+    def _sow(
+        self, index: int, factors: Tensor, x: Tensor | Source | Groups, experts: range | None
+    ) -> None:
+        """Give a tensor's slots their first factors, or those of its experts that have rows."""
+        pack, columns = self.pack, self._columns(index, experts)
+        pack.sown.append((weakref.ref(self), index))
+        if not isinstance(x, Groups):
+            pack.set_factors(columns, factors.view(2, -1))
+            self.seeded[index] = True
+            return
+        has_rows = x.has_rows()
+        kept = pack.factors[:, columns]
+        pack.set_factors(columns, torch.where(has_rows, factors.view(2, -1), kept), has_rows)
+        if index not in self._asked and not _is_captured(pack.factors):
+            self._asked[index] = _Answer(pack.has_scale()[columns].all())
 
     def _reap(self) -> None:
         """Keep the scales that the slots have been given, whatever is interrupted."""
@@ -477,9 +535,14 @@ class DelayedSlots:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.fp8_dtypes, self.forward = state["fp8_dtypes"], state["forward"]
         self.key = state["key"]
-        self.seeded = state["seeded"]
-        self._lay_out(state.get("widths") or (1,) * len(self.seeded))
+        self.seeded, self._asked = state["seeded"], {}
         tensors: dict[str, Tensor] = state["tensors"]
+        widths = tuple(state.get("widths") or (1,) * len(self.seeded))
+        if len({*widths}) > 1:  # of before each expert had scales of its own
+            experts = max(widths)
+            tensors = {name: _of_each_expert(t, experts) for name, t in tensors.items()}
+            widths = (experts,) * len(widths)
+        self._lay_out(widths)
         if tensors["factors"].is_inference():
             saved = tensors
             tensors = _lasting(
@@ -494,16 +557,21 @@ class DelayedSlots:
         memo[id(self)] = copy
         return copy
 
-    def known(self, *, record: bool) -> list[QuantParams | None]:
+    def known(self, *, record: bool, experts: range | None = None) -> list[QuantParams | None]:
         """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
         pack, found, slot = self.pack, [], self.start
+        for index in [*self._asked]:
+            self.is_seeded(index)
         live = pack.live()
-        for forward, seeded, width in zip(self.forward, self.seeded, self.widths, strict=True):
+        for index, (forward, seeded, width) in enumerate(
+            zip(self.forward, self.seeded, self.widths, strict=True)
+        ):
             one: QuantParams | None = None
             if forward and seeded:
                 if width > 1:
-                    part = slice(slot, slot + width)
-                    one = QuantParams(pack.factors_of(part), pack.amax[part] if record else None)
+                    part = self._columns(index, experts)
+                    factors = pack.factors_of(part, slot)
+                    one = QuantParams(factors, pack.amax[part] if record else None)
                 else:
                     if live is None:
                         factors = Factors.of(pack.factors[:, slot].clone())
@@ -522,54 +590,60 @@ class DelayedSlots:
         record: bool,
         shared: bool = True,
         empty: bool = True,
+        experts: range | None = None,
     ) -> QuantParams:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record).
 
-        ``empty``: so is what ``x`` is a shard of, if ``x`` is.
+        ``empty``: so is what ``x`` is a shard of, if ``x`` is. ``experts``: which of the module's
+        experts ``x`` has, if not all.
         """
-        slot: Any = self.start + self.first[index]
-        width = self.widths[index]
-        if width > 1:
-            slot = slice(slot, slot + width)
+        pack, slot = self.pack, self._slot(index, experts)
         if record and not self.forward[index]:
-            self.pack.await_backward()
-        if not self.seeded[index]:
+            pack.await_backward()
+        if not self.is_seeded(index):
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
             first = x if isinstance(x, Tensor) else x.inputs[0]
             # A source is looked at for its values, unless it is empty.
             own = self._own_factors(index, x if first.numel() else first)
             # Not if another rank has used this module before: then its amaxes have made a scale;
             # nor if a CUDA graph has.
-            pack = self.pack
             own = torch.where(pack.has_scale()[slot], pack.factors[:, slot], own)
-            if not record:
-                return QuantParams(Factors.of(own), None)
-            if first.numel() or not empty:
-                self._sow(index, own)
-        pack = self.pack
+            if record and (first.numel() or not empty):
+                self._sow(index, own, x, experts)
+            # Experts without rows so far have none to keep.
+            if not record or not self.seeded[index]:
+                amaxes = pack.amax[slot] if record else None
+                return QuantParams(Factors.of(own), amaxes)
         live = pack.live() if shared else None
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
-        elif width > 1:
-            factors = pack.factors_of(slot)
+        elif isinstance(slot, slice):
+            factors = pack.factors_of(slot, self.columns_of(index).start)
         else:
             factors = Factors(live[2 * slot], live[2 * slot + 1])
-        amaxes = pack.amax if width > 1 else pack.amaxes
-        return QuantParams(factors, amaxes[slot] if record else None)
+        amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
+        return QuantParams(factors, amaxes if record else None)
 
-    def scale_again(self, index: int) -> Factors:
+    def scale_again(self, index: int, experts: range | None = None) -> Factors:
         """The factors that ``scale_for`` gave for the last forward's tensor."""
         factors = self.pack.previous if self.pack.advanced else self.pack.factors
-        return Factors.of(factors[:, self._slot(index)].clone())
+        return Factors.of(factors[:, self._slot(index, experts)].clone())
 
-    def observe(self, index: int, x: Tensor | Groups) -> None:
+    def observe(self, index: int, x: Tensor | Groups, experts: range | None = None) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""
         if (x if isinstance(x, Tensor) else x.inputs[0]).numel() == 0:
             return
-        if not self.seeded[index]:
-            self._sow(index, self._own_factors(index, x))
-        slot = self.pack.amax[self._slot(index)]
-        slot.copy_(torch.maximum(slot, own_amax(x).view(slot.shape)))
+        columns = self._columns(index, experts)
+        if not self.is_seeded(index):
+            own = self._own_factors(index, x).view(2, -1)
+            pack = self.pack
+            own = torch.where(pack.has_scale()[columns], pack.factors[:, columns], own)
+            self._sow(index, own, x, experts)
+        amax = own_amax(x).view(-1)
+        if isinstance(x, Groups):
+            amax = torch.where(x.has_rows(), amax, NO_DATA)
+        slot = self.pack.amax[columns]
+        slot.copy_(torch.maximum(slot, amax))
 
     def _own_factors(self, index: int, x: Tensor | Source | Groups) -> Tensor:
         recipe = self.pack.recipe
@@ -580,6 +654,50 @@ class DelayedSlots:
         margin = 2.0**recipe.margin
         both = torch.stack((scale.view(-1) * margin, encode.view(-1) / margin))
         return both if self.widths[index] > 1 else both.view(2)
+
+    def fitted(self, value: Tensor) -> Tensor:
+        """A value of ``tensors()`` as these slots have it.
+
+        Before each expert had scales of its own, all had those of one input and one gradient.
+        """
+        experts = self.widths[0]
+        return _of_each_expert(value, experts) if value.shape[-1:] == (experts + 2,) else value
+
+
+def _of_each_expert(value: Tensor, experts: int) -> Tensor:
+    """Columns of one input, of each expert's weight and of one gradient, the first and the last
+    repeated for each expert."""
+    x, w, dy = value.split((1, experts, 1), dim=-1)
+    return torch.cat((x.expand_as(w), w, dy.expand_as(w)), dim=-1)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is recording what is done with a tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class _Answer:
+    """What a tensor of one bool says, which the host reads when it has arrived, without waiting."""
+
+    __slots__ = ("_arrived", "_value")
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._arrived: torch.cuda.Event | None = None
+        if value.is_cuda:
+            self._value = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(value.device))
+
+    def get(self) -> bool | None:
+        """The value; None if it has not arrived."""
+        # A graph that is being captured allows no question about an event.
+        if self._arrived is not None and (
+            torch.cuda.is_current_stream_capturing() or not self._arrived.query()
+        ):
+            return None
+        return bool(self._value)
 
 
 def own_amax(x: Tensor | Source | Groups) -> Tensor:

@@ -87,7 +87,7 @@ class AmaxChannel:
         """Take in the slots of a module that was used."""
         if slots in self._keys:
             return
-        base = (slots.key, repr(slots.pack.recipe), len(slots.fp8_dtypes))
+        base = (slots.key, repr(slots.pack.recipe), sum(slots.widths))
         # Deleted ones count, too: garbage is collected at another time on each rank.
         self._used[base] += 1
         self._keys[slots] = key = (*base, self._used[base])
@@ -141,7 +141,7 @@ class AmaxChannel:
             places: dict[ScalePack, tuple[list[int], list[int]]] = {}
             for slots, offset in columns:
                 there, here = places.setdefault(slots.pack, ([], []))
-                for i in range(len(slots.fp8_dtypes)):
+                for i in range(sum(slots.widths)):
                     there.append(offset + i)
                     here.append(slots.start + i)
             device = next(iter(places)).amax.device if places else None

@@ -19,6 +19,8 @@ from float8lab.ops import (
     cast_op,
     dequantize_op,
     factors_from_amax,
+    round_to_fp8,
+    scales_by_column,
 )
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "quantize_blocks_",
     "refine_scale",
     "requantize_blocks",
+    "stores_scales_by_column",
 ]
 
 _OP_SIZES = (-1, 1, 32, 128)
@@ -103,6 +106,12 @@ def _matrix_block(spec: Float8Spec, ndim: int) -> tuple[int, int] | None:
     return None
 
 
+def stores_scales_by_column(spec: Float8Spec) -> bool:
+    """Whether ``quantize_blocks`` stores the scales of ``spec`` column by column."""
+    block = _matrix_block(spec, len(spec.block))
+    return block is not None and scales_by_column(block)
+
+
 def quantize_blocks(
     x: Tensor,
     spec: Float8Spec,
@@ -114,7 +123,8 @@ def quantize_blocks(
     """FP8 data, scales and amaxes of a tensor of any number of dimensions.
 
     Args:
-        x: any shape; ``spec`` has one block size for each dimension. Float64 is rounded to float32.
+        x: any shape; ``spec`` has one block size for each dimension. Float64 is rounded to float32,
+            and saturates where that overflows.
         spec: the format to quantize to.
         scale: given decode scales, broadcastable to one per block, that ``x`` is divided by; else
             they follow from ``x``.
@@ -122,8 +132,6 @@ def quantize_blocks(
         known_amax: of a matrix, or a batch: the amaxes, one per block, if ``x`` does not tell them.
     """
     shape, scales = tuple(x.shape), spec.scale_shape(tuple(x.shape))
-    if x.dtype == torch.float64:
-        x = x.float()
     if scale is not None:
         scale = scale.to(device=x.device, dtype=torch.float32).expand(scales)
     block = _matrix_block(spec, x.ndim)
@@ -191,11 +199,7 @@ def _by_arithmetic(
     else:
         amax, scale = scale * spec.largest(), scale.clone()
         value = x.float() / expand_scale(scale, spec.block, x.shape)
-    return _saturated(value, spec), scale, amax
-
-
-def _saturated(value: Tensor, spec: Float8Spec) -> Tensor:
-    return value.clamp(-spec.largest(), spec.largest()).to(spec.fp8_dtype)
+    return round_to_fp8(value, x, spec.fp8_dtype), scale, amax
 
 
 def requantize_blocks(x: Tensor, spec: Float8Spec, scale: Tensor, amax: Tensor) -> Tensor:
@@ -209,7 +213,8 @@ def requantize_blocks(x: Tensor, spec: Float8Spec, scale: Tensor, amax: Tensor) 
     found, encode, scale = (
         expand_scale(t, spec.block, x.shape) for t in (own == scale, encode, scale)
     )
-    return _saturated(torch.where(found, x.float() * encode, x.float() / scale), spec)
+    value = torch.where(found, x.float() * encode, x.float() / scale)
+    return round_to_fp8(value, x, spec.fp8_dtype)
 
 
 _Stored = tuple[Tensor, Tensor, Tensor]

@@ -9,9 +9,11 @@ block made of rows with several scales is quantized again, with a scale of its o
 Sums are taken of the dequantized values, in float32, and quantized again.
 
 Before a collective, ranks tell each other what they send and expect: tensors that are quantized
-differently have different numbers of bytes, for which ranks would wait forever. The exceptions are
-point-to-point calls, in which only two ranks take part, and functional collectives, which compiled
-graphs hold.
+differently have different numbers of bytes, for which ranks would wait forever. A rank also tells
+why its tensor cannot be written to, so all ranks raise and nothing is sent. The exceptions are
+functional collectives, which compiled graphs hold, and point-to-point calls: the receiver refuses
+before it posts anything, but the sender does not hear of that, and two tensors that are quantized
+differently meet only in the messages.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
+from float8lab.formats import Float8Spec
+from float8lab.tensor.blocks import (
+    block_amax,
+    dequantize_blocks,
+    expand_scale,
+    stores_scales_by_column,
+)
 from float8lab.tensor.dispatch import implements, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
@@ -86,7 +94,7 @@ def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
     parts = data.split([per_row, per_row, data.shape[1] - 2 * per_row], 1)
     # Copies, since bytes can only be looked at as float32 from an address that is a multiple of 4.
     scale, amax, q = (t.clone(memory_format=torch.contiguous_format) for t in parts)
-    return Float8Tensor(
+    return Float8Tensor._make(
         q.view(spec.fp8_dtype).reshape(shape),
         scale.view(torch.float32).reshape(scales),
         amax.view(torch.float32).reshape(scales),
@@ -108,7 +116,7 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
     scale, amax = block_amax(scales, block), block_amax(amaxes, block)
     differ = block_amax(scales != expand_scale(scale, block, x.shape), block) > 0
     spec = replace(x.spec, block=block)
-    result = Float8Tensor(
+    result = Float8Tensor._make(
         torch.empty_like(x.qdata), torch.ones_like(scale), torch.zeros_like(amax), spec, x.dtype
     )
     values = dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
@@ -146,6 +154,23 @@ def _text(x: Tensor, shape: Sequence[int] | None = None) -> str:
     """Description of a tensor, or part of it, that sender and receiver must agree on."""
     stored = f" as {x.spec}" if isinstance(x, Float8Tensor) else ", not quantized"
     return f"{x.dtype} {tuple(x.shape if shape is None else shape)}{stored}"
+
+
+def _refusal(x: Any) -> str:
+    """Why a tensor cannot be written to; empty if it can."""
+    if not isinstance(x, Float8Tensor):
+        return ""  # such a tensor is refused for what it is
+    if x._window is not None and x._window.base is None:
+        return "a view that has lost its base in a compiled function"
+    if torch._debug_has_internal_overlap(x.qdata) == 1:
+        return "a view whose elements share memory"
+    return ""
+
+
+def _written(text: str, *tensors: Any) -> str:
+    """Description of what a rank expects: ``text``, or why a tensor cannot be written to."""
+    refusals = filter(None, map(_refusal, tensors))
+    return next((f"no tensor, for {refusal}," for refusal in refusals), text)
 
 
 def _texts(x: Tensor, world: int, name: str, splits: Sequence[int] = ()) -> list[str]:
@@ -229,7 +254,8 @@ class _Work(_WorkBase):  # a class that torch may be built without
 def _broadcast(op: Any, tensors: list[Any], group: Any, root: int, *args: Any) -> Any:
     (x,) = map(_with_rows, tensors)
     me, world = _place(group)
-    expected = [_text(x) if rank == root else _NOTHING for rank in range(world)]
+    text = _text(x) if me == root else _written(_text(x), x)
+    expected = [text if rank == root else _NOTHING for rank in range(world)]
     _agree(group, [expected[me]] * world, expected)
     data = _pack(x)
     work = _begun(op([data], group, root, *args))
@@ -254,7 +280,8 @@ def _gather_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> 
     parts = [_with_rows(out) for out in outputs[0]] if outputs else []
     _, world = _place(group)
     sends = [_text(x) if root in (None, rank) else _NOTHING for rank in range(world)]
-    size = _agree(group, sends, list(map(_text, parts)) or [_NOTHING] * world, max(_sizes([x])))
+    expects = [_written(_text(part), part) for part in parts] or [_NOTHING] * world
+    size = _agree(group, sends, expects, max(_sizes([x])))
     received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in parts]
     begun = op([received] if outputs else [], [_padded(_pack(x), size)], group, *args)
     work = _Work([_begun(begun)], lambda: _receive_each(parts, received)).boxed()
@@ -271,7 +298,7 @@ def _scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, root: int, *ar
             for part in parts
         ]
     _, world = _place(group)
-    expects = [_text(x) if rank == root else _NOTHING for rank in range(world)]
+    expects = [_written(_text(x), x) if rank == root else _NOTHING for rank in range(world)]
     size = _agree(group, list(map(_text, parts)) or [_NOTHING] * world, expects, max(_sizes([x])))
     received = torch.empty(size, dtype=torch.uint8, device=x.device)
     data = [[_padded(_pack(part), size) for part in parts]] if inputs else []
@@ -283,7 +310,7 @@ def _scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, root: int, *ar
 def _all_to_all_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
     """Exchange lists as one tensor of bytes, since gloo has no such collective of lists."""
     sources, targets = ([_with_rows(x) for x in tensors] for tensors in (inputs, outputs))
-    _agree(group, list(map(_text, sources)), list(map(_text, targets)))
+    _agree(group, list(map(_text, sources)), [_written(_text(x), x) for x in targets])
     sent, expected = _sizes(sources), _sizes(targets)
     data = torch.cat([_pack(x).view(-1) for x in sources])
     received = data.new_empty(sum(expected))
@@ -303,7 +330,7 @@ def _all_gather_base(op: Any, output: Any, x: Any, group: Any, *args: Any) -> An
     else:
         out, x = _with_rows(output), _with_rows(x)
         expects = _texts(out, world, "the output")
-    _agree(group, [_text(x)] * world, expects)
+    _agree(group, [_text(x)] * world, [_written(text, out) for text in expects])
     data = _pack(x)
     received = data.new_empty(out.shape[0], data.shape[1])
     work = _begun(op(received, data, group, *args))
@@ -316,7 +343,8 @@ def _all_to_all_base(
 ) -> Any:
     _, world = _place(group)
     sends = _texts(x, world, "the input", in_splits)
-    _agree(group, sends, _texts(out, world, "the output", out_splits))
+    expects = [_written(text, out) for text in _texts(out, world, "the output", out_splits)]
+    _agree(group, sends, expects)
     data = _pack(x)
     received = data.new_empty(out.shape[0], data.shape[1])
     work = _begun(op(received, data, group, out_splits, in_splits, *args))
@@ -370,7 +398,7 @@ def _with_values(call: Callable[..., Any], written: Sequence[Any], *tensors: Any
 def _all_reduce(op: Any, tensors: list[Any], group: Any, *args: Any) -> Any:
     _, world = _place(group)
     text = "; ".join(map(_value, tensors))
-    _agree(group, [text] * world, [text] * world)
+    _agree(group, [text] * world, [_written(text, *tensors)] * world)
     work = _with_values(lambda values: op(values, group, *args), tensors, tensors)
     return (tensors, work) if op is c10d.allreduce_.default else work
 
@@ -380,7 +408,7 @@ def _reduce(op: Any, tensors: list[Any], group: Any, reduce_op: Any, root: int, 
     me, world = _place(group)
     text = "; ".join(map(_value, tensors))
     sends = [text if rank == root else _NOTHING for rank in range(world)]
-    _agree(group, sends, [text if me == root else _NOTHING] * world)
+    _agree(group, sends, [_written(text, *tensors) if me == root else _NOTHING] * world)
     written = tensors if me == root else []
     return _with_values(lambda values: op(values, group, reduce_op, root, *args), written, tensors)
 
@@ -388,7 +416,8 @@ def _reduce(op: Any, tensors: list[Any], group: Any, reduce_op: Any, root: int, 
 @implements(*_existing(c10d, "reduce_scatter_"))
 def _reduce_scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
     _, world = _place(group)
-    _agree(group, list(map(_value, inputs[0])), [_value(outputs[0])] * world)
+    expected = _written(_value(outputs[0]), *outputs)
+    _agree(group, list(map(_value, inputs[0])), [expected] * world)
     work = _with_values(lambda outs, ins: op(outs, ins, group, *args), outputs, outputs, inputs)
     return outputs, work
 
@@ -396,7 +425,7 @@ def _reduce_scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: 
 @implements(*_existing(c10d, "_reduce_scatter_base_"))
 def _reduce_scatter_base(op: Any, out: Any, x: Any, group: Any, *args: Any) -> Any:
     _, world = _place(group)
-    expected = _value(out, (world * out.numel(),))
+    expected = _written(_value(out, (world * out.numel(),)), out)
     _agree(group, [_value(x, (x.numel(),))] * world, [expected] * world)
     return out, _with_values(lambda out, x: op(out, x, group, *args), [out], out, x)
 
@@ -412,12 +441,19 @@ def _each_base(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> An
     return _Work([_begun(one.default(out, x, group, *args)) for out, x in pairs]).boxed()
 
 
-# Point to point: straight from and into the tensor, since torch has no work of its own for each of
-# a batch of these. Nothing empty is sent.
+# Point to point. Data and scales travel in the order in which ``quantize`` stores them: a tensor
+# that is stored so is sent and received without a copy. Nothing empty is sent.
 
 
 def _travelling(x: Float8Tensor) -> list[Tensor]:
-    return [t for t in (x.scale, x.amax, x.qdata.view(torch.uint8)) if t.numel()]
+    """Views of the tensors that hold the bytes, contiguous if ``quantize`` made ``x``."""
+    scales = (_in_stored_order(t, x.spec) for t in (x.scale, x.amax))
+    return [t for t in (*scales, x.qdata.view(torch.uint8)) if t.numel()]
+
+
+def _in_stored_order(scales: Tensor, spec: Float8Spec) -> Tensor:
+    """A view whose elements, row by row, have the order in which ``quantize`` stores scales."""
+    return scales.movedim(-1, 0) if stores_scales_by_column(spec) else scales
 
 
 @implements(*_existing(c10d, "send"))
@@ -426,29 +462,75 @@ def _send(op: Any, tensors: list[Any], group: Any, target: int, tag: int) -> Any
     return _Work([_begun(op([t], group, target, tag)) for t in parts]).boxed()
 
 
-def _arriving(tensors: list[Any]) -> list[Tensor]:
-    parts = [t for x in tensors for t in _travelling(x)]
-    if any(x._window is not None for x in tensors) or not all(t.is_contiguous() for t in parts):
-        raise ValueError(
-            "tensor must own its blocks and be contiguous to be received; got a view. Receive into "
-            "a tensor of its own, and copy_() it."
-        )
-    return parts
+def _buffer_like(x: Float8Tensor) -> Float8Tensor:
+    """A tensor to receive into, stored as ``quantize`` stores it."""
+    shape = _in_stored_order(x.scale, x.spec).shape
+    scale, amax = (x.scale.new_empty(shape) for _ in range(2))
+    if stores_scales_by_column(x.spec):
+        scale, amax = scale.movedim(0, -1), amax.movedim(0, -1)
+    data = x.qdata.new_empty(x.shape)
+    return Float8Tensor(data, scale, amax, x.spec, x.dtype)
+
+
+def _arriving(tensors: list[Any], group: Any) -> tuple[list[Tensor], Callable[[], None]]:
+    """Contiguous tensors to receive into, and what writes them to ``tensors`` when all arrived.
+
+    Torch has no work of its own for each of the calls that it coalesces, so nothing can be done
+    after these: they take only tensors that are received where they lie.
+
+    Raises:
+        ValueError: one of the tensors cannot be written to, or not in a coalesced call. Nothing has
+            been received yet.
+    """
+    buffers = []
+    for x in tensors:
+        straight = x._window is None and all(t.is_contiguous() for t in _travelling(x))
+        if refusal := _refusal(x):
+            raise ValueError(
+                f"tensor must be one that can be written to; got {refusal}. Receive into a tensor "
+                "that quantize() made."
+            )
+        if not straight and _coalesces(group):
+            raise ValueError(
+                "tensor must own its blocks and be stored as quantize() stores it to be received "
+                "in a batch of coalesced calls; got a view or another layout. Receive into a "
+                "tensor that quantize() made and copy_() it, or call irecv() alone."
+            )
+        buffers.append(x if straight else _buffer_like(x))
+
+    @torch.no_grad()
+    def finish() -> None:
+        for x, buffer in zip(tensors, buffers, strict=True):
+            if buffer is not x:
+                x.copy_(buffer)
+
+    return [t for x in buffers for t in _travelling(x)], finish
+
+
+def _coalesces(group: Any) -> bool:
+    """Whether torch holds calls of the group back, to run them as one."""
+    return dist.ProcessGroup.unbox(group) in dist.distributed_c10d._world.pg_coalesce_state
 
 
 @implements(*_existing(c10d, "recv_"))
 def _recv(op: Any, tensors: list[Any], group: Any, source: int, tag: int) -> Any:
-    return _Work([_begun(op([t], group, source, tag)) for t in _arriving(tensors)]).boxed()
+    parts, finish = _arriving(tensors, group)
+    return _Work([_begun(op([t], group, source, tag)) for t in parts], finish).boxed()
 
 
 @implements(*_existing(c10d, "recv_any_source_"))
 def _recv_any(op: Any, tensors: list[Any], group: Any, tag: int) -> Any:
     """Wait for the first message, which tells the rank that the others come from."""
-    first, *others = _arriving(tensors)
-    arrived = _begun(op([first], group, tag))
+    parts, finish = _arriving(tensors, group)
+    if not parts:
+        raise ValueError(
+            "src must be a rank for an empty tensor, of which no message comes; got None. Pass the "
+            "rank that sends it."
+        )
+    arrived = _begun(op(parts[:1], group, tag))
     arrived.wait()
     source, recv = arrived._source_rank(), c10d.recv_.default
-    work = _Work([_begun(recv([t], group, source, tag)) for t in others])
+    work = _Work([_begun(recv([t], group, source, tag)) for t in parts[1:]], finish)
     work.source = source
     return work.boxed()
 
@@ -477,8 +559,8 @@ def _all_gather(op: Any, x: Float8Tensor, size: int, group: Any) -> Any:
     qdata = gather(x.qdata.view(torch.uint8)).view(x.qdata.dtype)
     scale, amax = gather(x.scale), gather(x.amax)
     if x.spec.per_tensor and bool((scale == scale[:1]).all()):
-        return Float8Tensor(qdata, scale[:1], amax.amax(0, keepdim=True), x.spec, x.dtype)
-    return Float8Tensor(qdata, scale, amax, spec, x.dtype)
+        return Float8Tensor._make(qdata, scale[:1], amax.amax(0, keepdim=True), x.spec, x.dtype)
+    return Float8Tensor._make(qdata, scale, amax, spec, x.dtype)
 
 
 @implements(*_existing(functional, "wait_tensor", "_wrap_tensor_autograd"))

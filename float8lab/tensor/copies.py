@@ -9,7 +9,7 @@ from torch import Tensor
 
 from float8lab.formats import DEQUANTIZED_DTYPES
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.dispatch import implements, run_fallback
+from float8lab.tensor.dispatch import check_size, implements, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
 
 __all__: list[str] = []
@@ -161,12 +161,8 @@ def _plain_like(op: Any, x: Float8Tensor, *args: Any, dtype: Any = None, **kwarg
 
 @implements(aten.resize_.default)
 def _resize(op: Any, x: Float8Tensor, size: Any, **kwargs: Any) -> Float8Tensor:
-    if tuple(size) == tuple(x.shape):
-        return x
-    raise NotImplementedError(
-        f"resize_ must keep the size of a Float8Tensor, {tuple(x.shape)}; got {tuple(size)}. "
-        "Use view() or quantize() a new tensor."
-    )
+    check_size(op, x, size)
+    return x
 
 
 @implements(

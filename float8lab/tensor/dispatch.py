@@ -11,7 +11,7 @@ function that takes one whole, for the class's ``__torch_function__``, which is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ __all__ = [
     "ANY_VIEW",
     "announce",
     "announce_address",
+    "check_size",
     "fallback",
     "implements",
     "implements_whole",
     "run_fallback",
+    "storage_without_memory",
     "table",
 ]
 
@@ -189,24 +191,43 @@ def _announce_update(op: Any, written: list[Any], args: Any, kwargs: Any) -> Non
         )
 
 
-def announce_address(dtype: torch.dtype) -> None:
-    """Warn once that a Float8Tensor's memory is read as ``dtype``, or raise, as the policy says."""
+def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
+    """Warn once that the memory of a quantized weight is read as ``dtype``, or raise.
+
+    Args:
+        dtype: the dtype that the weight stands for.
+        stored: how it is stored, in words.
+        keeper: what saves it as it is stored.
+    """
     if _POLICY.name == "error":
         raise NotImplementedError(
-            "data_ptr() of a Float8Tensor must dequantize it. Save with "
-            "float8lab.integrations.export, which keeps FP8, or allow dequantizing with "
+            f"data_ptr() of a weight stored in {stored} must dequantize it. Save with {keeper}, "
+            f"which keeps {stored}, or allow dequantizing with "
             'float8lab.fallback("warn").'
         )
-    if _POLICY.name == "warn" and "data_ptr" not in _POLICY.warned:
-        _POLICY.warned.add("data_ptr")
+    if _POLICY.name == "warn" and f"data_ptr {stored}" not in _POLICY.warned:
+        _POLICY.warned.add(f"data_ptr {stored}")
         warnings.warn(
-            f"weights stored in FP8 are read, and so saved, in {dtype}: safetensors and what saves "
-            "by it, such as save_pretrained, get dequantized copies. "
-            "float8lab.integrations.export writes them in FP8 "
+            f"weights stored in {stored} are read, and so saved, in {dtype}: safetensors and what "
+            "saves by it, such as save_pretrained, get dequantized copies. "
+            f"{keeper} writes them in {stored} "
             '(said once; float8lab.fallback("silent") or ("error") changes this).',
             UserWarning,
             stacklevel=3,
         )
+
+
+def storage_without_memory(storage: Any, owner: Tensor) -> Any:
+    """Make torch's record of a wrapper's storage say 0 bytes, and an address like no other.
+
+    safetensors looks by these for tensors that share memory. One that shares its quantized data
+    with another is written as a copy of its own.
+    """
+    if "size" not in vars(storage):
+        storage.size = storage.nbytes  # torch takes storages of size 0 for freed ones
+        storage.nbytes = int
+    storage.data_ptr = id(owner).__int__
+    return storage
 
 
 def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool = False) -> Any:
@@ -232,6 +253,8 @@ def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool
     partial = op._schema.name in _PARTIAL
     before = [plain[id(x)].clone() for x in written] if partial else []
     result = op(*args, **kwargs)
+    for x in written:  # all of them, before one is written
+        check_size(op, x, plain[id(x)].shape)
     for index, x in enumerate(written):
         value = plain[id(x)]
         if partial and x._window is None:
@@ -244,6 +267,15 @@ def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool
         return result
     back = {id(plain[id(x)]): x for x in written}
     return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
+
+
+def check_size(op: Any, x: Any, size: Sequence[int]) -> None:
+    """Raise if ``op`` resizes the Float8Tensor ``x`` in place, as torch's ``out`` may be."""
+    if tuple(size) != tuple(x.shape):
+        raise NotImplementedError(
+            f"{op} must keep the size of a Float8Tensor, {tuple(x.shape)}; got {tuple(size)}. Use "
+            "view(), or quantize() a new tensor."
+        )
 
 
 def _written(cls: type[Any], op: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from float8lab.formats import E4M3, Float4Spec
+from float8lab.arguments import check_dtype, check_instance, check_tensor
+from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, Float4Spec
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.dispatch import run_fallback
+from float8lab.tensor.dispatch import announce_address, run_fallback, storage_without_memory
 
 __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 
@@ -90,6 +92,8 @@ class Float4Tensor(Tensor):
     scale: Tensor
     tensor_scale: Tensor | None
     spec: Float4Spec
+    _readable: Tensor | None = None
+    """The dequantized copy of which ``data_ptr`` gave the address."""
 
     def __new__(
         cls,
@@ -100,6 +104,11 @@ class Float4Tensor(Tensor):
         dtype: torch.dtype,
     ) -> Float4Tensor:
         """Make a tensor of these."""
+        check_instance("spec", spec, Float4Spec, "a Float4Spec")
+        check_dtype("dtype", dtype, DEQUANTIZED_DTYPES, optional=False)
+        check_tensor("packed", packed)
+        check_tensor("scale", scale)
+        check_tensor("tensor_scale", tensor_scale, optional=True)
         dim = spec.packed_dim
         shape = tuple(n * 2 if d == dim else n for d, n in enumerate(packed.shape))
         strides = tuple(s if d == dim else s * 2 for d, s in enumerate(packed.stride()))
@@ -204,6 +213,22 @@ class Float4Tensor(Tensor):
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
         return values.to(self.dtype)
 
+    def data_ptr(self) -> int:
+        """Address of a dequantized copy, which is there as long as this object; 0 without data.
+
+        It is for code that reads a tensor's memory as ``dtype``: safetensors, and what saves by it.
+        """
+        if type(self.packed) is not Tensor or self.packed.is_meta:
+            return super().data_ptr()
+        announce_address(self.dtype, "4 bits", "torch.save(model.state_dict(), path)")
+        with torch.no_grad():
+            self._readable = self._decode().contiguous()
+        return self._readable.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
+        return storage_without_memory(super().untyped_storage(), self)
+
     def share_memory_(self) -> Float4Tensor:
         """Move the parts to shared memory."""
         for name in self.__tensor_flatten__()[0]:
@@ -213,6 +238,17 @@ class Float4Tensor(Tensor):
     def is_shared(self) -> bool:
         """Whether the parts are in shared memory."""
         return self.packed.is_shared()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float4Tensor:
+        if id(self) not in memo:
+            with torch.no_grad():
+                x: Any = self.detach().clone()
+            memo[id(self)] = x
+            own = ("packed", "scale", "tensor_scale", "spec", "_readable")
+            extra = {name: value for name, value in vars(self).items() if name not in own}
+            vars(x).update(copy.deepcopy(extra, memo))  # nn.Parameter's mark is one
+        result: Float4Tensor = memo[id(self)]
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         scale = self.scale.view(torch.uint8)  # which every loader of pickles can take

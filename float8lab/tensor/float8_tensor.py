@@ -11,14 +11,22 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from float8lab.arguments import check_instance, check_number
-from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_dtype,
+    check_instance,
+    check_number,
+    check_tensor,
+    shown,
+)
+from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
 from float8lab.tensor.differentiation import Float8Function
 from float8lab.tensor.dispatch import (
     ANY_VIEW,
     announce_address,
     run_fallback,
+    storage_without_memory,
     table,
 )
 from float8lab.tensor.dtensor import is_dtensor
@@ -54,6 +62,57 @@ PLAIN = frozenset(
 handle the op first, and calls it again on the Float8Tensors inside it."""
 
 
+def _assemble(
+    cls: Any, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
+) -> Any:
+    x = torch.Tensor._make_wrapper_subclass(
+        cls,
+        qdata.shape,
+        strides=qdata.stride(),
+        storage_offset=qdata.storage_offset(),
+        dtype=dtype,
+        device=qdata.device,
+        requires_grad=False,
+    )
+    x.qdata = qdata
+    x.scale = scale
+    x.amax = amax
+    x.spec = spec
+    x._dtype = dtype
+    return x
+
+
+def _check_parts(
+    qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
+) -> None:
+    """Raise unless these are the parts of one tensor."""
+    check_instance("spec", spec, Float8Spec, "a Float8Spec")
+    check_dtype("dtype", dtype, DEQUANTIZED_DTYPES, optional=False)
+    for name, part, wanted in (
+        ("qdata", qdata, spec.fp8_dtype),
+        ("scale", scale, torch.float32),
+        ("amax", amax, torch.float32),
+    ):
+        check_tensor(name, part)
+        if part.dtype != wanted:
+            raise TypeError(
+                f"{name} must be of {wanted} for {spec.describe()}; got {shown(part)}. quantize() "
+                "makes all parts of a tensor."
+            )
+    if len(spec.block) != qdata.ndim:
+        raise ValueError(
+            f"spec must have a block of {qdata.ndim} sizes, as qdata has dimensions; got "
+            f"{spec.block}. See Float8Spec.expand."
+        )
+    blocks = spec.scale_shape(tuple(qdata.shape))
+    for name, part in (("scale", scale), ("amax", amax)):
+        if tuple(part.shape) != blocks:
+            raise ValueError(
+                f"{name} must have shape {blocks}, one number for each block of {spec.block}; got "
+                f"{shown(part)}. quantize() makes all parts of a tensor."
+            )
+
+
 class Float8Tensor(Tensor):
     """A tensor of ``dtype`` stored as FP8 data and scales: ``x ~= qdata.float() * scale``.
 
@@ -82,25 +141,18 @@ class Float8Tensor(Tensor):
     def __new__(
         cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
     ) -> Float8Tensor:
-        """Make a tensor of these."""
-        x: Float8Tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            qdata.shape,
-            strides=qdata.stride(),
-            storage_offset=qdata.storage_offset(),
-            dtype=dtype,
-            device=qdata.device,
-            requires_grad=False,
-        )
-        x.qdata = qdata
-        x.scale = scale
-        x.amax = amax
-        x.spec = spec
-        x._dtype = dtype
-        return x
+        """Make a tensor of these.
 
-    _make = classmethod(__new__)
-    """A tensor of this class, without the constructor of a subclass and its own arguments."""
+        Raises:
+            TypeError: a part of another type or dtype.
+            ValueError: a part of another shape.
+        """
+        _check_parts(qdata, scale, amax, spec, dtype)
+        return _assemble(cls, qdata, scale, amax, spec, dtype)
+
+    _make: Any = classmethod(_assemble)
+    """A tensor of this class, of parts that are known to belong together; a subclass's constructor,
+    which may have arguments of its own, is not called."""
 
     def __init__(
         self, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
@@ -133,7 +185,8 @@ class Float8Tensor(Tensor):
             return NotImplemented  # the other class's turn
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            whole = table.whole.get(function)
+            # A handler of a whole function returns a fresh tensor: torch splits one with ``out``.
+            whole = table.whole.get(function) if kwargs.get("out") is None else None
             if whole is not None and not torch._C._are_functorch_transforms_active():
                 result = whole(*args, **kwargs)
                 if result is not NotImplemented:
@@ -193,8 +246,15 @@ class Float8Tensor(Tensor):
         Written through a view, the elements that the view does not show keep their values.
 
         Raises:
+            TypeError: ``value`` is no floating-point tensor.
             ValueError: ``value`` has another shape.
         """
+        check_tensor("value", value)
+        if value.dtype not in PARAMETER_DTYPES:
+            raise TypeError(
+                f"value must be a floating-point tensor; got {shown(value)}. Convert it first, for "
+                "example with .float()."
+            )
         if value.shape != self.shape:
             raise ValueError(
                 f"value must have shape {tuple(self.shape)}; got {tuple(value.shape)}. "
@@ -251,7 +311,7 @@ class Float8Tensor(Tensor):
                     f"tensor of shape {tuple(value.shape)}. quantize() it first."
                 )
             q = quantize_blocks(value.detach().to(self.dtype), self.spec)
-            value = Float8Tensor(*q, self.spec, self.dtype)
+            value = Float8Tensor._make(*q, self.spec, self.dtype)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # sizes, strides, dtype
         for name in _FIELDS:
             setattr(self, name, getattr(value, name))
@@ -297,24 +357,15 @@ class Float8Tensor(Tensor):
         """
         if not self._has_data():
             return super().data_ptr()
-        announce_address(self.dtype)
+        announce_address(self.dtype, "FP8", "float8lab.integrations.export")
         with torch.no_grad():
             if self._readable is None:
                 self._readable = torch.empty_like(self.qdata, dtype=self.dtype)
             return self._readable.copy_(self._decode()).data_ptr()
 
     def untyped_storage(self) -> Any:
-        """Torch's record of a storage, which has no memory: 0 bytes, and an address like no other.
-
-        safetensors looks by these for tensors that share memory. One that shares its FP8 data with
-        another is written as a copy of its own.
-        """
-        storage: Any = super().untyped_storage()
-        if "size" not in vars(storage):
-            storage.size = storage.nbytes  # torch takes storages of size 0 for freed ones
-            storage.nbytes = int
-        storage.data_ptr = id(self).__int__
-        return storage
+        """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
+        return storage_without_memory(super().untyped_storage(), self)
 
     def share_memory_(self) -> Float8Tensor:
         """Move the FP8 data and scales to shared memory."""
@@ -488,7 +539,8 @@ class _Quantize(Float8Function):
         ctx: Any, x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
     ) -> Float8Tensor:
         tensors = quantize_blocks(x, spec, scale=scale, amax_epsilon=amax_epsilon)
-        return Float8Tensor(*tensors, spec, x.dtype)
+        result: Float8Tensor = Float8Tensor._make(*tensors, spec, x.dtype)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -10,7 +10,8 @@ zero       the code is 0 or -0
 subnormal  the code is nonzero with an exponent field of 0
 nan, inf   the code is NaN, or an infinity (e5m2 only)
 clipped    needs an original: it lay beyond the largest by more than rounding, so that with one
-           more step of the format it would have become more. Infinities count.
+           more step of the format it would have become more. An infinity counts where a finite
+           code took its place.
 flushed    needs an original: the code is 0 or -0 and the original is not
 ========== ========================================================================================
 
@@ -28,9 +29,9 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor
+from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor, shown
 from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Float4Spec, Float8Spec, largest
 from float8lab.tensor.blocks import by_block, expand_scale
 from float8lab.tensor.dtensor import is_dtensor, local_of
@@ -167,6 +168,7 @@ class TensorStats(_Shares[float]):
 
         ``kind`` is ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or ``"inf"``.
         """
+        check_choice("kind", kind, KINDS)
         flags = _code_kinds(self.spec.element_dtype)[kind]
         return sum(n for n, flag in zip(self.codes, flags, strict=True) if flag)
 
@@ -265,21 +267,21 @@ class BlockStats(_Shares[Tensor]):
 
     def share(self, kind: str) -> Tensor:
         """float64: ``counts[kind]`` as a share of the block's elements, 0 if it has none."""
-        if kind not in self.counts:
-            raise KeyError(
-                f"kind must be one of {', '.join(self.counts)}; got {kind!r}. Shares clipped and "
-                "flushed need an original: stats(original, per_block=True)."
+        if not isinstance(kind, str) or kind not in self.counts:
+            raise ValueError(
+                f"kind must be one of {', '.join(self.counts)}; got {shown(kind)}. Shares clipped "
+                "and flushed need an original: stats(original, per_block=True)."
             )
         return self.counts[kind].double() / self.numel.clamp(min=1)
 
     @property
     def flushed(self) -> Tensor:
-        """Share of elements that became zero and were not. Raises KeyError without an original."""
+        """Share of elements that became zero and were not. ValueError without an original."""
         return self.share("flushed")
 
     @property
     def clipped(self) -> Tensor:
-        """Share beyond the largest value. Raises KeyError without an original."""
+        """Share beyond the largest value. ValueError without an original."""
         return self.share("clipped")
 
     @property
@@ -416,14 +418,25 @@ def _is_stored_in_fp8(x: Any) -> bool:
     return isinstance(x, Tensor) and isinstance(getattr(x, "spec", None), Float8Spec)
 
 
+def _advice_for(x: Any) -> str:
+    """What to do about an argument that is no Float8Tensor."""
+    if isinstance(x, nn.Module):
+        return (
+            "float8lab.convert_to_float8(model) runs a model's layers in FP8 and "
+            "float8lab.conversion_report(model) lists them; pass one tensor, such as "
+            "float8lab.quantize(layer.weight)."
+        )
+    return "float8lab.quantize() it first."
+
+
 def stored(x: Any) -> Any:
     """The Float8Tensor that ``x`` is or has as its local tensor, its scales up to date."""
     local = local_of(x)
     if not _is_stored_in_fp8(local):
+        got = f"{type(local).__name__} of {local.dtype}" if isinstance(x, Tensor) else shown(x)
         raise TypeError(
             "x must be a Float8Tensor, or a DTensor whose local tensor is one; got "
-            f"{type(local).__name__} of {getattr(local, 'dtype', 'no dtype')}. "
-            "float8lab.quantize() it first."
+            f"{got}. {_advice_for(x)}"
         )
     if not local._has_data():
         what = "meta" if local.qdata.is_meta else "fake"
@@ -633,7 +646,7 @@ class Errors:
             source=wide.masked_fill(~finite, 0.0),
             error=error,
             finite=finite,
-            clipped=quotient.abs() > top + half_step,
+            clipped=(quotient.abs() > top + half_step) & value.isfinite(),
             flushed=(qdata.float() == 0) & (wide != 0),
         )
 

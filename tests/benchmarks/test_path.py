@@ -22,6 +22,7 @@ CALLS = {
     "Linear, mx, forward": 29,
     "Linear, mx, backward": 30,
     "converted nn.Linear, delayed, forward": 40,
+    "convert_to_float8 of two layers": 97,
     "LayerNormMLP, forward": 67,
     "LayerNormMLP, backward": 82,
     "F.linear of Float8Tensors": 14,

@@ -5,7 +5,6 @@ import pytest
 from benchmarks import browser, report_page
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "there is a browser")
 def test_report_page(capsys):
     pytest.importorskip("plotly")

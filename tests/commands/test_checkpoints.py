@@ -187,22 +187,23 @@ def test_without_safetensors(tmp_path, capsys, monkeypatch):
     assert 'pip install "float8lab[inspect]"' in capsys.readouterr().err
 
 
-def test_no_progress_into_a_pipe_and_no_traceback(path, tmp_path):
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "float8lab", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-
-    found = run("inspect", path)
-    assert (found.returncode, found.stderr) == (0, "")
-    assert "\x1b" not in found.stdout
+def test_no_traceback(path):
     Path("bad.pt").write_bytes(Path(path).read_bytes()[:1000])
-    found = run("inspect", "bad.pt")
+    found = subprocess.run(
+        [sys.executable, "-m", "float8lab", "inspect", "bad.pt"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert (found.returncode, found.stdout, found.stderr.count("\n")) == (2, "", 1)
+
+
+def test_no_progress_and_no_colours_into_a_file(path, tmp_path, capsys, monkeypatch):
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert command.main(["inspect", path]) == 0
+    assert "\x1b" not in (tmp_path / "out").read_text()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_reader_that_leaves_early(path, tmp_path):

@@ -1,19 +1,23 @@
 """Run checks on several processes: gloo on the CPU, NCCL on GPUs, from the same code.
 
 A test file holds checks, functions of a ``Ranks`` whose names start with ``check_``, and a fixture
-made by ``ranks_fixture``: it starts the processes once for all checks of the file, and each test
-asks for the outcome of one of them.
+made by ``ranks_fixture``. Each test sends the name of one check to the ranks of the session's pool,
+which run it once, whichever worker of pytest-xdist the test is on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,24 @@ from float8lab.recipes import (
     Recipe,
 )
 
-__all__ = ["RECIPES", "Collectives", "Ranks", "check_names", "ranks_fixture"]
+__all__ = [
+    "RECIPES",
+    "Collectives",
+    "RankPool",
+    "Ranks",
+    "check_names",
+    "forks",
+    "ranks_fixture",
+]
+
+PRELOAD = [
+    "tests.distributed.ranks",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+]
+"""What the process that is forked imports, once for all ranks: some 7 s of CPU time."""
 
 RECIPES: list[Recipe] = [
     Float8CurrentScaling(),
@@ -98,7 +119,14 @@ def check_names(module: Any) -> list[str]:
     return [name for name in vars(module) if name.startswith("check_") and name != "check_names"]
 
 
-def _start(rank: int, world: int, device_type: str, module: str, names: list[str], tmp: str):
+def forks() -> BaseContext:
+    """Processes that are forks of one that has imported what is slow, and nothing of CUDA."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _set_up(rank: int, world: int, device_type: str, store: str) -> torch.device:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("error")
@@ -114,55 +142,119 @@ def _start(rank: int, world: int, device_type: str, module: str, names: list[str
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
-        init_method=f"file://{tmp}/store",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
         device_id=device if device_type == "cuda" else None,
     )
-    for name in names:
-        folder = Path(tmp) / name
-        folder.mkdir(exist_ok=True)
-        torch.manual_seed(0)
-        check = getattr(importlib.import_module(module), name)
-        try:
-            check(Ranks(rank, world, device, folder))
-        except BaseException:
-            (Path(tmp) / f"{name}.{rank}").write_text(traceback.format_exc())
-            raise
-        dist.barrier()
-        (Path(tmp) / f"{name}.{rank}").write_text("passed")
-    dist.destroy_process_group()
+    return device
 
 
-def _run(world: int, device_type: str, module: str, names: list[str], tmp: Path) -> dict[str, str]:
-    """Outcome of each check: "passed", or the traceback of a rank on which it failed."""
-    arguments = (world, device_type, module, names, str(tmp))
-    # Forks of one process that has imported what is slow, and nothing of CUDA, start in no time.
-    slow = [__name__, "torch.distributed.checkpoint", "torch.distributed.fsdp"]
-    multiprocessing.set_forkserver_preload(slow)
-    method = "spawn" if device_type == "cuda" else "forkserver"
+def _serve(rank: int, world: int, device_type: str, store: str, connection: Connection) -> None:
+    """Run the checks whose names are received, until there are no more or one fails."""
     try:
-        torch.multiprocessing.start_processes(_start, arguments, nprocs=world, start_method=method)
-    except (
-        torch.multiprocessing.ProcessRaisedException,
-        torch.multiprocessing.ProcessExitedException,
-    ) as error:
-        ended = str(error).strip().splitlines()[-1]
-    else:
-        ended = ""
-    outcomes = {}
-    for name in names:
-        files = [tmp / f"{name}.{rank}" for rank in range(world)]
-        texts = [file.read_text() for file in files if file.exists()]
-        failures = [text for text in texts if text != "passed"]
-        complete = len(texts) == world and not failures
-        outcomes[name] = "passed" if complete else "\n".join(failures) or f"not run: {ended}"
-    return outcomes
+        device = _set_up(rank, world, device_type, store)
+        while job := _received(connection):
+            module, name, folder = job
+            torch.manual_seed(0)
+            check = getattr(importlib.import_module(module), name)
+            check(Ranks(rank, world, device, folder))
+            dist.barrier()
+            connection.send("passed")
+        dist.destroy_process_group()
+    except BaseException:
+        connection.send(traceback.format_exc())
+        _received(connection)  # a rank that ended would make errors of the others' collectives
+
+
+def _received(connection: Connection) -> tuple[str, str, Path] | None:
+    """The next job, or None if the session has ended."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
+
+
+class RankPool:
+    """The ranks of a session, which run one check after another.
+
+    Ranks serve one test file: another file gets new ones, so that nothing that a check leaves in
+    its processes reaches the checks of other files. New ones also come after a failure, since a
+    group of which a rank has died, hangs or waits elsewhere is of no use.
+
+    Args:
+        patience: seconds after which a check that has not ended has failed.
+    """
+
+    def __init__(self, patience: float = 600) -> None:
+        self.patience = patience
+        self._serves: tuple[str, int, str] | None = None  # device type, world, module
+        self._ranks: dict[Connection, Any] = {}
+
+    def run(self, device_type: str, world: int, module: str, name: str, folder: Path) -> str:
+        """Outcome of a check: "passed", or what is known of each rank on which it failed."""
+        if self._serves != (device_type, world, module):
+            self.close()
+            self._start(device_type, world, str(folder.with_name(f"{folder.name}-store")))
+            self._serves = (device_type, world, module)
+        self._send((module, name, folder))
+        failures = self._failures()
+        if failures:
+            self._end(patience=0)
+        return "\n".join(failures) or "passed"
+
+    def close(self) -> None:
+        """Let the ranks end."""
+        self._send(None)
+        self._end(patience=10)
+
+    def _send(self, job: tuple[str, str, Path] | None) -> None:
+        for connection in self._ranks:
+            with contextlib.suppress(OSError):  # that rank has ended, which _failures finds
+                connection.send(job)
+
+    def _start(self, device_type: str, world: int, store: str) -> None:
+        context = multiprocessing.get_context("spawn") if device_type == "cuda" else forks()
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world, device_type, store, theirs)
+            process = context.Process(target=_serve, args=arguments)
+            process.start()
+            theirs.close()  # so that a rank that dies ends the connection
+            self._ranks[ours] = process
+
+    def _failures(self) -> list[str]:
+        """What the ranks report that is no success; soon after the first failure, no more."""
+        failures, waiting = [], {connection: i for i, connection in enumerate(self._ranks)}
+        deadline = time.monotonic() + self.patience
+        while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    report = connection.recv()
+                except EOFError:
+                    process = self._ranks[connection]
+                    process.join()
+                    report = f"rank {rank} ended with exit status {process.exitcode}"
+                if report != "passed":
+                    failures.append(report)
+                    deadline = min(deadline, time.monotonic() + 1)
+        return failures or [f"rank {rank} has not ended" for rank in waiting.values()]
+
+    def _end(self, *, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        for process in self._ranks.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+        for connection in self._ranks:
+            connection.close()
+        self._ranks, self._serves = {}, None
 
 
 def ranks_fixture(module: str, *worlds: int) -> Any:
-    """A fixture ``outcome(name)`` that raises if the check failed on any rank.
+    """A fixture ``outcome(name)`` that runs a check and raises if it failed on any rank.
 
     Args:
         module: ``__name__`` of the test file.
@@ -177,15 +269,16 @@ def ranks_fixture(module: str, *worlds: int) -> Any:
     ]
 
     @pytest.fixture(scope="module", params=parameters)
-    def outcome(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Callable[[str], None]:
+    def outcome(
+        request: pytest.FixtureRequest, rank_pool: RankPool, tmp_path_factory: Any
+    ) -> Callable[[str], None]:
         device, world = request.param
         if device == "cuda" and torch.cuda.device_count() < world:
             pytest.skip(f"needs {world} CUDA GPUs; torch sees {torch.cuda.device_count()}")
-        names = check_names(importlib.import_module(module))
-        outcomes = _run(world, device, module, names, tmp_path_factory.mktemp("ranks"))
 
         def outcome(name: str) -> None:
-            assert outcomes[name] == "passed", outcomes[name]
+            result = rank_pool.run(device, world, module, name, tmp_path_factory.mktemp(name))
+            assert result == "passed", result
 
         return outcome
 

@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -159,6 +161,41 @@ def check_async_save(ranks: Ranks) -> None:
     other = shard(make_stored(ranks, recipe, 1), ranks.mesh())
     load({"model": ModelState(other)}, ranks.tmp_path / "async", None)
     assert_equal_states(ModelState(other).state_dict(), whole)
+
+
+def check_the_lines_of_the_page(ranks: Ranks) -> None:
+    """Those of docs/many_gpus.md, "Resume on another mesh"; the optimizer has a state."""
+
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 96, device=ranks.device))
+        float8lab.convert_to_float8(model, DelayedScaling())
+        shard(model, ranks.mesh())
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        model(torch.ones(8, 64, device=ranks.device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    path, models = ranks.tmp_path / "page", []
+    for seed in (0, 1):
+        model, optimizer = make(seed)
+        if seed == 0:
+            step(model, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about its formats
+            state: dict[str, Any]
+            state = {"model": ModelState(model), "scaling": ScalingState(model)}
+            state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+            if seed == 0:
+                dcp.save(state, checkpoint_id=path)
+            else:
+                dcp.load(state, checkpoint_id=path)
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        step(model, optimizer)
+        models.append(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    assert_equal_states(*models)
 
 
 def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:

@@ -6,7 +6,9 @@ import copy
 import itertools
 import pickle
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from torch import Tensor
 
 import float8lab
 from float8lab.distributed import join_sequence, shard_sequence
-from float8lab.recipes import DelayedScaling, Float8CurrentScaling
+from float8lab.recipes import DelayedScaling, Float8CurrentScaling, Recipe
+from tests.distributed.equality import Step, assert_row, summed, take_step
 from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
 
 H, D, B, S = 8, 16, 2, 24
@@ -191,6 +194,47 @@ def check_modules(ranks: Ranks) -> None:
     want = modules[0](packed, **call)
     got = modules[1](shard_sequence(packed, group_of(ranks), cu_seqlens=starts), **call)
     torch.testing.assert_close(got, shard_sequence(want, group_of(ranks), cu_seqlens=starts))
+
+
+def check_what_is_equal(ranks: Ranks) -> None:
+    """Ranks share the tokens, and each casts its own."""
+    torch.manual_seed(0)
+    group, groups = group_of(ranks), [dist.new_group([r]) for r in range(ranks.world)]
+    x, dy = (sized(ranks, S, B, H * D) * sized(ranks, S, 1, 1).mul(2).exp() for _ in range(2))
+    mine, mine_dy = (shard_sequence(t, group) for t in (x, dy))
+
+    def transformer_layer() -> Any:
+        torch.manual_seed(3)
+        return float8lab.TransformerLayer(
+            H * D, 96, H, attention_dropout=0.0, hidden_dropout=0.0, device=ranks.device,
+            bias=False,  # the gradient of a key's is noise: softmax does not see it
+        )  # fmt: skip
+
+    def layer(recipe: Recipe) -> tuple[Step, Step]:
+        alone, spread = transformer_layer(), transformer_layer()
+        spread.set_context_parallel_group(group, dist.get_process_group_ranks(group), None)
+        got = take_step(spread, recipe, mine, mine_dy)
+        want = take_step(alone, recipe, x, dy, group=groups[ranks.rank])
+        y, dx = (shard_sequence(t, group) for t in want[:2])
+        return got._replace(gradients=[summed(g) for g in got.gradients]), Step(y, dx, want[2])
+
+    def attention(recipe: Recipe) -> tuple[Step, Step]:
+        """In FP8 by the recipes that have it."""
+        if isinstance(recipe, (Float8CurrentScaling, DelayedScaling)):
+            recipe = replace(recipe, fp8_dpa=True)
+
+        def take(module: Any, x: Tensor, dy: Tensor) -> Step:
+            heads = x.bfloat16().view(*x.shape[:2], H, D)
+            return take_step(module, recipe, heads, dy.bfloat16(), call=lambda t: module(t, t, t))
+
+        alone, spread = pair(ranks, D)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="No FP8 module ran")
+            got, want = take(spread, mine, mine_dy), take(alone, x, dy)
+        return got, Step(*(shard_sequence(t, group) for t in want[:2]), [])
+
+    assert_row(ranks, "context: attention", attention)
+    assert_row(ranks, "context: `TransformerLayer`", layer)
 
 
 def check_compiled(ranks: Ranks) -> None:

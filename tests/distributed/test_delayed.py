@@ -6,16 +6,20 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import float8lab
-from float8lab.recipes import DelayedScaling
+from float8lab.recipes import DelayedScaling, Recipe
+from tests.distributed.equality import Step, assert_row, local_rows, take_step
 from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
 
 RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max")
@@ -234,6 +238,40 @@ def check_resuming_under_a_group(ranks: Ranks) -> None:
     float8lab.nn.ScalingState(rest, RECIPE, mine).load_state_dict(state)
     assert torch.equal(train(rest, range(2, 4)), expected[0])
     assert torch.equal(state_of(nn.Sequential(rest)), expected[1])
+
+
+def check_what_is_equal(ranks: Ranks) -> None:
+    """Each rank casts its own tokens, under DDP and on FSDP2's meshes of one and two dimensions."""
+    groups = [dist.new_group([r]) for r in range(ranks.world)]
+
+    def linear() -> Any:
+        torch.manual_seed(3)
+        return nn.Sequential(float8lab.Linear(64, 64, device=ranks.device))
+
+    def step(recipe: Recipe, tokens: int, spread: Any) -> tuple[Step, Step]:
+        torch.manual_seed(0)
+        tokens *= ranks.world
+        x, dy = (torch.randn(tokens, 64) * torch.randn(tokens, 1).mul(4).exp() for _ in range(2))
+        x, dy = x.to(ranks.device), dy.to(ranks.device)
+        want = take_step(linear(), recipe, x, dy, group=groups[ranks.rank])
+        model = spread(linear())
+        got = take_step(model, recipe, local_rows(x, ranks), local_rows(dy, ranks))
+        means = [g.full_tensor() if isinstance(g, DTensor) else g for g in got.gradients]
+        gradients = [g * ranks.world for g in means]
+        y, dx = (local_rows(t, ranks) for t in want[:2])
+        return got._replace(gradients=gradients), Step(y, dx, want.gradients)
+
+    def sharded(*shape: int) -> Any:
+        names = ("replicas", "shards")[-len(shape) :]
+        return partial(fully_shard, mesh=ranks.mesh(*shape, names=names))
+
+    meshes = [sharded(ranks.world)]
+    if ranks.world == 4:
+        meshes.append(sharded(2, 2))
+    for spread in (DistributedDataParallel, *meshes):
+        assert_row(ranks, "data: DDP, FSDP2, HSDP", partial(step, tokens=24, spread=spread))
+        name = "data, the tokens of a rank in whole blocks"
+        assert_row(ranks, name, partial(step, tokens=128, spread=spread))
 
 
 def check_data_parallel_training(ranks: Ranks) -> None:

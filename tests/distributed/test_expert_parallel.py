@@ -23,9 +23,12 @@ from float8lab.formats import E5M2, Float8Spec
 from float8lab.recipes import (
     DelayedScaling,
     Float8BlockScaling,
+    Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
+    Recipe,
 )
+from tests.distributed.equality import Step, assert_row, take_step
 from tests.distributed.ranks import Ranks, check_names, ranks_fixture
 
 E, H = 8, 96
@@ -115,27 +118,45 @@ def stacked(kind: str, device: torch.device) -> Any:
     return module
 
 
+def place(_: str, module: nn.Module, mesh: Any) -> None:
+    """Give each rank some experts of every parameter."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
+
+
 def check_shards_of_stacked_weights(ranks: Ranks) -> None:
-    """Experts that are DTensors, converted before and after, have the bytes of one rank's."""
+    """Experts that are DTensors, converted before and after, have the bytes of one rank's.
+
+    Of three steps, in whose first some experts have no tokens, and some are louder than others.
+    """
     groups, mesh = [dist.new_group([r]) for r in range(ranks.world)], ranks.mesh()
-    x, probs, routing_map, starts = batch(ranks, *[6, 1, 0, 9][: ranks.world])
-    here = slice(starts[ranks.rank], [*starts, len(x)][ranks.rank + 1])
+    sizes = [6, 1, 0, 9][: ranks.world]
+    batches = [batch(ranks, *sizes, skip=skip) for skip in (5, 99, 99)]
+    starts = batches[0][3]
+    here = slice(starts[ranks.rank], [*starts, sum(sizes)][ranks.rank + 1])
 
-    def train(module: Any, method: str, where: slice, group: Any) -> list[Tensor]:
-        tokens = x[where].clone().requires_grad_()
-        sent = tokens, probs[where], routing_map[where]
-        rows, beside, counts, handle = float8lab.moe_dispatch(*sent, group)
-        out = getattr(module, method)(rows, counts) * beside[:, None]
-        y = float8lab.moe_combine(out, handle)
-        y.backward((y.detach() * 1.7).cos())
-        return [y.detach(), tokens.grad, *(p.grad for p in module.parameters())]
+    def train(module: Any, method: str, where: slice, group: Any, steps: int) -> list[Tensor]:
+        module.zero_grad()
+        results = []
+        for x, probs, routing_map, _ in batches[:steps]:
+            tokens = x[where].clone().requires_grad_()
+            sent = tokens, probs[where], routing_map[where]
+            rows, beside, counts, handle = float8lab.moe_dispatch(*sent, group)
+            loud = beside.detach()[:, None].square().square()  # of another size for each expert
+            out = getattr(module, method)(rows * loud, counts) * beside[:, None]
+            y = float8lab.moe_combine(out, handle)
+            y.backward((y.detach() * 1.7).cos())
+            results += [y.detach(), tokens.grad]
+        return [*results, *(p.grad for p in module.parameters())]
 
-    def place(_: str, module: nn.Module, mesh: Any) -> None:
-        for name, p in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
-
-    for recipe in (Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling()):
+    for recipe in (
+        Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling(), Float8CurrentScaling(),
+        DelayedScaling(), DelayedScaling(amax_history_len=2, reduce_amax=False),
+    ):  # fmt: skip
+        steps = 3 if recipe.linear.delayed else 1
         for kind, method in (("experts", "forward"), ("mlp", "run_rows"), ("linear", "forward")):
+            if kind != "mlp" and recipe.linear.delayed and not recipe.reduce_amax:
+                continue
             converted_first = kind == "mlp"
             alone, module = stacked(kind, ranks.device), stacked(kind, ranks.device)
             float8lab.convert_to_float8(alone, recipe)
@@ -145,22 +166,74 @@ def check_shards_of_stacked_weights(ranks: Ranks) -> None:
             if not converted_first:
                 float8lab.convert_to_float8(module, recipe)
             assert float8lab.conversion_report(module).converted
-            got = train(module, method, here, None)
-            y, dx, *gradients = train(alone, method, slice(None), groups[ranks.rank])
-            for one, other in zip(got, (y[here], dx[here], *gradients), strict=True):
+            saved = [float8lab.nn.ScalingState(one) for one in (module, alone)]
+            for state in saved:  # ranks agree on the slots that they reduce
+                state.state_dict()
+            got = train(module, method, here, None, steps)
+            want = train(alone, method, slice(None), groups[ranks.rank], steps)
+            for index, (one, other) in enumerate(zip(got, want, strict=True)):
                 one = one.full_tensor() if isinstance(one, DTensor) else one
-                assert torch.equal(one, other)
+                assert torch.equal(one, other[here] if index < 2 * steps else other)
+            if not (recipe.linear.delayed and recipe.reduce_amax):
+                continue
+            # Every rank knows the scales of all experts, in whose place those of one rank load.
+            states = [state.state_dict() for state in saved]
+            for name, mine in states[0].items():
+                forward = (..., slice(2 * E))  # gradients' amaxes wait for the next region
+                assert torch.equal(mine[forward], states[1][name][forward])
+            saved[0].load_state_dict(states[1])
+
+
+def check_experts_that_are_placed_otherwise(ranks: Ranks) -> None:
+    mesh = ranks.mesh()
+    x, probs, routing_map, _ = batch(ranks, 3, 4, 1, 6)
     module = distribute_module(stacked("mlp", ranks.device), mesh, place)
     with pytest.raises(NotImplementedError, match="ExpertMLP must be given the rows"):
         module(x, probs, routing_map)
-    float8lab.convert_to_float8(module, DelayedScaling())
-    with pytest.raises(NotImplementedError, match="recipe must not be DelayedScaling"):
-        train(module, "run_rows", here, None)
+    few = stacked("mlp", ranks.device)
+    float8lab.convert_to_float8(few, DelayedScaling())
+    for name, p in list(few.named_parameters()):
+        few.register_parameter(name, nn.Parameter(p[:3].detach()))
+    with pytest.raises(NotImplementedError, match="weights must be those of all 8 experts"):
+        few.run_rows(x, [1, 1, 1])
     ones = torch.ones(E, H, H, device=ranks.device)
     replicated = nn.Parameter(distribute_tensor(ones, mesh, [Replicate()]))
     module.register_parameter("fc2_weight", replicated)
     with pytest.raises(NotImplementedError, match="experts' parameters must be placed as"):
         module.run_rows(x, [len(x)] * E)
+
+
+def check_what_is_equal(ranks: Ranks) -> None:
+    """Each rank has some of the experts, and some of the tokens."""
+    groups = [dist.new_group([r]) for r in range(ranks.world)]
+    group = groups[ranks.rank]  # the ranks that hold an expert
+    x, probs, routing_map, starts = batch(ranks, *[6, 1, 0, 9][: ranks.world])
+    x *= x[:, :1].exp()
+    dy = x.flip(0)
+    here = slice(starts[ranks.rank], [*starts, len(x)][ranks.rank + 1])
+    own = slice(E // ranks.world * ranks.rank, E // ranks.world * (ranks.rank + 1))
+
+    def call(module: Any, where: slice, group: Any) -> Callable[[Tensor], Tensor]:
+        def run(tokens: Tensor) -> Tensor:
+            sent = tokens, probs[where], routing_map[where]
+            rows, beside, counts, handle = float8lab.moe_dispatch(*sent, group)
+            out = module.run_rows(rows, counts) * beside[:, None]
+            return float8lab.moe_combine(out, handle)
+
+        return run
+
+    def layer(recipe: Recipe) -> tuple[Step, Step]:
+        alone = stacked("mlp", ranks.device)
+        module = float8lab.ExpertMLP(E // ranks.world, H, H, bias=True, device=ranks.device)
+        with torch.no_grad():
+            for p, whole in zip(module.parameters(), alone.parameters(), strict=True):
+                p.copy_(whole[own])
+        run, run_alone = call(module, here, None), call(alone, slice(None), group)
+        got = take_step(module, recipe, x[here], dy[here], group=group, call=run)
+        want = take_step(alone, recipe, x, dy, group=group, call=run_alone)
+        return got, Step(want.y[here], want.dx[here], [g[own] for g in want.gradients])
+
+    assert_row(ranks, "experts: `moe_dispatch`, `ExpertMLP`", layer)
 
 
 outcome = ranks_fixture(__name__, 2, 4)

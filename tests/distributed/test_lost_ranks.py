@@ -5,7 +5,6 @@ These processes are not those of other files' checks: a group that has lost a ra
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from datetime import timedelta
@@ -20,6 +19,7 @@ import float8lab
 from float8lab.distributed.comm import CallOrder
 from float8lab.recipes import Float8CurrentScaling
 from float8lab.recipes.region import PROCESS
+from tests.distributed.ranks import forks
 
 WORLD = 4
 SHORT = timedelta(seconds=2)
@@ -133,8 +133,7 @@ def start(rank: int, folder: Path) -> None:
 
 
 def test_all_ranks_get_an_error(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.ranks", "torch.distributed.fsdp"])
+    context = forks()
     ranks = [context.Process(target=start, args=(rank, tmp_path)) for rank in range(WORLD)]
     for process in ranks:
         process.start()

@@ -5,22 +5,25 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import float8lab
 from float8lab.nn.precision import precisions
-from float8lab.recipes import DelayedScaling
+from float8lab.recipes import DelayedScaling, Recipe
 from float8lab.recipes.region import PROCESS, in_backward
+from tests.distributed.equality import Step, assert_row
 from tests.distributed.ranks import Ranks, check_names, ranks_fixture
 
 RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max", power_of_2_scale=False)
@@ -176,6 +179,56 @@ def check_a_region_around_the_step(ranks: Ranks) -> None:
                 run.zero_grad()
 
 
+def check_what_is_equal(ranks: Ranks) -> None:
+    """A stage's output, the gradient of its input and of its parameters, of all microbatches."""
+    group = group_of_one(ranks)
+
+    def measure(recipe: Recipe) -> tuple[Step, Step]:
+        run = Run(ranks, "1F1B", None)
+        results: list[Step] = []
+        for model, take in ((run.mine, run.step), (run.whole, run.plain_step)):
+            outputs: list[Tensor] = []
+            gradients: list[Tensor] = []
+
+            def note_gradient(_: Any, args: Any, seen: list[Tensor] = gradients) -> None:
+                args[0].requires_grad_().register_hook(seen.append)
+
+            def note(_: Any, args: Any, y: Tensor, seen: list[Tensor] = outputs) -> None:
+                seen.append(y.detach())
+
+            model[ranks.rank].register_forward_pre_hook(note_gradient)
+            model[ranks.rank].register_forward_hook(note)
+            for step in range(STEPS):
+                run.zero_grad()
+                outputs.clear()
+                gradients.clear()
+                take(step, float8lab.autocast(recipe=recipe, amax_reduction_group=group))
+            results.append(Step(torch.cat(outputs), torch.cat(gradients), []))
+        got, want = results
+        return got._replace(gradients=run.gradients()), want._replace(
+            gradients=run.plain_gradients()
+        )
+
+    assert_row(ranks, "pipeline, against accumulation on one rank", measure)
+
+
+def check_the_lines_of_the_page(ranks: Ranks) -> None:
+    """Those of docs/many_gpus.md, "Pipelines"."""
+    index, count, device, pp_group = ranks.rank, ranks.world, ranks.device, dist.group.WORLD
+    part, recipe, microbatches, loss = Stage(device), RECIPE, MICROBATCHES, F.mse_loss
+    stage_group = group_of_one(ranks)
+    x, y = (torch.zeros(1, TOKENS, WIDTH, device=device) for _ in range(2))
+    target = torch.ones(microbatches, TOKENS, WIDTH, device=device)
+    inputs = () if index else (target,)
+    x.requires_grad_(index > 0)
+    y.requires_grad_()
+    stage = PipelineStage(part, index, count, device, input_args=x, output_args=y, group=pp_group)
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss)
+    with float8lab.autocast(recipe=recipe, amax_reduction_group=stage_group):
+        schedule.step(*inputs, target=target)
+    assert all(p.grad is not None and p.grad.any() for p in part.parameters())
+
+
 def check_a_region_for_each_microbatch(ranks: Ranks) -> None:
     """Forwards as in a plain loop, and each recomputation has the scales of its forward."""
     region = partial(float8lab.autocast, recipe=RECIPE, amax_reduction_group=group_of_one(ranks))
@@ -203,7 +256,6 @@ def check_a_region_for_each_microbatch(ranks: Ranks) -> None:
 outcome = ranks_fixture(__name__, 2)
 
 
-def test_on_two_processes(outcome: Any) -> None:
-    # One test, for else each worker of pytest-xdist would start processes of its own.
-    for name in check_names(sys.modules[__name__]):
-        outcome(name)
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+    outcome(name)

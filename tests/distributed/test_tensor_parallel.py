@@ -16,8 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import float8lab
+from float8lab.distributed.styles import Float8ColwiseParallel, Float8RowwiseParallel
 from float8lab.nn.precision import precisions
 from float8lab.recipes import (
     DelayedScaling,
@@ -29,6 +32,7 @@ from float8lab.recipes import (
     Recipe,
 )
 from float8lab.recipes.region import PROCESS
+from tests.distributed.equality import Step, assert_row, take_step
 from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
 
 CURRENT = Float8CurrentScaling()
@@ -376,6 +380,55 @@ def assert_same_step(
         if mine.shape == p.shape and getattr(mine, "sequence_parallel", False):
             dist.all_reduce(mine.grad)
         assert_summed_alike(mine.grad, parameter(p.grad, name), ranks, 4, (what, name))
+
+
+def check_what_is_equal(ranks: Ranks) -> None:
+    """Layers that share weights, with the tokens in shards; and torch's styles for plain models."""
+    torch.manual_seed(0)
+    width, mesh = 32 * ranks.world, ranks.mesh()
+    x, dy = (torch.randn(7 * ranks.world, width, device=ranks.device) for _ in range(2))
+
+    def linear(column: bool, spread: bool) -> Any:
+        torch.manual_seed(3)
+        options: dict[str, Any] = {"sequence_parallel": True, "tp_group": dist.group.WORLD}
+        mode = "column" if column else "row"
+        return float8lab.Linear(
+            width, width, bias=False, parallel_mode=mode, device=ranks.device,
+            **options if spread else {},
+        )  # fmt: skip
+
+    def layer(recipe: Recipe, column: bool) -> tuple[Step, Step]:
+        want = take_step(linear(column, False), recipe, x, dy)
+        tokens, features = (
+            partial(part_of, dim=0, ranks=ranks),
+            partial(part_of, dim=1, ranks=ranks),
+        )
+        into, out = (tokens, features) if column else (features, tokens)
+        got = take_step(linear(column, True), recipe, into(x).clone(), out(dy))
+        return got, Step(out(want.y), into(want.dx), [part_of(want[2][0], 1 - column, ranks)])
+
+    def plain(recipe: Recipe) -> tuple[Step, Step]:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            here = {"device": ranks.device, "bias": False}
+            model = nn.Sequential(nn.Linear(width, 64, **here), nn.Linear(64, width, **here))
+            models.append(float8lab.convert_to_float8(model))
+        tokens: Any = {"use_local_output": True}
+        plan = {
+            "0": Float8ColwiseParallel(input_layouts=Shard(0)),
+            "1": Float8RowwiseParallel(output_layouts=Shard(0), **tokens),
+        }
+        want = take_step(models[0], recipe, x, dy)
+        parallelize_module(models[1], mesh, plan)
+        got = take_step(models[1], recipe, part_of(x, 0, ranks).clone(), part_of(dy, 0, ranks))
+        gradients = [g.full_tensor() for g in got.gradients]
+        y, dx = (part_of(t, 0, ranks) for t in want[:2])
+        return got._replace(gradients=gradients), Step(y, dx, want.gradients)
+
+    assert_row(ranks, "tensor, sequence: a column parallel layer", partial(layer, column=True))
+    assert_row(ranks, "tensor, sequence: a row parallel layer", partial(layer, column=False))
+    assert_row(ranks, "tensor, sequence: a pair of `parallelize_module`", plain)
 
 
 def check_arguments(ranks: Ranks) -> None:

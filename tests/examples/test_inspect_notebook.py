@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import copy
+import io
 from pathlib import Path
 
 import pytest
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "inspect.ipynb"
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -16,21 +19,53 @@ def notebook():
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-@pytest.fixture(scope="module")
-def executed(notebook):
-    """A copy with outputs; a cell that raises is an error that names it."""
-    for name in ("ipykernel", "matplotlib", "plotly", "rich"):
-        pytest.importorskip(name)
+def run_in_a_kernel(notebook):
+    """Another process, as a reader of the notebook has it; the checkout need not be installed."""
     nbclient = pytest.importorskip("nbclient")
     with pytest.MonkeyPatch.context() as patch:
-        # The kernel is another process, and the checkout need not be installed.
         patch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
         patch.setenv("PYTHONWARNINGS", "ignore")  # of ipykernel; those of float8lab are shown below
         patch.setenv("OMP_NUM_THREADS", "1")  # its tensors are small, and other tests run beside it
-        copy = notebook.copy()
-        client = nbclient.NotebookClient(copy, timeout=300, kernel_name="python3")
+        client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
         client.execute(cwd=str(NOTEBOOK.parent))
-    return copy
+
+
+def run_here(notebook):
+    """What a kernel does but for its displays: the value of a cell's last line is its output."""
+    v4, names = pytest.importorskip("nbformat").v4, {"__name__": "__main__"}
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        lines = ast.parse(cell.source).body
+        shows = isinstance(lines[-1], ast.Expr) and not cell.source.endswith(";")
+        last = ast.Expression(lines.pop().value if shows else ast.Constant(None))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(ast.Module(lines, []), "cell", "exec"), names)
+            value = eval(compile(ast.fix_missing_locations(last), "cell", "eval"), names)
+        if printed.getvalue():
+            cell.outputs.append(v4.new_output("stream", name="stdout", text=printed.getvalue()))
+        if value is not None:
+            html = value._repr_html_() if hasattr(value, "_repr_html_") else None
+            data = {"text/plain": repr(value), "text/html": html}
+            if hasattr(value, "_repr_mimebundle_"):
+                data |= value._repr_mimebundle_([], [])
+            data["image/png"] = "" if hasattr(value, "savefig") else None
+            data = {kind: shown for kind, shown in data.items() if shown is not None}
+            cell.outputs.append(v4.new_output("execute_result", data=data))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[run_here, pytest.param(run_in_a_kernel, marks=pytest.mark.slow)],
+    ids=["here", "kernel"],
+)
+def executed(request, notebook):
+    """A copy with outputs; a cell that raises is an error that names it."""
+    for name in ("ipykernel", "matplotlib", "plotly", "rich"):
+        pytest.importorskip(name)
+    executed = copy.deepcopy(notebook)
+    request.param(executed)
+    return executed
 
 
 def shown(notebook, start):

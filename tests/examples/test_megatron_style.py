@@ -6,12 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import megatron_style
 import pytest
 
+from tests.distributed.programs import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "examples" / "megatron_style.py"
 STEPS = ["--steps", "4", "--batch", "4", "--micro", "1"]
 
 
@@ -19,11 +23,10 @@ def losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", printed)]
 
 
-def on_ranks(count: int, *args: str) -> list[float]:
-    program = [str(ROOT / "examples" / "megatron_style.py"), *STEPS, *args]
+def on_gpus(count: int, *args: str) -> list[float]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*torchrun, "--nproc-per-node", str(count), *program],
+        [*torchrun, "--nproc-per-node", str(count), PROGRAM, *STEPS, *args],
         capture_output=True,
         text=True,
         check=False,
@@ -34,9 +37,18 @@ def on_ranks(count: int, *args: str) -> list[float]:
 
 
 @pytest.fixture
+def on_four(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
+    def run(*args: str) -> list[float]:
+        folder = tmp_path_factory.mktemp("printed")
+        return losses(run_program(4, PROGRAM, *STEPS, *args, folder=folder))
+
+    return run
+
+
+@pytest.fixture
 def on_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> object:
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[float]]:
     """Run it in this process, the only one."""
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -54,11 +66,13 @@ def far(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def test_four_ranks_train_as_one(tmp_path: Path, on_one) -> None:
+def test_four_ranks_train_as_one(
+    tmp_path: Path, on_four: Callable[..., list[float]], on_one: Callable[..., list[float]]
+) -> None:
     folder = str(tmp_path / "saved")
-    whole = on_ranks(4, "--save", folder, "--save-at", "2")
+    whole = on_four("--save", folder, "--save-at", "2")
     assert len(whole) == 4
-    assert on_ranks(4, "--resume", folder, "--recompute") == whole[2:]
+    assert on_four("--resume", folder, "--recompute") == whole[2:]
     one, high = on_one(), on_one("--recipe", "none")
     fp8 = far(one, high)  # what FP8 changes
     assert 0 < fp8 < 0.1 * one[0]
@@ -68,5 +82,5 @@ def test_four_ranks_train_as_one(tmp_path: Path, on_one) -> None:
 
 @pytest.mark.multi_gpu
 def test_two_gpus() -> None:
-    found = on_ranks(2, "--device", "cuda", "--pp", "1")
+    found = on_gpus(2, "--device", "cuda", "--pp", "1")
     assert found[-1] < found[0]

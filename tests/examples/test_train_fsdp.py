@@ -1,4 +1,4 @@
-"""The FSDP2 example, by torchrun on two processes."""
+"""The FSDP2 example on two processes."""
 
 import os
 import re
@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.programs import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "examples" / "train_fsdp.py"
+STEPS = ["--steps", "1", "--batch", "1"]
 
 
-def run(*args):
-    program = [str(ROOT / "examples" / "train_fsdp.py"), "--steps", "1", "--batch", "1", *args]
+def on_gpus(*args):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", *program],
+        [*torchrun, "--nproc-per-node", "2", PROGRAM, *STEPS, *args],
         capture_output=True,
         text=True,
         check=False,
@@ -30,8 +33,8 @@ def megabytes(line):
     return [float(number) for number in re.findall(r"([\d.]+) MB", line)]
 
 
-def test_two_processes_train_and_gather_less():
-    printed = run()
+def test_two_processes_train_and_gather_less(tmp_path):
+    printed = run_program(2, PROGRAM, *STEPS, folder=tmp_path)
     lines = {line[:18].strip(): line for line in printed.splitlines()}
     assert "2 processes on cpu" in printed
     assert "16 of 17 linear layers in FP8" in printed
@@ -49,4 +52,4 @@ def test_two_processes_train_and_gather_less():
 
 @pytest.mark.multi_gpu
 def test_two_gpus():
-    assert "peak of GPU memory" in run("--device", "cuda", "--preset", "small")
+    assert "peak of GPU memory" in on_gpus("--device", "cuda", "--preset", "small")

@@ -26,19 +26,26 @@ CONFIG = gpt.GPTConfig(context=16, n_layer=2, n_head=2, dim=32)
 LLAMA = llama.LlamaConfig(context=16, n_layer=2, n_head=2, n_group=1, dim=32, ffn=48)
 LAYERS = 4 * CONFIG.n_layer
 SMALL = ["--device", "cpu", "--steps", "3", "--batch-size", "2"]
+LOAD_TEXT = train_gpt.load_text
+
+
+def short_text():
+    source = "".join(text.sources(Path(json.__file__).parent)).encode()
+    tokens = (torch.tensor([*half]) for half in text.split(source, chunk=1024))
+    return text.Text(*tokens, digest="short")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_job():
-    """The tiny preset made smaller still, on one thread, its text read once."""
-    loaded, threads = text.load_text(), torch.get_num_threads()
+    """The tiny preset made smaller still, on one thread, of a text that is soon read."""
+    short, threads = short_text(), torch.get_num_threads()
     training = replace(train_gpt.TRAINING["tiny"], validation_windows=4, validations=2)
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(train_gpt.PRESETS, "tiny", CONFIG)
         patch.setitem(train_gpt.LLAMA_PRESETS, "tiny", LLAMA)
         patch.setitem(train_gpt.TRAINING, "tiny", training)
-        patch.setattr(train_gpt, "load_text", lambda code=False: loaded)
+        patch.setattr(train_gpt, "load_text", lambda code=False: short)
         yield
     torch.set_num_threads(threads)
 
@@ -86,7 +93,7 @@ def test_job_prints_and_writes_everything(tmp_path, capsys):
 
 @pytest.mark.parametrize("recipe", train_gpt.RECIPES)
 def test_every_recipe_trains(recipe, tmp_path):
-    results = run(tmp_path, "--recipe", recipe)
+    results = run(tmp_path, "--recipe", recipe, "--steps", "1")
     assert results["recipe"]["name"] == recipe
     assert math.isfinite(results["runs"][1]["validation_loss"][-1])
 
@@ -112,19 +119,23 @@ def test_fp8_attention_needs_transformer_layers(capsys):
 
 
 def test_same_seed_gives_same_losses(tmp_path):
-    first, second = (run(tmp_path)["runs"] for _ in range(2))
+    first, second = (run(tmp_path, "--steps", "2")["runs"] for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert a["train_loss"] == b["train_loss"]
         assert a["validation_loss"] == b["validation_loss"]
-    other = run(tmp_path, "--seed", "1")["runs"]
+    other = run(tmp_path, "--steps", "2", "--seed", "1")["runs"]
     assert other[0]["train_loss"] != first[0]["train_loss"]
 
 
-def test_exclude_replaces_the_default(tmp_path, capsys):
-    run(tmp_path, "--exclude", "none")
-    assert f"{LAYERS + 1} of {LAYERS + 1} linear layers in FP8" in capsys.readouterr().out
-    run(tmp_path, "--exclude", "lm_head", "--exclude", "mlp")
-    assert f"{LAYERS // 2} of {LAYERS + 1} linear layers in FP8" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("names", "converted"),
+    [([], LAYERS), (["none"], LAYERS + 1), (["lm_head", "mlp"], LAYERS // 2)],
+)
+def test_exclude_replaces_the_default(names, converted):
+    args = train_gpt.parse([word for name in names for word in ("--exclude", name)])
+    model = gpt.GPT(CONFIG)
+    float8lab.convert_to_float8(model, exclude=train_gpt.excluded(args))
+    assert len(float8lab.conversion_report(model).converted) == converted
 
 
 def test_runs_without_matplotlib_and_tqdm(tmp_path, capsys, monkeypatch):
@@ -252,21 +263,25 @@ def test_model_cannot_see_the_future():
     torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
 
 
-def test_text_is_the_same_each_time_and_large_enough():
-    first, second = train_gpt.load_text(), text.load_text()
+def test_text_is_large_enough_and_source_code_is_larger():
+    assert LOAD_TEXT is text.load_text
+    prose, code = text.load_text(), text.load_text(code=True)
+    assert len(prose.train) > 1_000_000
+    assert 0.05 < len(prose.validation) / len(prose.train) < 0.2
+    assert prose.train.dtype == torch.int64
+    assert int(prose.train.max()) < 256
+    assert len(code.train) > 4_000_000
+    assert code.digest != prose.digest
+
+
+@pytest.mark.parametrize("code", [False, True], ids=["docstrings", "code"])
+def test_text_is_the_same_each_time(code, monkeypatch):
+    folder = str(Path(json.__file__).parent)
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: folder)
+    first, second = (text.load_text(code=code) for _ in range(2))
     assert first.digest == second.digest
     assert torch.equal(first.train, second.train)
     assert torch.equal(first.validation, second.validation)
-    assert len(first.train) > 1_000_000
-    assert 0.05 < len(first.validation) / len(first.train) < 0.2
-    assert first.train.dtype == torch.int64
-    assert int(first.train.max()) < 256
-
-
-def test_source_code_is_a_larger_text():
-    code = text.load_text(code=True)
-    assert len(code.train) > 4_000_000
-    assert code.digest != text.load_text().digest
 
 
 def test_split_loses_and_repeats_nothing():

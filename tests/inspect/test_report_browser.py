@@ -10,10 +10,9 @@ from float8lab.inspect import report
 from float8lab.inspect.watch.records import Log, Record
 from tests.inspect.test_report import HOSTILE, record
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "there is a browser"),
-]
+pytestmark = pytest.mark.skipif(
+    bool(browser.missing()), reason=browser.missing() or "there is a browser"
+)
 
 LOG = browser.sample(blocks=3, steps=40)
 

@@ -132,10 +132,17 @@ def test_values_that_are_not_finite():
     x = torch.ones(4, 16)
     x[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     x[1, 0] = 3.0
+    dy = torch.ones(4, 16)
+    dy[2, :2] = torch.tensor([torch.inf, torch.nan])
     with watch(model) as w:
-        model(x)
+        model(x).backward(dy)
     found = by_operand(w)["(model)", "x"]
     assert (found.nan, found.inf, found.amax) == (1, 2, 3.0)
+    # Rows of ones and of 3 have their largest at the limit; beside infinities the scale is 1.
+    assert found.saturated == (1 + 16 + 16) / 64
+    found = by_operand(w)["(model)", "dy"]
+    assert (found.nan, found.inf, found.amax) == (1, 1, 1.0)
+    assert found.saturated == 14 * 4 / 64  # for dw each column has a scale
 
 
 def test_exact_and_empty_operands():

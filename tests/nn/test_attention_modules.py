@@ -18,6 +18,7 @@ from float8lab import recipes
 from float8lab.nn.precision import precisions_below
 from tests.nn import float64
 from tests.nn.float64 import EXACT, Rounding
+from tests.pairwise import pairwise
 
 HIDDEN, FFN, HEADS, GROUPS, B, S, SE = 64, 96, 4, 2, 4, 24, 20
 
@@ -32,7 +33,11 @@ RECIPES = {
     ),
     "current-dpa": recipes.Float8CurrentScaling(fp8_dpa=True),
 }
+NAMES = {name: name for name in RECIPES}
 each_recipe = pytest.mark.parametrize("name", RECIPES)
+# What test_linear.py and test_fused_function.py prove of each module under every recipe.
+each_kind_of_recipe = pytest.mark.parametrize("name", ["delayed-dpa", "block"])
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CROSS = {"attention_type": "cross", "attn_mask_type": "no_mask"}
 ATTENTIONS = {
@@ -57,6 +62,10 @@ LAYERS = {
 VARIANTS = {**ATTENTIONS, **LAYERS}
 FEW = ["attention-layer-norm", "cross-attention", "encoder-RMSNorm-swiglu",
        "decoder-LayerNorm-gelu"]  # fmt: skip
+SHAPES = {
+    "1": (1, 1, 1), "odd": (3, 7, 5), "no-batch": (0, 5, 3), "no-tokens": (2, 0, 3),
+    "no-keys": (2, 3, 0),
+}  # fmt: skip
 each_of_few = pytest.mark.parametrize("variant", FEW)
 
 
@@ -202,9 +211,9 @@ def expected_errors(name, variant, module, inputs, dy):
     return exact, errors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@each_recipe
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "name", "dtype"), pairwise({v: v for v in VARIANTS}, NAMES, DTYPES)
+)
 def test_output_and_every_gradient(variant, name, dtype, device):
     module = build(variant, device, dtype)
     inputs, dy = data(variant, device, dtype)
@@ -247,14 +256,9 @@ def test_stated_numbers(name):
     assert found == STATED[name]
 
 
-@pytest.mark.parametrize(
-    ("b", "s", "se"),
-    [(1, 1, 1), (3, 7, 5), (0, 5, 3), (2, 0, 3), (2, 3, 0)],
-    ids=["1", "odd", "no-batch", "no-tokens", "no-keys"],
-)
-@each_recipe
-@each_of_few
-def test_any_shape_trains(variant, name, b, s, se, device):
+@pytest.mark.parametrize(("variant", "name", "sizes"), pairwise({v: v for v in FEW}, NAMES, SHAPES))
+def test_any_shape_trains(variant, name, sizes, device):
+    b, s, se = sizes
     module = build(variant, device, hidden=30, ffn=34, num_gqa_groups=1)
     inputs, dy = data(variant, device, hidden=30, b=b, s=s, se=se)
     step(module, inputs, dy, RECIPES[name])
@@ -277,7 +281,7 @@ def state(module):
     return {key: value.tolist() for key, value in tensors.items()}
 
 
-@each_recipe
+@each_kind_of_recipe
 @each_of_few
 def test_is_first_microbatch_gives_the_same_numbers(variant, name, device):
     kept = build(variant, device)
@@ -297,7 +301,7 @@ def test_is_first_microbatch_gives_the_same_numbers(variant, name, device):
     assert bool(scales[0]) == RECIPES[name].linear.delayed
 
 
-@each_recipe
+@each_kind_of_recipe
 @each_of_few
 def test_accumulated_gradients_add_up(variant, name, device):
     module = build(variant, device)
@@ -326,9 +330,10 @@ def of_core(module):
     return lambda *args, **kwargs: module(*args, checkpoint_core_attention=True, **kwargs)
 
 
-@pytest.mark.parametrize("checkpointed", [torchs, ours, of_core])
-@each_recipe
-@each_of_few
+@pytest.mark.parametrize(
+    ("variant", "name", "checkpointed"),
+    pairwise({v: v for v in FEW}, NAMES, {"torchs": torchs, "ours": ours, "of-core": of_core}),
+)
 def test_activation_checkpointing_changes_nothing(variant, name, checkpointed, device):
     module = build(variant, device)
     plain = copy.deepcopy(module)
@@ -343,7 +348,7 @@ def test_activation_checkpointing_changes_nothing(variant, name, checkpointed, d
     ("variant", "name"),
     [
         ("attention-layer-norm", "delayed-dpa"),
-        ("cross-attention", "current"),
+        pytest.param("cross-attention", "current", marks=pytest.mark.slow),
         pytest.param("decoder-LayerNorm-gelu", "delayed", marks=pytest.mark.slow),
         ("decoder-LayerNorm-gelu", "block"),
     ],

@@ -15,73 +15,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
 from float8lab.nn.handles import _Handles
-
-RECIPES = {
-    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, width=32, heads=2, *, checkpointed=False):
-        super().__init__()
-        self.heads, self.checkpointed = heads, checkpointed
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def attend(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-    def feed(self, x):
-        return self.down(F.gelu(self.up(x)))
-
-    def forward(self, x):
-        x = x + self.attend(self.norm1(x))
-        if self.checkpointed:
-            return x + checkpoint(self.feed, self.norm2(x), use_reentrant=False)
-        return x + self.feed(self.norm2(x))
-
-
-class GPT(nn.Module):
-    """A GPT, one of whose blocks keeps its activations while the other computes them again."""
-
-    def __init__(self, width=32, vocabulary=48, checkpointed=(False, True)):
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, checkpointed=again) for again in checkpointed)
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        self.lm_head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
-
-
-class Counted:
-    """A backend that counts its compilations and runs the graphs as they are."""
-
-    def __init__(self):
-        self.graphs = 0
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+from tests.nn.models import GPT, RECIPES, Block, Counted, each_recipe, same_gradients, states
 
 
 @pytest.fixture(autouse=True)
@@ -108,12 +46,6 @@ def in_thread(function):
         return executor.submit(function).result()
 
 
-def same_gradients(a, b):
-    return all(
-        torch.equal(p.grad, q.grad) for p, q in zip(a.parameters(), b.parameters(), strict=True)
-    )
-
-
 def compiled_twin(eager, recipe, **how):
     """A model, converted, its copy, what compiles the copy, and the count of its compilations."""
     float8lab.convert_to_float8(eager, recipe)
@@ -123,25 +55,25 @@ def compiled_twin(eager, recipe, **how):
 
 
 @each_recipe
-def test_a_converted_gpt_compiles_without_breaks_and_equals_eager(recipe):
+def test_a_converted_gpt_compiles_once_and_once_more_for_other_lengths(recipe):
     eager, model, compiled, backend = compiled_twin(GPT(), recipe)
-    for step in range(3):
-        batch = tokens(8, seed=step)
+    # 130 tokens and more: one block of scales alone would be a third case, size 1.
+    for seed, (length, graphs) in enumerate(
+        [(70, 1), (70, 1), (65, 2), (96, 2), (128, 2), (129, 2)]
+    ):
+        batch = tokens(length, seed)
         assert torch.equal(train(compiled, batch), train(eager, batch))
         assert same_gradients(model, eager)
-    assert backend.graphs == 1
+        assert backend.graphs == graphs
 
 
-@each_recipe
-def test_ten_sequence_lengths_compile_at_most_twice(recipe):
-    eager, _, compiled, backend = compiled_twin(GPT(checkpointed=[False]), recipe)
-    # 130 tokens and more: one block of scales alone would be a third case, size 1.
-    for length in (70, 96, 65, 81, 127, 66, 128, 129, 140, 99):
-        assert torch.equal(compiled(tokens(length)), eager(tokens(length)))
-    assert backend.graphs <= 2
-
-
-@each_recipe
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=name, marks=[pytest.mark.slow] * (name in ("current", "rowwise")))
+        for name, recipe in RECIPES.items()
+    ],
+)
 def test_dynamic_true_serves_every_length_from_the_first_on(recipe):
     """``dynamic=True`` makes an input of the graph of every number that a module reads."""
     eager, model, compiled, backend = compiled_twin(GPT(checkpointed=[False]), recipe, dynamic=True)
@@ -268,7 +200,6 @@ def test_what_is_saved_for_backward(recipe):
     assert [node for node in saved if "transpose" in str(node.target)] == []
 
 
-@pytest.mark.slow
 def test_inductor_writes_an_input_of_three_layers_once():
     class Three(nn.Module):
         def __init__(self):
@@ -282,9 +213,12 @@ def test_inductor_writes_an_input_of_three_layers_once():
 
     model = Three()
     float8lab.convert_to_float8(model, RECIPES["delayed"])
+    expected = copy.deepcopy(model)
     compiled, x = torch.compile(model, fullgraph=True), torch.randn(2, 8, 32, requires_grad=True)
     with fresh_cache():
-        _, (code, *_) = run_and_get_code(compiled, x)
+        y, (code, *_) = run_and_get_code(compiled, x)
+    # Inductor reorders the arithmetic between the GEMMs, which flips some FP8 roundings.
+    assert (y - expected(x)).norm() <= 0.05 * y.norm()
     casts = re.findall(r"cast\.delayed\('', \[(?:reinterpret_tensor\()?(\w+)", code)
     casts = [x for x in casts if not x.startswith("primals")]  # those of weights
     assert len(casts) == 3
@@ -303,12 +237,6 @@ def test_inductor(name):
     assert (loss - expected).abs() <= 0.01 * expected
     a, b = model.blocks[0].up.weight.grad, eager.blocks[0].up.weight.grad
     assert (a - b).norm() <= 0.05 * b.norm()
-
-
-def states(model):
-    """The delayed-scaling state of all layers."""
-    state = float8lab.nn.ScalingState(model).state_dict()
-    return {key: value.tolist() for key, value in state.items()}
 
 
 def test_delayed_state_equals_that_of_eager():

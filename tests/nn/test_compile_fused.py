@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 from float8lab.nn.precision import precisions
+from tests.nn.models import Counted, states
 
 HIDDEN, HEADS, S, B = 32, 2, 8, 2
 DELAYED = {"amax_history_len": 3, "amax_compute_algo": "max"}
@@ -72,27 +73,11 @@ class Twice(nn.Module):
         return self.inner(x)
 
 
-class Counted:
-    """A backend that counts its compilations and runs the graphs as they are."""
-
-    def __init__(self):
-        self.graphs = 0
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
-
-
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def states(model):
-    state = float8lab.nn.ScalingState(model).state_dict()
-    return {key: value.tolist() for key, value in state.items()}
 
 
 def steps(call, model, recipe, *, within=False):

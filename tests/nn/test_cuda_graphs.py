@@ -12,18 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import float8lab
-from float8lab import recipes
 from float8lab.nn import graphs
 from float8lab.nn.precision import precisions_below
-from tests.nn.test_compile import GPT, same_gradients, states
+from tests.nn.models import GPT, RECIPES, each_recipe, same_gradients, states
 
-RECIPES = {
-    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
 pytestmark = [
     pytest.mark.usefixtures("uncollected"),
     # By torch, where the gradients of a module that was recorded are accumulated without its graph.
@@ -31,7 +23,6 @@ pytestmark = [
     # By torch, of the empty graph with which a graph pool begins.
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
 ]
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 
 def batch(step, shape=(32, 64)):

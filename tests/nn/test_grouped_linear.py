@@ -70,7 +70,7 @@ def truth(layer, x: Tensor, dy: Tensor) -> list[Tensor]:
     """The same in float64, expert by expert."""
     x = x.double().requires_grad_()
     parameters = [p.detach().double().requires_grad_() for p in layer.parameters()]
-    weights, biases = parameters[:E], parameters[E:]
+    weights, biases = parameters[::2], parameters[1::2]
     parts = zip(x[:M].split(SIZES), weights, biases, strict=True)
     y = torch.cat([part @ w.t() + b for part, w, b in parts])
     y.backward(dy[:M].double())
@@ -97,13 +97,8 @@ def test_every_expert_is_as_close_as_a_linear_layer(recipe):
         with torch.no_grad():
             alone.weight.copy_(getattr(layer, f"weight{e}"))
             alone.bias.copy_(getattr(layer, f"bias{e}"))
-        # One scale for all rows is that of the largest: an expert of small rows has more error.
-        whole = recipe.linear.x.block == (-1, -1)
-        own = x[:M].clone() if whole else x[start:end]
-        own_dy = torch.zeros(M, N)
-        own_dy[start:end] = dy[start:end]
-        own_dy = own_dy if whole else dy[start:end]
-        inp = own.clone().requires_grad_()
+        own_dy = dy[start:end]
+        inp = x[start:end].clone().requires_grad_()
         for _ in range(2):
             alone.zero_grad()
             inp.grad = None
@@ -111,12 +106,11 @@ def test_every_expert_is_as_close_as_a_linear_layer(recipe):
                 y = alone(inp)
             y.backward(own_dy)
         part = slice(start, end)
-        own_part = part if whole else slice(None)
         pairs = [
-            (got[0][part], y[own_part], want[0][part]),
-            (got[1][part], inp.grad[own_part], want[1][part]),
-            (got[2 + e], alone.weight.grad, want[2 + e]),
-            (got[2 + E + e], alone.bias.grad, want[2 + E + e]),
+            (got[0][part], y, want[0][part]),
+            (got[1][part], inp.grad, want[1][part]),
+            (got[2 + 2 * e], alone.weight.grad, want[2 + 2 * e]),
+            (got[3 + 2 * e], alone.bias.grad, want[3 + 2 * e]),
         ]
         for mine, others, exact in pairs:
             rounding = torch.finfo(torch.float32).eps * M * float(exact.norm())
@@ -187,8 +181,8 @@ def test_ways_to_say_the_same(recipe):
     assert torch.equal(out, y)
     assert torch.equal(dx, want[1])
     assert torch.equal(dgrad, dx)
-    assert torch.equal(dw, torch.stack(want[2 : 2 + E]))
-    assert torch.equal(db, torch.stack(want[2 + E :]))
+    assert torch.equal(dw, torch.stack(want[2::2]))
+    assert torch.equal(db, torch.stack(want[3::2]))
     again = experts()
     again.load_state_dict(whole.state_dict())
     assert torch.equal(again.weight3, layer.weight3)
@@ -206,7 +200,7 @@ def test_return_bias_leaves_the_bias_out():
 @pytest.mark.parametrize("recipe", [None, RECIPES["row"]], ids=["high", "row"])
 def test_gradients_go_into_main_grad(single, recipe):
     layer, x, dy = experts(single_grouped_weight=single), rows(K), rows(N)
-    want = step(layer, x, dy, recipe)[2:]
+    want = step(layer, x, dy, recipe)[2 :: 1 if single else 2]
     layer.fuse_wgrad_accumulation = True
     weights = [p for name, p in layer.named_parameters() if name.startswith("weight")]
     for weight in weights:
@@ -227,6 +221,40 @@ def test_gradients_go_into_main_grad(single, recipe):
         torch.testing.assert_close(weight.main_grad, 3 * grad)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("recipe", [None, RECIPES["row"]], ids=["high", "row"])
+def test_gradients_of_some_experts_leave_the_others_alone(recipe, apart):
+    layer, x, dy = experts(), rows(K), rows(N)
+    want = step(layer, x, dy, recipe)
+    layer.fuse_wgrad_accumulation = True
+    weights = layer._parameters_of("weight")
+    for weight in weights:
+        weight.data = weight.data.clone() if apart else weight.data
+        weight.main_grad = torch.ones_like(weight)
+    layer.zero_grad()
+    seen = hooked_as_by_megatron(weights, zero_out=True)
+    with float8lab.autocast(recipe is not None, recipe=recipe):
+        y = layer(x, SIZES)
+    y.backward(dy, inputs=[layer.weight4, layer.weight2, layer.bias1])
+    for index, weight in enumerate(weights):
+        added = want[2 + 2 * index] if index in (2, 4) else 0
+        torch.testing.assert_close(weight.main_grad, torch.ones(N, K) + added)
+        assert weight.grad_added_to_main_grad == (index in (2, 4))
+    assert len(seen) == 2
+    torch.testing.assert_close(layer.bias1.grad, want[2 + 2 * 1 + 1])
+
+
+def test_parameters_are_in_the_order_of_transformer_engine():
+    """States of optimizers are known by position."""
+    names = [f"{kind}{index}" for index in range(E) for kind in ("weight", "bias")]
+    assert [name for name, _ in experts().named_parameters()] == names
+    with float8lab.fp8_model_init(True):
+        assert [*copy.deepcopy(experts().half()).state_dict()] == names
+    assert [*experts(bias=False).state_dict()] == names[::2]
+    single = experts(single_grouped_weight=True).state_dict()
+    assert [*single] == ["weight", *names[1::2]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", [None, RECIPES["current"], RECIPES["block"]], ids=str)
 def test_some_gradients_go_into_main_grad(recipe, dtype):
@@ -244,9 +272,9 @@ def test_some_gradients_go_into_main_grad(recipe, dtype):
         assert torch.equal(y, want[0])
         assert torch.equal(inp.grad, want[1])
         assert torch.equal(layer.weight0.main_grad, torch.ones(N, K))
-        torch.testing.assert_close((layer.weight1.main_grad - added).to(dtype), want[3])
+        torch.testing.assert_close((layer.weight1.main_grad - added).to(dtype), want[4])
         assert layer.weight1.grad is None
-        torch.testing.assert_close(layer.weight2.grad, want[4])
+        torch.testing.assert_close(layer.weight2.grad, want[6])
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["row"], RECIPES["block"]], ids=str)
@@ -317,21 +345,95 @@ def test_weights_stored_in_fp8(recipe, single):
     torch.testing.assert_close(y, step(plain, x, dy)[0])
 
 
-def test_each_weight_has_a_delayed_scale():
-    recipe, layer = RECIPES["delayed"], experts()
+def test_each_expert_has_delayed_scales():
+    recipe, layer, size = RECIPES["delayed"], experts(), 2.0 ** torch.arange(E)
+    x, dy = torch.ones(M, K), torch.ones(M, N)
     with torch.no_grad():
         for index, weight in enumerate(layer._parameters_of("weight")):
-            weight.fill_(2.0**index)
-    step(layer, rows(K), rows(N), recipe)
+            weight.fill_(size[index])
+    for tensor in (x, dy):
+        tensor.mul_(size.repeat_interleave(torch.tensor(SIZES))[:, None])
+    step(layer, x, dy, recipe)
     state = float8lab.nn.ScalingState(layer, recipe).state_dict()
-    (scale,) = (value for key, value in state.items() if key.endswith("/scale"))
-    assert scale.shape == (E + 2,)
-    assert torch.equal(scale[1:-1], scale[1] * 2.0 ** torch.arange(E))
+    values = {key.rpartition("/")[2]: value.unflatten(-1, (3, E)) for key, value in state.items()}
+    scale, seeded = values["scale"], values["seeded"]
+    assert seeded.tolist() == [[False, *[True] * 4], [True] * E, [False, *[True] * 4]]
+    assert torch.equal(torch.where(seeded, scale, scale[:, 1:2]).div(scale[:, 1:2])[:, 1:].mul(2),
+                       size[1:].expand(3, -1))  # fmt: skip
     fresh = copy.deepcopy(layer)
     step(fresh, 4 * rows(K), rows(N), recipe)
     float8lab.nn.ScalingState(fresh, recipe).load_state_dict(state)
     y, want = (step(one, rows(K), rows(N), recipe)[0] for one in (fresh, layer))
     assert torch.equal(y, want)
+
+
+def test_an_expert_without_tokens_keeps_its_scale():
+    """And has its first one from its own first tokens, in whatever step they come."""
+    recipe = recipes.DelayedScaling(amax_history_len=2)
+    layer = experts(bias=False)
+    alone = [float8lab.Linear(K, N, bias=False, device="cpu") for _ in range(E)]
+    with torch.no_grad():
+        for index, one in enumerate(alone):
+            one.weight.copy_(layer._parameters_of("weight")[index])
+    for turn, sizes in enumerate(([5, 0, 7, 0, 2], [0, 3, 0, 0, 9], [4, 0, 3, 0, 1], [1] * E)):
+        x = torch.randn(sum(sizes), K) * 10.0 ** torch.randint(-3, 3, (sum(sizes), 1))
+        dy = torch.randn(sum(sizes), N) * 10.0 ** torch.randint(-9, 3, (sum(sizes), 1))
+        if turn == 2:  # what an interrupted step has seen is forgotten
+            with pytest.raises(RuntimeError, match="shape"), float8lab.autocast(recipe=recipe):
+                layer(100 * torch.ones(E, K), [1] * E).view(-1, N + 1)
+        y, dx, *dw = step(layer, x, dy, recipe, sizes)
+        parts = zip(alone, *(t.split(sizes) for t in (x, dy, y, dx)), dw, strict=True)
+        for one, inp, grad, mine, my_dx, my_dw in parts:
+            if not len(inp):
+                assert not my_dw.any()
+                continue
+            inp = inp.clone().requires_grad_()
+            with float8lab.autocast(recipe=recipe):
+                want = one(inp)
+            want_dx, want_dw = torch.autograd.grad(want, (inp, one.weight), grad)
+            assert torch.equal(mine, want)
+            assert torch.equal(my_dx, want_dx)
+            torch.testing.assert_close(my_dw, want_dw)
+
+
+def test_scaling_state_of_one_scale_for_all_experts_loads():
+    """As it was saved before each expert's rows had a scale: with that one repeated."""
+    recipe, layer, x, dy = RECIPES["delayed"], experts(), rows(K), rows(N)
+    for _ in range(2):
+        step(layer, x, dy, recipe)
+    state = float8lab.nn.ScalingState(layer, recipe).state_dict()
+    each = [index for index in range(3 * E) if index == 4 or E <= index < 2 * E or index == 14]
+    before = {key: value[..., each] for key, value in state.items()}
+    assert all(value.shape[-1] == E + 2 for value in before.values())
+    loaded = float8lab.nn.ScalingState(experts(), recipe)
+    loaded.load_state_dict(before)
+    repeated = [4] * E + [*range(E, 2 * E)] + [14] * E
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, state[key][..., repeated])
+    slots = layer._fp8.slots[recipe, None]
+    pickled = slots.__getstate__()
+    pickled["tensors"] = {key: value[..., each] for key, value in pickled["tensors"].items()}
+    again = pickle.loads(pickle.dumps(slots))
+    again.__setstate__({**pickled, "widths": (1, E, 1)})
+    assert again.widths == (E, E, E)
+    history, want = again.tensors()["history"], slots.tensors()["history"]
+    assert torch.equal(history, want[:, repeated])
+
+
+def test_a_quiet_expert_beside_a_loud_one_loses_nothing():
+    """Under scales per tensor an expert has the bytes that it has alone, whatever the others."""
+    torch.manual_seed(5)
+    x, dy = torch.randn(48, K), torch.randn(48, N)
+    for recipe in (RECIPES["current"], RECIPES["delayed"]):
+        results = []
+        for loud in (1.0, 1e4):
+            layer, factor = experts(), torch.ones(48, 1)
+            factor[:16] = loud
+            for _ in range(2):
+                y, dx, *gradients = step(layer, x * factor, dy / factor, recipe, [16, 0, 32, 0, 0])
+            results.append((y[16:], dx[16:], gradients[4]))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_weights_lie_together_wherever_they_move():
@@ -522,9 +624,9 @@ def test_calls_do_not_grow_with_the_experts(name):
         for number in (8, 128):
             module = made(kind, number)
             run = module.run_rows if kind == "mlp" else module
-            sizes = torch.tensor([3] * 8 + [0] * (number - 8))
+            sizes = torch.ones(number, dtype=torch.int32)
             for _ in range(3):
-                x = torch.randn(24, 32, requires_grad=True)
+                x = torch.randn(number, 32, requires_grad=True)
                 counted = Counter()
                 sys.setprofile(partial(note, counted))
                 try:
@@ -647,3 +749,37 @@ def test_a_cuda_graph_takes_groups_of_any_size(name, large):
         splits.copy_(torch.tensor(sizes))
         graph.replay()
         assert torch.equal(y, run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [list, torch.tensor], ids=["list", "tensor"])
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"], RECIPES["block"]], ids=str)
+def test_a_cuda_graph_keeps_sizes_of_the_host(recipe, kind, large):
+    """Its replays have those of the capture, whatever becomes of the memory that held them."""
+    layer, x, dy, splits = large
+    sizes = kind(LARGE)
+    x.requires_grad_()
+
+    def run(sizes) -> tuple[Tensor, ...]:
+        with float8lab.autocast(recipe is not None, recipe=recipe):
+            y = layer(x, sizes)
+        return y, *torch.autograd.grad(y, (x, layer.weight), dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(sizes)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(sizes)
+    for index in range(len(sizes)):
+        sizes[index] = 0
+    del sizes
+    for _ in range(2):
+        with torch.no_grad():
+            x[: sum(LARGE)].normal_()
+        graph.replay()
+        for mine, other in zip(got, run(splits), strict=True):
+            assert torch.equal(mine, other)

@@ -120,6 +120,60 @@ def test_any_shape_trains(recipe, shape, K, N, device):
             assert (actual.double() - expected).norm() <= 0.15 * expected.norm() + 1e-12
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@each_recipe
+def test_what_is_not_finite_stays_so_where_torch_keeps_it(recipe, value, device):
+    layer = float8lab.Linear(64, 48, device=device)
+    for place in ("x", "dy", "weight"):
+        x, dy = torch.randn(32, 64, device=device), torch.randn(32, 48, device=device)
+        run(layer, x, dy, recipe)  # delayed scales of finite tensors
+        with torch.no_grad():
+            {"x": x, "dy": dy, "weight": layer.weight}[place][3, 5] = value
+        results = flat(run(layer, x, dy, recipe))
+        for got, plain in zip(results, flat(run(layer, x, dy)), strict=True):
+            assert torch.equal(got.isfinite(), plain.isfinite())
+        with torch.no_grad():
+            layer.weight[3, 5] = 1.0
+        results = flat(run(layer, torch.ones_like(x), torch.ones_like(dy), recipe))
+        assert all(t.isfinite().all() for t in results)  # no history has it
+
+
+def flat(results):
+    y, dx, grads = results
+    return [y, dx, *grads.values()]
+
+
+@each_recipe
+def test_grad_scaler_sees_an_overflow(recipe):
+    """A gradient that overflows float16: the step is skipped and the scale halved, as in torch."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 64, bias=False))
+    model = float8lab.convert_to_float8(copy.deepcopy(plain), recipe)
+    x, target = torch.randn(2, 32, 64)
+    steps = {}
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        skipped, norms = [], []
+        for _ in range(4):
+            before = scaler.get_scale()
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = (one(x) - target).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norms.append(torch.stack([p.grad.norm() for p in one.parameters()]).norm().item())
+            scaler.step(optimizer)
+            scaler.update()
+            skipped.append(scaler.get_scale() < before)
+        steps[one] = skipped, norms
+    (skipped, norms), (of_plain, norms_of_plain) = steps[model], steps[plain]
+    assert skipped[0]
+    assert of_plain[0]
+    assert not skipped[-1]
+    assert norms[-1] == pytest.approx(norms_of_plain[-1], rel=0.05)
+
+
 @each_recipe
 @pytest.mark.parametrize("strided", ["transposed", "sliced", "expanded-dy"])
 def test_strides_do_not_matter(recipe, strided):

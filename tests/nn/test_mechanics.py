@@ -12,16 +12,7 @@ from torch.utils.checkpoint import (
 )
 
 import float8lab
-from float8lab import recipes
-
-RECIPES = {
-    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+from tests.nn.models import each_recipe
 
 
 def make_model(recipe):

@@ -7,6 +7,7 @@ two within their half; scales, amaxes and padding are compared exactly.
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Sequence
 from typing import Any
 
@@ -470,8 +471,12 @@ def check_groups() -> None:
                 same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
     same(grouped_cast.plan_groups(offs, len(x)), reference.plan_groups(offs, len(x)))
     how = (E4M3, (-1, -1))
-    for given, rule in ((torch.full((1, 1), 700.0), "fp32"), (torch.full((1,), 0.3), "encode")):
-        slots = [torch.full((1,), -1.0) if rule == "encode" else None for _ in range(2)]
+    factors = torch.rand(5, 8)[:, 0]
+    for given, rule in (
+        (torch.full((1, 1), 700.0), "fp32"), (700 + torch.rand(5, 1, 1) * 700, "fp32"),
+        (torch.full((1,), 0.3), "encode"), (factors, "encode"),
+    ):  # fmt: skip
+        slots = [torch.full((5,), -1.0) if rule == "encode" else None for _ in range(2)]
         rest = (offs, *how, rule, 0.0, True, True, False, given)
         same_casts(
             grouped_cast.cast_groups("", [x], BF16, *rest, slots[0]),
@@ -479,7 +484,16 @@ def check_groups() -> None:
             groups.used_columns(sizes),
         )
         same(*slots)
-    how = (E4M3, (-1, -1))
+    # More tiles than programs, whose groups a program skips, begins in and ends in.
+    sizes, many = [0, 300, 0, 0, 70, 200, 1, 0, 129, 0], 3
+    x, offs = groups.rows(sizes, 150, dtype=BF16), groups.ends(sizes)
+    plan = grouped_cast.plan_groups(offs, len(x))
+    with unittest.mock.patch.object(grouped_cast, "_AMAX_PROGRAMS", many):
+        for known in (None, plan):
+            arguments = ("", [x], BF16, offs, *how, "fp32", 0.0, False, False, False, None, None)
+            got = grouped_cast.cast_groups(*arguments, known)
+            same(got[2], reference.cast_groups(*arguments)[2])
+            assert got.count(None) == 5
     factors = torch.rand(2, 8)[:, 0]
     slots = [torch.full((2,), -1.0) for _ in range(2)]
     rest = (None, *how, "encode", 0.0, True, True, False, factors)

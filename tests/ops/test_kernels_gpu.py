@@ -208,6 +208,84 @@ def test_special_values(dtype: torch.dtype, fp8_dtype: torch.dtype, values: list
             )
 
 
+def with_infinities(x: Tensor) -> Tensor:
+    """Values that are not finite, and the largest, in random places of which some are neighbours."""
+    x = x.clone()
+    if x.numel() > 1:
+        places = torch.randperm(x.numel(), device=x.device)[: max(x.numel() // 50, 1)]
+        places = torch.cat((places, places[: len(places) // 2] + 1)) % x.numel()
+        most = torch.finfo(x.dtype).max
+        values = x.new_tensor([torch.inf, -torch.inf, torch.nan, most, -most])
+        x.view(-1)[places] = values[torch.arange(len(places), device=x.device) % 5]
+    return x
+
+
+@each_layout
+@each_fp8_dtype
+@each_dtype
+def test_infinities_anywhere(dtype: torch.dtype, fp8_dtype: torch.dtype, layout: Any) -> None:
+    """Every kernel of a matrix: scales found by each recipe, given ones, slots, transposes."""
+    for number, shape in enumerate(SHAPES.values()):
+        x = layout(with_infinities(matrix(shape, dtype)))
+        align = (1, 16)[number % 2]
+        for block, rule, eps in RECIPES.values():
+            how = (fp8_dtype, block, rule, eps, align)
+            got = forms.quantize(ops.cast_op, x, *how, transposed=number % 3 == 0)
+            want = forms.quantize(reference.cast, x.cpu(), *how, transposed=number % 3 == 0)
+            all_same(got[:2], want[:2])
+            *got, _ = forms.quantize_pair(ops.cast_op, x, *how, False)
+            all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *how, False)[:4])
+        for factor in (torch.tensor([0.73]), torch.tensor([3e38])):
+            slot, wanted_slot = torch.zeros(1, device="cuda"), torch.zeros(1)
+            how = (fp8_dtype, align, False)
+            *got, _ = forms.encode_pair(ops.cast_op, x, factor.cuda(), slot, *how)
+            want = forms.encode_pair(reference.cast, x.cpu(), factor, wanted_slot, *how)
+            all_same(got, want[:2])
+            same(slot, wanted_slot)
+            for divide in (False, True):
+                how = (fp8_dtype, (-1, -1), align, divide)
+                got = forms.encode(ops.cast_op, x, factor.cuda(), None, *how)
+                same(got, forms.encode(reference.cast, x.cpu(), factor, None, *how))
+
+
+@pytest.mark.parametrize("prologue", ["", "relu", "reglu"])
+@each_fp8_dtype
+@each_dtype
+def test_infinities_in_groups(dtype: torch.dtype, fp8_dtype: torch.dtype, prologue: str) -> None:
+    offs = torch.tensor([0, 17, 145, 300], dtype=torch.int32)
+    x = with_infinities(matrix((320, 528), dtype))
+    batch = with_infinities(matrix((3 * 48, 272), dtype)).view(3, 48, 272)
+    factor, slot = torch.tensor([0.73]), torch.zeros(1)
+    used = 128 + 128 + 256  # columns of the transpose that groups of 17, 128 and 155 rows have
+    recipes = [((-1, -1), "fp32"), ((1, -1), "pow2"), ((1, 128), "fp32"), ((1, 32), "e8m0")]
+    for block, rule in recipes:
+        for wanted in ((True, True, False), (True, False, False), (False, True, False)):
+            how = (fp8_dtype, block, rule, 0.0, *wanted)
+            got = ops.cast_groups_op(prologue, [x], dtype, offs.cuda(), *how)
+            want = reference.cast_groups(prologue, [x.cpu()], dtype, offs, *how)
+            same_groups(got, want, used)
+            if not prologue:
+                got = ops.cast_groups_op("", [batch], dtype, None, *how)
+                same_groups(got, reference.cast_groups("", [batch.cpu()], dtype, None, *how))
+    how = (fp8_dtype, (-1, -1), "encode", 0.0, True, True, False)
+    there = slot.cuda()
+    got = ops.cast_groups_op(prologue, [x], dtype, offs.cuda(), *how, factor.cuda(), there)
+    want = reference.cast_groups(prologue, [x.cpu()], dtype, offs, *how, factor, slot)
+    same_groups(got, want, used)
+    same(there, slot)
+
+
+def same_groups(got: Sequence[Tensor | None], want: Sequence[Tensor | None], used: int = 0) -> None:
+    """Equal data, scales and amaxes, of a transpose in its first ``used`` columns if they count."""
+    for index, (one, other) in enumerate(zip(got[:5], want[:5], strict=True)):
+        if used and one is not None and other is not None and index in (3, 4) and other.ndim == 2:
+            q_t = want[3]
+            assert q_t is not None
+            columns = -(-used * other.shape[1] // q_t.shape[1])
+            one, other = one[:, :columns].contiguous(), other[:, :columns].contiguous()
+        same(one, other)
+
+
 @each_fp8_dtype
 def test_every_float16_casts_as_the_reference_does(fp8_dtype: torch.dtype) -> None:
     x = torch.arange(2**16, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.float16)
@@ -575,12 +653,11 @@ def test_groups_of_the_sum_are_products_alone(sizes: list[int], block: tuple[int
     columns = (2048 + 16, 1536)
     torch.manual_seed(0)
     x, dy = (torch.randn(sum(sizes), n, device="cuda").bfloat16() for n in columns)
-
-    amax = torch.full((1, 1), 6.0, device="cuda") if block == (-1, -1) else None
+    x *= torch.arange(1, len(x) + 1, device="cuda")[:, None]  # of another size in each group
 
     def multiply(x: Tensor, dy: Tensor, sizes: list[int]) -> Tensor:
         offs = torch.tensor(sizes, device="cuda").cumsum(0).int()
-        how = (offs, E4M3, block, "fp32", 0.0, False, True, False, amax)
+        how = (offs, E4M3, block, "fp32", 0.0, False, True, False)
         turned = [ops.cast_groups_op("", [part], part.dtype, *how)[3:5] for part in (x, dy)]
         return ops.grouped_mm_op(
             *turned[0], block, *turned[1], block, None, offs, torch.float32, False
@@ -589,3 +666,72 @@ def test_groups_of_the_sum_are_products_alone(sizes: list[int], block: tuple[int
     product = multiply(x, dy, sizes)
     for group, (one, other) in enumerate(zip(x.split(sizes), dy.split(sizes), strict=True)):
         assert torch.equal(product[group], multiply(one, other, [len(one)])[0]), group
+
+
+JAGGED = [300, 0, 1500, 130, 0, 0, 1400, 7, 1, 2600, 0]
+"""Rows of groups with more tiles, of 2064 columns, than programs find amaxes."""
+
+
+@pytest.mark.parametrize("kind", ["", "swiglu", "swiglu_backward", "permute"])
+def test_each_group_of_rows_has_a_scale(kind: str) -> None:
+    """Under one scale per tensor: the bytes of its rows alone, found or given; rows of nobody."""
+    torch.manual_seed(0)
+    M, K, E = sum(JAGGED) + 200, 2064, len(JAGGED)
+    offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
+    size = 10.0 ** torch.randint(-4, 4, (M, 1), device="cuda")
+    x = (torch.randn(M, 2 * K if "swiglu" in kind else K, device="cuda") * size).bfloat16()
+    inputs = [x]
+    if kind == "swiglu_backward":
+        inputs.append(torch.randn(M, K, device="cuda").bfloat16())
+    if kind == "permute":
+        inputs.append(torch.randperm(M, device="cuda").int())
+        value = x[inputs[1].long()]
+    else:
+        value = ops.value_of_op(kind, inputs, x.dtype) if kind else x
+    if not kind:
+        x[sum(JAGGED) :] = torch.nan
+    for rule, plan in (("fp32", None), ("pow2", ops.plan_groups_op(offs, M))):
+        how = (x.dtype, offs, E4M3, (-1, -1), rule, 0.0)
+        got = ops.cast_groups_op(kind, inputs, *how, True, True, False, None, None, plan)
+        want = reference.cast_groups(
+            "", [value.cpu()], x.dtype, offs.cpu(), *how[2:], True, True, False
+        )
+        used = sum(-(-rows // 128) * 128 for rows in JAGGED)
+        all_same([*got[:3], got[3][:, :used], got[4]], [*want[:3], want[3][:, :used], want[4]])
+        (amax,) = [t for t in ops.cast_groups_op(kind, inputs, *how, False, False) if t is not None]
+        all_same([amax], [want[2]])
+    factors = torch.rand(E, 8, device="cuda")[:, 0]
+    slots = [torch.full((E,), ops.NO_DATA, device=device) for device in ("cuda", "cpu")]
+    how = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
+    got = ops.cast_groups_op(kind, inputs, x.dtype, offs, *how, factors, slots[0])
+    want = reference.cast_groups(
+        "", [value.cpu()], x.dtype, offs.cpu(), *how, factors.cpu(), slots[1]
+    )
+    all_same([got[0], got[3][:, :used], slots[0]], [want[0], want[3][:, :used], slots[1]])
+
+
+def test_rows_of_groups_are_products_alone() -> None:
+    """Under one scale per tensor: each group by its matrix, whatever is beside it."""
+    torch.manual_seed(0)
+    M, E, block = sum(JAGGED) + 200, len(JAGGED), (-1, -1)
+    offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
+    x = (
+        torch.randn(M, 512, device="cuda").bfloat16()
+        * torch.arange(1, M + 1, device="cuda")[:, None]
+    )
+    w, bias = torch.randn(E, 384, 512, device="cuda").bfloat16(), torch.randn(E, 384, device="cuda")
+
+    def multiply(x: Tensor, w: Tensor, bias: Tensor, offs: Tensor, *, fast: bool) -> Tensor:
+        left = ops.cast_groups_op("", [x], x.dtype, offs, E4M3, block, "fp32")[:2]
+        right = ops.cast_groups_op("", [w], w.dtype, None, E4M3, block, "fp32")[:2]
+        return ops.grouped_mm_op(*left, block, *right, block, bias, offs, x.dtype, fast)
+
+    for fast in (False, True):
+        y = multiply(x, w, bias, offs, fast=fast)
+        assert not y[sum(JAGGED) :].any()
+        for group, part in enumerate(y[: sum(JAGGED)].split(JAGGED)):
+            end = sum(JAGGED[: group + 1])
+            rows = x[end - len(part) : end]
+            ends = torch.tensor([len(part)], device="cuda", dtype=torch.int32)
+            one = multiply(rows, w[group : group + 1], bias[group : group + 1], ends, fast=fast)
+            assert torch.equal(part, one), group

@@ -12,13 +12,16 @@ from torch.utils import _pytree as pytree
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, scale_shape
 from tests.ops import forms
+from tests.pairwise import pairwise
 
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (1, 96), (5, -1)]
 SHAPES = {"M20-K300": (20, 300), "M1-K1": (1, 1), "M0-K48": (0, 48), "M33-K0": (33, 0)}
 
 each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map(str, b)))
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-each_align = pytest.mark.parametrize("align", [1, 16], ids=["align1", "align16"])
+ALIGNS = {"align1": 1, "align16": 16}
+NAMED_BLOCKS = {"x".join(map(str, block)): block for block in BLOCKS}
+each_align = pytest.mark.parametrize("align", ALIGNS.values(), ids=ALIGNS)
 
 
 def check(op: Any, *arguments: Any, whole: bool = True) -> None:
@@ -45,10 +48,9 @@ def test_amax(block: tuple[int, int], device: torch.device) -> None:
     check(ops.amax_op, "", [x], x.dtype, block)
 
 
-@each_align
-@each_shape
-@each_orientation
-@each_block
+@pytest.mark.parametrize(
+    ("block", "wanted", "shape", "align"), pairwise(NAMED_BLOCKS, ORIENTATIONS, SHAPES, ALIGNS)
+)
 def test_cast(
     block: tuple[int, int],
     wanted: tuple[bool, bool],
@@ -61,9 +63,7 @@ def test_cast(
     check(ops.cast_op, *matrix, "pow2", 1e-3, align, *wanted, *[True] * (align == 16))
 
 
-@each_align
-@each_shape
-@each_orientation
+@pytest.mark.parametrize(("wanted", "shape", "align"), pairwise(ORIENTATIONS, SHAPES, ALIGNS))
 def test_cast_by_what_is_given(
     wanted: tuple[bool, bool], shape: tuple[int, int], align: int, device: torch.device
 ) -> None:
@@ -262,9 +262,10 @@ def test_norms(
     check(ops.norm_backward_op, dy, x, weight, mean, rstd, center, dtype)
 
 
-@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
-@each_block
-@each_shape
+@pytest.mark.parametrize(
+    ("shape", "block", "center"),
+    pairwise(SHAPES, NAMED_BLOCKS, {"rms": False, "layer": True}),
+)
 def test_fp8_norms(
     shape: tuple[int, int], block: tuple[int, int], center: bool, device: torch.device
 ) -> None:
@@ -302,10 +303,12 @@ def test_groups(block: tuple[int, int], device: torch.device) -> None:
 
 def test_groups_by_what_is_given(device: torch.device) -> None:
     x, offs = torch.randn(20, 48, device=device), torch.tensor([3, 17], device=device)
-    slot, how = torch.full((1,), ops.NO_DATA, device=device), (E4M3, (-1, -1))
+    slot, how = torch.full((2,), ops.NO_DATA, device=device), (E4M3, (-1, -1))
     one, wanted = torch.ones(1, device=device), (0.0, True, True, False)
     x_in_groups, whole = ("", [x], x.dtype, offs, *how), device.type == "cpu"
-    check(ops.cast_groups_op, *x_in_groups, "encode", *wanted, one, slot, whole=whole)
+    for factors in (one, torch.rand(2, 1, 1, device=device)):
+        check(ops.cast_groups_op, *x_in_groups, "encode", *wanted, factors, slot, whole=whole)
+    check(ops.cast_groups_op, *x_in_groups, "fp32", 0.0, False, False)  # amaxes alone
     arguments = ("swiglu", *x_in_groups[1:], "pow2", *wanted, one.view(1, 1))
     check(ops.cast_groups_op, *arguments, whole=whole)
     check(ops.grouped_mm_op, x, None, (), torch.randn(2, 8, 48, device=device), None, (), None,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from float8lab.formats import E4M3, E5M2, FLOAT32_MAX, largest, scale_shape
 from float8lab.ops import NO_DATA, reference
+from float8lab.ops.reference.cast import expand_scale
 from tests.near_ties import by_multiplying, near_ties
 from tests.ops import forms
 
@@ -85,8 +86,8 @@ def test_a_scale_that_is_found_multiplies_and_one_that_is_given_divides() -> Non
 def test_a_division_by_a_scale_is_ieee() -> None:
     x = torch.tensor([[0.0, 1.0, -1.0, INF, NAN]])
     for scale, expected in (
-        (0.0, [NAN, 448.0, -448.0, 448.0, NAN]),
-        (2.0**-149, [0.0, 448.0, -448.0, 448.0, NAN]),
+        (0.0, [NAN, 448.0, -448.0, NAN, NAN]),
+        (2.0**-149, [0.0, 448.0, -448.0, NAN, NAN]),
         (INF, [0.0, 0.0, -0.0, NAN, NAN]),
         (NAN, [NAN] * 5),
     ):
@@ -136,10 +137,49 @@ def test_many_are_written_as_one_is_returned(block: tuple[int, int]) -> None:
 def test_special_values_of_a_cast(fp8_dtype: torch.dtype) -> None:
     limit = largest(fp8_dtype)
     x = torch.tensor([[0.0, -0.0, 1.0, limit, -limit, limit * 2, INF, -INF, NAN]])
+    infinite = [INF, -INF] if fp8_dtype == E5M2 else [NAN, NAN]
     q = forms.encode(reference.cast, x, torch.tensor(1.0), None, fp8_dtype, (-1, -1), 1)
-    expected = torch.tensor([[0.0, -0.0, 1.0, limit, -limit, limit, limit, -limit, NAN]])
+    expected = torch.tensor([[0.0, -0.0, 1.0, limit, -limit, limit, *infinite, NAN]])
     torch.testing.assert_close(q.float(), expected, rtol=0, atol=0, equal_nan=True)
     assert q.view(torch.uint8)[0, 1] == 0x80
+    # Visible whatever the factor is, of which the least and the largest overflow float32.
+    for factor, divide in ((3e38, False), (1e-45, True), (0.0, False), (NAN, False), (INF, True)):
+        q = forms.encode(
+            reference.cast, x[:, 2:], torch.tensor(factor), None, fp8_dtype, (-1, -1), 1, divide
+        )
+        assert q.float().isfinite().tolist() == [[factor == factor] * 4 + [False] * 3]
+
+
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(
+    ("block", "rule"),
+    [
+        ((-1, -1), "fp32"), ((-1, -1), "pow2"), ((1, -1), "fp32"), ((1, 128), "pow2"),
+        ((128, 128), "fp32"), ((1, 32), "e8m0"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_infinity_stays_visible_in_its_block(
+    block: tuple[int, int], rule: str, fp8_dtype: torch.dtype
+) -> None:
+    """Its block has scale 1; what is finite saturates there; other blocks keep their bytes."""
+    limit = largest(fp8_dtype)
+    infinities = [INF, -INF] if fp8_dtype == E5M2 else [NAN, NAN]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        most = torch.finfo(dtype).max
+        x = torch.randn(150, 300).to(dtype)
+        finite, scale, _ = reference.quantize(x, fp8_dtype, block, rule)
+        x[3, 8:14] = torch.tensor([INF, -INF, NAN, most, -most, 1.5], dtype=dtype)
+        q, new_scale, amax = reference.quantize(x, fp8_dtype, block, rule)
+        expected = torch.tensor([*infinities, NAN, limit, -limit, 1.5])
+        torch.testing.assert_close(q.float()[3, 8:14], expected, rtol=0, atol=0, equal_nan=True)
+        others = torch.ones_like(scale, dtype=torch.bool)
+        others[3 if block[0] == 1 else 0, 0] = False
+        assert new_scale[~others].item() == 1
+        assert not amax[~others].isfinite()
+        assert torch.equal(new_scale[others], scale[others])
+        kept = expand_scale(others, block, x.shape).expand(x.shape)
+        assert torch.equal(q.view(torch.uint8)[kept], finite.view(torch.uint8)[kept])
 
 
 def test_rounds_to_nearest_even() -> None:

@@ -29,10 +29,12 @@ def test_groups_have_the_bytes_of_being_cast_alone(sizes, cast):
     q, scale, amax, q_t, scale_t, total = reference.cast_groups(
         "", [x], x.dtype, ends(sizes), E4M3, block, rule, 0.0, True, True, True
     )
-    known = []
-    if block == (-1, -1):  # one scale for all
-        known = [reference.amax(x[:used], block)]
-        assert torch.equal(amax, known[0])
+    if block == (-1, -1):
+        parts = [
+            part.abs().max() if len(part) else torch.zeros(()) for part in x.split([*sizes, 9])
+        ]
+        assert torch.equal(amax.flatten(), torch.stack(parts[:-1]))
+        assert (scale[amax == 0] == 1).all()
     assert q.shape == (M, 80)
     assert q_t.shape == (80, reference.padded_rows(M, len(sizes)))
     for index, start, end, place in bounds(sizes):
@@ -40,13 +42,13 @@ def test_groups_have_the_bytes_of_being_cast_alone(sizes, cast):
         assert torch.equal(total[index], x[start:end].sum(0))
         if size == 0:
             continue
-        own, own_scale, turned, turned_scale = cast_alone(x[start:end], block, rule, *known)
+        own, own_scale, turned, turned_scale = cast_alone(x[start:end], block, rule)
         assert torch.equal(bytes_of(q[start:end]), bytes_of(own[:size]))
         assert torch.equal(bytes_of(q_t[:, place : place + size]), bytes_of(turned[:, :size]))
         assert not bytes_of(q_t[:, place + size : place + width]).any()
         if block == (-1, -1):
-            assert torch.equal(scale, own_scale)
-            assert torch.equal(scale_t, turned_scale)
+            assert torch.equal(scale[index], own_scale)
+            assert torch.equal(scale_t[index], turned_scale)
             continue
         assert torch.equal(scale[start:end], own_scale[:size])
         if block[1] == -1:
@@ -74,15 +76,17 @@ def test_each_matrix_of_a_batch_is_cast_alone(cast):
         assert torch.equal(amax, w.abs().amax((1, 2), keepdim=True))
 
 
-def test_slots_see_the_rows_of_groups_alone():
+def test_slots_see_the_rows_of_their_group_alone():
     x, offs = rows([3, 0, 5], 20), ends([3, 0, 5])
-    how = (E5M2, (-1, -1), "encode", 0.0, True, False, False)
-    slot = torch.full((1,), ops.NO_DATA)
-    reference.cast_groups("", [x], x.dtype, offs, *how, torch.ones(1), slot)
-    assert torch.equal(slot[0], x[:8].abs().max())
-    nothing = torch.full((1,), ops.NO_DATA)
-    reference.cast_groups("", [x], x.dtype, 0 * offs, *how, torch.ones(1), nothing)
-    assert nothing.item() == ops.NO_DATA
+    how = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
+    slot, factors = torch.full((3,), ops.NO_DATA), torch.tensor([1.0, 3.0, 64.0])
+    q, *_ = reference.cast_groups("", [x], x.dtype, offs, *how, factors, slot)
+    assert slot.tolist() == [x[:3].abs().max(), ops.NO_DATA, x[3:8].abs().max()]
+    assert torch.equal(q[3:8, :20].float(), (x[3:8] * 64).to(E5M2).float())
+    for whole in (factors[:1], factors[:1].expand(3)):  # one factor serves all groups
+        q, *_, q_t, _, _ = reference.cast_groups("", [x], x.dtype, offs, *how, whole)
+        assert torch.equal(q[:8, :20].float(), x[:8].to(E5M2).float())
+        assert torch.equal(q_t[:20, 128:133].float(), x[3:8].to(E5M2).float().t())
     w = torch.randn(2, 5, 7)
     slots = torch.full((2,), ops.NO_DATA)
     q, *_ = reference.cast_groups("", [w], w.dtype, None, *how, torch.tensor([1.0, 64.0]), slots)
@@ -137,7 +141,7 @@ def test_products_of_groups(sizes, cast):
         assert ((got.double() - (left @ right.mT + added)).abs() <= bound).all()
 
     for index, start, end, place in bounds(sizes):
-        own = [s if s.numel() == 1 else s[start:end] for s in (x_s, dy_s)]
+        own = [s[index] if block == (-1, -1) else s[start:end] for s in (x_s, dy_s)]
         columns = slice(place, place + end - start)
         turned = []
         for q, scale in ((x_t, x_ts), (dy_t, dy_ts)):
@@ -157,6 +161,11 @@ def test_products_of_groups(sizes, cast):
         close(dw[index], turned[1], turned[0])
     for zeros in (y, dx):
         assert not zeros[sum(sizes) :].any()
+    if block == (-1, -1):  # one scale may serve all groups
+        arguments = (block, w_q, w_s, w_block, bias, offs, x.dtype, False)
+        for one in (torch.full((1, 1), 0.5), torch.full((1,), 0.5)):
+            got = ops.grouped_mm_op(x_q, one, *arguments)
+            assert torch.equal(got, ops.grouped_mm_op(x_q, one.expand(E, 1, 1), *arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

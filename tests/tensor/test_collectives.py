@@ -16,6 +16,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registe
 
 import float8lab
 from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor.window import Window
 from tests.distributed.ranks import Ranks, check_names, ranks_fixture
 
 
@@ -32,19 +33,26 @@ _gather_many = _renamed(
 )
 _scatter_sum = _renamed(functional, "reduce_scatter_single", "reduce_scatter_tensor")
 
-BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 16), (4, 16))
+BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 16), (4, 16), (1, 128), (128, 128), (1, 32))
+"""Those of each layout that ``quantize`` makes; it stores the scales of some column by column."""
 
 
 def of_rank(rank: int, device: torch.device, block: Any, rows: int = 8) -> Float8Tensor:
-    """A tensor whose scales are those of no other rank."""
+    """A tensor whose scales are those of no other rank, of several blocks a row."""
     generator = torch.Generator().manual_seed(rank)
-    values = torch.randn(rows, 40, generator=generator) * (1 + rank)
-    return quantize(values.to(device), block=block)
+    values = torch.randn(rows, 160 if block[1] > 16 else 40, generator=generator) * (1 + rank)
+    return quantize(values.to(device), block=block, scale_rule=rule_of(block))
+
+
+def rule_of(block: Any) -> str:
+    """MX for blocks of 1x32."""
+    return "e8m0" if block[1] == 32 else "fp32"
 
 
 def empty(x: Float8Tensor, rows: int | None = None) -> Float8Tensor:
     shape = (x.shape[0] if rows is None else rows, *x.shape[1:])
-    return quantize(torch.zeros(shape, device=x.device), block=x.spec.block)
+    zeros = torch.zeros(shape, device=x.device)
+    return quantize(zeros, block=x.spec.block, scale_rule=x.spec.scale_rule)
 
 
 def assert_equal(a: Tensor, b: Tensor) -> None:
@@ -67,7 +75,7 @@ def assert_joined(out: Tensor, parts: list[Float8Tensor]) -> None:
 
 
 def assert_close_to_cast(out: Float8Tensor, values: Tensor) -> None:
-    expected = quantize(values, block=out.spec.block)
+    expected = quantize(values, block=out.spec.block, scale_rule=out.spec.scale_rule)
     assert torch.equal(out.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
     assert torch.equal(out.scale, expected.scale)
 
@@ -120,7 +128,7 @@ def check_one_tensor(ranks: Ranks) -> None:
         out = empty(mine, 8 * world)
         _all_gather(out, mine)
         assert_joined(out, all_)
-        if block[0] != -1:
+        if block[0] != -1 and mine.shape[0] % block[0] == 0:
             assert torch.equal(out.scale, torch.cat([x.scale for x in all_]))
 
         # Ranks that share a scale keep it.
@@ -128,9 +136,10 @@ def check_one_tensor(ranks: Ranks) -> None:
         _all_gather(out, same)
         assert torch.equal(out.dequantize(), torch.cat([same.dequantize()] * world))
 
-        stacked = quantize(torch.zeros(world, 8, 40, device=ranks.device), block=block)
+        zeros = torch.zeros(world, *mine.shape, device=ranks.device)
+        stacked = quantize(zeros, block=block, scale_rule=rule_of(block))
         _all_gather(stacked, mine)
-        if block[0] != -1:
+        if block[0] != -1 and mine.shape[0] % block[0] == 0:
             expected = torch.stack([x.dequantize() for x in all_])
             assert torch.equal(stacked.dequantize(), expected)
 
@@ -199,7 +208,12 @@ def check_sums(ranks: Ranks) -> None:
     for block in BLOCKS:
         # Whole numbers of few bits, whose sums are exact in any order.
         all_ = [
-            quantize(torch.randint(-8, 9, (8, 40)).to(ranks.device) * 1.0, block=block, scale=0.5)
+            quantize(
+                torch.randint(-8, 9, (8, 160)).to(ranks.device) * 1.0,
+                block=block,
+                scale_rule=rule_of(block),
+                scale=0.5,
+            )
             for _ in [torch.manual_seed(7)] + [None] * (world - 1)
         ]
         total = torch.stack([x.dequantize() for x in all_]).sum(0)
@@ -273,8 +287,55 @@ def check_point_to_point(ranks: Ranks) -> None:
                 assert_equal(got, got)
                 source = dist.recv(got)
                 assert_equal(got, of_rank(source, ranks.device, (1, 16)))
-    with pytest.raises(ValueError, match="must own its blocks"):
-        dist.irecv(of_rank(0, ranks.device, (-1, -1))[2:4], before)
+
+
+def check_views_receive_from_one_rank(ranks: Ranks) -> None:
+    """They are stored in another way than what is sent, or share a block with other elements."""
+    for block in BLOCKS:
+        base, sent = of_rank(1, ranks.device, block), of_rank(0, ranks.device, block)
+        rows, columns = base[2:6], of_rank(1, ranks.device, block).t()
+        before = base.dequantize()
+        if ranks.rank == 0:
+            dist.send(sent[2:6], 1)
+            dist.send(sent.t(), 1)
+        elif ranks.rank == 1:
+            dist.recv(rows, 0)
+            before[2:6] = sent[2:6].dequantize()
+            assert (base.dequantize() - before).abs().max() <= 16 * base.scale.max()
+            dist.recv(columns, 0)
+            assert_equal(columns, sent.t())
+
+
+def without_base(x: Float8Tensor) -> Tensor:
+    """A view as a compiled function returns it."""
+    view = x[1:3]
+    view._window = Window(base=None)
+    return view
+
+
+def check_receivers_refuse_before_they_receive(ranks: Ranks) -> None:
+    """The next message of the pair arrives."""
+    x = of_rank(ranks.rank, ranks.device, (1, 128))
+    if ranks.rank == 1:
+        for tensor, got in (
+            (without_base(of_rank(1, ranks.device, (-1, -1))), "that has lost its base"),
+            (of_rank(1, ranks.device, (1, 128), 1).expand(8, 160), "whose elements share memory"),
+        ):
+            with pytest.raises(ValueError, match=f"tensor must be one that .* got a view {got}"):
+                dist.irecv(tensor, 0)
+        coalescing, refused = (
+            dist.distributed_c10d._coalescing_manager(),
+            pytest.raises(ValueError, match="to be received in a batch of coalesced calls"),
+        )
+        with coalescing, refused:
+            dist.irecv(of_rank(1, ranks.device, (1, 128)).t(), 0)
+        if ranks.device.type == "cpu":
+            with pytest.raises(ValueError, match="src must be a rank for an empty tensor"):
+                dist.recv(x[:0])
+        dist.recv(x, 0)
+        assert_equal(x, of_rank(0, ranks.device, (1, 128)))
+    elif ranks.rank == 0:
+        dist.send(x, 1)
 
 
 def check_functional(ranks: Ranks) -> None:
@@ -330,6 +391,32 @@ def check_errors_are_everybodys(ranks: Ranks) -> None:
     out = empty(quantize(torch.ones(8, 40, device=ranks.device)), 8 * world + odd)
     with pytest.raises(ValueError, match="rows of the output"):
         _all_gather(out, quantize(torch.ones(8, 40, device=ranks.device)))
+    # No rank sends to one that cannot write what it gets.
+    mine = of_rank(ranks.rank, ranks.device, (-1, -1), 2)
+    into: Any = without_base(of_rank(0, ranks.device, (-1, -1))) if odd else empty(mine)
+    parts = [empty(mine) for _ in range(last)] + [into]
+    whole = of_rank(0, ranks.device, (-1, -1), 2 * world)
+    calls = {
+        "broadcast": lambda: dist.broadcast(into, 0),
+        "all_gather": lambda: dist.all_gather(parts, mine),
+        "gather": lambda: dist.gather(mine, parts if odd else None, last),
+        "scatter": lambda: dist.scatter(into, [mine] * world if ranks.rank == 0 else None, 0),
+        "all_to_all": lambda: dist.all_to_all(parts, [mine] * world),
+        "all_reduce": lambda: dist.all_reduce(into),
+        "reduce": lambda: dist.reduce(into, last),
+        "reduce_scatter": lambda: dist.reduce_scatter(into, [mine] * world),
+        "reduce_scatter_tensor": lambda: _reduce_scatter(into, whole),
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match="no tensor, for a view that has lost its base"):
+            call()
+    wide: Any = empty(mine, 1).expand(2 * world, 40) if odd else empty(mine, 2 * world)
+    for call in (
+        lambda: _all_gather(wide, mine),
+        lambda: dist.all_to_all_single(wide, whole),
+    ):
+        with pytest.raises(ValueError, match="no tensor, for a view whose elements share memory"):
+            call()
     # Nothing was sent: the group is as good as before.
     x = of_rank(ranks.rank, ranks.device, (1, -1))
     dist.broadcast(x, 0)

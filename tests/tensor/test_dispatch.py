@@ -217,6 +217,35 @@ def test_refused_with_the_reason(call):
         call(make((4, 4), (1, -1)))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (0,)], ids=str)
+def test_a_result_of_another_size_is_refused_and_nothing_is_written(shape):
+    """Torch resizes the tensor; some ops that write in place do so, too."""
+    a, b = torch.ones(2, 3, 4), torch.ones(2, 4, 5)
+    x, y = quantize(torch.zeros(shape)), quantize(torch.zeros(3, 4))
+    with float8lab.fallback("silent"):
+        calls = [lambda: torch.mm(a[0], b[0], out=x), lambda: torch.aminmax(a, dim=0, out=(y, x))]
+        if x.numel():
+            calls.append(lambda: x.addbmm_(a, b))
+        for call in calls:
+            with pytest.raises(NotImplementedError, match=r"must keep the size of a Float8Tensor"):
+                call()
+    assert (x.shape, y.shape) == (shape, (3, 4))
+    assert not torch.cat([x.dequantize().view(-1), y.dequantize().view(-1)]).any()
+
+
+def test_out_of_a_function_that_torch_would_split_is_written():
+    x = quantize(torch.eye(4) * 2)
+    for function in (torch.cholesky_inverse, torch.linalg.pinv):
+        out = quantize(torch.zeros(4, 4))
+        with float8lab.fallback("silent"):
+            function(x, out=out)
+        assert torch.equal(out.dequantize(), quantize(function(x.dequantize())).dequantize())
+    out = quantize(torch.zeros(4, 4))
+    with float8lab.fallback("silent"):
+        torch._C._nn.linear(x, x, out=out)
+    assert torch.equal(out.dequantize(), torch.eye(4) * 4)
+
+
 def differentiated_twice(function):
     x = quantize(torch.randn(2, 2, 8, 4)).requires_grad_()
     return torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
@@ -390,7 +419,10 @@ GROUPED = [(-1, -1, -1), (1, -1, -1), (1, 1, -1), (1, 128, 128), (1, 1, 32)]
 @pytest.mark.parametrize("block", GROUPED, ids=str)
 @pytest.mark.parametrize("quantized", [True, False], ids=["fp8", "high"])
 def test_products_of_groups(block, quantized):
-    """The rows of each expert by its matrix, which is given turned; rows beyond are zeros."""
+    """The rows of each expert by its matrix, which is given turned; rows beyond are zeros.
+
+    Of a Float8Tensor one scale serves all experts.
+    """
     offs = torch.tensor([10, 10, 40], dtype=torch.int32)
     x, w = torch.randn(50, 160), quantize(torch.randn(3, 48, 160), block=block)
     rows = (1, *block[2:]) if block[2] != -1 or block[1] == 1 else (-1, -1)
@@ -398,8 +430,8 @@ def test_products_of_groups(block, quantized):
     y = torch._grouped_mm(inner if quantized else x, w.mT, offs=offs)
     assert type(y) is torch.Tensor
     assert not y[40:].any()
-    if not quantized and rows == (-1, -1):  # the rows beyond are in no scale
-        inner = torch.cat([quantize(x[:40]).dequantize(), x[40:]])
+    if not quantized and rows == (-1, -1):  # each expert's rows have a scale
+        inner = torch.cat([quantize(part).dequantize() for part in (x[:10], x[10:40])])
     else:
         inner = inner.dequantize()
     for start, end, one in ((0, 10, w[0]), (10, 40, w[1:].chunk(2)[1][0])):

@@ -9,10 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import float8lab
 from float8lab.tensor import Float8Tensor, quantize
 from float8lab.tensor.dispatch import table
+from tests.pairwise import pairwise
 
 aten = torch.ops.aten
 BLOCKS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (1, 32), (3, 5), (4, -1)]
+NAMED_BLOCKS = {str(block): block for block in BLOCKS}
 each_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +65,11 @@ def check(norm, x, shape, dtype):
         assert ((one - other).norm() <= eps * other.norm()).item()
 
 
-@each_norm
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("shape", "last"), SHAPES.values(), ids=SHAPES)
-@each_block
-def test_norm_and_every_gradient(block, shape, last, dtype, norm, device):
+@pytest.mark.parametrize(
+    ("block", "size", "dtype", "norm"), pairwise(NAMED_BLOCKS, SHAPES, DTYPES, NORMS)
+)
+def test_norm_and_every_gradient(block, size, dtype, norm, device):
+    shape, last = size
     x = quantize((torch.randn(shape, device=device) * 3 + 1).to(dtype), block=block)
     check(norm, x.requires_grad_(), shape[len(shape) - last :], dtype)
 

@@ -131,10 +131,15 @@ def test_clipped_begins_where_rounding_would_pass_the_largest(fp8_dtype, tie):
 
 def test_an_original_that_is_not_finite_is_counted_apart():
     x = torch.tensor([math.inf, math.nan, -math.inf, 4.0])
-    found = quantize(x, scale=1.0).stats(x)
-    assert (found.count("nan"), found.count("saturated")) == (1, 2)
+    t = quantize(x, scale=1.0)
+    found = t.stats(x)
+    assert (found.count("nan"), found.count("saturated")) == (3, 0)
     assert found.comparison is not None
-    assert found.comparison.clipped_count == 2
+    assert found.comparison.clipped_count == 0
+    of_infinities = quantize(x, E5M2, scale=1.0).stats(x)
+    assert [of_infinities.count(kind) for kind in ("nan", "inf", "saturated")] == [1, 2, 0]
+    t.qdata[0] = 448.0  # as another library casts an infinity
+    assert t.compare(x).clipped_count == 1
     assert (found.comparison.signal, found.comparison.noise) == (16.0, 0.0)
     assert found.sqnr == math.inf
 
@@ -225,7 +230,7 @@ def test_blocks_by_hand():
 def test_share_without_original_says_what_to_do():
     found = quantize(torch.ones(2, 2)).stats(per_block=True)
     assert found.sqnr is found.effective_bits is None
-    with pytest.raises(KeyError, match="need an original"):
+    with pytest.raises(ValueError, match="need an original"):
         _ = found.flushed
 
 
@@ -333,6 +338,11 @@ def test_bad_arguments():
     t = quantize(torch.ones(2, 2))
     with pytest.raises(TypeError, match=r"x must be a Float8Tensor.*got Tensor of torch\.float32"):
         inspect.stats(torch.ones(2))
+    advice = (
+        r"got a module of Linear\. float8lab\.convert_to_float8\(model\) runs .*quantize\(layer"
+    )
+    with pytest.raises(TypeError, match=advice):
+        inspect.summary(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"original must have shape \(2, 2\); got \(4,\)"):
         t.stats(torch.ones(4))
     with pytest.raises(TypeError, match=r"original must be a torch\.Tensor; got 1\.0"):

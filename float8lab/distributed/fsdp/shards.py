@@ -114,7 +114,7 @@ class Shard:
             return None
         layout = self.weight.layout
         qdata = outputs[0][: layout.shape[0]].view(layout.spec.fp8_dtype)
-        return Float8Tensor(qdata, scale, amax, layout.spec, param_dtype), ()
+        return Float8Tensor._make(qdata, scale, amax, layout.spec, param_dtype), ()
 
     new_zeros, narrow, to, cpu, pin_memory = map(
         _move, ("new_zeros", "narrow", "to", "cpu", "pin_memory")

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8lab.arguments import check_instance, check_tensor, shown
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
 from float8lab.ops import (
@@ -343,7 +344,27 @@ def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> N
         parameters: DTensors of Float8Tensors, matrices sharded by rows as FSDP2 does; the same
             ones, in the same order, on all ranks.
         values: high-precision tensors, one for each parameter, of its local shape.
+
+    Raises:
+        TypeError: something else is given; nothing is written.
+        ValueError: not as many values as parameters, or one of another shape.
     """
+    for name, given in (("parameters", parameters), ("values", values)):
+        check_instance(name, given, (list, tuple), "a list of tensors")
+    if len(values) != len(parameters):
+        raise ValueError(
+            f"values must be as many as parameters, {len(parameters)}; got {len(values)}. Pass one "
+            "for each."
+        )
+    for parameter, value in zip(parameters, values, strict=True):
+        local: Any = getattr(parameter, "_local_tensor", None)
+        check_instance("parameters", local, Float8Tensor, "DTensors of Float8Tensors")
+        check_tensor("values", value)
+        if value.shape != local.shape:
+            raise ValueError(
+                f"values must have the shapes of the ranks' shards, {tuple(local.shape)}; got "
+                f"{shown(value)}. Pass this rank's rows."
+            )
     meshes: dict[Any, list[tuple[ShardedWeight, Any, Tensor]]] = {}
     for parameter, value in zip(parameters, values, strict=True):
         layout = layout_of(parameter)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_callables, check_names, check_path, printable
+from float8lab.arguments import check_callables, check_names, check_path, check_size, printable
 from float8lab.checkpoints.experts import stack_experts
 from float8lab.checkpoints.item import Item, sizes
 from float8lab.checkpoints.layouts import recognize
@@ -125,6 +125,7 @@ class CheckpointDiff(Printed):
         Args:
             limit: rows of each table; None for all.
         """
+        check_size("limit", limit, optional=True)
         differing, alarming, missing = [], [], []
         for row in self.rows:
             if row.status.startswith("only"):

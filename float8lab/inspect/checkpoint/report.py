@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from float8lab.arguments import check_callables, check_names, check_path, printable
+from float8lab.arguments import check_callables, check_names, check_path, check_size, printable
 from float8lab.checkpoints.item import Finding, Item, sizes
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
@@ -138,6 +138,7 @@ class CheckpointReport(Printed):
         Args:
             limit: rows of each table; None for all.
         """
+        check_size("limit", limit, optional=True)
         suspicious = [(row.name, row.why) for row in self.suspicious]
         weights: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
         others = []

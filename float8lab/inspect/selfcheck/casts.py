@@ -29,6 +29,7 @@ from float8lab.inspect.selfcheck.grid import (
     name_of,
     quantize_cases,
     special,
+    with_infinities,
 )
 from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases, checks
 from float8lab.ops import reference
@@ -97,7 +98,7 @@ def _check_cast(cases: Cases) -> None:
                 for rule, value in (("encode", x.float() * one), ("decode", x.float() / one)):
                     how = (fp8_dtype, (-1, -1), rule, 0.0, 1, True, False, False)
                     got = ops.cast_op(*matrix, *how, by)
-                    cases.same(got[0], _nearest(value, fp8_dtype))
+                    cases.same(got[0], _nearest(value, x, fp8_dtype))
     for fp8_dtype in FP8_DTYPES:
         for name, x in special():
             for factor in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
@@ -112,6 +113,7 @@ def _check_cast(cases: Cases) -> None:
         for number, name, x, align in matrices(cases, turn):
             fp8_dtype = FP8_DTYPES[number % 2]
             cases.begin(f"{name} {format_of(fp8_dtype)} {granularity(block)} {rule}")
+            x = with_infinities(x) if number % 2 else x
             there, here = laid_out(x, number, cases.device)
             shape = tuple(reference.round_up(size, align) for size in x.shape)
             factors = cases.uniform(*scale_shape(shape, block)) + 0.1
@@ -136,20 +138,24 @@ def _slots(start: float | None, device: torch.device) -> tuple[Tensor | None, Te
     return slot.to(device, copy=True), slot
 
 
-def _nearest(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """``x``, float32 on the CPU, clamped and rounded to nearest even, by search among the values.
+def _nearest(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """``value``, float32 on the CPU, clamped and rounded to nearest even, by search.
 
-    The even one of two neighbours is the one whose byte is even.
+    The even one of two neighbours is the one whose byte is even. Where ``x`` is infinite, so is
+    the result, or NaN.
     """
     values = values_of(fp8_dtype)[:128]
     values = values[values <= largest(fp8_dtype)]
-    size = x.double().abs().nan_to_num(nan=0.0, posinf=FLOAT32_MAX).clamp(max=largest(fp8_dtype))
+    size = (
+        value.double().abs().nan_to_num(nan=0.0, posinf=FLOAT32_MAX).clamp(max=largest(fp8_dtype))
+    )
     above = torch.searchsorted(values, size.contiguous())
     below = (above - 1).clamp(min=0)
     to_above, to_below = values[above] - size, size - values[below]
     up = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
-    byte = torch.where(up, above, below) + 128 * x.signbit()
-    byte = torch.where(x.isnan(), 127, byte)  # a NaN in both formats
+    byte = torch.where(up, above, below)
+    byte = torch.where(x.isinf(), 124 if fp8_dtype == E5M2 else 127, byte) + 128 * value.signbit()
+    byte = torch.where(value.isnan(), 127, byte)  # a NaN in both formats
     return byte.to(torch.uint8).view(fp8_dtype)
 
 
@@ -173,6 +179,7 @@ def _check_cast_pair(cases: Cases) -> None:
         for number, name, x, align in matrices(cases):
             fp8_dtype = FP8_DTYPES[number % 2]
             cases.begin(f"{name} {format_of(fp8_dtype)} slot {start}")
+            x = with_infinities(x) if number % 2 else x
             there, here = laid_out(x, number, cases.device)
             slot, wanted = _slots(start, cases.device)
             how = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True)
@@ -192,6 +199,7 @@ def _check_many(cases: Cases) -> None:
     for number, (recipe, (block, rule, eps)) in enumerate(RECIPES.items()):
         fp8_dtype, dtype = FP8_DTYPES[number % 2], HIGH_PRECISION_DTYPES[number % 3]
         here = [cases.matrix(shape, dtype) for shape in _MANY_SHAPES]
+        here = [with_infinities(x) if index % 2 else x for index, x in enumerate(here)]
         there = [x.to(cases.device) for x in here]
         want = [reference.quantize(x, fp8_dtype, block, rule, eps, 1) for x in here]
         stored = [[torch.zeros_like(t, device=cases.device) for t in one] for one in want]

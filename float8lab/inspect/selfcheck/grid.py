@@ -30,6 +30,7 @@ __all__ = [
     "name_of",
     "quantize_cases",
     "special",
+    "with_infinities",
 ]
 
 # The grid. Every combination of dtype, format, block and divisibility by 16 is a kernel to compile
@@ -88,6 +89,14 @@ def matrices(cases: Cases, turn: int | None = None) -> Iterator[tuple[int, str, 
             yield number, name, cases.matrix(shape, dtype), align
 
 
+def with_infinities(x: Tensor) -> Tensor:
+    """A copy of a matrix with infinities and NaN here and there, next to each other."""
+    x = x.clone()
+    for start, value in enumerate((torch.inf, torch.nan, -torch.inf)):
+        x.diagonal(start)[:: 37 + start] = value
+    return x
+
+
 def special() -> Iterator[tuple[str, Tensor]]:
     for name, values in _SPECIAL.items():
         yield name, torch.tensor(values, dtype=FP32, device="cpu").repeat(3, 40)
@@ -121,6 +130,10 @@ def quantize_cases(
             fp8_dtype = FP8_DTYPES[(turn + number) % 2]
             cases.begin(f"{name} {format_of(fp8_dtype)} {recipe}")
             yield *laid_out(x, number, cases.device), (fp8_dtype, *how, align)
+            if number == 0:
+                cases.begin(f"{name} {format_of(fp8_dtype)} {recipe} with infinities")
+                x = with_infinities(x)
+                yield *laid_out(x, number, cases.device), (fp8_dtype, *how, align)
         for name, x in special():
             cases.begin(f"{name} e4m3 {recipe}")
             yield x.to(cases.device), x, (E4M3, *how, 16)

@@ -11,7 +11,13 @@ from torch import Tensor
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES
 from float8lab.inspect.environment import why_gemm_is_emulated
-from float8lab.inspect.selfcheck.grid import REFERENCE, all_to, format_of, name_of
+from float8lab.inspect.selfcheck.grid import (
+    REFERENCE,
+    all_to,
+    format_of,
+    name_of,
+    with_infinities,
+)
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
 from float8lab.inspect.selfcheck.products import GEMM_BOUND, Product
 from float8lab.ops import reference
@@ -54,7 +60,8 @@ def _groups(cases: Cases) -> Iterator[tuple[str, tuple[int, ...], Tensor, Tensor
     for turn, (name, sizes) in enumerate(_SIZES.items()):
         dtype = (BF16, FP32)[turn % 2]
         offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
-        yield f"{name} {name_of(dtype)}", sizes, _rows(cases, sizes, 200 + turn, dtype), offs
+        x = _rows(cases, sizes, 200 + turn, dtype)
+        yield f"{name} {name_of(dtype)}", sizes, with_infinities(x) if turn % 2 else x, offs
 
 
 @checks("casts", REFERENCE, "cast_groups_op")
@@ -82,11 +89,11 @@ def _check_cast_groups(cases: Cases) -> None:
 
 
 def _check_what_is_given(cases: Cases) -> None:
-    """A factor with a slot; an activation."""
+    """Factors with slots; an activation."""
     for name, sizes, x, offs in _groups(cases):
-        cases.begin(f"{name} by a factor, with a slot")
-        slots = [torch.full((1,), -1.0, device=at) for at in (cases.device, "cpu")]
-        factor = torch.full((1,), 0.3, device="cpu")
+        cases.begin(f"{name} by factors, with slots")
+        slots = [torch.full((len(sizes),), -1.0, device=at) for at in (cases.device, "cpu")]
+        factor = 0.3 + torch.arange(len(sizes), device="cpu") / 7
         arguments = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
         got = ops.cast_groups_op(
             "", [x.to(cases.device)], x.dtype, offs.to(cases.device), *arguments,
@@ -205,8 +212,9 @@ def _multiply(
     for index, end in enumerate(offs.tolist()):
         columns = slice(place, place + round_up(end - start, SPAN))
         if b.ndim == 3:
-            own = a_scale if a_scale.numel() == 1 else a_scale[start:end]  # type: ignore
-            left = reference.dequantize(a[start:end], own, blocks[0], torch.float64)  # type: ignore
+            assert a_scale is not None, "cast"
+            own = a_scale[index] if a_scale.ndim == 3 else a_scale[start:end]
+            left = reference.dequantize(a[start:end], own, blocks[0], torch.float64)
             right = reference.dequantize(b[index], b_scale[index], blocks[1], torch.float64)  # type: ignore
             part = got[start:end]
         else:

@@ -11,7 +11,15 @@ from torch import Tensor
 from float8lab import ops
 from float8lab.formats import FP8_DTYPES
 from float8lab.inspect.selfcheck.casts import compare_sums
-from float8lab.inspect.selfcheck.grid import NORMS, RECIPES, all_to, format_of, given, name_of
+from float8lab.inspect.selfcheck.grid import (
+    NORMS,
+    RECIPES,
+    all_to,
+    format_of,
+    given,
+    name_of,
+    with_infinities,
+)
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
 from float8lab.ops import reference
 
@@ -88,7 +96,10 @@ def _sources(cases: Cases) -> Iterator[tuple[ops.Source, Tensor, torch.dtype, in
         for number, shape in enumerate(_SOURCE_SHAPES):
             fp8_dtype, align = FP8_DTYPES[number % 2], (1, 16)[number % 2]
             cases.begin(f"{kind} {shape[0]}x{shape[1]} {name_of(dtype)} {format_of(fp8_dtype)}")
-            source = ops.Source(kind, all_to(cases, _source(cases, kind, shape, dtype)), dtype)
+            inputs = _source(cases, kind, shape, dtype)
+            if number == 1:
+                inputs[0] = with_infinities(inputs[0])
+            source = ops.Source(kind, all_to(cases, inputs), dtype)
             yield source, source.value(), fp8_dtype, align
 
 

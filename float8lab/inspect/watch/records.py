@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from float8lab.arguments import check_path
 from float8lab.checkpoints.replacing import replacing
 
 __all__ = ["Log", "Record", "Step"]
@@ -89,6 +90,7 @@ class Log:
 
     def to_jsonl(self, path: str | PathLike[str]) -> None:
         """Write everything to a file; one that is there is replaced by a whole one."""
+        check_path("path", path)
         with replacing(Path(path)) as partial, partial.open("w", encoding="ascii") as file:
             file.writelines(self.lines())
 

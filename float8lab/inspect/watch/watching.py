@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from float8lab.arguments import check_instance, check_module, check_names, check_path, check_size
+from float8lab.arguments import (
+    check_callables,
+    check_instance,
+    check_module,
+    check_names,
+    check_path,
+    check_size,
+    shown,
+)
 from float8lab.distributed.fsdp.shards import MasterShard
 from float8lab.distributed.fsdp.weight import ShardedWeight
 from float8lab.distributed.ranks import rank_and_size
@@ -191,7 +199,17 @@ class watch:
         Args:
             loss: a number or a tensor of one element, kept in the log also where the step is not
                 watched.
+
+        Raises:
+            RuntimeError: outside of the ``with`` block.
+            TypeError: ``loss`` is no number.
         """
+        if self._handle is None:
+            raise RuntimeError(
+                "watch must be active for step(); got a call outside of its with block. Call it "
+                "inside."
+            )
+        _check_loss(loss)
         if self._counts_by_optimizer:
             self._counts_by_optimizer = False
             if self._ended is not None:  # this very step: the optimizer's came first
@@ -391,6 +409,7 @@ class watch:
             ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
             ValueError: the step was not watched.
         """
+        check_size("step", step, optional=True)
         return views.table(self.log, step)
 
     def to_pandas(self) -> Any:
@@ -403,11 +422,25 @@ class watch:
 
     def to_tensorboard(self, writer: Any) -> None:
         """Write everything to a ``SummaryWriter``, or to another object with its ``add_scalar``."""
+        check_callables(
+            ("tag", "value", "step"), **{"writer.add_scalar": getattr(writer, "add_scalar", 0)}
+        )
         views.to_tensorboard(self.log, writer)
 
     def to_jsonl(self, path: str | PathLike[str]) -> None:
         """Write the log to a file, which ``Log.from_jsonl`` reads."""
         self.log.to_jsonl(path)
+
+
+def _check_loss(loss: Any) -> None:
+    """Raise unless it is None or a number, of any value: a log shows a loss that has diverged."""
+    single = not isinstance(loss, Tensor) or (loss.numel() == 1 and not loss.is_complex())
+    is_number = hasattr(type(loss), "__float__") and single and not isinstance(loss, bool)
+    if loss is not None and not is_number:
+        raise TypeError(
+            f"loss must be None, a number or a tensor of one element; got {shown(loss)}. Pass its "
+            "mean."
+        )
 
 
 def _number(loss: float | Tensor | None) -> float | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from float8lab.checkpoints.safetensors import (
     check_target,
     write_checkpoint,
 )
+from float8lab.integrations.checkpoint.saved_names import SavedNames, saved_names
 from float8lab.integrations.checkpoint.weights import find_weights, products
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
@@ -53,6 +55,8 @@ class ExportReport:
     nonfinite: Mapping[str, int]
     """How many elements of each tensor of the model are NaN or infinite, where some are."""
     notes: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why parameters whose layers run in FP8 are in high precision."""
 
     def __str__(self) -> str:
         files = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
@@ -61,14 +65,20 @@ class ExportReport:
         for kind in kinds:
             lines.append(f"{sum(k == kind for k in self.fp8.values())} weights in {kind}")
         if self.high_precision:
-            names = ", ".join(self.high_precision[:5])
-            more = len(self.high_precision) - 5
-            lines.append(f"in high precision: {names}{f' and {more} more' if more > 0 else ''}")
+            lines.append(f"in high precision: {_some(self.high_precision)}")
+        for reason in dict.fromkeys(self.reasons.values()):
+            names = [name for name, found in self.reasons.items() if found == reason]
+            lines.append(f"{_some(names)}: in high precision, for {reason}")
         if self.nonfinite:
             lines.append(_counts(self.nonfinite))
         return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
 
 
 def export(  # noqa: PLR0913  # each is a keyword that users set on its own
@@ -137,24 +147,26 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         check_instance("share_scales", group, (list, tuple), "a list of lists of names")
         check_names("share_scales", group)
     check_size("max_shard_size", max_shard_size, minimum=1)
-    check_flags(overwrite=overwrite)
+    check_flags(overwrite=overwrite, unseen=unseen)
     found = FORMATS[format]
     path = Path(path)
     check_target(path, overwrite=overwrite)
     state = _state(model)
-    weights = find_weights(
+    names = saved_names(model) if found.blocks else SavedNames()
+    weights, reasons = find_weights(
         model,
         recipe=recipe,
         default=found.recipe,
         exclude=exclude,
         share_scales=share_scales,
         unseen=unseen,
+        names=names,
     )
+    weights = [weight for weight in weights if all(name in state for name in weight.sources)]
+    unnamed = [weight for weight in weights if found.lacks_names(weight)]
+    reasons |= {name: weight.obstacle for weight in unnamed for name in weight.sources}
     weights = [
-        taken
-        for weight in weights
-        if all(name in state for name in weight.sources)
-        for taken in found.taken(weight)
+        taken for weight in weights if weight not in unnamed for taken in found.taken(weight)
     ]
     if not weights:
         raise ValueError(
@@ -173,10 +185,10 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     others = [product.name for product in products(model) if not in_fp8.intersection(product.paths)]
     linear = {path for product in products(model) for path in product.paths}
     others += _without_scales(model, in_fp8 | linear)
-    groups = _groups(state, weights, found)
+    groups = _groups(state, weights, found, names)
     config = {
         **_config_of(model, state),
-        "quantization_config": found.quantization_config(weights, others),
+        "quantization_config": found.quantization_config(weights, _both_names(others, names)),
     }
     nonfinite = _nonfinite(state)
     if nonfinite:
@@ -194,8 +206,22 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
         high_precision=tuple(others),
         nonfinite=nonfinite,
-        notes=(*_packed_notes(state), *_notes(weights, found), *_notes_of_experts(model, weights)),
+        notes=(*_packed_notes(state), *_notes(weights, found)),
+        reasons={name: reason for name, reason in reasons.items() if name in state},
     )
+
+
+def _both_names(modules: Sequence[str], names: SavedNames) -> list[str]:
+    """Modules by their names in the model, and in the checkpoint where those differ.
+
+    Transformers knows them by either, other readers by those in the checkpoint.
+    """
+    saved = {
+        name.removesuffix(".weight"): found.removesuffix(".weight")
+        for name, found in names.renamed.items()
+    }
+    renamed = [saved[module] for module in modules if module in saved]
+    return [*modules, *renamed]
 
 
 def _without_scales(model: nn.Module, known: Collection[str]) -> list[str]:
@@ -259,8 +285,10 @@ def _counts(nonfinite: Mapping[str, int]) -> str:
     return f"{sum(nonfinite.values())} elements are NaN or infinite: {', '.join(listed[:3])}{more}"
 
 
-def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> list[Group]:
-    """All tensors, in the order of the model."""
+def _groups(
+    state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format, names: SavedNames
+) -> list[Group]:
+    """All tensors, in the order of the model, under their names in the checkpoint."""
     by_name: dict[str, list[Weight]] = {}
     for weight in weights:
         by_name.setdefault(weight.sources[0], []).append(weight)
@@ -268,18 +296,24 @@ def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Form
     groups: list[Group] = []
     for name, value in state.items():
         if name in by_name:
-            groups += map(format.group, by_name[name])
+            groups += [format.group(_renamed(weight, names)) for weight in by_name[name]]
         elif name not in in_fp8:
-            part = Part(name, value.dtype, tuple(value.shape))
+            part = Part(names.renamed.get(name, name), value.dtype, tuple(value.shape))
             groups.append(Group((part,), functools.partial(_values, value)))
-    names = [part.name for group in groups for part in group.parts]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    counts = Counter(part.name for group in groups for part in group.parts)
+    twice, count = counts.most_common(1)[0]
+    if count > 1:
         raise ValueError(
             f"names of tensors in format {format.name!r} must differ; the model has a {twice} of "
             "its own. Rename it."
         )
     return groups
+
+
+def _renamed(weight: Weight, names: SavedNames) -> Weight:
+    """A weight under its name in the checkpoint; the matrices of experts have theirs already."""
+    found = tuple(names.renamed.get(name, name) for name in weight.names)
+    return replace(weight, names=found, parameters=weight.sources)
 
 
 def _values(value: Tensor) -> list[Tensor]:
@@ -331,30 +365,4 @@ def _notes(weights: Sequence[Weight], format: Format) -> list[str]:
     return [
         f"{cut[0]}{more}: sizes that are no multiple of 128; Transformers does not dequantize them "
         "correctly, as it takes all blocks to be of one size"
-    ]
-
-
-_OTHER_NAMES = {
-    "aria_text", "deepseek_v4", "granitemoe", "granitemoehybrid", "granitemoeshared", "kimi_linear",
-    "lfm2_moe", "minimax", "minimax_m2", "minimax_m3_vl", "mistral_large4_text", "mixtral",
-    "phimoe", "qwen3_vl_moe", "step3p7",
-}  # fmt: skip
-"""Types of models whose checkpoints have no ``gate_proj`` of each expert.
-
-Source: Transformers 5.23, ``conversion_mapping.py``.
-"""
-
-
-def _notes_of_experts(model: nn.Module, weights: Sequence[Weight]) -> list[str]:
-    """A sentence about experts that Transformers would not find under the names they have."""
-    names = [weight.names[0] for weight in weights if weight.parameters]
-    kinds = {getattr(getattr(m, "config", None), "model_type", None) for m in model.modules()}
-    kind = min(_OTHER_NAMES.intersection(map(str, kinds)), default=None)
-    if not names or kind is None:
-        return []
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return [
-        f"{names[0]}{more}: checkpoints of {kind} have other names for the matrices of experts; "
-        "load_fp8 finds these, but Transformers does not, and would start with random experts. "
-        "Exclude the experts"
     ]

@@ -7,7 +7,8 @@ dtypes, and the scales. Weights are then read one at a time, in pieces.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,19 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_flags, check_module, check_path, printable
-from float8lab.checkpoints.experts import Stack, is_stack, stack_experts
+from float8lab.checkpoints.experts import Stack, incomplete_stacks, is_stack, stack_experts
 from float8lab.checkpoints.item import Item
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.source import CheckpointError, Source, boxes
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float4Spec, Float8Spec
-from float8lab.integrations.checkpoint.weights import Product, products
+from float8lab.integrations.checkpoint.saved_names import saved_names
+from float8lab.integrations.checkpoint.weights import (
+    HeldWeight,
+    Product,
+    held_weights,
+    products,
+    spec_of_held,
+)
 from float8lab.nn.convert import convert_to_float8
-from float8lab.nn.convert.other_experts import experts_class
-from float8lab.nn.convert.report import conversion_report
-from float8lab.nn.expert_mlp import ExpertsBase
-from float8lab.nn.precision import Precision, W, X
+from float8lab.nn.convert.other_experts import routers
+from float8lab.nn.convert.report import conversion_report, explain_layer
+from float8lab.nn.convert.walk import has_recipe, walk_model
+from float8lab.nn.precision import Precision, W, X, precisions
 from float8lab.recipes.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -209,13 +217,18 @@ class _Targets:
         self.products: dict[str, Product] = {
             path: product for product in products(model) for path in product.paths
         }
+        self.held: dict[str, HeldWeight] = {
+            held.path: held for held in held_weights(model) if not held.joined
+        }
+        self.saved = saved_names(model).to_model()
 
     def linear(self, name: str) -> bool:
-        """Whether a parameter is nothing but the weight of linear layers."""
+        """Whether a parameter is nothing but the weight of linear layers, or of experts."""
         target = id(self.state[name])
         users = {id(module) for module, _ in self.places.get(target, ())}
         names = self.names[target]
-        found = {id(self.products[n].module) for n in names if n in self.products}
+        layers: Mapping[str, Product | HeldWeight] = {**self.products, **self.held}
+        found = {id(layers[n].module) for n in names if n in layers}
         return bool(users) and users == found
 
     def multiplies(self, name: str) -> bool:
@@ -249,7 +262,7 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
     """Match a checkpoint and a model; raise if they do not fit."""
     plan, problems, damage = _Plan(), [], []
     loaded: set[int] = set()
-    items = stack_experts(recognize(source), targets.state)
+    items = stack_experts(_named_as_in_the_model(recognize(source), targets), targets.state)
     experts = {part.name for item in items if isinstance(item, Stack) for part in item.each}
     for item in items:
         name = item.name
@@ -283,14 +296,24 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
                 plan.notes.append(f"{name} is dequantized: it is not a linear layer's weight alone")
         loaded.add(id(target))
     plan.missing += [name for name, value in targets.state.items() if id(value) not in loaded]
+    stacks = {name: value.shape[0] for name, value in targets.state.items() if value.ndim == 3}
+    incomplete = incomplete_stacks(items, stacks)
+    if not strict:
+        plan.notes += [
+            f"{name} is not loaded: {_some(found.problems)}" for name, found in incomplete.items()
+        ]
     if damage:
         raise CheckpointError(
             f"{source.path} must have its FP8 weights whole; {_some(damage, '; ')}. The model is "
             "unchanged. Write or download the checkpoint again."
         )
     if strict:
-        problems += [f"{name} is missing" for name in plan.missing]
-        problems += [f"{name} is not in the model" for name in plan.unexpected]
+        explained = {name for found in incomplete.values() for name in found.matrices}
+        problems += [problem for found in incomplete.values() for problem in found.problems]
+        problems += [f"{name} is missing" for name in plan.missing if name not in incomplete]
+        problems += [
+            f"{name} is not in the model" for name in plan.unexpected if name not in explained
+        ]
     if problems:
         raise ValueError(
             f"{source.path} must fit the model; {_some(problems, '; ')}. The model is unchanged. "
@@ -298,6 +321,20 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
             f"{', rename tensors in a state dict, or pass strict=False' if strict else ''}."
         )
     return plan
+
+
+def _named_as_in_the_model(items: Sequence[Item], targets: _Targets) -> list[Item]:
+    """Items of a Transformers model under the model's names, where its checkpoints have others."""
+    names = targets.saved
+    if not names:
+        return list(items)
+    scales = {
+        f"{saved.removesuffix('weight')}input_scale": f"{name.removesuffix('weight')}input_scale"
+        for saved, name in names.items()
+    }
+    taken = {item.name for item in items}
+    renamed = {saved: name for saved, name in (names | scales).items() if name not in taken}
+    return [replace(item, name=renamed.get(item.name, item.name)) for item in items]
 
 
 def _damage(item: Item) -> list[str]:
@@ -436,10 +473,12 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
             static = any(_stem(name) in plan.input_scales for name in names)
             fits = static and recipe == Float8CurrentScaling()
             chosen[product.name] = _STATIC if fits else recipe
-    chosen |= _recipes_of_experts(model, by_name, notes)
+    chosen |= _recipes_of_held(model, by_name, kept, notes)
     for recipe in dict.fromkeys(chosen.values()):
         meant = {name for name, found in chosen.items() if found == recipe}
         notes += _convert(model, recipe, meant)
+    if chosen:
+        _say_what_stays(model, chosen)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     used: set[str] = set()
     for product in products(model):
@@ -457,34 +496,69 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     return notes
 
 
-def _recipes_of_experts(
-    model: nn.Module, by_name: Mapping[str, Item], notes: list[str]
+def _recipes_of_held(
+    model: nn.Module, by_name: Mapping[str, Item], kept: list[str], notes: list[str]
 ) -> dict[str, Recipe]:
-    """The recipes of modules whose experts are all stored so that one uses them as they are.
+    """The recipes of experts and other modules whose weights are stored so that one uses them.
 
     Of others in FP8 a note is added: their own forward runs, with products in FP8 expert by expert.
     """
+    of_module: dict[str, list[HeldWeight]] = {}
+    for held in held_weights(model):
+        of_module.setdefault(held.name, []).append(held)
     chosen = {}
-    for name, module in model.named_modules():
-        if isinstance(module, ExpertsBase) or experts_class(module) is None:
+    for name, weights in of_module.items():
+        items = [by_name.get(held.path) for held in weights]
+        if not any(item is not None and item.fp8 for item in items):
             continue
-        stacks = [local for local, p in module._parameters.items() if p is not None and p.ndim == 3]
-        items = [by_name.get(f"{name}.{local}" if name else local) for local in stacks]
-        specs = {item.spec for item in items if item is not None}
-        recipe = _recipe_for(
-            replace(spec, block=spec.block[1:])
-            for spec in specs
-            if isinstance(spec, Float8Spec) and spec.block[0] == 1
-        )
-        if None not in items and len(specs) == 1 and recipe is not None:
-            chosen[name] = recipe
-        elif any(isinstance(spec, Float8Spec) for spec in specs):
+        states = [precision for _, precision in precisions(weights[0].module)]
+        fitting = [
+            recipe
+            for recipe in _RECIPES.values()
+            if all(_fits(held, item, recipe) for held, item in zip(weights, items, strict=True))
+        ]
+        own = {state.recipe for state in states if state.recipe is not None or state.pinned}
+        if own:
+            kept += [] if own <= set(fitting) else [name]
+        elif fitting and weights[0].castable:
+            chosen[name] = fitting[0]
+        elif weights[0].castable:
             notes.append(f"{name} runs without a recipe: none has the blocks of all its experts")
     return chosen
 
 
+def _fits(held: HeldWeight, item: Item | None, recipe: Recipe) -> bool:
+    """Whether a recipe uses a weight as a checkpoint stores it."""
+    spec = None if item is None else item.spec
+    if spec is None or spec.element_dtype != E4M3:
+        return False
+    wanted = spec_of_held(held, recipe)
+    return wanted is not None and wanted.block == spec.block
+
+
+def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
+    """Let the conversion's report say why layers that the checkpoint has not in FP8 stay so."""
+    walk = walk_model(model)
+    choosing = routers(walk.named_modules)
+    for candidate in walk.candidates:
+        layer = candidate.layer
+        if candidate.name in chosen or has_recipe(layer):
+            continue
+        parameters = list(layer.parameters(recurse=False))
+        note = "in high precision in the checkpoint"
+        if layer in choosing:
+            note = "a router, which stays in high precision"
+        elif any(isinstance(parameter, Float4Tensor) for parameter in parameters):
+            note = "stored in 4 bits, and multiplied in high precision"
+        elif any(isinstance(parameter, Float8Tensor) for parameter in parameters):
+            note = "stored in FP8 by blocks that no recipe has"
+        explain_layer(layer, note)
+
+
 def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
-    convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
+    with warnings.catch_warnings():  # the notes say it
+        warnings.filterwarnings("ignore", "convert_to_float8 converted none")
+        convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
     undone = [layer for layer in conversion_report(model).skipped if layer.name in meant]
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
 
@@ -518,7 +592,8 @@ def _set_input_scale(
             state = {name: value.clone() for name, value in slots.tensors().items()}
             for slot, scale in ((X, max(found)), (W, weight)):
                 if scale > 0:
-                    state["scale"][slot] = scale
-                    state["seeded"][slot] = True
+                    columns = slice(slots.first[slot], slots.first[slot] + slots.widths[slot])
+                    state["scale"][columns] = scale
+                    state["seeded"][columns] = True
             slots.load({name: state[name] for name in ("scale", "seeded")})
     return True

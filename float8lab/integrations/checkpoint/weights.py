@@ -7,7 +7,8 @@ has the bytes that a forward in evaluation would use now, and a weight stored in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,20 +18,31 @@ from torch import Tensor, nn
 from float8lab.checkpoints.experts import PARTS
 from float8lab.checkpoints.layouts import Stored, Weight
 from float8lab.formats import Float8Spec
-from float8lab.nn.casts import cast, spec_of_experts
+from float8lab.integrations.checkpoint.saved_names import SavedNames
+from float8lab.nn.casts import cast, cast_by, spec_of_experts
 from float8lab.nn.convert import matches
-from float8lab.nn.convert.other_linear import OtherLinear
-from float8lab.nn.convert.report import is_unseen
+from float8lab.nn.convert.other_experts import ExpertWeight, experts_class
+from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_float8_class
+from float8lab.nn.convert.walk import is_unseen
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
 from float8lab.ops import cast_op
-from float8lab.recipes.delayed import DelayedSlots
+from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
-from float8lab.tensor.blocks import block_amax, quantize_blocks
+from float8lab.tensor.blocks import block_amax
+from float8lab.tensor.dispatch import fallback
 
-__all__ = ["Product", "find_weights", "products"]
+__all__ = [
+    "FoundWeights",
+    "HeldWeight",
+    "Product",
+    "find_weights",
+    "held_weights",
+    "products",
+    "spec_of_held",
+]
 
 
 class Product(NamedTuple):
@@ -77,6 +89,14 @@ def _names(module: nn.Module, part: str) -> tuple[str, ...]:
     return tuple(names) if all(name in module._parameters for name in names) else ()
 
 
+class FoundWeights(NamedTuple):
+    """The weights of a model to store in FP8."""
+
+    weights: list[Weight]
+    reasons: dict[str, str]
+    """Why parameters whose layers run in FP8 are not among them."""
+
+
 def find_weights(
     model: nn.Module,
     *,
@@ -85,7 +105,8 @@ def find_weights(
     exclude: Sequence[str],
     share_scales: Sequence[Sequence[str]],
     unseen: bool,
-) -> list[Weight]:
+    names: SavedNames,
+) -> FoundWeights:
     """The weights to store in FP8.
 
     Args:
@@ -95,133 +116,340 @@ def find_weights(
         exclude: layers to leave in high precision, as in ``convert_to_float8``.
         share_scales: names of siblings that get one scale.
         unseen: cast the weights of layers whose forward does not run, too.
+        names: under which the matrices of experts are saved one by one.
 
     Raises:
         ValueError: siblings that cannot share a scale.
     """
-    found = products(model)
-    stacks = _stacks(model, exclude, recipe, default, unseen)
-    converted = bool(stacks) or any(p.precision is not None for p in found)
-    plain = _shared_with_others(model, found)
-    weights = []
+    found, held = products(model), list(held_weights(model))
+    converted = any(product.precision is not None for product in found)
+    converted |= any(
+        one.precision is not None or isinstance(one.parameter(), Float8Tensor) for one in held
+    )
+    shared = _shared_with_others(model, found, held)
+    reasons: dict[str, str] = {}
+
+    def chosen_for(
+        layer: Product | HeldWeight, paths: Sequence[str], parameters: Sequence[Any]
+    ) -> Recipe | None:
+        """The recipe by which parameters in high precision are cast, or None and the reason."""
+        chosen = _recipe(layer.precision, recipe, default)
+        passed_over = layer.precision is None and converted
+        passed_over |= any(isinstance(parameter, Float4Tensor) for parameter in parameters)
+        if chosen is None or not chosen.linear.fprop or passed_over:
+            return None
+        pattern = _excluded_by(layer.name, exclude)
+        if pattern is not None:
+            reason = f"excluded by {pattern!r}"
+        elif is_unseen(layer.module) and not unseen:
+            reason = "its layer's forward did not run; unseen=True quantizes it"
+        elif any(id(parameter) in shared for parameter in parameters):
+            reason = "a module uses it in another way, too"
+        else:
+            return chosen
+        reasons.update(dict.fromkeys(paths, reason))
+        return None
+
+    weights: list[Weight] = []
     for product in found:
-        if any(matches(product.name, pattern) for pattern in exclude):
-            continue
         parameters = [getattr(product.module, name) for name in product.parameters]
         if any(isinstance(parameter, Float8Tensor) for parameter in parameters):
-            weights += [_as_stored(product, i) for i in range(len(parameters))]
-            continue
-        chosen = _recipe(product.precision, recipe, default)
-        passed_over = product.precision is None and converted
-        passed_over |= any(isinstance(parameter, Float4Tensor) for parameter in parameters)
-        passed_over |= is_unseen(product.module) and not unseen
-        if chosen is None or passed_over or any(id(p) in plain for p in parameters):
-            continue
-        if chosen.linear.fprop:
+            if _excluded_by(product.name, exclude) is None:
+                weights += [_as_stored(product, i) for i in range(len(parameters))]
+        elif (chosen := chosen_for(product, product.paths, parameters)) is not None:
             weights.append(_as_cast(product, chosen))
-    return [*_tie(weights, share_scales), *stacks]
+    weights = _tie(weights, share_scales)
+    for one in held:
+        if isinstance(one.parameter(), Float8Tensor):
+            if _excluded_by(one.name, exclude) is None:
+                weights.append(_held_weight(one, None, names))
+        elif one.precision is not None:
+            chosen = chosen_for(one, (one.path,), (one.parameter(),))
+            if chosen is not None and spec_of_held(one, chosen) is None:
+                reasons[one.path] = "blocks of its scales lie across matrices that are cast as one"
+            elif chosen is not None:
+                weights.append(_held_weight(one, chosen, names))
+    return FoundWeights(weights, reasons)
 
 
-def _stacks(
-    model: nn.Module, exclude: Sequence[str], recipe: Recipe | None, default: Recipe, unseen: bool
-) -> list[Weight]:
-    """Experts that one parameter ``[E, N, K]`` holds: stored in FP8, or cast by their modules."""
-    weights = []
+def _excluded_by(name: str, exclude: Sequence[str]) -> str | None:
+    return next((pattern for pattern in exclude if matches(name, pattern)), None)
+
+
+class HeldWeight(NamedTuple):
+    """A parameter that is no ``torch.nn.Linear``'s weight, and how its module casts it."""
+
+    module: nn.Module
+    name: str
+    """Qualified name of the module."""
+    local: str
+    """Name of the parameter below the module."""
+    precision: Precision | None
+    """None for modules that were not converted."""
+    shape: tuple[int, ...]
+    """Of what is cast: the matrices of all experts, or of this one."""
+    take: Callable[[slice], Tensor]
+    """What is cast, of some experts."""
+    lay_out: Callable[[Any], Any]
+    """The cast of all that, laid out as the parameter is."""
+    obstacle: str = ""
+    """Why no format of another library has names for it; empty if one has."""
+    first: int = 0
+    """The number of the first expert."""
+    joined: bool = False
+    """Whether other parameters are cast with it as one matrix."""
+
+    @property
+    def path(self) -> str:
+        """Qualified name of the parameter."""
+        return f"{self.name}.{self.local}" if self.name else self.local
+
+    @property
+    def castable(self) -> bool:
+        """Whether its module can be converted; experts in a loop of a model's own cannot."""
+        return isinstance(self.module, (ExpertsBase, GroupedLinear)) or bool(
+            experts_class(self.module) or known_linear(type(self.module))
+        )
+
+    def parameter(self) -> Tensor:
+        """The parameter; parametrized, its value."""
+        found: Tensor = operator.attrgetter(self.local)(self.module)
+        return found
+
+
+def held_weights(model: nn.Module) -> Iterator[HeldWeight]:
+    """The weights of layers of other libraries, and of experts: one, or all in a parameter."""
     for name, module in model.named_modules():
-        if any(matches(name, pattern) for pattern in exclude):
-            continue
-        prefix = f"{name}." if name else ""
-        for local, part in zip(PARTS, ExpertsBase.parts, strict=True):
-            parameter = module._parameters.get(local)
-            if parameter is None or parameter.ndim != 3:
-                continue
-            spec = parameter.spec if isinstance(parameter, Float8Tensor) else None
-            precision = dict(precisions(module)).get(part)
-            if spec is None and precision is not None and isinstance(module, ExpertsBase):
-                chosen = _recipe(precision, recipe, default)
-                passed_over = isinstance(parameter, Float4Tensor) or not _is_usual(module)
-                passed_over |= is_unseen(module) and not unseen
-                # Delayed scales lie with the module, one for each expert: its weights stay as they
-                # are.
-                if chosen is None or passed_over or chosen.linear.delayed:
-                    continue
-                spec = spec_of_experts(chosen.linear.w) if chosen.linear.fprop else None
-            if spec is not None:
-                weights.append(_stack(module, prefix, local, spec))
-    return weights
+        known = known_linear(type(module))
+        if known is not None:
+            if known is not nn.Linear:
+                yield _held_by_linear(name, module, known)
+        elif isinstance(module, GroupedLinear):
+            yield from _held_by_grouped(name, module)
+        else:
+            kind = experts_class(module)
+            if kind is not None:
+                found = kind.weights(module)
+            elif isinstance(module, ExpertsBase):
+                found = {f"{part}_weight": ExpertWeight(part) for part in module.parts}
+            else:
+                stacks = ((local, module._parameters.get(local)) for local in PARTS)
+                found = {
+                    local: ExpertWeight("")
+                    for local, stack in stacks
+                    if isinstance(stack, Float8Tensor) and stack.ndim == 3
+                }
+            for local, weight in found.items():
+                yield _held_by_experts(name, module, local, weight)
 
 
-def _stack(module: nn.Module, prefix: str, local: str, spec: Float8Spec) -> Weight:
-    """A stacked parameter; ``experts`` are each expert's matrices, as Transformers saves them."""
+def _held_by_linear(name: str, module: Any, known: type) -> HeldWeight:
+    kind = load_float8_class(known)
 
-    def of(weight: Any, spec: Float8Spec) -> Any:
-        if isinstance(weight, Float8Tensor):
-            return weight.detach()
-        with torch.no_grad():
-            return Float8Tensor(*quantize_blocks(weight.detach(), spec), spec, weight.dtype)
+    def take(experts: slice) -> Tensor:
+        return kind.matrix(module).detach().unsqueeze(0)
+
+    return HeldWeight(
+        module, name, "weight", module._fp8 if isinstance(module, OtherLinear) else None,
+        (1, *kind.matrix(module).shape), take, lambda x: kind.from_matrix(x[0]),
+        f"no other library has an FP8 form of {known.__name__}",
+    )  # fmt: skip
+
+
+def _held_by_grouped(name: str, module: GroupedLinear) -> Iterator[HeldWeight]:
+    locals_of = module._names["weight"]
+    obstacle = "no other library has names for the weights of GroupedLinear"
+    for index, local in enumerate(locals_of):
+        single = len(locals_of) == 1 and local == "weight"
+
+        def take(experts: slice, local: str = local, single: bool = single) -> Tensor:
+            weight: Tensor = getattr(module, local).detach()
+            return weight[experts] if single else weight.unsqueeze(0)
+
+        weight = getattr(module, local)
+        shape = tuple(weight.shape) if single else (1, *weight.shape)
+        yield HeldWeight(
+            module, name, local, module._fp8, shape, take,
+            _same if single else operator.itemgetter(0), obstacle, index,
+        )  # fmt: skip
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _held_by_experts(name: str, module: nn.Module, local: str, weight: ExpertWeight) -> HeldWeight:
+    kind = experts_class(module)
+    parameter: Tensor = operator.attrgetter(local)(module)
+    experts = parameter.shape[0] if kind is None else kind.shapes(module)[0][0]
+
+    def matrices(one: str) -> Tensor:
+        found: Tensor = operator.attrgetter(one)(module).detach()
+        found = found.view(experts, -1, found.shape[-1]) if found.ndim == 2 else found
+        return found.mT if weight.transposed else found
+
+    joined = weight.joined or (local,)
+    rows = [matrices(one).shape[1] for one in joined]
+    first = sum(rows[: joined.index(local)])
+    own = slice(first, first + matrices(local).shape[1])
+
+    def take(which: slice) -> Tensor:
+        found = [matrices(one)[which] for one in joined]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def lay_out(x: Any) -> Any:
+        x = x[:, own] if len(joined) > 1 else x
+        x = x.mT if weight.transposed else x
+        return x if x.shape == parameter.shape else x.reshape(parameter.shape)
+
+    precision = dict(precisions(module)).get(weight.part)
+    return HeldWeight(
+        module, name, local, precision if isinstance(module, ExpertsBase) else None,
+        (experts, sum(rows), matrices(local).shape[2]), take, lay_out,
+        _obstacle(module, local, weight), joined=len(joined) > 1,
+    )  # fmt: skip
+
+
+def _obstacle(module: nn.Module, local: str, weight: ExpertWeight) -> str:
+    """Why no other library has names for the matrices in a parameter, if none has."""
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    down = own.get("down_proj")
+    up = own.get("gate_up_proj", own.get("up_proj"))
+    if local not in PARTS or up is None or down is None or not up.ndim == down.ndim == 3:
+        kind = getattr(module, "original", type(module)).__name__
+        return f"no other library has names for the matrices of {kind}"
+    if any(name.endswith("_bias") for name in own):
+        return "other libraries' FP8 experts have no biases"
+    gates = 2 if "gate_up_proj" in own else 1
+    if weight.transposed or up.shape[1:] != (gates * down.shape[2], down.shape[1]):
+        return "other libraries' FP8 experts are [experts, out, in], and these are transposed"
+    return ""
+
+
+def _hollow(shape: tuple[int, ...], spec: Float8Spec) -> Float8Tensor:
+    """A tensor without values."""
+    scale = torch.empty(spec.scale_shape(shape), device="meta")
+    data = torch.empty(shape, dtype=torch.uint8, device="meta").view(spec.fp8_dtype)
+    return Float8Tensor(data, scale, scale, spec, torch.float32)
+
+
+def spec_of_held(held: HeldWeight, recipe: Recipe) -> Float8Spec | None:
+    """How a parameter is stored that holds the cast of its layer; None if no blocks say it."""
+    with fallback("silent"):
+        found = held.lay_out(_hollow(held.shape, spec_of_experts(recipe.linear.w)))
+    return found.spec if isinstance(found, Float8Tensor) else None
+
+
+def _cast_batch(
+    held: HeldWeight, recipe: Recipe, experts: slice = slice(None), *, amax: bool = False
+) -> Float8Tensor:
+    """Cast matrices as a forward in evaluation would now."""
+    x, spec = held.take(experts), recipe.linear.w
+    assert held.precision is not None, "of a converted module"
+    slots = _slots(held.precision, recipe, x.device)
+    params = None
+    with torch.no_grad():
+        if slots is not None:
+            factors = slots.scale_for(W, x, record=False).factors
+            scale, encode = factors.scale.view(-1, 1, 1), factors.encode.view(-1, 1, 1)
+            start = held.first + (experts.start or 0)
+            if scale.shape[0] > 1:
+                of = slice(start, start + x.shape[0])
+                scale, encode = scale[of], encode[of]
+            params = QuantParams(Factors(scale, encode), None)
+        qdata, scale = cast_by(x, spec, None, recipe.linear, params).rowwise
+    batch = spec_of_experts(spec)
+    counts = batch.scale_shape(tuple(x.shape))
+    scale = scale.reshape(-1, 1, 1) if spec.per_tensor else scale[:, : counts[1], : counts[2]]
+    amaxes = block_amax(x, batch.block) if amax else scale
+    return Float8Tensor(qdata[:, : x.shape[1], : x.shape[2]], scale, amaxes, batch, x.dtype)
+
+
+def _held_weight(held: HeldWeight, recipe: Recipe | None, names: SavedNames) -> Weight:
+    """A parameter that is stored in FP8, if ``recipe`` is None, or cast by it.
+
+    ``experts`` are each expert's matrices, as other libraries have them.
+    """
+    parameter: Any = held.parameter()
+    spec = parameter.spec if recipe is None else spec_of_held(held, recipe)
+    assert spec is not None, "it was found before"
 
     def make(*, amax: bool = False) -> list[Stored]:
-        whole = of(getattr(module, local), spec)
+        if recipe is None:
+            whole: Any = held.parameter().detach()
+        else:
+            whole = held.lay_out(_cast_batch(held, recipe, amax=amax))
         return [Stored(whole.qdata, whole.scale, whole.amax)]
 
     def make_part(expert: int, rows: slice, *, amax: bool = False) -> list[Stored]:
-        one = of(getattr(module, local)[expert], replace(spec, block=spec.block[1:]))
+        if recipe is None:
+            one: Any = held.parameter().detach()[expert]
+        else:
+            one = _cast_batch(held, recipe, slice(expert, expert + 1), amax=amax)[0]
         part = one[rows]
         return [Stored(part.qdata, part.scale, part.amax)]
 
-    weight: Any = module._parameters[local]
-    path, (experts, rows, columns) = f"{prefix}{local}", weight.shape
-    stored = isinstance(weight, Float8Tensor)
-
     def split() -> tuple[Weight, ...]:
-        kinds = PARTS[local]
-        if not _is_usual(module):
-            return ()
-        each, (height, width) = rows // len(kinds), spec.block[1:]
-        height = -1 if width == -1 and height in (-1, each) else height
-        if len(kinds) > 1 and height > 1 and each % height:
-            raise ValueError(
-                f"{path} must have a multiple of {height} rows for each of {' and '.join(kinds)}, "
-                f"or blocks would lie across them; got {each}. Exclude it, or export it in "
-                "format='float8lab'."
-            )
-        matrix = replace(spec, block=(height, width))
-        return tuple(
-            Weight(
-                (f"{prefix}{expert}.{kind}.weight",),
-                ((each, columns),),
-                f"{prefix}{expert}.{kind}",
-                matrix,
-                None,
-                functools.partial(make_part, expert, slice(i * each, (i + 1) * each)),
-                stored=stored,
-                parameters=(path,),
-            )
-            for expert in range(experts)
-            for i, kind in enumerate(kinds)
+        return _split_experts(held, spec, make_part, names, stored=recipe is None)
+
+    what = (held.path,), (tuple(parameter.shape),), held.path, spec
+    return Weight(
+        *what, None, make, stored=recipe is None, obstacle=held.obstacle,
+        experts=None if held.obstacle else split,
+    )  # fmt: skip
+
+
+def _split_experts(
+    held: HeldWeight,
+    spec: Float8Spec,
+    make_part: Callable[..., list[Stored]],
+    names: SavedNames,
+    *,
+    stored: bool,
+) -> tuple[Weight, ...]:
+    """The matrices of the experts in a stack, under the names that other libraries read."""
+    experts, rows, columns = held.shape
+    if held.path in names.stacks:
+        saved = names.stacks[held.path]
+        raise ValueError(
+            f"{held.path} must be a stack that Transformers saves matrix by matrix, since it reads "
+            f"no other experts in FP8; it saves this one as {saved or 'something else'}. Leave "
+            f"the experts in high precision by exclude=[{held.name!r}], or a pattern such as "
+            f"{'*.' + held.name.rpartition('.')[2]!r}, or export the model in format='float8lab'."
         )
+    parts = names.parts(held.path)
+    each, (height, width) = rows // parts, spec.block[1:]
+    height = -1 if width == -1 and height in (-1, each) else height
+    if parts > 1 and height > 1 and each % height:
+        raise ValueError(
+            f"{held.path} must have a multiple of {height} rows for each of "
+            f"{' and '.join(PARTS[held.local])}, or blocks would lie across them; got {each}. "
+            "Exclude it, or export it in format='float8lab'."
+        )
+    matrix = replace(spec, block=(height, width))
+    found = []
+    for expert in range(experts):
+        for part in range(parts):
+            name = names.matrix(held.path, expert, part)
+            make = functools.partial(make_part, expert, slice(part * each, (part + 1) * each))
+            module = name.removesuffix(".weight")
+            found.append(
+                Weight(
+                    (name,), ((each, columns),), module, matrix, None, make,
+                    stored=stored, parameters=(held.path,),
+                )
+            )  # fmt: skip
+    return tuple(found)
 
-    what = (path,), (tuple(weight.shape),), path, spec
-    return Weight(*what, None, make, stored=stored, experts=split)
 
-
-def _is_usual(module: nn.Module) -> bool:
-    """Whether stacked parameters lie as Transformers has them in most models.
-
-    Not transposed, nor with biases, as in models whose rows alternate between gate and up: no other
-    library has names for the matrices of these.
-    """
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    up, down = (own.get(name) for name in PARTS)
-    if up is None or down is None or not up.ndim == down.ndim == 3:
-        return False
-    biased = any(name.endswith("_bias") for name in own)
-    return up.shape[1:] == (2 * down.shape[2], down.shape[1]) and not biased
-
-
-def _shared_with_others(model: nn.Module, found: Sequence[Product]) -> set[int]:
+def _shared_with_others(
+    model: nn.Module, found: Sequence[Product], held: Sequence[HeldWeight]
+) -> set[int]:
     """Parameters that some module uses in another way, as an embedding does."""
     ours = {(id(p.module), name) for p in found for name in p.parameters}
+    for one in held:
+        below, _, local = one.local.rpartition(".")
+        ours.add((id(one.module.get_submodule(below)), local))
     return {
         id(parameter)
         for module in model.modules()

@@ -12,22 +12,59 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.arguments import PARAMETER_DTYPES, check_lengths, check_tensor, shown
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_lengths,
+    check_tensor,
+    has_values,
+    shown,
+)
 from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import Packed
+from float8lab.nn.attention.layout import Packed, Sizes, padding_from_lengths
 from float8lab.nn.attention.masks import (
     AttentionMask,
     MaskArgument,
     check_arbitrary,
+    check_mask_types,
+    check_unused_mask,
     diagonal_of,
     make_mask,
-    padding_from_lengths,
     split_padding_mask,
 )
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["Request", "check_export", "lengths_of_packed", "mask_of", "tensors_of"]
+__all__ = [
+    "Lengths",
+    "Request",
+    "Rules",
+    "check_export",
+    "check_masking",
+    "check_tensors",
+    "lengths_of_packed",
+    "mask_of",
+    "tensors_of",
+]
+
+
+class Rules(NamedTuple):
+    """What a call attends by: its own arguments or, where it has none, those of its module."""
+
+    qkv_format: str
+    mask_type: str
+    """Canonical."""
+    window: tuple[int, int]
+
+
+class Lengths(NamedTuple):
+    """The arguments of a call that say how long its sequences are."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
 
 
 class Request(NamedTuple):
@@ -44,19 +81,19 @@ class Request(NamedTuple):
     """From results for this rank's heads to those of its tokens, where ranks share sequences."""
 
 
-def tensors_of(
-    qkv: tuple[Tensor, Tensor, Tensor], sizes: list[tuple[int, int]], qkv_format: str
-) -> list[Tensor]:
-    """Ordinary tensors of one dtype, that of torch.autocast if it is active.
+def check_tensors(
+    qkv: tuple[Tensor, Tensor, Tensor], heads_and_channels: list[tuple[int, int]], qkv_format: str
+) -> None:
+    """Raise unless query, key and value are tensors that belong together.
 
     Args:
         qkv: query, key and value.
-        sizes: heads and channels that each must have.
+        heads_and_channels: the two sizes that each must have last.
         qkv_format: sbhd, bshd or thd.
     """
     ndim = 3 if qkv_format == "thd" else 4
     names = ("query_layer", "key_layer", "value_layer")
-    for name, x, (heads, channels) in zip(names, qkv, sizes, strict=True):
+    for name, x, (heads, channels) in zip(names, qkv, heads_and_channels, strict=True):
         check_tensor(name, x)
         if x.dtype not in PARAMETER_DTYPES:
             raise TypeError(
@@ -69,6 +106,42 @@ def tensors_of(
                 f"[{heads}, {channels}]; got shape {tuple(x.shape)}. Reshape it, or build the "
                 "module with those heads and channels."
             )
+    query, key, value = qkv
+    if query.dtype == key.dtype == value.dtype and query.device == key.device == value.device:
+        pass
+    else:
+        _check_alike(query, "key_layer", key)
+        _check_alike(query, "value_layer", value)
+    if key.shape[:-2] != value.shape[:-2]:
+        raise ValueError(
+            f"value_layer must have the sequences of key_layer, {tuple(key.shape[:-2])}; got shape "
+            f"{tuple(value.shape)}. Each key has a value."
+        )
+    if qkv_format != "thd":
+        batch = 1 if qkv_format == "sbhd" else 0
+        if query.shape[batch] != key.shape[batch]:
+            raise ValueError(
+                f"key_layer must have the {query.shape[batch]} sequences of query_layer for "
+                f"{qkv_format}; got shape {tuple(key.shape)}. Check the format."
+            )
+
+
+def _check_alike(query: Tensor, name: str, x: Tensor) -> None:
+    """Raise unless a tensor is of the query's dtype and on its device."""
+    if x.device != query.device:
+        raise ValueError(
+            f"{name} must be on {query.device}, as query_layer is; got {x.device}. Move it by "
+            ".to(device)."
+        )
+    if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+        raise TypeError(
+            f"{name} must have the dtype of query_layer, {query.dtype}, outside torch.autocast; "
+            f"got {x.dtype}. Convert it by .to(dtype)."
+        )
+
+
+def tensors_of(qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """Ordinary tensors of one dtype, that of torch.autocast if it is active."""
     q = qkv[0]
     dtype = q.dtype
     device_type = q.device.type
@@ -76,6 +149,150 @@ def tensors_of(
         dtype = torch.get_autocast_dtype(device_type)
     plain = [x.dequantize() if isinstance(x, Float8Tensor) else x for x in qkv]
     return [x.to(dtype) for x in plain]
+
+
+def check_masking(
+    rules: Rules,
+    attention_type: str,
+    sizes: Sizes | None,
+    attention_mask: MaskArgument,
+    lengths: Lengths,
+    inference_params: InferenceParams | None,
+    *,
+    heads: int,
+    uses_every_mask: bool,
+    name: str = "attention_mask",
+) -> None:
+    """Raise for a mask or lengths that the mask type and the format do not take.
+
+    Args:
+        rules: of the call.
+        attention_type: "self" or "cross".
+        sizes: of all ranks' sequences, with the keys in the cache; None: not known yet.
+        attention_mask: of any type.
+        lengths: of any types.
+        inference_params: the cache.
+        heads: of the queries.
+        uses_every_mask: a mask that the mask type does not use may have any shape.
+        name: of ``attention_mask`` in the caller's signature.
+    """
+    check_mask_types(name, attention_mask)
+    cu_seqlens_q, cu_seqlens_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
+    mask_type = rules.mask_type
+    step = None if inference_params is None else inference_params.step
+    if step is not None and (
+        mask_type == "arbitrary" or attention_mask is not None or cu_seqlens_q is not None
+    ):
+        raise NotImplementedError(
+            f"{name} and cu_seqlens must be None, and attn_mask_type not 'arbitrary', after "
+            f"InferenceParams.pre_step; its lengths are the mask. Got attn_mask_type={mask_type!r}."
+            " Leave them out."
+        )
+    if rules.qkv_format == "thd":
+        q, kv = lengths_of_packed(
+            mask_type, attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
+        )
+        _check_packed(lengths._replace(cu_seqlens_q=q, cu_seqlens_kv=kv), sizes)
+        return
+    if any(given is not None for given in lengths[:4]):
+        _check_lengths_beside_shapes(rules, attention_type, sizes, lengths)
+    if sizes is None or step is not None:
+        return
+    if "padding" in mask_type:
+        if cu_seqlens_q is not None:
+            return
+        if inference_params is not None and isinstance(attention_mask, Tensor):
+            split_padding_mask(attention_mask, "self", sizes._replace(Sq=sizes.Sk), name)
+        else:
+            split_padding_mask(attention_mask, attention_type, sizes, name)
+    elif mask_type == "arbitrary":
+        check_arbitrary(name, attention_mask, (sizes.B, heads, sizes.Sq, sizes.Sk))
+    elif attention_mask is not None and not uses_every_mask:
+        check_unused_mask(name, attention_mask, heads, sizes)
+
+
+def _check_packed(lengths: Lengths, sizes: Sizes | None) -> None:
+    """Raise unless the lengths of a thd call lie in its tokens."""
+    sides = (
+        ("q", lengths.cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q),
+        ("kv", lengths.cu_seqlens_kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv),
+    )
+    counts = []
+    for i, (side, own, padded, longest) in enumerate(sides, start=1):
+        name, tokens = f"cu_seqlens_{side}", None if sizes is None else sizes[i]
+        assert own is not None, "checked by lengths_of_packed"
+        counts.append(own.shape[0])
+        check_lengths(name, own, why="qkv_format='thd'", tokens=tokens)
+        if padded is not None:
+            check_lengths(f"{name}_padded", padded, why="padding", tokens=tokens)
+            counts.append(padded.shape[0])
+        if longest is not None and has_values(own) and own.shape[0] > 1:
+            found = int((own[1:] - own[:-1]).max())
+            if found > longest:
+                raise ValueError(
+                    f"max_seqlen_{side} must be the longest of the sequences in {name}, {found} at "
+                    f"least; got {longest}. Leave it out to have it computed."
+                )
+    if len(set(counts)) > 1:
+        raise ValueError(
+            "cu_seqlens_q, cu_seqlens_kv and those of padding must be of the same number of "
+            f"sequences; got {', '.join(str(count - 1) for count in counts)}. Each sequence of "
+            "queries attends to one of keys."
+        )
+
+
+def _check_lengths_beside_shapes(
+    rules: Rules, attention_type: str, sizes: Sizes | None, lengths: Lengths
+) -> None:
+    """Raise for lengths that a call of sbhd or bshd, whose shape has them too, does not take."""
+    for name, given, dim in (
+        ("cu_seqlens_q", lengths.cu_seqlens_q, 1),
+        ("cu_seqlens_kv", lengths.cu_seqlens_kv, 2),
+    ):
+        if given is None:
+            continue
+        check_lengths(name, given, why="this mask type")
+        if "padding" not in rules.mask_type:
+            raise ValueError(
+                f"{name} must be None for qkv_format={rules.qkv_format!r} and the mask type "
+                f"{rules.mask_type!r}; got {shown(given)}. Set a padding mask type to use it."
+            )
+        if sizes is not None:
+            _check_lengths_of(name, given, sizes.B, sizes[dim])
+    for name, given in (
+        ("cu_seqlens_q_padded", lengths.cu_seqlens_q_padded),
+        ("cu_seqlens_kv_padded", lengths.cu_seqlens_kv_padded),
+    ):
+        if given is not None:
+            check_tensor(name, given)
+            raise ValueError(
+                f"{name} must be None for qkv_format={rules.qkv_format!r}; got {shown(given)}. The "
+                "shape says where sequences start: leave it out."
+            )
+    if lengths.cu_seqlens_q is None:
+        raise ValueError(
+            "cu_seqlens_q must be given with cu_seqlens_kv; got None. Pass the cumulative lengths "
+            "of the queries' sequences."
+        )
+    if lengths.cu_seqlens_kv is None and attention_type == "cross":
+        raise ValueError(
+            "cu_seqlens_kv must be given with cu_seqlens_q in cross attention; got None. "
+            "Pass the cumulative lengths of the other sequences."
+        )
+
+
+def _check_lengths_of(name: str, cu_seqlens: Tensor, B: int, longest: int) -> None:
+    """Raise unless these are the lengths of B sequences in rows of ``longest`` tokens."""
+    if cu_seqlens.shape[0] != B + 1:
+        raise ValueError(
+            f"{name} must be [B + 1], {B + 1} cumulative lengths; got {shown(cu_seqlens)}. Give "
+            "one for each sequence of the batch."
+        )
+    if has_values(cu_seqlens) and B and int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) > longest:
+        raise ValueError(
+            f"{name} must be of sequences of at most {longest} tokens, as the tensors have; got "
+            f"{shown(cu_seqlens.tolist())}. Begin with 0, and add up the lengths."
+        )
 
 
 def lengths_of_packed(
@@ -117,15 +334,9 @@ def mask_of(
     inference_params: InferenceParams | None,
 ) -> tuple[AttentionMask, int | Tensor]:
     """The mask of an sbhd or bshd call, and the ``Sk - Sq`` of each sequence."""
-    Sq, Sk = q.shape[2], k.shape[2]
+    (B, heads, Sq, _), Sk = q.shape, k.shape[2]
     step = None if inference_params is None else inference_params.step
     if step is not None:
-        if mask_type == "arbitrary" or attention_mask is not None or cu_seqlens_q is not None:
-            raise NotImplementedError(
-                "attention_mask and cu_seqlens must be None, and attn_mask_type not "
-                "'arbitrary', after InferenceParams.pre_step; its lengths are the mask. "
-                f"Got attn_mask_type={mask_type!r}. Leave them out."
-            )
         lengths = torch.tensor(step.lengths, device=q.device)
         totals = torch.tensor(step.totals, device=q.device)
         padding = (padding_from_lengths(lengths, Sq), padding_from_lengths(totals, Sk))
@@ -135,17 +346,17 @@ def mask_of(
     diagonal = None if inference_params is None else Sk - Sq
     if "padding" in mask_type:
         if cu_seqlens_q is not None:
-            padding = _padding_of_lengths(attention_type, cu_seqlens_q, cu_seqlens_kv, Sq, Sk)
+            padding = _padding_of_lengths(cu_seqlens_q, cu_seqlens_kv, Sq, Sk)
         elif diagonal is not None and isinstance(attention_mask, Tensor):
-            whole = split_padding_mask(attention_mask, "self", Sk, Sk)[0]
+            whole = split_padding_mask(attention_mask, "self", Sizes(B, Sk, Sk))[0]
             padding = (whole[:, Sk - Sq :], whole)
         else:
-            padding = split_padding_mask(attention_mask, attention_type, Sq, Sk)
+            padding = split_padding_mask(attention_mask, attention_type, Sizes(B, Sq, Sk))
         spans = diagonal_of(padding, Sq, Sk) if diagonal is None else diagonal
         return make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=diagonal), spans
     arbitrary = None
     if mask_type == "arbitrary":
-        arbitrary = check_arbitrary("attention_mask", attention_mask)
+        arbitrary = check_arbitrary("attention_mask", attention_mask, (B, heads, Sq, Sk))
     elif attention_mask is not None and not torch.compiler.is_compiling():
         warnings.warn(
             f"attention_mask is not used with attn_mask_type={mask_type!r}; got a mask. Set a "
@@ -157,18 +368,10 @@ def mask_of(
 
 
 def _padding_of_lengths(
-    attention_type: str, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, Sq: int, Sk: int
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, Sq: int, Sk: int
 ) -> tuple[Tensor, Tensor]:
-    check_lengths("cu_seqlens_q", cu_seqlens_q, why="this mask type")
-    if cu_seqlens_kv is None:
-        if attention_type == "cross":
-            raise ValueError(
-                "cu_seqlens_kv must be given with cu_seqlens_q in cross attention; got None. "
-                "Pass the cumulative lengths of the other sequences."
-            )
-        cu_seqlens_kv = cu_seqlens_q
-    check_lengths("cu_seqlens_kv", cu_seqlens_kv, why="this mask type")
-    q, kv = (c[1:] - c[:-1] for c in (cu_seqlens_q, cu_seqlens_kv))
+    both = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    q, kv = (c[1:] - c[:-1] for c in both)
     return padding_from_lengths(q, Sq), padding_from_lengths(kv, Sk)
 
 

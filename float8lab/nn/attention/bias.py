@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_choice, check_tensor
-from float8lab.nn.attention.masks import distances
+from float8lab.arguments import PARAMETER_DTYPES, check_choice, check_tensor, shown
+from float8lab.nn.attention.masks import broadcasts, distances
 
-__all__ = ["BIAS_TYPES", "Alibi", "alibi_slopes", "check_bias", "slopes_of"]
+__all__ = [
+    "BIAS_TYPES",
+    "Alibi",
+    "BiasArguments",
+    "alibi_slopes",
+    "check_bias",
+    "check_bias_shape",
+    "slopes_of",
+]
+
+BiasArguments = tuple[str, Tensor | None, Tensor | None]
+"""``core_attention_bias_type``, ``core_attention_bias`` and ``alibi_slopes`` of a call."""
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
@@ -54,6 +66,8 @@ class Alibi(NamedTuple):
 
 def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads: int) -> None:
     """Raise unless the three arguments of a bias belong together."""
+    if bias_type == "no_bias" and bias is None and slopes is None:
+        return
     check_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
     check_tensor("core_attention_bias", bias, optional=True)
     check_tensor("alibi_slopes", slopes, optional=True)
@@ -64,15 +78,33 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
             f"core_attention_bias_type={bias_type!r}; got "
             f"{'None' if bias is None else tuple(bias.shape)}. Change one of the two."
         )
-    if slopes is None:
-        return
-    if bias_type != "alibi":
+    if slopes is not None and bias_type != "alibi":
         raise ValueError(
             f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
             f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
         )
-    if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
+    for name, given in (("core_attention_bias", bias), ("alibi_slopes", slopes)):
+        if given is not None and given.dtype not in PARAMETER_DTYPES:
+            raise TypeError(
+                f"{name} must be a floating-point tensor; got {shown(given)}. Convert it first, "
+                "for example with .float()."
+            )
+    if slopes is not None and (slopes.ndim not in (1, 2) or slopes.shape[-1] != heads):
         raise ValueError(
             f"alibi_slopes must be [{heads}] or [B, {heads}]; got shape {tuple(slopes.shape)}. "
             "Give one slope per head."
+        )
+
+
+def check_bias_shape(bias: Tensor | None, slopes: Tensor | None, scores: Sequence[int]) -> None:
+    """Raise unless a bias, or the slopes of ALiBi, fit scores ``[B, H, Sq, Sk]``."""
+    if bias is not None and not broadcasts(bias.shape, scores):
+        raise ValueError(
+            f"core_attention_bias must broadcast to [B, H, Sq, Sk], {list(scores)}; got shape "
+            f"{tuple(bias.shape)}. Reshape it."
+        )
+    if slopes is not None and slopes.ndim == 2 and not broadcasts(slopes.shape, scores[:2]):
+        raise ValueError(
+            f"alibi_slopes must be [H] or [B, H], {list(scores[:2])}; got shape "
+            f"{tuple(slopes.shape)}. Give each sequence its slopes."
         )

@@ -20,24 +20,37 @@ from float8lab.arguments import (
     check_names,
     check_number,
     check_size,
+    shown,
 )
 from float8lab.distributed.comm import TensorParallel
 from float8lab.distributed.context_parallel import ContextParallel, places_of
 from float8lab.nn.attention.arguments import (
+    Lengths,
     Request,
+    Rules,
     check_export,
+    check_masking,
+    check_tensors,
     lengths_of_packed,
     mask_of,
     tensors_of,
 )
 from float8lab.nn.attention.backends import BACKENDS, Explanation, Problem, attend, explain
-from float8lab.nn.attention.bias import Alibi, check_bias, slopes_of
+from float8lab.nn.attention.bias import (
+    Alibi,
+    BiasArguments,
+    check_bias,
+    check_bias_shape,
+    slopes_of,
+)
 from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention, why_not_fp8
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import (
     Packed,
+    Sizes,
     check_format,
     from_heads_first,
+    sizes_of,
     to_heads_first,
 )
 from float8lab.nn.attention.masks import (
@@ -156,7 +169,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         cp_group: Any = None,
         cp_global_ranks: Sequence[int] | None = None,
         cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
+        cp_comm_type: str | None = "p2p",
         softmax_scale: float | None = None,
         *,
         backends: Sequence[str] = BACKENDS,
@@ -165,17 +178,19 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self.register_load_state_dict_pre_hook(ignore_extra_state)
         check_format("qkv_format", qkv_format)
         check_flags(sequence_parallel=sequence_parallel)
-        check_callables(get_rng_state_tracker=get_rng_state_tracker)
+        check_callables((), get_rng_state_tracker=get_rng_state_tracker)
         check_choice("attention_type", attention_type, ("self", "cross"))
         num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
         groups = check_groups(num_attention_heads, num_gqa_groups)
         self.tp_size = parallel_size(tp_size, tp_group, "column")
         mine = heads_of_rank(num_attention_heads, groups, self.tp_size)
         attention_dropout = check_number("attention_dropout", attention_dropout, minimum=0, below=1)
-        backends = check_names("backends", backends)
-        if not backends or not set(backends) <= set(BACKENDS):
-            raise ValueError(
-                f"backends must be names from {BACKENDS}; got {backends}. Choose at least one."
+        names = check_names("backends", backends)
+        if isinstance(backends, str) or not names or not set(names) <= set(BACKENDS):
+            kind = TypeError if isinstance(backends, str) else ValueError
+            raise kind(
+                f"backends must be names from {BACKENDS}; got {shown(backends)}. "
+                "Pass a tuple of at least one."
             )
         two = isinstance(kv_channels, (list, tuple)) and len(kv_channels) == 2
         pair = tuple(
@@ -193,11 +208,11 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         window_of(self.attn_mask_type, window_size)
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
-        self.layer_number = check_size("layer_number", layer_number, optional=True)
+        self.layer_number = check_size("layer_number", layer_number, minimum=1, optional=True)
         self.attention_type = attention_type
         scale = check_number("softmax_scale", softmax_scale, above=0, optional=True)
         self.softmax_scale = pair[0] ** -0.5 if scale is None else scale
-        self.backends = backends
+        self.backends = names
         self._fp8 = AttentionPrecision()
         self._warned = False
         self.set_tensor_parallel_group(tp_group)
@@ -286,6 +301,9 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         """
         if is_exporting():
             check_export(inference_params, qkv_format or self.qkv_format)
+        check_flags(
+            checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill
+        )
         request = self._resolve(
             query_layer, key_layer, value_layer,
             attention_mask=attention_mask, qkv_format=qkv_format,
@@ -427,24 +445,22 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
 
         One that only ``asks`` gets tensors without values from other context-parallel ranks.
         """
-        qkv_format = self.qkv_format if qkv_format is None else qkv_format
-        check_format("qkv_format", qkv_format)
-        mask_type = self.attn_mask_type
-        if attn_mask_type is not None:
-            mask_type = canonical_mask_type(attn_mask_type)
-        window = window_of(mask_type, self.window_size if window_size is None else window_size)
-        check_instance(
-            "inference_params", inference_params, InferenceParams, "an InferenceParams",
-            optional=True,
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
+            max_seqlen_kv,
         )  # fmt: skip
-        check_size("max_seqlen_q", max_seqlen_q, optional=True)
-        check_size("max_seqlen_kv", max_seqlen_kv, optional=True)
+        rules = self.rules_of_call(qkv_format, attn_mask_type, window_size)
+        qkv_format, mask_type, window = rules
         heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
-        check_bias(core_attention_bias_type, core_attention_bias, alibi_slopes, heads)
-        sizes = [
+        channels = [
             (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
         ]  # fmt: skip
-        query, key, value = tensors_of((query, key, value), sizes, qkv_format)
+        check_tensors((query, key, value), channels, qkv_format)
+        ranks = 1 if self.context_parallel is None else self.context_parallel.size
+        sizes = sizes_of(query, key, qkv_format, ranks)
+        given = core_attention_bias_type, core_attention_bias, alibi_slopes
+        self.check_arguments(rules, sizes, attention_mask, lengths, inference_params, given)
+        query, key, value = tensors_of((query, key, value))
         packed = leave = None
         context = self.context_parallel
         if context is not None:
@@ -463,12 +479,6 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             cu_seqlens_q, cu_seqlens_kv = lengths_of_packed(
                 mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
-            for name, starts, x in (
-                ("cu_seqlens_q_padded", cu_seqlens_q_padded, query),
-                ("cu_seqlens_kv_padded", cu_seqlens_kv_padded, key),
-            ):
-                if starts is not None:
-                    check_lengths(name, starts, why="padding", tokens=x.shape[0])
             packed = Packed.of(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
             packed_kv = Packed.of(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
             q, k, v = packed.unpack(query), packed_kv.unpack(key), packed_kv.unpack(value)
@@ -477,6 +487,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             k, v = (x.masked_fill(padding[1][:, None, :, None], 0.0) for x in (k, v))
             mask = make_mask(mask_type, window, q.shape[2], k.shape[2], padding=padding)
             spans = diagonal_of(padding, q.shape[2], k.shape[2])
+            check_bias_shape(core_attention_bias, alibi_slopes, (*q.shape[:3], k.shape[2]))
         else:
             q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
             if inference_params is not None:
@@ -493,6 +504,63 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         dropout = self.attention_dropout if self.training else 0.0
         problem = Problem(mask, self.softmax_scale, bias, alibi, dropout)
         return Request(q, k, v, problem, packed, qkv_format, tokens, leave)
+
+    def rules_of_call(
+        self,
+        qkv_format: str | None,
+        attn_mask_type: str | None,
+        window_size: tuple[int, int] | None,
+    ) -> Rules:
+        """The format, the mask type and the window of a call; raises for ones that do not exist."""
+        qkv_format = self.qkv_format if qkv_format is None else qkv_format
+        check_format("qkv_format", qkv_format)
+        mask_type = self.attn_mask_type
+        if attn_mask_type is not None:
+            mask_type = canonical_mask_type(attn_mask_type)
+        window = window_of(mask_type, self.window_size if window_size is None else window_size)
+        return Rules(qkv_format, mask_type, window)
+
+    def check_arguments(
+        self,
+        rules: Rules,
+        sizes: Sizes | None,
+        attention_mask: MaskArgument,
+        lengths: Lengths,
+        inference_params: InferenceParams | None,
+        bias: BiasArguments = ("no_bias", None, None),
+        mask_name: str = "attention_mask",
+    ) -> None:
+        """Raise for arguments that a call does not take; nothing has changed by then.
+
+        Args:
+            rules: of the call.
+            sizes: of the sequences of all ranks; None: not known yet.
+            attention_mask: as in ``forward``.
+            lengths: as in ``forward``.
+            inference_params: as in ``forward``.
+            bias: ``core_attention_bias_type``, ``core_attention_bias`` and ``alibi_slopes``.
+            mask_name: of ``attention_mask`` in the caller's signature.
+        """
+        check_instance(
+            "inference_params", inference_params, InferenceParams, "an InferenceParams",
+            optional=True,
+        )  # fmt: skip
+        check_size("max_seqlen_q", lengths.max_seqlen_q, optional=True)
+        check_size("max_seqlen_kv", lengths.max_seqlen_kv, optional=True)
+        heads = self.num_attention_heads_per_partition
+        check_bias(*bias, heads)
+        if inference_params is not None and rules.qkv_format != "thd":
+            self._required_layer_number()
+            if sizes is not None:
+                sizes = sizes._replace(Sk=inference_params.check_room(sizes.B, sizes.Sk))
+        shares_tokens = self.context_parallel is not None
+        any_shape = shares_tokens or inference_params is not None or torch.compiler.is_compiling()
+        check_masking(
+            rules, self.attention_type, sizes, attention_mask, lengths, inference_params,
+            heads=heads, uses_every_mask=any_shape, name=mask_name,
+        )  # fmt: skip
+        if sizes is not None and rules.qkv_format != "thd":
+            check_bias_shape(*bias[1:], (sizes.B, heads, sizes.Sq, sizes.Sk))
 
     def _exchange(
         self,

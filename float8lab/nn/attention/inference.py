@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_dtype, check_size
+from float8lab.arguments import (
+    INTEGER_DTYPES,
+    check_dtype,
+    check_instance,
+    check_size,
+    check_tensor,
+    has_values,
+    shown,
+)
 from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES
 from float8lab.ops import cast_op, dequantize_op
 
-__all__ = ["InferenceParams", "Step"]
+__all__ = ["InferenceParams", "Step", "positions_reached"]
 
 
 _CACHE_DTYPES = (*HIGH_PRECISION_DTYPES, torch.float64, *FP8_DTYPES)
@@ -152,6 +160,8 @@ class InferenceParams:
         Raises:
             ValueError: more sequences than rows, or a sequence longer than the cache.
         """
+        check_instance("tokens", tokens, Mapping, "a mapping of names to numbers of tokens")
+        tokens = {name: check_size(f"tokens[{name!r}]", n) for name, n in tokens.items()}
         if len(tokens) > self.max_batch_size:
             raise ValueError(
                 f"tokens must hold at most {self.max_batch_size} sequences (max_batch_size); got "
@@ -163,9 +173,9 @@ class InferenceParams:
         slots, before = [], []
         for name, count in tokens.items():
             slot, length = kept.get(name) or (next(free), 0)
-            if count < 0 or length + count > self.max_sequence_length:
+            if length + count > self.max_sequence_length:
                 raise ValueError(
-                    f"tokens must be 0 or more, and fit into {self.max_sequence_length} positions "
+                    f"tokens must fit into {self.max_sequence_length} positions "
                     f"(max_sequence_length); got {count} for {name!r} after {length}. Make a "
                     "longer cache."
                 )
@@ -179,10 +189,36 @@ class InferenceParams:
         return self.step
 
     def swap_key_value_dict(self, batch_indices: Tensor | Sequence[int]) -> None:
-        """Reorder the rows of all caches, for beam search: row i becomes ``batch_indices[i]``."""
+        """Reorder the rows of all caches, for beam search: row i becomes ``batch_indices[i]``.
+
+        Raises:
+            TypeError: ``batch_indices`` are no integers.
+            ValueError: there are more of them than rows, or some are no rows; of a tensor on a GPU
+                the values are not looked at.
+        """
+        rows = batch_indices
+        if not isinstance(rows, Tensor):
+            if isinstance(rows, str) or not isinstance(rows, Iterable):
+                raise TypeError(
+                    f"batch_indices must be a sequence of rows; got {shown(rows)}. Pass a list."
+                )
+            rows = torch.tensor(
+                [check_size("batch_indices", row) for row in rows], dtype=torch.long
+            )
+        if rows.dtype not in INTEGER_DTYPES:
+            raise TypeError(
+                f"batch_indices must be integers; got {shown(rows)}. Pass the rows' numbers."
+            )
+        outside = has_values(rows) and bool(((rows < 0) | (rows >= self.max_batch_size)).any())
+        if rows.ndim != 1 or rows.shape[0] > self.max_batch_size or outside:
+            raise ValueError(
+                f"batch_indices must be one row, from 0 to {self.max_batch_size - 1}, for each of "
+                f"at most {self.max_batch_size} rows (max_batch_size); got {shown(batch_indices)}. "
+                "Make a larger cache, or check the indices."
+            )
         for stores in self.key_value_memory_dict.values():
             for store in stores:
-                store.reorder(torch.as_tensor(batch_indices, device=store.data.device))
+                store.reorder(rows.to(store.data.device))
 
     def append(self, layer_number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add a call's keys and values to a layer's cache, and return what it now holds.
@@ -196,6 +232,8 @@ class InferenceParams:
             ``[B, G, S', D]`` and ``[B, G, S', Dv]`` with S' cached positions; of ragged sequences
             S' is that of the longest one.
         """
+        self._check_entries(layer_number, k, v)
+        self.check_room(k.shape[0], k.shape[2])
         with torch.no_grad():
             k, v = k.detach(), v.detach()
             if layer_number not in self.key_value_memory_dict:
@@ -209,17 +247,53 @@ class InferenceParams:
                 return self._append_ragged(stores, k, v, self.step)
             return self._append_in_step(stores, k, v)
 
+    def _check_entries(self, layer_number: int, k: Tensor, v: Tensor) -> None:
+        """Raise unless keys and values are those of a layer of this cache."""
+        check_size("layer_number", layer_number, minimum=1)
+        known = self.key_value_memory_dict.get(layer_number, (None, None))
+        for name, x, store in zip("kv", (k, v), known, strict=True):
+            check_tensor(name, x)
+            if x.ndim != 4 or not x.is_floating_point() or x.shape[:3] != k.shape[:3]:
+                raise ValueError(
+                    f"{name} must be floating-point, [B, G, S, D], keys and values of the same "
+                    f"tokens; got {shown(x)}. Reshape it."
+                )
+            if store is not None and (x.shape[1], x.shape[3]) != store.data.shape[1::2]:
+                G, _, D = store.data.shape[1:]
+                raise ValueError(
+                    f"{name} must have {G} heads of {D}, as in layer {layer_number} so far; got "
+                    f"{shown(x)}. Give each layer its own layer_number."
+                )
+
+    def check_room(self, rows: int, positions: int) -> int:
+        """Raise unless a call of so many rows and positions fits; return how many keys it sees.
+
+        Raises:
+            ValueError: it does not fit, or is not what ``pre_step`` was told.
+        """
+        if self.step is not None:
+            most = max(self.step.lengths, default=0)
+            if rows != len(self.step.slots) or positions < most:
+                raise ValueError(
+                    f"the batch must have {len(self.step.slots)} rows of {most} positions, as "
+                    f"pre_step was told inference_params; got {rows} rows of {positions}. Call "
+                    "pre_step before each call of the model."
+                )
+            return positions_reached(positions, self)
+        last, end = self.batch_size_offset + rows, positions_reached(positions, self)
+        if last > self.max_batch_size or end > self.max_sequence_length:
+            raise ValueError(
+                f"inference_params must have room for rows up to {last} and positions up to {end}; "
+                f"got max_batch_size={self.max_batch_size} and max_sequence_length="
+                f"{self.max_sequence_length}. Make a larger cache, or reset the offsets."
+            )
+        return end
+
     def _append_in_step(
         self, stores: tuple[_Store, _Store], k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows = slice(self.batch_size_offset, self.batch_size_offset + k.shape[0])
         start, end = self.sequence_len_offset, self.sequence_len_offset + k.shape[2]
-        if rows.stop > self.max_batch_size or end > self.max_sequence_length:
-            raise ValueError(
-                f"inference_params must have room for rows up to {rows.stop} and positions up to "
-                f"{end}; got max_batch_size={self.max_batch_size} and max_sequence_length="
-                f"{self.max_sequence_length}. Make a larger cache, or reset the offsets."
-            )
         found = []
         for store, x in zip(stores, (k, v), strict=True):
             store.write((rows, slice(None), slice(start, end)), x)
@@ -229,12 +303,6 @@ class InferenceParams:
     def _append_ragged(
         self, stores: tuple[_Store, _Store], k: Tensor, v: Tensor, step: Step
     ) -> tuple[Tensor, Tensor]:
-        if k.shape[0] != len(step.slots) or k.shape[2] < max(step.lengths, default=0):
-            raise ValueError(
-                f"the batch must have {len(step.slots)} rows of {max(step.lengths, default=0)} "
-                f"positions, as pre_step was told; got {k.shape[0]} rows of {k.shape[2]}. Call "
-                "pre_step before each call of the model."
-            )
         places = [
             (row, token, step.slots[row], step.before[row] + token)
             for row, length in enumerate(step.lengths)
@@ -250,3 +318,13 @@ class InferenceParams:
             store.write((slot, slice(None), position), x[row, :, token])
             found.append(store.read(rows, longest, x.dtype))
         return found[0], found[1]
+
+
+def positions_reached(tokens: int, inference_params: InferenceParams | None) -> int:
+    """How many positions a call of so many tokens reaches, behind those in the cache."""
+    if inference_params is None:
+        return tokens
+    step = inference_params.step
+    if step is None:
+        return inference_params.sequence_len_offset + tokens
+    return max(step.totals, default=0)

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_choice
-from float8lab.nn.attention.masks import padding_from_lengths
 
 __all__ = [
     "QKV_FORMATS",
     "Packed",
+    "Sizes",
     "check_format",
     "from_heads_first",
+    "padding_from_lengths",
+    "sizes_of",
     "to_heads_first",
 ]
 
@@ -38,6 +40,41 @@ def from_heads_first(x: Tensor, qkv_format: str) -> Tensor:
     """``[B, H, S, D]`` as ``[S, B, H * D]`` or ``[B, S, H * D]``."""
     x = x.permute(2, 0, 1, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
     return x.flatten(2)
+
+
+def padding_from_lengths(lengths: Tensor, size: int) -> Tensor:
+    """``[B, size]`` bool, True from each length on.
+
+    >>> padding_from_lengths(torch.tensor([1, 3]), 3)
+    tensor([[False,  True,  True],
+            [False, False, False]])
+    """
+    return torch.arange(size, device=lengths.device) >= lengths.view(-1, 1)
+
+
+class Sizes(NamedTuple):
+    """How many sequences a call of sbhd or bshd has, and how long they are."""
+
+    B: int
+    Sq: int
+    """Queries of each."""
+    Sk: int
+    """Keys of each."""
+
+
+def sizes_of(query: Tensor, key: Tensor, qkv_format: str, ranks: int = 1) -> Sizes:
+    """The sizes of a call on these tensors; of thd, B is 1 and the others count all tokens.
+
+    Args:
+        query: in ``qkv_format``, with any dimensions behind those of sequences and tokens.
+        key: the same.
+        qkv_format: sbhd, bshd or thd.
+        ranks: how many context-parallel ranks share the tokens.
+    """
+    if qkv_format == "thd":
+        return Sizes(1, query.shape[0] * ranks, key.shape[0] * ranks)
+    batch, tokens = (1, 0) if qkv_format == "sbhd" else (0, 1)
+    return Sizes(query.shape[batch], query.shape[tokens] * ranks, key.shape[tokens] * ranks)
 
 
 class Packed(NamedTuple):

@@ -14,18 +14,21 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_choice, check_size, shown
+from float8lab.nn.attention.layout import Sizes
 
 __all__ = [
     "MASK_TYPES",
     "AttentionMask",
     "MaskArgument",
+    "broadcasts",
     "canonical_mask_type",
     "check_arbitrary",
+    "check_mask_types",
+    "check_unused_mask",
     "diagonal_of",
     "distances",
     "is_causal_type",
     "make_mask",
-    "padding_from_lengths",
     "split_padding_mask",
     "window_of",
 ]
@@ -170,24 +173,14 @@ def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) ->
     return i + own - j
 
 
-def padding_from_lengths(lengths: Tensor, size: int) -> Tensor:
-    """``[B, size]`` bool, True from each length on.
-
-    >>> padding_from_lengths(torch.tensor([1, 3]), 3)
-    tensor([[False,  True,  True],
-            [False, False, False]])
-    """
-    return torch.arange(size, device=lengths.device) >= lengths.view(-1, 1)
-
-
 def split_padding_mask(
     attention_mask: MaskArgument,
     attention_type: str,
-    Sq: int,
-    Sk: int,
+    sizes: Sizes,
     name: str = "attention_mask",
 ) -> tuple[Tensor, Tensor]:
     """The ``[B, Sq]`` and ``[B, Sk]`` masks in the ``attention_mask`` of a padding mask type."""
+    B, Sq, Sk = sizes
     if isinstance(attention_mask, Tensor) and attention_type == "self":
         masks = (attention_mask, attention_mask)
     elif (
@@ -210,22 +203,75 @@ def split_padding_mask(
                 f"{name} must be bool, True where masked out; got {mask.dtype}. "
                 "Convert it with .bool()."
             )
-        if mask.ndim < 2 or mask.numel() != mask.shape[0] * size or mask.shape[-1] != size:
+        if not _is_padding_mask(mask, B, size):
             raise ValueError(
-                f"{name} must be [B, 1, 1, {size}] for the {which}; got shape "
+                f"{name} must be [B, 1, 1, {size}] for the {which} of B = {B}; got shape "
                 f"{tuple(mask.shape)}. For attention over another sequence pass a pair of masks."
             )
     return masks[0].reshape(masks[0].shape[0], Sq), masks[1].reshape(masks[1].shape[0], Sk)
 
 
-def check_arbitrary(name: str, mask: MaskArgument) -> Tensor:
-    """The mask of type ``arbitrary``, with four dimensions."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim > 4:
+def _is_padding_mask(mask: Tensor, B: int, size: int) -> bool:
+    """Whether a mask has the shape ``[B, 1, 1, size]``, or one row for all sequences."""
+    if mask.ndim < 2 or mask.shape[-1] != size or mask.numel() != mask.shape[0] * size:
+        return False
+    return mask.shape[0] == B or mask.shape[0] == 1
+
+
+def check_arbitrary(name: str, mask: MaskArgument, scores: Sequence[int]) -> Tensor:
+    """The mask of type ``arbitrary``, with four dimensions.
+
+    Args:
+        name: as the caller wrote it.
+        mask: of any type.
+        scores: ``[B, H, Sq, Sk]``.
+    """
+    wanted = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    if not isinstance(mask, Tensor) or not wanted or not broadcasts(mask.shape, scores):
         raise ValueError(
             f"{name} must be a bool tensor for the mask type 'arbitrary', True where masked out; "
-            f"got {shown(mask)}. Pass one that broadcasts to [B, H, Sq, Sk]."
+            f"got {shown(mask)}. Pass one that broadcasts to [B, H, Sq, Sk], {list(scores)}."
         )
     return mask.view((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a tensor of ``shape`` broadcasts to ``to``.
+
+    >>> broadcasts((2, 1), (4, 2, 3)), broadcasts((2,), (4, 2, 3))
+    (True, False)
+    """
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size == 1 or size == wanted for size, wanted in pairs)
+
+
+def check_mask_types(name: str, mask: MaskArgument) -> None:
+    """Raise unless a mask is None, a tensor or a pair of tensors."""
+    pair = mask if isinstance(mask, tuple) else (mask, mask)
+    if mask is None or (len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
+        return
+    raise TypeError(
+        f"{name} must be None, a bool tensor, or a pair of them; got {shown(mask)}. Pass True "
+        "where a position is masked out."
+    )
+
+
+def check_unused_mask(name: str, mask: MaskArgument, heads: int, sizes: Sizes) -> None:
+    """Raise if a mask beside a mask type that takes none has a shape that no mask type takes."""
+    B, Sq, Sk = sizes
+    if isinstance(mask, tuple):
+        fits = _is_padding_mask(mask[0], B, Sq) and _is_padding_mask(mask[1], B, Sk)
+    else:
+        assert mask is not None, "the caller has one"
+        fits = _is_padding_mask(mask, B, Sq) or _is_padding_mask(mask, B, Sk)
+        fits = fits or broadcasts(mask.shape, (B, heads, Sq, Sk))
+    if not fits:
+        shapes = [tuple(part.shape) for part in (mask if isinstance(mask, tuple) else [mask])]
+        raise ValueError(
+            f"{name} must broadcast to [B, H, Sq, Sk], {[B, heads, Sq, Sk]}, or be a padding mask "
+            f"[B, 1, 1, S]; got {' and '.join(map(str, shapes))}. Leave it out: this mask type "
+            "takes none."
+        )
 
 
 def make_mask(

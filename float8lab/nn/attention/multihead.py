@@ -12,13 +12,14 @@ from float8lab.arguments import (
     check_callables,
     check_flags,
     check_input,
-    check_instance,
-    check_lengths,
     check_size,
+    shown,
 )
+from float8lab.nn.attention.arguments import Lengths, Rules
+from float8lab.nn.attention.bias import BiasArguments
 from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
-from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import check_format
+from float8lab.nn.attention.inference import InferenceParams, positions_reached
+from float8lab.nn.attention.layout import check_format, sizes_of
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import check_angles, check_positions, turn
 from float8lab.nn.layernorm_linear import LayerNormLinear
@@ -35,6 +36,20 @@ __all__ = ["MultiheadAttention", "RotaryArgument"]
 
 RotaryArgument = Tensor | tuple[Tensor, Tensor] | None
 """Angles of ``RotaryPositionEmbedding``: of queries and keys, or a pair."""
+
+
+def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
+    """The angles of queries and of keys, if there are any."""
+    if rotary_pos_emb is None:
+        return None
+    if not isinstance(rotary_pos_emb, tuple):
+        return rotary_pos_emb, rotary_pos_emb
+    if len(rotary_pos_emb) != 2:
+        raise ValueError(
+            "rotary_pos_emb must be angles, or those of queries and of keys; got "
+            f"{len(rotary_pos_emb)} values. Pass a tensor or a pair of them."
+        )
+    return rotary_pos_emb
 
 
 def _rank_by_rank(
@@ -191,7 +206,9 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             bias=bias,
             rotary_pos_interleaved=rotary_pos_interleaved,
         )
-        check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
+        check_callables(
+            ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
+        )
         check_norm(normalization, "layernorm_epsilon", layernorm_epsilon)
         hidden_size, num_attention_heads, groups, kv_channels = _sizes(
             hidden_size, num_attention_heads, num_gqa_groups, kv_channels
@@ -345,34 +362,27 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             The output; or a tuple of it, the bias of ``proj`` if ``return_bias``, and the input
             norm's output if ``return_layernorm_output``.
         """
-        check_instance(
-            "inference_params", inference_params, InferenceParams, "an InferenceParams",
-            optional=True,
+        check_flags(
+            checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill
+        )
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv
+        )
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        rules = self.core_attention.rules_of_call(None, mask_type, window_size)
+        angles = _angles_of(rotary_pos_emb)
+        bias = core_attention_bias_type, core_attention_bias, alibi_slopes
+        self.check_arguments(
+            hidden_states, encoder_output, rules, attention_mask, lengths, inference_params,
+            angles=angles, bias=bias,
         )  # fmt: skip
-        if self.attention_type == "cross" and inference_params is not None:
-            raise NotImplementedError(
-                "inference_params must be None in cross attention; got a cache. Keys and values "
-                "of the encoder are computed from encoder_output in each call."
-            )
-        ndim = 2 if self.qkv_format == "thd" else 3
-        check_input("hidden_states", hidden_states, (self.hidden_size,), "hidden_size", ndim=ndim)
-        if encoder_output is not None:
-            sizes = (self.hidden_size,)
-            check_input("encoder_output", encoder_output, sizes, "hidden_size", ndim=ndim)
         query, key, value, normed = self._project(
             hidden_states, encoder_output, is_first_microbatch
         )
-        if rotary_pos_emb is not None:
-            both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-            if len(both) != 2:
-                raise ValueError(
-                    f"rotary_pos_emb must be angles, or those of queries and of keys; got "
-                    f"{len(both)} values. Pass a tensor or a pair of them."
-                )
-            q_angles, k_angles = both
+        if angles is not None:
             kv_lengths = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-            query = self._rotate(query, q_angles, inference_params, cu_seqlens_q)
-            key = self._rotate(key, k_angles, inference_params, kv_lengths)
+            query = self._rotate(query, angles[0], inference_params, cu_seqlens_q)
+            key = self._rotate(key, angles[1], inference_params, kv_lengths)
         context = self.core_attention(
             query,
             key,
@@ -382,7 +392,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             cu_seqlens_kv=cu_seqlens_kv,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            attn_mask_type=mask_type,
             window_size=window_size,
             checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type,
@@ -397,32 +407,88 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             outputs.append(normed)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    def check_arguments(
+        self,
+        hidden_states: Tensor,
+        encoder_output: Tensor | None,
+        rules: Rules,
+        attention_mask: MaskArgument,
+        lengths: Lengths,
+        inference_params: InferenceParams | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
+        bias: BiasArguments = ("no_bias", None, None),
+        mask_name: str = "attention_mask",
+    ) -> None:
+        """Raise for arguments that a call does not take; nothing has changed by then.
+
+        Args:
+            hidden_states: as in ``forward``.
+            encoder_output: as in ``forward``.
+            rules: of the call.
+            attention_mask: as in ``forward``.
+            lengths: as in ``forward``.
+            inference_params: as in ``forward``.
+            angles: ``rotary_pos_emb``, of queries and keys.
+            bias: as in ``DotProductAttention.check_arguments``.
+            mask_name: of ``attention_mask`` in the caller's signature.
+        """
+        if self.attention_type == "cross" and inference_params is not None:
+            raise NotImplementedError(
+                "inference_params must be None in cross attention; got a cache. Keys and values "
+                "of the encoder are computed from encoder_output in each call."
+            )
+        ndim = 2 if self.qkv_format == "thd" else 3
+        check_input("hidden_states", hidden_states, (self.hidden_size,), "hidden_size", ndim=ndim)
+        others = hidden_states
+        if self.attention_type == "cross":
+            if encoder_output is None:
+                raise ValueError(
+                    "encoder_output must be given in cross attention; got None. Pass what keys and "
+                    "values are made of."
+                )
+            size = (self.hidden_size,)
+            check_input("encoder_output", encoder_output, size, "hidden_size", ndim=ndim)
+            others = encoder_output
+        elif encoder_output is not None:
+            raise ValueError(
+                f"encoder_output must be None in self attention; got {shown(encoder_output)}. Set "
+                "attention_type='cross' to attend to it."
+            )
+        context = self.context_parallel
+        sizes = sizes_of(
+            hidden_states, others, self.qkv_format, 1 if context is None else context.size
+        )
+        if self.qkv_format != "thd" and others.shape[int(self.qkv_format == "sbhd")] != sizes.B:
+            raise ValueError(
+                f"encoder_output must have the {sizes.B} sequences of hidden_states; got shape "
+                f"{tuple(others.shape)}. Check the format, {self.qkv_format}."
+            )
+        known = None if self.core_attention.sequence_parallel and self.tp_size > 1 else sizes
+        self.core_attention.check_arguments(
+            rules, known, attention_mask, lengths, inference_params, bias, mask_name
+        )
+        for freqs, tokens in zip(angles or (), sizes[1:], strict=False):
+            check_angles("rotary_pos_emb", freqs, self.kv_channels)
+            if known is not None and self.qkv_format != "thd":
+                reached = positions_reached(tokens, inference_params)
+                check_positions("rotary_pos_emb", freqs, reached)
+
     def _project(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query, key and value, heads apart, and the norm's output if it is to be returned."""
         normed = None
         if self.attention_type == "self":
-            if encoder_output is not None:
-                raise ValueError(
-                    "encoder_output must be None in self attention; got a tensor. Set "
-                    "attention_type='cross' to attend to it."
-                )
             layer: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
             mixed: Any = layer(x, is_first_microbatch)
             if self.return_layernorm_output:
                 mixed, normed = mixed
             return (*self._split_qkv(mixed), normed)
-        if encoder_output is None:
-            raise ValueError(
-                "encoder_output must be given in cross attention; got None. Pass what keys and "
-                "values are made of."
-            )
         layer = self.layernorm_query if self.input_layernorm else self.query_layer
         query: Any = layer(x, is_first_microbatch)
         if self.return_layernorm_output:
             query, normed = query
-        mixed = self.key_value(encoder_output, is_first_microbatch)
+        mixed = self.key_value(encoder_output, is_first_microbatch).to(query.dtype)
         (H, G), D = self._heads, self.kv_channels
         if self.qkv_weight_interleaved:
             key, value = mixed.unflatten(-1, (G, 2, D)).unbind(-2)
@@ -452,14 +518,9 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         inference_params: InferenceParams | None,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        check_angles("rotary_pos_emb", angles, x)
-        if self.qkv_format == "thd":
-            check_lengths("cu_seqlens_q", cu_seqlens, why="qkv_format='thd'")
         start, context = None, self.context_parallel
         if inference_params is not None:
             if inference_params.step is not None:
-                totals = inference_params.step.totals
-                check_positions("rotary_pos_emb", angles, max(totals, default=0))
                 start = torch.tensor(inference_params.step.before, device=x.device)
             else:
                 angles = angles[inference_params.sequence_len_offset :]

@@ -166,10 +166,15 @@ def apply_rotary_pos_emb(
             f"t must be a floating-point tensor of {ndim} dimensions for tensor_format="
             f"{tensor_format!r}; got {shown(t)}. Give the heads a dimension."
         )
-    check_angles("freqs", freqs, t)
+    check_angles("freqs", freqs, t.shape[-1])
     sequence = 0 if tensor_format == "sbhd" else 1
     if tensor_format != "thd":
         rows = t.shape[1 - sequence]
+        if cu_seqlens is not None:  # which TransformerEngine's modules pass in every format
+            check_lengths("cu_seqlens", cu_seqlens, why=f"tensor_format={tensor_format!r}")
+        if start_positions is None:
+            of = " of cp_size ranks" if cp_size > 1 else ""
+            check_positions("freqs", freqs, t.shape[sequence] * cp_size, of)
     else:
         check_lengths("cu_seqlens", cu_seqlens, why=f"tensor_format={tensor_format!r}")
         rows = cu_seqlens.shape[0] - 1  # type: ignore[union-attr]  # checked
@@ -195,8 +200,8 @@ def apply_rotary_pos_emb(
     )  # fmt: skip
 
 
-def check_angles(name: str, freqs: Any, t: Tensor) -> None:
-    """Raise unless ``freqs`` are angles for the heads of ``t``."""
+def check_angles(name: str, freqs: Any, head_size: int) -> None:
+    """Raise unless ``freqs`` are angles for heads of that size."""
     check_tensor(name, freqs)
     if freqs.ndim < 2 or any(n != 1 for n in freqs.shape[1:-1]) or not freqs.is_floating_point():
         raise ValueError(
@@ -204,19 +209,19 @@ def check_angles(name: str, freqs: Any, t: Tensor) -> None:
             "by RotaryPositionEmbedding."
         )
     rotated = freqs.shape[-1]
-    if rotated > t.shape[-1] or rotated % 2:
+    if rotated > head_size or rotated % 2:
         raise ValueError(
-            f"{name} must be even and at most the head size {t.shape[-1]} in the last dimension; "
+            f"{name} must be even and at most the head size {head_size} in the last dimension; "
             f"got {rotated}. Make them by RotaryPositionEmbedding of that head size."
         )
 
 
-def check_positions(name: str, freqs: Tensor, count: int) -> None:
-    """Raise unless ``freqs`` are angles of at least so many positions."""
+def check_positions(name: str, freqs: Tensor, count: int, of: str = "") -> None:
+    """Raise unless ``freqs`` are angles of at least so many positions, ``of`` something."""
     if freqs.shape[0] < count:
         raise ValueError(
-            f"{name} must have at least {count} positions; got {freqs.shape[0]}. Make them for the "
-            "longest sequence."
+            f"{name} must have at least {count} positions{of}; got {freqs.shape[0]}. Make them for "
+            "the longest sequence."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from float8lab.nn.convert.first_call import remove_hooks
 from float8lab.nn.in_graph import leave_to_python
-from float8lab.nn.precision import precisions, precisions_below
+from float8lab.nn.precision import precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 
@@ -82,10 +83,18 @@ for _hook in (CallRegion.before, CallRegion.finished, CallRegion.after):
     leave_to_python(_hook)
 
 
-def make_region_of_calls(model: nn.Module) -> None:
-    """Have each call of a model be a region of delayed scaling, by hooks that it keeps."""
-    found = [precision.recipe for precision in precisions_below(model)]
-    recipes = tuple(dict.fromkeys(r for r in found if r is not None and r.linear.delayed))
+def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Have each call of a model be a region of delayed scaling, by hooks that it keeps.
+
+    ``modules`` are the model's.
+    """
+    delayed = {
+        precision.recipe: None
+        for module in modules
+        for _, precision in precisions(module)
+        if precision.recipe is not None and precision.recipe.linear.delayed
+    }
+    recipes = tuple(delayed)
     hooks = model._forward_pre_hooks.values()
     for hook in hooks:
         if isinstance(owner := getattr(hook, "__self__", None), CallRegion):

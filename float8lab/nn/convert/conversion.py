@@ -8,6 +8,7 @@ own (``other_linear.py``).
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -20,33 +21,27 @@ from float8lab.arguments import (
     check_module,
     check_names,
 )
-from float8lab.distributed.fsdp.shards import is_sharded_plain, reshard, sharded_by_fsdp
+from float8lab.distributed.fsdp.shards import is_sharded_plain, reshard
 from float8lab.nn.attention.dot_product import DotProductAttention
-from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.convert.call_region import CallRegion, make_region_of_calls
 from float8lab.nn.convert.first_call import FirstCall, remove_hooks, watch_first_call
-from float8lab.nn.convert.freezing import Freezing, users_of
-from float8lab.nn.convert.names import TRAINED_COPIES, matches
-from float8lab.nn.convert.other_experts import OtherExperts, routers
+from float8lab.nn.convert.freezing import Freezing
+from float8lab.nn.convert.names import TRAINED_COPIES
+from float8lab.nn.convert.other_experts import OtherExperts
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.plan import (
     CONVERTED,
+    ConversionOptions,
+    ConversionPlan,
     LayerPlan,
-    Wishes,
-    attention_recipe,
     checked_choice,
-    choose_recipes,
     lines_about_recasts,
-    plan_layer,
+    plan_conversion,
 )
-from float8lab.nn.convert.report import (
-    candidates,
-    conversion_report,
-    forget_conversion,
-    has_recipe,
-    remember_conversion,
-)
-from float8lab.nn.convert.swap import class_of, plain_class, run_layers_of_encoder, set_recipe
+from float8lab.nn.convert.report import forget_conversion, remember_conversion, report_of_walk
+from float8lab.nn.convert.swap import class_of, plain_class, run_layers_of_encoders, set_recipe
+from float8lab.nn.convert.walk import ModelWalk, ParameterUsers, has_recipe, users_of, walk_model
+from float8lab.nn.convert.wrapped_forward import rebind_forward
 from float8lab.nn.expert_mlp import ExpertMLP
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.grouped_linear import GroupedLinear
@@ -59,6 +54,7 @@ from float8lab.tensor import Float8Tensor
 __all__ = ["convert_to_float8", "to_high_precision"]
 
 _LOG = logging.getLogger("float8lab.nn.convert")
+_DEFAULT_RECIPE = Float8CurrentScaling()
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -82,7 +78,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
     Modules of this library, such as ``Linear`` and ``ExpertMLP``, take the recipe as their own.
 
     ``conversion_report(model)`` says of each candidate whether it was converted, and why not. Its
-    summary is logged: one line at level INFO of the logger ``float8lab.nn.convert``.
+    summary is logged: one line at level INFO of the logger ``float8lab.nn.convert``. A call that
+    converts nothing warns, with the commonest reason.
 
     Parameters are shared, not copied: optimizers made before stay valid, tied weights stay tied,
     state_dict keys do not change. A converted layer runs in FP8 by default, under an enclosing
@@ -129,99 +126,111 @@ def convert_to_float8(  # each is a keyword that users set on its own
     1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
     """
     check_module("model", model)
-    check_callables(filter_fn=filter_fn)
+    check_callables(("module", "name"), filter_fn=filter_fn)
     check_flags(strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights)
-    exclude = check_names("exclude", exclude)
-    check_instance("overrides", overrides, Mapping, "a mapping", optional=True)
-    check_names("overrides", overrides or ())
-    base = Float8CurrentScaling() if recipe is None else checked_choice("recipe", recipe)
-    choices = {
-        pattern: None if asked is None else checked_choice(f"overrides[{pattern!r}]", asked)
-        for pattern, asked in (overrides or {}).items()
-    }
-    wishes = Wishes(base, filter_fn, exclude, choices, routers(model))
-    sharded = sharded_by_fsdp(model)
-    plans, predicted = choose_recipes(
-        [
-            plan_layer(layer, name, wishes, sharded=layer in sharded)
-            for name, layer in candidates(model)
-        ]
-    )
-    attention = [
-        (module, name, *attention_recipe(module, name, wishes))
-        for name, module in model.named_modules()
-        if isinstance(module, DotProductAttention)
-    ]
-    names = [*(plan.name for plan in plans), *(name for _, name, _, _ in attention)]
-    unmatched = tuple(
-        pattern
-        for pattern in (*exclude, *choices)
-        if not any(matches(name, pattern) for name in names)
-    )
-    undone = [plan for plan in plans if plan.failed]
-    reshard(model)
-    frozen = [
-        (plan.name, plan.layer, plan.recipe)
-        for plan in plans
-        if plan.recipe is not None and TRAINED_COPIES not in plan.name.split(".")
-    ]
-    freezing = Freezing(model, frozen if freeze_weights else ())
-    nothing = not plans and not any(asks_for_fp8_attention(r) for _, _, r, _ in attention if r)
-    recasts = lines_about_recasts(plans) if strict else []
-    if strict and (undone or unmatched or freezing.obstacles or nothing or recasts):
-        lines = [
-            "convert_to_float8(strict=True) must do all that was asked; got",
-            *[f"  a {type(model).__name__} without a linear layer"] * nothing,
-            *[f"  {plan.name}: {plan.note}" for plan in undone],
-            *[f"  no layer is called {name!r}" for name in unmatched],
-            *[f"  {obstacle}" for obstacle in freezing.obstacles],
-            *recasts,
-            "Exclude these layers, correct the names, or pass strict=False.",
-        ]
-        raise ValueError("\n".join(lines))
-    for plan in plans:
-        if plan.recipe is not None or plan.stays:
-            set_recipe(plan)
-    for module, name, found, pinned in attention:
-        precision = module._fp8
-        precision.recipe, precision.pinned, precision.name = found, pinned, name
-    gathering = _choose_all_gather(model, plans, fp8_all_gather)
+    options = _checked_options(recipe, filter_fn, exclude, overrides)
+    walk = walk_model(model)
+    plan = plan_conversion(model, walk, options)
+    if walk.is_sharded:
+        reshard(model)
+    users = users_of(walk.modules)
+    layers = plan.converted_layers()
+    freezing = Freezing([p for p in layers if freeze_weights and not _is_trained_copy(p)], users)
+    if strict:
+        _require_all(model, plan, freezing)
+    _set_recipes(plan)
+    late = _choose_all_gather(layers, users, fp8_all_gather)
     freezing.run()
-    if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
-        make_region_of_calls(model)
-    if any(plan.recipe is not None and plan.layer is not model for plan in plans):
-        watch_first_call(model)
-    for part in model.modules():
-        run_layers_of_encoder(part)
+    _register_hooks(model, walk, layers)
+    run_layers_of_encoders(walk.modules)
     remember_conversion(
         model,
-        unmatched=unmatched,
-        notes=(*predicted, *freezing.obstacles, *gathering),
-        # A layer that this call leaves alone may run in FP8 by an earlier one, which said how.
+        walk,
+        unmatched=plan.unmatched,
+        notes=(*plan.predictions, *freezing.obstacles, *late),
+        # A layer that this call leaves alone may run in FP8 by an earlier one, which noted how.
         layers=[
-            (p.layer, p.note) for p in plans if p.recipe is not None or not has_recipe(p.layer)
+            (p.candidate.layer, p.note)
+            for p in plan.layers
+            if p.recipe is not None or not has_recipe(p.candidate.layer)
         ],
     )
-    _LOG.info("%s: %s", type(model).__name__, conversion_report(model).summary)
+    if not layers and not plan.runs_fp8_attention():
+        _warn_of_nothing(model, plan)
+    if _LOG.isEnabledFor(logging.INFO):
+        _LOG.info("%s: %s", type(model).__name__, report_of_walk(model, walk).summary)
     return model
 
 
-def _choose_all_gather(model: nn.Module, plans: Sequence[LayerPlan], wanted: bool) -> list[str]:
+def _checked_options(
+    recipe: Any, filter_fn: Any, exclude: Any, overrides: Any
+) -> ConversionOptions:
+    """The arguments that choose layers and recipes, checked."""
+    exclude = check_names("exclude", exclude)
+    check_instance("overrides", overrides, Mapping, "a mapping", optional=True)
+    check_names("overrides", overrides or ())
+    base = _DEFAULT_RECIPE if recipe is None else checked_choice("recipe", recipe)
+    choices = {
+        pattern: None if choice is None else checked_choice(f"overrides[{pattern!r}]", choice)
+        for pattern, choice in (overrides or {}).items()
+    }
+    return ConversionOptions(base, filter_fn, exclude, choices)
+
+
+def _is_trained_copy(plan: LayerPlan) -> bool:
+    """Whether a layer is a copy that PEFT trains, whose weight must not be frozen."""
+    return TRAINED_COPIES in plan.candidate.name.split(".")
+
+
+def _require_all(model: nn.Module, plan: ConversionPlan, freezing: Freezing) -> None:
+    """Raise if anything that was asked for cannot be done."""
+    empty = not plan.layers and not plan.runs_fp8_attention()
+    lines = [
+        *[f"  a {type(model).__name__} without a linear layer"] * empty,
+        *[f"  {p.candidate.name}: {p.note}" for p in plan.layers if p.failed],
+        *[f"  no layer is called {name!r}" for name in plan.unmatched],
+        *[f"  {obstacle}" for obstacle in freezing.obstacles],
+        *lines_about_recasts(plan.layers),
+    ]
+    if lines:
+        raise ValueError(
+            "\n".join(
+                [
+                    "convert_to_float8(strict=True) must do all that was asked; got",
+                    *lines,
+                    "Exclude these layers, correct the names, or pass strict=False.",
+                ]
+            )
+        )
+
+
+def _set_recipes(plan: ConversionPlan) -> None:
+    """Give layers and attention modules their recipes."""
+    for layer in plan.layers:
+        if layer.recipe is not None or layer.stays:
+            set_recipe(layer)
+    for module, name, recipe, pinned in plan.attention:
+        precision = module._fp8
+        precision.recipe, precision.pinned, precision.name = recipe, pinned, name
+
+
+def _choose_all_gather(
+    layers: Sequence[LayerPlan], users: ParameterUsers, fp8_all_gather: bool
+) -> list[str]:
     """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree.
 
     Returns:
         A sentence about weights for which that is too late, if there are such.
     """
-    users = users_of(model)
-    recipes = {id(plan.layer): plan.recipe for plan in plans if plan.recipe is not None}
+    recipes = {id(plan.candidate.layer): plan.recipe for plan in layers}
     late = 0
-    for plan in plans:
-        for weight, precision in _gathered(plan.layer) if plan.recipe is not None else ():
-            others = users.get(id(weight), [])
-            agree = all(recipes.get(id(other)) == plan.recipe for other, _ in others)
+    for plan in layers:
+        for weight, precision in _gathered_weights(plan.candidate.layer):
+            modules = users.get(id(weight), [])
+            agree = all(recipes.get(id(module)) == plan.recipe for module, _ in modules)
             too_late = is_sharded_plain(weight)
-            precision.fp8_all_gather = wanted and agree and not too_late
-            late += wanted and too_late
+            precision.fp8_all_gather = fp8_all_gather and agree and not too_late
+            late += fp8_all_gather and too_late
     if not late:
         return []
     return [
@@ -230,13 +239,35 @@ def _choose_all_gather(model: nn.Module, plans: Sequence[LayerPlan], wanted: boo
     ]
 
 
-def _gathered(layer: Any) -> list[tuple[Any, Precision]]:
+def _gathered_weights(layer: Any) -> list[tuple[Any, Precision]]:
     """The weights of a layer that FSDP2 can gather in FP8, and the state of their casts."""
     if isinstance(layer, (Linear, GroupedLinear)):
         return [(layer._parameters.get("weight"), layer._fp8)]
     if isinstance(layer, ExpertMLP):
         return [(layer.fc1_weight, layer._fp8_fc1), (layer.fc2_weight, layer._fp8_fc2)]
     return []
+
+
+def _register_hooks(model: nn.Module, walk: ModelWalk, layers: Sequence[LayerPlan]) -> None:
+    """Give the model the hooks that its converted layers need."""
+    recipes = [plan.recipe for plan in layers]
+    if any(recipe is not None and recipe.linear.delayed for recipe in recipes):
+        make_region_of_calls(model, walk.modules)
+    if any(plan.candidate.layer is not model for plan in layers):
+        watch_first_call(model)
+
+
+def _warn_of_nothing(model: nn.Module, plan: ConversionPlan) -> None:
+    """Warn that a conversion has converted no layer, and say the commonest reason."""
+    text = f"convert_to_float8 found no linear layer in a {type(model).__name__}."
+    if plan.layers:
+        note, count = plan.commonest_note()
+        text = (
+            f"convert_to_float8 converted none of the {len(plan.layers)} linear layers of a "
+            f"{type(model).__name__}; the commonest reason, of {count}: {note}. "
+            "conversion_report(model) has the reason of each."
+        )
+    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def to_high_precision(model: _Model) -> _Model:
@@ -257,17 +288,15 @@ def to_high_precision(model: _Model) -> _Model:
     <class 'torch.nn.modules.linear.Linear'>
     """
     check_module("model", model)
-    layers = [m for m in model.modules() if isinstance(m, (Linear, OtherLinear, OtherExperts))]
-    for layer in layers:
-        if isinstance(layer, Linear) and (
-            layer.return_bias or layer._split is not None or layer.tp_size > 1
-        ):
-            raise NotImplementedError(
-                "to_high_precision must find layers that torch.nn.Linear can express; got one with "
-                "return_bias or parameters_split, or of several tensor-parallel ranks. Run it "
-                "under autocast(enabled=False) instead."
-            )
-    for module in model.modules():
+    modules = list(model.modules())
+    layers = [m for m in modules if isinstance(m, (Linear, OtherLinear, OtherExperts))]
+    if not all(map(_has_plain_class, layers)):
+        raise NotImplementedError(
+            "to_high_precision must find layers that torch.nn.Linear can express; got one with "
+            "return_bias or parameters_split, or of several tensor-parallel ranks. Run it "
+            "under autocast(enabled=False) instead."
+        )
+    for module in modules:
         if isinstance(module, CONVERTED):
             _dequantize_parameters(module)
         if isinstance(module, (FusedModule, GroupedLinear, ExpertMLP, DotProductAttention)):
@@ -275,14 +304,22 @@ def to_high_precision(model: _Model) -> _Model:
                 precision.recipe, precision.pinned = None, False
     for layer in layers:
         layer.__class__ = class_of(layer, plain_class)
+        rebind_forward(layer)
         for name in [name for name, value in vars(layer).items() if isinstance(value, Precision)]:
             delattr(layer, name)
         vars(layer).pop("_placement", None)
-    for module in model.modules():
+    for module in modules:
         remove_hooks(module, (CallRegion, FirstCall))
-        run_layers_of_encoder(module)
+    run_layers_of_encoders(modules)
     forget_conversion(model)
     return model
+
+
+def _has_plain_class(layer: Any) -> bool:
+    """Whether there is a class in high precision that does what a converted layer does."""
+    if not isinstance(layer, Linear):
+        return True
+    return not layer.return_bias and layer._split is None and layer.tp_size == 1
 
 
 def _dequantize_parameters(module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Find converted layers whose forward never runs, since their parent reads the weight itself.
 
-A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that product is
-in high precision, whatever class the layer has. A model is watched during its first call in eager
+A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that GEMM is in
+high precision, whatever class the layer has. A model is watched during its first call in eager
 mode, by hooks on the model alone. They stay, and return at once in later calls: a model that was
 compiled with them would be compiled again without. Nothing is seen of a call that runs compiled.
 """
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from float8lab.nn.convert.freezing import users_of
 from float8lab.nn.convert.names import TRAINED_COPIES
 from float8lab.nn.convert.other_linear import OtherLinear
-from float8lab.nn.convert.report import mark_unseen
+from float8lab.nn.convert.walk import mark_unseen, users_of
 from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions_below
@@ -63,9 +62,7 @@ class FirstCall:
     def _look(self, model: nn.Module) -> None:
         recording, outputs = self._recording, self._outputs
         assert recording is not None, "set before the call"
-        CHECKPOINTS.recordings = tuple(
-            other for other in CHECKPOINTS.recordings if other is not recording
-        )
+        CHECKPOINTS.recordings = tuple(r for r in CHECKPOINTS.recordings if r is not recording)
         self._recording = self._outputs = None
         if outputs is None:  # it raised
             return
@@ -78,7 +75,7 @@ class FirstCall:
         warnings.warn(
             f"{len(unseen)} converted layers did not run in the model's first call, though layers "
             f"beside them did: {', '.join(unseen)}. If the module above one reads its weight "
-            "instead of calling it, that product is in high precision; conversion_report(model) "
+            "instead of calling it, that GEMM is in high precision; conversion_report(model) "
             "marks these layers. Name them in exclude to leave them as they are.",
             UserWarning,
             stacklevel=3,
@@ -103,32 +100,41 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
     parent ran. Where autograd recorded the call, nor are those whose weight it does not know, such
     as a projection of images when the batch has none.
     """
-    users = users_of(model)
+    users = users_of(model.modules())
     reached = _reached(outputs)
-    found: dict[str, nn.Module] = {}
+    unseen: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
-        layers = {
-            name: layer
-            for name, layer in parent.named_children()
-            if isinstance(layer, (Linear, OtherLinear)) and layer._fp8.recipe is not None
-        }
-        idle = {name: layer for name, layer in layers.items() if layer._fp8 not in ran}
-        # Containers such as ModuleList do not run: others choose among the layers that they hold.
-        # PEFT holds the copy of a layer that it trains beside the layer, which rests.
-        if type(parent).forward is nn.Module.forward or TRAINED_COPIES in parent._modules:
+        if not _runs_its_layers(parent):
             continue
         if not any(precision in ran for precision in precisions_below(parent)):
             continue
-        for name, layer in idle.items():
+        for name, layer in parent.named_children():
+            if not isinstance(layer, (Linear, OtherLinear)) or layer._fp8.recipe is None:
+                continue
             weight = layer._parameters.get("weight")
-            others = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
-            # FSDP2 put a sharded parameter in the place of the one that autograd knows.
-            unknown = weight is None or not weight.requires_grad or is_dtensor(weight)
-            if (unknown or reached is None or id(weight) in reached) and not ran.intersection(
-                others
-            ):
-                found[f"{prefix}.{name}" if prefix else name] = layer
-    return found
+            precisions = {getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])}
+            if ran.isdisjoint({layer._fp8, *precisions}) and _may_be_read(weight, reached):
+                unseen[f"{prefix}.{name}" if prefix else name] = layer
+    return unseen
+
+
+def _runs_its_layers(parent: nn.Module) -> bool:
+    """Whether a module has a forward that is to run all of its layers.
+
+    Containers such as ModuleList have none: their owners choose among the layers that they hold.
+    PEFT holds the copy of a layer that it trains beside the layer, which rests.
+    """
+    return type(parent).forward is not nn.Module.forward and TRAINED_COPIES not in parent._modules
+
+
+def _may_be_read(weight: Any, reached: set[int] | None) -> bool:
+    """Whether the outputs may depend on a weight; ``reached`` are ids of those that they do.
+
+    FSDP2 put a sharded parameter in the place of the one that autograd knows.
+    """
+    if reached is None or weight is None or is_dtensor(weight):
+        return True
+    return not weight.requires_grad or id(weight) in reached
 
 
 def _reached(outputs: list[Tensor]) -> set[int] | None:
@@ -147,10 +153,10 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
             following = [n for n, _ in node.next_functions if not hasattr(n, "variable")]
         else:
             following = [n for n, _ in node.next_functions]
-        for other in following:
-            if other is not None and other not in seen:
-                seen.add(other)
-                nodes.append(other)
+        for successor in following:
+            if successor is not None and successor not in seen:
+                seen.add(successor)
+                nodes.append(successor)
     return leaves
 
 

@@ -2,82 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from float8lab.nn.convert.other_experts import OtherExperts, experts_class
+from float8lab.nn.convert.other_experts import OtherExperts
 from float8lab.nn.convert.other_linear import OtherLinear
+from float8lab.nn.convert.plan import LayerPlan
+from float8lab.nn.convert.walk import Candidate, ParameterUsers
 from float8lab.nn.linear import stored_for
 from float8lab.recipes.recipe import Recipe
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
 
-__all__ = ["Freezing", "users_of"]
-
-
-def users_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The modules that have a parameter, and its name in each, by the parameter's id."""
-    users: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                users.setdefault(id(parameter), []).append((module, name))
-    return users
+__all__ = ["Freezing"]
 
 
 class Freezing:
     """Which weights are to be stored in FP8 and frozen; ``run`` does it.
 
     Args:
-        model: the model, in which other modules may use the weights as well.
-        layers: FP8 layers, their names and their recipes.
+        plans: of FP8 layers.
+        users: the modules of the model that have each parameter; others than these layers may.
 
     Attributes:
         obstacles: lines about layers whose weights stay as they are.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Iterable[tuple[str, nn.Module, Recipe]] = ()
-    ) -> None:
+    def __init__(self, plans: Iterable[LayerPlan], users: ParameterUsers) -> None:
         self.obstacles: list[str] = []
-        self._weights: list[tuple[list[tuple[nn.Module, str]], Recipe]] = []
-        layers = list(layers)
-        users = users_of(model) if layers else {}
-        recipes = {id(layer): recipe for _, layer, recipe in layers}
-        done: set[int] = set()
-        for name, layer, recipe in layers:
+        self._weights: list[_Weight] = []
+        layers = [(plan.candidate, plan.recipe) for plan in plans if plan.recipe is not None]
+        recipes = {id(candidate.layer): recipe for candidate, recipe in layers}
+        visited: set[int] = set()
+        for candidate, recipe in layers:
+            layer = candidate.layer
             if is_parametrized(layer):
-                self._leave(name, "it is parametrized")
-            if experts_class(layer) is not None and not layer._parameters:
-                self._leave(name, "it is in a module below")
-            for own, weight in layer._parameters.items():
-                if weight is None or weight.ndim < 2 or "bias" in own or id(weight) in done:
+                self._leave(candidate, "it is parametrized")
+            if candidate.experts_class is not None and not layer._parameters:
+                self._leave(candidate, "it is in a module below")
+            for name, weight in layer._parameters.items():
+                if weight is None or weight.ndim < 2 or "bias" in name or id(weight) in visited:
                     continue
-                done.add(id(weight))
+                visited.add(id(weight))
                 places = users[id(weight)]
-                if any(recipes.get(id(module)) != recipe for module, _ in places):
-                    self._leave(name, "another module has it, too")
-                elif any(getattr(module, "tp_size", 1) > 1 for module, _ in places):
-                    self._leave(name, "tensor-parallel ranks share it; build it in fp8_model_init")
-                elif is_dtensor(weight):
-                    self._leave(name, "it is sharded; convert before sharding")
+                obstacle = _obstacle(weight, places, recipe, recipes)
+                if obstacle is None:
+                    self._weights.append(_Weight(places, recipe))
                 else:
-                    self._weights.append((places, recipe))
+                    self._leave(candidate, obstacle)
 
-    def _leave(self, name: str, why: str) -> None:
-        self.obstacles.append(f"{name or '(model)'}: weight not stored in FP8: {why}")
+    def _leave(self, candidate: Candidate, reason: str) -> None:
+        self.obstacles.append(f"{candidate.name or '(model)'}: weight not stored in FP8: {reason}")
 
     def run(self) -> None:
         """Store one weight after the other, so that only one of them is there twice."""
         for places, recipe in self._weights:
-            weight = getattr(*places[0])
+            layer, name = places[0]
+            weight = getattr(layer, name)
             if not isinstance(weight, Float8Tensor):
-                weight = nn.Parameter(_stored(places[0][0], weight, recipe))
+                weight = nn.Parameter(_stored(layer, weight, recipe))
                 for place in places:
                     setattr(*place, weight)
             weight.requires_grad_(False)
+
+
+class _Weight(NamedTuple):
+    """A weight that is to be stored, by the modules that have it and its name in each."""
+
+    places: list[tuple[nn.Module, str]]
+    recipe: Recipe
+
+
+def _obstacle(
+    weight: Tensor,
+    places: Sequence[tuple[nn.Module, str]],
+    recipe: Recipe,
+    recipes: Mapping[int, Recipe],
+) -> str | None:
+    """Why a weight cannot be stored as a recipe says, or None.
+
+    ``recipes`` are those of all layers whose weights are to be stored, by the layer's id.
+    """
+    if any(recipes.get(id(module)) != recipe for module, _ in places):
+        return "another module has it, too"
+    if any(getattr(module, "tp_size", 1) > 1 for module, _ in places):
+        return "tensor-parallel ranks share it; build it in fp8_model_init"
+    if is_dtensor(weight):
+        return "it is sharded; convert before sharding"
+    return None
 
 
 def _stored(layer: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:

@@ -29,33 +29,33 @@ def matches(name: str, pattern: str) -> bool:
     >>> matches("blocks.0.attn.qkv", "*.qkv"), matches("blocks.10.mlp", "blocks.1?.mlp")
     (True, True)
     """
-    parts, wanted = name.split("."), pattern.split(".")
-    found = any(
-        all(fnmatchcase(p, w) for p, w in zip(parts[i:], wanted, strict=False))
-        for i in range(len(parts) - len(wanted) + 1)
+    components, globs = name.split("."), pattern.split(".")
+    inside = any(
+        all(fnmatchcase(c, g) for c, g in zip(components[i:], globs, strict=False))
+        for i in range(len(components) - len(globs) + 1)
     )
-    return found or fnmatchcase(name, pattern)
+    return inside or fnmatchcase(name, pattern)
 
 
 def unambiguous(
-    changed: Mapping[str, Recipe | None], wanted: Mapping[str, Recipe | None]
+    changed: Mapping[str, Recipe | None], recipes: Mapping[str, Recipe | None]
 ) -> dict[str, Recipe | None]:
     """``overrides`` that mean these very layers, though a name is a pattern, too.
 
     Args:
         changed: the overrides to express, by layer.
-        wanted: the recipe that each layer of the model is to get, changed or not.
+        recipes: the recipe that each layer of the model is to get, changed or not.
 
     >>> unambiguous({"0": None}, {"0": None, "1.0": float8lab.recipes.Float8CurrentScaling()})
     {'0': None, '1.0': Float8CurrentScaling()}
     """
-    said = dict(changed)
+    overrides = dict(changed)
     while True:
-        said = dict(sorted(said.items(), key=lambda item: item[0].count(".")))
-        for name, choice in wanted.items():
-            found = [pattern for pattern in said if matches(name, pattern)]
-            if found and found[-1] != name:
-                said[name] = choice
+        overrides = dict(sorted(overrides.items(), key=lambda item: item[0].count(".")))
+        for name, recipe in recipes.items():
+            patterns = [pattern for pattern in overrides if matches(name, pattern)]
+            if patterns and patterns[-1] != name:
+                overrides[name] = recipe
                 break
         else:
-            return said
+            return overrides

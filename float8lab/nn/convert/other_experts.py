@@ -1,16 +1,16 @@
 """Other libraries' modules of stacked experts, and their FP8 classes.  E experts, T tokens.
 
-``convert_to_float8`` recognises such a module by what it has, so that nobody imports the library
-for it: parameters of known names and shapes, and the arguments of its forward. Its FP8 class comes
-after its own in the order of methods; only the methods in ``replaces`` are new. The parameters stay
+``convert_to_float8`` recognises such a module by its attributes, without an import of the library:
+parameters of known names and shapes, and the arguments of its forward. Its FP8 class comes after
+the library's in the order of methods; only the methods in ``replaces`` are new. The parameters stay
 as they are. A matrix that is stored transposed is read as a view.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,18 @@ from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.permute import gather_rows, routed
 
-__all__ = ["OtherExperts", "experts_class", "routers"]
+__all__ = ["ExpertWeight", "OtherExperts", "experts_class", "routers"]
+
+
+class ExpertWeight(NamedTuple):
+    """A parameter with matrices of all experts, as a layer of theirs takes it."""
+
+    part: str
+    """The layer, of ``ExpertsBase.parts``."""
+    transposed: bool = False
+    """Whether the matrices are ``[in, out]``."""
+    joined: tuple[str, ...] = ()
+    """Parameters, this one included, whose rows the layer casts as those of one matrix."""
 
 
 class OtherExperts(ExpertsBase):
@@ -45,6 +56,11 @@ class OtherExperts(ExpertsBase):
     @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         """``[E, out, in]`` of the weights."""
+        raise NotImplementedError
+
+    @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        """The parameters with the experts' matrices, by their names below the module."""
         raise NotImplementedError
 
     @staticmethod
@@ -71,10 +87,10 @@ _GATED = {
 def _named(function: Any, *, gated: bool) -> str | None:
     """The activation of ``ACTIVATIONS`` that a library's function is."""
     if isinstance(function, nn.GELU):
-        found = "gelu" if function.approximate == "tanh" else None
+        activation = "gelu" if function.approximate == "tanh" else None
     else:
-        found = _FUNCTIONS.get(getattr(function, "__name__", type(function).__name__))
-    return _GATED[found] if found and gated else found
+        activation = _FUNCTIONS.get(getattr(function, "__name__", type(function).__name__))
+    return _GATED[activation] if activation and gated else activation
 
 
 def _gated_by(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], Tensor]:
@@ -89,17 +105,17 @@ def _gated_by(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], 
 
 def _has(module: Any, *names: str, ndim: int = 3) -> bool:
     """Whether a module has parameters of these names and dimensions, parametrized or not."""
-    found = [getattr(module, name, None) for name in names]
+    parameters = [getattr(module, name, None) for name in names]
     return all(
         isinstance(p, Tensor) and not isinstance(p, UninitializedParameter) and p.ndim == ndim
-        for p in found
+        for p in parameters
     )
 
 
 def _takes(module: Any, *names: str) -> bool:
     """Whether the first arguments of a module's forward are called so."""
-    found = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-    return found[: len(names)] == list(names)
+    arguments = [n for n in inspect.signature(type(module).forward).parameters if n != "self"]
+    return arguments[: len(names)] == list(names)
 
 
 def _is_gate_of_gpt_oss(module: Any) -> bool:
@@ -139,6 +155,14 @@ class TransformersExperts(OtherExperts):
         return (weights[0], biases[0]), (weights[1], biases[1])
 
     @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        transposed = bool(module.is_transposed)
+        return {
+            first: ExpertWeight("fc1", transposed), "down_proj": ExpertWeight("fc2", transposed)
+        }  # fmt: skip
+
+    @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight, _ in TransformersExperts.layers(module)]
 
@@ -149,8 +173,8 @@ class TransformersExperts(OtherExperts):
         return None
 
     def transposed(self: Any) -> bool:
-        found: bool = self.is_transposed
-        return found
+        is_transposed: bool = self.is_transposed
+        return is_transposed
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any) -> Tensor:
         """Apply to each token ``[..., H]`` its experts, ``[T, K]``, and add up, times weights."""
@@ -209,6 +233,12 @@ class LlamaExperts(OtherExperts):
         return (module.gate_up_proj.mT, None), (module.down_proj.mT, None)
 
     @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        return {
+            "gate_up_proj": ExpertWeight("fc1", True), "down_proj": ExpertWeight("fc2", True)
+        }  # fmt: skip
+
+    @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight, _ in LlamaExperts.layers(module)]
 
@@ -250,6 +280,11 @@ class DbrxExperts(OtherExperts):
         return (torch.cat((w1, v1), 1), None), (w2.mT, None)
 
     @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        first = ExpertWeight("fc1", joined=("mlp.w1", "mlp.v1"))
+        return {"mlp.w1": first, "mlp.v1": first, "mlp.w2": ExpertWeight("fc2", True)}
+
+    @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         inner = module.mlp
         E, F, H = inner.moe_num_experts, inner.ffn_hidden_size, inner.hidden_size
@@ -267,7 +302,7 @@ _W_OF_DIMENSIONS = ("w1_EFD", "w2_EDF", "w3_EFD")
 
 
 class TitanExperts(OtherExperts):
-    """torchtitan's ``GroupedExperts`` of versions that have no method for one grouped product."""
+    """torchtitan's ``GroupedExperts`` of versions that have no method for one grouped GEMM."""
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -282,6 +317,12 @@ class TitanExperts(OtherExperts):
     def layers(module: Any) -> tuple[Layer, Layer]:
         w1, w2, w3 = (getattr(module, name) for name in _names_of_titan(module) or ())
         return (torch.cat((w1, w3), 1), None), (w2, None)
+
+    @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        w1, w2, w3 = _names_of_titan(module) or _W
+        first = ExpertWeight("fc1", joined=(w1, w3))
+        return {w1: first, w2: ExpertWeight("fc2"), w3: first}
 
     @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
@@ -303,8 +344,7 @@ def _names_of_titan(module: Any) -> tuple[str, ...] | None:
 class TitanGroupedMM(OtherExperts):
     """torchtitan's ``GroupedExperts``, whose ``_grouped_mm`` alone is replaced.
 
-    What it does around the three products, and between them, stays its own. They run in the order
-    w1, w3, w2.
+    Its code around the three GEMMs, and between them, stays. They run in the order w1, w3, w2.
     """
 
     replaces = ("forward", "_grouped_mm")
@@ -313,6 +353,10 @@ class TitanGroupedMM(OtherExperts):
     @staticmethod
     def fits(module: Any) -> bool:
         return hasattr(module, "_grouped_mm") and _names_of_titan(module) is not None
+
+    @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        return dict(zip(_names_of_titan(module) or _W, map(ExpertWeight, _W), strict=True))
 
     shapes = TitanExperts.shapes
 
@@ -324,7 +368,7 @@ class TitanGroupedMM(OtherExperts):
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the experts, with the arguments of the original."""
-        self._products = 0
+        self._gemms_begun = 0
         return self.original.forward(self, *args, **kwargs)
 
     def _grouped_mm(
@@ -337,8 +381,8 @@ class TitanGroupedMM(OtherExperts):
     ) -> Tensor:
         """``A @ B_t[e]``, or ``A @ weight_EOI[e].T``, for the rows of each expert."""
         weight: Any = weight_EOI if B_t is None else B_t.mT
-        precision = getattr(self, f"_fp8_{TitanGroupedMM.parts[self._products % 3]}")
-        self._products += 1
+        precision = getattr(self, f"_fp8_{TitanGroupedMM.parts[self._gemms_begun % 3]}")
+        self._gemms_begun += 1
         return self._multiply(precision, _plain(A), offs, weight)
 
     def _multiply(self, precision: Any, x: Tensor, offs: Tensor, weight: Tensor) -> Tensor:
@@ -368,28 +412,28 @@ def _number_of_experts(module: Any) -> int | None:
     if isinstance(module, nn.ModuleList):
         return len(module)
     counts = (getattr(module, name, None) for name in ("num_experts", "num_gemms"))
-    found = next((count for count in counts if isinstance(count, int)), None)
-    if found is None:
+    count = next((count for count in counts if isinstance(count, int)), None)
+    if count is None:
         stacked = (p for p in module.parameters() if p.ndim == 3)
-        found = next((p.shape[0] for p in stacked), None)
-    return found
+        count = next((p.shape[0] for p in stacked), None)
+    return count
 
 
-def routers(model: nn.Module) -> set[nn.Module]:
-    """The modules that choose experts, and those below them.
+def routers(named_modules: Iterable[tuple[str, nn.Module]]) -> set[nn.Module]:
+    """The modules of a model that choose experts, and those below them.
 
     They are called ``router``, or ``gate`` beside ``experts``, all of which the gate scores, and in
     some models (Zaya's) that none of them is to have the token.
     """
-    found: set[nn.Module] = set()
-    for name, module in model.named_modules():
+    modules: set[nn.Module] = set()
+    for name, module in named_modules:
         if name.rpartition(".")[2] == "router":
-            found.update(module.modules())
+            modules.update(module.modules())
         gate, experts = (module._modules.get(key) for key in ("gate", "experts"))
         if gate is None or experts is None:
             continue
         scores = {p.shape[0] for p in gate.parameters() if p.ndim == 2}
         count = _number_of_experts(experts)
         if count is not None and not scores.isdisjoint((count, count + 1)):
-            found.update(gate.modules())
-    return found
+            modules.update(gate.modules())
+    return modules

@@ -1,7 +1,7 @@
 """Linear layers of other libraries that are no torch.nn.Linear, and their FP8 classes.
 
-``convert_to_float8`` recognises such a layer by the qualified name of its class, so that nobody
-imports the library for it; the module that knows the library registers the name.
+``convert_to_float8`` recognises such a layer by the qualified name of its class, without an
+import of the library; the module that knows the library registers the name.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.linear import moved_in_place
 from float8lab.nn.precision import Precision
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear", "sizes"]
+__all__ = ["OtherLinear", "known_linear", "linear_shape", "load_float8_class", "register_linear"]
 
 
 class OtherLinear(nn.Module):
@@ -73,6 +74,9 @@ class OtherLinear(nn.Module):
             self._fp8.end(call)
         return y
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}{describe_fp8(self)}".removeprefix(", ")
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):
             return super()._apply(fn, recurse)
@@ -95,17 +99,19 @@ def known_linear(cls: type) -> Any:
     return next((base for base in cls.__mro__ if _name(base) in OtherLinear.loaders), None)
 
 
-def load_float8_class(known: type) -> type[OtherLinear]:
+def load_float8_class(linear_class: type) -> type[OtherLinear]:
     """The FP8 class of a registered class."""
-    return OtherLinear.loaders[_name(known)]()
+    return OtherLinear.loaders[_name(linear_class)]()
 
 
-def sizes(layer: Any) -> tuple[int, int]:
-    """``(out_features, in_features)`` of a linear layer of any class, converted or not."""
-    known = known_linear(type(layer))
-    if known is None or known is nn.Linear:
+def linear_shape(layer: Any, linear_class: Any) -> tuple[int, int]:
+    """``(out_features, in_features)`` of a layer, converted or not.
+
+    ``linear_class`` is what ``known_linear`` says of its class.
+    """
+    if linear_class is None or linear_class is nn.Linear:
         return layer.out_features, layer.in_features
-    out_features, in_features = load_float8_class(known).matrix(layer).shape
+    out_features, in_features = load_float8_class(linear_class).matrix(layer).shape
     return out_features, in_features
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,14 +13,21 @@ from torch.nn.parameter import UninitializedParameter
 
 from float8lab.distributed.comm import TensorParallel, misfit
 from float8lab.distributed.expert_parallel import shares_experts
-from float8lab.distributed.fsdp.shards import is_column_or_row_shard, is_tensor_parallel
+from float8lab.distributed.fsdp.shards import (
+    is_column_or_row_shard,
+    is_tensor_parallel,
+    sharded_by_fsdp,
+)
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float4Spec
+from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.casts import recast
 from float8lab.nn.convert.names import ADAPTERS, matches
-from float8lab.nn.convert.other_experts import experts_class
-from float8lab.nn.convert.other_linear import OtherLinear, known_linear
-from float8lab.nn.convert.report import emulated_gemms, own_matrices, shapes_of
+from float8lab.nn.convert.other_experts import routers
+from float8lab.nn.convert.other_linear import OtherLinear
+from float8lab.nn.convert.report import emulated_gemms
+from float8lab.nn.convert.walk import Candidate, ModelWalk, matrix_shapes
+from float8lab.nn.convert.wrapped_forward import has_wrapped_forward
 from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.grouped_linear import GroupedLinear
@@ -29,16 +37,16 @@ from float8lab.recipes.auto import Auto, Prediction, choose, explain, predict
 from float8lab.recipes.cost import Times
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.tensor import Float4Tensor
+from float8lab.tensor.dtensor import is_dtensor
 
 __all__ = [
     "CONVERTED",
+    "ConversionOptions",
+    "ConversionPlan",
     "LayerPlan",
-    "Wishes",
-    "attention_recipe",
     "checked_choice",
-    "choose_recipes",
     "lines_about_recasts",
-    "plan_layer",
+    "plan_conversion",
 ]
 
 _Choice = Recipe | Auto
@@ -51,8 +59,7 @@ CONVERTED = (Linear, OtherLinear, FusedModule, GroupedLinear, ExpertsBase)
 class LayerPlan:
     """The recipe that one layer gets, or why it gets none."""
 
-    layer: nn.Module
-    name: str
+    candidate: Candidate
     note: str
     """The report's sentence about the layer."""
     recipe: Recipe | None
@@ -68,85 +75,170 @@ class LayerPlan:
     """Whether FSDP2 shards the layer's parameters."""
 
 
-def checked_choice(name: str, asked: Any) -> _Choice:
+class AttentionPlan(NamedTuple):
+    """The recipe that an attention module gets; one of GEMMs alone leaves it in high precision."""
+
+    module: Any
+    name: str
+    recipe: Recipe | None
+    pinned: bool
+
+
+class ConversionPlan(NamedTuple):
+    """The plans of all layers and attention modules of a model."""
+
+    layers: list[LayerPlan]
+    attention: list[AttentionPlan]
+    predictions: list[str]
+    """Sentences about the times of the recipes that ``Auto`` has chosen."""
+    unmatched: tuple[str, ...]
+    """Names given in ``exclude`` or ``overrides`` that no layer has."""
+
+    def converted_layers(self) -> list[LayerPlan]:
+        """The plans of the layers that get a recipe."""
+        return [plan for plan in self.layers if plan.recipe is not None]
+
+    def runs_fp8_attention(self) -> bool:
+        """Whether an attention module is to run in FP8."""
+        recipes = (plan.recipe for plan in self.attention)
+        return any(recipe and asks_for_fp8_attention(recipe) for recipe in recipes)
+
+    def commonest_note(self) -> tuple[str, int]:
+        """The sentence that the most layers have, and how many have it."""
+        return Counter(plan.note for plan in self.layers).most_common(1)[0]
+
+
+def checked_choice(name: str, choice: Any) -> _Choice:
     """Return a recipe, or the ``Auto`` that chooses one; raise for anything else."""
-    if isinstance(asked, str) and asked == "auto":
+    if isinstance(choice, str) and choice == "auto":
         return Auto()
-    if isinstance(asked, (Recipe, Auto)):
-        return asked
-    if isinstance(asked, Float4Spec):
-        check_recipe(name, asked)  # raises, and says why
-    got = repr(asked) if isinstance(asked, str) else type(asked).__name__
+    if isinstance(choice, (Recipe, Auto)):
+        return choice
+    if isinstance(choice, Float4Spec):
+        check_recipe(name, choice)  # raises, and says why
+    got = repr(choice) if isinstance(choice, str) else type(choice).__name__
     raise TypeError(
         f'{name} must be one of float8lab.recipes, or "auto"; got {got}. '
         "Construct one, for example recipes.Float8CurrentScaling()."
     )
 
 
-class Wishes(NamedTuple):
+class LayerOptions(NamedTuple):
+    """The options of a conversion that apply to one module."""
+
+    exclusion: str | None
+    """Why the module is left alone, if it is."""
+    choice: _Choice | None
+    is_named: bool
+    """Whether the choice is an override, by the module's name."""
+
+
+class ConversionOptions(NamedTuple):
     """The arguments of ``convert_to_float8`` that choose layers and recipes."""
 
     base: _Choice
     filter_fn: Callable[[nn.Module, str], bool] | None
     exclude: Sequence[str]
     overrides: Mapping[str, _Choice | None]
-    routers: Container[nn.Module]
-    """Modules that are converted by their names alone."""
 
-    def about(self, module: nn.Module, name: str) -> tuple[str | None, _Choice | None, bool]:
-        """Why a module is left alone, if it is; the recipe wished for; whether by its name."""
-        named = [pattern for pattern in self.overrides if matches(name, pattern)]
-        excluded = next((pattern for pattern in self.exclude if matches(name, pattern)), None)
-        left = None
-        if excluded is not None:
-            left = f"excluded by {excluded!r}"
+    def for_layer(self, module: nn.Module, name: str) -> LayerOptions:
+        """The options that apply to a module; ``filter_fn`` is asked about it."""
+        overrides = [pattern for pattern in self.overrides if matches(name, pattern)]
+        excluded_by = next((pattern for pattern in self.exclude if matches(name, pattern)), None)
+        exclusion = None
+        if excluded_by is not None:
+            exclusion = f"excluded by {excluded_by!r}"
         elif self.filter_fn is not None and not self.filter_fn(module, name):
-            left = "left out by filter_fn"
-        return left, self.overrides[named[-1]] if named else self.base, bool(named)
+            exclusion = "left out by filter_fn"
+        choice = self.overrides[overrides[-1]] if overrides else self.base
+        return LayerOptions(exclusion, choice, bool(overrides))
 
 
-def plan_layer(layer: nn.Module, name: str, wishes: Wishes, *, sharded: bool) -> LayerPlan:
-    """The plan for a layer by what its user wishes and what is possible."""
-    left, choice, named = wishes.about(layer, name)
+def plan_conversion(
+    model: nn.Module, walk: ModelWalk, options: ConversionOptions
+) -> ConversionPlan:
+    """Decide what becomes of every candidate and attention module of a model."""
+    router_modules = routers(walk.named_modules)
+    sharded = sharded_by_fsdp(model) if walk.is_sharded else set()
+    layers, predictions = _choose_recipes(
+        [
+            _plan_layer(
+                candidate,
+                options.for_layer(candidate.layer, candidate.name),
+                is_router=candidate.layer in router_modules,
+                sharded=candidate.layer in sharded,
+            )
+            for candidate in walk.candidates
+        ]
+    )
+    attention = [
+        _plan_attention(module, name, options.for_layer(module, name))
+        for name, module in walk.attention
+    ]
+    names = [*(plan.candidate.name for plan in layers), *(plan.name for plan in attention)]
+    unmatched = tuple(
+        pattern
+        for pattern in (*options.exclude, *options.overrides)
+        if not any(matches(name, pattern) for name in names)
+    )
+    return ConversionPlan(layers, attention, predictions, unmatched)
 
-    def plan(note: str, recipe: Recipe | None = None, **how: Any) -> LayerPlan:
-        return LayerPlan(layer, name, note, recipe, pinned=named, sharded=sharded, **how)
 
-    if left is not None:
-        return plan(left)
+def _plan_layer(
+    candidate: Candidate, options: LayerOptions, *, is_router: bool, sharded: bool
+) -> LayerPlan:
+    """The plan for a layer, which depends on its user's options and on what FP8 can do."""
+    choice, is_named = options.choice, options.is_named
+
+    def plan(note: str, recipe: Recipe | None = None, **flags: Any) -> LayerPlan:
+        return LayerPlan(candidate, note, recipe, pinned=is_named, sharded=sharded, **flags)
+
+    if options.exclusion is not None:
+        return plan(options.exclusion)
     if choice is None:
         return plan("high precision by overrides", stays=True)
-    if not named and any(part in ADAPTERS for part in name.split(".")):
+    if not is_named and any(component in ADAPTERS for component in candidate.name.split(".")):
         return plan("low rank, in which FP8 saves nothing; name it in overrides to convert")
-    obstacle = _obstacle(layer, told=named, sharded=sharded)
-    if layer in wishes.routers and not named:
-        how = "" if obstacle else "; name it in overrides to convert"
-        return plan(f"a router, which stays in high precision{how}")
+    obstacle = _obstacle(candidate, is_named=is_named, sharded=sharded)
+    if is_router and not is_named:
+        advice = "" if obstacle else "; name it in overrides to convert"
+        return plan(f"a router, which stays in high precision{advice}")
     if obstacle is not None:
         return plan(obstacle, failed=True)
     if isinstance(choice, Auto):
         return plan("", auto=choice)
-    cut_blocks = _misfit(layer, choice, sharded=sharded)
+    cut_blocks = _misfit(candidate.layer, choice, sharded=sharded)
     if cut_blocks is not None:
         return plan(cut_blocks, failed=True)
     return plan(repr(choice), choice)
 
 
-def choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[str]]:
+def _plan_attention(module: nn.Module, name: str, options: LayerOptions) -> AttentionPlan:
+    """The plan for an attention module; ``Auto`` chooses nothing for it."""
+    if options.exclusion is not None:
+        return AttentionPlan(module, name, None, False)
+    recipe = options.choice if isinstance(options.choice, Recipe) else None
+    return AttentionPlan(module, name, recipe, options.is_named)
+
+
+def _choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[str]]:
     """Give plans that ask for it a recipe or high precision, and predict their times in all."""
-    done = list(plans)
-    asking = [(index, plan.auto) for index, plan in enumerate(plans) if plan.auto is not None]
-    predictions = [_predict(plans[index], auto) for index, auto in asking]
-    totals: dict[Auto, list[tuple[Times, Times]]] = {}
-    for (index, auto), times, recipe in zip(asking, predictions, choose(predictions), strict=True):
+    layers = list(plans)
+    automatic = [(index, plan.auto) for index, plan in enumerate(plans) if plan.auto is not None]
+    if not automatic:
+        return layers, []
+    predictions = [_predict(plans[index], auto) for index, auto in automatic]
+    recipes = choose(predictions)
+    times_by_choice: dict[Auto, list[tuple[Times, Times]]] = {}
+    for (index, auto), times, recipe in zip(automatic, predictions, recipes, strict=True):
         note = explain(times, recipe)
-        done[index] = replace(plans[index], note=note, recipe=recipe, stays=recipe is None)
-        totals.setdefault(auto, []).append((times[recipe], times[None]))
-    return done, [_describe_total(auto, times) for auto, times in totals.items()]
+        layers[index] = replace(plans[index], note=note, recipe=recipe, stays=recipe is None)
+        times_by_choice.setdefault(auto, []).append((times[recipe], times[None]))
+    return layers, [_describe_times(auto, times) for auto, times in times_by_choice.items()]
 
 
 def _predict(plan: LayerPlan, auto: Auto) -> Prediction:
-    layer = plan.layer
+    layer = plan.candidate.layer
     device = next(layer.parameters()).device
     usable = [
         recipe
@@ -154,14 +246,15 @@ def _predict(plan: LayerPlan, auto: Auto) -> Prediction:
         if not emulated_gemms(recipe.linear, device)
         and _misfit(layer, recipe, sharded=plan.sharded) is None
     ]
-    shapes = [shape[-2:] for shape in shapes_of(layer)]  # experts: one's sizes, all rows
+    # Of experts, the sizes of one, with all rows.
+    shapes = [shape[-2:] for shape in matrix_shapes(plan.candidate)]
     return predict(shapes, usable, tokens=auto.tokens, mode=auto.mode)
 
 
-def _describe_total(auto: Auto, times: Sequence[tuple[Times, Times]]) -> str:
+def _describe_times(auto: Auto, times: Sequence[tuple[Times, Times]]) -> str:
     gpu, cpu, high_gpu, high_cpu = (
         f"{1e3 * sum(seconds):.2f} ms"
-        for seconds in zip(*((*chosen, *high) for chosen, high in times), strict=True)
+        for seconds in zip(*((*fp8, *bfloat16) for fp8, bfloat16 in times), strict=True)
     )
     return (
         f"predicted on Hopper, {auto.tokens} tokens, {auto.mode}: "
@@ -169,38 +262,15 @@ def _describe_total(auto: Auto, times: Sequence[tuple[Times, Times]]) -> str:
     )
 
 
-def attention_recipe(module: nn.Module, name: str, wishes: Wishes) -> tuple[Recipe | None, bool]:
-    """The recipe of an attention module, and whether it is pinned; nothing chooses for it."""
-    left, choice, named = wishes.about(module, name)
-    if left is not None:
-        return None, False
-    return (choice if isinstance(choice, Recipe) else None), named
-
-
-def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
+def _obstacle(candidate: Candidate, *, is_named: bool, sharded: bool) -> str | None:
     """Why a layer cannot be converted, or None."""
-    kind = experts_class(layer)
-    named = layer._parameters.items() if kind is None else layer.named_parameters()
-    for name, parameter in named:
-        if is_tensor_parallel(parameter, sharded=sharded):
-            placements = parameter.placements[-1:] if sharded else parameter.placements
-            if known_linear(type(layer)) is not nn.Linear:
-                stacked = kind is not None or isinstance(layer, (ExpertMLP, GroupedLinear))
-                if stacked and shares_experts(placements):
-                    continue
-                return (
-                    f"its {name} is a DTensor; FP8 takes those of torch.nn.Linear, and stacked "
-                    "experts that are Shard(0)"
-                )
-            if name == "weight" and not is_column_or_row_shard(placements):
-                return (
-                    f"its weight is placed as {placements}; FP8 takes one shard, of rows or columns"
-                )
-        if isinstance(parameter, Float4Tensor):
-            return f"its {name} is in 4 bits, dequantized and multiplied in high precision"
+    layer = candidate.layer
+    obstacle = _obstacle_of_parameters(candidate, sharded=sharded)
+    if obstacle is not None:
+        return obstacle
     if isinstance(layer, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention multiplies in a fused function"
-    if names := own_matrices(layer):
+    if names := candidate.matrices:
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         return f"no linear layer: {type(layer).__name__} multiplies by its {listed} itself"
     if isinstance(layer, NonDynamicallyQuantizableLinear):
@@ -209,16 +279,68 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
         return "not initialised yet; run one batch first"
     if isinstance(layer, CONVERTED):
         return None
-    if "forward" in vars(layer):
+    return _obstacle_of_forward(candidate, is_named=is_named) or _obstacle_of_dtypes(candidate)
+
+
+def _obstacle_of_parameters(candidate: Candidate, *, sharded: bool) -> str | None:
+    """Which parameter is a DTensor of a kind that FP8 does not take, or in 4 bits."""
+    layer = candidate.layer
+    is_experts = candidate.experts_class is not None
+    named = layer.named_parameters() if is_experts else layer._parameters.items()
+    for name, parameter in named:
+        if isinstance(parameter, Float4Tensor):
+            return f"its {name} is in 4 bits, dequantized and multiplied in high precision"
+        if is_dtensor(parameter):
+            obstacle = _obstacle_of_placements(candidate, name, parameter, sharded=sharded)
+            if obstacle is not None:
+                return obstacle
+    return None
+
+
+def _obstacle_of_placements(
+    candidate: Candidate, name: str, parameter: Any, *, sharded: bool
+) -> str | None:
+    """Why FP8 does not take a parameter that is a DTensor, or None."""
+    if not is_tensor_parallel(parameter, sharded=sharded):
+        return None
+    placements = parameter.placements[-1:] if sharded else parameter.placements
+    if candidate.linear_class is nn.Linear:
+        if name != "weight" or is_column_or_row_shard(placements):
+            return None
+        return f"its weight is placed as {placements}; FP8 takes one shard, of rows or columns"
+    stacked = isinstance(candidate.layer, (ExpertMLP, GroupedLinear))
+    if (stacked or candidate.experts_class is not None) and shares_experts(placements):
+        return None
+    return (
+        f"its {name} is a DTensor; FP8 takes those of torch.nn.Linear, and stacked experts that "
+        "are Shard(0)"
+    )
+
+
+def _obstacle_of_forward(candidate: Candidate, *, is_named: bool) -> str | None:
+    """Why the forward of a layer that is not converted yet cannot be replaced, or None."""
+    layer, linear_class = candidate.layer, candidate.linear_class
+    # Transformers' expert parallelism calls the forward of experts in several ways of its own.
+    is_experts = candidate.experts_class is not None
+    if "forward" in vars(layer) and (is_experts or not has_wrapped_forward(layer)):
         return "forward was replaced on the layer itself"
-    if kind is not None:
+    if linear_class is not None and type(layer).forward is not linear_class.forward:
+        name = type(layer).__name__
+        if not is_named:
+            return f"{name} has a forward of its own; name it in overrides to convert"
+    return None
+
+
+def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
+    """Which dtype of a weight FP8 does not take, or why experts cannot be converted, or None."""
+    layer = candidate.layer
+    if candidate.experts_class is not None:
         dtypes = {p.dtype for p in layer.parameters()}.difference(HIGH_PRECISION_DTYPES)
-        return f"its weights are {dtypes.pop()}" if dtypes else kind.obstacle(layer)
-    if type(layer).forward is not known_linear(type(layer)).forward and not told:
-        return f"{type(layer).__name__} has a forward of its own; name it in overrides to convert"
-    dtype = layer.weight.dtype
-    if dtype not in HIGH_PRECISION_DTYPES:
-        return f"its weight is {dtype}"
+        if dtypes:
+            return f"its weights are {dtypes.pop()}"
+        return candidate.experts_class.obstacle(layer)
+    if layer.weight.dtype not in HIGH_PRECISION_DTYPES:
+        return f"its weight is {layer.weight.dtype}"
     return None
 
 
@@ -243,11 +365,13 @@ def _misfit(layer: nn.Module, recipe: Recipe, *, sharded: bool) -> str | None:
 def lines_about_recasts(plans: Sequence[LayerPlan]) -> list[str]:
     """Lines about weights that are stored in FP8, but not as their layers' recipes want them."""
     lines = []
-    for layer, name, recipe in ((plan.layer, plan.name, plan.recipe) for plan in plans):
+    for plan in plans:
+        candidate, recipe = plan.candidate, plan.recipe
         if recipe is None or not (recipe.linear.fprop or recipe.linear.dgrad):
             continue
         spec = recipe.linear.w
-        spec = spec.transpose() if isinstance(layer, OtherLinear) else spec
-        found = [recast(p, spec) for p in layer._parameters.values() if p is not None]
-        lines += [f"  {name or '(model)'}: its weight is {text}" for text in found if text]
+        spec = spec.transpose() if isinstance(candidate.layer, OtherLinear) else spec
+        parameters = [p for p in candidate.layer._parameters.values() if p is not None]
+        texts = filter(None, (recast(p, spec) for p in parameters))
+        lines += [f"  {candidate.name or '(model)'}: its weight is {text}" for text in texts]
     return lines

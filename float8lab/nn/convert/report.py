@@ -7,26 +7,25 @@ attributes, so they follow the modules into copies, pickles and other models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import ParametrizationList
 
 from float8lab.arguments import check_module
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
-from float8lab.nn.convert.other_experts import experts_class
-from float8lab.nn.convert.other_linear import known_linear, sizes
-from float8lab.nn.expert_mlp import ExpertMLP
-from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.grouped_linear import GroupedLinear
-from float8lab.nn.layernorm_mlp import LayerNormMLP
+from float8lab.nn.convert.walk import (
+    UNSEEN,
+    Candidate,
+    ModelWalk,
+    is_unseen,
+    matrix_shapes,
+    walk_model,
+)
 from float8lab.nn.precision import precisions
 from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.recipe import LinearPlan, Recipe
@@ -34,17 +33,12 @@ from float8lab.recipes.recipe import LinearPlan, Recipe
 __all__ = [
     "ConversionReport",
     "LayerReport",
-    "candidates",
     "conversion_report",
     "emulated_gemms",
+    "explain_layer",
     "forget_conversion",
-    "has_recipe",
-    "is_unseen",
-    "mark_unseen",
-    "own_matrices",
     "remember_conversion",
-    "shape_of",
-    "shapes_of",
+    "report_of_walk",
     "was_converted",
 ]
 
@@ -173,112 +167,82 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             f"model must have been converted; got a {type(model).__name__} without a converted "
             "part. Call float8lab.convert_to_float8(model) first."
         )
-    calls = [vars(module)[_CALL] for module in model.modules() if _CALL in vars(module)]
-    layers = list(candidates(model))
+    return report_of_walk(model, walk_model(model))
+
+
+def report_of_walk(model: nn.Module, walk: ModelWalk) -> ConversionReport:
+    """The report of a model whose modules have been visited."""
+    conversions = [vars(m)[_CONVERSION] for m in walk.modules if _CONVERSION in vars(m)]
     return ConversionReport(
-        layers=tuple(_report(name, layer) for name, layer in layers),
-        unmatched=tuple(name for unmatched, _ in calls for name in unmatched),
+        layers=tuple(_report_layer(candidate) for candidate in walk.candidates),
+        unmatched=tuple(name for unmatched, _ in conversions for name in unmatched),
         total_parameters=sum(_size(p) for p in model.parameters()),
         notes=(
-            *(note for _, notes in calls for note in notes),
-            *_emulation_notes([layer for _, layer in layers]),
-            *_attention_notes(model),
+            *(note for _, notes in conversions for note in notes),
+            *_emulation_notes(walk),
+            *_attention_notes(walk),
         ),
     )
 
 
-# Names of the attributes; their values are a string, two tuples of strings, and True.
+# Names of the attributes; their values are a string, and two tuples of strings.
 _NOTE = "_float8_note"
-_CALL = "_float8_conversion"
-_UNSEEN = "_float8_unseen"
+_CONVERSION = "_float8_conversion"
 
 
 def remember_conversion(
-    model: nn.Module, *, unmatched: Sequence[str], notes: Sequence[str], layers: Any
+    model: nn.Module,
+    walk: ModelWalk,
+    *,
+    unmatched: Sequence[str],
+    notes: Sequence[str],
+    layers: Iterable[tuple[nn.Module, str]],
 ) -> None:
     """Keep the notes of a conversion, in place of those of earlier ones.
 
     Args:
         model: the model that was converted.
+        walk: its modules.
         unmatched: names given that no layer has.
-        notes: sentences about the whole.
+        notes: sentences about the model.
         layers: pairs of a candidate and the sentence about it.
     """
-    for module in model.modules():
-        vars(module).pop(_CALL, None)
-    vars(model)[_CALL] = (tuple(unmatched), tuple(notes))
+    for module in walk.modules:
+        vars(module).pop(_CONVERSION, None)
+    vars(model)[_CONVERSION] = (tuple(unmatched), tuple(notes))
     for layer, note in layers:
         vars(layer)[_NOTE] = note
-        vars(layer).pop(_UNSEEN, None)
+        vars(layer).pop(UNSEEN, None)
 
 
-def mark_unseen(layer: nn.Module) -> None:
-    """Note that the forward of a converted layer did not run when the model was called."""
-    vars(layer)[_UNSEEN] = True
-
-
-def is_unseen(layer: nn.Module) -> bool:
-    """Whether a converted layer was found not to run, and has not run since."""
-    return _UNSEEN in vars(layer) and all(p._last is None for _, p in precisions(layer))
+def explain_layer(layer: nn.Module, note: str) -> None:
+    """Say in the report why a layer stays in high precision, in place of what was said before."""
+    vars(layer)[_NOTE] = note
 
 
 def forget_conversion(model: nn.Module) -> None:
     """Remove all notes of conversions from a model and its parts."""
     for module in model.modules():
-        vars(module).pop(_CALL, None)
-        vars(module).pop(_NOTE, None)
-        vars(module).pop(_UNSEEN, None)
+        for attribute in (_CONVERSION, _NOTE, UNSEEN):
+            vars(module).pop(attribute, None)
 
 
 def was_converted(model: nn.Module) -> bool:
     """Whether there is something to report."""
-    return any(_NOTE in vars(module) or _CALL in vars(module) for module in model.modules())
+    return any(_NOTE in vars(module) or _CONVERSION in vars(module) for module in model.modules())
 
 
-def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that multiply by a matrix of parameters, and their names."""
-    for name, module in model.named_modules():
-        if (
-            known_linear(type(module))
-            or isinstance(module, _OWN)
-            or experts_class(module)
-            or own_matrices(module)
-        ):
-            yield name, module
-
-
-def has_recipe(layer: nn.Module) -> bool:
-    """Whether a layer runs in FP8 by a recipe of its own."""
-    return any(precision.recipe is not None for _, precision in precisions(layer))
-
-
-def _report(name: str, layer: nn.Module) -> LayerReport:
+def _report_layer(candidate: Candidate) -> LayerReport:
+    layer = candidate.layer
     recipe = next((p.recipe for _, p in precisions(layer) if p.recipe is not None), None)
     note = vars(layer).get(_NOTE, "not converted" if recipe is None else repr(recipe))
     if unseen := is_unseen(layer):
         note = f"{note}, but its forward did not run: its parent reads its weight"
-    names = own_matrices(layer)
-    own: Any = layer._parameters.values() if names else layer.parameters()
-    count = sum(_size(p) for p in own if p is not None)
+    # Below a module that multiplies by its own parameters may be candidates.
+    parameters = layer._parameters.values() if candidate.matrices else layer.parameters()
+    count = sum(_size(p) for p in parameters if p is not None)
     converted = recipe is not None and not unseen
-    return LayerReport(name, shape_of(layer), converted, note, count)
-
-
-def shape_of(layer: nn.Module) -> tuple[int, ...]:
-    """The sizes of the (first) matrix that a candidate multiplies by."""
-    return shapes_of(layer)[0]
-
-
-def shapes_of(layer: Any) -> list[tuple[int, ...]]:
-    """The sizes of the matrices that a candidate multiplies by; of experts their number first."""
-    if names := own_matrices(layer):
-        return [tuple(layer.get_parameter(name).shape) for name in names]
-    if isinstance(layer, (LayerNormMLP, ExpertMLP)):
-        return [tuple(layer.fc1_weight.shape), tuple(layer.fc2_weight.shape)]
-    if isinstance(layer, GroupedLinear):
-        return [(layer.num_gemms, layer.out_features, layer.in_features)]
-    kind = experts_class(layer)
-    return [sizes(layer)] if kind is None else kind.shapes(layer)
+    return LayerReport(candidate.name, matrix_shapes(candidate)[0], converted, note, count)
 
 
 def _size(parameter: Tensor) -> int:
@@ -286,48 +250,14 @@ def _size(parameter: Tensor) -> int:
     return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel()
 
 
-_OWN = (FusedModule, GroupedLinear, ExpertMLP)
-"""Modules of this library that have no class of torch's."""
-
-_NO_MATRICES = (
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    _ConvNd,
-    ParametrizationList,
-)
-"""Modules whose parameters may have the shape of a matrix that a linear layer multiplies by."""
-
-
-def own_matrices(module: nn.Module) -> list[str]:
-    """Parameters of a module that is no linear layer, but seems to multiply by them like one.
-
-    They are those with three dimensions, as the experts of a mixture are stacked, and those with
-    two that are called a weight, as a router's is or those of torch.nn.MultiheadAttention. Tables
-    of positions have other names and sizes.
-    """
-    known = known_linear(type(module)) is not None or isinstance(module, (*_OWN, *_NO_MATRICES))
-    if known or experts_class(module):
-        return []
-    return [
-        name
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-        and not isinstance(parameter, UninitializedParameter)
-        and (parameter.ndim == 3 or (parameter.ndim == 2 and "weight" in name))
-        and min(parameter.shape) > 1
-    ]
-
-
-def _emulation_notes(layers: Sequence[nn.Module]) -> list[str]:
+def _emulation_notes(walk: ModelWalk) -> list[str]:
     """Recipes for which the device of the layers has to run GEMMs in high precision."""
     notes: dict[Recipe, str] = {}
-    for layer in layers:
-        for _, precision in precisions(layer):
+    for candidate in walk.candidates:
+        for _, precision in precisions(candidate.layer):
             if precision.recipe is None:
                 continue
-            device = next(layer.parameters()).device
+            device = next(candidate.layer.parameters()).device
             if gemms := emulated_gemms(precision.recipe.linear, device):
                 notes[precision.recipe] = (
                     f"{precision.recipe}: {device} has no FP8 GEMM for {', '.join(gemms)}; "
@@ -349,18 +279,17 @@ def emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
     ]  # fmt: skip
 
 
-def _attention_notes(model: nn.Module) -> list[str]:
+def _attention_notes(walk: ModelWalk) -> list[str]:
     """Whether the attention that recipes ask for in FP8 runs in FP8."""
-    attention = [m for m in model.modules() if isinstance(m, DotProductAttention)]
     asking = [
         (module, precision.recipe)
-        for module in model.modules()
+        for module in walk.modules
         for _, precision in precisions(module)
         if precision.recipe is not None and asks_for_fp8_attention(precision.recipe)
     ]
     if count := sum(isinstance(module, DotProductAttention) for module, _ in asking):
-        return [f"{count} of {len(attention)} attention modules in FP8"]
-    if attention:
+        return [f"{count} of {len(walk.attention)} attention modules in FP8"]
+    if walk.attention:
         return []
     return [
         f"{recipe}: the model has no float8lab.DotProductAttention; attention stays in high "

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.distributed.fsdp.shards import is_tensor_parallel
-from float8lab.nn.convert.other_experts import OtherExperts, experts_class
+from float8lab.nn.convert.other_experts import OtherExperts
 from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.convert.plan import CONVERTED, LayerPlan
-from float8lab.nn.convert.report import has_recipe
+from float8lab.nn.convert.walk import has_recipe
+from float8lab.nn.convert.wrapped_forward import rebind_forward
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, place_precisions, precisions
+from float8lab.tensor.dtensor import is_dtensor
 
-__all__ = ["class_of", "plain_class", "run_layers_of_encoder", "set_recipe"]
+__all__ = ["class_of", "plain_class", "run_layers_of_encoders", "set_recipe"]
 
 _CLASSES: dict[type, type] = {nn.Linear: Linear}
 """The FP8 class of each class of linear layer met so far."""
@@ -29,55 +32,67 @@ _CLASSES: dict[type, type] = {nn.Linear: Linear}
 
 def set_recipe(plan: LayerPlan) -> None:
     """Give a layer the recipe of its plan; one that is not FP8 yet changes its class."""
-    layer: Any = plan.layer  # its class changes below
+    layer = plan.candidate.layer
     if plan.recipe is not None and not isinstance(layer, CONVERTED):
-        kind, key = experts_class(layer), f"name {plan.name}"
-        layer.__class__ = class_of(layer, functools.partial(_float8_class, kind=kind))
-        if kind is None:
-            layer._fp8 = Precision(key=key)
-        else:
-            layer._set_up_precisions(kind.shapes(layer)[0][0], key)
-        place_precisions(layer)
-        weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
-        if is_tensor_parallel(weight, sharded=plan.sharded):
-            layer._follow_placements(weight, sharded=plan.sharded)
-    for part, precision in precisions(layer):
+        _change_class(plan)
+    for gemm, precision in precisions(layer):
         precision.recipe, precision.pinned = plan.recipe, plan.pinned
-        precision.name = ".".join(filter(None, (plan.name, part)))
+        precision.name = ".".join(filter(None, (plan.candidate.name, gemm)))
 
 
-def _float8_class(original: type, kind: type[OtherExperts] | None = None) -> type:
-    """The FP8 class of a class of linear layers, or of experts of a kind."""
+def _change_class(plan: LayerPlan) -> None:
+    """Make a layer an FP8 one, which has no recipe yet."""
+    name, layer, _, experts, _ = plan.candidate
+    layer.__class__ = class_of(layer, functools.partial(_float8_class, experts=experts))
+    rebind_forward(layer)
+    if experts is None:
+        layer._fp8 = Precision(key=f"name {name}")
+    else:
+        layer._set_up_precisions(experts.shapes(layer)[0][0], f"name {name}")
+    place_precisions(layer)
+    weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
+    if is_dtensor(weight) and is_tensor_parallel(weight, sharded=plan.sharded):
+        layer._follow_placements(weight, sharded=plan.sharded)
+
+
+def _float8_class(original: type, experts: type[OtherExperts] | None = None) -> type:
+    """The FP8 class of a class of linear layers, or of experts."""
     if original not in _CLASSES:
-        known = known_linear(original)
-        float8: Any = kind or (Linear if known is nn.Linear else load_float8_class(known))
-        if original is not known:
+        linear = known_linear(original)
+        float8: Any = experts or (Linear if linear is nn.Linear else load_float8_class(linear))
+        if original is not linear:
             # Everything but forward is the original's; the FP8 class comes after it.
             namespace: dict[str, Any] = {
                 "__module__": original.__module__,
                 "__qualname__": original.__qualname__,
-                "__reduce_ex__": functools.partialmethod(_reduce, original, kind),
+                "__reduce_ex__": functools.partialmethod(_reduce, original, experts),
                 "forward": float8.forward,
+                "extra_repr": functools.partialmethod(_extra_repr, original),
             }
-            if kind is not None:
+            if experts is not None:
                 namespace["original"] = original
-                namespace.update((name, getattr(kind, name)) for name in kind.replaces)
+                namespace.update((name, getattr(experts, name)) for name in experts.replaces)
             float8 = type(original.__name__, (original, float8), namespace)
         _CLASSES[original] = float8
     return _CLASSES[original]
 
 
-def _reduce(layer: nn.Module, original: Any, kind: Any, protocol: Any) -> Any:
+def _extra_repr(layer: nn.Module, original: Any) -> str:
+    """Return the ``extra_repr`` of the original class, and the recipe after it."""
+    return f"{original.extra_repr(layer)}{describe_fp8(layer)}".removeprefix(", ")
+
+
+def _reduce(layer: nn.Module, original: Any, experts: Any, protocol: Any) -> Any:
     """Have copy and pickle rebuild a layer whose class has the original's name, but is not it."""
     reduced = original.__reduce_ex__(layer, protocol)
     if reduced[:2] != (copyreg.__newobj__, (_CLASSES[original],)):  # type: ignore[attr-defined]
         return reduced  # the original has a way of its own
-    return _new_layer, (original, kind), *reduced[2:]
+    return _new_layer, (original, experts), *reduced[2:]
 
 
-def _new_layer(original: type, kind: type[OtherExperts] | None = None) -> Any:
+def _new_layer(original: type, experts: type[OtherExperts] | None = None) -> Any:
     """A layer of the FP8 class of ``original`` without attributes; pickle names the function."""
-    cls: Any = _float8_class(original, kind)
+    cls: Any = _float8_class(original, experts)
     return cls.__new__(cls)
 
 
@@ -85,9 +100,9 @@ def plain_class(converted: type) -> type:
     """The class that a converted layer had before."""
     # A layer that was unpickled may have an FP8 class that nothing has asked for yet.
     originals = {float8: original for original, float8 in _CLASSES.items()}
-    other = issubclass(converted, (OtherLinear, OtherExperts))
-    library: Any = converted
-    default: type = library.original if other else converted
+    of_other_library = issubclass(converted, (OtherLinear, OtherExperts))
+    float8: Any = converted
+    default: type = float8.original if of_other_library else converted
     return originals.get(converted, default)
 
 
@@ -107,22 +122,29 @@ def class_of(layer: nn.Module, change: Callable[[type], type]) -> type:
 _FAST_PATH = "_fast_path_before_float8"
 
 
-def run_layers_of_encoder(module: nn.Module) -> None:
-    """Have torch's encoder call the linear layers of its parts in evaluation, if they are in FP8.
+def run_layers_of_encoders(modules: Iterable[nn.Module]) -> None:
+    """Have torch's encoders call their linear layers in evaluation, if these are in FP8.
 
-    Its fused path, and the nested tensors that it makes for that path, would read their weights.
-    Torch takes it for two activations only, which an attribute says that nothing else reads.
+    An encoder's fused path, and the nested tensors that it makes for that path, would read the
+    weights. Torch takes that path for two activations only, which an attribute says that nothing
+    else reads.
     """
-    mine: Any = vars(module)
-    if isinstance(module, nn.TransformerEncoder):
-        attribute = "use_nested_tensor"
-    elif isinstance(module, nn.TransformerEncoderLayer):
-        attribute = "activation_relu_or_gelu"
-    else:
-        return
-    parts = [part for part in module.modules() if isinstance(part, nn.TransformerEncoderLayer)]
-    if any(has_recipe(layer) for part in parts for layer in (part.linear1, part.linear2)):
-        mine.setdefault(_FAST_PATH, mine[attribute])
-        mine[attribute] = 0
-    elif _FAST_PATH in mine:
-        mine[attribute] = mine.pop(_FAST_PATH)
+    attributes = {
+        nn.TransformerEncoder: "use_nested_tensor",
+        nn.TransformerEncoderLayer: "activation_relu_or_gelu",
+    }
+    for module in modules:
+        for encoder, attribute in attributes.items():
+            if isinstance(module, encoder):
+                _allow_fused_path(module, attribute)
+
+
+def _allow_fused_path(encoder: nn.Module, attribute: str) -> None:
+    """Clear the attribute that allows an encoder its fused path while a layer is in FP8."""
+    state: Any = vars(encoder)
+    blocks = [m for m in encoder.modules() if isinstance(m, nn.TransformerEncoderLayer)]
+    if any(has_recipe(layer) for block in blocks for layer in (block.linear1, block.linear2)):
+        state.setdefault(_FAST_PATH, state[attribute])
+        state[attribute] = 0
+    elif _FAST_PATH in state:
+        state[attribute] = state.pop(_FAST_PATH)

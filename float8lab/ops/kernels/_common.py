@@ -32,6 +32,7 @@ __all__ = [
     "largest_bits",
     "load_tile",
     "multiprocessors",
+    "nan_for_infinity",
     "next_power_of_2",
     "on_device_of_first",
     "pack",
@@ -54,14 +55,33 @@ __all__ = [
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-_PACK = """{
-    .reg .b16 low, high;
+_PACK = """
     cvt.rn.satfinite.FORMATx2.f32 low, $2, $1;
-    cvt.rn.satfinite.FORMATx2.f32 high, $4, $3;
-    mov.b32 $0, {low, high};
+    cvt.rn.satfinite.FORMATx2.f32 high, $4, $3;"""
+PACK_E4M3 = tl.constexpr(
+    "{ .reg .b16 low, high;" + _PACK.replace("FORMAT", "e4m3") + "mov.b32 $0, {low, high}; }"
+)
+# Of 1.0, where a value is infinite, the high byte 0x3F: the bits that make the last six of
+# the largest number, 0x7B, those of an infinity, 0x7C.
+PACK_E5M2 = tl.constexpr(
+    "{ .reg .b16 low, high; .reg .b32 word, infinite, is0, is1, is2, is3; .reg .f32 size;"
+    + _PACK.replace("FORMAT", "e5m2")
+    + "".join(f"abs.f32 size, ${5 + i}; set.eq.f32.f32 is{i}, size, 0f7F800000;" for i in range(4))
+    + """
+    prmt.b32 infinite, is0, is1, 0x0073;
+    prmt.b32 infinite, infinite, is2, 0x0710;
+    prmt.b32 infinite, infinite, is3, 0x7210;
+    mov.b32 word, {low, high};
+    lop3.b32 $0, word, infinite, 0x3C3C3C3C, 0xB8;
 }"""
-PACK_E4M3 = tl.constexpr(_PACK.replace("FORMAT", "e4m3"))
-PACK_E5M2 = tl.constexpr(_PACK.replace("FORMAT", "e5m2"))
+)
+_NAN_FOR_INFINITY = """{
+    .reg .b32 zero;
+    mov.b32 zero, 0;
+    fma.rn.FORMATx2 $0, $1, zero, $1;
+}"""
+NAN_FOR_BF16 = tl.constexpr(_NAN_FOR_INFINITY.replace("FORMAT", "bf16"))
+NAN_FOR_FP16 = tl.constexpr(_NAN_FOR_INFINITY.replace("FORMAT", "f16"))
 WIDEN_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 WIDEN_FP16 = tl.constexpr("""{
     .reg .b16 low, high;
@@ -199,32 +219,73 @@ def scale_from_amax(amax, eps, LIMIT: tl.constexpr, RULE: tl.constexpr):
 
 
 @triton.jit
-def saturate(x, dtype: tl.constexpr):
-    """Cast float32 to FP8: beyond the largest finite value, inf included, becomes that value.
+def nan_for_infinity(x, dtype: tl.constexpr):
+    """A tile as it is to be cast to ``dtype``: e4m3 has no infinities, so NaN takes their place.
 
-    The instruction does the clamping: cvt to e4m3x2 and e5m2x2 exists only with .satfinite, and
-    NaN stays NaN (PTX ISA, "cvt"). Clamping first would cost four instructions an element, and as
-    a NaN-propagating minimum and maximum it makes the compiler get transposed one-byte stores
-    wrong (https://github.com/triton-lang/triton/issues/11111).
+    x * 0 + x is x where x is finite, of either sign of 0, and NaN where it is not: one instruction,
+    for two values if they are of 2 bytes. It is repeated in every call, as ``widen`` is.
     """
-    return x.to(dtype)
+    if dtype == tl.float8e4nv:
+        if INTERPRETED:
+            wide = x.to(tl.float32)
+            x = (wide * 0.0 + wide).to(x.dtype)
+        elif x.dtype == tl.float32:
+            x = tl.fma(x, tl.zeros_like(x), x)
+        else:
+            x = tl.inline_asm_elementwise(
+                NAN_FOR_BF16 if x.dtype == tl.bfloat16 else NAN_FOR_FP16,
+                "=r,r",
+                [x],
+                dtype=x.dtype,
+                is_pure=False,
+                pack=2,
+            )
+    return x
 
 
 @triton.jit
-def pack(x0, x1, x2, x3, dtype: tl.constexpr):
-    """Four float32 cast to FP8, in the bytes of an int32, the first in the lowest."""
-    if INTERPRETED:
-        word = saturate(x0, dtype).to(tl.uint8, bitcast=True).to(tl.int32)
-        word |= saturate(x1, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 8
-        word |= saturate(x2, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 16
-        word |= saturate(x3, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 24
+def saturate(y, x, dtype: tl.constexpr):
+    """Cast float32 ``y``, a product of ``x`` and an encode factor, as ``round_to_fp8`` does.
+
+    ``x`` is float32 from ``nan_for_infinity``. The instruction does the clamping: cvt to e4m3x2 and
+    e5m2x2 exists only with .satfinite, and NaN stays NaN (PTX ISA, "cvt"). Clamping first would
+    cost four instructions an element, and as a NaN-propagating minimum and maximum it makes the
+    compiler get transposed one-byte stores wrong
+    (https://github.com/triton-lang/triton/issues/11111).
+    """
+    if dtype == tl.float8e4nv:
+        q = y.to(dtype)
+    elif INTERPRETED:
+        q = y.to(dtype)
+        byte = (q.to(tl.uint8, bitcast=True) & 0x80) | 0x7C
+        infinite = abs_bits(x) == 0x7F800000
+        q = tl.where(infinite, byte, q.to(tl.uint8, bitcast=True)).to(dtype, bitcast=True)
     else:
+        q = tl.inline_asm_elementwise(
+            PACK_E5M2, "=r,f,f,f,f,f,f,f,f", [y, x], dtype=tl.uint8, is_pure=True, pack=4
+        ).to(dtype, bitcast=True)
+    return q
+
+
+@triton.jit
+def pack(y0, y1, y2, y3, x0, x1, x2, x3, dtype: tl.constexpr):
+    """Four products cast to FP8, in the bytes of an int32, the first in the lowest."""
+    if INTERPRETED:
+        word = saturate(y0, x0, dtype).to(tl.uint8, bitcast=True).to(tl.int32)
+        word |= saturate(y1, x1, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+        word |= saturate(y2, x2, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 16
+        word |= saturate(y3, x3, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 24
+    elif dtype == tl.float8e4nv:
         # What is above, in three instructions; and Triton 3.6 gets the above wrong where the same
         # values are cast for another use.
         word = tl.inline_asm_elementwise(
-            PACK_E4M3 if dtype == tl.float8e4nv else PACK_E5M2,
-            "=r,f,f,f,f",
-            [x0, x1, x2, x3],
+            PACK_E4M3, "=r,f,f,f,f", [y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        word = tl.inline_asm_elementwise(
+            PACK_E5M2,
+            "=r,f,f,f,f,f,f,f,f",
+            [y0, y1, y2, y3, x0, x1, x2, x3],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
@@ -265,9 +326,9 @@ def sum_of_rows(x0, x1, x2, x3):
 @triton.jit
 def pack_scaled(x0, x1, x2, x3, encode, dtype: tl.constexpr):
     """Words of four neighbours in a column, each multiplied by an encode factor."""
-    return pack(
-        widen(x0) * encode, widen(x1) * encode, widen(x2) * encode, widen(x3) * encode, dtype
-    )
+    x0, x1 = widen(nan_for_infinity(x0, dtype)), widen(nan_for_infinity(x1, dtype))
+    x2, x3 = widen(nan_for_infinity(x2, dtype)), widen(nan_for_infinity(x3, dtype))
+    return pack(x0 * encode, x1 * encode, x2 * encode, x3 * encode, x0, x1, x2, x3, dtype)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from float8lab.ops.kernels._common import (
     grid_of,
     largest_bits,
     load_tile,
+    nan_for_infinity,
     next_power_of_2,
     pack_scaled,
     record_amax,
@@ -280,7 +281,7 @@ def _encode_of_tensor(
 
 @triton.jit
 def write_cast(
-    x,  # float32 [TILE_M, TILE_K]
+    x,  # [TILE_M, TILE_K] any float
     tile_m, tile_k, rows, columns,
     factor_ptr,  # one per block of BM x BK, or broadcast, fp32
     slot_ptr,  # [1] fp32
@@ -301,10 +302,13 @@ def write_cast(
         mask = (m < factor_rows)[:, None] & (k < factor_columns)[None, :]
         offsets = m[:, None] * stride_fm + k[None, :] * stride_fk
         factor = tl.load(factor_ptr + offsets, mask=mask, other=1.0)
-    y = tl.div_rn(x, factor) if DIVIDE else x * factor
-    store_tile(q_ptr, saturate(y, q_ptr.dtype.element_ty), rows, columns, ROWS, COLUMNS)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    # At once for two values of 2 bytes, unless the amax needs the wide ones anyway.
+    visible = nan_for_infinity(x.to(tl.float32) if HAS_SLOT else x, dtype).to(tl.float32)
+    y = tl.div_rn(visible, factor) if DIVIDE else visible * factor
+    store_tile(q_ptr, saturate(y, visible, dtype), rows, columns, ROWS, COLUMNS)
     if HAS_SLOT:
-        record_amax(slot_ptr, abs_bits(x))
+        record_amax(slot_ptr, abs_bits(x.to(tl.float32)))
 
 
 @launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
@@ -332,7 +336,7 @@ def _cast_kernel(
     x = load(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    ).to(tl.float32)  # fmt: skip
+    )  # fmt: skip
     if RULE == "":
         write_cast(
             x, tile_m, tile_k, rows, columns, given_ptr, slot_ptr, q_ptr, ROWS, COLUMNS,
@@ -344,7 +348,8 @@ def _cast_kernel(
             encode = _encode_of_tensor(
                 given_ptr, scale_ptr, None, amax_ptr, programs, eps, LIMIT, RULE, PARTIALS
             )
-        q = saturate(x * encode, q_ptr.dtype.element_ty)
+        x = nan_for_infinity(x, q_ptr.dtype.element_ty).to(tl.float32)
+        q = saturate(x * encode, x, q_ptr.dtype.element_ty)
         store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
 
 
@@ -397,12 +402,14 @@ def write_rows(
     tl.store(amax_ptr + rows, row_amax, mask=rows < ROWS)
 
     if SINGLE:
-        q = saturate(x * encode[:, None], q_ptr.dtype.element_ty)
+        x = nan_for_infinity(x, q_ptr.dtype.element_ty)
+        q = saturate(x * encode[:, None], x, q_ptr.dtype.element_ty)
         store_tile(q_ptr, q, rows, chunk, ROWS, COLUMNS)
     else:
         for start in range(0, COLUMNS, TILE_K):
             x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
-            q = saturate(x * encode[:, None], q_ptr.dtype.element_ty)
+            x = nan_for_infinity(x, q_ptr.dtype.element_ty)
+            q = saturate(x * encode[:, None], x, q_ptr.dtype.element_ty)
             store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
 
 
@@ -456,7 +463,8 @@ def write_blocks(
     TILE_K: tl.constexpr = x.shape[1]
     amaxes = block_amax(abs_bits(x), BM, BK)
     scale, encode = scale_from_amax(amaxes, tl.cast(eps, tl.float32), LIMIT, RULE)
-    q = saturate(scale_tile(x, encode, BM, BK), q_ptr.dtype.element_ty)
+    x = nan_for_infinity(x, q_ptr.dtype.element_ty)
+    q = saturate(scale_tile(x, encode, BM, BK), x, q_ptr.dtype.element_ty)
     store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
     m = tile_m * (TILE_M // BM) + tl.arange(0, TILE_M // BM)
     k = tile_k * (TILE_K // BK) + tl.arange(0, TILE_K // BK)
@@ -577,7 +585,8 @@ def _write_words(
             rows = 4 * words + row
             if PER_ROW:
                 encode = tl.load(encode_ptr + rows, mask=rows < ROWS, other=1.0)[:, None]
-            q = saturate(widen((x0, x1, x2, x3)[row]) * encode, dtype)
+            x = widen(nan_for_infinity((x0, x1, x2, x3)[row], dtype))
+            q = saturate(x * encode, x, dtype)
             store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
     store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
 

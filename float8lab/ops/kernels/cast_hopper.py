@@ -24,10 +24,13 @@ from float8lab.formats import largest
 from float8lab.ops.cast import empty_scale
 from float8lab.ops.gemm import capability_of
 from float8lab.ops.kernels._common import (
+    NAN_FOR_BF16,
+    NAN_FOR_FP16,
     Tile,
     empty_column_sums,
     grid_of,
     pack,
+    saturate,
     scale_from_amax,
 )
 from float8lab.ops.kernels._launch import launched
@@ -86,15 +89,40 @@ def _paired(first, second):
 
 
 @gluon.jit
-def _words(x, fp8: gl.constexpr):
-    """FP8 of every four neighbours in a column, in one int32: [rows / 4, columns]."""
+def _nan_for_infinity(pairs, DTYPE: gl.constexpr, fp8: gl.constexpr):
+    """``nan_for_infinity`` of both values."""
+    if gl.float8e4nv == fp8:
+        pairs = gl.inline_asm_elementwise(
+            NAN_FOR_BF16 if gl.bfloat16 == DTYPE else NAN_FOR_FP16,
+            "=r,r",
+            [pairs],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return pairs
+
+
+@gluon.jit
+def _fours(x):
+    """Every four neighbours in a column, each of them [rows / 4, columns]."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     fours = gl.permute(gl.reshape(x, [ROWS // 4, 2, 2, COLUMNS]), [0, 3, 1, 2])
     even, odd = gl.split(fours)
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
-    return pack(x0, x1, x2, x3, fp8)
+    return x0, x1, x2, x3
+
+
+@gluon.jit
+def _words(x, encode, fp8: gl.constexpr):
+    """FP8 of every four neighbours in a column, in one int32: [rows / 4, columns]."""
+    ROWS: gl.constexpr = x.shape[0] * x.shape[1]
+    COLUMNS: gl.constexpr = x.shape[2]
+    y0, y1, y2, y3 = _fours(gl.reshape(x * encode[:, None, :], [ROWS, COLUMNS]))
+    x0, x1, x2, x3 = _fours(gl.reshape(x, [ROWS, COLUMNS]))
+    return pack(y0, y1, y2, y3, x0, x1, x2, x3, fp8)
 
 
 # Layouts. By rows, a row is with 16 lanes; by columns, 32 rows of a pair are with one thread.
@@ -139,8 +167,11 @@ def _write_rows(
 
     encode = gl.convert_layout(encode, gl.SliceLayout(2, BY_BLOCK))[:, :, None]
     pairs = gl.convert_layout(pairs, BY_BLOCK, assert_trivial=True)
-    both = gl.join(_first(pairs, DTYPE) * encode, _second(pairs, DTYPE) * encode)
-    q = gl.reshape(both, [128, 128]).to(q_ptr.dtype.element_ty)
+    fp8: gl.constexpr = q_ptr.dtype.element_ty
+    pairs = _nan_for_infinity(pairs, DTYPE, fp8)
+    x0, x1 = _first(pairs, DTYPE), _second(pairs, DTYPE)
+    y = gl.reshape(gl.join(x0 * encode, x1 * encode), [128, 128])
+    q = saturate(y, gl.reshape(gl.join(x0, x1), [128, 128]), fp8)
     q = gl.convert_layout(q, BY_ROW, assert_trivial=True)
     rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
     columns = gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
@@ -172,9 +203,10 @@ def _write_columns(
     gl.store(scales, scale0, mask=inside)
     gl.store(scales + stride_tk, scale1, mask=inside)
 
-    q0 = gl.reshape(_first(pairs, DTYPE) * encode0[:, None, :], [128, 64])
-    q1 = gl.reshape(_second(pairs, DTYPE) * encode1[:, None, :], [128, 64])
-    words = gl.join(_words(q0, fp8), _words(q1, fp8))  # [32, 64, 2]
+    pairs = _nan_for_infinity(pairs, DTYPE, fp8)
+    words0 = _words(_first(pairs, DTYPE), encode0, fp8)
+    words1 = _words(_second(pairs, DTYPE), encode1, fp8)
+    words = gl.join(words0, words1)  # [32, 64, 2]
     words = gl.reshape(gl.permute(words, [1, 2, 0]), [128, 32])
     # Through shared memory once more, so that lanes store neighbours. 32 lanes write to a column of
     # 16 bytes in every second row of 128 bytes: the swizzle spreads that over the banks.

@@ -23,6 +23,7 @@ from float8lab.ops.kernels._common import (
     ceil_div,
     grid_of,
     load_tile,
+    nan_for_infinity,
     on_device_of_first,
     record_amax,
     saturate,
@@ -110,9 +111,9 @@ def _cast_many_kernel(
         tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
         rows = tile_m * TILE_M + tl.arange(0, TILE_M)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-        x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
+        x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1)
         if AMAX:
-            record_amax(slots_ptr + matrix, abs_bits(x))
+            record_amax(slots_ptr + matrix, abs_bits(x.to(tl.float32)))
         elif RULE == "":
             factor_rows = tl.cdiv(M, BM) if BM else 1
             factor_columns = tl.cdiv(K, BK) if BK else 1
@@ -126,10 +127,11 @@ def _cast_many_kernel(
             if tile == 0:
                 tl.store(scale_ptr, scale)
                 tl.store(amax_ptr, amax)
-            store_tile(q_ptr, saturate(x * encode, Q), rows, columns, M, K)
+            x = nan_for_infinity(x, Q).to(tl.float32)
+            store_tile(q_ptr, saturate(x * encode, x, Q), rows, columns, M, K)
         else:
             write_blocks(
-                x, tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
+                x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
                 stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, True,
             )  # fmt: skip
 

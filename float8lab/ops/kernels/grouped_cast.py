@@ -29,6 +29,7 @@ from float8lab.ops.kernels._common import (
     block_amax,
     ceil_div,
     largest_bits,
+    nan_for_infinity,
     next_power_of_2,
     pack_scaled,
     record_amax,
@@ -175,30 +176,83 @@ def _load_words(
 # Amaxes.
 
 
+@triton.jit
+def _part_of_plan(plan_ptr, part, PARTS: tl.constexpr):
+    """Group, first row and end of one of the ``PARTS`` of a tile in a plan."""
+    at = plan_ptr + 4 * (part // PARTS)
+    row = tl.load(at + 1) + part % PARTS * (128 // PARTS)
+    return tl.load(at), row.to(tl.int64), tl.load(at + 2)
+
+
 @launched
 def _amax_groups_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    offs_ptr,  # [E] ends of groups; None for a batch
-    amax_ptr,  # fp32: [programs], or of a batch [E, programs of each]
-    M, K, E, stride_ae,
+    plan_ptr,  # [E + 1 + tiles, 4] int32, of ``plan_groups``
+    amax_ptr,  # [E, programs] fp32
+    K, E,
+    COUNT: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Partial amaxes: of all rows in groups, or of each matrix."""
-    if offs_ptr is None:
-        a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
-        end = M
-    else:
-        end = tl.load(offs_ptr + E - 1).to(tl.int32)
+    """The amax of each group in the tiles of a program, which writes 0 for groups in none of them.
+
+    All programs go down the matrix together, so that its end is in the cache when they are done.
+    Groups come in order, so a program has to reduce its registers only where another one begins.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    PARTS: tl.constexpr = 128 // TILE_M
+    tiles_k = tl.cdiv(K, TILE_K)
+    tiles = PARTS * tiles_k * (tl.load(plan_ptr + 4 * E) - tl.load(plan_ptr + 4 * E + 1))
+    plan_ptr += 4 * (E + 1)
+    index = tl.arange(0, COUNT)
+    amax_ptr += index.to(tl.int64) * programs + program
+    bits = tl.zeros([TILE_M], tl.int32)
+    current = 0
+    written = 0  # groups
+    last = tl.maximum(tiles - 1, 0)
+    group, row, end = _part_of_plan(plan_ptr, tl.minimum(program, last) // tiles_k, PARTS)
+    for tile in range(program, tiles, programs):
+        if group != current:
+            amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
+            mask = (index >= written) & (index <= current)
+            tl.store(amax_ptr, tl.where(index == current, amax, 0.0), mask=mask)
+            bits = tl.zeros([TILE_M], tl.int32)
+            written = current + 1
+            current = group
+        tile_k = (tile % tiles_k).to(tl.int64)
+        y = load(
+            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+            row + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K), tile_k, end, K,
+            FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        )  # fmt: skip
+        # The next tile's place arrives with the values of this one.
+        ahead = tl.minimum(tile + programs, last)
+        group, row, end = _part_of_plan(plan_ptr, ahead // tiles_k, PARTS)
+        bits = tl.maximum(bits, tl.max(abs_bits(y.to(tl.float32)), 1))
+    amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    mask = (index >= written) & (index < E)
+    tl.store(amax_ptr, tl.where(index == current, amax, 0.0), mask=mask)
+
+
+@launched
+def _amax_batch_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    amax_ptr,  # [E, programs of each] fp32
+    M, K, stride_ae,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Partial amaxes of each matrix."""
+    a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
     tiles_k = tl.cdiv(K, TILE_K)
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
-    for tile in range(tl.program_id(0), tl.cdiv(end, TILE_M) * tiles_k, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tl.cdiv(M, TILE_M) * tiles_k, tl.num_programs(0)):
         rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
         tile_k = (tile % tiles_k).to(tl.int64)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
         y = load(
             a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
     amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
@@ -207,15 +261,15 @@ def _amax_groups_kernel(
 
 @launched
 def _factors_kernel(
-    partial_ptr,  # [matrices, parts] fp32
+    partial_ptr,  # [matrices, parts] fp32, or one for all
     amax_ptr, scale_ptr, scale_t_ptr, encode_ptr,  # [matrices] fp32
-    parts, eps,
+    parts, stride, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Amax, scale and encode factor of each matrix, from its partial amaxes."""
+    """Amax, scale and encode factor of each matrix or group, from its partial amaxes."""
     matrix = tl.program_id(0)
     index = tl.arange(0, PARTS)
-    partial = tl.load(partial_ptr + matrix * parts + index, mask=index < parts, other=0.0)
+    partial = tl.load(partial_ptr + matrix * stride + index, mask=index < parts, other=0.0)
     amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
     scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
     tl.store(amax_ptr + matrix, amax)
@@ -274,7 +328,8 @@ def _write_rows_of_blocks(
     """Every fourth row of a tile, with a scale for every 1 x BLOCK."""
     wide = widen(x)
     scale, encode = scale_from_amax(block_amax(abs_bits(wide), 1, BLOCK), eps, LIMIT, RULE)
-    q = saturate(scale_tile(wide, encode, 1, BLOCK), q_ptr.dtype.element_ty)
+    wide = nan_for_infinity(wide, q_ptr.dtype.element_ty)
+    q = saturate(scale_tile(wide, encode, 1, BLOCK), wide, q_ptr.dtype.element_ty)
     _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
     k = tile_k * (TILE_K // BLOCK) + tl.arange(0, TILE_K // BLOCK)
     mask = (row + local < limit)[:, None] & (k * BLOCK < COLUMNS)[None, :]
@@ -303,8 +358,8 @@ def _column_factors(
 def _cast_groups_kernel(  # noqa: PLR0915
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     offs_ptr,  # [E] ends of groups, int32 or int64; None for a batch
-    given_ptr,  # fp32 encode factors: one, or one per matrix; PER_ROW: of rows, then columns
-    slot_ptr,  # fp32: one, or one per matrix
+    given_ptr,  # fp32 encode factors: one, or one per group or matrix; PER_ROW: rows, then columns
+    slot_ptr,  # fp32: one per group or matrix
     q_ptr,  # [ROWS, COLUMNS] fp8, or E of these
     q_t_ptr,  # [COLUMNS, ACROSS] fp8, or E of these
     scale_ptr, scale_t_ptr,  # fp32, of blocks
@@ -337,8 +392,6 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 scale_ptr += group * ROWS * stride_sm
             if TRANSPOSE and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
-        if HAS_SLOT:
-            slot_ptr += group
     columns, x0, x1, x2, x3 = _load_words(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         row, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
@@ -346,7 +399,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
     eps = tl.cast(eps, tl.float32)
     word = tl.arange(0, TILE_M // 4)
     if HAS_SLOT and row < end:
-        record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
+        record_amax(slot_ptr + group, largest_bits(x0, x1, x2, x3))
     if COLUMN_SUM:
         store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
 
@@ -361,7 +414,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
             k = group * tl.cdiv(COLUMNS, 128) + tile_k
             tl.store(scale_t_ptr + k * stride_tk + row // 128 * stride_tm, scale)
     elif BLOCK == 0 and not PER_ROW:
-        encode = tl.load(given_ptr + group * given_stride)
+        encode = tl.load(given_ptr + group * given_stride, mask=group < E, other=1.0)
 
     if WRITE:
         for i in tl.static_range(4):
@@ -377,15 +430,17 @@ def _cast_groups_kernel(  # noqa: PLR0915
                     first = group * ROWS if offs_ptr is None else 0
                     of_rows = given_ptr + first + row + local
                     encode = tl.load(of_rows, mask=row + local < limit, other=1.0)[:, None]
-                _store_rows(
-                    q_ptr, saturate(widen(x) * encode, fp8), row, local, columns, limit, COLUMNS
-                )
+                x = widen(nan_for_infinity(x, fp8))
+                q = saturate(x * encode, x, fp8)
+                _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
     if TRANSPOSE:
         if BLOCK > 0 and not SQUARE:
             encode = _column_factors(
                 largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr, COLUMNS,
                 stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, TILE_M, TILE_K,
             )  # fmt: skip
+            # As the rows are cast, from wide values: else it takes half as many registers again.
+            x0, x1, x2, x3 = widen(x0), widen(x1), widen(x2), widen(x3)
         elif PER_ROW:
             of_columns = given_ptr + ALL_ROWS + group * COLUMNS + columns
             mask = (columns < COLUMNS) & (group < E)
@@ -492,12 +547,14 @@ def cast_groups(
     whole, per_row = block == (-1, -1), block == (1, -1)
     blocks = not whole and not per_row
     amax = scale = scale_t = q = q_t = sums = total = None
-    # Of a batch the scales that are given lie as they lie among those of other tensors.
+    # The factors that are given lie as they lie among those of other tensors.
     given_stride = 0 if given is None or given.numel() == 1 else given.stride(0)
     if whole and rule in SCALE_RULES:
-        found, scale, scale_t, factors = _factors(matrix, where, fp8_dtype, rule, eps, given)
+        found, scale, scale_t, factors = _factors(matrix, where, fp8_dtype, rule, eps, given, plan)
         amax = found if given is None else None
-        given, given_stride = factors, len(batch)
+        given, given_stride = factors, 1
+        if not (straight or transposed or column_sum or slot is not None):
+            return None, None, amax, None, None, None
     elif per_row:
         scale, scale_t, given = _scales_of_rows(
             matrix, where, (*batch, rows, columns), fp8_dtype, rule, eps,
@@ -575,21 +632,27 @@ def cast_tiles_of_groups(
 
 def _factors(
     matrix: tuple[str, Sequence[Tensor], torch.dtype], where: tuple[Any, ...],
-    fp8_dtype: torch.dtype, rule: str, eps: float, amax: Tensor | None,
+    fp8_dtype: torch.dtype, rule: str, eps: float, given: Tensor | None, plan: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Amax, scale twice, and encode factor, of all groups or of each matrix."""
-    (_, (first, *_), _), (offs, M, K, E, _) = matrix, where
-    matrices, parts, partial = 1 if offs is not None else E, 1, amax
-    if amax is None:
+    """Amax, scale twice, and encode factor, of each group or matrix; the amax may be ``given``."""
+    (_, (first, *_), _), (offs, M, K, E, stride) = matrix, where
+    parts, partial = 1, given
+    if partial is None:
         tensors, constants = arguments_of(*matrix, _AMAX_TILE)
-        tiles = ceil_div(M, _AMAX_TILE.rows) * ceil_div(K, _AMAX_TILE.columns)
-        parts = min(tiles, ceil_div(_AMAX_PROGRAMS, matrices))
-        partial = first.new_empty((matrices, parts), dtype=torch.float32)
-        _amax_groups_kernel[(parts, matrices)](*tensors, offs, partial, *where[1:], **constants)
-    shape = (1, 1) if offs is not None else (E, 1, 1)
-    results = [first.new_empty(shape, dtype=torch.float32) for _ in range(4)]
-    _factors_kernel[(matrices,)](
-        partial, *results, parts, eps,
+        rows = M if offs is None else padded_rows(M, E)
+        tiles = ceil_div(rows, _AMAX_TILE.rows) * ceil_div(K, _AMAX_TILE.columns)
+        parts = min(tiles, ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
+        partial = first.new_empty((E, parts), dtype=torch.float32)
+        if offs is None:
+            _amax_batch_kernel[(parts, E)](*tensors, partial, M, K, stride, **constants)
+        else:
+            plan = plan_groups(offs, M) if plan is None else plan
+            _amax_groups_kernel[(parts,)](
+                *tensors, plan, partial, K, E, COUNT=next_power_of_2(E), **constants
+            )
+    results = [first.new_empty((E, 1, 1), dtype=torch.float32) for _ in range(4)]
+    _factors_kernel[(E,)](
+        partial, *results, parts, parts if partial.numel() > 1 else 0, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, PARTS=next_power_of_2(parts),
     )  # fmt: skip
     return results

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from float8lab.ops import reference
 from float8lab.ops.gemm import capability_of
+from float8lab.ops.grouped import groups_of_rows
 from float8lab.ops.kernels._common import ceil_div
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
@@ -120,8 +121,7 @@ def _in_high_precision(
         return reference.grouped_mm(*high, bias, offs, out_dtype, False)
     y = torch._grouped_mm(a, b.mT, offs=offs.to(torch.int32), out_dtype=out_dtype)
     if bias is not None:
-        rows = torch.arange(a.shape[0], device=a.device, dtype=offs.dtype)
-        y += bias[torch.searchsorted(offs, rows, right=True).clamp_(max=offs.shape[0] - 1)]
+        y += bias[groups_of_rows(a.shape[0], offs)]
     return clear_nobodys(y, offs)
 
 
@@ -176,6 +176,8 @@ def _dequantized(
         return reference.grouped_mm(
             a, a_scale, a_block, b, b_scale, b_block, bias, offs, out_dtype, False
         )
+    if a_scale.ndim == 3:  # of each group: one for each of its rows
+        a_scale, a_block = a_scale.view(-1, 1)[groups_of_rows(a.shape[0], offs)], (1, -1)
     left = dequantize(a, a_scale, a_block, out_dtype)
     if b.ndim == 3:
         E, N, K = b.shape

@@ -34,6 +34,7 @@ __all__ = [
     "has_amax",
     "in_blocks",
     "quantize",
+    "round_to_fp8",
     "round_up",
     "scale_from_amax",
     "scales_by_column",
@@ -166,6 +167,24 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
 # Casts.
 
 
+def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """The nearest FP8 numbers to ``value``, which is ``x`` over its scale.
+
+    A finite ``x`` saturates, also where ``value`` overflows float32. An infinite ``x`` stays visible
+    whatever its scale is: as an infinity in e5m2, and in e4m3, which has none, as NaN.
+
+    >>> x = torch.tensor([500.0, -torch.inf])
+    >>> round_to_fp8(x, x, torch.float8_e4m3fn).float()
+    tensor([448., nan])
+    """
+    limit = torch.finfo(fp8_dtype).max
+    visible: float | Tensor = torch.nan
+    if fp8_dtype == torch.float8_e5m2:  # over a scale of 0, infinity or NaN it may be NaN
+        visible = torch.where(value.isnan(), torch.inf, value)
+    # Releases of torch differ in what they make of a number beyond the limit: it is clamped first.
+    return torch.where(x.isinf(), visible, value.clamp(-limit, limit)).to(fp8_dtype)
+
+
 def quantize(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -182,22 +201,22 @@ def quantize(
     """
     if x.shape[0] % align or x.shape[1] % align:
         x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
-    (M, K), x = x.shape, x.float()
+    M, K = x.shape
     if given is not None and given.numel() == 1:
         x, given = x[None, :, None], given.view(1, 1)  # the whole is one block
     else:
         x = in_blocks(x, block)
+    wide = x.float()
     scale, factor, found = None, given, None
     if rule not in ("encode", "decode"):
-        found = x.abs().amax((1, 3)) if given is None else given
+        found = wide.abs().amax((1, 3)) if given is None else given
         if block[0] == 1 and block[1] > 1:  # scales_by_column
             found = found.t().contiguous().t()
         scale, factor = factors_from_amax(found, fp8_dtype, rule, eps)
     assert factor is not None, "given by a rule that finds none"
     factor = factor[:, None, :, None]
-    x = x / factor if rule == "decode" else x * factor
-    limit = torch.finfo(fp8_dtype).max
-    q = x.clamp(-limit, limit).to(fp8_dtype).flatten(2).flatten(0, 1)[:M, :K]
+    value = wide / factor if rule == "decode" else wide * factor
+    q = round_to_fp8(value, x, fp8_dtype).flatten(2).flatten(0, 1)[:M, :K]
     return q.clone(memory_format=torch.contiguous_format), scale, found
 
 
@@ -229,8 +248,8 @@ def cast(
         rule: one of ``SCALE_RULES``, by which scales are found from amaxes. Or ``"encode"``: the
             values are multiplied by the factors ``given``; or ``"decode"``: they are divided by the
             scales ``given``, by somebody who knows no encode factors. Both are one float32
-            operation with IEEE rounding, so what it does with 0, subnormals, infinities and NaN is
-            what IEEE says, before the result is clamped. For powers of two the two are the same.
+            operation with IEEE rounding, whose result is what ``round_to_fp8`` rounds. For powers
+            of two the two are the same.
         eps: the least amax that a scale is found from.
         align: the result's sizes are multiples of it.
         straight: the matrix is wanted in FP8.

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.ops.reference.cast import ALIGN, quantize, round_up
+from float8lab.ops.reference.cast import ALIGN, factors_from_amax, quantize, round_up
 from float8lab.ops.reference.gemm import scaled_mm
 from float8lab.ops.reference.prologue import value_of
 
@@ -99,8 +99,8 @@ def cast_groups(
 ]:
     """Cast a matrix whose rows are in groups, or each matrix of a batch, as ``cast`` does.
 
-    Rows, and blocks of them, have the bytes of casting each group's rows alone. One scale for the
-    whole serves all groups of a matrix; of a batch, each matrix has its own.
+    Every group has the bytes of casting its rows alone: with ``(-1, -1)`` each group has a scale of
+    its own, as each matrix of a batch has.
 
     Args:
         prologue: how the matrix is computed, of ``cast``; ``""`` for a batch.
@@ -116,16 +116,16 @@ def cast_groups(
         straight: the rows are wanted.
         transposed: the transpose is wanted.
         column_sum: the sums over the rows of each group are wanted; not of a batch.
-        given: the factor, or that of each matrix of a batch; where scales are found for the whole,
-            the amaxes, if they are known.
-        slot: as many elements; raised to the amax, unless there is no row.
+        given: the factor of each group or matrix, or one for all of them; where scales are found
+            for the whole, the amaxes in the place of factors, if they are known.
+        slot: one element for each group or matrix, raised to its amax, unless it has no row.
         plan: that of ``plan_groups`` for these groups, where it is made anyway. It changes nothing.
 
     Returns:
-        As ``cast``. Of groups: data ``[M, K]``; scales ``[1, 1]``, ``[M, 1]`` or
-        ``[M, blocks]``; the amax ``[1, 1]`` if it was found for the whole; the transpose
+        As ``cast``. Of groups: data ``[M, K]``; scales ``[E, 1, 1]``, ``[M, 1]`` or
+        ``[M, blocks]``; the amaxes ``[E, 1, 1]`` if they were found for the whole; the transpose
         ``[K, padded_rows(M, E)]``, of which what is behind the last group may hold anything; its
-        scales ``[1, 1]``, ``[E, K, 1]`` or ``[K, blocks]``; sums ``[E, K]``. Of a batch:
+        scales ``[E, 1, 1]``, ``[E, K, 1]`` or ``[K, blocks]``; sums ``[E, K]``. Of a batch:
         ``[E, ...]`` of each. K and N are padded to ``ALIGN``.
     """
     how = (fp8_dtype, tuple(block), rule, eps)
@@ -135,30 +135,74 @@ def cast_groups(
     bounds = list(_bounds(offs))
     (M, K), used = x.shape, bounds[-1][1] if bounds else 0
     x = F.pad(x[:used], (0, -K % ALIGN, 0, M - used))
-    if slot is not None and used and K:
-        slot.copy_(torch.maximum(slot, x.abs().max().float()))
-    q: Tensor | None
-    q, scale, amax = _cast_one(x, how, given)
-    q_t = scale_t = total = None
-    if column_sum:
-        total = x.new_zeros((len(bounds), K), dtype=torch.float32)
-        for index, (start, end, _) in enumerate(bounds):
-            total[index] = x[start:end, :K].float().sum(0)
+    if slot is not None:
+        _record_amaxes(x, bounds, slot)
+    padded = None
     if transposed:
         padded = x.new_zeros(padded_rows(M, len(bounds)), x.shape[1])
         for start, end, place in bounds:
             padded[place : place + end - start] = x[start:end]
-        if how[1] == (1, -1):
+    amax: Tensor | None = None
+    if how[1] == (-1, -1):
+        q, scale, amax = _cast_groups_per_tensor(x, bounds, how, given)
+        q_t, scale_t = None, None if scale is None else scale.clone()
+        if padded is not None:
+            places = [(place, place + end - start, place) for start, end, place in bounds]
+            known = amax if amax is not None else given
+            q_t = _cast_groups_per_tensor(padded, places, how, known)[0].t().contiguous()
+    else:
+        q, scale, _ = quantize(x, *how)
+        q_t = scale_t = None
+        if padded is not None and how[1] == (1, -1):
             q_t, scale_t = _cast_rows_of_groups(padded, bounds, how)
-        else:
-            q_t, scale_t, _ = _cast_one(padded.t(), how, amax if given is None else given)
-    if not straight:
-        q = scale = None
-    return q, scale, amax, q_t, scale_t, total
+        elif padded is not None:
+            q_t, scale_t, _ = quantize(padded.t(), *how)
+    total = None
+    if column_sum:
+        total = x.new_zeros((len(bounds), K), dtype=torch.float32)
+        for index, (start, end, _) in enumerate(bounds):
+            total[index] = x[start:end, :K].float().sum(0)
+    return (
+        q if straight else None, scale if straight else None, amax,
+        q_t, scale_t if transposed else None, total,
+    )  # fmt: skip
 
 
 _How = tuple[torch.dtype, tuple[int, ...], str, float]
 """The FP8 format, block, rule and epsilon."""
+
+
+def _record_amaxes(x: Tensor, bounds: Sequence[tuple[int, int, int]], slot: Tensor) -> None:
+    """Raise each group's element of ``slot`` to its amax; those of groups without rows stay."""
+    for index, (start, end, _) in enumerate(bounds):
+        if end > start and x.shape[1]:
+            amax = x[start:end].abs().max().float()
+            of_group = slot.view(-1)[index]
+            of_group.copy_(torch.maximum(of_group, amax))
+
+
+def _cast_groups_per_tensor(
+    x: Tensor, bounds: Sequence[tuple[int, int, int]], how: _How, given: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Data of all groups, and the scale and the amax of each where they are found; zeros beyond."""
+    fp8_dtype, block, rule, eps = how
+    E = len(bounds)
+    q = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(fp8_dtype)
+    scale = amax = None
+    if rule not in ("encode", "decode"):
+        known = given
+        if known is None:
+            known = amax = x.new_zeros((E, 1, 1), dtype=torch.float32)
+            for index, (start, end, _) in enumerate(bounds):
+                if end > start and x.shape[1]:
+                    amax[index] = x[start:end].abs().max().float()
+        scale, _ = factors_from_amax(known.reshape(-1, 1, 1).expand(E, 1, 1), fp8_dtype, rule, eps)
+        given = known
+    assert given is not None, "given by a rule that finds none"
+    for index, (start, end, _) in enumerate(bounds):
+        factor = given.reshape(-1)[index if given.numel() > 1 else 0]
+        q[start:end] = quantize(x[start:end], fp8_dtype, block, rule, eps, given=factor)[0]
+    return q, scale, amax
 
 
 def _cast_one(
@@ -203,8 +247,9 @@ def _cast_batch(
         parts: Any = zip(*found, strict=True)
         return [torch.stack(of)[:E] if of[0] is not None else None for of in parts]
 
-    q, scale, amax = cast(False) if straight else (None, None, None)
+    q, scale, amax = cast(False) if straight or not transposed else (None, None, None)
     q_t, scale_t, amax_t = cast(True) if transposed else (None, None, None)
+    q, scale = (q, scale) if straight else (None, None)
     return q, scale, amax_t if amax is None else amax, q_t, scale_t, None
 
 
@@ -229,7 +274,8 @@ def grouped_mm(
     that is in groups: ``[E, N, K]``.
 
     Operands in FP8 are as ``cast_groups`` gives them, so a contraction has its groups at multiples
-    of ``SPAN``. Operands without scales are in high precision, and there groups follow each other.
+    of ``SPAN``; one scale may also serve all groups of a matrix. Operands without scales are in
+    high precision, and there groups follow each other.
 
     ``plan`` is that of ``plan_groups`` for the rows in groups, or those that a transpose had, where
     several products share it. It changes nothing.
@@ -281,7 +327,8 @@ def _multiply_rows(
             with torch.autocast(a.device.type, enabled=False):
                 out[start:end] = F.linear(a[start:end], b[index], added).to(out_dtype)
             continue
-        own = a_scale if a_scale.numel() == 1 else a_scale[start:end]
+        own = a_scale[index] if a_scale.ndim == 3 else a_scale
+        own = own if own.numel() == 1 else own[start:end]
         left, right = (a[start:end], own, a_block), (b[index], b_scale[index], b_block)
         out[start:end] = scaled_mm(*left, *right, added, out_dtype, fast_accum)
     return out

@@ -262,12 +262,11 @@ def sparse_file(path, rows, columns, blocks):
         file.truncate(8 + len(text) + size + scale)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures by /proc")
 def test_memory_is_bounded(tmp_path):
     """Anonymous memory; the pages of a mapped file are the kernel's to drop."""
     pytest.importorskip("safetensors")
-    rows, columns = 192 * 256, 4096  # 192 MiB
+    rows, columns = 96 * 256, 4096  # 96 MiB
     kinds = ["blocks.safetensors", "one_scale.safetensors", "saved.pt", "dcp"]
     for name, count in (("small", 4096), ("large", rows)):
         folder = tmp_path / name

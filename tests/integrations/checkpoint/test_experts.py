@@ -346,12 +346,17 @@ def test_parts_that_make_no_stack():
     values = mixed[name].float() * mixed[f"{name}_scale"]
     assert torch.equal(loaded["mlp"].experts.gate_up_proj[1, WIDTH:].detach(), values)
     for missing, error, text in (
-        (name, ValueError, "mlp.experts.gate_up_proj is missing"),
+        (name, ValueError, f"must fit the model; {name} is missing. The model"),
         (f"{name}_scale_inv", CheckpointError, f"{name}: no scale in the checkpoint"),
     ):
         damaged = {n: t for n, t in state.items() if n != missing}
         with pytest.raises(error, match=text):
             load_fp8(damaged, model())
+    report = load_fp8({n: t for n, t in state.items() if n != name}, model(), strict=False)
+    assert f"mlp.experts.gate_up_proj is not loaded: {name} is missing" in report.notes
+    state[name] = state[name][:, :-1]
+    with pytest.raises(ValueError, match=rf"; {name} is \[128, 255\] there and that of other"):
+        load_fp8(state, model())
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,17 @@ def test_blocks_without_a_recipe_are_said(tmp_path):
     assert (y - q.dequantize().t()).abs().max() < 0.1
 
 
+def test_layers_that_cannot_be_converted_are_said_in_the_report_alone(tmp_path):
+    """No warning that a conversion has converted nothing: its filter is the loader's own."""
+    layer = float8lab.convert_to_float8(nn.Linear(128, 128), recipes.Float8BlockScaling())
+    export(nn.Sequential(layer), tmp_path / "out", "block-fp8")
+    model = nn.Sequential(nn.Linear(128, 128))
+    model[0].forward = lambda x: x
+    report = load_fp8(tmp_path / "out", model)
+    note = "0 runs without a recipe: forward was replaced on the layer itself"
+    assert note in report.notes
+
+
 def test_a_recipe_that_casts_again_is_kept_and_said(tmp_path):
     model = nn.Sequential(nn.Linear(128, 128))
     export(model, tmp_path / "out")

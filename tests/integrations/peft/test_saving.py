@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import float8lab
+from float8lab import Float4Tensor
+from float8lab.formats import E8M0, MXFP4
 from float8lab.inspect import memory_report
 from float8lab.integrations import export, load_fp8
 from float8lab.nn.casts import plain
@@ -141,6 +143,15 @@ def trainer(model, folder):
     return transformers.Trainer(model=model, args=arguments)
 
 
+def in_4_bits(weight):
+    """A frozen weight of random MXFP4."""
+    N, K = weight.shape
+    packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
+    scale = torch.randint(120, 124, (N, K // 32), dtype=torch.uint8).view(E8M0)
+    stored = Float4Tensor(packed, scale, None, MXFP4, weight.dtype)
+    return torch.nn.Parameter(stored, requires_grad=False)
+
+
 WRITERS = {
     "transformers": lambda model, folder: model.save_pretrained(folder),
     "merged": lambda model, folder: with_lora(model).merge_and_unload().save_pretrained(folder),
@@ -154,15 +165,26 @@ WRITERS = {
 
 @pytest.mark.usefixtures("said_anew")
 @pytest.mark.filterwarnings("ignore:.*pin_memory.* argument is set as true but no accelerator")
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_what_writes_safetensors_writes_high_precision_and_says_so_once(tmp_path, write):
-    model = convert(llama(dtype=torch.bfloat16), RECIPES["rowwise"])
+@pytest.mark.parametrize(
+    ("write", "bits"), [*((name, 8) for name in WRITERS), ("transformers", 4), ("model", 4)]
+)
+def test_what_writes_safetensors_writes_high_precision_and_says_so_once(tmp_path, write, bits):
+    if bits == 8:
+        model = convert(llama(dtype=torch.bfloat16), RECIPES["rowwise"])
+        stored, keeper = Float8Tensor, r"integrations\.export"
+    else:
+        model = llama(dtype=torch.bfloat16)
+        for name, weight in list(model.named_parameters()):
+            if "_proj" in name:
+                module, _, last = name.rpartition(".")
+                setattr(model.get_submodule(module), last, in_4_bits(weight))
+        stored, keeper = Float4Tensor, r"torch\.save"
     # Shares FP8 data with another weight; both are written.
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    with pytest.warns(UserWarning, match=r"in torch.bfloat16.*integrations.export") as told:
-        write(model, tmp_path)
-    assert sum("integrations.export" in str(warning.message) for warning in told) == 1
-    assert sum(isinstance(p, Float8Tensor) for p in model.state_dict().values()) == 14
+    with pytest.warns(UserWarning, match=f"in torch.bfloat16.*{keeper}") as told:
+        WRITERS[write](model, tmp_path)
+    assert sum("dequantized copies" in str(warning.message) for warning in told) == 1
+    assert sum(isinstance(p, stored) for p in model.state_dict().values()) == 14
     found = safetensors.load_file(tmp_path / "model.safetensors")
     expected = {name: plain(value) for name, value in model.state_dict().items()}
     assert found.keys() == expected.keys()

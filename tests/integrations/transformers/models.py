@@ -149,9 +149,23 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tenso
 """The same of mixtures of experts, whose experts lie in different ways."""
 
 
+OTHER_MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_LOCAL, "shared_intermediate_size": 32, "layer_types": ["attention"] * 2,
+            "mamba_n_heads": 4, "mamba_d_head": "auto",
+        },
+        _tokens,
+    ),
+}  # fmt: skip
+"""The same of mixtures that differ from these in how they are saved alone."""
+
+
 def build(family: str, **changed: Any) -> tuple[Any, dict[str, Tensor]]:
     """A model in training mode, without dropout, and a batch with labels."""
-    config, model, arguments, batch = {**FAMILIES, **MIXTURES}[family]
+    config, model, arguments, batch = {**FAMILIES, **MIXTURES, **OTHER_MIXTURES}[family]
     torch.manual_seed(0)
     made = getattr(transformers, model)(getattr(transformers, config)(**{**arguments, **changed}))
     return made.train(), batch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,16 +151,112 @@ def test_a_checkpoint_in_fp8_runs_with_its_bytes(tmp_path) -> None:
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
-def test_an_export_says_whose_experts_transformers_does_not_find(tmp_path, family) -> None:
-    model, _ = build(family, hidden_size=128, intermediate_size=128, head_dim=32)
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+"""Sizes that 128x128 blocks divide."""
+
+
+def names_in(path: Path) -> set[str]:
+    """The weights in a file, without their scales."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
+    found = safetensors.load_file(path / "model.safetensors")
+    return {name for name in found if not name.endswith(("_scale_inv", "_scale"))}
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [("mixtral", "block-fp8"), ("mixtral", "compressed-tensors"), ("olmoe", "block-fp8")],
+)
+def test_transformers_finds_the_experts_of_an_export(tmp_path, family, format) -> None:
+    """They are under the names that it saves, and load_fp8 finds them there, too."""
+    if format == "compressed-tensors":
+        pytest.importorskip("compressed_tensors", reason="needs the extra 'dev'")
+    model, _ = build(family, **WIDE)
     float8lab.convert_to_float8(model, BLOCK)
-    for name, exclude in {"all": ["lm_head"], "linear": ["lm_head", "experts"]}.items():
-        path = tmp_path / name
-        notes = float8lab.integrations.export(model, path, exclude=exclude).notes
-        _, found = type(model).from_pretrained(path, output_loading_info=True)
-        assert any("Transformers does not" in note for note in notes) == bool(found["missing_keys"])
-        assert bool(found["missing_keys"]) == (family == "mixtral" and name == "all")
+    report = float8lab.integrations.export(model, tmp_path / "fp8", format)
+    assert report.reasons == {"lm_head.weight": "excluded by 'lm_head'"}
+    found, info = type(model).from_pretrained(tmp_path / "fp8", output_loading_info=True)
+    assert not any(info.values())
+    own, _ = build(family, **WIDE)
+    float8lab.integrations.load_fp8(tmp_path / "fp8", own, dequantize=True)
+    for name, value in own.state_dict().items():
+        got = found.get_parameter(name)
+        if got.dtype == torch.float8_e4m3fn:  # linear layers stay compressed
+            got = got.float() * found.get_parameter(f"{name}_scale")  # one block
+        assert torch.equal(got, value), name
+    model.save_pretrained(tmp_path / "plain")
+    assert names_in(tmp_path / "fp8") == names_in(tmp_path / "plain")
+
+
+def test_experts_that_transformers_does_not_find_are_refused(tmp_path) -> None:
+    """Granite's are saved as stacks, which Transformers does not read in FP8."""
+    model, _ = build("granite_hybrid")
+    float8lab.convert_to_float8(model, BLOCK, exclude=["lm_head"])
+    for format in ("block-fp8", "compressed-tensors"):
+        message = r"input_linear.weight. .*exclude=\['model.layers.0.block_sparse_moe.experts'\]"
+        with pytest.raises(ValueError, match=message):
+            float8lab.integrations.export(model, tmp_path / "deep" / "out", format)
+        assert list(tmp_path.iterdir()) == []
+    float8lab.integrations.export(model, tmp_path / "out", exclude=["lm_head", "*.experts"])
+    _, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+
+
+@pytest.mark.parametrize("recipe", [BLOCK, recipes.Float8RowwiseScaling()], ids=str)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4", "granite_hybrid", "gpt2"])
+def test_our_format_holds_every_byte_that_was_trained(tmp_path, family, recipe) -> None:
+    """Of experts with biases and of transposed weights, too; others say why theirs stay."""
+    model, batch = build(family)
+    float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
+    model.eval()
+    report = float8lab.integrations.export(model, tmp_path / "out", "float8lab")
+    assert report.reasons == {}
+    loaded, _ = build(family)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    read = float8lab.integrations.load_fp8(tmp_path / "out", loaded.eval())
+    assert read.fp8.keys() == report.fp8.keys()
+    assert read.notes == ()
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    if family == "granite_hybrid":
+        return
+    format = "block-fp8" if recipe == BLOCK else "compressed-tensors"
+    if family == "gpt2":
+        with pytest.raises(ValueError, match="model must have a linear layer"):
+            float8lab.integrations.export(model, tmp_path / "theirs", format)
+        return
+    theirs = float8lab.integrations.export(model, tmp_path / "theirs", format)
+    name = next(name for name in report.fp8 if name.endswith("gate_up_proj"))
+    assert theirs.reasons.keys() == report.fp8.keys() - theirs.fp8.keys()
+    words = "have no biases" if family == "gpt_oss" else "and these are transposed"
+    assert words in theirs.reasons[name]
+    assert f"{name}, " in str(theirs)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "dbrx"])
+def test_our_format_holds_bytes_of_delayed_scales(tmp_path, family) -> None:
+    """Stored in the very model that was trained, they give its output to the bit."""
+    model, batch = build(family)
+    float8lab.convert_to_float8(model, DELAYED, exclude=["lm_head"])
+    run(model, batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # delayed scales do not know it yet
+    model.eval()
+    want = model(**batch).logits
+    report = float8lab.integrations.export(model, tmp_path / "out", "float8lab")
+    assert report.reasons == {}
+    loaded, _ = build(family)
+    float8lab.integrations.load_fp8(tmp_path / "out", loaded, dequantize=True)
+    assert not torch.equal(loaded.eval()(**batch).logits, want)
+    stored, _ = build(family)
+    float8lab.integrations.load_fp8(tmp_path / "out", stored)
+    for name in report.fp8:
+        module, _, last = name.rpartition(".")
+        value = stored.get_parameter(name) if family == "gpt_oss" else loaded.get_parameter(name)
+        setattr(model.get_submodule(module), last, value)
+    got = model(**batch).logits
+    assert torch.equal(got, want)
 
 
 def test_loading_says_which_experts_keep_their_own_forward() -> None:
@@ -178,6 +275,19 @@ def test_loading_says_which_experts_keep_their_own_forward() -> None:
     assert report.fp8[f"{prefix}.gate_up_proj"] == "e4m3 1x80xall fp32"
     (note,) = report.notes
     assert note == f"{prefix} runs without a recipe: none has the blocks of all its experts"
+
+
+def test_the_report_after_loading_says_why_layers_stay(tmp_path) -> None:
+    model, _ = build("mixtral", **WIDE)
+    float8lab.convert_to_float8(model, BLOCK)
+    float8lab.integrations.export(model, tmp_path / "out", exclude=["lm_head", "*.q_proj"])
+    loaded, _ = build("mixtral", **WIDE)
+    float8lab.integrations.load_fp8(tmp_path / "out", loaded)
+    report = float8lab.conversion_report(loaded)
+    why = {layer.name.rpartition(".")[2]: layer.note for layer in report.skipped}
+    router = "a router, which stays in high precision"
+    here = "in high precision in the checkpoint"
+    assert why == {"gate": router, "q_proj": here, "lm_head": here}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -161,7 +161,7 @@ def test_conv1d_stays_what_it_is() -> None:
     assert isinstance(layer, Conv1D)  # which PEFT asks for
     assert layer.weight.shape == (48, 192)
     assert (layer.in_features, layer.out_features) == (48, 192)
-    assert repr(layer) == "Conv1D(nf=192, nx=48)"
+    assert repr(layer) == "Conv1D(nf=192, nx=48, recipe=Float8CurrentScaling())"
     assert all(p is parameters[n] for n, p in model.named_parameters())
     y = model.eval()(**batch).logits
     assert torch.equal(pickle.loads(pickle.dumps(model))(**batch).logits, y)

@@ -486,7 +486,7 @@ def test_explain_names_the_backend_and_the_reasons():
     assert module.explain(q[:, -1:], k, v, attn_mask_type="causal_bottom_right").backend == "sdpa"
     with float8lab.autocast(recipe=recipes.DelayedScaling(fp8_dpa=True)):
         assert module.explain(q, k, v).backend == "fp8"
-        assert module.explain(q.double(), k, v).backend == "sdpa"
+        assert module.explain(q.double(), k.double(), v.double()).backend == "sdpa"
     with float8lab.autocast(recipe=recipes.DelayedScaling()):
         assert "fp8_dpa" in module.explain(q, k, v).rejected["fp8"]
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import expecttest
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn.convert import matches, swap
+from float8lab.nn.convert import matches, swap, walk
 from float8lab.nn.convert import report as reports
 from float8lab.tensor import Float8Tensor
 
@@ -49,6 +50,13 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def converted(report):
     return [layer.name for layer in report.converted]
+
+
+def warns_of_nothing(reason=""):
+    """Of a conversion that converts nothing, and why."""
+    return pytest.warns(
+        UserWarning, match=rf"^convert_to_float8 (converted none|found no).*{reason}"
+    )
 
 
 def test_everything_that_a_user_holds_stays_the_same():
@@ -92,6 +100,27 @@ def test_fp8_runs_by_default_and_obeys_autocast():
     assert (counts.fp8, counts.high_precision) == (5, 0)
     with float8lab.autocast(enabled=False):
         assert torch.equal(model(TOKENS), reference(TOKENS))
+
+
+def test_the_model_is_walked_once_and_each_module_asked_once(monkeypatch):
+    model = Model()
+    walks, asked = [], []
+    named_modules, experts_class = nn.Module.named_modules, walk.experts_class
+
+    def count_walks(module, *args, **kwargs):
+        walks.extend([module] if module is model else [])
+        return named_modules(module, *args, **kwargs)
+
+    def count_modules(module):
+        asked.append(module)
+        return experts_class(module)
+
+    monkeypatch.setattr(nn.Module, "named_modules", count_walks)
+    monkeypatch.setattr(walk, "experts_class", count_modules)
+    float8lab.convert_to_float8(model, recipes.DelayedScaling(), freeze_weights=True)
+    assert len(walks) == 1
+    assert len(asked) == len(set(asked))
+    assert not any(isinstance(module, nn.Linear) for module in asked)  # whose class is known
 
 
 def test_idempotent_and_recipes_can_change():
@@ -194,6 +223,45 @@ class WithoutForward(nn.Linear):
         return "mine"
 
 
+def test_the_repr_says_the_recipe_and_what_is_stored():
+    recipe = recipes.Float8CurrentScaling(amax_epsilon=1e-6)
+    model = nn.Sequential(nn.Linear(64, 64), WithoutForward(64, 64), nn.Linear(64, 64))
+    float8lab.convert_to_float8(model, recipe, overrides={"0": recipes.Float8CurrentScaling()})
+    float8lab.convert_to_float8(model[2], BLOCK, freeze_weights=True)
+    assert [repr(layer) for layer in model] == [
+        "Linear(in_features=64, out_features=64, bias=True, recipe=Float8CurrentScaling())",
+        "WithoutForward(mine, recipe=Float8CurrentScaling(amax_epsilon=1e-06))",
+        "Linear(in_features=64, out_features=64, bias=True, recipe=Float8BlockScaling(), "
+        "weight=e4m3 128x128)",
+    ]
+    float8lab.convert_to_float8(model, overrides={"0": None})
+    assert repr(model[0]).endswith("bias=True, recipe=None)")
+    float8lab.to_high_precision(model)
+    assert repr(model[2]) == "Linear(in_features=64, out_features=64, bias=True)"
+
+
+def test_the_repr_of_modules_of_this_library():
+    """Which follow autocast until they are converted."""
+    kinds = (
+        float8lab.LayerNormLinear(16, 16, device="cpu"),
+        float8lab.LayerNormMLP(16, 16, device="cpu"),
+        float8lab.GroupedLinear(2, 16, 16, device="cpu"),
+        float8lab.ExpertMLP(2, 16, 16, device="cpu"),
+    )
+    for module in kinds:
+        assert "recipe" not in repr(module)
+        float8lab.convert_to_float8(module, BLOCK, freeze_weights=True)
+        said = repr(module).partition(", recipe=")[2]
+        assert said.startswith("Float8BlockScaling(), weight=e4m3 "), said
+        assert said.endswith("128x128)"), said
+    # A weight that another module has, too, is not stored in FP8.
+    shared = float8lab.LayerNormMLP(16, 16, device="cpu")
+    tied = nn.ModuleList([shared, nn.Embedding(16, 16)])
+    tied[1].weight = shared.fc1_weight
+    float8lab.convert_to_float8(tied, BLOCK, freeze_weights=True)
+    assert repr(shared).endswith(", recipe=Float8BlockScaling(), fc2_weight=e4m3 128x128)")
+
+
 class WithForward(nn.Linear):
     def forward(self, x):
         return super().forward(x) + 1
@@ -209,7 +277,7 @@ def test_subclasses_without_a_forward_are_converted_and_keep_their_methods():
     assert counts.fp8 == 1
     layer.reset_parameters()
     assert torch.equal(layer.weight, torch.ones(8, 8))
-    assert repr(layer) == "WithoutForward(mine)"
+    assert repr(layer) == "WithoutForward(mine, recipe=Float8CurrentScaling())"
     float8lab.to_high_precision(layer)
     assert type(layer) is WithoutForward
 
@@ -231,7 +299,8 @@ def test_subclasses_with_a_forward_are_left_alone_unless_named():
 def test_a_forward_replaced_on_the_layer_is_left_alone():
     layer = nn.Linear(8, 8)
     layer.forward = lambda x: x
-    report = float8lab.conversion_report(float8lab.convert_to_float8(layer))
+    with warns_of_nothing("of 1: forward was replaced on the layer itself"):
+        report = float8lab.conversion_report(float8lab.convert_to_float8(layer))
     assert report.skipped[0].note == "forward was replaced on the layer itself"
 
 
@@ -273,7 +342,8 @@ def test_modules_that_multiply_by_their_own_parameters_are_reported():
             "embed": nn.Embedding(5, 6),
         }
     )
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    with warns_of_nothing():
+        report = float8lab.conversion_report(float8lab.convert_to_float8(model))
     assert {layer.name: (layer.shape, layer.note) for layer in report.skipped} == {
         "experts": ((4, 32, 16), "no linear layer: Experts multiplies by its up, down itself"),
         "router": ((4, 16), "a router, which stays in high precision"),
@@ -293,12 +363,14 @@ def test_modules_that_multiply_by_their_own_parameters_are_reported():
     with pytest.raises(ValueError, match=r"(?s)experts: no linear layer.*lstm"):
         float8lab.convert_to_float8(model, strict=True)
     names = [layer.name for layer in report.skipped]
-    float8lab.convert_to_float8(model, exclude=names, strict=True)
+    with warns_of_nothing("excluded by"):
+        float8lab.convert_to_float8(model, exclude=names, strict=True)
 
 
 def test_lazy_and_integer_layers_are_skipped_with_the_reason():
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8, dtype=torch.float64))
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    with warns_of_nothing():
+        report = float8lab.conversion_report(float8lab.convert_to_float8(model))
     assert [layer.note for layer in report.skipped] == [
         "not initialised yet; run one batch first",
         "its weight is torch.float64",
@@ -455,7 +527,9 @@ def decoder_layer(width, mlp, device="meta"):
 def test_auto_leaves_a_small_model_as_it_was():
     model = Model()
     reference = copy.deepcopy(model)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto", strict=True))
+    with warns_of_nothing("of 4: bfloat16 is faster: 12 us"):
+        float8lab.convert_to_float8(model, "auto", strict=True)
+    report = float8lab.conversion_report(model)
     assert converted(report) == []
     assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
     assert not model._forward_pre_hooks
@@ -483,12 +557,9 @@ def test_auto_with_a_delayed_recipe_makes_calls_of_the_model_regions():
 
 def test_auto_depends_on_the_tokens():
     few, many = decoder_layer(4096, 14336), decoder_layer(4096, 14336)
-    assert (
-        converted(
-            float8lab.conversion_report(float8lab.convert_to_float8(few, recipes.Auto(tokens=32)))
-        )
-        == []
-    )
+    with warns_of_nothing("bfloat16 is faster"):
+        float8lab.convert_to_float8(few, recipes.Auto(tokens=32))
+    assert converted(float8lab.conversion_report(few)) == []
     report = float8lab.conversion_report(float8lab.convert_to_float8(many, "auto"))
     assert len(converted(report)) == 7
     assert str(report) == str(
@@ -506,7 +577,9 @@ def test_auto_decides_for_modules_of_this_library():
         )
 
     small, large = make(256, 256), make(4096, 4096)
-    assert converted(float8lab.conversion_report(float8lab.convert_to_float8(small, "auto"))) == []
+    with warns_of_nothing("bfloat16 is"):
+        float8lab.convert_to_float8(small, "auto")
+    assert converted(float8lab.conversion_report(small)) == []
     report = float8lab.conversion_report(float8lab.convert_to_float8(large, "auto"))
     assert converted(report) == ["0", "1", "2"]
     # Two GEMMs of 4096 features: 4 and 2 times as many operations as those of the first.
@@ -517,7 +590,8 @@ def test_auto_decides_for_modules_of_this_library():
 def test_auto_turns_fp8_off_where_it_does_not_pay():
     model = nn.Sequential(nn.Linear(16, 16), float8lab.LayerNormLinear(16, 16, device="cpu"))
     float8lab.convert_to_float8(model)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto"))
+    with warns_of_nothing("bfloat16 is faster"):
+        report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto"))
     assert converted(report) == []
     with float8lab.count_gemms() as counts:
         model(torch.randn(4, 16))
@@ -541,9 +615,9 @@ def test_auto_in_overrides_and_beside_them():
 
 def test_auto_needs_an_fp8_gemm(monkeypatch):
     monkeypatch.setattr(reports, "may_multiply", lambda *blocks, **dtypes: False)
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(decoder_layer(4096, 14336), "auto")
-    )
+    with warns_of_nothing("of 7: bfloat16: no recipe has FP8 GEMMs on its device"):
+        model = float8lab.convert_to_float8(decoder_layer(4096, 14336), "auto")
+    report = float8lab.conversion_report(model)
     assert converted(report) == []
     assert {layer.note for layer in report.layers} == {
         "bfloat16: no recipe has FP8 GEMMs on its device"
@@ -643,9 +717,31 @@ def test_strict_raises_and_changes_nothing():
     assert converted(report) == ["1"]
 
 
+def test_a_conversion_that_converts_nothing_says_so_once():
+    """With the commonest reason, at the line of the caller; and FP8 attention is something."""
+    model = nn.Sequential(nn.Linear(8, 8), WithForward(8, 8), WithForward(8, 8))
+    reason = "WithForward has a forward of its own; name it in overrides to convert"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        float8lab.convert_to_float8(model, exclude=["0"])
+        float8lab.convert_to_float8(model)
+        float8lab.convert_to_float8(
+            float8lab.DotProductAttention(2, 16), recipes.DelayedScaling(fp8_dpa=True)
+        )
+    assert [(w.category, w.filename, str(w.message)) for w in caught] == [
+        (
+            UserWarning,
+            __file__,
+            "convert_to_float8 converted none of the 3 linear layers of a Sequential; the "
+            f"commonest reason, of 2: {reason}. conversion_report(model) has the reason of each.",
+        )
+    ]
+
+
 def test_strict_wants_something_to_convert():
     for model in (nn.Sequential(nn.ReLU(), nn.LayerNorm(8)), nn.Embedding(4, 8)):
-        float8lab.convert_to_float8(model)
+        with warns_of_nothing(rf"linear layer in a {type(model).__name__}\.$"):
+            float8lab.convert_to_float8(model)
         with pytest.raises(ValueError, match=f"a {type(model).__name__} without a linear layer"):
             float8lab.convert_to_float8(model, strict=True)
     attention = float8lab.DotProductAttention(2, 16)
@@ -703,7 +799,8 @@ predicted on Hopper, 4096 tokens, eager: 4.31 ms GPU, 4.23 ms CPU; bfloat16 6.55
 
     def test_auto_leaves_the_layers_of_a_small_gpt_alone(self):
         model = decoder_layer(512, 1536)
-        report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto"))
+        with warns_of_nothing("of 3: bfloat16 is as fast: 113 us, DelayedScaling 111 us"):
+            report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto"))
         self.assertExpectedInline(
             str(report),
             """\

@@ -1,0 +1,129 @@
+"""The names under which Transformers saves the tensors of its models, and finds them again.
+
+Since its release 5 models have parameters that their checkpoints do not: stacks of all experts, in
+place of each expert's matrices, and tensors of other names (Mixtral's ``block_sparse_moe``). Which
+they are differs between models and releases, so the installed one is asked, by the function that
+its ``save_pretrained`` calls. It is given stand-ins: the elements of a stack's say of which expert
+and of which rows they are.
+
+Source: Transformers, ``core_model_loading.py``, ``revert_weight_conversion``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.checkpoints.experts import PARTS, is_stack
+
+__all__ = ["SavedNames", "saved_names"]
+
+
+@dataclass(frozen=True)
+class SavedNames:
+    """The names of a model's tensors in its checkpoints, by their names in the model."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that are saved as they are, under another name."""
+    matrices: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    """The matrices of each expert of a stack, in the order of the stack's rows."""
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    """Stacks of experts that are not saved matrix by matrix: under which name, if it is known."""
+
+    def matrix(self, stack: str, expert: int, part: int) -> str:
+        """The name of a matrix of a stack; the usual one where Transformers says nothing."""
+        if stack in self.matrices:
+            return self.matrices[stack][expert][part]
+        prefix, _, local = stack.rpartition(".")
+        name = f"{expert}.{PARTS[local][part]}.weight"
+        return f"{prefix}.{name}" if prefix else name
+
+    def parts(self, stack: str) -> int:
+        """How many matrices each expert of a stack has."""
+        if stack in self.matrices:
+            return len(self.matrices[stack][0])
+        return len(PARTS[stack.rpartition(".")[2]])
+
+    def to_model(self) -> dict[str, str]:
+        """The names in the model, those of matrices as usual, by the names in checkpoints."""
+        found = {saved: name for name, saved in self.renamed.items()}
+        usual = SavedNames()
+        for stack, experts in self.matrices.items():
+            if stack.rpartition(".")[2] in PARTS:
+                for expert, names in enumerate(experts):
+                    found |= {n: usual.matrix(stack, expert, i) for i, n in enumerate(names)}
+        return {saved: name for saved, name in found.items() if saved != name}
+
+
+def saved_names(model: nn.Module) -> SavedNames:
+    """The names that Transformers gives the tensors of a model; none if the model is not one of its
+    own.
+
+    >>> saved_names(torch.nn.Linear(8, 8)).renamed
+    {}
+    """
+    theirs = any(
+        (base.__module__, base.__qualname__) == ("transformers.modeling_utils", "PreTrainedModel")
+        for base in type(model).__mro__
+    )
+    if not theirs or importlib.util.find_spec("transformers.core_model_loading") is None:
+        return SavedNames()
+    from transformers.core_model_loading import revert_weight_conversion
+
+    given: dict[str, Tensor] = {}
+    stacks: dict[str, range] = {}
+    start = 0
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            continue
+        if is_stack(name, value):
+            stacks[name] = range(start, start + _EACH * value.shape[0])
+            given[name] = torch.tensor(stacks[name]).view(-1, *_STAND_IN)
+            start = stacks[name].stop
+        else:
+            given[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    saved: dict[str, Any] = revert_weight_conversion(model, given)
+    names = {id(value): name for name, value in saved.items()}
+    renamed = {name: names[id(value)] for name, value in given.items() if id(value) in names}
+    same = {id(value) for value in given.values()}
+    matrices = _matrices(stacks, {n: v for n, v in saved.items() if id(v) not in same})
+    return SavedNames(
+        renamed={name: found for name, found in renamed.items() if name != found},
+        matrices=matrices,
+        stacks={name: renamed.get(name, "") for name in stacks if name not in matrices},
+    )
+
+
+_STAND_IN = (4, 2)
+"""Rows and columns of an expert's stand-in: rows that alternate are told from halves."""
+_EACH = 8
+"""Its elements."""
+
+
+def _matrices(
+    stacks: Mapping[str, range], saved: Mapping[str, Tensor]
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """The names of the matrices of stacks whose experts are all saved so, in halves or whole."""
+    rows, columns = _STAND_IN
+    found: dict[int, tuple[str, int]] = {}
+    for name, value in saved.items():
+        if value.ndim == 2 and value.shape[1] == columns and name.endswith(".weight"):
+            first = int(value[0, 0])
+            numbers = torch.arange(first, first + value.numel())
+            if torch.equal(value.flatten(), numbers):
+                found[first] = name, value.shape[0]
+    result = {}
+    for stack, numbers_of in stacks.items():
+        for parts in (1, 2):
+            step = _EACH // parts
+            names = [found.get(number) for number in numbers_of[::step]]
+            if all(known is not None and known[1] == rows // parts for known in names):
+                flat = [known[0] for known in names if known is not None]
+                pairs = zip(*(flat[part::parts] for part in range(parts)), strict=True)
+                result[stack] = tuple(pairs)
+    return result

@@ -1,0 +1,173 @@
+"""One walk over the modules of a model: which of them multiply by matrices, and of which kind.
+
+A *candidate* is a module that multiplies by a matrix of parameters: a linear layer, stacked
+experts, a module of this library, or one that reads parameters of its own in a way that FP8 cannot
+take over. Its kind is asked once, during the walk; all that follows reads the candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
+
+from float8lab.nn.attention.dot_product import DotProductAttention
+from float8lab.nn.convert.other_experts import OtherExperts, experts_class
+from float8lab.nn.convert.other_linear import known_linear, linear_shape
+from float8lab.nn.expert_mlp import ExpertMLP
+from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.grouped_linear import GroupedLinear
+from float8lab.nn.layernorm_mlp import LayerNormMLP
+from float8lab.nn.precision import precisions
+
+__all__ = [
+    "UNSEEN",
+    "Candidate",
+    "ModelWalk",
+    "ParameterUsers",
+    "has_recipe",
+    "is_unseen",
+    "mark_unseen",
+    "matrix_shapes",
+    "shapes_of",
+    "users_of",
+    "walk_model",
+]
+
+ParameterUsers = dict[int, list[tuple[nn.Module, str]]]
+"""The modules that have a parameter, and its name in each, by the parameter's id."""
+
+
+class Candidate(NamedTuple):
+    """A module that multiplies by a matrix of parameters, and of which kind it is."""
+
+    name: str
+    layer: Any
+    linear_class: Any = None
+    """The class of linear layers, torch's or a registered one, that it is or derives from."""
+    experts_class: type[OtherExperts] | None = None
+    """The FP8 class of stacked experts like it."""
+    matrices: tuple[str, ...] = ()
+    """Its parameters, if it is of no known kind and seems to multiply by them itself."""
+
+
+class ModelWalk(NamedTuple):
+    """The modules of a model, and which of them matter to a conversion."""
+
+    named_modules: list[tuple[str, nn.Module]]
+    candidates: list[Candidate]
+    attention: list[tuple[str, DotProductAttention]]
+    is_sharded: bool
+    """Whether FSDP2 shards any of the modules."""
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules without their names."""
+        return [module for _, module in self.named_modules]
+
+
+def walk_model(model: nn.Module) -> ModelWalk:
+    """Visit each module of a model once, and ask each of its classes once what it is."""
+    named_modules = list(model.named_modules())
+    linear_classes = {cls: known_linear(cls) for cls in {type(m) for _, m in named_modules}}
+    candidates = (
+        _as_candidate(name, module, linear_classes[type(module)]) for name, module in named_modules
+    )
+    return ModelWalk(
+        named_modules,
+        [candidate for candidate in candidates if candidate is not None],
+        [(name, m) for name, m in named_modules if isinstance(m, DotProductAttention)],
+        any(
+            hasattr(module, "unshard") or hasattr(module, "_is_fsdp_managed_module")
+            for _, module in named_modules
+        ),
+    )
+
+
+_LIBRARY_MODULES = (FusedModule, GroupedLinear, ExpertMLP)
+"""Modules of this library that have no class of torch's."""
+
+_NO_MATRICES = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    _ConvNd,
+    ParametrizationList,
+)
+"""Modules whose parameters may have the shape of a matrix that a linear layer multiplies by."""
+
+
+def _as_candidate(name: str, module: nn.Module, linear_class: Any) -> Candidate | None:
+    """The candidate that a module is, if it is one; ``linear_class`` is that of its class."""
+    if linear_class is not None or isinstance(module, _LIBRARY_MODULES):
+        return Candidate(name, module, linear_class)
+    experts = experts_class(module)
+    if experts is not None:
+        return Candidate(name, module, experts_class=experts)
+    # Stacked experts have three dimensions; a router's weight, or those of
+    # torch.nn.MultiheadAttention, have two and are called so, unlike tables of positions.
+    matrices = tuple(
+        key
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+        and not isinstance(parameter, UninitializedParameter)
+        and (parameter.ndim == 3 or (parameter.ndim == 2 and "weight" in key))
+        and min(parameter.shape) > 1
+    )
+    if not matrices or isinstance(module, _NO_MATRICES):
+        return None
+    return Candidate(name, module, matrices=matrices)
+
+
+def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
+    """The sizes of the matrices that a candidate multiplies by; of experts their number first."""
+    layer = candidate.layer
+    if candidate.matrices:
+        return [tuple(layer.get_parameter(name).shape) for name in candidate.matrices]
+    if candidate.experts_class is not None:
+        return candidate.experts_class.shapes(layer)
+    if isinstance(layer, (LayerNormMLP, ExpertMLP)):
+        return [tuple(layer.fc1_weight.shape), tuple(layer.fc2_weight.shape)]
+    if isinstance(layer, GroupedLinear):
+        return [(layer.num_gemms, layer.out_features, layer.in_features)]
+    return [linear_shape(layer, candidate.linear_class)]
+
+
+def shapes_of(layer: nn.Module) -> list[tuple[int, ...]]:
+    """The sizes of the matrices that a layer multiplies by, if it is a candidate."""
+    candidate = _as_candidate("", layer, known_linear(type(layer)))
+    return [] if candidate is None else matrix_shapes(candidate)
+
+
+def has_recipe(layer: nn.Module) -> bool:
+    """Whether a layer runs in FP8 by a recipe of its own."""
+    return any(precision.recipe is not None for _, precision in precisions(layer))
+
+
+UNSEEN = "_float8_unseen"
+"""The attribute of a converted layer that did not run when the model was called."""
+
+
+def mark_unseen(layer: nn.Module) -> None:
+    """Note that the forward of a converted layer did not run when the model was called."""
+    vars(layer)[UNSEEN] = True
+
+
+def is_unseen(layer: nn.Module) -> bool:
+    """Whether a converted layer did not run when the model was called, and has not run since."""
+    return UNSEEN in vars(layer) and all(p._last is None for _, p in precisions(layer))
+
+
+def users_of(modules: Iterable[nn.Module]) -> ParameterUsers:
+    """Which of the modules have each parameter."""
+    users: ParameterUsers = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append((module, name))
+    return users

@@ -1,0 +1,130 @@
+"""How equal a step on several ranks is to one on one rank: what a table of docs/many_gpus.md says.
+
+A *row* of the table is a parallelism, a *column* a recipe. A cell has a sign for the output, the
+gradient of the input and those of the parameters. Each row is asserted by a check of the tests
+beside this file; a test of the page asserts that no row is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import float8lab
+from float8lab.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from tests.distributed.ranks import Ranks
+
+__all__ = ["RECIPES", "Step", "assert_row", "local_rows", "page_rows", "summed", "take_step"]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "many_gpus.md"
+
+RECIPES: dict[str, Recipe] = {
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(),
+    "row": Float8RowwiseScaling(),
+    "block": Float8BlockScaling(),
+    "MX": MXFP8BlockScaling(),
+}
+"""The columns of the table, in order."""
+
+BITWISE, SUMS, DIFFERS = "=", "~", "x"
+
+
+class Step(NamedTuple):
+    """A rank's results of a step."""
+
+    y: Tensor
+    dx: Tensor
+    gradients: list[Tensor]
+
+
+def page_rows() -> dict[str, list[str]]:
+    """The cells of each row of the page's table."""
+    table = PAGE.read_text().split("<!-- equal over ranks -->")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| ([^|]+?) \|(.*)\|$", table, re.M)[2:]
+    return {name: [cell.strip(" `") for cell in cells.split("|")] for name, cells in rows}
+
+
+def local_rows(x: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's part of the first dimension."""
+    return x.chunk(ranks.world)[ranks.rank]
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum over all ranks."""
+    x = x.full_tensor() if isinstance(x, DTensor) else x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def take_step(
+    module: nn.Module,
+    recipe: Recipe,
+    x: Tensor,
+    dy: Tensor,
+    *,
+    group: Any = None,
+    call: Callable[..., Tensor] | None = None,
+) -> Step:
+    """The results of a step; under delayed scaling of the third, by the scales of the second.
+
+    A module that is new beside others takes part in the reduction of amaxes from the second on.
+    """
+    result = None
+    for step in range(3 if recipe.linear.delayed else 1):
+        module.zero_grad()
+        leaf = (x * (1 + step)).requires_grad_()
+        with float8lab.autocast(recipe=recipe, amax_reduction_group=group):
+            y = (call or module)(leaf)
+        y.backward(dy)
+        assert leaf.grad is not None
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        result = Step(y.detach(), leaf.grad, gradients)
+    assert result is not None
+    return result
+
+
+def assert_row(ranks: Ranks, name: str, measure: Callable[[Recipe], tuple[Step, Step]]) -> None:
+    """Assert that a row of the page has the signs of what is measured.
+
+    ``measure`` gives a rank's results with a recipe, and those of one rank that belong there.
+    """
+    cells = []
+    for recipe in RECIPES.values():
+        got, expected = measure(recipe)
+        pairs = (
+            [(got.y, expected.y)],
+            [(got.dx, expected.dx)],
+            [*zip(got[2], expected[2], strict=True)],
+        )
+        cells.append(" ".join(_sign(ranks, pair) for pair in pairs if pair))
+    assert cells == page_rows().get(name), f"| {name} | " + " | ".join(f"`{c}`" for c in cells)
+
+
+def _sign(ranks: Ranks, pairs: Iterable[tuple[Tensor, Tensor]]) -> str:
+    """How equal tensors are, on the rank where they are least."""
+    signs = set(ranks.gather(max(_of_pair(ranks, *pair) for pair in pairs)))
+    return (BITWISE, SUMS, DIFFERS)[max(signs)]
+
+
+def _of_pair(ranks: Ranks, got: Tensor, expected: Tensor) -> int:
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    if torch.equal(got, expected):
+        return 0
+    # Each of R partial sums, and each sum of two of them, is rounded.
+    bound = 4 * ranks.world * torch.finfo(got.dtype).eps * expected.abs().max()
+    return 1 if (got - expected).abs().max() <= bound else 2

@@ -1,0 +1,86 @@
+"""Recipes and models of the tests of modules, and what they compare."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import float8lab
+from float8lab import recipes
+
+__all__ = ["GPT", "RECIPES", "Block", "Counted", "each_recipe", "same_gradients", "states"]
+
+RECIPES = {
+    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
+    "current": recipes.Float8CurrentScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mx": recipes.MXFP8BlockScaling(),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width=32, heads=2, *, checkpointed=False):
+        super().__init__()
+        self.heads, self.checkpointed = heads, checkpointed
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    def feed(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x):
+        x = x + self.attend(self.norm1(x))
+        if self.checkpointed:
+            return x + checkpoint(self.feed, self.norm2(x), use_reentrant=False)
+        return x + self.feed(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A GPT, one of whose blocks keeps its activations while the other computes them again."""
+
+    def __init__(self, width=32, vocabulary=48, checkpointed=(False, True)):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, checkpointed=again) for again in checkpointed)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+class Counted:
+    """A backend that counts its compilations and runs the graphs as they are."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+
+
+def states(model):
+    """The delayed-scaling state of all layers."""
+    state = float8lab.nn.ScalingState(model).state_dict()
+    return {key: value.tolist() for key, value in state.items()}
+
+
+def same_gradients(a, b):
+    return all(
+        torch.equal(p.grad, q.grad) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
