@@ -209,7 +209,7 @@ def test_special_values(dtype: torch.dtype, fp8_dtype: torch.dtype, values: list
 
 
 def with_infinities(x: Tensor) -> Tensor:
-    """Values that are not finite, and the largest, in random places of which some are neighbours."""
+    """Values that are not finite, and the largest, in random places, some next to each other."""
     x = x.clone()
     if x.numel() > 1:
         places = torch.randperm(x.numel(), device=x.device)[: max(x.numel() // 50, 1)]
@@ -275,9 +275,7 @@ def test_infinities_in_groups(dtype: torch.dtype, fp8_dtype: torch.dtype, prolog
     same(there, slot)
 
 
-def same_groups(
-    got: Sequence[Tensor | None], want: Sequence[Tensor | None], used: int = 0
-) -> None:
+def same_groups(got: Sequence[Tensor | None], want: Sequence[Tensor | None], used: int = 0) -> None:
     """Equal data, scales and amaxes, of a transpose in its first ``used`` columns if they count."""
     for index, (one, other) in enumerate(zip(got[:5], want[:5], strict=True)):
         if used and one is not None and other is not None and index in (3, 4) and other.ndim == 2:

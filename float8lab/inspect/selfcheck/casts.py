@@ -146,7 +146,9 @@ def _nearest(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """
     values = values_of(fp8_dtype)[:128]
     values = values[values <= largest(fp8_dtype)]
-    size = value.double().abs().nan_to_num(nan=0.0, posinf=FLOAT32_MAX).clamp(max=largest(fp8_dtype))
+    size = (
+        value.double().abs().nan_to_num(nan=0.0, posinf=FLOAT32_MAX).clamp(max=largest(fp8_dtype))
+    )
     above = torch.searchsorted(values, size.contiguous())
     below = (above - 1).clamp(min=0)
     to_above, to_below = values[above] - size, size - values[below]

@@ -66,9 +66,7 @@ PACK_E4M3 = tl.constexpr(
 PACK_E5M2 = tl.constexpr(
     "{ .reg .b16 low, high; .reg .b32 word, infinite, is0, is1, is2, is3; .reg .f32 size;"
     + _PACK.replace("FORMAT", "e5m2")
-    + "".join(
-        f"abs.f32 size, ${5 + i}; set.eq.f32.f32 is{i}, size, 0f7F800000;" for i in range(4)
-    )
+    + "".join(f"abs.f32 size, ${5 + i}; set.eq.f32.f32 is{i}, size, 0f7F800000;" for i in range(4))
     + """
     prmt.b32 infinite, is0, is1, 0x0073;
     prmt.b32 infinite, infinite, is2, 0x0710;
