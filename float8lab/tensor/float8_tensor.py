@@ -585,7 +585,7 @@ def quantize(
 
     Returns:
         A Float8Tensor of ``x``'s shape and dtype. A block that is all zero, or holds inf or NaN,
-        gets scale 1; inf saturates to the largest finite value, NaN stays NaN.
+        gets scale 1; inf becomes NaN in e4m3 and stays inf in e5m2, NaN stays NaN.
 
     Raises:
         TypeError: ``x`` is not a floating-point tensor of a supported dtype.

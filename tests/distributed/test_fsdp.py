@@ -109,6 +109,7 @@ def assert_gathered_equal_cast(model: nn.Module, recipe: Any) -> None:
         assert isinstance(gathered, float8lab.Float8Tensor), name
         assert torch.equal(gathered.qdata.view(torch.uint8), expected.qdata.view(torch.uint8)), name
         assert torch.equal(gathered.scale, expected.scale), name
+        assert torch.equal(gathered.dequantize().isfinite(), weights[name].isfinite()), name
     reshard_all(model)
 
 

@@ -209,7 +209,7 @@ def test_special_values(dtype: torch.dtype, fp8_dtype: torch.dtype, values: list
 
 
 def with_infinities(x: Tensor) -> Tensor:
-    """Values that are not finite, and the largest, in random places of which some are neighbours."""
+    """Values that are not finite, and the largest, in random places, some next to each other."""
     x = x.clone()
     if x.numel() > 1:
         places = torch.randperm(x.numel(), device=x.device)[: max(x.numel() // 50, 1)]

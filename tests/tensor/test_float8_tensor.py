@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import float8lab
-from float8lab.formats import Float8Spec
+from float8lab.formats import E4M3, E5M2, Float8Spec
 from float8lab.tensor import Float8Tensor, dispatch, quantize
 from float8lab.tensor.dispatch import implements
 from tests.near_ties import by_multiplying, near_ties
@@ -67,18 +67,39 @@ def test_scale_decodes_and_bytes_follow_from_it():
     [
         ([0.0, 0.0], [0.0, 0.0]),
         ([448.0, -448.0], [448.0, -448.0]),
-        ([float("inf"), -1.0], [448.0, -1.0]),
-        ([float("-inf"), 1.0], [-448.0, 1.0]),
+        ([float("inf"), -1.0], [float("nan"), -1.0]),
+        ([float("-inf"), 1.0], [float("nan"), 1.0]),
+        ([3e38, 1.0], [3e38, 0.0]),
         ([1e-45, 0.0], [0.0, 0.0]),
     ],
-    ids=["zero", "largest", "inf", "minus-inf", "subnormal"],
+    ids=["zero", "largest", "inf", "minus-inf", "large", "subnormal"],
 )
 def test_special_values(values, decoded):
     t = quantize(torch.tensor([values]))
-    if values[0] not in (1e-45,):
+    if values[0] not in (1e-45, 3e38):
         assert t.scale.item() == 1.0
     assert torch.isfinite(t.scale).all()
-    assert t.dequantize().tolist() == [decoded]
+    torch.testing.assert_close(
+        t.dequantize(), torch.tensor([decoded]), rtol=2.0**-23, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128), (3, 5)], ids=str)
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_an_infinity_written_into_a_tensor_stays_visible(fp8_dtype, block):
+    inf = float("inf")
+    for write, count in (
+        (lambda t: t.fill_(-inf), 60),
+        (lambda t: t.mul_(inf), 60),
+        (lambda t: t.copy_(torch.full((6, 10), inf)), 60),
+        (lambda t: t.__setitem__((0, 0), inf), 1),
+        (lambda t: torch._foreach_add_([t], inf), 60),
+        (lambda t: t.index_copy_(0, torch.tensor([1]), torch.full((1, 10), -inf)), 10),
+    ):
+        t = quantize(torch.rand(6, 10) + 0.5, fp8_dtype, block=block)
+        write(t)
+        value = t.dequantize()
+        assert (value.isnan() if fp8_dtype == E4M3 else value.isinf()).sum() == count
 
 
 def test_nan_stays_nan_and_spoils_only_its_block():

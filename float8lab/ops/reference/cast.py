@@ -170,8 +170,8 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
 def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """The nearest FP8 numbers to ``value``, which is ``x`` over its scale.
 
-    A finite ``x`` saturates, also where ``value`` overflows float32. An infinite ``x`` stays visible
-    whatever its scale is: as an infinity in e5m2, and in e4m3, which has none, as NaN.
+    A finite ``x`` saturates, also where ``value`` overflows float32. An infinite ``x`` stays
+    visible whatever its scale is: as an infinity in e5m2, and in e4m3, which has none, as NaN.
 
     >>> x = torch.tensor([500.0, -torch.inf])
     >>> round_to_fp8(x, x, torch.float8_e4m3fn).float()

@@ -444,7 +444,6 @@ def test_weights_that_are_not_finite_are_counted(tmp_path, stored):
             weight = float8lab.quantize(layer.weight.detach(), block=(128, 128))
             layer.weight = nn.Parameter(weight, requires_grad=False)
             assert isinstance(layer.weight, Float8Tensor)
-        del expected["2.weight"]  # FP8 holds the largest value instead
     message = f"{sum(expected.values())} elements are NaN or infinite: 5 in 0.weight, 1 in 0.bias"
     with pytest.warns(UserWarning, match=message):
         report = export(model, tmp_path / "out", "float8lab")
