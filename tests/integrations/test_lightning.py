@@ -674,7 +674,6 @@ def check_report_is_logged_once(ranks: Ranks) -> None:
 outcome = ranks_fixture(__name__, 2)
 
 
-def test_on_two_processes(outcome: Any) -> None:
-    # One test, for else each worker of pytest-xdist would start processes of its own.
-    for name in check_names(sys.modules[__name__]):
-        outcome(name)
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_on_two_processes(name: str, outcome: Any) -> None:
+    outcome(name)
