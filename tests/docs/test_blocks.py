@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import re
 import symtable
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +23,16 @@ from typing import Any
 
 import pytest
 
-from tests.test_docs import BLOCK, PAGES, ROOT, page_name
+from tests.test_docs import BLOCK, NEEDS, PAGES, ROOT, page_name
 
 REASON = re.compile(
     r"\A needs (?:several processes|(?:a|an)? ?(?:CUDA )?GPUs?|torchtitan, and a GPU|"
     r"a checkpoint of \S+)(?=;|$)"
 )
+OWN = ("float8lab", "torch")
+LIBRARIES = {name.removesuffix(".py").replace("/", "."): needed for name, needed in NEEDS.items()}
+"""Libraries that modules of the package load."""
+
 UNKNOWN = object()
 """Stands for a value that only running the block would show."""
 
@@ -41,13 +46,16 @@ def imported(node: ast.Import | ast.ImportFrom) -> Names:
         name = alias.asname or alias.name.split(".")[0]
         source = node.module if isinstance(node, ast.ImportFrom) else alias.name
         assert source is not None
+        library = LIBRARIES.get(source, source.split(".")[0])
+        if library not in OWN and library not in sys.modules:
+            found[name] = UNKNOWN  # loading it would take seconds; blocks that do run, load it
+            continue
         try:
             module = importlib.import_module(source)
         except ModuleNotFoundError as error:
-            library = source.split(".")[0]
-            if importlib.util.find_spec(library) is not None and error.name == source:
+            if error.name == source:
                 raise
-            found[name] = UNKNOWN  # it, or what it needs, is an optional library
+            found[name] = UNKNOWN  # it needs an optional library
             continue
         if isinstance(node, ast.ImportFrom):
             import_submodule(module, alias.name)
