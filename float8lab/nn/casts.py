@@ -121,7 +121,7 @@ def cast(
     elif spec is not None and columnwise is not None and spec != columnwise:
         rowwise = cast(x, spec, index, call, dbias=dbias, align=align)
         transpose = cast(x, None, index, call, columnwise=columnwise, align=align)
-        return Quantized(*rowwise[:3], *transpose[3:5], rowwise.dbias)
+        return rowwise._replace(columnwise=transpose.columnwise)
     else:
         matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
         wanted = spec is not None, columnwise is not None, dbias
@@ -132,7 +132,7 @@ def cast(
         )  # fmt: skip
         if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
             scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
-        return Quantized(q, scale, encode, q_t, scale, total)
+        return Quantized(Operand(q, scale), Operand(q_t, scale), encode, total)
     if call.shards is not None:
         return _cast_alone(x, spec, columnwise, call, params, dbias, align)
     return cast_by(x, spec, columnwise, plan, params, dbias=dbias, align=align)
@@ -156,7 +156,7 @@ def cast_by(
     if spec is not None and columnwise is not None and spec != columnwise:
         rowwise = cast_by(x, spec, None, plan, params, dbias=dbias, align=align)
         transpose = cast_by(x, None, columnwise, plan, params, align=align)
-        return Quantized(*rowwise[:3], *transpose[3:5], rowwise.dbias)
+        return rowwise._replace(columnwise=transpose.columnwise)
     how = spec or columnwise
     assert how is not None, "one of the two"
     offs = given = own_scale = slot = tiles = None
@@ -183,9 +183,15 @@ def cast_by(
         results = cast_op(prologue, inputs, dtype, how.fp8_dtype, how.block, *rule, align, *rest)
     q, scale, found, q_t, scale_t, total = results
     if plan.delayed:
-        return Quantized(q, own_scale, given, q_t, own_scale, total)
-    factor = (found if given is None else given) if whole else None
-    return Quantized(q, scale, factor, q_t, scale_t, total)
+        scale = scale_t = own_scale
+        factor = given
+    else:
+        factor = (found if given is None else given) if whole else None
+    return Quantized(
+        None if q is None else Operand(q, scale),
+        None if q_t is None else Operand(q_t, scale_t),
+        factor, total,
+    )  # fmt: skip
 
 
 def _cast(
@@ -244,8 +250,7 @@ def _cast_shard(
         sums = _sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
     made = Quantized(dbias=sums)
     if spec is not None and rowwise_spans:
-        q, scale = _cast_spanning(x, spec, call, align, is_columnwise=False)
-        made = made._replace(data=q, scale=scale)
+        made = made._replace(rowwise=_cast_spanning(x, spec, call, align, is_columnwise=False))
     elif spec is not None:
         made = _cast_alone(x, spec, None, call, params, False, align)._replace(dbias=sums)
     if columnwise is not None:
@@ -253,7 +258,7 @@ def _cast_shard(
             operand = _cast_spanning(x, columnwise, call, align, is_columnwise=True)
         else:
             operand = _cast_alone(x, None, columnwise, call, params, False, align).columnwise
-        made = made._replace(columnwise_data=operand.data, columnwise_scale=operand.scale)
+        made = made._replace(columnwise=operand)
     return made
 
 
@@ -373,7 +378,7 @@ def input_source(
     whether a kernel has overwritten them since, as a replayed CUDA graph does with its outputs.
     Delayed scaling does not share, for every layer has a scale of its own.
     """
-    if specs.is_empty:
+    if not any(specs):
         return InputSource()
     if torch.compiler.is_compiling():
         return InputSource(quantized=_input_cast(x, specs, call, amax))
@@ -395,7 +400,7 @@ def _input_key(
     x: Matrix, inp: Tensor | None, specs: Orientations, call: Call
 ) -> tuple[Any, ...] | None:
     """All that the cast of an input depends on; None if no other layer may have it."""
-    if inp is None or call.plan.delayed or not specs.has_both:
+    if inp is None or call.plan.delayed or not all(specs):
         return None
     node = inp.grad_fn
     if node is None or (inp.is_cuda and capturing()):
@@ -583,7 +588,7 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
     graph, is_sharded = torch.compiler.is_compiling(), call.shards is not None
     if isinstance(weight, Float8Tensor):
         if stored_as(weight, call.plan.w):
-            return WeightSource(quantized=Quantized(*_stored(weight)))
+            return WeightSource(quantized=Quantized(_stored(weight)))
         if not graph:
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
@@ -592,7 +597,7 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
     if call.first_microbatch is None or call.precision is None:
         params = call.known[W] or call.scale(W, weight) if call.plan.delayed else None
         return WeightSource(weight, params)
-    return WeightSource(quantized=Quantized(*_kept_weight(weight, call)))
+    return WeightSource(quantized=Quantized(_kept_weight(weight, call)))
 
 
 def outlives_step(weight: Tensor, call: Call) -> bool:
@@ -609,8 +614,7 @@ def outlives_step(weight: Tensor, call: Call) -> bool:
 
 def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
     """Tell an observer, and CPU offload, of the FP8 data of a weight."""
-    q = quantized.data
-    assert q is not None, "cast"
+    q = quantized.rowwise.data
     if call.watched and weight.ndim == 3:
         _show_weights(weight, quantized.rowwise, call.plan.w, call)
     elif call.watched:

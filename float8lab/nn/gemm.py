@@ -206,11 +206,6 @@ def _input_specs(plan: LinearPlan, x: Keep, *, is_prologue: bool) -> Orientation
     return Orientations(None if plan.fprop is None else plan.fprop.left, columnwise)
 
 
-def _requantizes_weight(weight: Tensor, call: Call, *, save_memory: bool) -> bool:
-    """Whether backward casts the weight again: where that frees memory, and has the same bytes."""
-    return save_memory and not outlives_step(weight, call)
-
-
 # fprop.
 
 
@@ -258,14 +253,14 @@ def forward(
     save_memory = save_memory or (is_prologue and isinstance(weight, nn.Parameter))
     policy = save_policy(
         plan, needs, is_prologue=is_prologue, recomputes=recomputes,
-        requantizes_weight=_requantizes_weight(weight, call, save_memory=save_memory),
+        requantizes_weight=save_memory and not outlives_step(weight, call),
         keeps_gathered=comm.keeps_gathered, gathers_before_cast=comm.gathers_x_first,
     )  # fmt: skip
     specs = _input_specs(plan, policy.x, is_prologue=is_prologue)
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if ends is None else Groups.of(computed, ends)
     value = matrix
-    if comm.gathers_x_first and not specs.is_empty:
+    if comm.gathers_x_first and any(specs):
         value = comm.gather(value_of(matrix))
 
     # Whatever depends on the state of the module comes before the GEMM, or after it.
@@ -274,8 +269,8 @@ def forward(
     casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
     run: Any = _fprop
-    if not comm.is_sharded and not call.watched and _is_cuda(x):
-        run = _planned_fprop
+    if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda:
+        run = _fprop if comm.is_sharded or call.watched else _planned_fprop
     done: _Fprop = run(
         value, specs, source.params, source.quantized, w_source, bias, weight.shape[-2],
         call.recipe, dtype, comm, policy.x is Keep.GATHERED or call.watched,
@@ -290,15 +285,11 @@ def forward(
     return y, _saved(policy, x, weight, done, plan)
 
 
-def _is_cuda(x: Tensor | Source) -> bool:
-    return (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
-
-
 def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, call: Call) -> None:
     """Tell an observer, and CPU offload, of what forward has cast."""
     if call.watched:
         show_input(x, specs, done.x, call)
-    if done.w.data is not None:
+    if done.w.rowwise is not None:
         note_weight(weight, done.w, call)
     if call.watched and call.plan.fprop is None:
         show_gemm("fprop", call, None, None)
@@ -316,7 +307,7 @@ def _saved(
         data, scale = transpose_op(done.gathered.data, 1, None), done.gathered.scale
         requant = done.x.requant
     elif policy.x is Keep.REQUANTIZE:
-        scale, requant = done.x.scale, done.x.requant
+        scale, requant = done.x.rowwise.scale, done.x.requant
     elif policy.x is Keep.FP8_DATA:
         data, scale = done.x.columnwise
         if plan.wgrad is not None and plan.wgrad.right.scale_rule == "e8m0":
@@ -325,7 +316,7 @@ def _saved(
         assert isinstance(x, Tensor), "a prologue is there in backward"
         data = x
     if policy.w is Keep.REQUANTIZE:
-        w_scale, w_requant = done.w.scale, done.w.requant
+        w_scale, w_requant = done.w.rowwise.scale, done.w.requant
     elif policy.w is Keep.FP8_DATA:
         w_data, w_scale = done.w.rowwise
     kept_weight = weight if policy.weight else None
@@ -418,8 +409,9 @@ def recompute_forward(
     if call.comm.gathers_x_first:
         value = call.comm.gather(x.value())
     x_quantized = cast_by(value, plan.fprop.left, None, plan, QuantParams(saved.x_factors, None))
-    source = WeightSource(quantized=Quantized(saved.w, saved.w_scale))
-    if saved.w is None:
+    if saved.w is not None and saved.w_scale is not None:
+        source = WeightSource(quantized=Quantized(Operand(saved.w, saved.w_scale)))
+    else:
         assert saved.weight is not None, "the policy keeps it"
         params = saved.w_params
         if params is None:
@@ -465,13 +457,13 @@ class Gradient:
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
         specs = _gradient_specs(plan, needs_dx=needs_dx, needs_dw=needs_dw)
-        sums = needs_db and (ends is not None or specs.has_both)
+        sums = needs_db and (ends is not None or all(specs))
         if isinstance(dy, Source) and not _serves_all(specs, needs):
             dy = dy.value()
         self.high_precision = None if isinstance(dy, Source) else dy
         self.rowwise = self.columnwise = self.dbias = None
         self.transposes_gathered = False
-        if specs.is_empty:
+        if not any(specs):
             return
         if call.comm.transposes_gathered and specs.rowwise == specs.columnwise:
             self.transposes_gathered, specs = True, Orientations(specs.rowwise, None)
@@ -595,14 +587,14 @@ def backward(
     if needs[1]:
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
             operand = _wgrad_operand(x, saved, call)
-        dw_dtype = _dw_dtype(call, dtypes[1])
+        dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
         for_dw = _WgradInput(x, saved.x, saved.x_factors, operand, dw_dtype)
     if needs[0]:
         for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=ends is not None)
     db_dtype = dtypes[2] if needs[2] else None
     if isinstance(dy, Tensor):
         run: Any = _planned_gradients if dy.is_cuda else _gradients
-        params = _gradient_params(dy, call, needs, ends)
+        params = _gradient_params(dy, call, needs, ends) if call.plan.delayed else None
         context = shape, call.recipe, None, ends, call.comm
         made = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
@@ -614,11 +606,11 @@ def backward(
     return _Gradients(dx, dw, db)
 
 
-def _dw_dtype(call: Call, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the weight's gradient: that of ``main_grad`` if it goes there."""
-    fused = call.fused_weight
-    first = fused[0] if isinstance(fused, tuple) else fused
-    return dtype if first is None else first.main_grad.dtype
+def _main_grad_dtype(weights: Any) -> torch.dtype:
+    """The dtype of the ``main_grad`` of a weight, or of the weights of experts."""
+    weight = weights[0] if isinstance(weights, tuple) else weights
+    dtype: torch.dtype = weight.main_grad.dtype
+    return dtype
 
 
 def _wgrad_operand(x: Source | None, saved: Saved, call: Call) -> Operand | TokenShard:
@@ -648,9 +640,7 @@ def _gradient_params(
     dy: Tensor, call: Call, needs: tuple[bool, bool, bool], ends: Ends | None
 ) -> QuantParams | None:
     """The quantization parameters of dy under delayed scaling, if anything casts it."""
-    plan = call.plan
-    specs = _gradient_specs(plan, needs_dx=needs[0], needs_dw=needs[1])
-    if not plan.delayed or specs.is_empty:
+    if not any(_gradient_specs(call.plan, needs_dx=needs[0], needs_dw=needs[1])):
         return None
     return call.known[DY] or call.scale(DY, dy if ends is None else Groups.of(dy, ends))
 
@@ -782,10 +772,10 @@ def _cast_gradient(
     sums: bool,
 ) -> _CastGradient:
     """dy in FP8, and its column sums, if ``sums`` are wanted and come for free."""
-    if specs.is_empty:
+    if not any(specs):
         return _CastGradient(None, None, None)
     assert dy is not None, "to be cast"
-    sums = sums and (ends is not None or specs.has_both)
+    sums = sums and (ends is not None or all(specs))
     matrix = dy if ends is None else Groups.of(dy, ends)
     made = cast_by(matrix, specs.rowwise, specs.columnwise, plan, params, dbias=sums)
     return _CastGradient(made.rowwise, made.columnwise, made.dbias if sums else None)
