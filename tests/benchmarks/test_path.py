@@ -9,25 +9,26 @@ import pytest
 from benchmarks import path
 
 # What is there today. Lower a number with what it counts, never raise it without a reason; the
-# goals are in ``benchmarks/path.py``.
+# goals are in ``benchmarks/path.py``. They rose once, by 8 to 36, when what is cast, saved and sent
+# became values with functions of their own, which take some 0.1 us each.
 CALLS = {
-    "Linear, delayed, forward": 26,
-    "Linear, delayed, backward": 24,
-    "Linear, current, forward": 28,
-    "Linear, current, backward": 23,
-    "Linear, rowwise, forward": 30,
-    "Linear, rowwise, backward": 29,
-    "Linear, block, forward": 32,
-    "Linear, block, backward": 29,
-    "Linear, mx, forward": 29,
-    "Linear, mx, backward": 30,
-    "converted nn.Linear, delayed, forward": 40,
-    "convert_to_float8 of two layers": 97,
-    "LayerNormMLP, forward": 67,
-    "LayerNormMLP, backward": 82,
+    "Linear, delayed, forward": 35,
+    "Linear, delayed, backward": 39,
+    "Linear, current, forward": 37,
+    "Linear, current, backward": 32,
+    "Linear, rowwise, forward": 40,
+    "Linear, rowwise, backward": 40,
+    "Linear, block, forward": 42,
+    "Linear, block, backward": 39,
+    "Linear, mx, forward": 39,
+    "Linear, mx, backward": 41,
+    "converted nn.Linear, delayed, forward": 49,
+    "convert_to_float8 of two layers": 109,
+    "LayerNormMLP, forward": 86,
+    "LayerNormMLP, backward": 118,
     "F.linear of Float8Tensors": 14,
-    "FSDP2 of two layers, forward": 94,
-    "FSDP2, gathering a weight": 25,
+    "FSDP2 of two layers, forward": 114,
+    "FSDP2, gathering a weight": 26,
 }
 FILES = 18
 # Experts have seven of these: casts of groups and their products, which take the ends of the groups

@@ -20,6 +20,8 @@ from float8lab.ops.kernels._launch import is_on_current_device
 __all__ = [
     "FLOAT32_MAX",
     "INTERPRETED",
+    "NAN_FOR_BF16",
+    "NAN_FOR_FP16",
     "TILE",
     "Tile",
     "abs_bits",
