@@ -207,7 +207,7 @@ def _multiply(
         if b.ndim == 3:
             assert a_scale is not None, "cast"
             own = a_scale[index] if a_scale.ndim == 3 else a_scale[start:end]
-            left = reference.dequantize(a[start:end], own, blocks[0], torch.float64)  # type: ignore
+            left = reference.dequantize(a[start:end], own, blocks[0], torch.float64)
             right = reference.dequantize(b[index], b_scale[index], blocks[1], torch.float64)  # type: ignore
             part = got[start:end]
         else:
