@@ -189,9 +189,10 @@ def check_what_is_equal(ranks: Ranks) -> None:
         for model, take in ((run.mine, run.step), (run.whole, run.plain_step)):
             outputs: list[Tensor] = []
             gradients: list[Tensor] = []
+            hooks: list[Any] = []  # the tensors that a schedule receives into are there for long
 
-            def note_gradient(_: Any, args: Any, seen: list[Tensor] = gradients) -> None:
-                args[0].requires_grad_().register_hook(seen.append)
+            def note_gradient(_: Any, args: Any, seen: Any = gradients, hooks: Any = hooks) -> None:
+                hooks.append(args[0].requires_grad_().register_hook(seen.append))
 
             def note(_: Any, args: Any, y: Tensor, seen: list[Tensor] = outputs) -> None:
                 seen.append(y.detach())
@@ -200,14 +201,15 @@ def check_what_is_equal(ranks: Ranks) -> None:
             model[ranks.rank].register_forward_hook(note)
             for step in range(STEPS):
                 run.zero_grad()
+                while hooks:
+                    hooks.pop().remove()
                 outputs.clear()
                 gradients.clear()
                 take(step, float8lab.autocast(recipe=recipe, amax_reduction_group=group))
-            results.append(Step(torch.cat(outputs), torch.cat(gradients), []))
+            own = run.gradients() if model is run.mine else run.plain_gradients()
+            results.append(Step(torch.cat(outputs), torch.cat(gradients), own))
         got, want = results
-        return got._replace(gradients=run.gradients()), want._replace(
-            gradients=run.plain_gradients()
-        )
+        return got, want
 
     assert_row(ranks, "pipeline, against accumulation on one rank", measure)
 

@@ -1,4 +1,4 @@
-"""The meshes that docs/many_gpus.md recommends are those that the prediction finds fastest."""
+"""docs/many_gpus.md: the meshes that the prediction finds fastest, and what is equal to one GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from float8lab.inspect.scale.mesh import parse
 from float8lab.inspect.scale.predict import Job
 from float8lab.inspect.scale.search import RECIPES, fastest
 from float8lab.inspect.scale.sizes import model_size
+from tests.distributed import equality
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "many_gpus.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "many_gpus.md"
 ROWS = re.findall(r"^\| `([\w-]+)` \| (\d+) \| `([\w=,]+)` \|$", PAGE.read_text(), re.M)
 
 
@@ -24,3 +26,12 @@ def test_mesh_is_the_fastest(model: str, gpus: str, mesh: str) -> None:
 
 def test_there_are_meshes() -> None:
     assert len(ROWS) == 5
+
+
+def test_every_line_of_what_is_equal_is_measured() -> None:
+    """The tests of ranks compare each line with what they measure; none is left out or double."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "distributed").glob("test_*.py"))
+    measured = re.findall(r'assert_row\(ranks, "([^"]+)"|^ +name = "(data, [^"]+)"', tests, re.M)
+    rows = equality.page_rows()
+    assert sorted("".join(pair) for pair in measured) == sorted(rows)
+    assert all(len(cells) == len(equality.RECIPES) for cells in rows.values())
