@@ -99,7 +99,8 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     forward in evaluation would cast its weight now, delayed scales included; a weight stored in FP8
     gives its own. In a model none of whose layers runs in FP8, the ``torch.nn.Linear`` layers are
     quantized here. A weight that ``format`` cannot hold in these bytes raises an error; nothing is
-    quantized a second time.
+    quantized a second time. Tensors of a Transformers model have the names that its own checkpoints
+    have, but in format ``"float8lab"``, where they have the model's.
 
     The directory appears whole, by a rename, or not at all; one weight is in memory at a time.
     ``config.json`` is ``model.config`` (a mapping, or with ``to_dict``) and the format's
@@ -123,8 +124,9 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
             high precision, and so they are written by default.
 
     Raises:
-        ValueError: an unknown format, a weight that the format cannot hold, no weight for FP8, or
-            siblings that cannot share a scale.
+        ValueError: an unknown format, a weight that the format cannot hold, experts that
+            Transformers could not read in FP8, no weight for FP8, or siblings that cannot share a
+            scale.
         FileExistsError: ``path`` is taken.
 
     Warns:

@@ -11,6 +11,7 @@ Source: Transformers, ``core_model_loading.py``, ``revert_weight_conversion``.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from torch import Tensor, nn
 from float8lab.checkpoints.experts import PARTS, is_stack
 
 __all__ = ["SavedNames", "saved_names"]
+
+_LOADING = "transformers.core_model_loading"
+"""Transformers' module of conversions, which releases before 5 do not have."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,9 @@ def saved_names(model: nn.Module) -> SavedNames:
         (base.__module__, base.__qualname__) == ("transformers.modeling_utils", "PreTrainedModel")
         for base in type(model).__mro__
     )
-    if not theirs or importlib.util.find_spec("transformers.core_model_loading") is None:
+    if not theirs or importlib.util.find_spec(_LOADING) is None:
         return SavedNames()
-    from transformers.core_model_loading import revert_weight_conversion
-
+    revert_weight_conversion = importlib.import_module(_LOADING).revert_weight_conversion
     given: dict[str, Tensor] = {}
     stacks: dict[str, range] = {}
     start = 0

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import float8lab
-from float8lab import Float4Tensor
+from float8lab import Float4Tensor, recipes
 from float8lab.formats import E8M0
 from float8lab.inspect import CheckpointError, diff
 from float8lab.integrations import export, load_fp8
@@ -346,7 +346,7 @@ def test_parts_that_make_no_stack():
     values = mixed[name].float() * mixed[f"{name}_scale"]
     assert torch.equal(loaded["mlp"].experts.gate_up_proj[1, WIDTH:].detach(), values)
     for missing, error, text in (
-        (name, ValueError, f"must fit the model; {name} is missing. The model"),
+        (name, ValueError, f"the model; {name} is missing; {name}_scale_inv is not in the model"),
         (f"{name}_scale_inv", CheckpointError, f"{name}: no scale in the checkpoint"),
     ):
         damaged = {n: t for n, t in state.items() if n != missing}
@@ -408,3 +408,39 @@ def test_transposed_experts_have_no_names_of_their_own(tmp_path):
         export(turned, tmp_path / "out", "block-fp8")
     export(turned, tmp_path / "out", "float8lab")
     assert diff(tmp_path / "out", turned.state_dict()).identical
+
+
+def own_experts(kind):
+    """Experts of this library, whose scales of current scaling are each expert's."""
+    if kind == "mlp":
+        return float8lab.ExpertMLP(EXPERTS, 64, 48, bias=True, device="cpu")
+    single = kind == "single"
+    return float8lab.GroupedLinear(
+        EXPERTS, 64, 48, single_grouped_weight=single, single_grouped_bias=single, device="cpu"
+    )
+
+
+@pytest.mark.parametrize("kind", ["mlp", "grouped", "single"])
+def test_our_format_holds_experts_of_ours_and_others_say_why_they_stay(tmp_path, kind):
+    torch.manual_seed(0)
+    trained = nn.ModuleDict({"experts": own_experts(kind), "head": nn.Linear(64, 64)})
+    recipe = recipes.Float8RowwiseScaling()
+    float8lab.convert_to_float8(trained, recipe)
+    report = export(trained, tmp_path / "out", "float8lab")
+    assert report.reasons == {}
+    loaded = nn.ModuleDict({"experts": own_experts(kind), "head": nn.Linear(64, 64)})
+    read = load_fp8(tmp_path / "out", loaded)
+    assert read.fp8.keys() == report.fp8.keys()
+    assert read.fp8.keys() == {n for n, p in trained.named_parameters() if "bias" not in n}
+    x, y = torch.randn(TOKENS, 64), []
+    for found in (trained, loaded):
+        run_rows = found["experts"].run_rows if kind == "mlp" else found["experts"]
+        y.append(run_rows(x, [TOKENS - 5, 5]).detach())
+    assert torch.equal(*y)
+    theirs = export(trained, tmp_path / "theirs", "compressed-tensors")
+    assert theirs.fp8.keys() == {"head.weight"}
+    assert set(theirs.reasons) == report.fp8.keys() - theirs.fp8.keys()
+    assert "no other library has names" in str(theirs)
+    with pytest.raises(ValueError, match=r"is stored in e4m3.*no other library has names"):
+        export(loaded, tmp_path / "refused", "compressed-tensors")
+    assert not (tmp_path / "refused").exists()
