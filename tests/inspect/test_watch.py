@@ -890,3 +890,16 @@ def test_views_without_their_library(log, view, library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ModuleNotFoundError, match=f"{view} must have {library}"):
         getattr(log, view)()
+
+
+def test_a_step_outside_of_the_block_is_refused_and_begins_none():
+    model = float8lab.convert_to_float8(nn.Linear(32, 32))
+    found = watch(model)
+    with found:
+        model(torch.ones(2, 32))
+    for refused in (found, watch(model)):
+        with pytest.raises(RuntimeError, match=r"watch must be active for step\(\)"):
+            refused.step()
+    assert PROCESS.observer is None
+    with found, pytest.raises(TypeError, match="loss must be None, a number or a tensor of one"):
+        found.step("x")

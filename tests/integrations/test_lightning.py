@@ -497,6 +497,12 @@ def test_arguments_are_checked() -> None:
         plugin(dtype=torch.bfloat16, fallback_compute_dtype=torch.float32)
     with pytest.raises(TypeError, match=r"recipe must be one of .*got 3"):
         plugin(3)
+    with pytest.raises(TypeError, match=r"recipe must have fields of DelayedScaling; got 'x'"):
+        plugin({"x": 1})
+    with pytest.raises(TypeError, match=r"replace_layers must be True or False; got 'yes'"):
+        plugin(replace_layers="yes")
+    with pytest.raises(TypeError, match=r"fallback_compute_dtype must be .*got 'bfloat16'"):
+        plugin(fallback_compute_dtype="bfloat16")
 
 
 def test_missing_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
