@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import float8lab
 from benchmarks import common, report
 from benchmarks.floor import Floor, cast_bytes
 from benchmarks.models import (
@@ -35,6 +34,7 @@ from benchmarks.models import (
     Candidate,
     LayerSize,
     Trial,
+    converted,
     our_layer,
     plain_layer,
     training_results,
@@ -130,13 +130,6 @@ def floor_ms(
     return gemms + attention + floor.move_ms(moved_bytes(size, recipe))
 
 
-def converted(plain: nn.Module, recipe: Recipe | Auto) -> nn.Module:
-    """A copy of the plain layer with its linear layers in FP8."""
-    model = copy.deepcopy(plain)
-    float8lab.convert_to_float8(model, recipe, strict=True)
-    return model
-
-
 PLAIN = {"dWo": "o.weight", "dWdown": "down.weight"}
 OURS = {
     "dWo": "module.self_attention.proj.weight",
@@ -164,12 +157,15 @@ def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candid
                 f"TransformerLayer, {name}, FP8 attention, {mode}", attending, OURS, **shared
             )
             yield Candidate(
-                f"converted, {name}, {mode}", partial(converted, plain, recipe), PLAIN, **shared
+                f"converted, {name}, {mode}",
+                partial(converted, plain, recipe, strict=True),
+                PLAIN,
+                **shared,
             )
         auto = Auto(tokens=size.tokens, mode=mode)
         # Its layers may differ in recipe, and so it has no floor.
         yield Candidate(
-            f"converted, auto, {mode}", partial(converted, plain, auto), PLAIN,
+            f"converted, auto, {mode}", partial(converted, plain, auto, strict=True), PLAIN,
             compiled=compiled, fp8=True, has_floor=False,
         )  # fmt: skip
     yield from layer_peers(plain, size, setting.modes, PLAIN, OURS)

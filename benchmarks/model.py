@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import float8lab
 from benchmarks import report
 from benchmarks.fsdp import DESCENT, SAME, Layer
 from benchmarks.layer import attention_ms, floor_ms
 from benchmarks.memory import our_stack
-from benchmarks.models import EPS, LLAMA, InContext, LayerSize
+from benchmarks.models import EPS, LLAMA, InContext, LayerSize, converted
 from benchmarks.peers import te_stack, torchao_stack
 from benchmarks.recipes import RECIPES
 from benchmarks.report import Row, Setting, Subject
@@ -68,13 +67,6 @@ def plain_stack(size: LayerSize, layers: int, device: torch.device, seed: int) -
     return nn.Sequential(*made).bfloat16()
 
 
-def converted(plain: nn.Sequential, recipe: Recipe | Auto) -> nn.Module:
-    """A copy with its linear layers in FP8."""
-    model = copy.deepcopy(plain)
-    float8lab.convert_to_float8(model, recipe, strict=True)
-    return model
-
-
 def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[Stack]:
     """The baseline first."""
     same = partial(copy.deepcopy, plain)
@@ -86,7 +78,11 @@ def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[
                 continue
             recipe = RECIPES[name]()
             shared: dict[str, Any] = {"compiled": mode == "compile", "recipe": recipe, "fp8": True}
-            yield Stack(f"converted, {name}, {mode}", partial(converted, plain, recipe), **shared)
+            yield Stack(
+                f"converted, {name}, {mode}",
+                partial(converted, plain, recipe, strict=True),
+                **shared,
+            )
             yield Stack(
                 f"TransformerLayer, {name}, {mode}",
                 partial(our_stack, plain, size, recipe),
@@ -94,7 +90,7 @@ def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[
             )
         auto = Auto(tokens=size.tokens, mode=mode)
         yield Stack(
-            f"converted, auto, {mode}", partial(converted, plain, auto),
+            f"converted, auto, {mode}", partial(converted, plain, auto, strict=True),
             compiled=mode == "compile", fp8=True, has_floor=False,
         )  # fmt: skip
     for name, make, compiled in (

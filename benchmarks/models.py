@@ -5,7 +5,9 @@ B sequences, S positions, D width, H heads, G key-value heads, F features betwee
 
 from __future__ import annotations
 
+import copy
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from benchmarks import common
 from benchmarks.fsdp import Layer
 from benchmarks.report import Row, Setting, Target
 from benchmarks.shapes import LinearShape
-from float8lab.recipes import Recipe
+from float8lab.recipes import Auto, Recipe
 
 __all__ = [
     "LLAMA",
@@ -32,6 +34,7 @@ __all__ = [
     "PlainNormLinear",
     "Trial",
     "attention_flops",
+    "converted",
     "copy_layer_weights",
     "our_context",
     "our_layer",
@@ -39,6 +42,16 @@ __all__ = [
     "train_step",
     "training_results",
 ]
+
+
+def converted(plain: nn.Module, recipe: Recipe | Auto, **options: Any) -> nn.Module:
+    """A copy of a model with its linear layers in FP8, or those that ``Auto`` chooses: maybe none."""
+    model = copy.deepcopy(plain)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "convert_to_float8 converted none")
+        float8lab.convert_to_float8(model, recipe, **options)
+    return model
+
 
 ROTARY_BASE = 500000.0
 EPS = 1e-6

@@ -33,7 +33,7 @@ import float8lab
 from benchmarks import common, report
 from benchmarks.accuracy import convert, linear_reference, make_linear, make_problem
 from benchmarks.fsdp import Layer
-from benchmarks.models import Candidate, train_step, training_results
+from benchmarks.models import Candidate, converted, train_step, training_results
 from benchmarks.peers import linear_peers
 from benchmarks.recipes import RECIPES
 from benchmarks.report import Row, Setting, Subject, Target
@@ -252,7 +252,7 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
     def measure(name: str, recipe: Recipe | Auto | None, mode: str) -> Row:
         model = copy.deepcopy(plain)
         if recipe is not None:
-            float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
+            model = converted(plain, recipe, exclude=["lm_head"])
         if mode == "compile":
             model.compile()
         elif mode == "CUDA graphs":
