@@ -665,8 +665,7 @@ class DelayedSlots:
 
 
 def _of_each_expert(value: Tensor, experts: int) -> Tensor:
-    """Columns of one input, of each expert's weight and of one gradient, the first and the last
-    repeated for each expert."""
+    """Repeat the columns of one input and of one gradient for each expert; weights have theirs."""
     x, w, dy = value.split((1, experts, 1), dim=-1)
     return torch.cat((x.expand_as(w), w, dy.expand_as(w)), dim=-1)
 
@@ -677,7 +676,7 @@ def _is_captured(tensor: Tensor) -> bool:
 
 
 class _Answer:
-    """What a tensor of one bool says, which the host reads when it has arrived, without waiting."""
+    """A bool of a device, which the host reads once it has arrived, without waiting."""
 
     __slots__ = ("_arrived", "_value")
 
