@@ -247,7 +247,7 @@ def nan_for_infinity(x, dtype: tl.constexpr):
 
 @triton.jit
 def saturate(y, x, dtype: tl.constexpr):
-    """Cast float32 ``y``, a product of ``x`` and an encode factor, as ``round_to_fp8`` does.
+    """Cast float32 ``y``, which is ``x`` times an encode factor, as ``round_to_fp8`` does.
 
     ``x`` is float32 from ``nan_for_infinity``. The instruction does the clamping: cvt to e4m3x2 and
     e5m2x2 exists only with .satfinite, and NaN stays NaN (PTX ISA, "cvt"). Clamping first would
@@ -271,7 +271,7 @@ def saturate(y, x, dtype: tl.constexpr):
 
 @triton.jit
 def pack(y0, y1, y2, y3, x0, x1, x2, x3, dtype: tl.constexpr):
-    """Four products cast to FP8, in the bytes of an int32, the first in the lowest."""
+    """``saturate`` of four values, in the bytes of an int32, the first in the lowest."""
     if INTERPRETED:
         word = saturate(y0, x0, dtype).to(tl.uint8, bitcast=True).to(tl.int32)
         word |= saturate(y1, x1, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 8

@@ -439,7 +439,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr, COLUMNS,
                 stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, TILE_M, TILE_K,
             )  # fmt: skip
-            # As the rows are cast, from wide values: else it takes half as many registers again.
+            # As the rows are cast, from wide values: else it takes up to half more registers.
             x0, x1, x2, x3 = widen(x0), widen(x1), widen(x2), widen(x3)
         elif PER_ROW:
             of_columns = given_ptr + ALL_ROWS + group * COLUMNS + columns
