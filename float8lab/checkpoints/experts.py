@@ -112,13 +112,13 @@ def _whole(item: Item) -> Tensor:
 
 def _by_matrix(items: Sequence[Item]) -> dict[tuple[str, str], dict[int, Item]]:
     """The matrices of experts, by the experts' name and the kind of the matrix, by expert."""
-    found: dict[tuple[str, str], dict[int, Item]] = {}
+    by_matrix: dict[tuple[str, str], dict[int, Item]] = {}
     for item in items:
         named = _NAME.fullmatch(item.name)
         if named is not None and len(item.entry.shape) == 2:
             kind = _ALIASES.get(named[3], named[3])
-            found.setdefault((named[1], kind), {})[int(named[2])] = item
-    return found
+            by_matrix.setdefault((named[1], kind), {})[int(named[2])] = item
+    return by_matrix
 
 
 class Incomplete(NamedTuple):
@@ -137,11 +137,11 @@ def incomplete_stacks(items: Sequence[Item], experts: Mapping[str, int]) -> dict
         items: as ``stack_experts`` returns them.
         experts: how many of them each stack that is wanted has.
     """
-    found, names, result = _by_matrix(items), {item.name for item in items}, {}
-    for prefix in dict.fromkeys(prefix for prefix, _ in found):
+    by_matrix, names, result = _by_matrix(items), {item.name for item in items}, {}
+    for prefix in dict.fromkeys(prefix for prefix, _ in by_matrix):
         for stacked, kinds in PARTS.items():
             name = f"{prefix}.{stacked}"
-            columns = [found.get((prefix, kind), {}) for kind in kinds]
+            columns = [by_matrix.get((prefix, kind), {}) for kind in kinds]
             if name in names or name not in experts or not any(columns):
                 continue
             there = [item for column in columns for item in column.values()]

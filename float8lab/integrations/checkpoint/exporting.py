@@ -67,7 +67,7 @@ class ExportReport:
         if self.high_precision:
             lines.append(f"in high precision: {_some(self.high_precision)}")
         for reason in dict.fromkeys(self.reasons.values()):
-            names = [name for name, found in self.reasons.items() if found == reason]
+            names = [name for name, why in self.reasons.items() if why == reason]
             lines.append(f"{_some(names)}: in high precision, for {reason}")
         if self.nonfinite:
             lines.append(_counts(self.nonfinite))
@@ -219,8 +219,8 @@ def _both_names(modules: Sequence[str], names: SavedNames) -> list[str]:
     Transformers knows them by either, other readers by those in the checkpoint.
     """
     saved = {
-        name.removesuffix(".weight"): found.removesuffix(".weight")
-        for name, found in names.renamed.items()
+        name.removesuffix(".weight"): saved_name.removesuffix(".weight")
+        for name, saved_name in names.renamed.items()
     }
     renamed = [saved[module] for module in modules if module in saved]
     return [*modules, *renamed]
@@ -314,8 +314,8 @@ def _groups(
 
 def _renamed(weight: Weight, names: SavedNames) -> Weight:
     """A weight under its name in the checkpoint; the matrices of experts have theirs already."""
-    found = tuple(names.renamed.get(name, name) for name in weight.names)
-    return replace(weight, names=found, parameters=weight.sources)
+    saved = tuple(names.renamed.get(name, name) for name in weight.names)
+    return replace(weight, names=saved, parameters=weight.sources)
 
 
 def _values(value: Tensor) -> list[Tensor]:

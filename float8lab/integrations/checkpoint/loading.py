@@ -228,8 +228,8 @@ class _Targets:
         users = {id(module) for module, _ in self.places.get(target, ())}
         names = self.names[target]
         layers: Mapping[str, Product | HeldWeight] = {**self.products, **self.held}
-        found = {id(layers[n].module) for n in names if n in layers}
-        return bool(users) and users == found
+        modules = {id(layers[n].module) for n in names if n in layers}
+        return bool(users) and users == modules
 
     def multiplies(self, name: str) -> bool:
         """Whether a parameter is the weight of linear layers alone, or a stack of experts'."""
@@ -300,7 +300,7 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
     incomplete = incomplete_stacks(items, stacks)
     if not strict:
         plan.notes += [
-            f"{name} is not loaded: {_some(found.problems)}" for name, found in incomplete.items()
+            f"{name} is not loaded: {_some(stack.problems)}" for name, stack in incomplete.items()
         ]
     if damage:
         raise CheckpointError(
@@ -308,8 +308,8 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
             "unchanged. Write or download the checkpoint again."
         )
     if strict:
-        explained = {name for found in incomplete.values() for name in found.matrices}
-        problems += [problem for found in incomplete.values() for problem in found.problems]
+        explained = {name for stack in incomplete.values() for name in stack.matrices}
+        problems += [problem for stack in incomplete.values() for problem in stack.problems]
         problems += [f"{name} is missing" for name in plan.missing if name not in incomplete]
         problems += [
             f"{name} is not in the model" for name in plan.unexpected if name not in explained
@@ -517,9 +517,9 @@ def _recipes_of_held(
             for recipe in _RECIPES.values()
             if all(_fits(held, item, recipe) for held, item in zip(weights, items, strict=True))
         ]
-        own = {state.recipe for state in states if state.recipe is not None or state.pinned}
-        if own:
-            kept += [] if own <= set(fitting) else [name]
+        recipes_now = {state.recipe for state in states if state.recipe is not None or state.pinned}
+        if recipes_now:
+            kept += [] if recipes_now <= set(fitting) else [name]
         elif fitting and weights[0].castable:
             chosen[name] = fitting[0]
         elif weights[0].castable:

@@ -1,4 +1,4 @@
-"""The names under which Transformers saves the tensors of its models, and finds them again.
+"""The names under which Transformers saves the tensors of its models, and by which it finds them.
 
 Since its release 5 models have parameters that their checkpoints do not: stacks of all experts, in
 place of each expert's matrices, and tensors of other names (Mixtral's ``block_sparse_moe``). Which
@@ -39,12 +39,12 @@ class SavedNames:
     stacks: Mapping[str, str] = field(default_factory=dict)
     """Stacks of experts that are not saved matrix by matrix: under which name, if it is known."""
 
-    def matrix(self, stack: str, expert: int, part: int) -> str:
+    def matrix(self, stack: str, expert: int, index: int) -> str:
         """The name of a matrix of a stack; the usual one where Transformers says nothing."""
         if stack in self.matrices:
-            return self.matrices[stack][expert][part]
+            return self.matrices[stack][expert][index]
         prefix, _, local = stack.rpartition(".")
-        name = f"{expert}.{PARTS[local][part]}.weight"
+        name = f"{expert}.{PARTS[local][index]}.weight"
         return f"{prefix}.{name}" if prefix else name
 
     def parts(self, stack: str) -> int:
@@ -55,13 +55,15 @@ class SavedNames:
 
     def to_model(self) -> dict[str, str]:
         """The names in the model, those of matrices as usual, by the names in checkpoints."""
-        found = {saved: name for name, saved in self.renamed.items()}
+        names_in_model = {saved: name for name, saved in self.renamed.items()}
         usual = SavedNames()
         for stack, experts in self.matrices.items():
             if stack.rpartition(".")[2] in PARTS:
                 for expert, names in enumerate(experts):
-                    found |= {n: usual.matrix(stack, expert, i) for i, n in enumerate(names)}
-        return {saved: name for saved, name in found.items() if saved != name}
+                    names_in_model |= {
+                        n: usual.matrix(stack, expert, i) for i, n in enumerate(names)
+                    }
+        return {saved: name for saved, name in names_in_model.items() if saved != name}
 
 
 def saved_names(model: nn.Module) -> SavedNames:
@@ -96,7 +98,7 @@ def saved_names(model: nn.Module) -> SavedNames:
     same = {id(value) for value in given.values()}
     matrices = _matrices(stacks, {n: v for n, v in saved.items() if id(v) not in same})
     return SavedNames(
-        renamed={name: found for name, found in renamed.items() if name != found},
+        renamed={name: saved_name for name, saved_name in renamed.items() if name != saved_name},
         matrices=matrices,
         stacks={name: renamed.get(name, "") for name in stacks if name not in matrices},
     )
@@ -113,20 +115,20 @@ def _matrices(
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
     """The names of the matrices of stacks whose experts are all saved so, in halves or whole."""
     rows, columns = _STAND_IN
-    found: dict[int, tuple[str, int]] = {}
+    by_first: dict[int, tuple[str, int]] = {}
     for name, value in saved.items():
         if value.ndim == 2 and value.shape[1] == columns and name.endswith(".weight"):
             first = int(value[0, 0])
             numbers = torch.arange(first, first + value.numel())
             if torch.equal(value.flatten(), numbers):
-                found[first] = name, value.shape[0]
+                by_first[first] = name, value.shape[0]
     result = {}
     for stack, numbers_of in stacks.items():
-        for parts in (1, 2):
-            step = _EACH // parts
-            names = [found.get(number) for number in numbers_of[::step]]
-            if all(known is not None and known[1] == rows // parts for known in names):
+        for count in (1, 2):
+            step = _EACH // count
+            names = [by_first.get(number) for number in numbers_of[::step]]
+            if all(known is not None and known[1] == rows // count for known in names):
                 flat = [known[0] for known in names if known is not None]
-                pairs = zip(*(flat[part::parts] for part in range(parts)), strict=True)
+                pairs = zip(*(flat[index::count] for index in range(count)), strict=True)
                 result[stack] = tuple(pairs)
     return result

@@ -121,12 +121,13 @@ def find_weights(
     Raises:
         ValueError: siblings that cannot share a scale.
     """
-    found, held = products(model), list(held_weights(model))
-    converted = any(product.precision is not None for product in found)
+    linears, held = products(model), list(held_weights(model))
+    converted = any(product.precision is not None for product in linears)
     converted |= any(
-        one.precision is not None or isinstance(one.parameter(), Float8Tensor) for one in held
+        weight.precision is not None or isinstance(weight.parameter(), Float8Tensor)
+        for weight in held
     )
-    shared = _shared_with_others(model, found, held)
+    shared = _shared_with_others(model, linears, held)
     reasons: dict[str, str] = {}
 
     def chosen_for(
@@ -151,7 +152,7 @@ def find_weights(
         return None
 
     weights: list[Weight] = []
-    for product in found:
+    for product in linears:
         parameters = [getattr(product.module, name) for name in product.parameters]
         if any(isinstance(parameter, Float8Tensor) for parameter in parameters):
             if _excluded_by(product.name, exclude) is None:
@@ -159,16 +160,18 @@ def find_weights(
         elif (chosen := chosen_for(product, product.paths, parameters)) is not None:
             weights.append(_as_cast(product, chosen))
     weights = _tie(weights, share_scales)
-    for one in held:
-        if isinstance(one.parameter(), Float8Tensor):
-            if _excluded_by(one.name, exclude) is None:
-                weights.append(_held_weight(one, None, names))
-        elif one.precision is not None:
-            chosen = chosen_for(one, (one.path,), (one.parameter(),))
-            if chosen is not None and spec_of_held(one, chosen) is None:
-                reasons[one.path] = "blocks of its scales lie across matrices that are cast as one"
+    for weight in held:
+        if isinstance(weight.parameter(), Float8Tensor):
+            if _excluded_by(weight.name, exclude) is None:
+                weights.append(_held_weight(weight, None, names))
+        elif weight.precision is not None:
+            chosen = chosen_for(weight, (weight.path,), (weight.parameter(),))
+            if chosen is not None and spec_of_held(weight, chosen) is None:
+                reasons[weight.path] = (
+                    "blocks of its scales lie across matrices that are cast as one"
+                )
             elif chosen is not None:
-                weights.append(_held_weight(one, chosen, names))
+                weights.append(_held_weight(weight, chosen, names))
     return FoundWeights(weights, reasons)
 
 
@@ -213,8 +216,8 @@ class HeldWeight(NamedTuple):
 
     def parameter(self) -> Tensor:
         """The parameter; parametrized, its value."""
-        found: Tensor = operator.attrgetter(self.local)(self.module)
-        return found
+        parameter: Tensor = operator.attrgetter(self.local)(self.module)
+        return parameter
 
 
 def held_weights(model: nn.Module) -> Iterator[HeldWeight]:
@@ -229,17 +232,17 @@ def held_weights(model: nn.Module) -> Iterator[HeldWeight]:
         else:
             kind = experts_class(module)
             if kind is not None:
-                found = kind.weights(module)
+                descriptions = kind.weights(module)
             elif isinstance(module, ExpertsBase):
-                found = {f"{part}_weight": ExpertWeight(part) for part in module.parts}
+                descriptions = {f"{layer}_weight": ExpertWeight(layer) for layer in module.parts}
             else:
                 stacks = ((local, module._parameters.get(local)) for local in PARTS)
-                found = {
+                descriptions = {
                     local: ExpertWeight("")
                     for local, stack in stacks
                     if isinstance(stack, Float8Tensor) and stack.ndim == 3
                 }
-            for local, weight in found.items():
+            for local, weight in descriptions.items():
                 yield _held_by_experts(name, module, local, weight)
 
 
@@ -283,22 +286,22 @@ def _held_by_experts(name: str, module: nn.Module, local: str, weight: ExpertWei
     parameter: Tensor = operator.attrgetter(local)(module)
     experts = parameter.shape[0] if kind is None else kind.shapes(module)[0][0]
 
-    def matrices(one: str) -> Tensor:
-        found: Tensor = operator.attrgetter(one)(module).detach()
-        found = found.view(experts, -1, found.shape[-1]) if found.ndim == 2 else found
-        return found.mT if weight.transposed else found
+    def matrices(parameter_name: str) -> Tensor:
+        value: Tensor = operator.attrgetter(parameter_name)(module).detach()
+        value = value.view(experts, -1, value.shape[-1]) if value.ndim == 2 else value
+        return value.mT if weight.transposed else value
 
     joined = weight.joined or (local,)
-    rows = [matrices(one).shape[1] for one in joined]
+    rows = [matrices(sibling).shape[1] for sibling in joined]
     first = sum(rows[: joined.index(local)])
-    own = slice(first, first + matrices(local).shape[1])
+    own_rows = slice(first, first + matrices(local).shape[1])
 
     def take(which: slice) -> Tensor:
-        found = [matrices(one)[which] for one in joined]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        batches = [matrices(sibling)[which] for sibling in joined]
+        return batches[0] if len(batches) == 1 else torch.cat(batches, 1)
 
     def lay_out(x: Any) -> Any:
-        x = x[:, own] if len(joined) > 1 else x
+        x = x[:, own_rows] if len(joined) > 1 else x
         x = x.mT if weight.transposed else x
         return x if x.shape == parameter.shape else x.reshape(parameter.shape)
 
@@ -312,15 +315,15 @@ def _held_by_experts(name: str, module: nn.Module, local: str, weight: ExpertWei
 
 def _obstacle(module: nn.Module, local: str, weight: ExpertWeight) -> str:
     """Why no other library has names for the matrices in a parameter, if none has."""
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    down = own.get("down_proj")
-    up = own.get("gate_up_proj", own.get("up_proj"))
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    down = parameters.get("down_proj")
+    up = parameters.get("gate_up_proj", parameters.get("up_proj"))
     if local not in PARTS or up is None or down is None or not up.ndim == down.ndim == 3:
         kind = getattr(module, "original", type(module)).__name__
         return f"no other library has names for the matrices of {kind}"
-    if any(name.endswith("_bias") for name in own):
+    if any(name.endswith("_bias") for name in parameters):
         return "other libraries' FP8 experts have no biases"
-    gates = 2 if "gate_up_proj" in own else 1
+    gates = 2 if "gate_up_proj" in parameters else 1
     if weight.transposed or up.shape[1:] != (gates * down.shape[2], down.shape[1]):
         return "other libraries' FP8 experts are [experts, out, in], and these are transposed"
     return ""
@@ -336,8 +339,8 @@ def _hollow(shape: tuple[int, ...], spec: Float8Spec) -> Float8Tensor:
 def spec_of_held(held: HeldWeight, recipe: Recipe) -> Float8Spec | None:
     """How a parameter is stored that holds the cast of its layer; None if no blocks say it."""
     with fallback("silent"):
-        found = held.lay_out(_hollow(held.shape, spec_of_experts(recipe.linear.w)))
-    return found.spec if isinstance(found, Float8Tensor) else None
+        laid_out = held.lay_out(_hollow(held.shape, spec_of_experts(recipe.linear.w)))
+    return laid_out.spec if isinstance(laid_out, Float8Tensor) else None
 
 
 def _cast_batch(
@@ -376,18 +379,18 @@ def _held_weight(held: HeldWeight, recipe: Recipe | None, names: SavedNames) -> 
 
     def make(*, amax: bool = False) -> list[Stored]:
         if recipe is None:
-            whole: Any = held.parameter().detach()
+            stored: Any = held.parameter().detach()
         else:
-            whole = held.lay_out(_cast_batch(held, recipe, amax=amax))
-        return [Stored(whole.qdata, whole.scale, whole.amax)]
+            stored = held.lay_out(_cast_batch(held, recipe, amax=amax))
+        return [Stored(stored.qdata, stored.scale, stored.amax)]
 
     def make_part(expert: int, rows: slice, *, amax: bool = False) -> list[Stored]:
         if recipe is None:
-            one: Any = held.parameter().detach()[expert]
+            matrix: Any = held.parameter().detach()[expert]
         else:
-            one = _cast_batch(held, recipe, slice(expert, expert + 1), amax=amax)[0]
-        part = one[rows]
-        return [Stored(part.qdata, part.scale, part.amax)]
+            matrix = _cast_batch(held, recipe, slice(expert, expert + 1), amax=amax)[0]
+        cut = matrix[rows]
+        return [Stored(cut.qdata, cut.scale, cut.amax)]
 
     def split() -> tuple[Weight, ...]:
         return _split_experts(held, spec, make_part, names, stored=recipe is None)
@@ -417,39 +420,39 @@ def _split_experts(
             f"the experts in high precision by exclude=[{held.name!r}], or a pattern such as "
             f"{'*.' + held.name.rpartition('.')[2]!r}, or export the model in format='float8lab'."
         )
-    parts = names.parts(held.path)
-    each, (height, width) = rows // parts, spec.block[1:]
+    matrices = names.parts(held.path)
+    each, (height, width) = rows // matrices, spec.block[1:]
     height = -1 if width == -1 and height in (-1, each) else height
-    if parts > 1 and height > 1 and each % height:
+    if matrices > 1 and height > 1 and each % height:
         raise ValueError(
             f"{held.path} must have a multiple of {height} rows for each of "
             f"{' and '.join(PARTS[held.local])}, or blocks would lie across them; got {each}. "
             "Exclude it, or export it in format='float8lab'."
         )
     matrix = replace(spec, block=(height, width))
-    found = []
+    weights = []
     for expert in range(experts):
-        for part in range(parts):
-            name = names.matrix(held.path, expert, part)
-            make = functools.partial(make_part, expert, slice(part * each, (part + 1) * each))
+        for index in range(matrices):
+            name = names.matrix(held.path, expert, index)
+            make = functools.partial(make_part, expert, slice(index * each, (index + 1) * each))
             module = name.removesuffix(".weight")
-            found.append(
+            weights.append(
                 Weight(
                     (name,), ((each, columns),), module, matrix, None, make,
                     stored=stored, parameters=(held.path,),
                 )
             )  # fmt: skip
-    return tuple(found)
+    return tuple(weights)
 
 
 def _shared_with_others(
-    model: nn.Module, found: Sequence[Product], held: Sequence[HeldWeight]
+    model: nn.Module, linears: Sequence[Product], held: Sequence[HeldWeight]
 ) -> set[int]:
     """Parameters that some module uses in another way, as an embedding does."""
-    ours = {(id(p.module), name) for p in found for name in p.parameters}
-    for one in held:
-        below, _, local = one.local.rpartition(".")
-        ours.add((id(one.module.get_submodule(below)), local))
+    ours = {(id(p.module), name) for p in linears for name in p.parameters}
+    for weight in held:
+        below, _, local = weight.local.rpartition(".")
+        ours.add((id(weight.module.get_submodule(below)), local))
     return {
         id(parameter)
         for module in model.modules()
