@@ -271,7 +271,7 @@ class Precision:
             rows: of the module's whole tokens, under sequence parallelism.
             parallel: how this call is spread over ranks, if not as the module always is.
         """
-        if first_microbatch is not None and not isinstance(first_microbatch, bool):
+        if first_microbatch is not None:
             check_flags(is_first_microbatch=first_microbatch)
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
