@@ -298,7 +298,7 @@ class Precision:
             parallel: how ranks share this call, if not as they share the module's others.
             experts: which of the module's experts this rank holds, if not all.
         """
-        if first_microbatch is not None and not isinstance(first_microbatch, bool):
+        if first_microbatch is not None:
             check_flags(is_first_microbatch=first_microbatch)
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None

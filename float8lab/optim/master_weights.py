@@ -211,6 +211,10 @@ class MasterWeights(torch.optim.Optimizer):
                 "state_dict must be a dict with 'state' and 'param_groups'; got "
                 f"{shown(state_dict)}. Pass what state_dict() of an optimizer returned."
             )
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         counts = [
             [len(group["params"]) for group in groups]
             for groups in (state_dict["param_groups"], self.param_groups)
@@ -220,10 +224,6 @@ class MasterWeights(torch.optim.Optimizer):
                 f"state_dict must have groups of {counts[1]} parameters; got {counts[0]}. Load the "
                 "state of an optimizer of the same model, made with the same groups."
             )
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
         saved = {
             index: entry[MASTER]
             for index, entry in state_dict["state"].items()

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Rules(NamedTuple):
-    """What a call attends by: its own arguments or, where it has none, those of its module."""
+    """The rules of a call: its own arguments or, where it has none, those of its module."""
 
     qkv_format: str
     mask_type: str
@@ -192,7 +192,7 @@ def check_masking(
         q, kv = lengths_of_packed(
             mask_type, attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
         )
-        _check_packed(lengths._replace(cu_seqlens_q=q, cu_seqlens_kv=kv), sizes)
+        _check_packed(q, kv, lengths, sizes)
         return
     if any(given is not None for given in lengths[:4]):
         _check_lengths_beside_shapes(rules, attention_type, sizes, lengths)
@@ -211,16 +211,15 @@ def check_masking(
         check_unused_mask(name, attention_mask, heads, sizes)
 
 
-def _check_packed(lengths: Lengths, sizes: Sizes | None) -> None:
+def _check_packed(q: Tensor, kv: Tensor, lengths: Lengths, sizes: Sizes | None) -> None:
     """Raise unless the lengths of a thd call lie in its tokens."""
     sides = (
-        ("q", lengths.cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q),
-        ("kv", lengths.cu_seqlens_kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv),
+        ("q", q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q),
+        ("kv", kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv),
     )
     counts = []
     for i, (side, own, padded, longest) in enumerate(sides, start=1):
         name, tokens = f"cu_seqlens_{side}", None if sizes is None else sizes[i]
-        assert own is not None, "checked by lengths_of_packed"
         counts.append(own.shape[0])
         check_lengths(name, own, why="qkv_format='thd'", tokens=tokens)
         if padded is not None:

@@ -256,13 +256,14 @@ def check_mask_types(name: str, mask: MaskArgument) -> None:
     )
 
 
-def check_unused_mask(name: str, mask: MaskArgument, heads: int, sizes: Sizes) -> None:
+def check_unused_mask(
+    name: str, mask: Tensor | tuple[Tensor, Tensor], heads: int, sizes: Sizes
+) -> None:
     """Raise if a mask beside a mask type that takes none has a shape that no mask type takes."""
     B, Sq, Sk = sizes
     if isinstance(mask, tuple):
         fits = _is_padding_mask(mask[0], B, Sq) and _is_padding_mask(mask[1], B, Sk)
     else:
-        assert mask is not None, "the caller has one"
         fits = _is_padding_mask(mask, B, Sq) or _is_padding_mask(mask, B, Sk)
         fits = fits or broadcasts(mask.shape, (B, heads, Sq, Sk))
     if not fits:
