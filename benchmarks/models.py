@@ -45,7 +45,7 @@ __all__ = [
 
 
 def converted(plain: nn.Module, recipe: Recipe | Auto, **options: Any) -> nn.Module:
-    """A copy of a model with its linear layers in FP8, or those that ``Auto`` chooses: maybe none."""
+    """A copy of a model with its linear layers in FP8; ``Auto`` may choose none of them."""
     model = copy.deepcopy(plain)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "convert_to_float8 converted none")

@@ -250,7 +250,7 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
     plain_ms: dict[str, float] = {}  # by mode
 
     def measure(name: str, recipe: Recipe | Auto | None, mode: str) -> Row:
-        model = copy.deepcopy(plain)
+        model: Any = copy.deepcopy(plain)
         if recipe is not None:
             model = converted(plain, recipe, exclude=["lm_head"])
         if mode == "compile":
