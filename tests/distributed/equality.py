@@ -103,8 +103,8 @@ def assert_row(ranks: Ranks, name: str, measure: Callable[[Recipe], tuple[Step, 
 
     ``measure`` gives a rank's results with a recipe, and those of one rank that belong there.
     Only on the CPU, whose GEMMs sum in one order for any number of rows: a GPU may take another
-    kernel for fewer tokens. That operands have one rank's bytes there, other checks say. Two partial
-    sums have only one order, and may agree where four do not.
+    kernel for fewer tokens. That operands have one rank's bytes there, other checks say. Sums of
+    two ranks have only one order, and may agree where those of four do not.
     """
     if ranks.device.type != "cpu":
         return
@@ -124,7 +124,7 @@ def assert_row(ranks: Ranks, name: str, measure: Callable[[Recipe], tuple[Step, 
 
 
 def _as_said(cell: str, said: str) -> str:
-    """A cell with the sign of sums where these are bitwise equal and the page does not count on it."""
+    """A cell with the sign of sums where these are bitwise equal by chance."""
     pairs = zip(cell.split(), said.split(), strict=True)
     return " ".join(SUMS if (got, s) == (BITWISE, SUMS) else got for got, s in pairs)
 
