@@ -102,7 +102,12 @@ def assert_row(ranks: Ranks, name: str, measure: Callable[[Recipe], tuple[Step, 
     """Assert that a row of the page has the signs of what is measured.
 
     ``measure`` gives a rank's results with a recipe, and those of one rank that belong there.
+    Only on the CPU, whose GEMMs sum in one order for any number of rows: a GPU may take another
+    kernel for fewer tokens. That operands have one rank's bytes there, other checks say. Sums of
+    two ranks have only one order, and may agree where those of four do not.
     """
+    if ranks.device.type != "cpu":
+        return
     cells = []
     for recipe in RECIPES.values():
         got, expected = measure(recipe)
@@ -112,7 +117,16 @@ def assert_row(ranks: Ranks, name: str, measure: Callable[[Recipe], tuple[Step, 
             [*zip(got[2], expected[2], strict=True)],
         )
         cells.append(" ".join(_sign(ranks, pair) for pair in pairs if pair))
-    assert cells == page_rows().get(name), f"| {name} | " + " | ".join(f"`{c}`" for c in cells)
+    said = page_rows().get(name, [])
+    if ranks.world < 4:
+        cells = [_as_said(*pair) for pair in zip(cells, said, strict=True)]
+    assert cells == said, f"| {name} | " + " | ".join(f"`{c}`" for c in cells)
+
+
+def _as_said(cell: str, said: str) -> str:
+    """A cell with the sign of sums where these are bitwise equal by chance."""
+    pairs = zip(cell.split(), said.split(), strict=True)
+    return " ".join(SUMS if (got, s) == (BITWISE, SUMS) else got for got, s in pairs)
 
 
 def _sign(ranks: Ranks, pairs: Iterable[tuple[Tensor, Tensor]]) -> str:
