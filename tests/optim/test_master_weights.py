@@ -833,7 +833,9 @@ def test_loading_what_does_not_fit():
     train(model, optimizer, 1)
     saved = optimizer.state_dict()
     fewer = MasterWeights(list(model.parameters())[:-1], torch.optim.AdamW, lr=0.1)
-    with pytest.raises(ValueError, match=r"state_dict must have groups of \[5\] parameters; got \[6\]"):
+    with pytest.raises(
+        ValueError, match=r"state_dict must have groups of \[5\] parameters; got \[6\]"
+    ):
         fewer.load_state_dict(saved)
     wrong = copy.deepcopy(saved)
     wrong["state"][0]["master"] = torch.zeros(3, 3)
