@@ -144,10 +144,13 @@ class _Stored:
 
     def check(self, name: str, parts: list[Any]) -> None:
         """Raise unless these are bytes, scales and amaxes for the weight."""
-        scales = self.local.spec.scale_shape(tuple(self.value.shape))
+        spec = self.local.spec if self.mesh is None else self.layout.spec
+        scales = spec.scale_shape(tuple(self.value.shape))
         shapes = (tuple(self.value.shape), scales, scales)
         for part, value, shape in zip(_PARTS, parts, shapes, strict=True):
-            if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+            # Blocks that tensor-parallel ranks cut are as many as these ranks have together.
+            cut = self.spread is not None and part != "qdata"
+            if not isinstance(value, Tensor) or (tuple(value.shape) != shape and not cut):
                 raise ValueError(
                     f"state must have {name}.{part} of shape {shape}, of a weight that is stored "
                     f"in FP8; got {shown(value)}. Pass what state_dict() of the same model "

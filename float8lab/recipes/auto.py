@@ -143,8 +143,8 @@ class Auto:
         )
         if not known or not candidates:
             raise ValueError(
-                "candidates must be a tuple of one or more recipes with scales per tensor, row or "
-                f"1x128 block; got {candidates!r}. Of others no speed is known."
+                "candidates must be a tuple of recipes, one or more, with scales per tensor, row "
+                f"or 1x128 block; got {candidates!r}. Of others no speed is known."
             )
 
     def __repr__(self) -> str:

@@ -469,7 +469,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
                 padded = cu_seqlens_q_padded, cu_seqlens_kv_padded
                 sequences = _starts_of_packed(padded, (cu_seqlens_q, cu_seqlens_kv))
             query, key, value, leave = self._exchange(
-                (query, key, value), qkv_format, sequences, inference_params, asks
+                (query, key, value), qkv_format, sequences, asks
             )
             core_attention_bias = context.own_heads(core_attention_bias, -3)
             if mask_type == "arbitrary":
@@ -549,6 +549,11 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         check_size("max_seqlen_kv", lengths.max_seqlen_kv, optional=True)
         heads = self.num_attention_heads_per_partition
         check_bias(*bias, heads)
+        if inference_params is not None and self.context_parallel is not None:
+            raise NotImplementedError(
+                "inference_params must be None with a context-parallel group; got a cache. Call "
+                "set_context_parallel_group(None) for inference."
+            )
         if inference_params is not None and rules.qkv_format != "thd":
             self._required_layer_number()
             if sizes is not None:
@@ -567,17 +572,11 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         qkv: tuple[Tensor, Tensor, Tensor],
         qkv_format: str,
         starts: tuple[Tensor | None, Tensor | None],
-        inference_params: InferenceParams | None,
         asks: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """Whole sequences for this rank's heads, and what brings back the results of its tokens."""
         context, dim = self.context_parallel, int(qkv_format == "bshd")
         assert context is not None, "of several ranks"
-        if inference_params is not None:
-            raise NotImplementedError(
-                "inference_params must be None with a context-parallel group; got a cache. Call "
-                "set_context_parallel_group(None) for inference."
-            )
         query, key, value = qkv
         context.check_heads(query.shape[-2], key.shape[-2])
         queries, keys = (
