@@ -149,7 +149,7 @@ class _Stored:
         shapes = (tuple(self.value.shape), scales, scales)
         for part, value, shape in zip(_PARTS, parts, shapes, strict=True):
             # Blocks that tensor-parallel ranks cut are as many as these ranks have together.
-            cut = self.spread is not None and part != "qdata"
+            cut = self.placement is not None and part != "qdata"
             if not isinstance(value, Tensor) or (tuple(value.shape) != shape and not cut):
                 raise ValueError(
                     f"state must have {name}.{part} of shape {shape}, of a weight that is stored "

@@ -239,7 +239,7 @@ def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
             del columns["scale"], columns["encode"]
             yield sum(counted.add_view(t) for t in columns.values())
         if (kept := precision.weight_cast) is not None:
-            tensors = [kept.q, kept.scale, *(t for operand in kept.turned for t in operand)]
+            tensors = [*kept.operand, *(t for operand in kept.transposes for t in operand)]
             yield sum(map(counted.add, tensors))
 
 

@@ -375,9 +375,9 @@ def test_auto_leaves_the_small_gpt_of_overhead_in_bfloat16(mode):
     with torch.device("meta"):
         model = overhead.Gpt(overhead.SMALL)
     auto = recipes.Auto(tokens=overhead.SMALL.batch * overhead.SMALL.sequence, mode=mode)
-    report = float8lab.conversion_report(
+    with pytest.warns(UserWarning, match="converted none of the 57 linear layers"):
         float8lab.convert_to_float8(model, auto, exclude=["lm_head"])
-    )
+    report = float8lab.conversion_report(model)
     assert (len(report.layers), report.converted) == (57, ())
 
 

@@ -385,7 +385,7 @@ def assert_same_step(
 def check_what_is_equal(ranks: Ranks) -> None:
     """Layers that share weights, with the tokens in shards; and torch's styles for plain models."""
     torch.manual_seed(0)
-    width, mesh = 32 * ranks.world, ranks.mesh()
+    width, mesh = 128 * ranks.world, ranks.mesh()  # blocks fit the shards
     x, dy = (torch.randn(7 * ranks.world, width, device=ranks.device) for _ in range(2))
 
     def linear(column: bool, spread: bool) -> Any:
@@ -412,7 +412,7 @@ def check_what_is_equal(ranks: Ranks) -> None:
         for _ in range(2):
             torch.manual_seed(3)
             here = {"device": ranks.device, "bias": False}
-            model = nn.Sequential(nn.Linear(width, 64, **here), nn.Linear(64, width, **here))
+            model = nn.Sequential(nn.Linear(width, width, **here), nn.Linear(width, width, **here))
             models.append(float8lab.convert_to_float8(model))
         tokens: Any = {"use_local_output": True}
         plan = {

@@ -16,7 +16,7 @@ from float8lab import recipes
 from float8lab.nn import casts, fused_function, gemm
 from float8lab.nn.precision import Call, W, X, precisions
 from float8lab.ops import Source
-from float8lab.recipes.delayed import Factors
+from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.tensor import Float8Tensor
 from tests.near_ties import by_multiplying, near_ties
 from tests.nn.composition import RECIPES, Composition, exact, perturb, sqnr, step
@@ -576,16 +576,16 @@ def test_what_is_cast_again_has_the_bytes_of_the_first_cast(recipe: recipes.Reci
         slots = next((s for (r, _), s in layer._fp8.slots.items() if r == recipe), None)
         call = Call(recipe, slots, record=False)
         source, wanted = Source("relu", [x], torch.float32), by_multiplying(x)
-        q, scale, factor, *_ = casts.cast(source, call.plan.x, X, call)
-        assert torch.equal(q.view(torch.uint8), wanted)
-        by = Factors(scale, factor), None
-        *_, q_t, again, _ = casts.cast_by(source, None, call.plan.x, call.plan, by)
+        made = casts.cast(source, call.plan.x, X, call)
+        assert torch.equal(made.rowwise.data.view(torch.uint8), wanted)
+        params = QuantParams(Factors(made.rowwise.scale, made.requant), None)
+        transpose = casts.cast_by(source, None, call.plan.x, call.plan, params).columnwise
         if call.plan.x.per_tensor:
-            assert torch.equal(q_t.view(torch.uint8), wanted.t())
-            assert torch.equal(again, scale)
-        q, scale, factor, *_ = casts.cast(weight, call.plan.w, W, call)
-        by = Factors(scale, factor), None
-        q_2, again, *_ = casts.cast_by(weight, call.plan.w, None, call.plan, by)
-        assert torch.equal(q.view(torch.uint8), wanted)
-        assert torch.equal(q_2.view(torch.uint8), wanted)
-        assert torch.equal(again, scale)
+            assert torch.equal(transpose.data.view(torch.uint8), wanted.t())
+            assert torch.equal(transpose.scale, made.rowwise.scale)
+        made = casts.cast(weight, call.plan.w, W, call)
+        params = QuantParams(Factors(made.rowwise.scale, made.requant), None)
+        requantized = casts.cast_by(weight, call.plan.w, None, call.plan, params).rowwise
+        assert torch.equal(made.rowwise.data.view(torch.uint8), wanted)
+        assert torch.equal(requantized.data.view(torch.uint8), wanted)
+        assert torch.equal(requantized.scale, made.rowwise.scale)

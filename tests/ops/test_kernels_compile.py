@@ -297,6 +297,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "groups-of-tokens-row": groups((1, -1), prologue="permute"),
     "groups-given": groups((-1, -1), "encode", given=slots[:2]),
     "batch-128x128": groups((128, 128), wanted=(True, False, False), batch=True),
+    "batch-tensor": groups((-1, -1), batch=True),
     "batch-given": groups((-1, -1), "encode", given=slots[:2], batch=True),
     "batch-row": groups((1, -1), batch=True),
     "clear-rows": lambda: grouped_gemm.clear_nobodys(x, torch.tensor([3, 7])),

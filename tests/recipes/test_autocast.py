@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
+from float8lab.recipes.delayed import RECORDED
 from float8lab.recipes.region import STATE, Region
 from tests.near_ties import by_multiplying, near_ties
 
@@ -583,7 +584,7 @@ def test_a_region_takes_in_what_a_cuda_graph_replayed_inside_it():
     with float8lab.autocast(recipe=recipe):
         layer(torch.randn(4, 16))
     slots = layer._fp8.slots[recipe, None]
-    STATE.recorded.add(slots.pack)  # as its casts do where a compiled graph is captured
+    RECORDED.packs.add(slots.pack)  # as its casts do where a compiled graph is captured
     state = slots.tensors()
     state["amax"][:2] = torch.tensor([448.0, 224.0])  # as a replay does, without Python
     with float8lab.autocast(recipe=recipe):

@@ -175,7 +175,7 @@ def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
     >>> x = torch.tensor([500.0, -torch.inf])
     >>> round_to_fp8(x, x, torch.float8_e4m3fn).float()
-    tensor([448., nan])
+    tensor([448.,  nan])
     """
     limit = torch.finfo(fp8_dtype).max
     visible: float | Tensor = torch.nan

@@ -185,6 +185,12 @@ def _rounded(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     return (x.float() * (1 / scale)).to(fp8_dtype).float() * scale
 
 
+def _rounded_by_expert(x: Tensor, expert: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """Rows, sorted by expert, of which each expert's are rounded by themselves."""
+    _, sizes = expert.unique_consecutive(return_counts=True)
+    return torch.cat([_rounded(rows, fp8_dtype) for rows in x.split(sizes.tolist())])
+
+
 class _EmulatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -205,11 +211,11 @@ class _EmulatedLinear(torch.autograd.Function):
 
 
 class _EmulatedGroups(torch.autograd.Function):
-    """Rows in groups have one scale, each expert's weight its own."""
+    """Each expert's rows have a scale of their own, as its weight has."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-        x_q = _rounded(x, torch.float8_e4m3fn)
+        x_q = _rounded_by_expert(x, expert, torch.float8_e4m3fn)
         w_q = torch.stack([_rounded(w, torch.float8_e4m3fn) for w in weight])
         ctx.save_for_backward(x_q, w_q, expert)
         return (x_q[:, None] @ w_q[expert].mT)[:, 0]
@@ -217,7 +223,7 @@ class _EmulatedGroups(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_q, w_q, expert = ctx.saved_tensors
-        dy_q = _rounded(dy, torch.float8_e5m2)
+        dy_q = _rounded_by_expert(dy, expert, torch.float8_e5m2)
         own = expert == torch.arange(len(w_q))[:, None]
         dw = (dy_q.t() * own[:, None]) @ x_q
         return (dy_q[:, None] @ w_q[expert])[:, 0], dw, None

@@ -27,8 +27,8 @@ RECIPES = [
     Float8BlockScaling(power_of_2_scale=True),
 ]
 SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0,
 }  # fmt: skip
 TOKENS = torch.arange(24).view(2, 12)
 

@@ -105,7 +105,9 @@ def test_wrong_arguments_are_refused():
         apply_rotary_pos_emb(x[:, 0], rope(S), "thd")
     with pytest.raises(ValueError, match="cp_rank must be below cp_size 2; got 2"):
         apply_rotary_pos_emb(x, rope(S), fused=True, cp_size=2, cp_rank=2)
-    with pytest.raises(ValueError, match="freqs must have at least 12 positions; got 6"):
+    with pytest.raises(
+        ValueError, match="freqs must have at least 12 positions of cp_size ranks; got 6"
+    ):
         apply_rotary_pos_emb(x, rope(S), cp_size=2, cp_rank=1)
     with pytest.raises(ValueError, match="t must have sequences whose lengths are multiples of 4"):
         apply_rotary_pos_emb(x[:5], rope(12), cp_size=2, cp_rank=1)
