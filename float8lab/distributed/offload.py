@@ -32,7 +32,7 @@ __all__ = ["WEIGHT_CASTS", "get_cpu_offload_context"]
 
 
 class _WeightCasts(threading.local):
-    """What CPU offload knows of the casts of weights on a thread."""
+    """The casts of weights that CPU offload knows about on a thread."""
 
     def __init__(self) -> None:
         self.outlive_step: dict[Any, bool] | None = None

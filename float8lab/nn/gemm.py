@@ -113,19 +113,19 @@ class Saved(NamedTuple):
 
     @property
     def x_factors(self) -> Factors:
-        """What requantizes a prologue."""
+        """The factors that requantize a prologue."""
         return Factors(self.x_scale, self.x_requant)  # type: ignore[arg-type]
 
     @property
     def w_params(self) -> QuantParams | None:
-        """What requantizes the weight, or the scale of its FP8 data; None without either."""
+        """The factors that requantize the weight, or scale its FP8 data; None without either."""
         if self.w_scale is None:
             return None
         return QuantParams(Factors(self.w_scale, self.w_requant), None)  # type: ignore[arg-type]
 
 
 def unpack(tensors: Sequence[Tensor | None]) -> tuple[Saved, ...]:
-    """What was saved of several GEMMs, one after the other."""
+    """Split the tensors saved for several GEMMs into those of each."""
     width = len(Saved._fields)
     starts = range(0, len(tensors), width)
     return tuple(Saved._make(tensors[start : start + width]) for start in starts)
@@ -144,7 +144,7 @@ class Keep(enum.Enum):
 
 
 class SavePolicy(NamedTuple):
-    """What is saved of a GEMM's operands."""
+    """The forms in which a GEMM's operands are saved."""
 
     x: Keep
     w: Keep
@@ -210,7 +210,7 @@ def _input_specs(plan: LinearPlan, x: Keep, *, is_prologue: bool) -> Orientation
 
 
 class _Fprop(NamedTuple):
-    """What forward computes: the output, None in high precision, and both operands."""
+    """The results of fprop: the output, None in high precision, and both operands."""
 
     y: Tensor | None
     x: Quantized

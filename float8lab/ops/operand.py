@@ -1,4 +1,4 @@
-"""What casts give and GEMMs take: FP8 data with their scales.  M rows, K columns of a matrix."""
+"""Operands, which casts give and GEMMs take: FP8 data and scales.  M rows, K columns of a matrix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Operand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """What a cast gives; None is what was not asked for."""
+    """The results of a cast; None stands for each that was not asked for."""
 
     rowwise: Any = None
     """The ``Operand`` of the matrix, ``[M, K]``."""

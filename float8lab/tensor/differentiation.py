@@ -26,7 +26,7 @@ _INSTEAD = (
 
 
 class _Export(threading.local):
-    """What ``onnx_export`` has put in force on a thread."""
+    """The export by ``onnx_export`` that is in force on a thread."""
 
     def __init__(self) -> None:
         self.translations: tuple[tuple[type, Callable[..., Any]], ...] | None = None
