@@ -1,4 +1,4 @@
-"""Operands, which casts give and GEMMs take: FP8 data and scales.  M rows, K columns of a matrix."""
+"""Operands, which casts give and GEMMs take: FP8 data and scales.  M rows, K columns."""
 
 from __future__ import annotations
 
