@@ -763,7 +763,8 @@ def test_a_cuda_graph_keeps_sizes_of_the_host(recipe, kind, large):
     def run(sizes) -> tuple[Tensor, ...]:
         with float8lab.autocast(recipe is not None, recipe=recipe):
             y = layer(x, sizes)
-        return y, *torch.autograd.grad(y, (x, layer.weight), dy)
+        # Detached: a graph of autograd that outlives its capture ties later ones to its stream.
+        return y.detach(), *torch.autograd.grad(y, (x, layer.weight), dy)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -1,0 +1,299 @@
+"""This version against an older one, in turns in one process.
+
+    python -m benchmarks.versions --base FOLDER [--case experts] [--seconds 1] [--rounds 4]
+
+Needs a CUDA GPU. ``FOLDER`` holds the package of the older version, as made by
+``git archive COMMIT float8lab | tar -x -C FOLDER``. It is imported under another name beside this
+one. Each case first checks that both versions give results that are close; then they take turns,
+as in training, and the ratio of each round is printed: below 1, this version is faster. ``issue``
+is CPU time to put a step on the GPU's queue.
+
+M tokens, N out features, K in features, E experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+import float8lab
+from benchmarks import common
+from float8lab.formats import E4M3, E5M2
+
+Step = Callable[[], tuple[Tensor, ...]]
+__all__ = ["CASES", "compare", "import_version", "main"]
+
+OLD = "float8lab_base"
+FLOOR_DB = 15.0
+"""How close the results of two versions are: a step of FP8 with other scales."""
+
+
+def import_version(folder: Path) -> ModuleType:
+    """The package of an older version, with its ops in a namespace of their own."""
+    place = Path(tempfile.mkdtemp())
+    shutil.copytree(folder / "float8lab", place / OLD)
+    for path in (place / OLD).rglob("*.py"):
+        path.write_text(re.sub(r"\bfloat8lab\b", OLD, path.read_text()))
+    sys.path.insert(0, str(place))
+    return importlib.import_module(OLD)
+
+
+def _recipe(package: ModuleType, name: str) -> object:
+    recipes = package.recipes
+    made = {
+        "delayed": partial(recipes.DelayedScaling, amax_history_len=16, amax_compute_algo="max"),
+        "current": recipes.Float8CurrentScaling,
+        "rowwise": recipes.Float8RowwiseScaling,
+        "block": recipes.Float8BlockScaling,
+    }
+    return made[name]()
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+
+def _training_step(
+    module: nn.Module, run: Callable[[], Tensor], x: Tensor, dy: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    parameters = list(module.parameters())
+
+    def step() -> tuple[Tensor, ...]:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        y = run()
+        y.backward(dy)
+        assert x.grad is not None
+        return y.detach(), x.grad, *(p.grad for p in parameters if p.grad is not None)
+
+    return step
+
+
+def _same_weights(module: nn.Module) -> None:
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            drawn = _random(*parameter.shape, seed=100 + index)
+            parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
+
+
+def _linear(recipe: str, m: int, k: int, n: int, package: ModuleType) -> Step:
+    module = package.nn.Linear(k, n, bias=False, device="cuda", params_dtype=torch.bfloat16)
+    _same_weights(module)
+    x, dy = _random(m, k).requires_grad_(), _random(m, n, seed=1)
+
+    def run() -> Tensor:
+        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
+            y: Tensor = module(x)
+        return y
+
+    return _training_step(module, run, x, dy)
+
+
+def _layer(recipe: str, package: ModuleType) -> Step:
+    module = package.nn.TransformerLayer(
+        4096, 14336, 32, num_gqa_groups=8, normalization="RMSNorm", activation="swiglu",
+        bias=False, hidden_dropout=0.0, attention_dropout=0.0, device="cuda",
+        params_dtype=torch.bfloat16, attn_input_format="bshd",
+    )  # fmt: skip
+    _same_weights(module)
+    x, dy = _random(2, 4096, 4096).requires_grad_(), _random(2, 4096, 4096, seed=1)
+
+    def run() -> Tensor:
+        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
+            y: Tensor = module(x)
+        return y
+
+    return _training_step(module, run, x, dy)
+
+
+def _small_stack(recipe: str, package: ModuleType) -> Step:
+    module = nn.Sequential(
+        *(
+            package.nn.TransformerLayer(
+                512,
+                2048,
+                8,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                device="cuda",
+                params_dtype=torch.bfloat16,
+                attn_input_format="bshd",
+            )
+            for _ in range(8)
+        )
+    )
+    _same_weights(module)
+    x, dy = _random(16, 1024, 512).requires_grad_(), _random(16, 1024, 512, seed=1)
+
+    def run() -> Tensor:
+        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
+            y: Tensor = module(x)
+        return y
+
+    return _training_step(module, run, x, dy)
+
+
+def _grouped(recipe: str, jagged: bool, package: ModuleType) -> Step:
+    e, m, k, n = 8, 32768, 7168, 2048
+    module = package.nn.GroupedLinear(
+        e, k, n, bias=False, device="cuda", params_dtype=torch.bfloat16
+    )
+    _same_weights(module)
+    sizes = [m // e] * e
+    if jagged:
+        sizes = [m // e + (97 * (i - e // 2) if i else 0) for i in range(e)]
+        sizes[0] += m - sum(sizes)
+    m_splits = torch.tensor(sizes, device="cuda")
+    x, dy = _random(m, k).requires_grad_(), _random(m, n, seed=1)
+
+    def run() -> Tensor:
+        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
+            y: Tensor = module(x, m_splits)
+        return y
+
+    return _training_step(module, run, x, dy)
+
+
+def _experts(recipe: str, model: str, package: ModuleType) -> Step:
+    t, e, top, h, f = {
+        "qwen3": (32768, 128, 8, 2048, 768),
+        "mixtral": (8192, 8, 2, 4096, 14336),
+    }[model]
+    module = package.ExpertMLP(e, h, f, device="cuda", params_dtype=torch.bfloat16)
+    _same_weights(module)
+    x, dy = _random(t, h).requires_grad_(), _random(t, h, seed=1)
+    best = _random(t, e, seed=2).float().topk(top)
+    index, weights = best.indices, best.values.softmax(-1).to(torch.bfloat16)
+
+    def run() -> Tensor:
+        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
+            y: Tensor = module(x, weights, index)
+        return y
+
+    return _training_step(module, run, x, dy)
+
+
+def _cast(
+    block: tuple[int, int], dtype: torch.dtype, columnwise: bool, package: ModuleType
+) -> Step:
+    x = _random(16384, 8192)
+    rule, alignment = ("e8m0", 32) if block == (1, 32) else ("fp32", package.ops.reference.ALIGN)
+    arguments = ("", [x], x.dtype, dtype, block, rule, 0.0, alignment, True, columnwise)
+
+    def step() -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = package.ops.cast_op(*arguments)
+        return results
+
+    return step
+
+
+BLOCKS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
+CASES: dict[str, Callable[[ModuleType], Callable[[], tuple[Tensor, ...]]]] = {
+    **{
+        f"cast {kind} {name}{' both' if columnwise else ''}": partial(
+            _cast, block, dtype, columnwise
+        )
+        for kind, dtype in (("e4m3", E4M3), ("e5m2", E5M2))
+        for name, block in {**BLOCKS, "MX 1x32": (1, 32)}.items()
+        for columnwise in (False, True)
+    },
+    **{
+        f"Linear 4096, {recipe}": partial(_linear, recipe, 8192, 4096, 4096)
+        for recipe in ("delayed", "current", "block")
+    },
+    **{f"Llama layer, {recipe}": partial(_layer, recipe) for recipe in ("delayed", "current")},
+    **{
+        f"small stack, {recipe}": partial(_small_stack, recipe) for recipe in ("delayed", "current")
+    },
+    **{
+        f"grouped{' jagged' if jagged else ''}, {recipe}": partial(_grouped, recipe, jagged)
+        for recipe in ("delayed", "current", "block")
+        for jagged in (False, True)
+    },
+    **{
+        f"experts {model}, {recipe}": partial(_experts, recipe, model)
+        for model in ("qwen3", "mixtral")
+        for recipe in ("delayed", "current", "block")
+    },
+}
+"""Steps by name: of a package, a function that takes one and returns its results."""
+
+
+def _issue_ms(step: Callable[[], object]) -> float:
+    """CPU time to queue a step, the least of some."""
+    samples = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        samples.append(1e3 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    return min(samples)
+
+
+def _sqnr_each(results: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The lowest SQNR of any result."""
+    pairs = [(a, b) for a, b in zip(results, others, strict=True) if a is not None]
+    return min(common.sqnr(a.float(), b.float()) for a, b in pairs if a.numel())
+
+
+def compare(
+    name: str, old: ModuleType, *, seconds: float, rounds: int, floor_db: float = FLOOR_DB
+) -> str:
+    """A line with the ratio of this version's time to the older one's."""
+    steps = {"new": CASES[name](float8lab), "old": CASES[name](old)}
+    close = _sqnr_each(steps["new"](), steps["old"]())
+    if not close >= floor_db:
+        return f"{name:32} wrong: {close:.1f} dB from the older version"
+    timed = common.time_sustained(steps, seconds=seconds, rounds=rounds)
+    ratios = [
+        a / b for a, b in zip(timed["new"].timing.samples, timed["old"].timing.samples, strict=True)
+    ]
+    issue = {key: _issue_ms(step) for key, step in steps.items()}
+    return (
+        f"{name:32} {timed['new'].timing.median:8.3f} ms {timed['old'].timing.median:8.3f} ms  "
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})  "
+        f"issue {issue['new']:.3f} / {issue['old']:.3f} ms  {close:.0f} dB"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="benchmarks.versions", description=__doc__)
+    parser.add_argument("--base", type=Path, required=True, help="folder of the older package")
+    parser.add_argument("--case", action="append", help="part of a case's name; default: all")
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args(argv)
+    common.require_cuda("benchmarks.versions")
+    old = import_version(options.base)
+    for key, value in common.header().items():
+        print(f"{key}: {value}")
+    print(f"{'case':32} {'this':>11} {'older':>11}  this / older (least-most)")
+    for name in CASES:
+        if options.case is None or any(part in name for part in options.case):
+            try:
+                line = compare(name, old, seconds=options.seconds, rounds=options.rounds)
+            except Exception as error:
+                line = f"{name:32} failed: {error!r}"
+            print(line, flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
