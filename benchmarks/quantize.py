@@ -173,7 +173,7 @@ def cases(x: Tensor) -> Iterable[Case]:
     yield Case("amax tensor", ops.amax_op, reference.amax_of, matrix)
 
 
-def source_cases(source: ops.Source, fp8_dtype: torch.dtype) -> Iterable[Case]:
+def source_cases(source: ops.Prologue, fp8_dtype: torch.dtype) -> Iterable[Case]:
     """What modules cast of a matrix that is computed on the way: both orientations, or the
     transpose alone, again in backward; of gradients also the column sums, a bias's gradient.
     """
@@ -203,7 +203,7 @@ def source_cases(source: ops.Source, fp8_dtype: torch.dtype) -> Iterable[Case]:
 
 def sources(
     M: int, D: int, F: int, generator: torch.Generator, dtype: torch.dtype
-) -> Iterator[tuple[str, ops.Source, torch.dtype]]:
+) -> Iterator[tuple[str, ops.Prologue, torch.dtype]]:
     """Of an MLP of ``D`` features with ``F`` inside, by name, and what each is cast to."""
 
     def normal(*shape: int) -> Tensor:
@@ -211,9 +211,9 @@ def sources(
 
     x, weight, h, dy = normal(M, D), normal(D), normal(M, 2 * F), normal(M, F)
     rstd = torch.rand(M, generator=generator, device=x.device) + 0.5
-    yield f"RMSNorm, {M} x {D}", ops.Source("rms_norm", [x, rstd, weight], dtype), E4M3
-    yield f"SwiGLU, {M} x {F}", ops.Source("swiglu", [h], dtype), E4M3
-    yield f"SwiGLU's gradient, {M} x {2 * F}", ops.Source("swiglu_backward", [h, dy], dtype), E5M2
+    yield f"RMSNorm, {M} x {D}", ops.Prologue("rms_norm", [x, rstd, weight], dtype), E4M3
+    yield f"SwiGLU, {M} x {F}", ops.Prologue("swiglu", [h], dtype), E4M3
+    yield f"SwiGLU's gradient, {M} x {2 * F}", ops.Prologue("swiglu_backward", [h, dy], dtype), E5M2
 
 
 def measure(setting: Setting, table: str, case: Case, targets: tuple[Target, ...] = ()) -> Row:

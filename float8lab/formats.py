@@ -56,9 +56,9 @@ __all__ = [
     "SCALE_RULES",
     "Float4Spec",
     "Float8Spec",
-    "Product",
+    "GemmSupport",
+    "gemm_support",
     "largest",
-    "product_of",
     "scale_shape",
 ]
 
@@ -136,7 +136,7 @@ def _wrong_shapes(shape: Any, block: Any) -> TypeError | ValueError:
     )
 
 
-class Product(NamedTuple):
+class GemmSupport(NamedTuple):
     """The GPUs whose tensor cores multiply two blocks in FP8, by compute capability."""
 
     since: tuple[int, int]
@@ -146,26 +146,26 @@ class Product(NamedTuple):
 
 
 _HOPPER, _NOWHERE = ((9, 0), (10, 0)), ((99, 0), (99, 0))
-_PRODUCTS: dict[tuple[Any, Any], Product] = {
+_GEMMS: dict[tuple[Any, Any], GemmSupport] = {
     # -1 stands for one scale along the contraction: a scale for the whole matrix, or one for a row.
-    (-1, -1): Product((8, 9)),
-    ((1, 128), (1, 128)): Product(*_HOPPER),
-    ((1, 128), (128, 128)): Product(*_HOPPER),
-    ((128, 128), (1, 128)): Product(*_HOPPER),
-    ((128, 128), (128, 128)): Product(*_HOPPER, cublas=False),
-    ((1, 32), (1, 32)): Product(*_NOWHERE),  # dequantized and multiplied in high precision
+    (-1, -1): GemmSupport((8, 9)),
+    ((1, 128), (1, 128)): GemmSupport(*_HOPPER),
+    ((1, 128), (128, 128)): GemmSupport(*_HOPPER),
+    ((128, 128), (1, 128)): GemmSupport(*_HOPPER),
+    ((128, 128), (128, 128)): GemmSupport(*_HOPPER, cublas=False),
+    ((1, 32), (1, 32)): GemmSupport(*_NOWHERE),  # dequantized and multiplied in high precision
 }
 """Which blocks of two operands, each in its rows along the contraction, one product takes."""
 
 
-def product_of(a_block: Sequence[int], b_block: Sequence[int]) -> Product | None:
+def gemm_support(a_block: Sequence[int], b_block: Sequence[int]) -> GemmSupport | None:
     """How ``a @ b.T`` of two blocks runs; None if one product cannot take the two.
 
-    >>> product_of((1, 128), (128, 128)).since
+    >>> gemm_support((1, 128), (128, 128)).since
     (9, 0)
     """
     a, b = a_block[1], b_block[1]
-    return _PRODUCTS.get((a if a == -1 else tuple(a_block), b if b == -1 else tuple(b_block)))
+    return _GEMMS.get((a if a == -1 else tuple(a_block), b if b == -1 else tuple(b_block)))
 
 
 def _check_is_tuple(name: str, value: Any) -> None:

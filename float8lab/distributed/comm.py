@@ -39,7 +39,7 @@ from float8lab.distributed.overlap import gather_mm, is_worth_it, mm_scatter, se
 from float8lab.distributed.ranks import all_gathered, all_reduced, rank_and_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
-from float8lab.ops import Ends, amax_op, as_matrix, grouped_mm_op, scaled_mm_op
+from float8lab.ops import Offsets, amax_op, as_matrix, grouped_mm_op, scaled_mm_op
 from float8lab.ops.declare import planned
 from float8lab.ops.operand import Operand
 from float8lab.ops.reference import ALIGN, scales_by_column
@@ -412,17 +412,17 @@ def _mm(
     b: Operand,
     task: GemmTask,
     bias: Tensor | None = None,
-    ends: Ends | None = None,
+    offsets: Offsets | None = None,
 ) -> Tensor:
-    """``a @ b.T + bias`` of two operands, of each expert's if there are ``ends``."""
+    """``a @ b.T + bias`` of two operands, of each expert's if there are ``offsets``."""
     gemm, shape, dtype = task
     if bias is not None and bias.shape[-1] != b.data.shape[-2]:
         bias = F.pad(bias, (0, b.data.shape[-2] - bias.shape[-1]))
     operands = *a, gemm.left.block, *b, gemm.right.block, bias
-    if ends is None:
+    if offsets is None:
         y: Tensor = scaled_mm_op(*operands, dtype, gemm.fast_accum)
     else:
-        y = grouped_mm_op(*operands, ends.offs, dtype, gemm.fast_accum, ends.plan)
+        y = grouped_mm_op(*operands, offsets.offs, dtype, gemm.fast_accum, offsets.plan)
     # Without padding. A compiled graph always crops: asking whether it must would fix the number
     # of tokens.
     if torch.compiler.is_compiling() or y.shape[-2:] != shape:
@@ -438,7 +438,7 @@ _planned_mm = planned(_mm_of_rank)
 
 
 def _local_mm(
-    a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None, ends: None = None
+    a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None, offsets: None = None
 ) -> Tensor:
     """This rank's GEMM, of gathered operands; on a GPU a plan, between what is sent."""
     y: Tensor = (_planned_mm if a.data.is_cuda else _mm_of_rank)(a, b, task, bias)
@@ -532,7 +532,7 @@ class OneGpu:
         b: Operand,
         task: GemmTask,
         bias: Tensor | None = None,
-        ends: Ends | None = None,
+        offsets: Offsets | None = None,
         *,
         backward: bool = False,
         beside: TokenShard | None = None,
@@ -545,12 +545,12 @@ class OneGpu:
             b: the weight, or its transpose.
             task: what is computed.
             bias: of this rank's features.
-            ends: the offsets of experts' rows.
+            offsets: the offsets of experts' rows.
             backward: whether this is dgrad.
             beside: what may be gathered meanwhile.
             keep: whether the left operand is wanted, as multiplied.
         """
-        return Gemm(_mm(a, b, task, bias, ends), a)
+        return Gemm(_mm(a, b, task, bias, offsets), a)
 
     mm_of_gathered: Any = staticmethod(_mm)
     """wgrad, ``a @ b.T`` of operands that are gathered."""
@@ -619,7 +619,7 @@ class Sharded(OneGpu):
         b: Operand,
         task: GemmTask,
         bias: Tensor | None = None,
-        ends: Ends | None = None,
+        offsets: Offsets | None = None,
         *,
         backward: bool = False,
         beside: TokenShard | None = None,

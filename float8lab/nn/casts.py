@@ -1,7 +1,7 @@
 """Casts of a linear layer's operands.  M tokens, N out features, K in features.
 
 An operand is FP8 data, padded so that every dimension is a multiple of ``ALIGN``, and its decode
-scales. What is cast is a matrix or a ``Source``, a matrix that is computed on the way and never
+scales. What is cast is a matrix or a ``Prologue``, a matrix that is computed on the way and never
 written. Of a mixture of experts it is either with the ends of the experts' rows, ``Groups``, or the
 weights of all experts, a tensor ``[E, N, K]`` whose matrices are cast each by itself: where blocks
 and scales are spoken of, they are each matrix's. ``ops/reference/grouped.py`` says how groups are
@@ -28,7 +28,7 @@ from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import (
     Groups,
-    Source,
+    Prologue,
     amax_op,
     cast_groups_op,
     cast_op,
@@ -74,7 +74,7 @@ __all__ = [
     "weight_source",
 ]
 
-Matrix = Tensor | Source | Groups
+Matrix = Tensor | Prologue | Groups
 """A matrix to be cast: written, computed on the way, or of experts' rows."""
 
 
@@ -164,7 +164,7 @@ def cast_by(
     inputs: Sequence[Tensor]
     if isinstance(x, Tensor):
         prologue, inputs, dtype = "", (x,), x.dtype
-    elif isinstance(x, Source):
+    elif isinstance(x, Prologue):
         prologue, inputs, dtype, given = x
     else:
         prologue, inputs, dtype, offs, tiles = x
@@ -282,8 +282,8 @@ def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | No
     return amaxes[:1], amaxes[1:]
 
 
-def _shape(x: Tensor | Source) -> tuple[int, ...]:
-    return prologue_shape(*x[:2]) if isinstance(x, Source) else tuple(x.shape)
+def _shape(x: Tensor | Prologue) -> tuple[int, ...]:
+    return prologue_shape(*x[:2]) if isinstance(x, Prologue) else tuple(x.shape)
 
 
 def _spans(spec: Float8Spec | None, dim: int) -> bool:
@@ -313,7 +313,7 @@ def _cast_spanning(
         scales = scale.unflatten(0, (E, -1))[:, : -(-rows // rows_of_block)]
         return Operand(q, scales.contiguous())
     assert call.shards is not None, "of a sharded layer"
-    prologue, inputs, dtype = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
+    prologue, inputs, dtype = x[:3] if isinstance(x, Prologue) else ("", (x,), x.dtype)
     amaxes = amax_op(prologue, inputs, dtype, spec.block[::-1] if is_columnwise else spec.block)
     amaxes = call.shards.amax(amaxes.t() if is_columnwise else amaxes)
     shape = _shape(x)[::-1] if is_columnwise else _shape(x)

@@ -1,7 +1,7 @@
 """The MLPs of all experts as one autograd function.  M rows, E experts, K features, F between.
 
 ``y = activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert e. The
-activation is a ``Source``: it is computed while fc2's input is cast, and its gradient while fc1's
+activation is a ``Prologue``: it is computed while fc2's input is cast, and its gradient while fc1's
 output gradient is, so that neither is ever written. So are the rows, where tokens are given with
 the rows that they go to: they are permuted while they are cast. Saved for backward are fc1's
 output, which the derivative needs, and the tokens; or, of rows, their FP8 data, laid out for the
@@ -18,7 +18,7 @@ from torch import Tensor
 from float8lab.nn.gemm import Gradient, backward, forward, output_dtype, unpack
 from float8lab.nn.grouped_function import is_memory_of_parameter
 from float8lab.nn.precision import Call
-from float8lab.ops import Ends, Source, gather_rows_op, scatter_rows_op
+from float8lab.ops import Offsets, Prologue, gather_rows_op, scatter_rows_op
 from float8lab.tensor.differentiation import (
     Float8Function,
     once_differentiable,
@@ -93,24 +93,25 @@ class _ExpertMlp(Float8Function):
     ) -> Tensor:
         dtype, needs = output_dtype(x), ctx.needs_input_grad
         needs_dh, needs_dw2 = any(needs[:3]), needs[3]
-        ends = Ends.of(offs, how.rows)
-        source: Tensor | Source = x
+        offsets = Offsets.of(offs, how.rows)
+        source: Tensor | Prologue = x
         token: Tensor | None = None
         if row_map is not None:
             token = _tokens_of_rows(row_map, how.rows)
-            source = Source("permute", [x, token], dtype)
+            source = Prologue("permute", [x, token], dtype)
         h, saved1 = forward(
             source, fc1_weight, fc1_bias, how.fc1,
-            needs=needs[:2], dtype=dtype, ends=ends, save_memory=is_memory_of_parameter(fc1_weight),
+            needs=needs[:2], dtype=dtype, offsets=offsets,
+            save_memory=is_memory_of_parameter(fc1_weight),
         )  # fmt: skip
         y, saved2 = forward(
-            Source(how.activation, [h], dtype), fc2_weight, fc2_bias, how.fc2,
-            needs=(needs_dh, needs_dw2), dtype=dtype, ends=ends,
+            Prologue(how.activation, [h], dtype), fc2_weight, fc2_bias, how.fc2,
+            needs=(needs_dh, needs_dw2), dtype=dtype, offsets=offsets,
             save_memory=is_memory_of_parameter(fc2_weight),
         )  # fmt: skip
         tokens = (None, None) if row_map is None or not needs[1] else (x, token)
         ctx.save_for_backward(
-            *ends, row_map, *tokens, h if needs_dh or needs_dw2 else None, *saved1, *saved2
+            *offsets, row_map, *tokens, h if needs_dh or needs_dw2 else None, *saved1, *saved2
         )
         ctx.how, ctx.dtype = how, dtype
         ctx.shapes = (how.rows, *fc1_weight.shape[1:]), (how.rows, *fc2_weight.shape[1:])
@@ -124,29 +125,29 @@ class _ExpertMlp(Float8Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         offs, plan, row_map, x, token, h, *rest = ctx.saved_tensors
-        ends = Ends(offs, plan)
+        offsets = Offsets(offs, plan)
         saved1, saved2 = unpack(rest)
         how, needs = ctx.how, wanted_gradients(ctx)
         wanted = (any(needs[:3]), needs[3], needs[4])
         da, dw2, db2 = backward(
-            dy, Source(how.activation, [] if h is None else [h], ctx.dtype), saved2, how.fc2,
-            needs=wanted, shape=ctx.shapes[1], dtypes=ctx.dtypes[1], ends=ends,
+            dy, Prologue(how.activation, [] if h is None else [h], ctx.dtype), saved2, how.fc2,
+            needs=wanted, shape=ctx.shapes[1], dtypes=ctx.dtypes[1], offsets=offsets,
         )  # fmt: skip
         if da is None:
             return None, None, None, dw2, db2, None, None, None
         wanted = needs[:3]
-        dh = Source(f"{how.activation}_backward", [h, da], ctx.dtype)
-        gradient = Gradient(dh, how.fc1, needs=wanted, ends=ends)
+        dh = Prologue(f"{how.activation}_backward", [h, da], ctx.dtype)
+        gradient = Gradient(dh, how.fc1, needs=wanted, offsets=offsets)
         # The largest tensors of the layer, of which the GEMMs need the cast alone.
         del h, da, dh, saved2, rest
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
         source = None
         if row_map is not None:
-            source = Source("permute", [] if x is None else [x, token], ctx.dtype)
+            source = Prologue("permute", [] if x is None else [x, token], ctx.dtype)
         dx, dw1, db1 = backward(
             gradient, source, saved1, how.fc1,
-            needs=wanted, shape=ctx.shapes[0], dtypes=ctx.dtypes[0], ends=ends,
+            needs=wanted, shape=ctx.shapes[0], dtypes=ctx.dtypes[0], offsets=offsets,
         )  # fmt: skip
         if dx is not None and row_map is not None:
             dx = gather_rows_op(dx, row_map, dx.dtype)[0]

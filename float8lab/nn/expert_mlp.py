@@ -34,7 +34,7 @@ from float8lab.nn.describe import describe_fp8
 from float8lab.nn.expert_function import Layer, expert_mlp
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction
-from float8lab.nn.grouped_linear import ends_of
+from float8lab.nn.grouped_linear import offsets_of
 from float8lab.nn.linear import (
     default_device,
     keep_initial_value,
@@ -45,7 +45,7 @@ from float8lab.nn.linear import (
 )
 from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.precision import Call, Precision, place_precisions
-from float8lab.ops import Ends, Groups, as_matrix
+from float8lab.ops import Groups, Offsets, as_matrix
 from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
@@ -149,7 +149,7 @@ class ExpertsBase(nn.Module):
         if call is None:
             weight = plain_weight(self, weight, first_microbatch)
             precision.calibrate(
-                Groups.of(x.detach(), Ends(offs, None)),
+                Groups.of(x.detach(), Offsets(offs, None)),
                 weight.detach(),
                 self._held_experts(),
             )
@@ -417,7 +417,7 @@ class ExpertMLP(ExpertsBase, Shardable):
         check_input("rows", rows, (self.hidden_size,), "hidden_size")
         x = as_matrix(rows.dequantize() if isinstance(rows, Float8Tensor) else rows)
         layers = layers_here(self._layers())
-        offs = ends_of(m_splits, x, layers[0][0].shape[0], "num_experts")
+        offs = offsets_of(m_splits, x, layers[0][0].shape[0], "num_experts")
         y = self._run_experts(x, offs, layers, self.activation, is_first_microbatch)
         return like(y, rows)
 

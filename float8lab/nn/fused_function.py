@@ -1,6 +1,6 @@
 """The autograd functions of a norm, a linear layer and an MLP as one.  M tokens, K features.
 
-The input of each GEMM is a ``Source``: a norm or an activation that is computed while it is cast
+The input of each GEMM is a ``Prologue``: a norm or an activation that is computed while it is cast
 and never written. Saved for backward are the input of the norm with its statistics and the input
 of the activation, both of which their derivatives need; the casts that wgrad needs are made again
 from these, and those that dgrad needs from the weights, under the forward's scales.
@@ -25,7 +25,7 @@ from float8lab.nn.gemm import (
 )
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.precision import Call, X
-from float8lab.ops import Source, as_matrix, cast_op, dequantize_op
+from float8lab.ops import Prologue, as_matrix, cast_op, dequantize_op
 from float8lab.tensor.differentiation import (
     Float8Function,
     once_differentiable,
@@ -200,9 +200,9 @@ def _quantized(h: Tensor) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def _no_source(x: Tensor) -> Source:
+def _no_source(x: Tensor) -> Prologue:
     """Stands for the input of a GEMM where only the bias wants a gradient."""
-    return Source("", [], x.dtype)
+    return Prologue("", [], x.dtype)
 
 
 class _NormMlp(Float8Function):
@@ -235,7 +235,7 @@ class _NormMlp(Float8Function):
             source, fc1_weight, fc1_bias, how.fc1,
             needs=(needs_dn, needs_dw1), dtype=dtype, inp=normed, recomputes=again,
         )  # fmt: skip
-        activated = Source(how.activation, [h], dtype)
+        activated = Prologue(how.activation, [h], dtype)
         y, saved2 = forward(
             activated, fc2_weight, fc2_bias, how.fc2, needs=(needs_dh, needs_dw2), dtype=dtype
         )
@@ -276,7 +276,7 @@ class _NormMlp(Float8Function):
             h = dequantize_op(h, h_scale, _BLOCK_OF_SAVED, ctx.dtype)
         elif h is None and x2 is not None and how.checkpoint:
             h = recompute_forward(normed, fc1_bias, saved1, how.fc1, shape1[1])
-        activated = _no_source(dy) if h is None else Source(how.activation, [h], ctx.dtype)
+        activated = _no_source(dy) if h is None else Prologue(how.activation, [h], ctx.dtype)
         wanted = (any(needs[:5]), needs[5], needs[6])
         dy = dy.reshape(shape2[:2]) if how.fc2.comm.tokens is None else as_matrix(dy)
         da, dw2, db2 = backward(
@@ -285,7 +285,7 @@ class _NormMlp(Float8Function):
         if da is None:
             return (None,) * 5 + (dw2, db2, None)
         wanted = (any(needs[:3]), needs[3], needs[4])
-        dh = Source(f"{how.activation}_backward", [h, da], ctx.dtype)
+        dh = Prologue(f"{how.activation}_backward", [h, da], ctx.dtype)
         gradient = Gradient(dh, how.fc1, needs=wanted)
         # The largest tensors of a layer, of which the GEMMs need the cast alone.
         del h, da, dh, activated, saved2, rest

@@ -5,7 +5,7 @@ M tokens, N out features, K in features. The autograd functions of all modules a
 
 Note: the nouns of this room.
 
-- *matrix*: what is cast. A tensor; a ``Source``, a prologue (a norm or an activation) that the cast
+- *matrix*: what is cast. A tensor; a ``Prologue``, a norm or an activation that the cast
   computes on the way; or ``Groups``, either of them with the offsets of experts' rows.
 - *operand*: FP8 data and decode scales, as a GEMM takes them. Its rows are the rows of the matrix
   (*rowwise*), or the matrix's columns (*columnwise*).
@@ -15,7 +15,7 @@ Note: the nouns of this room.
 - *save policy*: which form of each operand autograd saves, decided before anything runs.
 - *call*: how one forward of a layer runs, and its backward. Its *plan* is the recipe's specs.
 
-With ``ends``, the offsets of experts' rows, the three are grouped GEMMs: each row is multiplied by
+With ``offsets`` of the experts, the three are grouped GEMMs: each row is multiplied by
 its own expert's weight, ``[E, N, K]``. Ranks share the GEMMs of a *sharded* layer: the *comm* of a
 call sends what they lack, and nothing on one GPU (``distributed/comm.py``).
 """
@@ -56,9 +56,9 @@ from float8lab.nn.casts import (
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import (
-    Ends,
     Groups,
-    Source,
+    Offsets,
+    Prologue,
     as_matrix,
     grouped_mm_op,
     transpose_op,
@@ -220,7 +220,7 @@ class _Fprop(NamedTuple):
 
 
 def forward(
-    x: Tensor | Source,
+    x: Tensor | Prologue,
     weight: Tensor,
     bias: Tensor | None,
     call: Call,
@@ -229,7 +229,7 @@ def forward(
     dtype: torch.dtype,
     inp: Tensor | None = None,
     recomputes: bool = False,
-    ends: Ends | None = None,
+    offsets: Offsets | None = None,
     save_memory: bool = False,
 ) -> tuple[Tensor, Saved]:
     """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
@@ -244,12 +244,12 @@ def forward(
         inp: with a matrix, the layer's input that it is; with a prologue, its values if they are
             written anyway.
         recomputes: with a prologue, save what ``recompute_forward`` needs, too.
-        ends: the offsets of experts' rows; then weight and bias are those of E experts, and rows
+        offsets: the offsets of experts' rows; then weight and bias are those of E experts, and rows
             beyond the last offset give zeros.
         save_memory: requantize the weight in backward rather than keep its FP8 data; with a
             prologue, a parameter always is.
     """
-    plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Source)
+    plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     save_memory = save_memory or (is_prologue and isinstance(weight, nn.Parameter))
     policy = save_policy(
         plan, needs, is_prologue=is_prologue, recomputes=recomputes,
@@ -258,7 +258,7 @@ def forward(
     )  # fmt: skip
     specs = _input_specs(plan, policy.x, is_prologue=is_prologue)
     computed = inp if is_prologue and inp is not None else x
-    matrix: Matrix = computed if ends is None else Groups.of(computed, ends)
+    matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = matrix
     if comm.gathers_x_first and any(specs):
         value = comm.gather(value_of(matrix))
@@ -298,7 +298,7 @@ def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, 
 
 
 def _saved(
-    policy: SavePolicy, x: Tensor | Source, weight: Tensor, done: _Fprop, plan: LinearPlan
+    policy: SavePolicy, x: Tensor | Prologue, weight: Tensor, done: _Fprop, plan: LinearPlan
 ) -> Saved:
     """The tensors that a policy names."""
     data = scale = requant = w_data = w_scale = w_requant = None
@@ -362,13 +362,13 @@ def _fprop(
     if plan.fprop is None:
         return _Fprop(None, x_quantized, w_quantized)
     a, b = x_quantized.rowwise, w_quantized.rowwise
-    ends = None
+    offsets = None
     tokens = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0]
     if isinstance(x, Groups):
         assert x.offs is not None, "rows in groups"
-        ends, tokens = Ends(x.offs, x.plan), a.data.shape[0]
+        offsets, tokens = Offsets(x.offs, x.plan), a.data.shape[0]
     task = GemmTask(plan.fprop, (tokens, features), dtype)
-    y, left = comm.mm(a, b, task, bias, ends, keep=keep_gathered)
+    y, left = comm.mm(a, b, task, bias, offsets, keep=keep_gathered)
     gathered = left if comm.is_sharded else None
     return _Fprop(y.contiguous(), x_quantized, w_quantized, gathered)
 
@@ -396,7 +396,7 @@ def _mm_in_groups(
 
 
 def recompute_forward(
-    x: Source, bias: Tensor | None, saved: Saved, call: Call, features: int
+    x: Prologue, bias: Tensor | None, saved: Saved, call: Call, features: int
 ) -> Tensor:
     """In backward, the bytes that ``forward`` gave of a prologue."""
     plan = call.plan
@@ -405,7 +405,7 @@ def recompute_forward(
         if call.watched:
             show_gemm("fprop", call, None, None)
         return _in_high_precision(x, saved.weight, bias, x.dtype, call.comm)
-    value: Tensor | Source = x
+    value: Tensor | Prologue = x
     if call.comm.gathers_x_first:
         value = call.comm.gather(x.value())
     x_quantized = cast_by(value, plan.fprop.left, None, plan, QuantParams(saved.x_factors, None))
@@ -448,26 +448,26 @@ class Gradient:
 
     def __init__(
         self,
-        dy: Tensor | Source,
+        dy: Tensor | Prologue,
         call: Call,
         *,
         needs: tuple[bool, bool, bool],
-        ends: Ends | None = None,
+        offsets: Offsets | None = None,
     ) -> None:
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
         specs = _gradient_specs(plan, needs_dx=needs_dx, needs_dw=needs_dw)
-        sums = needs_db and (ends is not None or all(specs))
-        if isinstance(dy, Source) and not _serves_all(specs, needs):
+        sums = needs_db and (offsets is not None or all(specs))
+        if isinstance(dy, Prologue) and not _serves_all(specs, needs):
             dy = dy.value()
-        self.high_precision = None if isinstance(dy, Source) else dy
+        self.high_precision = None if isinstance(dy, Prologue) else dy
         self.rowwise = self.columnwise = self.dbias = None
         self.transposes_gathered = False
         if not any(specs):
             return
         if call.comm.transposes_gathered and specs.rowwise == specs.columnwise:
             self.transposes_gathered, specs = True, Orientations(specs.rowwise, None)
-        x: Matrix = dy if ends is None else Groups.of(dy, ends)
+        x: Matrix = dy if offsets is None else Groups.of(dy, offsets)
         if call.comm.gathers_dy_first:
             high = value_of(x)
             self.dbias = high.float().sum(0) if sums else None
@@ -526,7 +526,7 @@ class _DgradWeight(NamedTuple):
 class _WgradInput(NamedTuple):
     """The input x as wgrad's operand, and the dtype of dw."""
 
-    prologue: Source | None
+    prologue: Prologue | None
     data: Tensor | None
     """The columnwise FP8 data, or the matrix in high precision; else there is a prologue."""
     factors: Factors
@@ -553,14 +553,14 @@ class _CastGradient(NamedTuple):
 
 def backward(
     dy: Tensor | Gradient,
-    x: Source | None,
+    x: Prologue | None,
     saved: Saved,
     call: Call,
     *,
     needs: tuple[bool, bool, bool],
     shape: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
-    ends: Ends | None = None,
+    offsets: Offsets | None = None,
     wanted: Sequence[bool] = (),
 ) -> _Gradients:
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
@@ -576,13 +576,13 @@ def backward(
         needs: which gradients are needed.
         shape: M, N, K.
         dtypes: of the gradients.
-        ends: the offsets of experts' rows, if they are in groups.
+        offsets: the offsets of experts' rows, if they are in groups.
         wanted: of weights of experts that are a parameter each, which of them have gradients.
     """
     if isinstance(dy, Tensor) and (
         torch.compiler.is_compiling() or call.watched or call.shards is not None
     ):
-        dy = Gradient(dy, call, needs=needs, ends=ends)
+        dy = Gradient(dy, call, needs=needs, offsets=offsets)
     for_dx = for_dw = operand = None
     if needs[1]:
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
@@ -590,15 +590,15 @@ def backward(
         dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
         for_dw = _WgradInput(x, saved.x, saved.x_factors, operand, dw_dtype)
     if needs[0]:
-        for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=ends is not None)
+        for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=offsets is not None)
     db_dtype = dtypes[2] if needs[2] else None
     if isinstance(dy, Tensor):
         run: Any = _planned_gradients if dy.is_cuda else _gradients
-        params = _gradient_params(dy, call, needs, ends) if call.plan.delayed else None
-        context = shape, call.recipe, None, ends, call.comm
+        params = _gradient_params(dy, call, needs, offsets) if call.plan.delayed else None
+        context = shape, call.recipe, None, offsets, call.comm
         made = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
-        made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, ends)
+        made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, offsets)
     dx, dw, db = made
     if call.fused_weight is not None and dw is not None:
         overwrite = call.first_microbatch is True
@@ -613,7 +613,7 @@ def _main_grad_dtype(weights: Any) -> torch.dtype:
     return dtype
 
 
-def _wgrad_operand(x: Source | None, saved: Saved, call: Call) -> Operand | TokenShard:
+def _wgrad_operand(x: Prologue | None, saved: Saved, call: Call) -> Operand | TokenShard:
     """The x of wgrad in FP8, of a sharded layer, or what gathers it."""
     plan, comm = call.plan, call.comm
     assert plan.wgrad is not None, "in FP8"
@@ -637,12 +637,12 @@ def _wgrad_operand(x: Source | None, saved: Saved, call: Call) -> Operand | Toke
 
 
 def _gradient_params(
-    dy: Tensor, call: Call, needs: tuple[bool, bool, bool], ends: Ends | None
+    dy: Tensor, call: Call, needs: tuple[bool, bool, bool], offsets: Offsets | None
 ) -> QuantParams | None:
     """The quantization parameters of dy under delayed scaling, if anything casts it."""
     if not any(_gradient_specs(call.plan, needs_dx=needs[0], needs_dw=needs[1])):
         return None
-    return call.known[DY] or call.scale(DY, dy if ends is None else Groups.of(dy, ends))
+    return call.known[DY] or call.scale(DY, dy if offsets is None else Groups.of(dy, offsets))
 
 
 def _dgrad_weight(
@@ -672,18 +672,18 @@ def _gradients_of_cast(
     db_dtype: torch.dtype | None,
     call: Call,
     shape: tuple[int, int, int],
-    ends: Ends | None,
+    offsets: Offsets | None,
 ) -> _Gradients:
     """``_gradients`` of what is cast already, which is forgotten as soon as it has served."""
     (M, _, K), comm, dx, dw, db = shape, call.comm, None, None, None
     watching = call if call.watched else None
-    context = shape, call.recipe, watching, ends, comm
+    context = shape, call.recipe, watching, offsets, comm
     if for_dx is not None and comm.is_sharded:
         left = dy.rowwise if call.plan.dgrad else dy.high_precision
         operands = dy.columnwise, None if for_dw is None else for_dw.operand
         waiting = (x for x in operands if isinstance(x, TokenShard) and x.gathered is None)
         dx, gathered = _dgrad(
-            left, call.recipe, (M, K), watching, ends, for_dx, comm,
+            left, call.recipe, (M, K), watching, offsets, for_dx, comm,
             beside=next(waiting, None), keep=dy.transposes_gathered,
         )  # fmt: skip
         if dy.transposes_gathered:
@@ -720,7 +720,7 @@ def _gradients(
     shape: tuple[int, int, int],
     recipe: Recipe,
     watching: Call | None,
-    ends: Ends | None,
+    offsets: Offsets | None,
     comm: OneGpu,
 ) -> _Gradients:
     """Gradients of x, of the weight and of the bias; None if not wanted.
@@ -735,26 +735,26 @@ def _gradients(
         shape: M, N, K.
         recipe: how to cast.
         watching: the call, if an observer watches it.
-        ends: the offsets of experts' rows, if they are in groups.
+        offsets: the offsets of experts' rows, if they are in groups.
         comm: what the call sends.
     """
     (M, N, K), plan = shape, recipe.linear
     dx = dw = db = None
     if cast_dy is None:
         specs = _gradient_specs(plan, needs_dx=for_dx is not None, needs_dw=for_dw is not None)
-        cast_dy = _cast_gradient(dy, specs, plan, params, ends, sums=db_dtype is not None)
+        cast_dy = _cast_gradient(dy, specs, plan, params, offsets, sums=db_dtype is not None)
     rowwise, columnwise, sums = cast_dy
     del cast_dy
     if for_dx is not None:
         left: Any = rowwise if plan.dgrad else dy
         del rowwise  # its memory, and that of the weight's transpose, may serve for dw
-        dx = _dgrad(left, recipe, (M, K), watching, ends, for_dx, comm).y
+        dx = _dgrad(left, recipe, (M, K), watching, offsets, for_dx, comm).y
         del left
     if for_dw is not None:
         right: Any = columnwise if plan.wgrad else dy
-        dw = _wgrad(right, recipe, (N, K), watching, ends, for_dw, comm)
+        dw = _wgrad(right, recipe, (N, K), watching, offsets, for_dw, comm)
     if db_dtype is not None:
-        sums = _column_sums(dy, ends) if sums is None else sums
+        sums = _column_sums(dy, offsets) if sums is None else sums
         db = sums.to(db_dtype)
     return _Gradients(dx, dw, db)
 
@@ -767,7 +767,7 @@ def _cast_gradient(
     specs: Orientations,
     plan: LinearPlan,
     params: QuantParams | None,
-    ends: Ends | None,
+    offsets: Offsets | None,
     *,
     sums: bool,
 ) -> _CastGradient:
@@ -775,21 +775,21 @@ def _cast_gradient(
     if not any(specs):
         return _CastGradient(None, None, None)
     assert dy is not None, "to be cast"
-    sums = sums and (ends is not None or all(specs))
-    matrix = dy if ends is None else Groups.of(dy, ends)
+    sums = sums and (offsets is not None or all(specs))
+    matrix = dy if offsets is None else Groups.of(dy, offsets)
     made = cast_by(matrix, specs.rowwise, specs.columnwise, plan, params, dbias=sums)
     return _CastGradient(made.rowwise, made.columnwise, made.dbias if sums else None)
 
 
-def _column_sums(dy: Tensor | None, ends: Ends | None) -> Tensor:
+def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
     """The sums over the rows of dy, or over those of each expert."""
     assert dy is not None, "written"
-    if ends is None:
+    if offsets is None:
         return dy.sum(0, dtype=torch.float32)
     # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in rows of
     # their own, which torch takes whatever the number of tokens.
     ones = dy.new_ones((dy.shape[0], 8)).t()
-    return _mm_in_groups(dy.t(), ones, ends.offs, dy.dtype)[..., 0]
+    return _mm_in_groups(dy.t(), ones, offsets.offs, dy.dtype)[..., 0]
 
 
 def _columnwise_weight(
@@ -823,7 +823,7 @@ def _dgrad(
     recipe: Recipe,
     shape: tuple[int, int],
     watching: Call | None,
-    ends: Ends | None,
+    offsets: Offsets | None,
     weight: _DgradWeight,
     comm: OneGpu,
     *,
@@ -840,8 +840,8 @@ def _dgrad(
         if watching is not None:
             show_gemm("dgrad", watching, None, None)
         dy = comm.gather(dy, backward=True)
-        if ends is not None:
-            return Gemm(_mm_in_groups(dy, high.to(dy.dtype).mT, ends.offs, weight.dtype), dy)
+        if offsets is not None:
+            return Gemm(_mm_in_groups(dy, high.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
         dx = (dy @ high.to(dy.dtype)).to(weight.dtype)
         return Gemm(comm.reduce(dx, backward=True), dy)
     assert plan.dgrad is not None, "cast for it"
@@ -854,11 +854,11 @@ def _dgrad(
     elif operand is None:
         assert high is not None, "the policy keeps it"
         operand = cast_by(high, None, plan.dgrad.right, plan, weight.params).columnwise
-    if watching is not None and not weight.has_forward_bytes and not plan.fprop and ends is None:
+    if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
         assert high is not None, "cast just now"
         show_cast(high.t(), operand, plan.dgrad.right, W, watching, only_in_backward=True)
     task, keep = GemmTask(plan.dgrad, shape, weight.dtype), keep or watching is not None
-    gemm = comm.mm(dy, operand, task, None, ends, backward=True, beside=beside, keep=keep)
+    gemm = comm.mm(dy, operand, task, None, offsets, backward=True, beside=beside, keep=keep)
     if watching is not None:
         show_gemm("dgrad", watching, gemm.left, operand)
     return gemm
@@ -869,7 +869,7 @@ def _wgrad(
     recipe: Recipe,
     shape: tuple[int, int],
     watching: Call | None,
-    ends: Ends | None,
+    offsets: Offsets | None,
     x: _WgradInput,
     comm: OneGpu,
 ) -> Tensor:
@@ -881,8 +881,8 @@ def _wgrad(
         if watching is not None:
             show_gemm("wgrad", watching, None, None)
         dy, high = comm.gather(dy, backward=True), comm.gather(high)
-        if ends is not None:
-            return _mm_in_groups(dy.t(), high.to(dy.dtype).t(), ends.offs, x.dtype)
+        if offsets is not None:
+            return _mm_in_groups(dy.t(), high.to(dy.dtype).t(), offsets.offs, x.dtype)
         return (dy.t() @ high.to(dy.dtype)).to(x.dtype)
     assert plan.wgrad is not None, "cast for it"
     operand: Any = x.operand
@@ -890,13 +890,15 @@ def _wgrad(
         assert x.data is not None, "the policy keeps it"
         operand = Operand(x.data, x.factors.scale.float())
     elif operand is None:
-        matrix = x.prologue if ends is None else Groups.of(x.prologue, ends)  # type: ignore[arg-type]
+        matrix = x.prologue if offsets is None else Groups.of(x.prologue, offsets)  # type: ignore[arg-type]
         params = QuantParams(x.factors, None)
         operand = cast_by(matrix, None, plan.wgrad.right, plan, params).columnwise  # type: ignore[arg-type]
     dy, operand = (one.gather() if isinstance(one, TokenShard) else one for one in (dy, operand))
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
-    dw: Tensor = comm.mm_of_gathered(dy, operand, GemmTask(plan.wgrad, shape, x.dtype), None, ends)
+    dw: Tensor = comm.mm_of_gathered(
+        dy, operand, GemmTask(plan.wgrad, shape, x.dtype), None, offsets
+    )
     return dw
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from float8lab.nn.casts import spec_of_experts
 from float8lab.nn.gemm import Saved, backward, forward, output_dtype
 from float8lab.nn.precision import Call
-from float8lab.ops import Ends
+from float8lab.ops import Offsets
 from float8lab.recipes.recipe import Float8CurrentScaling
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import (
@@ -73,15 +73,15 @@ class GroupedFunction(Float8Function):
         count: int = 0,
         *parts: Tensor,
     ) -> Tensor:
-        ends = Ends(offs, None) if call is None else Ends.of(offs, x.shape[0])
+        offsets = Offsets(offs, None) if call is None else Offsets.of(offs, x.shape[0])
         call = call or _IN_HIGH_PRECISION
         ctx.parts = count, len(parts) - count
         y, saved = forward(
             x, weight, bias, call, needs=_joined(ctx.needs_input_grad, ctx.parts)[:2],
-            dtype=output_dtype(x), ends=ends,
+            dtype=output_dtype(x), offsets=offsets,
             save_memory=lean and is_memory_of_parameter(weight), inp=x if lean else None,
         )  # fmt: skip
-        ctx.save_for_backward(*ends, *saved)
+        ctx.save_for_backward(*offsets, *saved)
         ctx.call = call
         ctx.shape = x.shape[0], *weight.shape[1:]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -104,7 +104,7 @@ class GroupedFunction(Float8Function):
             )
         dx, *of_experts = backward(
             dy, None, Saved._make(saved), ctx.call,
-            needs=needs, shape=ctx.shape, dtypes=ctx.dtypes, ends=Ends(offs, plan),
+            needs=needs, shape=ctx.shape, dtypes=ctx.dtypes, offsets=Offsets(offs, plan),
             wanted=wanted[last - weights : last],
         )  # fmt: skip
         parts: list[Tensor | None] = []

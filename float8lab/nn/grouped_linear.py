@@ -57,14 +57,14 @@ from float8lab.nn.parallel import (
     share_of,
 )
 from float8lab.nn.precision import Precision, place_precisions
-from float8lab.ops import Ends, Groups, as_matrix
+from float8lab.ops import Groups, Offsets, as_matrix
 from float8lab.recipes.region import capturing
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import is_exporting, version_of
 from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.permute import are_sizes
 
-__all__ = ["GroupedLinear", "ends_of"]
+__all__ = ["GroupedLinear", "offsets_of"]
 
 
 class GroupedLinear(Shardable, TensorParallelGroup):
@@ -297,7 +297,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if is_dtensor(weights[0]):
             weights, biases = self._experts_here(weights, biases)
             experts = weights[0].shape[0]
-        offs = ends_of(m_splits, x, experts, "num_gemms")
+        offs = offsets_of(m_splits, x, experts, "num_gemms")
         if out is not None:
             self._check_buffer("out", out, (*inp.shape[:-1], self.out_features))
         if dgrad_out is not None:
@@ -322,7 +322,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if call is None:
             weight = plain(weight)
             self._fp8.calibrate(
-                Groups.of(x.detach(), Ends(offs, None)),
+                Groups.of(x.detach(), Offsets(offs, None)),
                 weight.detach(),
                 held,
             )
@@ -462,8 +462,8 @@ class GroupedLinear(Shardable, TensorParallelGroup):
                 state.update(zip(each, value.unbind(), strict=True))
 
 
-def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
-    """Ends of the rows of so many experts, on the device of ``x``, which has the rows.
+def offsets_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
+    """Offsets of the rows of so many experts, on the device of ``x``, which has the rows.
 
     ``argument`` is what the caller has called the number of experts.
     """
@@ -495,10 +495,10 @@ def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
             "each expert, as a list or a tensor."
         ) from None
     _check_sizes(sizes, rows, E, argument)
-    ends = [*itertools.accumulate(sizes)]
+    offsets = [*itertools.accumulate(sizes)]
     if _is_captured(x):
-        return _filled(ends, x.device)
-    return torch.tensor(ends, dtype=torch.int32, device=x.device)
+        return _filled(offsets, x.device)
+    return torch.tensor(offsets, dtype=torch.int32, device=x.device)
 
 
 def _is_captured(x: Tensor) -> bool:
@@ -506,13 +506,13 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling() and capturing()
 
 
-def _filled(ends: Sequence[int], device: torch.device) -> Tensor:
+def _filled(offsets: Sequence[int], device: torch.device) -> Tensor:
     """Numbers of the host on a device, by the arguments of kernels: a CUDA graph keeps these.
 
     A copy would read the host's memory again in each replay.
     """
-    filled = torch.zeros(len(ends), dtype=torch.int32, device=device)
-    torch._foreach_add_(filled.unbind(), ends)
+    filled = torch.zeros(len(offsets), dtype=torch.int32, device=device)
+    torch._foreach_add_(filled.unbind(), offsets)
     return filled
 
 

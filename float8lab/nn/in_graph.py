@@ -26,7 +26,7 @@ from torch import Tensor
 
 from float8lab.nn.handles import owner_of
 from float8lab.nn.precision import Call
-from float8lab.ops import Groups, Source, cast_groups_op, cast_op, prologue_shape, round_up
+from float8lab.ops import Groups, Prologue, cast_groups_op, cast_op, prologue_shape, round_up
 from float8lab.ops.declare import declare
 from float8lab.ops.grouped import outputs_of_groups
 from float8lab.recipes.recipe import recipe_numbered
@@ -124,7 +124,7 @@ def _cast(
         )
         assert factors.pair is not None, "of this cast alone"
         return q, factors.pair.view(2, -1), q_t, total
-    x = Source(prologue, inputs, dtype) if prologue else inputs[0]
+    x = Prologue(prologue, inputs, dtype) if prologue else inputs[0]
     factors, slot = owner_of(handle).scale_in_graph(*found, index, record, x)
     q, _, _, q_t, _, total = cast_op(
         *(prologue, inputs, dtype, fp8_dtype, (-1, -1), "encode", 0.0),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.ops import Source, norm_backward_op, norm_op
+from float8lab.ops import Prologue, norm_backward_op, norm_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["NormKind", "backward_of_norm", "normalize", "source_of_norm"]
@@ -93,7 +93,7 @@ def source_of_norm(
     stats: tuple[Tensor | None, Tensor] | None = None,
     *,
     want_amax: bool = False,
-) -> tuple[Source, tuple[Tensor | None, Tensor]]:
+) -> tuple[Prologue, tuple[Tensor | None, Tensor]]:
     """The norm of a matrix, to be cast, and its statistics: mean and rstd, computed if not given.
 
     With ``want_amax`` the source knows its amax, which comes with the statistics.
@@ -108,6 +108,6 @@ def source_of_norm(
     mean, rstd = stats
     known = amax if want_amax else None
     if bias is None:
-        return Source("rms_norm", [x, rstd, gamma], dtype, known), stats
+        return Prologue("rms_norm", [x, rstd, gamma], dtype, known), stats
     assert mean is not None, "LayerNorm has one"
-    return Source("layer_norm", [x, rstd, gamma, mean, bias], dtype, known), stats
+    return Prologue("layer_norm", [x, rstd, gamma, mean, bias], dtype, known), stats

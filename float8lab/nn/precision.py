@@ -25,7 +25,7 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
-from float8lab.ops import Groups, Source, as_matrix
+from float8lab.ops import Groups, Prologue, as_matrix
 from float8lab.recipes.delayed import RECORDED, DelayedSlots, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.recording import CHECKPOINTS, Recording
@@ -132,7 +132,7 @@ class Call:
             return False
         return not self.slots.is_seeded(index)
 
-    def scale(self, index: int, x: Tensor | Source | Groups) -> QuantParams:
+    def scale(self, index: int, x: Tensor | Prologue | Groups) -> QuantParams:
         """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
         found = self.known[index]
         if found is None:
@@ -389,7 +389,7 @@ class Precision:
         group: Any,
         index: int,
         record: bool,
-        x: Tensor | Source | Groups,
+        x: Tensor | Prologue | Groups,
         experts: range | None = None,
     ) -> QuantParams:
         """When a compiled graph casts ``x``: factors of the graph's own, and the amax slot.

@@ -11,7 +11,7 @@ from float8lab.ops.attention import (
     has_fp8_attention,
 )
 from float8lab.ops.cast import (
-    Source,
+    Prologue,
     amax_op,
     cast_many_op,
     cast_op,
@@ -22,7 +22,7 @@ from float8lab.ops.cast import (
 from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.ops.declare import announce, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_into_op, scaled_mm_op
-from float8lab.ops.grouped import Ends, Groups, cast_groups_op, grouped_mm_op, plan_groups_op
+from float8lab.ops.grouped import Groups, Offsets, cast_groups_op, grouped_mm_op, plan_groups_op
 from float8lab.ops.norm import norm_backward_op, norm_op
 from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.ops.reference import (
@@ -45,9 +45,9 @@ __all__ = [
     "LARGEST_HEAD",
     "NO_DATA",
     "SCORE_FUNCTIONS",
-    "Ends",
     "Groups",
-    "Source",
+    "Offsets",
+    "Prologue",
     "amax_op",
     "as_matrix",
     "cast_groups_op",

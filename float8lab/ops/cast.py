@@ -18,7 +18,7 @@ from float8lab.ops.declare import declare
 from float8lab.ops.reference import round_up
 
 __all__ = [
-    "Source",
+    "Prologue",
     "amax_op",
     "cast_many_op",
     "cast_op",
@@ -122,7 +122,7 @@ dequantize_op = declare(
 )
 
 
-class Source(NamedTuple):
+class Prologue(NamedTuple):
     """A matrix that has not been computed yet: a prologue and its inputs."""
 
     prologue: str

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from float8lab.formats import E4M3, E5M2, product_of
+from float8lab.formats import E4M3, E5M2, gemm_support
 from float8lab.ops import reference
 from float8lab.ops.declare import declare
 
@@ -52,7 +52,7 @@ def may_multiply(
 ) -> bool:
     """Whether the product runs in FP8 on this device, not as dequantize + high-precision GEMM.
 
-    ``formats.product_of`` has the table of blocks; no GPU multiplies e5m2 by e5m2. A device other
+    ``formats.gemm_support`` has the table of blocks; no GPU multiplies e5m2 by e5m2. A device other
     than CUDA answers as a Hopper GPU would: it runs the reference of that.
 
     >>> may_multiply((1, 128), (128, 128), torch.device("cpu"))
@@ -60,7 +60,7 @@ def may_multiply(
     >>> may_multiply((1, 32), (1, 32), torch.device("cpu"))
     False
     """
-    product = product_of(a_block, b_block)
+    product = gemm_support(a_block, b_block)
     if product is None or a_dtype == b_dtype == E5M2:
         return False
     capability = capability_of(device) if device.type == "cuda" else (9, 0)
@@ -71,7 +71,7 @@ def is_cublas_gemm(
     a_block: Sequence[int], b_block: Sequence[int], a_dtype: torch.dtype, b_dtype: torch.dtype
 ) -> bool:
     """Whether a product of blocks that Hopper multiplies is cuBLASLt's: e4m3, since CUDA 12.9."""
-    product = product_of(a_block, b_block)
+    product = gemm_support(a_block, b_block)
     known = product is not None and product.cublas and a_dtype == b_dtype == E4M3
     return known and _cuda_version() >= (12, 9)
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from float8lab.formats import SCALE_RULES, scale_shape
 from float8lab.ops import reference
-from float8lab.ops.cast import Source, empty_scale
+from float8lab.ops.cast import Prologue, empty_scale
 from float8lab.ops.declare import declare
 from float8lab.ops.reference import round_up
 
 __all__ = [
-    "Ends",
     "Groups",
+    "Offsets",
     "cast_groups_op",
     "grouped_mm_op",
     "groups_of_rows",
@@ -116,7 +116,7 @@ _NO_DATA = (False, False, False, None, None)
 """Neither orientation, nor sums: a cast that finds amaxes and scales alone."""
 
 
-class Ends(NamedTuple):
+class Offsets(NamedTuple):
     """Where the rows of groups end, and the plan of their products."""
 
     offs: Tensor
@@ -124,9 +124,9 @@ class Ends(NamedTuple):
     plan: Tensor | None
 
     @staticmethod
-    def of(offs: Tensor, rows: int) -> Ends:
+    def of(offs: Tensor, rows: int) -> Offsets:
         """The ends of groups of a matrix of so many rows, with their plan."""
-        return Ends(offs, plan_groups_op(offs, rows))
+        return Offsets(offs, plan_groups_op(offs, rows))
 
 
 def groups_of_rows(rows: int, offs: Tensor) -> Tensor:
@@ -147,14 +147,14 @@ class Groups(NamedTuple):
     """The plan of the groups' products, where several share it."""
 
     @staticmethod
-    def of(x: Tensor | Source, ends: Ends) -> Groups:
+    def of(x: Tensor | Prologue, offsets: Offsets) -> Groups:
         """The groups of a matrix that is there or not computed yet."""
-        return Groups(*(("", (x,), x.dtype) if isinstance(x, Tensor) else x[:3]), *ends)
+        return Groups(*(("", (x,), x.dtype) if isinstance(x, Tensor) else x[:3]), *offsets)
 
     def value(self) -> Tensor:
         """The matrix, with what it has in rows that belong to nobody."""
         x = self.inputs[0]
-        return Source(*self[:3]).value() if self.prologue else x
+        return Prologue(*self[:3]).value() if self.prologue else x
 
     def owned(self) -> Tensor:
         """The matrix, with zeros in rows that belong to nobody."""

@@ -37,7 +37,7 @@ from torch import Tensor
 from float8lab.ops import (
     NO_DATA,
     Groups,
-    Source,
+    Prologue,
     amax_op,
     encode_from_amax,
     factors_from_amax,
@@ -482,7 +482,7 @@ class DelayedSlots:
         self._reap()
 
     def _sow(
-        self, index: int, factors: Tensor, x: Tensor | Source | Groups, experts: range | None
+        self, index: int, factors: Tensor, x: Tensor | Prologue | Groups, experts: range | None
     ) -> None:
         """Give a tensor's slots their first factors, or those of its experts that have rows."""
         pack, columns = self.pack, self._columns(index, experts)
@@ -585,7 +585,7 @@ class DelayedSlots:
     def scale_for(
         self,
         index: int,
-        x: Tensor | Source | Groups,
+        x: Tensor | Prologue | Groups,
         *,
         record: bool,
         shared: bool = True,
@@ -645,7 +645,7 @@ class DelayedSlots:
         slot = self.pack.amax[columns]
         slot.copy_(torch.maximum(slot, amax))
 
-    def _own_factors(self, index: int, x: Tensor | Source | Groups) -> Tensor:
+    def _own_factors(self, index: int, x: Tensor | Prologue | Groups) -> Tensor:
         recipe = self.pack.recipe
         rule, amax = "pow2" if recipe.power_of_2_scale else "fp32", own_amax(x)
         if self.pack.parallel is not None:
@@ -699,7 +699,7 @@ class _Answer:
         return bool(self._value)
 
 
-def own_amax(x: Tensor | Source | Groups) -> Tensor:
+def own_amax(x: Tensor | Prologue | Groups) -> Tensor:
     """The amax of what this rank has of a tensor: of each matrix, if it is a batch."""
     if isinstance(x, Tensor):
         if x.ndim == 3:

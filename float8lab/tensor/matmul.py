@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8lab.formats import HIGH_PRECISION_DTYPES, product_of
+from float8lab.formats import HIGH_PRECISION_DTYPES, gemm_support
 from float8lab.ops import cast_groups_op, cast_op, grouped_mm_op, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale
 from float8lab.tensor.dispatch import implements, implements_whole, run_fallback
@@ -54,7 +54,7 @@ def _gemm_blocks(a: Any, b: Any, turned: bool) -> tuple[_Block, _Block] | None:
     assert partner is not None, "one operand at least is a Float8Tensor"
     partner = (1, 128) if partner == (128, 128) else partner
     first, second = block_a or partner, block_b or partner
-    return None if product_of(first, second) is None else (first, second)
+    return None if gemm_support(first, second) is None else (first, second)
 
 
 def _rows_by_k(x: Any, block: _Block, partner: Any, turned: bool) -> tuple[Tensor, Tensor, _Block]:

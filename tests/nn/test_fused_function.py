@@ -15,7 +15,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn import casts, fused_function, gemm
 from float8lab.nn.precision import Call, W, X, precisions
-from float8lab.ops import Source
+from float8lab.ops import Prologue
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.tensor import Float8Tensor
 from tests.near_ties import by_multiplying, near_ties
@@ -539,7 +539,7 @@ def test_the_activations_gradient_is_cast_and_its_inputs_are_gone(
     gradient, dgrad = fused_function.Gradient, gemm._dgrad
 
     def watch(dy: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(dy, Source):
+        if isinstance(dy, Prologue):
             made.extend(StorageWeakRef(x.untyped_storage()) for x in dy.inputs)
         return gradient(dy, *args, **kwargs)
 
@@ -575,7 +575,7 @@ def test_what_is_cast_again_has_the_bytes_of_the_first_cast(recipe: recipes.Reci
         layer._fp8.prepare(torch.device("cpu"), recipe)
         slots = next((s for (r, _), s in layer._fp8.slots.items() if r == recipe), None)
         call = Call(recipe, slots, record=False)
-        source, wanted = Source("relu", [x], torch.float32), by_multiplying(x)
+        source, wanted = Prologue("relu", [x], torch.float32), by_multiplying(x)
         made = casts.cast(source, call.plan.x, X, call)
         assert torch.equal(made.rowwise.data.view(torch.uint8), wanted)
         params = QuantParams(Factors(made.rowwise.scale, made.requant), None)

@@ -20,7 +20,7 @@ from float8lab import recipes
 from float8lab.nn import gemm
 from float8lab.nn.grouped_function import as_one
 from float8lab.nn.precision import Precision
-from float8lab.ops import Ends, Source
+from float8lab.ops import Offsets, Prologue
 from float8lab.tensor import Float8Tensor
 from tests.recorder import Ops, hooked_as_by_megatron, never_waiting
 
@@ -582,18 +582,18 @@ def test_a_source_is_cast_as_its_values(recipe):
     torch.manual_seed(3)
     h, dy, w = torch.randn(M + 5, 2 * K), torch.randn(M + 5, N), torch.randn(E, N, K)
     h[M:], dy[M:] = torch.nan, torch.nan
-    ends, needs = Ends.of(torch.tensor(SIZES).cumsum(0), M + 5), (True, True, False)
-    source = Source("swiglu", [h], h.dtype)
+    ends, needs = Offsets.of(torch.tensor(SIZES).cumsum(0), M + 5), (True, True, False)
+    source = Prologue("swiglu", [h], h.dtype)
     results = []
     for x in (source, source.value()):
         precision = Precision()
         precision.experts = E
         with float8lab.autocast(recipe=recipe):
             call = precision.begin(h, training=True)
-        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, ends=ends)
+        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, offsets=ends)
         grads = gemm.backward(
             dy, x if x is source else None, saved, call,
-            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None), ends=ends,
+            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None), offsets=ends,
         )  # fmt: skip
         results.append((y, *grads[:2]))
     for one, other in zip(*results, strict=True):

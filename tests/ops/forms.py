@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3, scale_shape
-from float8lab.ops import Source, prologue_shape, round_up
+from float8lab.ops import Prologue, prologue_shape, round_up
 
 __all__ = [
     "GRIDS",
@@ -28,16 +28,16 @@ __all__ = [
 Cast = Callable[..., Any]
 
 
-def _matrix(x: Tensor | Source) -> tuple[str, Sequence[Tensor], torch.dtype]:
-    return x[:3] if isinstance(x, Source) else ("", [x], x.dtype)
+def _matrix(x: Tensor | Prologue) -> tuple[str, Sequence[Tensor], torch.dtype]:
+    return x[:3] if isinstance(x, Prologue) else ("", [x], x.dtype)
 
 
-def _sums(total: Tensor | None, x: Tensor | Source) -> Tensor:
+def _sums(total: Tensor | None, x: Tensor | Prologue) -> Tensor:
     like = _matrix(x)[1][0]
     return like.new_empty(0, dtype=torch.float32) if total is None else total
 
 
-def amax(find: Cast, x: Tensor | Source, block: Sequence[int] = (-1, -1)) -> Tensor:
+def amax(find: Cast, x: Tensor | Prologue, block: Sequence[int] = (-1, -1)) -> Tensor:
     """The amax of each block."""
     found: Tensor = find(*_matrix(x), block)
     return found
@@ -45,7 +45,7 @@ def amax(find: Cast, x: Tensor | Source, block: Sequence[int] = (-1, -1)) -> Ten
 
 def quantize(
     cast: Cast,
-    x: Tensor | Source,
+    x: Tensor | Prologue,
     fp8_dtype: torch.dtype,
     block: Sequence[int],
     rule: str,
@@ -63,7 +63,7 @@ def quantize(
 
 def quantize_pair(
     cast: Cast,
-    x: Tensor | Source,
+    x: Tensor | Prologue,
     fp8_dtype: torch.dtype,
     block: Sequence[int],
     rule: str,
@@ -89,7 +89,7 @@ GRIDS = [
 
 
 def quantize_by_amaxes(
-    cast: Cast, x: Tensor | Source, block: Sequence[int], rule: str, *, transposed: bool
+    cast: Cast, x: Tensor | Prologue, block: Sequence[int], rule: str, *, transposed: bool
 ) -> tuple[Any, Any]:
     """FP8 data and scales of one orientation, by amaxes that exceed those of ``x``."""
     _, inputs, _ = matrix = _matrix(x)
@@ -102,7 +102,7 @@ def quantize_by_amaxes(
 
 def encode(
     cast: Cast,
-    x: Tensor | Source,
+    x: Tensor | Prologue,
     factor: Tensor,
     slot: Tensor | None,
     fp8_dtype: torch.dtype,
@@ -122,7 +122,7 @@ def encode(
 
 def encode_pair(
     cast: Cast,
-    x: Tensor | Source,
+    x: Tensor | Prologue,
     factor: Tensor,
     slot: Tensor | None,
     fp8_dtype: torch.dtype,

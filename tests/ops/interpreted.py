@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from float8lab.formats import E4M3, E5M2, scale_shape
-from float8lab.ops import Source, reference
+from float8lab.ops import Prologue, reference
 from float8lab.ops.kernels import (
     attention,
     cast_many,
@@ -609,7 +609,7 @@ def sources() -> list[tuple[str, list[Tensor]]]:
 
 def check_sources() -> None:
     for kind, inputs in sources():
-        computed = Source(kind, inputs, FP32)
+        computed = Prologue(kind, inputs, FP32)
         known = forms.amax(reference.amax_of, computed)
         same(prologue.value_of(kind, inputs, FP32), reference.value_of(kind, inputs, FP32))
         same(forms.amax(amax_of, computed), known)

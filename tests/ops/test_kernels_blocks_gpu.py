@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3, FP8_DTYPES
-from float8lab.ops import Source, reference
+from float8lab.ops import Prologue, reference
 from float8lab.ops.kernels import cast as launcher
 from float8lab.ops.kernels import cast_hopper
 from tests.ops import forms
@@ -121,7 +121,7 @@ def test_prologues_have_the_same_bytes_both_ways(
     dtype: torch.dtype, kind: str, write: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rows, columns in ((300, 512), (63, 130), (1, 24)):
-        matrix = Source(kind, inputs_of(kind, rows, columns, dtype), dtype)[:3]
+        matrix = Prologue(kind, inputs_of(kind, rows, columns, dtype), dtype)[:3]
         how = (E4M3, (1, 128), "fp32", 0.0, 16, write, True, True)
         tile = cast(*matrix, *how)
         with monkeypatch.context() as patch:

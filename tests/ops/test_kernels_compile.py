@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from float8lab.formats import E4M3, E5M2, scale_shape
-from float8lab.ops import Source, kernels, reference
+from float8lab.ops import Prologue, kernels, reference
 from float8lab.ops.kernels import (
     _launch,
     attention,
@@ -113,7 +113,7 @@ def both(
 
 
 def tiles(
-    matrix: Source,
+    matrix: Prologue,
     rule: str = "fp32",
     size: int = 128,
     fp8_dtype: torch.dtype = E4M3,
@@ -124,7 +124,7 @@ def tiles(
     return lambda: cast_hopper.cast_tiles(*how, write=write, column_sum=column_sum)
 
 
-def tiles_of_groups(matrix: Source, rule: str = "fp32", column_sum: bool = True) -> Any:
+def tiles_of_groups(matrix: Prologue, rule: str = "fp32", column_sum: bool = True) -> Any:
     ends, how = torch.tensor([100, 256], dtype=torch.int32), (E4M3, (1, 128), rule, 0.0)
     return lambda: grouped_cast.cast_tiles_of_groups(
         matrix[:3], ends, how, write=True, column_sum=column_sum
@@ -158,9 +158,9 @@ INPUTS: dict[str, list[torch.Tensor]] = {
     "geglu_backward": [x, x[:, :256].contiguous()],
     "clamped_swiglu_interleaved_backward": [x, x[:, :256].contiguous()],
 }
-SOURCES = {name: Source(name, inputs, torch.bfloat16) for name, inputs in INPUTS.items()}
-PLAIN, HALF = Source("", [x], x.dtype), Source("", [x.half()], torch.float16)
-WIDE = Source("geglu_backward", [x.float(), x[:, :256].float()], torch.float32)
+SOURCES = {name: Prologue(name, inputs, torch.bfloat16) for name, inputs in INPUTS.items()}
+PLAIN, HALF = Prologue("", [x], x.dtype), Prologue("", [x.half()], torch.float16)
+WIDE = Prologue("geglu_backward", [x.float(), x[:, :256].float()], torch.float32)
 
 
 def cast_of(name: str, transposed: bool = False, slot: torch.Tensor | None = None) -> Any:
@@ -408,7 +408,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "groups-by-tiles-of-swiglu": tiles_of_groups(SOURCES["swiglu"], column_sum=False),
     "groups-by-tiles-of-swiglu-backward": tiles_of_groups(SOURCES["swiglu_backward"]),
     "groups-by-tiles-of-tokens": tiles_of_groups(
-        Source("permute", [x, torch.zeros(256, dtype=torch.int32)], x.dtype), "pow2"
+        Prologue("permute", [x, torch.zeros(256, dtype=torch.int32)], x.dtype), "pow2"
     ),
     "tiles-of-swiglu-backward-sum": tiles(SOURCES["swiglu_backward"], column_sum=True),
     "update-scales": lambda: scaling.update_scales_(

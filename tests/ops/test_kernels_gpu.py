@@ -341,7 +341,7 @@ def test_near_ties() -> None:
                 ops.cast_op, row.cuda(), E4M3, (-1, -1), "fp32", 0.0, align, False
             )
             assert torch.equal(q.view(torch.uint8).cpu()[0], bytes_of_row)
-            source = ops.Source("relu", [row.cuda()], torch.float32)
+            source = ops.Prologue("relu", [row.cuda()], torch.float32)
             for how in ((E4M3, (-1, -1)), (E4M3, (1, -1)), (E4M3, (1, 128))):
                 arguments = (*how, "fp32", 0.0, align)
                 q, _, _ = forms.quantize(ops.cast_op, source, *arguments)

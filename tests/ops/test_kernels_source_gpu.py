@@ -124,7 +124,7 @@ def test_amax(kind: str, dtype: torch.dtype) -> None:
     for shape in SHAPES.values():
         inputs = inputs_of(kind, shape, dtype)
         want = forms.amax(ops.amax_op, ops.value_of_op(kind, inputs, dtype))
-        same(forms.amax(ops.amax_op, ops.Source(kind, inputs, dtype)), want)
+        same(forms.amax(ops.amax_op, ops.Prologue(kind, inputs, dtype)), want)
 
 
 @each_block
@@ -132,7 +132,7 @@ def test_amax(kind: str, dtype: torch.dtype) -> None:
 def test_quantize(kind: str, block: tuple[Any, ...], dtype: torch.dtype) -> None:
     for number, shape in enumerate(SHAPES.values()):
         inputs = inputs_of(kind, shape, dtype)
-        source = ops.Source(kind, inputs, dtype)
+        source = ops.Prologue(kind, inputs, dtype)
         value = source.value()
         fp8_dtype, align = FP8_DTYPES[number % 2], 16 if block[0] != (1, -1) else 1
         how = (fp8_dtype, *block, align)
@@ -151,7 +151,7 @@ def test_cast(kind: str, dtype: torch.dtype) -> None:
     encode = torch.tensor([27.1], device="cuda")
     for number, shape in enumerate(SHAPES.values()):
         inputs = inputs_of(kind, shape, dtype)
-        source = ops.Source(kind, inputs, dtype)
+        source = ops.Prologue(kind, inputs, dtype)
         value = source.value()
         slot, wanted = (torch.full((1,), ops.NO_DATA, device="cuda") for _ in range(2))
         fp8_dtype, align = FP8_DTYPES[number % 2], (16, 1)[number % 2]
@@ -174,7 +174,7 @@ def test_inputs_and_values_of_different_widths(kind: str, dtype: torch.dtype) ->
     other = FP32 if dtype == BF16 else BF16
     encode = torch.tensor([27.1], device="cuda")
     inputs = inputs_of(kind, (300, 512), other)
-    source = ops.Source(kind, inputs, dtype)
+    source = ops.Prologue(kind, inputs, dtype)
     value = source.value()
     assert value.dtype == dtype
     got = forms.encode_pair(ops.cast_op, source, encode, None, E4M3, 16, False)[:2]
@@ -191,14 +191,14 @@ def test_strided_inputs_and_a_known_amax(kind: str, dtype: torch.dtype) -> None:
         torch.cat((one, one), dim=1)[:, : one.shape[1]] if one.ndim == 2 else one for one in inputs
     ]
     by_column = [one.t().contiguous().t() if one.ndim == 2 else one for one in inputs]
-    amax = forms.amax(ops.amax_op, ops.Source(kind, inputs, dtype))
+    amax = forms.amax(ops.amax_op, ops.Prologue(kind, inputs, dtype))
     how = (E4M3, (-1, -1), "fp32", 0.0, 16)
     *want, found = forms.quantize(
-        ops.cast_op, ops.Source(kind, inputs, dtype), *how, transposed=True
+        ops.cast_op, ops.Prologue(kind, inputs, dtype), *how, transposed=True
     )
     same(found, amax)
     for one in (inputs, strided, by_column):
-        source = ops.Source(kind, one, dtype)
+        source = ops.Prologue(kind, one, dtype)
         *got, none = forms.quantize(ops.cast_op, source, *how, amax, transposed=True)
         all_same(got, want)
         assert none is None
@@ -305,7 +305,7 @@ def test_special_values() -> None:
             got = ops.value_of_op(kind, inputs, torch.float32).cpu()
             want = reference.value_of(kind, [one.cpu() for one in inputs], torch.float32)
             torch.testing.assert_close(got, want, rtol=2.0**-16, atol=1e-30, equal_nan=True)
-            source = ops.Source(kind, inputs, torch.float32)
+            source = ops.Prologue(kind, inputs, torch.float32)
             q, scale, _ = forms.quantize(ops.cast_op, source, E5M2, (1, -1), "fp32", 0.0, 16)
             value = source.value()
             wanted_q, wanted_scale, _ = forms.quantize(

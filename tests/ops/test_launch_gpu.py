@@ -65,8 +65,8 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _gelu(x: Tensor) -> ops.Source:
-    return ops.Source("gelu", [x], x.dtype)
+def _gelu(x: Tensor) -> ops.Prologue:
+    return ops.Prologue("gelu", [x], x.dtype)
 
 
 def _scale(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8lab.formats import E4M3, E5M2
-from float8lab.ops import Source, reference
+from float8lab.ops import Prologue, reference
 from tests.ops import forms
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -132,7 +132,7 @@ def source(kind: str) -> list[Tensor]:
 def test_a_cast_of_a_source_has_the_bytes_of_the_cast_of_its_values(
     kind: str, block: tuple[int, int]
 ) -> None:
-    computed = Source(kind, source(kind), torch.bfloat16)
+    computed = Prologue(kind, source(kind), torch.bfloat16)
     value = reference.value_of(*computed[:3])
     for transposed in (False, True):
         oriented = value.t() if transposed else value
@@ -152,7 +152,7 @@ def test_a_cast_of_a_source_has_the_bytes_of_the_cast_of_its_values(
 
 
 def test_a_known_amax_takes_the_place_of_a_pass_over_the_source() -> None:
-    gelu = Source("gelu", source("gelu"), torch.bfloat16)
+    gelu = Prologue("gelu", source("gelu"), torch.bfloat16)
     amax = forms.amax(reference.amax_of, gelu)
     how = (E4M3, (-1, -1), "pow2", 0.0, 16)
     q, scale, found = forms.quantize(reference.cast, gelu, *how)

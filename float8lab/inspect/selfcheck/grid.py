@@ -14,7 +14,7 @@ from float8lab.formats import (
     Float8Spec,
 )
 from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases
-from float8lab.ops import Source
+from float8lab.ops import Prologue
 
 __all__ = [
     "LAYOUTS",
@@ -110,9 +110,9 @@ def format_of(fp8_dtype: torch.dtype) -> str:
     return "e4m3" if fp8_dtype == E4M3 else "e5m2"
 
 
-def given(x: Tensor | Source) -> tuple[str, Sequence[Tensor], torch.dtype]:
+def given(x: Tensor | Prologue) -> tuple[str, Sequence[Tensor], torch.dtype]:
     """The first arguments of a cast of a matrix or a source."""
-    return x[:3] if isinstance(x, Source) else ("", [x], x.dtype)
+    return x[:3] if isinstance(x, Prologue) else ("", [x], x.dtype)
 
 
 def laid_out(x: Tensor, number: int, device: torch.device) -> tuple[Tensor, Tensor]:

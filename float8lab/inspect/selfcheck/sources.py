@@ -90,7 +90,7 @@ def _largest_of(x: Tensor) -> float:
 _COMPOSED = "the op of the written values, both on this device, bit for bit"
 
 
-def _sources(cases: Cases) -> Iterator[tuple[ops.Source, Tensor, torch.dtype, int]]:
+def _sources(cases: Cases) -> Iterator[tuple[ops.Prologue, Tensor, torch.dtype, int]]:
     """Begin each case; yield a source and its values on the device, format and alignment."""
     for kind, dtype in _SOME_KINDS:
         for number, shape in enumerate(_SOURCE_SHAPES):
@@ -99,7 +99,7 @@ def _sources(cases: Cases) -> Iterator[tuple[ops.Source, Tensor, torch.dtype, in
             inputs = _source(cases, kind, shape, dtype)
             if number == 1:
                 inputs[0] = with_infinities(inputs[0])
-            source = ops.Source(kind, all_to(cases, inputs), dtype)
+            source = ops.Prologue(kind, all_to(cases, inputs), dtype)
             yield source, source.value(), fp8_dtype, align
 
 

@@ -49,7 +49,7 @@ from float8lab.nn.casts import Operand, plain, stored_as
 from float8lab.nn.convert import matches
 from float8lab.nn.convert.report import conversion_report, was_converted
 from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
-from float8lab.ops import Source
+from float8lab.ops import Prologue
 from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
@@ -284,7 +284,7 @@ class watch:
     # Callbacks of the layers.
 
     def saw_cast(
-        self, x: Tensor | Source, operand: Operand, spec: Float8Spec, index: int, call: Call
+        self, x: Tensor | Prologue, operand: Operand, spec: Float8Spec, index: int, call: Call
     ) -> None:
         """Record that ``x``, of the sizes before padding, was cast to ``operand``."""
         owner = call.precision
@@ -320,9 +320,9 @@ class watch:
         return owner in self._names and self._modules[owner].training == self._training
 
     def _measure(
-        self, x: Tensor | Source, operand: Operand, spec: Float8Spec, call: Call
+        self, x: Tensor | Prologue, operand: Operand, spec: Float8Spec, call: Call
     ) -> Measurement | None:
-        if isinstance(x, Source):
+        if isinstance(x, Prologue):
             x = x.value()
         q, scale = operand
         if isinstance(x, Float8Tensor):
