@@ -450,7 +450,7 @@ class _Watcher:
 
     @torch.no_grad()
     def look(self, dy: Tensor | None) -> None:
-        weight, _ = self.layer._whole_parameters()
+        weight, _ = self.layer._weight_and_bias(self.layer.gemms[0])
         w = plain(weight).detach().float()
         x = self.x.reshape(-1, self.x.shape[-1]).float()
         needs_dw = any(p.requires_grad for p in self.layer.parameters() if p.ndim == 2)

@@ -20,8 +20,7 @@ from float8lab.distributed.fsdp.shards import reshard
 from float8lab.nn.casts import share_cast, shared_cast
 from float8lab.nn.convert import convert_to_float8, remove_region_hooks
 from float8lab.nn.convert.report import conversion_report
-from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.linear import Linear
+from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import precisions, precisions_below
 from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from float8lab.recipes.region import DEFAULT_RECIPE, STATE, Autocast, in_backward
@@ -226,7 +225,7 @@ class Trial:
     ) -> None:
         self.model, self.batch, self.loss_fn = model, batch, loss_fn
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.layers: dict[str, Linear | FusedModule] = {}
+        self.layers: dict[str, GemmModule] = {}
         self.skipped: dict[str, str] = {}
         self.others: list[Any] = []
         self._start = start

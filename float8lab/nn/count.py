@@ -1,4 +1,4 @@
-"""count_gemms: count the matrix products that really ran, in FP8 and in high precision."""
+"""count_gemms: count the GEMMs that really ran, in FP8 and in high precision."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _HIGH_PRECISION = _overloads(
 _SCALED = _overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 _FP8 = frozenset((torch.ops.float8lab.scaled_mm.default, torch.ops.float8lab.grouped_mm.default))
 GEMM_OPS = _HIGH_PRECISION | _SCALED | _FP8
-"""The overloads that count as a matrix product."""
+"""The overloads that count as a GEMM."""
 
 
 class GemmCounts:
-    """Numbers of matrix products by module name; ``print`` it for a table.
+    """Numbers of GEMMs by module name; ``print`` it for a table.
 
     Attributes:
         fp8_by_module: FP8 GEMMs by qualified module name.
         high_precision_by_module: the others, emulated FP8 formats included.
-        unseen: converted layers whose forward does not run; their products are their parents'.
+        unseen: converted layers whose forward does not run; their GEMMs are their parents'.
     """
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class GemmCounts:
         width = max(len(name or "(outside any module)") for name, _, _ in rows)
         lines = [f"{'module':<{width}}  {'FP8':>6}  {'high precision':>14}"]
         lines += [
-            f"{name or '(outside any module)':<{width}}  {fp8:>6}  {high:>14}"
-            for name, fp8, high in rows
+            f"{name or '(outside any module)':<{width}}  {fp8:>6}  {high_precision:>14}"
+            for name, fp8, high_precision in rows
         ]
         lines += [
             f"{name}: not called; its parent multiplies by its weight" for name in self.unseen
@@ -79,11 +79,11 @@ class GemmCounts:
 
 
 class count_gemms:
-    """Count the matrix products that run inside the ``with`` block, forward and backward.
+    """Count the GEMMs that run inside the ``with`` block, forward and backward.
 
-    The products that reach torch's dispatcher count, whoever calls them: linear layers, matmul,
-    grouped products, attention written with matmul; not the products inside a fused attention
-    kernel, nor those of a compiled graph. A grouped product counts as one. An FP8 format
+    The GEMMs that reach torch's dispatcher count, whoever calls them: linear layers, matmul,
+    grouped GEMMs, attention written with matmul; not the GEMMs inside a fused attention
+    kernel, nor those of a compiled graph. A grouped GEMM counts as one. An FP8 format
     that this device multiplies in high precision counts as high precision. Module names are
     qualified from the module that was called first.
 
@@ -144,8 +144,8 @@ class _ModuleNames:
         name = ""
         if self._stack:
             parent, parent_name = self._stack[-1]
-            own = next((n for n, m in parent.named_modules() if m is module), None)
-            name = ".".join(p for p in (parent_name, own or type(module).__name__) if p)
+            path = next((n for n, m in parent.named_modules() if m is module), None)
+            name = ".".join(p for p in (parent_name, path or type(module).__name__) if p)
         else:
             self.called[module] = None
         self._stack.append((module, name))
@@ -174,7 +174,7 @@ class _CountingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and all(t is Float8Tensor for t in types):
-            with self:  # the products that its handler runs count
+            with self:  # the GEMMs that its handler runs count
                 return Float8Tensor.__torch_dispatch__(op, types, args, kwargs)
         if op in GEMM_OPS:
             in_fp8 = self._counts.fp8_by_module

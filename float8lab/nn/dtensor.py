@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from float8lab.arguments import shown
 from float8lab.distributed.comm import SharedScales, TensorParallel
@@ -41,6 +43,9 @@ from float8lab.tensor.differentiation import (
 )
 from float8lab.tensor.dtensor import local_of
 
+if TYPE_CHECKING:
+    from float8lab.nn.linear import Linear
+
 __all__ = ["WeightPlacement"]
 
 
@@ -56,7 +61,9 @@ class WeightPlacement:
         parallel_of_token_shards: of calls whose tokens are shards over the axis.
     """
 
-    def __init__(self, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+    ) -> None:
         """Read the placements of a weight of an unsharded ``shape``.
 
         Raises:
@@ -67,8 +74,8 @@ class WeightPlacement:
         self.axis = axes[0] if axes else -1  # no dimension of any mesh
         self.mode: str | None = None
         self.features: ShardMap | None = None
-        self.parallel: Any = None
-        self.parallel_of_token_shards: Any = None
+        self.parallel: TensorParallel | None = None
+        self.parallel_of_token_shards: TensorParallel | None = None
         if not axes:
             return
         placement = placements[self.axis]
@@ -92,10 +99,10 @@ class WeightPlacement:
         """The dimension of the weight that ranks share."""
         return int(self.mode == "row")
 
-    def __deepcopy__(self, memo: Any) -> WeightPlacement:
+    def __deepcopy__(self, memo: dict[int, object]) -> WeightPlacement:
         return self  # a mesh has no copies
 
-    def share_scales(self, weight: Any, old: Any) -> None:
+    def share_scales(self, weight: DTensor, old: Tensor | None) -> None:
         """Have a weight that is stored in FP8 know who has the other parts of its blocks.
 
         The same goes for its shard of the initial values that the ``old`` weight keeps, if any.
@@ -104,18 +111,18 @@ class WeightPlacement:
             ValueError: a block that has a size crosses shards.
         """
         local = local_of(weight)
-        if self.features is None or not isinstance(local, Float8Tensor):
+        if self.features is None or self.parallel is None or not isinstance(local, Float8Tensor):
             return
         local._shared_scales = SharedScales(self.parallel, self._dim)
         local._shared_scales.check("weight", local.shape, local.spec)
-        kept = getattr(old, "_high_precision_init_val", None)
-        if kept is not None and kept.shape == weight.shape:
-            local._high_precision_init_val = self.features.shard(kept, self._dim).clone()
+        initial_value = getattr(old, "_high_precision_init_val", None)
+        if initial_value is not None and initial_value.shape == weight.shape:
+            local._high_precision_init_val = self.features.shard(initial_value, self._dim).clone()
 
-    def shares_blocks(self, spec: Float8Spec) -> tuple[bool, Any]:
+    def shares_blocks(self, spec: Float8Spec) -> tuple[bool, ProcessGroup | None]:
         """Whether no block of a size crosses shards, and the group that shares blocks without."""
         block = spec.block[self._dim]
-        if self.features is None or block == 1:
+        if self.features is None or self.parallel is None or block == 1:
             return True, None
         if block == -1:
             return True, self.parallel.group
@@ -124,7 +131,9 @@ class WeightPlacement:
     def unshard(self, scales: Tensor, spec: Float8Spec) -> Tensor:
         """The scales of the unsharded weight's blocks, from those of each rank's shard."""
         blocks = self._blocks(spec)
-        return scales if blocks is None else self.parallel.gather(scales, blocks, self._dim)
+        if blocks is None or self.parallel is None:
+            return scales
+        return self.parallel.gather(scales, blocks, self._dim)
 
     def shard(self, scales: Tensor, spec: Float8Spec) -> Tensor:
         """The scales of this rank's shard, from those of the unsharded weight's blocks."""
@@ -136,7 +145,14 @@ class WeightPlacement:
         block = spec.block[self._dim]
         return None if self.features is None or block == -1 else self.features.blocks(block)
 
-    def run(self, layer: Any, x: Any, weight: Any, bias: Any, first_microbatch: bool | None) -> Any:
+    def run(
+        self,
+        layer: Linear,
+        x: Tensor,
+        weight: DTensor,
+        bias: DTensor | None,
+        first_microbatch: bool | None,
+    ) -> DTensor:
         """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.
 
         Raises:
@@ -165,86 +181,101 @@ class WeightPlacement:
             layer._fp8.end(call)
         return y
 
-    def _run_in_high_precision(self, layer: Any, x: Any, weight: Any, bias: Any) -> Any:
+    def _run_in_high_precision(
+        self, layer: Linear, x: DTensor, weight: DTensor, bias: DTensor | None
+    ) -> DTensor:
         stored = weight.to_local()
         local = plain(stored)
         layer._fp8.calibrate(x.to_local(), local)
         if local is not stored:
             weight = _made(local, weight.device_mesh, weight.placements, weight.shape)
-        return nn.functional.linear(x, weight, bias)
+        y: DTensor = nn.functional.linear(x, weight, bias)  # type: ignore[assignment]
+        return y
 
 
 class _CallPlacements(NamedTuple):
     """The placements of one call's tensors, local shapes, and its tokens if they are shards."""
 
-    x: tuple[Any, ...]
-    y: tuple[Any, ...]
-    dx: tuple[Any, ...]
-    dw: tuple[Any, ...]
-    db: tuple[Any, ...]
+    x: tuple[Placement, ...]
+    y: tuple[Placement, ...]
+    dx: tuple[Placement, ...]
+    dw: tuple[Placement, ...]
+    db: tuple[Placement, ...]
     tokens: ShardMap | None
     shape_of_y: tuple[int, ...]
     shape_of_dx: tuple[int, ...]
 
 
 def _place(
-    placement: WeightPlacement, x: Any, weight: Any, plan: LinearPlan | None, output: Any
+    placement: WeightPlacement,
+    x: DTensor,
+    weight: DTensor,
+    plan: LinearPlan | None,
+    output: Placement | None,
 ) -> _CallPlacements:
     """How a call runs. ``output``: the placement that a row parallel layer gives, or None."""
     last, axis, mode = x.ndim - 1, placement.axis, placement.mode
     N, K = weight.to_local().shape
     # Outside the axis each rank has tokens of its own, or the same.
-    base: list[Any] = [
+    base: list[Placement] = [
         p if p.is_shard() and not p.is_shard(last) else Replicate() for p in x.placements
     ]
     data = [Partial() if p.is_shard() else Replicate() for p in base]  # of sums over tokens
     shared = base[axis] if mode == "column" else output if mode == "row" else None
     unsharded = _local_shape(x, base, axis)
     y_shape, tokens = [*unsharded], None
-    if shared is not None and shared.is_shard() and not shared.is_shard(last):
-        dim = shared.dim % x.ndim
-        if not any(i != axis and p.is_shard(dim) for i, p in enumerate(base)):
-            tokens = _tokens(unsharded, dim, placement.parallel)
-        if tokens is not None and plan is not None:
-            # Where blocks of tokens cross shards, DTensor gathers them in high precision.
-            crosses = any(map(tokens.block_crosses_shards, plan.token_blocks))
-            tokens = None if crosses else tokens
+    parallel = placement.parallel
+    if shared is None or parallel is None:
+        shared = Replicate()
+    elif shared.is_shard() and not shared.is_shard(last):
+        dim = cast("Shard", shared).dim % x.ndim
+        is_free = not any(i != axis and p.is_shard(dim) for i, p in enumerate(base))
+        tokens = _tokens(unsharded, dim, parallel, plan) if is_free else None
         if tokens is not None and mode == "row":
             y_shape[dim] = tokens.length
 
-    def placed(here: Any, others: Sequence[Any] = base) -> tuple[Any, ...]:
-        return tuple(here if i == axis else p for i, p in enumerate(others))
+    def placed(placement: Placement, around: Sequence[Placement] = base) -> tuple[Placement, ...]:
+        return tuple(placement if i == axis else p for i, p in enumerate(around))
 
-    every, features = Replicate(), Shard(last)
-    here: list[Any] = [every] * 5  # of x, y, dx, dw and db
+    replicated, features = Replicate(), Shard(last)
+    on_axis: list[Placement] = [replicated] * 5  # of x, y, dx, dw and db
     if mode == "column":
-        here = [every if tokens is None else shared, features, Partial(), Shard(0), Shard(0)]
+        of_x = replicated if tokens is None else shared
+        on_axis = [of_x, features, Partial(), Shard(0), Shard(0)]
     elif tokens is not None:
-        here = [features, shared, features, Shard(1), Partial()]
+        on_axis = [features, shared, features, Shard(1), Partial()]
     elif mode == "row":
-        here = [features, Partial(), features, Shard(1), every]
-    x_placed, y_placed, dx_placed = (placed(p) for p in here[:3])
-    dw_placed, db_placed = (placed(p, data) for p in here[3:])
+        on_axis = [features, Partial(), features, Shard(1), replicated]
+    x_placed, y_placed, dx_placed = (placed(p) for p in on_axis[:3])
+    dw_placed, db_placed = (placed(p, data) for p in on_axis[3:])
     return _CallPlacements(
         x_placed, y_placed, dx_placed, dw_placed, db_placed, tokens, (*y_shape[:-1], N),
         (*unsharded[:-1], K),
     )  # fmt: skip
 
 
-def _local_shape(x: Any, placements: Sequence[Any], axis: int) -> list[int]:
+def _local_shape(x: DTensor, placements: Sequence[Placement], axis: int) -> list[int]:
     """The shape of ``x`` on a rank that has all of it along one dimension of the mesh."""
     shape = list(x.shape)
     for i, placement in enumerate(placements):
         if i != axis and placement.is_shard():
             ranks, rank = x.device_mesh.size(i), x.device_mesh.get_local_rank(i)
-            shape[placement.dim] = ShardMap.of(shape[placement.dim], ranks, rank).length
+            dim = cast("Shard", placement).dim
+            shape[dim] = ShardMap.of(shape[dim], ranks, rank).length
     return shape
 
 
-def _tokens(shape: Sequence[int], dim: int, parallel: TensorParallel) -> ShardMap:
-    """The shards of tokens along a dimension."""
+def _tokens(
+    shape: Sequence[int], dim: int, parallel: TensorParallel, plan: LinearPlan | None
+) -> ShardMap | None:
+    """The shards of tokens along a dimension.
+
+    None: blocks of tokens cross them, and DTensor gathers the tokens in high precision.
+    """
     runs, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
-    return ShardMap.of(shape[dim], parallel.size, parallel.rank, inner=inner, runs=runs)
+    tokens = ShardMap.of(shape[dim], parallel.size, parallel.rank, inner=inner, runs=runs)
+    crosses = plan is not None and any(map(tokens.block_crosses_shards, plan.token_blocks))
+    return None if crosses else tokens
 
 
 class _Linear(Float8Function):
@@ -252,7 +283,12 @@ class _Linear(Float8Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, call: Call, placed: _CallPlacements
+        ctx: Any,
+        x: DTensor,
+        weight: DTensor,
+        bias: DTensor | None,
+        call: Call,
+        placed: _CallPlacements,
     ) -> DTensor:
         local, w = x.to_local(), weight.to_local()
         b = None if bias is None else bias.to_local()
@@ -270,12 +306,12 @@ class _Linear(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: DTensor) -> tuple[DTensor | None, ...]:
         call, placed, needs = ctx.call, ctx.placed, wanted_gradients(ctx)[:3]
         # A partial output was summed, so each rank wants all of the gradient.
-        wanted = tuple(Replicate() if p.is_partial() else p for p in placed.y)
-        if tuple(dy.placements) != wanted:
-            dy = dy.redistribute(placements=wanted)
+        complete = tuple(Replicate() if p.is_partial() else p for p in placed.y)
+        if tuple(dy.placements) != complete:
+            dy = dy.redistribute(placements=complete)
         dx, dw, db = backward(
             as_matrix(dy.to_local()), None, Saved._make(ctx.saved_tensors), call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,
@@ -289,7 +325,9 @@ class _Linear(Float8Function):
         ), None, None  # fmt: skip
 
 
-def _made(local: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> DTensor:
+def _made(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
     """A contiguous DTensor of a shape."""
     strides = [1]
     for size in reversed(shape[1:]):

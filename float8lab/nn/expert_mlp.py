@@ -1,4 +1,4 @@
-"""ExpertMLP: the MLPs of all experts of a mixture, from a router's choice to the tokens' sums."""
+"""ExpertMLP: the MLPs of all experts, from a router's choice to the sums of each token."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from torch.nn import functional
 
 from float8lab.arguments import (
     check_callables,
-    check_device,
-    check_dtype,
-    check_flags,
     check_input,
     check_instance,
     check_module,
@@ -25,27 +22,19 @@ from float8lab.distributed.expert_parallel import (
     experts_here,
     held_experts,
 )
-from float8lab.distributed.fsdp.shards import Shardable
-from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
-from float8lab.nn.casts import plain, spec_of_experts
-from float8lab.nn.describe import describe_fp8
-from float8lab.nn.expert_function import Layer, expert_mlp
+from float8lab.nn.casts import plain
+from float8lab.nn.fused_function import Layer, expert_mlp
 from float8lab.nn.gemm import output_dtype
-from float8lab.nn.grouped_function import GroupedFunction
+from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
 from float8lab.nn.grouped_linear import offsets_of
-from float8lab.nn.linear import (
-    default_device,
-    keep_initial_value,
-    materialize,
-    moved_in_place,
-    normal_init,
-    store_in_fp8,
-)
+from float8lab.nn.layer import GemmDef, GemmModule
 from float8lab.nn.main_grad import fused_weight, plain_weight
-from float8lab.nn.precision import Call, Precision, place_precisions
-from float8lab.ops import Groups, Offsets, as_matrix
+from float8lab.nn.parameters import InitMethod
+from float8lab.nn.precision import Call, Precision
+from float8lab.nn.storage import MovedInPlace
+from float8lab.ops import as_matrix
 from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
@@ -70,22 +59,22 @@ def like(y: Tensor, x: Tensor) -> Tensor:
     return shaped
 
 
-class ExpertsBase(nn.Module):
+class ExpertsBase(MovedInPlace):
     """A module that holds the MLPs of all experts, and how each of their two layers is cast."""
 
     fuse_wgrad_accumulation = False
     _fp8_fc1: Precision
     _fp8_fc2: Precision
 
-    parts: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
+    layer_names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
     """The layers, each with FP8 state of its own."""
 
     def _set_up_precisions(self, experts: int, key: str = "") -> None:
         """Give each layer its FP8 state; ranks know it by ``key`` if there is one."""
-        for part in self.parts:
-            precision = Precision(key=f"{key} {part}" if key else None)
+        for layer in self.layer_names:
+            precision = Precision(key=f"{key} {layer}" if key else None)
             precision.experts = experts
-            setattr(self, f"_fp8_{part}", precision)
+            setattr(self, f"_fp8_{layer}", precision)
 
     def _run_experts(
         self,
@@ -101,20 +90,20 @@ class ExpertsBase(nn.Module):
         An activation of ``ACTIVATIONS`` is fused with the casts beside it; a function is not. With
         ``to``, a row map and the number of rows, ``x`` are the tokens that go there.
         """
-        both = self._fp8_fc1, self._fp8_fc2
+        precisions = self._fp8_fc1, self._fp8_fc2
         calls = [
             self._begin_layer(precision, x, weight, first_microbatch)
-            for precision, (weight, _) in zip(both, layers, strict=True)
+            for precision, (weight, _) in zip(precisions, layers, strict=True)
         ]
         first, second = calls
         if isinstance(activation, str) and first is not None and second is not None:
             y = expert_mlp(x, offs, *layers, activation, (first, second), to)
         else:
             x = x if to is None else scatter_rows(x, *to)[0]
-            h = self._apply_experts(both[0], x, offs, layers[0], first, first_microbatch)
+            h = self._apply_experts(precisions[0], x, offs, layers[0], first, first_microbatch)
             a = activate(h, activation) if isinstance(activation, str) else activation(h)
-            y = self._apply_experts(both[1], a, offs, layers[1], second, first_microbatch)
-        for precision, call in zip(both, calls, strict=True):
+            y = self._apply_experts(precisions[1], a, offs, layers[1], second, first_microbatch)
+        for precision, call in zip(precisions, calls, strict=True):
             if call is not None and call.is_region:
                 precision.end(call)
         return y
@@ -148,21 +137,13 @@ class ExpertsBase(nn.Module):
         weight, bias = layer
         if call is None:
             weight = plain_weight(self, weight, first_microbatch)
-            precision.calibrate(
-                Groups.of(x.detach(), Offsets(offs, None)),
-                weight.detach(),
-                self._held_experts(),
-            )
+            calibrate_experts(precision, x, weight, offs, self._held_experts())
         y: Tensor = GroupedFunction.run(x, weight, bias, offs, call, True)
         return y
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with moved_in_place(self, fn):
-            return super()._apply(fn, recurse)
 
-
-class ExpertMLP(ExpertsBase, Shardable):
-    """The MLPs of all experts of a mixture, with their GEMMs in FP8 inside ``autocast``.
+class ExpertMLP(ExpertsBase, GemmModule):
+    """The MLPs of all experts of an MoE layer, with their GEMMs in FP8 inside ``autocast``.
 
     ``y[t] = sum over e of probs[t, e] * (activation(x[t] @ fc1_weight[e].T + fc1_bias[e]) @
     fc2_weight[e].T + fc2_bias[e])``, over the experts e that the router chose for token t.
@@ -207,6 +188,7 @@ class ExpertMLP(ExpertsBase, Shardable):
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
+    _shown = ("num_experts", "hidden_size", "ffn_hidden_size", "activation")
 
     def __init__(
         self,
@@ -216,42 +198,28 @@ class ExpertMLP(ExpertsBase, Shardable):
         *,
         bias: bool = False,
         activation: str = "swiglu",
-        init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
         device: torch.device | str | None = None,
         params_dtype: torch.dtype | None = None,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
+        super().__init__()
         gated = check_activation(activation)
-        check_flags(bias=bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        self._set_flags(bias=bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         check_callables(
             ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
         )
-        check_dtype("params_dtype", params_dtype)
-        super().__init__()
         self.num_experts = E = check_size("num_experts", num_experts, minimum=1)
         self.hidden_size = H = check_size("hidden_size", hidden_size)
         self.ffn_hidden_size = F = check_size("ffn_hidden_size", ffn_hidden_size)
         self.activation = activation
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self._init_methods = {"fc1": init_method, "fc2": output_layer_init_method}
-        self._set_up_precisions(E)
-        where = check_device("device", device) or default_device()
-        dtype = params_dtype or torch.get_default_dtype()
-        for name, (N, K) in {"fc1": (2 * F if gated else F, H), "fc2": (H, F)}.items():
-            weight = nn.Parameter(torch.zeros(E, N, K, device=where, dtype=dtype))
-            added = nn.Parameter(torch.zeros(E, N, device=where, dtype=dtype)) if bias else None
-            self.register_parameter(f"{name}_weight", weight)
-            self.register_parameter(f"{name}_bias", added)
-        if where.type != "meta":
-            self.reset_parameters()
-        self._keeps_initial_values = store_in_fp8(self, ["fc1_weight", "fc2_weight"])
-        place_precisions(self)
-
-    def _weight_cast(self, name: str) -> WeightCast | None:
-        part = name.removesuffix("_weight")
-        cast = getattr(self, f"_fp8_{part}").weight_gather() if part in self.parts else None
-        return cast and cast._replace(spec=spec_of_experts(cast.spec))
+        self._build(
+            GemmDef.named("fc1", (E, 2 * F if gated else F, H), bias, init_method),
+            GemmDef.named("fc2", (E, H, F), bias, output_layer_init_method),
+            device=device,
+            params_dtype=params_dtype,
+        )
 
     @classmethod
     def from_experts(
@@ -315,7 +283,7 @@ class ExpertMLP(ExpertsBase, Shardable):
         with torch.no_grad():
             values = [_values_of(of) for of in layers]
             _check_that_they_compute(modules, values, activation)
-        turn: dict[str, Iterator[Tensor]] = {
+        values_of_layers: dict[str, Iterator[Tensor]] = {
             "fc1": iter([weight for (weight, _), _ in values]),
             "fc2": iter([weight for _, (weight, _) in values]),
         }
@@ -323,37 +291,19 @@ class ExpertMLP(ExpertsBase, Shardable):
         made = cls(
             len(modules), H, F, bias=has_bias, activation=activation, device=last.weight.device,
             params_dtype=last.weight.dtype,
-            init_method=lambda weight: weight.copy_(next(turn["fc1"])),
-            output_layer_init_method=lambda weight: weight.copy_(next(turn["fc2"])),
+            init_method=lambda weight: weight.copy_(next(values_of_layers["fc1"])),
+            output_layer_init_method=lambda weight: weight.copy_(next(values_of_layers["fc2"])),
         )  # fmt: skip
-        made._init_methods = dict.fromkeys(turn)
-        for index, name in enumerate(turn):
+        made.gemms = tuple(gemm._replace(init_method=None) for gemm in made.gemms)
+        for index, name in enumerate(values_of_layers):
             weight, bias = getattr(made, f"{name}_weight"), getattr(made, f"{name}_bias")
-            own = layers[0][-1 if index else 0]
-            weight.requires_grad_(own.weight.requires_grad)
+            original = layers[0][-1 if index else 0]
+            weight.requires_grad_(original.weight.requires_grad)
             if bias is not None:
                 with torch.no_grad():
                     bias.copy_(torch.stack([of[index][1] for of in values]))  # type: ignore[misc]
-                bias.requires_grad_(own.bias.requires_grad)
+                bias.requires_grad_(original.bias.requires_grad)
         return made.train(modules[0].training)
-
-    def reset_parameters(self) -> None:
-        """Initialise each expert's weights by the init methods, and the biases to 0.
-
-        Parameters on the meta device get memory on the default one, as in a new module.
-        """
-        materialize(self)
-        with torch.no_grad():
-            for name, init in self._init_methods.items():
-                weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias")
-                value = torch.empty(weight.shape, device=weight.device, dtype=weight.dtype)
-                for one in value:
-                    (init or normal_init)(one)
-                weight.copy_(value)
-                if getattr(self, "_keeps_initial_values", False):
-                    keep_initial_value(weight, value)
-                if bias is not None:
-                    nn.init.zeros_(bias)
 
     def forward(
         self,
@@ -424,13 +374,6 @@ class ExpertMLP(ExpertsBase, Shardable):
     def _layers(self) -> tuple[Layer, Layer]:
         return (self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias)
 
-    def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-            f"ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation}"
-            f"{describe_fp8(self)}"
-        )
-
 
 _NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 """Names of the linear layers of experts: gate, up and down."""
@@ -439,7 +382,7 @@ _NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 def _layers_of(module: nn.Module, names: Sequence[str] | None) -> list[nn.Linear]:
     """The linear layers of an expert, the last one last."""
     if names is None:
-        names = next((n for n in _NAMES if all(hasattr(module, one) for one in n)), ())
+        names = next((n for n in _NAMES if all(hasattr(module, local) for local in n)), ())
     layers: list[Any] = [getattr(module, name, None) for name in names]
     if len(layers) not in (2, 3) or not all(isinstance(layer, nn.Linear) for layer in layers):
         raise TypeError(

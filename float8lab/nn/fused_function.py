@@ -1,19 +1,26 @@
-"""The autograd functions of a norm, a linear layer and an MLP as one.  M tokens, K features.
+"""The autograd functions of a linear layer and of an MLP, with what comes before them.  M rows.
 
-The input of each GEMM is a ``Prologue``: a norm or an activation that is computed while it is cast
-and never written. Saved for backward are the input of the norm with its statistics and the input
-of the activation, both of which their derivatives need; the casts that wgrad needs are made again
-from these, and those that dgrad needs from the weights, under the forward's scales.
+Note: the nouns of this room.
+
+- *front*: what a module computes before its first GEMM, while that GEMM's input is cast: a norm of
+  the tokens (``_NormFront``), or the permutation of tokens to experts' rows (``_ExpertFront``).
+- *prologue*: a front or an activation as the input of a cast. Neither is ever written, nor is the
+  gradient between the activation and fc1.
+- *front tensors*: the two inputs of the front beside x, and the five tensors that it saves.
+
+Saved for backward are the front tensors and fc1's output, which the derivatives need. wgrad
+requantizes these, and dgrad the weights, under the forward's scales.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3
+from float8lab.nn.expert_parameters import is_memory_of_parameter
 from float8lab.nn.gemm import (
     Gradient,
     Saved,
@@ -21,18 +28,141 @@ from float8lab.nn.gemm import (
     forward,
     output_dtype,
     recompute_forward,
-    unpack,
 )
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.precision import Call, X
-from float8lab.ops import Prologue, as_matrix, cast_op, dequantize_op
+from float8lab.ops import (
+    Offsets,
+    Prologue,
+    as_matrix,
+    cast_op,
+    dequantize_op,
+    gather_rows_op,
+    scatter_rows_op,
+)
 from float8lab.tensor.differentiation import (
     Float8Function,
     once_differentiable,
     wanted_gradients,
 )
 
-__all__ = ["MlpCall", "NormLinearCall", "norm_linear", "norm_mlp"]
+__all__ = [
+    "Layer",
+    "MlpCall",
+    "NormLinearCall",
+    "expert_mlp",
+    "norm_linear",
+    "norm_mlp",
+]
+
+Layer: TypeAlias = tuple[Tensor, Tensor | None]
+"""Weight ``[N, K]``, or ``[E, N, K]`` in any layout, and bias ``[N]``, ``[E, N]`` or None."""
+
+_FrontTensors: TypeAlias = tuple[Tensor | None, ...]
+_NormTensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
+"""What a norm saves: x, ``[M, K]``, weight, bias, mean and rstd."""
+
+
+class _Begun(NamedTuple):
+    """The front of a call."""
+
+    source: Tensor | Prologue
+    """The first GEMM's input, ``[M, K]``."""
+    saved: _FrontTensors
+    """The five tensors that backward needs."""
+    rows: int
+    """M."""
+    value: Tensor | None = None
+    """The values of the source, where they are returned."""
+    offsets: Offsets | None = None
+    """The offsets of experts' rows."""
+
+
+class _NormFront(NamedTuple):
+    """A norm; its tensors are the norm's weight, ``[K]``, and its bias, ``[K]`` or None."""
+
+    kind: NormKind
+    return_norm: bool
+    """Return the norm's output as well."""
+
+    def begin(
+        self, x: Tensor, tensors: tuple[Tensor, Tensor | None], dtype: torch.dtype, call: Call, *,
+        needs_dx: bool, needs_dw: bool,
+    ) -> _Begun:  # fmt: skip
+        """Compute the statistics of the norm, and its values if they are returned."""
+        weight, bias = tensors
+        x2 = as_matrix(x)
+        plan = call.plan
+        has_cast = plan.fprop is not None or (needs_dw and plan.wgrad is not None)
+        want_amax = has_cast and plan.x.block == (-1, -1) and not self.return_norm
+        if want_amax and plan.delayed:  # a compiled graph has no slots: its cast finds them
+            want_amax = call.slots is not None and call.asks_for_values(X)
+        source, stats = source_of_norm(x2, weight, bias, self.kind, dtype, want_amax=want_amax)
+        saved = (x2, weight, bias, *stats) if needs_dx or needs_dw else (None,) * 5
+        return _Begun(source, saved, x2.shape[0], source.value() if self.return_norm else None)
+
+    def source(self, saved: _FrontTensors, dtype: torch.dtype) -> Prologue:
+        """The norm; an empty prologue where only biases want gradients."""
+        if saved[0] is None:
+            return Prologue("", [], dtype)
+        x, weight, bias, mean, rstd = cast("_NormTensors", saved)
+        return source_of_norm(x, weight, bias, self.kind, dtype, (mean, rstd))[0]
+
+    def gradients(
+        self, dx: Tensor, saved: _FrontTensors, shape: torch.Size
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of x, and of the norm's weight and bias."""
+        x, weight, bias, mean, rstd = cast("_NormTensors", saved)
+        bias_dtype = None if bias is None else bias.dtype
+        dx, dgamma, dbeta = backward_of_norm(dx, x, weight, mean, rstd, self.kind, bias_dtype)
+        return dx.reshape(shape), dgamma, dbeta
+
+
+class _ExpertFront(NamedTuple):
+    """The rows of experts; its tensors are their offsets, ``[E]``, and a row map or None.
+
+    With the row map of ``moe_permute``, x are tokens, which the cast permutes to these rows.
+    """
+
+    rows: int
+
+    def begin(
+        self, x: Tensor, tensors: tuple[Tensor, Tensor | None], dtype: torch.dtype, call: Call, *,
+        needs_dx: bool, needs_dw: bool,
+    ) -> _Begun:  # fmt: skip
+        """Find the token of each row."""
+        offs, row_map = tensors
+        offsets = Offsets.of(offs, self.rows)
+        if row_map is None:
+            return _Begun(x, (*offsets, None, None, None), self.rows, offsets=offsets)
+        token = _tokens_of_rows(row_map, self.rows)
+        tokens = (x, token) if needs_dw else (None, None)
+        source = Prologue("permute", [x, token], dtype)
+        return _Begun(source, (*offsets, row_map, *tokens), self.rows, offsets=offsets)
+
+    def source(self, saved: _FrontTensors, dtype: torch.dtype) -> Prologue | None:
+        """The permutation of tokens; None: x were rows."""
+        *_, row_map, x, token = saved
+        if row_map is None:
+            return None
+        return Prologue("permute", [] if x is None or token is None else [x, token], dtype)
+
+    def gradients(
+        self, dx: Tensor, saved: _FrontTensors, shape: torch.Size
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradient of rows, or its sum over the rows of each token."""
+        row_map = saved[2]
+        dx = dx if row_map is None else gather_rows_op(dx, row_map, dx.dtype)[0]
+        return dx, None, None
+
+
+def _tokens_of_rows(row_map: Tensor, rows: int) -> Tensor:
+    """The token of each row, ``[rows]`` int32; -1 where there is none."""
+    tokens = row_map.shape[0]
+    numbers = torch.arange(1, tokens + 1, dtype=torch.int32, device=row_map.device)
+    # Bytes move as they are, and rows that no token fills are zeros.
+    moved = scatter_rows_op(numbers.view(torch.uint8).view(tokens, 4), row_map, rows)[0]
+    return moved.view(torch.int32).view(rows) - 1
 
 
 class NormLinearCall(NamedTuple):
@@ -44,87 +174,91 @@ class NormLinearCall(NamedTuple):
     """Return the norm's output as well."""
 
 
-class MlpCall(NamedTuple):
-    """How one call of a norm and an MLP runs."""
-
-    norm: NormKind
-    activation: str
-    fc1: Call
-    fc2: Call
-    return_norm: bool
-    """Return the norm's output as well."""
-    checkpoint: bool
-    """Compute the activation's input again in backward, in place of saving it."""
-    fp8_input: bool
-    """Save the activation's input in FP8; has no effect with ``checkpoint``."""
-
-
 def norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    how: NormLinearCall,
+    x: Tensor, norm: Layer, weight: Tensor, bias: Tensor | None, call: NormLinearCall
 ) -> tuple[Tensor, Tensor | None]:
     """``norm(x) @ weight.T + bias`` with FP8 GEMMs, and ``norm(x)`` if asked.
 
     Args:
         x: ``[..., K]``.
-        norm_weight: ``[K]``.
-        norm_bias: ``[K]`` for LayerNorm, None for RMSNorm.
+        norm: weight ``[K]``, and bias ``[K]`` for LayerNorm, None for RMSNorm.
         weight: ``[N, K]``, ordinary or a Float8Tensor.
         bias: ``[N]`` or None.
-        how: what and in which precision.
+        call: what is computed and how it is cast.
 
     Returns:
         ``[..., N]`` and ``[..., K]`` or None, in the dtype of torch.autocast if that is active,
         else of ``x``.
     """
-    result = _NormLinear.run(x, norm_weight, norm_bias, weight, bias, how)
-    return result if how.return_norm else (result, None)
+    result = _NormLinear.run(x, *norm, weight, bias, call)
+    return result if call.return_norm else (result, None)
+
+
+class MlpCall(NamedTuple):
+    """How one call of an MLP runs."""
+
+    norm: NormKind | None
+    """The norm before fc1; None: the MLP is that of experts."""
+    activation: str
+    fc1: Call
+    fc2: Call
+    return_norm: bool = False
+    """Return the norm's output as well."""
+    checkpoint: bool = False
+    """Recompute the activation's input in backward, in place of saving it."""
+    fp8_input: bool = False
+    """Save the activation's input in FP8; has no effect with ``checkpoint``."""
+    rows: int = 0
+    """How many rows the experts have."""
 
 
 def norm_mlp(
-    x: Tensor,
-    norm_parameters: tuple[Tensor, Tensor | None],
-    fc1: tuple[Tensor, Tensor | None],
-    fc2: tuple[Tensor, Tensor | None],
-    how: MlpCall,
+    x: Tensor, norm: Layer, fc1: Layer, fc2: Layer, call: MlpCall
 ) -> tuple[Tensor, Tensor | None]:
     """``activation(norm(x) @ w1.T + b1) @ w2.T + b2`` with FP8 GEMMs, and ``norm(x)`` if asked.
 
     Args:
         x: ``[..., K]``.
-        norm_parameters: weight ``[K]``, and bias ``[K]`` for LayerNorm.
+        norm: weight ``[K]``, and bias ``[K]`` for LayerNorm.
         fc1: weight ``[F, K]``, or ``[2 F, K]`` if the activation gates, and bias or None.
         fc2: weight ``[K, F]`` and bias or None.
-        how: what and in which precision.
+        call: what is computed and how it is cast; its front is a ``_NormFront``.
 
     Returns:
         Two ``[..., K]``, the second None if not asked for, in the dtype of torch.autocast if that
         is active, else of ``x``.
     """
-    result = _NormMlp.run(x, *norm_parameters, *fc1, *fc2, how)
-    return result if how.return_norm else (result, None)
+    result = _NormMlp.run(x, *norm, *fc1, *fc2, call)
+    return result if call.return_norm else (result, None)
 
 
-def _release(ctx: Any) -> None:
-    """Let go of what the forward has saved, unless the graph is retained.
+def expert_mlp(
+    x: Tensor,
+    offs: Tensor,
+    fc1: Layer,
+    fc2: Layer,
+    activation: str,
+    calls: tuple[Call, Call],
+    to: tuple[Tensor, int] | None = None,
+) -> Tensor:
+    """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert.
 
-    Autograd does it when backward has returned; the caller has taken out what it still needs.
+    Args:
+        x: ``[M, K]``; or tokens, ``[T, K]``, if ``to`` is given.
+        offs: offsets of the experts' rows, ``[E]``; rows beyond the last give zeros.
+        fc1: weight ``[E, F, K]``, or ``[E, 2 F, K]`` if the activation gates, and bias or None.
+        fc2: weight ``[E, K, F]`` and bias or None.
+        activation: one of ``ACTIVATIONS``.
+        calls: how each layer's operands are cast.
+        to: the row map of ``moe_permute`` that says to which rows tokens go, and M.
+
+    Returns:
+        ``[M, K]`` in the dtype of torch.autocast if that is active, else of ``x``.
     """
-    if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()
-
-
-def _wants_amax(call: Call, *, needs_dw: bool, return_norm: bool) -> bool:
-    """Whether a cast will ask a norm for its amax."""
-    plan = call.plan
-    if return_norm or plan.x.block != (-1, -1) or not (plan.fprop or (needs_dw and plan.wgrad)):
-        return False
-    # A compiled graph has no slots: its cast finds them when it runs.
-    return not plan.delayed or (call.slots is not None and call.asks_for_values(X))
+    row_map, rows = to or (None, x.shape[0])
+    call = MlpCall(None, activation, *calls, rows=rows)
+    y: Tensor = _ExpertMlp.run(x, offs, row_map, *fc1, *fc2, call)
+    return y
 
 
 class _NormLinear(Float8Function):
@@ -136,59 +270,44 @@ class _NormLinear(Float8Function):
         norm_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        how: NormLinearCall,
-    ) -> Any:
-        N, K = weight.shape
-        x2 = as_matrix(x)
+        call: NormLinearCall,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        (N, K), dtype = weight.shape, output_dtype(x)
         needs_dx, needs_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
-        want_amax = _wants_amax(how.linear, needs_dw=needs_dw, return_norm=how.return_norm)
-        source, stats = source_of_norm(
-            x2, norm_weight, norm_bias, how.norm, output_dtype(x), want_amax=want_amax
+        front = _NormFront(call.norm, call.return_norm)
+        begun = front.begin(
+            x, (norm_weight, norm_bias), dtype, call.linear, needs_dx=needs_dx, needs_dw=needs_dw
         )
-        normed = source.value() if how.return_norm else None
         y, saved = forward(
-            source, weight, bias, how.linear,
-            needs=(needs_dx, needs_dw), dtype=source.dtype, inp=normed,
+            begun.source, weight, bias, call.linear,
+            needs=(needs_dx, needs_dw), dtype=dtype, inp=begun.value,
         )  # fmt: skip
-
-        kept = (x2, norm_weight, norm_bias, *stats) if needs_dx or needs_dw else (None,) * 5
-        ctx.save_for_backward(*kept, *saved)
-        ctx.how, ctx.dtype = how, source.dtype
-        M, shape = how.linear.comm.output_shape(x.shape, x2.shape[0], N)
-        ctx.meta = (x.shape, (M, N, K))
-        ctx.dtypes = (
-            None if norm_bias is None else norm_bias.dtype,
-            (source.dtype, weight.dtype, None if bias is None else bias.dtype),
-        )
+        ctx.save_for_backward(*begun.saved, *saved)
+        ctx.front, ctx.call, ctx.dtype, ctx.x_shape = front, call.linear, dtype, x.shape
+        M, shape = call.linear.comm.output_shape(x.shape, begun.rows, N)
+        ctx.shape = M, N, K
+        ctx.dtypes = dtype, weight.dtype, None if bias is None else bias.dtype
         # Not views: an in-place op on a view of an autograd function's output is refused.
-        out = torch.ops.aten._unsafe_view.default(y, shape)
-        if normed is None:
-            return out
-        return out, torch.ops.aten._unsafe_view.default(normed, x.shape)
+        y = torch.ops.aten._unsafe_view.default(y, shape)
+        if begun.value is None:
+            return y
+        return y, torch.ops.aten._unsafe_view.default(begun.value, x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dnorm: Tensor) -> tuple[Tensor | None, ...]:
-        x2, norm_weight, norm_bias, mean, rstd, *saved = ctx.saved_tensors
-        how: NormLinearCall = ctx.how
-        x_shape, shape = ctx.meta
-        norm_bias_dtype, dtypes = ctx.dtypes
-        needs = wanted_gradients(ctx)
-        of_norm = norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
-        source = _no_source(dy) if x2 is None else source_of_norm(x2, *of_norm)[0]
-        wanted = (any(needs[:3]), needs[3], needs[4])
+        tensors, needs = ctx.saved_tensors, wanted_gradients(ctx)
+        front, saved = tensors[:5], Saved._make(tensors[5:])
         dn, dw, db = backward(
-            dy.reshape(shape[:2]), source, Saved._make(saved), how.linear,
-            needs=wanted, shape=shape, dtypes=dtypes,
+            dy.reshape(ctx.shape[:2]), ctx.front.source(front, ctx.dtype), saved, ctx.call,
+            needs=(any(needs[:3]), needs[3], needs[4]), shape=ctx.shape, dtypes=ctx.dtypes,
         )  # fmt: skip
+        of_gemm = (dw, db, None)
         if dn is None:
-            return None, None, None, dw, db, None
+            return (None,) * 3 + of_gemm
         if dnorm:
             dn = dn + dnorm[0].reshape(dn.shape)
-        dx, dgamma, dbeta = backward_of_norm(
-            dn, x2, norm_weight, mean, rstd, how.norm, norm_bias_dtype
-        )
-        return dx.reshape(x_shape), dgamma, dbeta, dw, db, None
+        return ctx.front.gradients(dn, front, ctx.x_shape) + of_gemm
 
 
 _BLOCK_OF_SAVED = (1, 128)
@@ -200,104 +319,114 @@ def _quantized(h: Tensor) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def _no_source(x: Tensor) -> Prologue:
-    """Stands for the input of a GEMM where only the bias wants a gradient."""
-    return Prologue("", [], x.dtype)
-
-
-class _NormMlp(Float8Function):
+class _Mlp(Float8Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
+        front_weight: Tensor,
+        front_bias: Tensor | None,
         fc1_weight: Tensor,
         fc1_bias: Tensor | None,
         fc2_weight: Tensor,
         fc2_bias: Tensor | None,
-        how: MlpCall,
-    ) -> Any:
-        (N, K), F = fc1_weight.shape, fc2_weight.shape[1]
-        x2 = as_matrix(x)
-        dtype = output_dtype(x)
-        needs = ctx.needs_input_grad
-        needs_dn, needs_dw1 = any(needs[:3]), needs[3]
-        needs_dh, needs_dw2 = any(needs[:5]), needs[5]
-        again = how.checkpoint and (needs_dh or needs_dw2)
-
-        want_amax = _wants_amax(how.fc1, needs_dw=needs_dw1 or again, return_norm=how.return_norm)
-        source, stats = source_of_norm(
-            x2, norm_weight, norm_bias, how.norm, dtype, want_amax=want_amax
+        call: MlpCall,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        dtype, needs = output_dtype(x), ctx.needs_input_grad
+        needs_dx, needs_dw1, needs_dh, needs_dw2 = (
+            any(needs[:3]),
+            needs[3],
+            any(needs[:5]),
+            needs[5],
         )
-        normed = source.value() if how.return_norm else None
-        h, saved1 = forward(
-            source, fc1_weight, fc1_bias, how.fc1,
-            needs=(needs_dn, needs_dw1), dtype=dtype, inp=normed, recomputes=again,
+        recomputes = call.checkpoint and (needs_dh or needs_dw2)
+        front: _NormFront | _ExpertFront = _ExpertFront(call.rows)
+        if call.norm is not None:
+            front = _NormFront(call.norm, call.return_norm)
+        begun = front.begin(
+            x, (front_weight, front_bias), dtype, call.fc1,
+            needs_dx=needs_dx, needs_dw=needs_dw1 or recomputes,
         )  # fmt: skip
-        activated = Prologue(how.activation, [h], dtype)
+        offsets = begun.offsets
+        h, saved1 = forward(
+            begun.source, fc1_weight, fc1_bias, call.fc1,
+            needs=(needs_dx, needs_dw1), dtype=dtype, inp=begun.value, recomputes=recomputes,
+            offsets=offsets,
+            save_memory=offsets is not None and is_memory_of_parameter(fc1_weight),
+        )  # fmt: skip
         y, saved2 = forward(
-            activated, fc2_weight, fc2_bias, how.fc2, needs=(needs_dh, needs_dw2), dtype=dtype
-        )
+            Prologue(call.activation, [h], dtype), fc2_weight, fc2_bias, call.fc2,
+            needs=(needs_dh, needs_dw2), dtype=dtype, offsets=offsets,
+            save_memory=offsets is not None and is_memory_of_parameter(fc2_weight),
+        )  # fmt: skip
 
-        keep_x = needs_dn or needs_dw1 or again
-        kept = (x2, norm_weight, norm_bias, *stats) if keep_x else (None,) * 5
-        keep_h = (needs_dh or needs_dw2) and not again
-        recomputed = fc1_bias if again else None
-        saved_h: tuple[Tensor | None, Tensor | None] = (h if keep_h else None, None)
-        if keep_h and how.fp8_input:
-            saved_h = _quantized(h)
-        ctx.save_for_backward(*kept, *saved1, *saved2, *saved_h, recomputed)
-        ctx.how, ctx.dtype = how, dtype
-        M, _ = how.fc1.comm.output_shape(x.shape, x2.shape[0], N)
-        ctx.meta = (x.shape, (M, N, K), (M, K, F))
+        saved_h: tuple[Tensor | None, Tensor | None] = (None, None)
+        if (needs_dh or needs_dw2) and not recomputes:
+            saved_h = _quantized(h) if call.fp8_input else (h, None)
+        recomputed = fc1_bias if recomputes else None
+        ctx.save_for_backward(*begun.saved, *saved1, *saved2, *saved_h, recomputed)
+        ctx.call, ctx.front, ctx.dtype, ctx.x_shape = call, front, dtype, x.shape
+        N, K = fc1_weight.shape[-2:]
+        M, _ = call.fc1.comm.output_shape(x.shape, begun.rows, N)
+        ctx.shapes = (M, N, K), (M, K, fc2_weight.shape[-1])
+        x_dtype = x.dtype if isinstance(begun.source, Tensor) else dtype
         ctx.dtypes = (
-            None if norm_bias is None else norm_bias.dtype,
-            (dtype, fc1_weight.dtype, None if fc1_bias is None else fc1_bias.dtype),
+            (x_dtype, fc1_weight.dtype, None if fc1_bias is None else fc1_bias.dtype),
             (dtype, fc2_weight.dtype, None if fc2_bias is None else fc2_bias.dtype),
         )
-        out = torch.ops.aten._unsafe_view.default(y, x.shape)
-        if normed is None:
-            return out
-        return out, torch.ops.aten._unsafe_view.default(normed, x.shape)
+        if offsets is None:
+            y = torch.ops.aten._unsafe_view.default(y, x.shape)
+        if begun.value is None:
+            return y
+        return y, torch.ops.aten._unsafe_view.default(begun.value, x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dnorm: Tensor) -> tuple[Tensor | None, ...]:
-        x2, norm_weight, norm_bias, mean, rstd, *rest, h, h_scale, fc1_bias = ctx.saved_tensors
-        saved1, saved2 = unpack(rest)
-        how: MlpCall = ctx.how
-        x_shape, shape1, shape2 = ctx.meta
-        norm_bias_dtype, dtypes1, dtypes2 = ctx.dtypes
-        needs = wanted_gradients(ctx)
-        of_norm = norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
-        normed = _no_source(dy) if x2 is None else source_of_norm(x2, *of_norm)[0]
+        tensors, needs = ctx.saved_tensors, wanted_gradients(ctx)
+        call: MlpCall = ctx.call
+        second = 5 + len(Saved._fields)
+        front, (h, h_scale, fc1_bias) = tensors[:5], tensors[-3:]
+        saved1, saved2 = Saved._make(tensors[5:second]), Saved._make(tensors[second:-3])
+        source = ctx.front.source(front, ctx.dtype)
+        offsets = Offsets(front[0], front[1]) if call.norm is None else None
+        (shape1, shape2), (dtypes1, dtypes2) = ctx.shapes, ctx.dtypes
         if h_scale is not None:
             h = dequantize_op(h, h_scale, _BLOCK_OF_SAVED, ctx.dtype)
-        elif h is None and x2 is not None and how.checkpoint:
-            h = recompute_forward(normed, fc1_bias, saved1, how.fc1, shape1[1])
-        activated = _no_source(dy) if h is None else Prologue(how.activation, [h], ctx.dtype)
-        wanted = (any(needs[:5]), needs[5], needs[6])
-        dy = dy.reshape(shape2[:2]) if how.fc2.comm.tokens is None else as_matrix(dy)
+        elif h is None and call.checkpoint and source is not None and source.inputs:
+            h = recompute_forward(source, fc1_bias, saved1, call.fc1, shape1[1])
+        activated = Prologue(call.activation, [] if h is None else [h], ctx.dtype)
+        dy = dy.reshape(shape2[:2]) if call.fc2.comm.tokens is None else as_matrix(dy)
         da, dw2, db2 = backward(
-            dy, activated, saved2, how.fc2, needs=wanted, shape=shape2, dtypes=dtypes2
-        )
+            dy, activated, saved2, call.fc2, needs=(any(needs[:5]), needs[5], needs[6]),
+            shape=shape2, dtypes=dtypes2, offsets=offsets,
+        )  # fmt: skip
         if da is None:
             return (None,) * 5 + (dw2, db2, None)
-        wanted = (any(needs[:3]), needs[3], needs[4])
-        dh = Prologue(f"{how.activation}_backward", [h, da], ctx.dtype)
-        gradient = Gradient(dh, how.fc1, needs=wanted)
+        wants = (any(needs[:3]), needs[3], needs[4])
+        dh = Prologue(f"{call.activation}_backward", [h, da], ctx.dtype)
+        gradient = Gradient(dh, call.fc1, needs=wants, offsets=offsets)
         # The largest tensors of a layer, of which the GEMMs need the cast alone.
-        del h, da, dh, activated, saved2, rest
-        _release(ctx)
+        del h, da, dh, activated, saved2, tensors
+        # Autograd would let go of them only when backward has returned. Of a retained graph, this
+        # lets go of nothing.
+        if not torch.compiler.is_compiling():
+            ctx.maybe_clear_saved_tensors()
         dn, dw1, db1 = backward(
-            gradient, normed, saved1, how.fc1, needs=wanted, shape=shape1, dtypes=dtypes1
-        )
+            gradient, source, saved1, call.fc1,
+            needs=wants, shape=shape1, dtypes=dtypes1, offsets=offsets,
+        )  # fmt: skip
+        of_gemms = (dw1, db1, dw2, db2, None)
         if dn is None:
-            return None, None, None, dw1, db1, dw2, db2, None
+            return (None,) * 3 + of_gemms
         if dnorm:
             dn = dn + dnorm[0].reshape(dn.shape)
-        dx, dgamma, dbeta = backward_of_norm(
-            dn, x2, norm_weight, mean, rstd, how.norm, norm_bias_dtype
-        )
-        return dx.reshape(x_shape), dgamma, dbeta, dw1, db1, dw2, db2, None
+        return ctx.front.gradients(dn, front, ctx.x_shape) + of_gemms
+
+
+class _NormMlp(_Mlp):
+    """The MLP after a norm."""
+
+
+class _ExpertMlp(_Mlp):
+    """The MLPs of experts, for which ONNX has no operators."""

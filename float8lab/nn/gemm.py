@@ -84,7 +84,6 @@ __all__ = [
     "output_dtype",
     "recompute_forward",
     "save_policy",
-    "unpack",
 ]
 
 
@@ -122,13 +121,6 @@ class Saved(NamedTuple):
         if self.w_scale is None:
             return None
         return QuantParams(Factors(self.w_scale, self.w_requant), None)  # type: ignore[arg-type]
-
-
-def unpack(tensors: Sequence[Tensor | None]) -> tuple[Saved, ...]:
-    """Split the tensors saved for several GEMMs into those of each."""
-    width = len(Saved._fields)
-    starts = range(0, len(tensors), width)
-    return tuple(Saved._make(tensors[start : start + width]) for start in starts)
 
 
 class Keep(enum.Enum):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -102,61 +102,101 @@ def make_graphed_callables(  # the signature is the interface that users' code i
         calibrating=calibrating,
         cache_quantized_params=cache_quantized_params,
     )
-    for name, given in (("fp8_enabled", fp8_enabled), ("enabled", enabled)):
-        for flag in given if isinstance(given, (list, tuple)) else (given,):
-            if flag is not None:
-                check_flags(**{name: flag})
+    _check_enabled("fp8_enabled", fp8_enabled)
+    _check_enabled("enabled", enabled)
     check_recipe("fp8_recipe", fp8_recipe)
     check_recipe("recipe", recipe)
     check_group("fp8_group", fp8_group)
     check_group("amax_reduction_group", amax_reduction_group)
-    for function in modules if isinstance(modules, tuple) else (modules,):
+    single = not isinstance(modules, tuple)
+    callables: tuple[object, ...] = (modules,) if single else modules
+    for function in callables:
         check_instance("modules", function, Callable, "a module, a function or a tuple of them")
     check_instance("sample_args", sample_args, (tuple, list), "a tuple")
     if not torch.cuda.is_available():
         raise RuntimeError(
             "make_graphed_callables must have a CUDA GPU; got none. Call the modules as they are."
         )
-    one = not isinstance(modules, tuple)
-    callables: tuple[Any, ...] = (modules,) if one else modules
-    args = (sample_args,) if one else tuple(sample_args)
-    kwargs: tuple[Any, ...] = ({},) * len(callables)
-    if sample_kwargs is not None:
-        kwargs = (sample_kwargs,) if one else tuple(sample_kwargs)
     recipe = fp8_recipe if recipe is None else recipe
     enabled = fp8_enabled if enabled is None else enabled
     if enabled is None and recipe is not None:
         enabled = True
-    each = enabled if isinstance(enabled, Sequence) else (enabled,) * len(callables)
-    for name, values in (("sample_args", args), ("sample_kwargs", kwargs), ("enabled", each)):
+    samples = _samples(callables, sample_args, sample_kwargs, enabled, single=single)
+    calibrates = bool(calibrating or fp8_calibrating)
+    group = fp8_group if amax_reduction_group is None else amax_reduction_group
+    caches = fp8_weight_caching or cache_quantized_params
+    prepared = []
+    for sample in samples:
+        enter: _Enter = nullcontext
+        if sample.enabled is not None or calibrates:
+            enter = partial(autocast, bool(sample.enabled), calibrates, recipe, group)
+        prepared.append(_prepare(sample, enter, ("is_first_microbatch",) if caches else ()))
+    units = [call.unit for call in prepared]
+    recordings = record(units, num_warmup_iters, allow_unused=allow_unused_input, pool=pool)
+    results: list[Any] = []
+    for call, recorded in zip(prepared, recordings, strict=True):
+        call.graphed.add(recorded, call.key)
+        call.graphed.install("forward", "reset")
+        function = call.graphed.function
+        results.append(function if isinstance(function, nn.Module) else call.graphed)
+    return results[0] if single else tuple(results)
+
+
+class _Sample(NamedTuple):
+    """A callable of ``make_graphed_callables``, with arguments like those of its calls."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, object]
+    enabled: bool | None
+
+
+class _Prepared(NamedTuple):
+    """A callable that is ready to be recorded."""
+
+    graphed: _Graphed
+    key: tuple[object, ...]
+    unit: Unit
+
+
+def _check_enabled(name: str, enabled: object) -> None:
+    for flag in enabled if isinstance(enabled, (list, tuple)) else (enabled,):
+        if flag is not None:
+            check_flags(**{name: flag})
+
+
+def _samples(
+    callables: tuple[Any, ...],
+    sample_args: Any,
+    sample_kwargs: Any,
+    enabled: Any,
+    *,
+    single: bool,
+) -> list[_Sample]:
+    """The callables with their arguments, of which each is given alone or in a tuple."""
+    args = (sample_args,) if single else tuple(sample_args)
+    kwargs: tuple[Any, ...] = ({},) * len(callables)
+    if sample_kwargs is not None:
+        kwargs = (sample_kwargs,) if single else tuple(sample_kwargs)
+    flags = enabled if isinstance(enabled, Sequence) else (enabled,) * len(callables)
+    for name, values in (("sample_args", args), ("sample_kwargs", kwargs), ("enabled", flags)):
         if len(values) != len(callables):
             raise ValueError(
                 f"{name} must have one entry for each of the {len(callables)} modules; got "
                 f"{len(values)}. Pass a tuple of that length."
             )
-    group = fp8_group if amax_reduction_group is None else amax_reduction_group
-    caching = fp8_weight_caching or cache_quantized_params
-    prepared = []
-    for function, arguments, named, on in zip(callables, args, kwargs, each, strict=True):
-        call = _Graphed(function, 0, ("is_first_microbatch",) if caching else ())
-        calibrates = bool(calibrating or fp8_calibrating)
-        enter: _Enter = nullcontext
-        if on is not None or calibrates:
-            enter = partial(autocast, bool(on), calibrates, recipe, group)
-        leaves, spec = _leaves(tuple(arguments), named)
-        with inside(Trial()), enter():
-            described = call.describe(leaves, spec, _Parts(function))
-        # Without a description, as for training without gradients, no call is like this one.
-        key, tensors = described or ((object(),), leaves)
-        prepared.append((call, key, call.unit(leaves, spec, tensors, enter)))
-    units = [unit for _, _, unit in prepared]
-    every = record(units, num_warmup_iters, allow_unused=allow_unused_input, pool=pool)
-    results: list[Any] = []
-    for (call, key, _), recorded in zip(prepared, every, strict=True):
-        call.add(recorded, key)
-        call.install("forward", "reset")
-        results.append(callables[len(results)] if isinstance(call.function, nn.Module) else call)
-    return results[0] if one else tuple(results)
+    rows = zip(callables, args, kwargs, flags, strict=True)
+    return [_Sample(f, tuple(given), named, enabled) for f, given, named, enabled in rows]
+
+
+def _prepare(sample: _Sample, enter: _Enter, ignored: Sequence[str]) -> _Prepared:
+    call = _Graphed(sample.function, 0, ignored)
+    leaves, spec = _leaves(sample.args, sample.kwargs)
+    with inside(Trial()), enter():
+        described = call.describe(leaves, spec, _Structure(sample.function))
+    # Without a description, as for training without gradients, no call is like this one.
+    key, tensors = described or ((object(),), leaves)
+    return _Prepared(call, key, call.unit(leaves, spec, tensors, enter))
 
 
 def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _Module:
@@ -180,7 +220,7 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
     replaced: what was recorded before is dropped.
 
     What else a forward reads, such as attributes and Python's random numbers, is read while it is
-    recorded. Call ``graphed`` again, which drops all graphs, after changing such a thing.
+    recorded. Repeat ``graphed``, which drops all graphs, after changing such a thing.
 
     Args:
         module: its ``forward`` is replaced, nothing else; a copy records graphs of its own.
@@ -210,8 +250,8 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class _Parts:
-    """The parts of a module, which its graphs take for granted, and how cheaply to ask for them."""
+class _Structure:
+    """What the graphs of a module take for granted: its submodules, tensors and FP8 state."""
 
     def __init__(self, function: Any) -> None:
         module = _module(function)
@@ -230,12 +270,12 @@ class _Parts:
         self.entries = [(t, name, value) for t in self.tables for name, value in t.items()]
         self.hooks = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
         for m in self.modules:
-            own = vars(m)
-            kept = [item for item in own.items() if isinstance(item[1], (Tensor, Precision))]
-            self.entries += [(own, name, value) for name, value in kept]
+            attributes = vars(m)
+            state = [v for v in attributes.items() if isinstance(v[1], (Tensor, Precision))]
+            self.entries += [(attributes, name, value) for name, value in state]
             if m is not module:
-                self.entries.append((own, "forward", own.get("forward")))
-                self.hooks += [own.get(name) for name in _HOOKS]
+                self.entries.append((attributes, "forward", attributes.get("forward")))
+                self.hooks += [attributes.get(name) for name in _HOOKS]
         self.entries += [(vars(p), "slots", p.slots) for p in self.precisions]
         tensors = {id(value): value for _, _, value in self.entries if isinstance(value, Tensor)}
         for stored in [t for t in tensors.values() if isinstance(t, Float8Tensor)]:
@@ -256,7 +296,7 @@ class _Parts:
         )
 
     def hold(self) -> bool:
-        """Whether all parts are what and where they were."""
+        """Whether the module still consists of the same objects in the same memory."""
         for table, name, value in self.entries:
             if table.get(name) is not value:
                 return False
@@ -294,9 +334,11 @@ class _Graphed:
         self.function, self.limit, self.ignored = function, limit, ignored
         self.given: Mapping[str, Any] = given or {}
         self.recorded: list[Recorded] = []
-        self.refused: list[tuple[Any, ...]] = []  # keys of calls that cannot be recorded
-        self.seen: deque[tuple[Any, ...]] = deque(maxlen=16)  # keys of calls that were not recorded
-        self.parts: _Parts | None = None
+        self.refused: list[tuple[object, ...]] = []  # keys of calls that cannot be recorded
+        self.seen: deque[tuple[object, ...]] = deque(
+            maxlen=16
+        )  # keys of calls that were not recorded
+        self.structure: _Structure | None = None
         self.changes = 0
 
     def __reduce__(self) -> Any:
@@ -313,28 +355,28 @@ class _Graphed:
     def install(self, *names: str) -> None:
         """Have the module call this; ``names`` are its attributes that do."""
         if isinstance(self.function, nn.Module):
-            own = vars(self.function)
-            self.given = {name: own[name] for name in names if name in own}
+            attributes = vars(self.function)
+            self.given = {name: attributes[name] for name in names if name in attributes}
             for name in names:
-                own[name] = self if name == "forward" else getattr(self, name)
+                attributes[name] = self if name == "forward" else getattr(self, name)
 
     def reset(self) -> None:
         """Free the graphs. A backward that has yet to come keeps those of its forward till then."""
         self.limit = 0
         self.recorded.clear()
-        self.parts = None
+        self.structure = None
         if isinstance(self.function, nn.Module):
-            own = vars(self.function)
+            attributes = vars(self.function)
             for name in ("forward", "reset"):
-                if own.get(name) in (self, self.reset):
-                    del own[name]
-                    own.update({name: self.given[name]} if name in self.given else {})
+                if attributes.get(name) in (self, self.reset):
+                    del attributes[name]
+                    attributes.update({name: self.given[name]} if name in self.given else {})
         gc.collect()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = None if torch.compiler.is_compiling() else self._find(args, kwargs)
-        if found is not None:
-            return replay(*found)
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        replayed = None if torch.compiler.is_compiling() else self._find(args, kwargs)
+        if replayed is not None:
+            return replay(*replayed)
         if not isinstance(self.function, nn.Module):
             return self.function(*args, **kwargs)
         forward = self.given.get("forward")
@@ -343,43 +385,56 @@ class _Graphed:
         return type(self.function).forward(self.function, *args, **kwargs)
 
     def _find(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[Recorded, list[Tensor]] | None:
         """A graph that does what the call would do, and the tensors to replay it with."""
         if not (self.recorded or self.limit) or _is_observed():
             return None
-        parts = self.parts
-        if parts is None or not parts.hold():
-            parts = self._look_again()
-        if parts is None or not parts.fit or any(parts.hooks):
+        structure = self.structure
+        if structure is None or not structure.hold():
+            structure = self._follow_changes()
+        if structure is None or not structure.fit or any(structure.hooks):
             return None
         if self.ignored:
             kwargs = {name: value for name, value in kwargs.items() if name not in self.ignored}
         leaves, spec = _leaves(args, kwargs)
-        described = self.describe(leaves, spec, parts)
+        described = self.describe(leaves, spec, structure)
         if described is None:
             return None
         key, tensors = described
-        for recorded in self.recorded:
-            if recorded.key == key:
-                if all(slots.pack is pack for slots, pack in recorded.slots):
-                    missing = torch.is_grad_enabled() and not recorded.with_gradients
-                    return None if missing or recorded.is_pending() else (recorded, tensors)
-                self.recorded.remove(recorded)
-                break
-        if len(self.recorded) + len(self.refused) >= self.limit or key in self.refused:
-            return None
-        if key not in self.seen:
-            self.seen.append(key)
-            return None
-        device = tensors[0].device
-        if any(t.device != device for t in (*tensors, *parts.tensors)):
+        recorded = self._recorded_for(key)
+        if recorded is not None:
+            lacks_gradients = torch.is_grad_enabled() and not recorded.with_gradients
+            return None if lacks_gradients or recorded.is_pending() else (recorded, tensors)
+        if not self._is_due(key, tensors, structure):
             return None
         return self._record(key, leaves, spec, tensors)
 
-    def _look_again(self) -> _Parts | None:
-        """Forget the graphs, whose parts have changed, and look at the new ones."""
-        if self.parts is not None:
+    def _recorded_for(self, key: tuple[object, ...]) -> Recorded | None:
+        """What was recorded for calls of this key, unless its scales have moved since."""
+        for recorded in self.recorded:
+            if recorded.key == key:
+                if all(slots.pack is pack for slots, pack in recorded.slots):
+                    return recorded
+                self.recorded.remove(recorded)
+                break
+        return None
+
+    def _is_due(
+        self, key: tuple[object, ...], tensors: list[Tensor], structure: _Structure
+    ) -> bool:
+        """Whether to record a call: the second one of its key, with all tensors on one GPU."""
+        if len(self.recorded) + len(self.refused) >= self.limit or key in self.refused:
+            return False
+        if key not in self.seen:
+            self.seen.append(key)
+            return False
+        device = tensors[0].device
+        return all(t.device == device for t in (*tensors, *structure.tensors))
+
+    def _follow_changes(self) -> _Structure | None:
+        """Forget the graphs of a module that has changed, and take its new structure."""
+        if self.structure is not None:
             self.recorded.clear()
             self.refused.clear()
             self.seen.clear()
@@ -387,12 +442,12 @@ class _Graphed:
         if self.limit == 0 or self.changes > 8:  # they change all the time
             self.limit = 0
             return None
-        self.parts = _Parts(self.function)
-        return self.parts
+        self.structure = _Structure(self.function)
+        return self.structure
 
     def describe(
-        self, leaves: Sequence[Any], spec: Any, parts: _Parts
-    ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+        self, leaves: Sequence[Any], spec: Any, structure: _Structure
+    ) -> tuple[tuple[object, ...], list[Tensor]] | None:
         """The likeness of a call, and its tensors; None if a graph cannot hold such a call."""
         exact, gradients = self.limit > 0, torch.is_grad_enabled()
         if not gradients and getattr(self.function, "training", True):
@@ -405,7 +460,7 @@ class _Graphed:
             STATE.autocast.group,
             STATE.autocast.calibrating,
             torch.is_autocast_enabled("cuda"),
-            parts.modes(),
+            structure.modes(),
         ]
         for leaf in leaves:
             kind = type(leaf)
@@ -438,12 +493,12 @@ class _Graphed:
     ) -> Unit:
         """The call as a function of its tensors."""
         places = [_place(leaf, tensors) for leaf in leaves]
-        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         forward = self.__wrapped__
 
         def run(given: Sequence[Tensor]) -> Any:
-            pairs = zip(places, others, strict=True)
-            values = [other if place is None else given[place] for place, other in pairs]
+            pairs = zip(places, constants, strict=True)
+            values = [value if place is None else given[place] for place, value in pairs]
             if isinstance(spec, tuple):
                 count, *names = spec
                 args, kwargs = values[:count], dict(zip(names, values[count:], strict=True))
@@ -455,7 +510,7 @@ class _Graphed:
         return Unit(_module(self.function), run, [_static(t) for t in tensors])
 
     def _record(
-        self, key: tuple[Any, ...], leaves: Sequence[Any], spec: Any, tensors: list[Tensor]
+        self, key: tuple[object, ...], leaves: Sequence[Any], spec: Any, tensors: list[Tensor]
     ) -> tuple[Recorded, list[Tensor]] | None:
         """Record such calls, or say why not."""
         try:
@@ -474,13 +529,13 @@ class _Graphed:
         self.add(recorded, key)
         return recorded, tensors
 
-    def add(self, recorded: Recorded, key: tuple[Any, ...]) -> None:
+    def add(self, recorded: Recorded, key: tuple[object, ...]) -> None:
         """Replay what was recorded, for calls of this key."""
-        parts = self.parts
-        if self.limit == 0 or parts is None:
-            parts = self.parts = _Parts(self.function)  # as the warm-up left them
-            parts.fit, parts.hooks = True, []
-        recorded.key, recorded.pointers = key, parts.pointers
+        structure = self.structure
+        if self.limit == 0 or structure is None:
+            structure = self.structure = _Structure(self.function)  # as the warm-up left them
+            structure.fit, structure.hooks = True, []
+        recorded.key, recorded.pointers = key, structure.pointers
         self.recorded.append(recorded)
 
 
@@ -534,7 +589,7 @@ def _static(x: Tensor) -> Tensor:
     return static.requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 
-def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
+def _leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Sequence[Any], Any]:
     """The arguments without their containers, and how they are contained."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from float8lab.arguments import check_flags, check_size
-from float8lab.nn.describe import describe_fp8
+from float8lab.arguments import check_size
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
-from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import LinearFunction, output_dtype
-from float8lab.nn.linear import (
-    drawn_from,
-    linear_in_high_precision,
-    sizes_of_split,
-    store_in_fp8,
-)
+from float8lab.nn.layer import GemmDef, NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.parallel import overlap_of, parallel_size, share_of
-from float8lab.nn.precision import Precision, place_precisions
+from float8lab.nn.parallel import parallel_size
+from float8lab.nn.parameters import (
+    GetRngStateTracker,
+    InitMethod,
+    draw_from_tracker,
+    sizes_of_split,
+)
+from float8lab.nn.precision import Precision
 
 __all__ = ["LayerNormLinear"]
 
 
-class LayerNormLinear(FusedModule):
+class LayerNormLinear(NormGemmModule):
     """``norm(x) @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
 
     Shape: input ``[..., in_features]`` of any leading dimensions and any size; output
@@ -71,9 +71,9 @@ class LayerNormLinear(FusedModule):
         get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
             ``init_method`` draws; None is the default stream.
         rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
-        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. GEMMs run beside what
             is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
-            turns that off. Numbers are the same.
+            switches it off. Numbers are the same.
 
     Raises:
         ValueError: an unknown normalization; ``parameters_split`` does not add up; sizes that the
@@ -85,6 +85,11 @@ class LayerNormLinear(FusedModule):
     torch.Size([3, 96])
     """
 
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
+    _fp8: Precision
+    _shown = ("in_features", "out_features", "normalization", "eps")
+
     def __init__(  # the signature is the interface that users' code is written for
         self,
         in_features: int,
@@ -93,89 +98,49 @@ class LayerNormLinear(FusedModule):
         bias: bool = True,
         *,
         normalization: str = "LayerNorm",
-        init_method: Callable[[Tensor], Any] | None = None,
+        init_method: InitMethod | None = None,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
         sequence_parallel: bool = False,
-        tp_group: Any = None,
+        tp_group: ProcessGroup | None = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
+        get_rng_state_tracker: GetRngStateTracker | None = None,
         rng_tracker_name: str | None = None,
-        **ub: Any,
+        **ub: object,
     ) -> None:
-        ranks = parallel_size(tp_size, tp_group, parallel_mode)
-        mode = parallel_mode and parallel_mode.lower()
-        row = mode == "row" and ranks > 1
-        check_flags(
+        super().__init__()
+        self.tp_size = parallel_size(tp_size, tp_group, parallel_mode)
+        self._set_flags(
             bias=bias,
             return_layernorm_output=return_layernorm_output,
             return_layernorm_output_gathered=return_layernorm_output_gathered,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             return_bias=return_bias,
-        )
-        init_method = drawn_from(init_method, get_rng_state_tracker, rng_tracker_name)
-        super().__init__()
-        in_features = check_size("in_features", in_features)
-        self.out_features = out_features = check_size("out_features", out_features)
-        self.parallel_mode = mode
-        self.tp_size = ranks
-        self.use_bias = bool(bias)
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self._init_method = init_method
-        self._fp8 = Precision()
-        where, dtype = self._set_up_norm(
-            in_features,
-            normalization,
-            eps=eps,
-            zero_centered_gamma=zero_centered_gamma,
             sequence_parallel=sequence_parallel,
-            partial=not row,
-            device=device,
-            dtype=params_dtype,
+            zero_centered_gamma=zero_centered_gamma,
         )
-        self.in_features = features = share_of("in_features", in_features, ranks if row else 1)
-        sizes = sizes_of_split(parameters_split, out_features) or {"": out_features}
-        self._prefixes = [f"{name}_" if name else "" for name in sizes]
-        for prefix, size in zip(self._prefixes, sizes.values(), strict=True):
-            name = f"parameters_split[{prefix[:-1]!r}]" if prefix else "out_features"
-            shape = share_of(name, size, 1 if row else ranks), features
-            self._register(prefix, shape, bias=bias, device=where, dtype=dtype)
-        self.out_features = out_features if row else out_features // ranks
-        self.overlap = overlap_of("LayerNormLinear", ub)
-        self.set_tensor_parallel_group(tp_group)
-        if where.type != "meta":
-            self.reset_parameters()
-        names = [f"{prefix}weight" for prefix in self._prefixes]
-        self._keeps_initial_values = store_in_fp8(self, names, self._sharing_of("_fp8", int(row)))
-        self._mark_shards(self._prefixes, int(row))
-        place_precisions(self)
-
-    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        if self.parallel_mode is None:
-            return {}
-        if self.parallel_mode == "row":
-            return {"_fp8": ("row", (self.in_features,))}
-        sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._prefixes)
-        return {"_fp8": ("column", sizes if len(sizes) > 1 else self._joined or sizes)}
-
-    def reset_parameters(self) -> None:
-        """Initialise the norm, the weight by ``init_method``, and the bias to 0.
-
-        Parameters on the meta device get memory on the default one, as of a new module.
-        """
-        self._reset_norm()
-        shard = self._shard(int(self.parallel_mode == "row"))
-        self._initialise(self._prefixes, self._init_method, shard)
+        self.parallel_mode = parallel_mode and parallel_mode.lower()
+        in_features = check_size("in_features", in_features)
+        out_features = check_size("out_features", out_features)
+        self._set_norm(normalization, eps)
+        gemm = GemmDef.split(
+            sizes_of_split(parameters_split, out_features),
+            out_features,
+            in_features,
+            ranks=self.tp_size,
+            mode=self.parallel_mode,
+            bias=self.use_bias,
+            init_method=draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name),
+        )
+        self.in_features, self.out_features = gemm.in_features, gemm.out_features
+        self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the linear layer.
@@ -188,29 +153,28 @@ class LayerNormLinear(FusedModule):
             ``[..., out_features]``; or a tuple of it, the bias if ``return_bias``, and the norm's
             output if ``return_layernorm_output``.
         """
-        weight, bias = self._whole(self._prefixes)
+        weight, bias = self._weight_and_bias(self.gemms[0])
         parallel: Any = self._fp8.parallel
         added = None if self.return_bias else bias
         by_features = parallel is not None and parallel.mode == "row"
         x = self._checked(inp, weight, "in_features", self.tp_size if by_features else 1)
-        whole = None
+        gathered = None
         if by_features:  # a norm is of all features of a token
-            whole = self._normed(parallel.gather_features(x, gather=True))
-            x = parallel.gather_features(whole, gather=False)
+            gathered = self._normed(parallel.gather_features(x, gather=True))
+            x = parallel.gather_features(gathered, gather=False)
         tokens = None if parallel is None else parallel.tokens_of(x)
         call = self._begin(self._fp8, x, weight, is_first_microbatch, tokens)
         normed: Tensor | None = x
         if call is None:
-            high = plain_weight(self, weight, is_first_microbatch)
+            plain = plain_weight(self, weight, is_first_microbatch)
             normed = x if by_features else self._normed(x)
-            y = linear_in_high_precision(self._fp8, normed, high, added, tokens)
+            y = linear_in_high_precision(self._fp8, normed, plain, added, tokens)
         elif by_features:
             y = LinearFunction.run(x, weight, added, call)
         else:
-            how = NormLinearCall(self._norm, call, self.return_layernorm_output)
-            y, normed = norm_linear(
-                x, self.layer_norm_weight, self.layer_norm_bias, weight, added, how
-            )
+            options = NormLinearCall(self._norm, call, self.return_layernorm_output)
+            norm = self.layer_norm_weight, self.layer_norm_bias
+            y, normed = norm_linear(x, norm, weight, added, options)
         if call is not None and call.is_region:
             self._fp8.end(call)
         if by_features:
@@ -218,17 +182,11 @@ class LayerNormLinear(FusedModule):
         if not self.return_layernorm_output:
             normed = None
         elif self.return_layernorm_output_gathered and by_features:
-            normed = whole
+            normed = gathered
         elif self.return_layernorm_output_gathered and tokens is not None:
             normed = parallel.gather_tokens(normed, tokens)
-        return self._outputs(y, bias, normed, return_bias=self.return_bias)
+        return self._outputs(y, bias, normed)
 
     def _normed(self, x: Tensor) -> Tensor:
         norm = self.layer_norm_weight, self.layer_norm_bias
         return normalize(x, *norm, self._norm, output_dtype(x))
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"normalization={self.normalization}, eps={self.eps}{describe_fp8(self)}"
-        )

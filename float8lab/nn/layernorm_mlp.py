@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
-from float8lab.arguments import check_callables, check_flags, check_size
+from float8lab.arguments import check_callables, check_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.nn.activation_function import activate, check_activation
-from float8lab.nn.describe import describe_fp8
 from float8lab.nn.fused_function import MlpCall, norm_mlp
-from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import output_dtype
-from float8lab.nn.linear import drawn_from, linear_in_high_precision, store_in_fp8
+from float8lab.nn.layer import GemmDef, NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.parallel import overlap_of, parallel_size, share_of
-from float8lab.nn.precision import Precision, place_precisions
+from float8lab.nn.parallel import parallel_size, share_of
+from float8lab.nn.parameters import GetRngStateTracker, InitMethod, draw_from_tracker
+from float8lab.nn.precision import Precision
 
 __all__ = ["LayerNormMLP"]
 
 
-class LayerNormMLP(FusedModule):
+class LayerNormMLP(NormGemmModule):
     """``activation(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias``, GEMMs in FP8.
 
     Shape: input and output ``[..., hidden_size]`` of any leading dimensions and any size. A gated
@@ -67,7 +66,7 @@ class LayerNormMLP(FusedModule):
         params_dtype: dtype of the parameters; None is the default dtype.
         seq_length: for code that passes it to warm kernels up; nothing here needs that.
         micro_batch_size: likewise.
-        checkpoint: do not save fc1's output either but compute it again in backward, from the
+        checkpoint: do not save fc1's output either but recompute it in backward, from the
             input: less memory for one more GEMM, and the same numbers.
         fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features:
             half the memory. The output does not change; gradients see fc1's output rounded, which
@@ -75,9 +74,9 @@ class LayerNormMLP(FusedModule):
         get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
             the init methods draw; None is the default stream.
         rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
-        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. GEMMs run beside what
             is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
-            turns that off. Numbers are the same.
+            switches it off. Numbers are the same.
 
     Raises:
         ValueError: an unknown normalization or activation; a size that the ranks cannot share.
@@ -92,6 +91,13 @@ class LayerNormMLP(FusedModule):
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
+    checkpoint: bool
+    fp8_activation_input: bool
+    _fp8_fc1: Precision
+    _fp8_fc2: Precision
+    _shown = ("hidden_size", "ffn_hidden_size", "normalization", "activation", "eps")
 
     def __init__(  # the signature is the interface that users' code is written for
         self,
@@ -102,15 +108,15 @@ class LayerNormMLP(FusedModule):
         *,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
-        init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
         set_parallel_mode: bool = False,
         sequence_parallel: bool = False,
-        tp_group: Any = None,
+        tp_group: ProcessGroup | None = None,
         tp_size: int = 1,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
@@ -119,12 +125,13 @@ class LayerNormMLP(FusedModule):
         micro_batch_size: int | None = None,
         checkpoint: bool = False,
         fp8_activation_input: bool = False,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
+        get_rng_state_tracker: GetRngStateTracker | None = None,
         rng_tracker_name: str | None = None,
-        **ub: Any,
+        **ub: object,
     ) -> None:
+        super().__init__()
         gated = check_activation(activation)
-        check_flags(
+        self._set_flags(
             bias=bias,
             return_layernorm_output=return_layernorm_output,
             return_layernorm_output_gathered=return_layernorm_output_gathered,
@@ -133,68 +140,34 @@ class LayerNormMLP(FusedModule):
             return_bias=return_bias,
             checkpoint=checkpoint,
             fp8_activation_input=fp8_activation_input,
+            sequence_parallel=sequence_parallel,
+            zero_centered_gamma=zero_centered_gamma,
         )
-        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
+        self.tp_size = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         check_callables(
             ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
         )
         check_size("seq_length", seq_length, minimum=1, optional=True)
         check_size("micro_batch_size", micro_batch_size, minimum=1, optional=True)
-        super().__init__()
-        self.hidden_size = hidden_size = check_size("hidden_size", hidden_size)
-        self.ffn_hidden_size = ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
+        self.hidden_size = H = check_size("hidden_size", hidden_size)
+        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
         self.activation = activation
-        self.use_bias = bool(bias)
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.set_parallel_mode = set_parallel_mode
-        self.checkpoint = checkpoint
-        self.fp8_activation_input = fp8_activation_input
-        stream = get_rng_state_tracker, rng_tracker_name
-        inits = init_method, output_layer_init_method
-        self._init_methods = tuple(drawn_from(init, *stream) for init in inits)
-        self._fp8_fc1, self._fp8_fc2 = Precision(), Precision()
-        where, dtype = self._set_up_norm(
-            hidden_size,
-            normalization,
-            eps=eps,
-            zero_centered_gamma=zero_centered_gamma,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=params_dtype,
+        self._set_norm(normalization, eps)
+        F = share_of("ffn_hidden_size", self.ffn_hidden_size, self.tp_size)
+        fc1, fc2 = (
+            draw_from_tracker(init, get_rng_state_tracker, rng_tracker_name)
+            for init in (init_method, output_layer_init_method)
         )
-        self.tp_size = ranks
-        features = share_of("ffn_hidden_size", ffn_hidden_size, ranks)
-        self._pieces = (features,) * (2 if gated else 1)
-        shape = sum(self._pieces), hidden_size
-        self._register("fc1_", shape, bias=bias, device=where, dtype=dtype)
-        self._register("fc2_", (hidden_size, features), bias=bias, device=where, dtype=dtype)
-        self.overlap = overlap_of("LayerNormMLP", ub)
-        self.set_tensor_parallel_group(tp_group)
-        if where.type != "meta":
-            self.reset_parameters()
-        store_in_fp8(self, ["fc1_weight"], self._sharing_of("_fp8_fc1", 0))
-        keeps = store_in_fp8(self, ["fc2_weight"], self._sharing_of("_fp8_fc2", 1))
-        self._keeps_initial_values = keeps
-        self._mark_shards(["fc1_"], 0)
-        self._mark_shards(["fc2_"], 1)
-        place_precisions(self)
-
-    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        if not self.set_parallel_mode:
-            return {}
-        return {"_fp8_fc1": ("column", self._pieces), "_fp8_fc2": ("row", self._pieces[:1])}
-
-    def reset_parameters(self) -> None:
-        """Initialise the norm, the weights by their init methods, and the biases to 0.
-
-        Parameters on the meta device get memory on the default one, as of a new module.
-        """
-        self._reset_norm()
-        self._initialise(["fc1_"], self._init_methods[0], self._shard(0, self._pieces))
-        self._initialise(["fc2_"], self._init_methods[1], self._shard(1))
+        pieces = (F, F) if gated else (F,)
+        first, second = ("column", "row") if set_parallel_mode else (None, None)
+        self._build(
+            GemmDef.named("fc1", (sum(pieces), H), bias, fc1, first, features=pieces),
+            GemmDef.named("fc2", (H, F), bias, fc2, second, features=(F,)),
+            device=device,
+            params_dtype=params_dtype,
+            tp_group=tp_group,
+            ub=ub,
+        )
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the MLP.
@@ -216,7 +189,7 @@ class LayerNormMLP(FusedModule):
         if fc1 is not None:
             fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch, tokens)
         if fc1 is not None and fc2 is not None:
-            how = MlpCall(
+            options = MlpCall(
                 norm=self._norm,
                 activation=self.activation,
                 fc1=fc1,
@@ -227,7 +200,7 @@ class LayerNormMLP(FusedModule):
             )
             norm = (self.layer_norm_weight, self.layer_norm_bias)
             results = norm_mlp(
-                x, norm, (self.fc1_weight, self.fc1_bias), (self.fc2_weight, added), how
+                x, norm, (self.fc1_weight, self.fc1_bias), (self.fc2_weight, added), options
             )
             if fc1.is_region:
                 self._fp8_fc1.end(fc1)
@@ -246,7 +219,7 @@ class LayerNormMLP(FusedModule):
         if normed is not None and parallel is not None and tokens is not None:
             gathered = self.return_layernorm_output_gathered
             normed = parallel.gather_tokens(normed, tokens) if gathered else normed
-        return self._outputs(results[0], self.fc2_bias, normed, return_bias=self.return_bias)
+        return self._outputs(results[0], self.fc2_bias, normed)
 
     def _forward_in_high_precision(
         self, x: Tensor, bias: Tensor | None, first_microbatch: bool | None, tokens: ShardMap | None
@@ -259,10 +232,3 @@ class LayerNormMLP(FusedModule):
         h = linear_in_high_precision(self._fp8_fc1, normed, fc1, self.fc1_bias, tokens)
         activated = activate(h, self.activation)
         return linear_in_high_precision(self._fp8_fc2, activated, fc2, bias, tokens), normed
-
-    def extra_repr(self) -> str:
-        return (
-            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
-            f"normalization={self.normalization}, activation={self.activation}, eps={self.eps}"
-            f"{describe_fp8(self)}"
-        )

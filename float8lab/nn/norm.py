@@ -21,9 +21,9 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.comm import keep_layout, mark_sequence_parallel
 from float8lab.nn.gemm import output_dtype
-from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.parallel import ignore_extra_state
+from float8lab.nn.parameters import default_device, materialize
 
 __all__ = [
     "LayerNorm",
@@ -105,12 +105,12 @@ class _Norm(nn.Module):
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         self._kind = NormKind(center=self._center, eps=eps, zero_centered=zero_centered_gamma)
-        where = check_device("device", device) or default_device()
-        how: Any = {"device": where, "dtype": _dtype(params_dtype, dtype)}
-        self.weight = nn.Parameter(torch.empty(shape, **how))
+        target = check_device("device", device) or default_device()
+        options: Any = {"device": target, "dtype": _dtype(params_dtype, dtype)}
+        self.weight = nn.Parameter(torch.empty(shape, **options))
         if self._center:
-            self.bias = nn.Parameter(torch.empty(shape, **how))
-        if where.type != "meta":
+            self.bias = nn.Parameter(torch.empty(shape, **options))
+        if target.type != "meta":
             self.reset_parameters()
         mark_sequence_parallel(self, sequence_parallel, "weight", "bias")
 
@@ -211,15 +211,15 @@ def convert_norms(model: nn.Module) -> dict[str, str | None]:
     {'0': None, '1': "eps None means one by the input's dtype"}
     """
     check_module("model", model)
-    found = {
+    norms = {
         name: norm
         for name, norm in model.named_modules()
         if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and not isinstance(norm, _Norm)
     }
-    obstacles = {name: _obstacle(norm) for name, norm in found.items()}
+    obstacles = {name: _obstacle(norm) for name, norm in norms.items()}
     for name, obstacle in obstacles.items():
         if obstacle is None:
-            _convert(found[name])
+            _convert(norms[name])
     return obstacles
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from float8lab.arguments import (
     check_choice,
@@ -17,11 +18,10 @@ from float8lab.arguments import (
     check_module,
     check_size,
 )
-from float8lab.distributed.comm import NoGroup, SharedScales, TensorParallel, mark_sequence_parallel
+from float8lab.distributed.comm import NoGroup, SharedScales, TensorParallel
 from float8lab.distributed.context_parallel import ContextParallel
 from float8lab.distributed.ranks import all_objects, tensors_of_ranks
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def parallel_size(tp_size: int, tp_group: Any, parallel_mode: str | None) -> int:
+def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: str | None) -> int:
     """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``.
 
     Raises:
@@ -52,13 +52,13 @@ def parallel_size(tp_size: int, tp_group: Any, parallel_mode: str | None) -> int
     check_group("tp_group", tp_group)
     size = check_size("tp_size", tp_size, minimum=1)
     if tp_group is not None:
-        found = torch.distributed.get_world_size(tp_group)
-        if size not in (1, found):
+        ranks = torch.distributed.get_world_size(tp_group)
+        if size not in (1, ranks):
             raise ValueError(
-                f"tp_size must be the {found} ranks of tp_group; got {size}. Leave it out, or pass "
+                f"tp_size must be the {ranks} ranks of tp_group; got {size}. Leave it out, or pass "
                 "another group."
             )
-        size = found
+        size = ranks
     return size if parallel_mode is not None else 1
 
 
@@ -88,7 +88,7 @@ _UB_NAMES = ("ub_name", "symmetric_ar_type")
 _NOT_HERE = ("delay_wgrad_compute", "save_original_input")
 
 
-def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
+def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
     """Whether GEMMs run beside communication, by Transformer Engine's arguments for that.
 
     None: where that was measured to pay, whatever arguments are True; False: never, where
@@ -115,8 +115,8 @@ def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
                 f"{name} must be False; got True. Gradients of weights are computed in backward, "
                 "and inputs are kept in FP8: leave it out."
             )
-    whole, gather, scatter = (arguments.get(name) for name in _UB_FLAGS[:3])
-    return False if whole is False or (gather is False and scatter is False) else None
+    everything, gather, scatter = (arguments.get(name) for name in _UB_FLAGS[:3])
+    return False if everything is False or (gather is False and scatter is False) else None
 
 
 _COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -138,7 +138,7 @@ def context_of(cp_group: Any, cp_comm_type: str | None = "a2a") -> ContextParall
 
 
 def ignore_extra_state(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
+    module: nn.Module, state_dict: dict[str, object], prefix: str, *args: object
 ) -> None:
     """A hook of ``load_state_dict``: leave out the ``_extra_state`` that TransformerEngine saves.
 
@@ -198,10 +198,10 @@ class ParameterShard(NamedTuple):
 class _GroupRef:
     """Holds a process group for a module: a copy of the module has it, a pickled one has none."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
 
-    def __deepcopy__(self, memo: Any) -> _GroupRef:
+    def __deepcopy__(self, memo: dict[int, object]) -> _GroupRef:
         return self
 
     def __reduce__(self) -> Any:
@@ -217,12 +217,12 @@ class TensorParallelGroup:
     _group_ref = _GroupRef()
 
     @property
-    def tp_group(self) -> Any:
+    def tp_group(self) -> ProcessGroup | None:
         """The process group of the ranks that share the weights, if it was given."""
         return self._group_ref.group
 
     @tp_group.setter
-    def tp_group(self, group: Any) -> None:
+    def tp_group(self, group: ProcessGroup | None) -> None:
         self._group_ref = _GroupRef(group)
 
     _casts_only = False
@@ -237,18 +237,6 @@ class TensorParallelGroup:
         rank = torch.distributed.get_rank(self.tp_group)
         return ParameterShard(dim, rank, self.tp_size, pieces or (1,))
 
-    def _sharing_of(self, name: str, dim: int) -> SharedScales | None:
-        """How ranks share a weight that is to be stored in FP8, for the GEMM of that state."""
-        parallel = getattr(self, name).parallel
-        if parallel is None or STATE.init is None:
-            return None
-        if self.tp_group is None:
-            raise ValueError(
-                f"tp_group must be given where the weights of {self.tp_size} tensor-parallel ranks "
-                "are stored in FP8, which share scales; got None. Pass the group to the module."
-            )
-        return SharedScales(parallel, dim)
-
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """How ranks share each GEMM's weight, by the name of the GEMM's FP8 state.
 
@@ -257,26 +245,17 @@ class TensorParallelGroup:
         """
         return {}
 
-    def _mark_shards(self, prefixes: Sequence[str], dim: int) -> None:
-        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
-        module: Any = self
-        for prefix in prefixes if self.tp_size > 1 else ():
-            bias = getattr(self, f"{prefix}bias")
-            mark_shard(getattr(self, f"{prefix}weight"), dim)
-            if bias is not None and dim:
-                mark_sequence_parallel(module, self.sequence_parallel, f"{prefix}bias")
-            elif bias is not None:
-                mark_shard(bias, 0)
-
-    def set_tensor_parallel_group(self, tp_group: Any, *, keep_gathered: bool = False) -> None:
+    def set_tensor_parallel_group(
+        self, tp_group: ProcessGroup | None, *, keep_gathered: bool = False
+    ) -> None:
         """Set the process group of the ranks that share the module's weights; on all of them.
 
         Args:
             tp_group: the group.
             keep_gathered: under sequence parallelism and a recipe with one scale a tensor, keep the
-                tokens of all ranks, in FP8, from forward to backward, which needs them again for
+                tokens of all ranks, in FP8, from forward to backward, which needs them for
                 the weight's gradient: as many times the memory as there are ranks, and one
-                collective less. Else each rank keeps its own, and they are gathered again, as
+                collective less. Else each rank keeps its own, and backward gathers them, as
                 always where the transpose has scales of its own.
 
         Raises:
@@ -331,7 +310,7 @@ class ContextParallelGroup(TensorParallelGroup):
         self,
         cp_group: Any,
         cp_global_ranks: Sequence[int] | None = None,
-        cp_stream: Any = None,
+        cp_stream: object = None,
         cp_comm_type: str | None = "p2p",
     ) -> None:
         """Set the process group of the ranks that share each sequence's tokens; on all of them.
@@ -354,10 +333,10 @@ class ContextParallelGroup(TensorParallelGroup):
             check_size("cp_global_ranks", rank)
         context = context_of(cp_group, cp_comm_type)
         module: Any = self
-        every = [m for m in module.modules() if isinstance(m, ContextParallelGroup)]
-        for child in every:
+        modules = [m for m in module.modules() if isinstance(m, ContextParallelGroup)]
+        for child in modules:
             child._check_context(context)
-        for child in every:
+        for child in modules:
             child.context_parallel = context
             child._set_context()
 
@@ -402,16 +381,16 @@ def shards_of(model: nn.Module) -> dict[str, ParameterShard]:
 
 def _layouts(model: nn.Module) -> dict[str, ParameterShard]:
     """The same, and of modules with a parallel mode and one rank, how several would share them."""
-    found: dict[str, ParameterShard] = {}
+    layouts: dict[str, ParameterShard] = {}
     for path, module in model.named_modules():
         if not isinstance(module, TensorParallelGroup):
             continue
         for state, (mode, pieces) in module._parallel_modes().items():
             prefix = state.removeprefix("_fp8").removeprefix("_")
-            own = [n for n, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
-            own = [n for n in own if n.startswith(prefix) and not n.startswith("layer_norm")]
-            alone = sum("weight" in name for name in own) == 1
-            for name in own:
+            names = [n for n, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
+            names = [n for n in names if n.startswith(prefix) and not n.startswith("layer_norm")]
+            alone = sum("weight" in name for name in names) == 1
+            for name in names:
                 dim = _dimension(name, mode)
                 if dim is None:
                     continue
@@ -423,8 +402,8 @@ def _layouts(model: nn.Module) -> dict[str, ParameterShard]:
                         "set_tensor_parallel_group(group)."
                     )
                 shard = shard or ParameterShard(dim, pieces=cut or (1,))
-                found[f"{path}.{name}" if path else name] = shard
-    return found
+                layouts[f"{path}.{name}" if path else name] = shard
+    return layouts
 
 
 def _dimension(name: str, mode: str) -> int | None:
@@ -472,8 +451,8 @@ def shard_state_dict(
         for rank, state in enumerate(given):
             check_instance(f"state_dict[{rank}]", state, Mapping, "a mapping from names to tensors")
     else:
-        what = "a mapping from names to tensors, or a list of the ranks' own"
-        check_instance("state_dict", given, Mapping, what)
+        kinds = "a mapping from names to tensors, or a list of the ranks' own"
+        check_instance("state_dict", given, Mapping, kinds)
     states = [given] if isinstance(given, Mapping) else list(given)
     layouts, result = _layouts(model), dict(states[0])
     distributed = [name for name, value in result.items() if is_dtensor(value)]
@@ -487,17 +466,17 @@ def shard_state_dict(
     for name, shard in layouts.items():
         if name in result and name not in distributed:
             result[name] = _of_rank(name, shard, _checked(name, states))
-    for name, own in model.state_dict().items():
-        if is_dtensor(own) and name in result:
-            result[name] = _as_dtensor(name, own, result[name])
+    for name, local in model.state_dict().items():
+        if is_dtensor(local) and name in result:
+            result[name] = _as_dtensor(name, local, result[name])
     return result
 
 
-def _of_rank(name: str, shard: ParameterShard, parts: list[Any]) -> Any:
+def _of_rank(name: str, shard: ParameterShard, shards: list[Any]) -> Any:
     """A rank's part of the parameter that the ranks of another group have in ``parts``."""
-    if len(parts) > 1:
-        parts = [_unshard(name, shard._replace(ranks=len(parts)), parts)]
-    unsharded = parts[0]
+    if len(shards) > 1:
+        shards = [_unshard(name, shard._replace(ranks=len(shards)), shards)]
+    unsharded = shards[0]
     return unsharded if shard.ranks == 1 else _take_shard(name, shard, unsharded)
 
 
@@ -514,31 +493,29 @@ def _layout_of(name: str, x: Any) -> tuple[int, int | None]:
     return x.device_mesh.size(), placement.dim if placement.is_shard() else None
 
 
-def _of_dtensors(name: str, parts: Sequence[Any]) -> Any:
+def _of_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
     """The unsharded tensor of a DTensor, whose shards the state dicts of all its ranks have."""
-    ranks, dim = _layout_of(name, parts[0])
+    ranks, dim = _layout_of(name, shards[0])
     if dim is None:
-        return local_of(parts[0])
-    if len(parts) != ranks:
+        return local_of(shards[0])
+    if len(shards) != ranks:
         raise ValueError(
-            f"state_dict must be those of all {ranks} ranks in a list; got {len(parts)} with a "
+            f"state_dict must be those of all {ranks} ranks in a list; got {len(shards)} with a "
             f"part of {name}. Load the files of all ranks."
         )
-    shard = ParameterShard(dim - parts[0].ndim, 0, ranks)
-    return _unshard(name, shard, [local_of(part) for part in parts])
+    shard = ParameterShard(dim - shards[0].ndim, 0, ranks)
+    return _unshard(name, shard, [local_of(local) for local in shards])
 
 
-def _as_dtensor(name: str, own: Any, unsharded: Any) -> Any:
+def _as_dtensor(name: str, local: Any, unsharded: Any) -> Any:
     """This rank's part of a tensor, as a DTensor like ``own``."""
-    ranks, dim = _layout_of(name, own)
-    part = unsharded
+    ranks, dim = _layout_of(name, local)
     if dim is not None:
-        part = _take_shard(
-            name, ParameterShard(dim - own.ndim, own.device_mesh.get_local_rank(), ranks), unsharded
-        )
-    return type(own).from_local(
-        part.to(own.device), own.device_mesh, own.placements, run_check=False, shape=own.shape,
-        stride=own.stride(),
+        rank = local.device_mesh.get_local_rank()
+        unsharded = _take_shard(name, ParameterShard(dim - local.ndim, rank, ranks), unsharded)
+    return type(local).from_local(
+        unsharded.to(local.device), local.device_mesh, local.placements, run_check=False,
+        shape=local.shape, stride=local.stride(),
     )  # fmt: skip
 
 
@@ -550,15 +527,15 @@ def _checked(name: str, states: Sequence[Mapping[str, Any]]) -> list[Any]:
             f"state_dict must have the same names on all ranks; got no {name} in "
             f"{', '.join(lacking)}. Pass the state dicts of one checkpoint."
         )
-    parts = [state[name] for state in states]
-    kinds = {(getattr(part, "spec", None), part.dtype, part.shape) for part in parts}
+    shards = [state[name] for state in states]
+    kinds = {(getattr(local, "spec", None), local.dtype, local.shape) for local in shards}
     if len(kinds) > 1:
         raise ValueError(
             f"state_dict must have parts of one kind and shape on all ranks; got {name} of "
             f"{', '.join(sorted(str(kind[1:]) for kind in kinds))}. Pass the state dicts of one "
             "checkpoint."
         )
-    return parts
+    return shards
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -584,14 +561,14 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     check_module("model", model)
     state, groups = dict(model.state_dict()), _groups(model)
     for name, shard in shards_of(model).items():
-        part = state[name]
-        if is_dtensor(part):
+        local = state[name]
+        if is_dtensor(local):
             raise NotImplementedError(
                 f"model must have plain tensors where ranks share parameters; got {name}, a "
-                f"{type(part).__name__}. Save it by torch.distributed.checkpoint."
+                f"{type(local).__name__}. Save it by torch.distributed.checkpoint."
             )
-        parts = tensors_of_ranks(part, groups[name.rpartition(".")[0]])
-        state[name] = _unshard(name, shard, parts)
+        shards = tensors_of_ranks(local, groups[name.rpartition(".")[0]])
+        state[name] = _unshard(name, shard, shards)
     return {name: _full(name, x) if is_dtensor(x) else x for name, x in state.items()}
 
 
@@ -602,12 +579,12 @@ def _full(name: str, x: Any) -> Any:
     ranks, dim = _layout_of(name, x)
     if dim is None:
         return local_of(x)
-    parts = all_objects(local_of(x).detach().cpu(), x.device_mesh.get_group())
-    return _unshard(name, ParameterShard(dim - x.ndim, 0, ranks), parts).to(x.device)
+    shards = all_objects(local_of(x).detach().cpu(), x.device_mesh.get_group())
+    return _unshard(name, ParameterShard(dim - x.ndim, 0, ranks), shards).to(x.device)
 
 
-# Tensors that are stored in FP8: codes are cut and joined as those of any tensor; scales as if each
-# of a few rows, or columns, had its own.
+# Tensors that are stored in FP8: their data are cut and joined like any tensor, and their scales
+# as if each of a few rows, or columns, had a scale of its own.
 
 
 def _take_shard(name: str, shard: ParameterShard, unsharded: Any) -> Any:
@@ -626,24 +603,24 @@ def _take_shard(name: str, shard: ParameterShard, unsharded: Any) -> Any:
     return unsharded.replace(qdata=qdata, scale=cut(unsharded.scale), amax=cut(unsharded.amax))
 
 
-def _unshard(name: str, shard: ParameterShard, parts: Sequence[Any]) -> Any:
+def _unshard(name: str, shard: ParameterShard, shards: Sequence[Any]) -> Tensor:
     """The unsharded tensor, from the shards of all ranks."""
-    first = parts[0]
+    first = shards[0]
     if not isinstance(first, Float8Tensor):
-        return shard.unshard(parts)
-    unit = _unit(shard, first, sum(part.shape[shard.dim] for part in parts))
-    qdata = shard.unshard([part.qdata for part in parts])
+        return shard.unshard(shards)
+    unit = _unit(shard, first, sum(local.shape[shard.dim] for local in shards))
+    qdata = shard.unshard([local.qdata for local in shards])
 
     def join(scales: Sequence[Tensor]) -> Tensor:
         expanded = [
-            _expand(scale, shard.dim, first.spec.block, part.shape, unit)
-            for scale, part in zip(scales, parts, strict=True)
+            _expand(scale, shard.dim, first.spec.block, local.shape, unit)
+            for scale, local in zip(scales, shards, strict=True)
         ]
         return _merged(
             name, shard.unshard(expanded), shard.dim, first.spec.block, qdata.shape, unit
         )
 
-    scale, amax = (join([getattr(part, name) for part in parts]) for name in ("scale", "amax"))
+    scale, amax = (join([getattr(local, name) for local in shards]) for name in ("scale", "amax"))
     return first.replace(qdata=qdata, scale=scale, amax=amax)
 
 
@@ -660,8 +637,8 @@ def _expand(
 ) -> Tensor:
     """A scale for each ``unit`` of a dimension."""
     size = shape[dim]
-    each = size if block[dim] == -1 else block[dim]
-    return scale.repeat_interleave(each // unit, dim).narrow(dim, 0, size // unit)
+    run = size if block[dim] == -1 else block[dim]
+    return scale.repeat_interleave(run // unit, dim).narrow(dim, 0, size // unit)
 
 
 def _merged(
@@ -682,6 +659,6 @@ def _merged(
     return merged
 
 
-def _groups(model: nn.Module) -> dict[str, Any]:
+def _groups(model: nn.Module) -> dict[str, ProcessGroup | None]:
     modules = model.named_modules()
     return {name: m.tp_group for name, m in modules if isinstance(m, TensorParallelGroup)}

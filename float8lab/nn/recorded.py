@@ -65,7 +65,7 @@ class Recorded:
     """A forward and its backward as CUDA graphs, and the tensors that these read and write.
 
     Attributes:
-        exact: results are copies, which last, and a retained backward may run again. Otherwise
+        exact: results are copies, which last, and a retained backward may be repeated. Otherwise
             the next replay overwrites results, and a backward runs once.
         key: says how a call must be for the graphs to do what it would do.
         packs: delayed scaling's state that the graphs record amaxes in.
@@ -77,7 +77,7 @@ class Recorded:
 
     def __init__(self, unit: Unit, *, exact: bool) -> None:
         self.exact = exact
-        self.key: tuple[Any, ...] = ()
+        self.key: tuple[object, ...] = ()
         self.packs: Sequence[ScalePack] = ()
         self.slots: Sequence[tuple[DelayedSlots, ScalePack]] = ()
         self.pointers: Sequence[tuple[Tensor, int]] = ()
@@ -101,8 +101,8 @@ class Recorded:
             return
         if [version_of(t) for t in unit.sample] != versions:
             raise RuntimeError("it writes into its arguments")
-        others = {type(y) for y in self._leaves if y is not _TENSOR}
-        if not (others <= PLAIN and {type(y) for y in self._live} <= {Tensor, nn.Parameter}):
+        kinds = {type(y) for y in self._leaves if y is not _TENSOR}
+        if not (kinds <= PLAIN and {type(y) for y in self._live} <= {Tensor, nn.Parameter}):
             raise RuntimeError("it returns something besides tensors")
         if sum(self.differentiable) > 1:
             raise RuntimeError("several of its outputs have a gradient")
@@ -118,8 +118,8 @@ class Recorded:
 
     def record_backward(self, unit: Unit, allow_unused: bool, capture: _Capture) -> None:
         """Record the backward: of several callables, the last one's first."""
-        wanted = self.parameters or any(t.requires_grad for t in unit.sample)
-        if wanted and any(self.differentiable):
+        has_backward = self.parameters or any(t.requires_grad for t in unit.sample)
+        if has_backward and any(self.differentiable):
             self.given = [torch.zeros_like(y) if y.requires_grad else None for y in self._live]
             run = partial(self._run_backward, unit, self._aliases, allow_unused)
             self.backward, (self._gradients, self._joined) = capture(run)
@@ -133,22 +133,26 @@ class Recorded:
         tensors = (*unit.sample, *aliases.values())
         leaves = [t for t in tensors if t.requires_grad]
         with _autocast(False), _holding(unit.module, aliases):  # for recomputations
-            found = torch.autograd.grad(
+            computed = torch.autograd.grad(
                 [y for y, _ in outputs],
                 [*leaves, *self.parameters] if allow_unused else leaves,
                 [g for _, g in outputs],
                 allow_unused=allow_unused,
                 retain_graph=self.exact,  # so that the backward leaves alone what it reads
             )
-        if any(g is not None for g in found[len(leaves) :]):
+        if any(g is not None for g in computed[len(leaves) :]):
             raise RuntimeError("it has parameters elsewhere than under their names")
-        each = iter(found)
-        gradients = [next(each) if t.requires_grad else None for t in tensors]
-        every = gradients[len(self.inputs) :]
-        own = [g for g in every if g is not None]
-        if not self.exact or len({g.dtype for g in own}) != 1 or len(own) < len(every):
+        gradient = iter(computed)
+        gradients = [next(gradient) if t.requires_grad else None for t in tensors]
+        of_parameters = gradients[len(self.inputs) :]
+        present = [g for g in of_parameters if g is not None]
+        if (
+            not self.exact
+            or len({g.dtype for g in present}) != 1
+            or len(present) < len(of_parameters)
+        ):
             return gradients, None
-        return gradients[: len(self.inputs)], torch.cat([g.reshape(-1) for g in own])
+        return gradients[: len(self.inputs)], torch.cat([g.reshape(-1) for g in present])
 
     def is_pending(self) -> bool:
         """Whether the last forward may yet have its backward."""
@@ -162,8 +166,8 @@ class Recorded:
             outputs = _Replay.apply(self, *tensors, *self.parameters)
         if self._is_one:
             return outputs[0]
-        each = iter(outputs)
-        leaves = [next(each) if y is _TENSOR else y for y in self._leaves]
+        results = iter(outputs)
+        leaves = [next(results) if y is _TENSOR else y for y in self._leaves]
         return tree_unflatten(leaves, self._spec)
 
     def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -202,10 +206,10 @@ class Recorded:
             # These tensors and no views: autograd makes a new view of one a parameter's ``grad``,
             # which the next replay would overwrite. Of tensors that are in use it makes copies.
             return self._gradients
-        found = [None if g is None else g.clone() for g in self._gradients]
+        copies = [None if g is None else g.clone() for g in self._gradients]
         if self._joined is not None:
-            found += _unflatten_dense_tensors(self._joined.clone(), self.parameters)
-        return found
+            copies += _unflatten_dense_tensors(self._joined.clone(), self.parameters)
+        return copies
 
 
 class _Replay(torch.autograd.Function):
@@ -219,8 +223,8 @@ class _Replay(torch.autograd.Function):
         if recorded.exact:
             ctx.save_for_backward(*recorded.parameters)  # backward refuses others than these
         if not all(recorded.differentiable):
-            every = zip(outputs, recorded.differentiable, strict=True)
-            ctx.mark_non_differentiable(*[y for y, differentiable in every if not differentiable])
+            pairs = zip(outputs, recorded.differentiable, strict=True)
+            ctx.mark_non_differentiable(*[y for y, differentiable in pairs if not differentiable])
         recorded.node = weakref.ref(ctx)
         return tuple(outputs)
 
@@ -236,15 +240,15 @@ class _Replay(torch.autograd.Function):
 def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> Any:
     """Replay a call, as a part of the region that it is in or as one of its own."""
     region = STATE.region
-    own = Region() if region is None and recorded.packs else None
-    with inside(own) if own is not None else nullcontext():
+    own_region = Region() if region is None and recorded.packs else None
+    with inside(own_region) if own_region is not None else nullcontext():
         result = recorded(*tensors)
         region = STATE.region
         if region is not None:
             region.fp8_calls += 1
             region.packs.update(dict.fromkeys(recorded.packs))
-    if own is not None:
-        own.close()
+    if own_region is not None:
+        own_region.close()
     return result
 
 
@@ -292,33 +296,33 @@ def record(
         stack.enter_context(inside(region))
         handle = torch.cuda.graph_pool_handle() if pool is None else pool
         capture = partial(_capture, pool=handle, stream=torch.cuda.Stream())
-        every = _run(units, allow_unused, exact, capture)
-    for recorded, unit in zip(every, units, strict=True):
+        recordings = _run(units, allow_unused, exact, capture)
+    for recorded, unit in zip(recordings, units, strict=True):
         below = precisions_below(unit.module)
-        mine = [(slots, slots.pack) for p in below for slots in p.slots.values()]
-        packs = {pack for _, pack in mine}
+        slots_and_packs = [(slots, slots.pack) for p in below for slots in p.slots.values()]
+        packs = {pack for _, pack in slots_and_packs}
         recorded.packs = [pack for pack in region.packs if pack in packs]
-        recorded.slots = [pair for pair in mine if pair[1].is_recorded()]
-    return every
+        recorded.slots = [pair for pair in slots_and_packs if pair[1].is_recorded()]
+    return recordings
 
 
 def _run(
     units: Sequence[Unit], allow_unused: bool, exact: bool, capture: _Capture
 ) -> list[Recorded]:
     """Run forward and backward of all units, each by ``capture``."""
-    every = [Recorded(unit, exact=exact) for unit in units]
-    for recorded, unit in zip(every, units, strict=True):
+    recordings = [Recorded(unit, exact=exact) for unit in units]
+    for recorded, unit in zip(recordings, units, strict=True):
         recorded.record_forward(unit, capture)
-    for recorded, unit in zip(reversed(every), reversed(units), strict=True):
+    for recorded, unit in zip(reversed(recordings), reversed(units), strict=True):
         recorded.record_backward(unit, allow_unused, capture)
-    return every
+    return recordings
 
 
 def _capture(run: Callable[[], Any], pool: Any, stream: Any) -> tuple[Any, Any]:
     """Record what a function does on the GPU; returns the graph and the function's result."""
     graph = torch.cuda.CUDAGraph()
     # Other threads, such as a data loader's, may do as they like meanwhile. The current stream is
-    # entered again, so that it is current after a capture that failed, too.
+    # re-entered, so that it is current after a capture that failed, too.
     with (
         torch.cuda.stream(torch.cuda.current_stream()),
         torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
@@ -372,33 +376,33 @@ def _refuse_to_wait() -> Iterator[None]:
 def _aliases(module: nn.Module) -> _Aliases:
     """For the id of each parameter that wants a gradient, another with the same memory.
 
-    Autograd's node of a parameter belongs to the stream where it was made, and is used again as
+    Autograd's node of a parameter belongs to the stream where it was made, and is reused as
     long as anything holds it, such as a forward whose backward is to come, or
     ``DistributedDataParallel``. A recording cannot wait for another stream, so it needs new nodes.
     """
-    found: _Aliases = {}
+    aliases: _Aliases = {}
     for parameter in module.parameters() if torch.is_grad_enabled() else ():
         if parameter.requires_grad:
-            found[id(parameter)] = alias = nn.Parameter(parameter.detach())
+            aliases[id(parameter)] = alias = nn.Parameter(parameter.detach())
             alias.__dict__ = parameter.__dict__
-    return found
+    return aliases
 
 
 @contextmanager
 def _holding(module: nn.Module, aliases: _Aliases) -> Iterator[None]:
     """Have modules hold the aliases in place of their parameters."""
-    own = [
+    own_nodes = [
         (m, name, parameter)
         for m in module.modules()
         for name, parameter in m._parameters.items()
         if id(parameter) in aliases
     ]
-    for m, name, parameter in own:
+    for m, name, parameter in own_nodes:
         setattr(m, name, aliases[id(parameter)])
     try:
         yield
     finally:
-        for m, name, parameter in own:
+        for m, name, parameter in own_nodes:
             setattr(m, name, parameter)
 
 

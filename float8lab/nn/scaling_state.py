@@ -21,7 +21,7 @@ _NAMES = ("history", "amax", "scale", "encode", "steps")
 
 
 class ScalingState:
-    """The delayed-scaling state of a model, ``Stateful`` and apart from its ``state_dict``.
+    """The delayed-scaling state of a model, ``Stateful`` and separate from its ``state_dict``.
 
     A model's own ``state_dict`` has the plain model's keys and nothing else, so a checkpoint
     without this state loads strictly; the scales then start from the tensors' own amaxes. With it,
@@ -54,16 +54,16 @@ class ScalingState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All slots' tensors, by module name and recipe."""
-        found = list(self._slots())
-        for group in dict.fromkeys(slots.pack.group for _, slots in found):
+        slots_by_key = list(self._slots())
+        for group in dict.fromkeys(slots.pack.group for _, slots in slots_by_key):
             channel = channel_of(group)
             if channel is not None:
-                for _, slots in found:
+                for _, slots in slots_by_key:
                     if slots.pack.group is group and slots.pack.recipe.reduce_amax:
                         channel[1].add(slots)
                 channel[1].reduce(channel[0], agree=True)
         state = {}
-        for key, slots in found:
+        for key, slots in slots_by_key:
             tensors = slots.tensors()
             state.update({f"{key}/{name}": tensors[name].clone() for name in _NAMES})
             state[f"{key}/seeded"] = tensors["seeded"] | (tensors["steps"] > 0)
@@ -86,24 +86,26 @@ class ScalingState:
                 f"state must be a mapping of names to tensors; got {type(state).__name__}. Pass "
                 "what state_dict() returned."
             )
-        found = list(self._slots())
+        slots_by_key = list(self._slots())
         missing, different = [], []
-        known: set[str] = set()
+        expected: set[str] = set()
         values = {}
-        for key, slots in found:
-            known.update(f"{key}/{name}" for name in (*_NAMES, "seeded"))
+        for key, slots in slots_by_key:
+            expected.update(f"{key}/{name}" for name in (*_NAMES, "seeded"))
             names = [name for name in (*_NAMES, "seeded") if name != "encode"]
             if f"{key}/encode" in state:  # else 1 over the scale
                 names.append("encode")
-            mine = {name: slots.tensors()[name] for name in names}
+            present = {name: slots.tensors()[name] for name in names}
             theirs = {name: _fitted(slots, state.get(f"{key}/{name}")) for name in names}
             if any(value is None for value in theirs.values()):
                 missing.append(key)
-            elif not all(_is_like(theirs[name], mine[name]) for name in mine):
+            elif not all(_is_like(theirs[name], present[name]) for name in present):
                 different.append(key)
             else:
                 values[slots] = cast("dict[str, Tensor]", theirs)
-        extra = list(dict.fromkeys(str(k).rpartition("/")[0] or k for k in state if k not in known))
+        extra = list(
+            dict.fromkeys(str(k).rpartition("/")[0] or k for k in state if k not in expected)
+        )
         if missing or extra or different:
             problem = (
                 "state must be that of this model's modules and recipes; got one where "
@@ -122,12 +124,12 @@ class ScalingState:
         home = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         for name, module in self.model.named_modules():
             device = next((p.device for p in module.parameters()), home)
-            for part, precision in precisions(module):
+            for gemm, precision in precisions(module):
                 group = self.amax_reduction_group
                 precision.prepare(device, None, group)
                 if self.recipe is not None and precision.recipe is None:
                     precision.prepare(device, self.recipe, group)
-                path = ".".join(filter(None, (name, part)))
+                path = ".".join(filter(None, (name, gemm)))
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots
 
@@ -140,7 +142,7 @@ def _is_like(value: Any, tensor: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
-def _counted(keys: Sequence[Any]) -> str:
+def _counted(keys: Sequence[object]) -> str:
     """The number of keys, and the first ones."""
     if not keys:
         return "0"

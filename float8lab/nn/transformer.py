@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from float8lab.arguments import check_choice, check_flags, check_input, check_number, shown
 from float8lab.distributed.comm import keep_layout
@@ -24,7 +24,6 @@ from float8lab.nn.attention.masks import (
 from float8lab.nn.attention.multihead import MultiheadAttention, RotaryArgument
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
-from float8lab.nn.linear import reset_children
 from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.parallel import (
     ContextParallelGroup,
@@ -32,6 +31,7 @@ from float8lab.nn.parallel import (
     overlap_of,
     parallel_size,
 )
+from float8lab.nn.parameters import GetRngStateTracker, InitMethod, reset_children
 
 __all__ = ["TransformerLayer"]
 
@@ -99,8 +99,8 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         rotary_pos_interleaved: as the rotary angles were made.
         softmax_scale: as in ``DotProductAttention``.
         fp8_activation_input: as in ``LayerNormMLP``.
-        ub: Transformer Engine's arguments ``ub_tp_comm_overlap`` and the like. Products run beside
-            what is sent where that was measured to pay; ``ub_tp_comm_overlap=False`` turns that
+        ub: Transformer Engine's arguments ``ub_tp_comm_overlap`` and the like. GEMMs run beside
+            what is sent where that was measured to pay; ``ub_tp_comm_overlap=False`` switches it
             off. Numbers are the same.
 
     Raises:
@@ -121,18 +121,18 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         layernorm_epsilon: float = 1e-5,
         hidden_dropout: float = 0.1,
         attention_dropout: float = 0.1,
-        init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
         layer_number: int | None = None,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         enc_dec_attn_mask_type: str = "no_mask",
         enc_dec_window_size: tuple[int, int] | None = None,
-        tp_group: Any = None,
+        tp_group: ProcessGroup | None = None,
         tp_size: int = 1,
         params_dtype: torch.dtype | None = None,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
+        get_rng_state_tracker: GetRngStateTracker | None = None,
         fuse_wgrad_accumulation: bool = False,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
@@ -155,7 +155,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
         fp8_activation_input: bool = False,
-        **ub: Any,
+        **ub: object,
     ) -> None:
         super().__init__()
         check_format("attn_input_format", attn_input_format)
@@ -232,11 +232,11 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             "rotary_pos_interleaved": rotary_pos_interleaved,
             "softmax_scale": softmax_scale,
         }
-        own = apply_residual_connection_post_layernorm and not output_layernorm
+        returns_norm = apply_residual_connection_post_layernorm and not output_layernorm
         self.self_attention = MultiheadAttention(
             hidden_size,
             num_attention_heads,
-            **{**attention, "return_layernorm_output": own},
+            **{**attention, "return_layernorm_output": returns_norm},
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             input_layernorm=not output_layernorm,
@@ -339,7 +339,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             canonical_mask_type(self_attn_mask_type, "self_attn_mask_type")
         hidden_states = hidden_states.to(output_dtype(hidden_states))
         is_decoder = self.layer_type == "decoder"
-        own = given = Lengths(
+        self_lengths = cross_lengths = Lengths(
             cu_seqlens_q, cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv
         )
         cross_type = self.enc_dec_attn_mask_type
@@ -348,14 +348,14 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         window_of(cross_type, enc_dec_window_size, "enc_dec_window_size")
         check_mask_types("enc_dec_attn_mask", enc_dec_attn_mask)
         if is_decoder:
-            own, given = self._lengths_of_both(
-                given, self_attn_mask_type or self.self_attn_mask_type, cross_type
+            self_lengths, cross_lengths = self._lengths_of_both(
+                cross_lengths, self_attn_mask_type or self.self_attn_mask_type, cross_type
             )
             inter: Any = self.inter_attention
             inter.check_arguments(
                 hidden_states, encoder_output,
                 inter.core_attention.rules_of_call(None, cross_type, enc_dec_window_size),
-                enc_dec_attn_mask, given, mask_name="enc_dec_attn_mask",
+                enc_dec_attn_mask, cross_lengths, mask_name="enc_dec_attn_mask",
             )  # fmt: skip
         elif encoder_output is not None:
             raise ValueError(
@@ -375,14 +375,14 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             fast_zero_fill=fast_zero_fill,
-            cu_seqlens_q=own.cu_seqlens_q,
-            cu_seqlens_kv=own.cu_seqlens_kv,
-            max_seqlen_q=own.max_seqlen_q,
-            max_seqlen_kv=own.max_seqlen_kv,
+            cu_seqlens_q=self_lengths.cu_seqlens_q,
+            cu_seqlens_kv=self_lengths.cu_seqlens_kv,
+            max_seqlen_q=self_lengths.max_seqlen_q,
+            max_seqlen_kv=self_lengths.max_seqlen_kv,
         )
         if self.parallel_attention_mlp:
-            both = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
-            return self._add(both, None, hidden_states, drop_path=True)
+            outputs = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
+            return self._add(outputs, None, hidden_states, drop_path=True)
         post_norm = self.apply_residual_connection_post_layernorm
         output, bias, *normed = attended
         x = self._add(output, bias, normed[0] if normed else hidden_states, drop_path=True)
@@ -396,10 +396,10 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
                 is_first_microbatch=is_first_microbatch,
                 checkpoint_core_attention=checkpoint_core_attention,
                 fast_zero_fill=fast_zero_fill,
-                cu_seqlens_q=given.cu_seqlens_q,
-                cu_seqlens_kv=given.cu_seqlens_kv,
-                max_seqlen_q=given.max_seqlen_q,
-                max_seqlen_kv=given.max_seqlen_kv,
+                cu_seqlens_q=cross_lengths.cu_seqlens_q,
+                cu_seqlens_kv=cross_lengths.cu_seqlens_kv,
+                max_seqlen_q=cross_lengths.max_seqlen_q,
+                max_seqlen_kv=cross_lengths.max_seqlen_kv,
             )
             x = self._add(output, bias, normed[0] if normed else x, drop_path=False)
         output, bias, *normed = self.layernorm_mlp(x, is_first_microbatch)
@@ -413,11 +413,13 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
 
         Where neither does, both get them, and refuse them.
         """
-        own = given._replace(cu_seqlens_kv=given.cu_seqlens_q, max_seqlen_kv=given.max_seqlen_q)
+        self_lengths = given._replace(
+            cu_seqlens_kv=given.cu_seqlens_q, max_seqlen_kv=given.max_seqlen_q
+        )
         takes = ["padding" in mask_type for mask_type in (self_type, cross_type)]
         if self.attn_input_format == "thd" or not any(takes):
-            return own, given
-        return own if takes[0] else Lengths(), given if takes[1] else Lengths()
+            return self_lengths, given
+        return self_lengths if takes[0] else Lengths(), given if takes[1] else Lengths()
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, drop_path: bool) -> Tensor:
         """``residual + drop_path(dropout(x + bias))``."""
@@ -426,16 +428,16 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             x = x + bias.to(x.dtype)
         x = F.dropout(x, self.hidden_dropout, self.training)
         if drop_path and self.drop_path_rate and self.training:
-            kept = 1.0 - self.drop_path_rate
+            keep_rate = 1.0 - self.drop_path_rate
             batch = 1 if self.attn_input_format == "sbhd" else 0
             shape = [n if dim == batch else 1 for dim, n in enumerate(x.shape)]
             # None is kept at a rate of 1, and nothing divided by 0.
-            stays = torch.rand(shape, dtype=torch.float32, device=x.device) < kept
+            stays = torch.rand(shape, dtype=torch.float32, device=x.device) < keep_rate
             if batch and self._has_part_of_the_tokens:
                 stays = from_first_rank(stays, self.tp_group)  # all ranks have tokens of a sample
-            x = x * stays / (kept or 1.0)
-        total = residual + x
-        return keep_layout(total, attended, residual) if self.sequence_parallel else total
+            x = x * stays / (keep_rate or 1.0)
+        summed = residual + x
+        return keep_layout(summed, attended, residual) if self.sequence_parallel else summed
 
     @property
     def _has_part_of_the_tokens(self) -> bool:

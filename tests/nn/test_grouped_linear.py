@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 from float8lab.nn import gemm
-from float8lab.nn.grouped_function import as_one
+from float8lab.nn.expert_parameters import ExpertMemory
 from float8lab.nn.precision import Precision
 from float8lab.ops import Offsets, Prologue
 from float8lab.tensor import Float8Tensor
@@ -227,7 +227,7 @@ def test_gradients_of_some_experts_leave_the_others_alone(recipe, apart):
     layer, x, dy = experts(), rows(K), rows(N)
     want = step(layer, x, dy, recipe)
     layer.fuse_wgrad_accumulation = True
-    weights = layer._parameters_of("weight")
+    weights = layer._expert_parameters()[0]
     for weight in weights:
         weight.data = weight.data.clone() if apart else weight.data
         weight.main_grad = torch.ones_like(weight)
@@ -349,7 +349,7 @@ def test_each_expert_has_delayed_scales():
     recipe, layer, size = RECIPES["delayed"], experts(), 2.0 ** torch.arange(E)
     x, dy = torch.ones(M, K), torch.ones(M, N)
     with torch.no_grad():
-        for index, weight in enumerate(layer._parameters_of("weight")):
+        for index, weight in enumerate(layer._expert_parameters()[0]):
             weight.fill_(size[index])
     for tensor in (x, dy):
         tensor.mul_(size.repeat_interleave(torch.tensor(SIZES))[:, None])
@@ -374,7 +374,7 @@ def test_an_expert_without_tokens_keeps_its_scale():
     alone = [float8lab.Linear(K, N, bias=False, device="cpu") for _ in range(E)]
     with torch.no_grad():
         for index, one in enumerate(alone):
-            one.weight.copy_(layer._parameters_of("weight")[index])
+            one.weight.copy_(layer._expert_parameters()[0][index])
     for turn, sizes in enumerate(([5, 0, 7, 0, 2], [0, 3, 0, 0, 9], [4, 0, 3, 0, 1], [1] * E)):
         x = torch.randn(sum(sizes), K) * 10.0 ** torch.randint(-3, 3, (sum(sizes), 1))
         dy = torch.randn(sum(sizes), N) * 10.0 ** torch.randint(-9, 3, (sum(sizes), 1))
@@ -440,18 +440,18 @@ def test_weights_lie_together_wherever_they_move():
     layer = experts().double().float()
     for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer)):
         for kind in ("weight", "bias"):
-            parts = one._parameters_of(kind)
-            whole, theirs = one._whole(kind, parts)
+            parts = one._expert_parameters()[kind == "bias"]
+            whole, theirs = one._stacked(kind, parts)
             assert whole.data_ptr() == parts[0].data_ptr()
             assert theirs is parts
-            assert one._whole(kind, parts)[0] is whole
+            assert one._stacked(kind, parts)[0] is whole
     with torch.no_grad():
         whole[2, 0] = 7
     assert parts[2][0] == 7
     layer.weight3 = nn.Parameter(torch.zeros(N, K))
-    weights = layer._parameters_of("weight")
-    assert as_one(weights) is None
-    whole, theirs = layer._whole("weight", weights)
+    weights = layer._expert_parameters()[0]
+    assert ExpertMemory().stack(weights) is None
+    whole, theirs = layer._stacked("weight", weights)
     assert torch.equal(whole, torch.stack(weights))
     assert not theirs
 
@@ -512,21 +512,21 @@ def test_stored_weights_lie_together(recipe, device):
     loaded.load_state_dict({k: v.clone() for k, v in other.state_dict().items()})
     x, dy = rows(K).to(device), rows(N).to(device)
     for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer), loaded):
-        parts = one._parameters_of("weight")
-        whole, theirs = one._whole("weight", parts)
+        parts = one._expert_parameters()[0]
+        whole, theirs = one._stacked("weight", parts)
         assert whole.qdata.data_ptr() == parts[0].qdata.data_ptr()
         assert whole.scale.data_ptr() == parts[0].scale.data_ptr()
         assert theirs is parts
-        assert one._whole("weight", parts)[0] is whole
+        assert one._stacked("weight", parts)[0] is whole
         assert torch.equal(whole.dequantize(), torch.stack([p.dequantize() for p in parts]))
         for how in (recipe, None):
             with Ops() as seen:
                 step(one, x, dy, how)
             assert not {"aten.stack.default", "aten.cat.default"} & set(seen.names)
     apart = copy.deepcopy(layer)
-    for weight in apart._parameters_of("weight"):
+    for weight in apart._expert_parameters()[0]:
         weight.data = weight.data.clone()
-    whole, theirs = apart._whole("weight", apart._parameters_of("weight"))
+    whole, theirs = apart._stacked("weight", apart._expert_parameters()[0])
     assert not theirs
     found = []
     for one in (layer, apart):
@@ -568,7 +568,7 @@ def test_a_kept_cast_is_that_of_these_weights(single, recipe):
     assert torch.equal(run(False), y)
     assert layer._fp8.weight_cast is kept
     with torch.no_grad():
-        layer._parameters_of("weight")[-1][-1].zero_()
+        layer._expert_parameters()[0][-1][-1].zero_()
     assert not torch.equal(run(False), y)
     changed = layer._fp8.weight_cast
     assert changed is not kept

@@ -163,7 +163,7 @@ def test_reset_parameters_materializes_converted_layers_and_leaves_others_where_
         layer = nn.Linear(16, 16)
     float8lab.convert_to_float8(layer)
     layer.reset_parameters()
-    assert layer.weight.device == float8lab.nn.linear.default_device()
+    assert layer.weight.device == float8lab.nn.parameters.default_device()
     layer = float8lab.Linear(16, 16, device="cpu")
     layer.bias = nn.Parameter(torch.empty(16, device="meta"))
     layer.marker = weight = layer.weight

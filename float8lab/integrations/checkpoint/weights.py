@@ -26,6 +26,7 @@ from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_fl
 from float8lab.nn.convert.walk import is_unseen
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
+from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import Call, Precision, W, X, precisions
 from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams
@@ -81,12 +82,9 @@ def products(model: nn.Module) -> list[Product]:
 
 def _names(module: nn.Module, part: str) -> tuple[str, ...]:
     """The parameters that form the weight of a product."""
-    if part:
-        names: Sequence[str] = (f"{part}_weight",)
-    else:
-        prefixes: Any = getattr(module, "_prefixes", None) or getattr(module, "_names", ("",))
-        names = [f"{prefix}weight" for prefix in prefixes]
-    return tuple(names) if all(name in module._parameters for name in names) else ()
+    gemms = module.gemms if isinstance(module, GemmModule) else ()
+    names = next((gemm.weights for gemm in gemms if gemm.name == part), ("weight",))
+    return names if all(name in module._parameters for name in names) else ()
 
 
 class FoundWeights(NamedTuple):
@@ -234,7 +232,9 @@ def held_weights(model: nn.Module) -> Iterator[HeldWeight]:
             if kind is not None:
                 descriptions = kind.weights(module)
             elif isinstance(module, ExpertsBase):
-                descriptions = {f"{layer}_weight": ExpertWeight(layer) for layer in module.parts}
+                descriptions = {
+                    f"{layer}_weight": ExpertWeight(layer) for layer in module.layer_names
+                }
             else:
                 stacks = ((local, module._parameters.get(local)) for local in PARTS)
                 descriptions = {
@@ -260,7 +260,7 @@ def _held_by_linear(name: str, module: Any, known: type) -> HeldWeight:
 
 
 def _held_by_grouped(name: str, module: GroupedLinear) -> Iterator[HeldWeight]:
-    locals_of = module._names["weight"]
+    locals_of = module.gemms[0].weights
     obstacle = "no other library has names for the weights of GroupedLinear"
     for index, local in enumerate(locals_of):
         single = len(locals_of) == 1 and local == "weight"
@@ -305,7 +305,7 @@ def _held_by_experts(name: str, module: nn.Module, local: str, weight: ExpertWei
         x = x.mT if weight.transposed else x
         return x if x.shape == parameter.shape else x.reshape(parameter.shape)
 
-    precision = dict(precisions(module)).get(weight.part)
+    precision = dict(precisions(module)).get(weight.layer)
     return HeldWeight(
         module, name, local, precision if isinstance(module, ExpertsBase) else None,
         (experts, sum(rows), matrices(local).shape[2]), take, lay_out,

@@ -218,19 +218,19 @@ def _check_packed(q: Tensor, kv: Tensor, lengths: Lengths, sizes: Sizes | None) 
         ("kv", kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv),
     )
     counts = []
-    for i, (side, own, padded, longest) in enumerate(sides, start=1):
+    for i, (side, offsets, padded, longest) in enumerate(sides, start=1):
         name, tokens = f"cu_seqlens_{side}", None if sizes is None else sizes[i]
-        counts.append(own.shape[0])
-        check_lengths(name, own, why="qkv_format='thd'", tokens=tokens)
+        counts.append(offsets.shape[0])
+        check_lengths(name, offsets, why="qkv_format='thd'", tokens=tokens)
         if padded is not None:
             check_lengths(f"{name}_padded", padded, why="padding", tokens=tokens)
             counts.append(padded.shape[0])
-        if longest is not None and has_values(own) and own.shape[0] > 1:
-            found = int((own[1:] - own[:-1]).max())
-            if found > longest:
+        if longest is not None and has_values(offsets) and offsets.shape[0] > 1:
+            longest_sequence = int((offsets[1:] - offsets[:-1]).max())
+            if longest_sequence > longest:
                 raise ValueError(
-                    f"max_seqlen_{side} must be the longest of the sequences in {name}, {found} at "
-                    f"least; got {longest}. Leave it out to have it computed."
+                    f"max_seqlen_{side} must be the longest of the sequences in {name}, "
+                    f"{longest_sequence} at least; got {longest}. Leave it out to have it computed."
                 )
     if len(set(counts)) > 1:
         raise ValueError(
@@ -347,8 +347,8 @@ def mask_of(
         if cu_seqlens_q is not None:
             padding = _padding_of_lengths(cu_seqlens_q, cu_seqlens_kv, Sq, Sk)
         elif diagonal is not None and isinstance(attention_mask, Tensor):
-            whole = split_padding_mask(attention_mask, "self", Sizes(B, Sk, Sk))[0]
-            padding = (whole[:, Sk - Sq :], whole)
+            split_mask = split_padding_mask(attention_mask, "self", Sizes(B, Sk, Sk))[0]
+            padding = (split_mask[:, Sk - Sq :], split_mask)
         else:
             padding = split_padding_mask(attention_mask, attention_type, Sizes(B, Sq, Sk))
         spans = diagonal_of(padding, Sq, Sk) if diagonal is None else diagonal
@@ -369,8 +369,8 @@ def mask_of(
 def _padding_of_lengths(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, Sq: int, Sk: int
 ) -> tuple[Tensor, Tensor]:
-    both = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-    q, kv = (c[1:] - c[:-1] for c in both)
+    lengths = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    q, kv = (c[1:] - c[:-1] for c in lengths)
     return padding_from_lengths(q, Sq), padding_from_lengths(kv, Sk)
 
 

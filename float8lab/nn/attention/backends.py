@@ -133,7 +133,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Te
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     Sq, Sk = q.shape[2], k.shape[2]
-    # cuDNN prepares itself anew, some 30 ms on an H200, for each length that a cache grows to.
+    # cuDNN prepares itself, some 30 ms on an H200, for each length that a cache grows to.
     reads_a_cache = q.is_cuda and Sq < Sk and not torch.is_grad_enabled()
     with _without_cudnn() if reads_a_cache else contextlib.nullcontext():
         out = F.scaled_dot_product_attention(
@@ -220,10 +220,10 @@ def _flex_modifiers(
     score_mod = None
     if alibi is not None:
         slopes = alibi.slopes.view(-1, q.shape[1]).expand(B, -1)
-        own = _per_batch(alibi.diagonal, q)
+        diagonals = _per_batch(alibi.diagonal, q)
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score - slopes[b, h] * (i + own[b] - j)
+            return score - slopes[b, h] * (i + diagonals[b] - j)
 
     if mask.lets_all:
         return score_mod, None
@@ -418,8 +418,8 @@ def explain(
         elif chosen is None:
             chosen = name
     if chosen is None:
-        others = [n for n in BACKENDS if n != "flex" or _flex_does_not_pay(q) is None]
-        able = [n for n in others if _TABLE[n].why_not(q, k, v, problem) is None]
+        candidates = [n for n in BACKENDS if n != "flex" or _flex_does_not_pay(q) is None]
+        able = [n for n in candidates if _TABLE[n].why_not(q, k, v, problem) is None]
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
         raise NotImplementedError(
             f"backends must hold one that supports this call; got {tuple(backends)} ({reasons}). "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from float8lab.arguments import (
@@ -66,6 +67,7 @@ from float8lab.nn.parallel import (
     ignore_extra_state,
     parallel_size,
 )
+from float8lab.nn.parameters import GetRngStateTracker
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import is_exporting
 
@@ -89,9 +91,9 @@ def _starts_of_packed(
     padded: tuple[Tensor | None, Tensor | None], lengths: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Where the sequences of queries, and of keys, start, in a call that has lengths."""
-    own, others = (p if p is not None else n for p, n in zip(padded, lengths, strict=True))
-    check_lengths("cu_seqlens_q", own, why="qkv_format='thd'")
-    return own, own if others is None else others
+    query_ends, key_ends = (p if p is not None else n for p, n in zip(padded, lengths, strict=True))
+    check_lengths("cu_seqlens_q", query_ends, why="qkv_format='thd'")
+    return query_ends, query_ends if key_ends is None else key_ends
 
 
 class DotProductAttention(nn.Module, ContextParallelGroup):
@@ -104,7 +106,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
     sequence, in the order of the ranks; nothing is sent but, in FP8, the largest values.
 
     Numerics: softmax in float32. A query that is padding or sees no key gives 0. Inside
-    ``autocast`` with a recipe that has ``fp8_dpa=True`` or ``fp8_mha=True``, the matrix products
+    ``autocast`` with a recipe that has ``fp8_dpa=True`` or ``fp8_mha=True``, the GEMMs
     run on FP8 operands (docs/modules/attention.md); float64 inputs stay in high precision.
 
     Args:
@@ -162,13 +164,13 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         window_size: tuple[int, int] | None = None,
         sequence_parallel: bool = False,
         tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        tp_group: Any = None,
+        get_rng_state_tracker: GetRngStateTracker | None = None,
+        tp_group: ProcessGroup | None = None,
         layer_number: int | None = None,
         attention_type: str = "self",
         cp_group: Any = None,
         cp_global_ranks: Sequence[int] | None = None,
-        cp_stream: Any = None,
+        cp_stream: object = None,
         cp_comm_type: str | None = "p2p",
         softmax_scale: float | None = None,
         *,
@@ -183,7 +185,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
         groups = check_groups(num_attention_heads, num_gqa_groups)
         self.tp_size = parallel_size(tp_size, tp_group, "column")
-        mine = heads_of_rank(num_attention_heads, groups, self.tp_size)
+        local_heads = heads_of_rank(num_attention_heads, groups, self.tp_size)
         attention_dropout = check_number("attention_dropout", attention_dropout, minimum=0, below=1)
         names = check_names("backends", backends)
         if isinstance(backends, str) or not names or not set(names) <= set(BACKENDS):
@@ -192,14 +194,14 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
                 f"backends must be names from {BACKENDS}; got {shown(backends)}. "
                 "Pass a tuple of at least one."
             )
-        two = isinstance(kv_channels, (list, tuple)) and len(kv_channels) == 2
+        is_pair = isinstance(kv_channels, (list, tuple)) and len(kv_channels) == 2
         pair = tuple(
             check_size("kv_channels", channels, minimum=1)
-            for channels in (kv_channels if two else (kv_channels, kv_channels))  # type: ignore[union-attr]  # two
+            for channels in (kv_channels if is_pair else (kv_channels, kv_channels))  # type: ignore[union-attr]  # two
         )
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
-        self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = mine
+        self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = local_heads
         self.qk_channels, self.v_channels = pair
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
@@ -359,8 +361,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             why = reason
         else:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
-        found = explain(q, k, v, problem, self.backends)
-        return Explanation(found.backend, {"fp8": why, **found.rejected})
+        reasons = explain(q, k, v, problem, self.backends)
+        return Explanation(reasons.backend, {"fp8": why, **reasons.rejected})
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         why = self._why_not_fp8(q, k, v, problem)
@@ -587,7 +589,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             query, key, value = (context.like_whole(x, dim) for x in qkv)
         else:
             pairs = zip(qkv, (queries, keys, keys), strict=True)
-            query, key, value = (context.whole_sequence(x, dim, where) for x, where in pairs)
+            query, key, value = (context.whole_sequence(x, dim, layout) for x, layout in pairs)
 
         def leave(out: Tensor) -> Tensor:
             heads = out.unflatten(-1, (-1, self.v_channels))

@@ -96,7 +96,7 @@ class InferenceParams:
     *Ragged*: before each call of the model, ``pre_step({name: tokens, ...})`` says which sequences
     the rows of the batch are, in order, and how many tokens of each are given; shorter rows are
     padded at the end, and their output there is 0. A new name gets a free row of the cache; a name
-    that is missing from a step is finished, and its row is free again.
+    that is missing from a step is finished, and its row becomes free.
 
     Nothing in the cache has gradients. In both ways a causal mask is aligned to the end of the
     cached sequence.
@@ -144,7 +144,7 @@ class InferenceParams:
         self._slots: dict[Hashable, tuple[int, int]] = {}  # row and tokens in it, by name
 
     def reset(self) -> None:
-        """Start anew; the caches' memory is kept."""
+        """Forget all sequences; the caches' memory is kept."""
         self.sequence_len_offset = self.batch_size_offset = 0
         self.step = None
         self._slots = {}
@@ -167,12 +167,12 @@ class InferenceParams:
                 f"tokens must hold at most {self.max_batch_size} sequences (max_batch_size); got "
                 f"{len(tokens)}. Finish some first."
             )
-        kept = {name: self._slots[name] for name in tokens if name in self._slots}
-        taken = {slot for slot, _ in kept.values()}
+        slots_in_use = {name: self._slots[name] for name in tokens if name in self._slots}
+        taken = {slot for slot, _ in slots_in_use.values()}
         free = (slot for slot in range(self.max_batch_size) if slot not in taken)
         slots, before = [], []
         for name, count in tokens.items():
-            slot, length = kept.get(name) or (next(free), 0)
+            slot, length = slots_in_use.get(name) or (next(free), 0)
             if length + count > self.max_sequence_length:
                 raise ValueError(
                     f"tokens must fit into {self.max_sequence_length} positions "
@@ -183,8 +183,8 @@ class InferenceParams:
             before.append(length)
         self.step = Step(tuple(slots), tuple(before), tuple(tokens.values()))
         self._slots = {
-            name: (slot, total)
-            for name, slot, total in zip(tokens, slots, self.step.totals, strict=True)
+            name: (slot, tokens_now)
+            for name, slot, tokens_now in zip(tokens, slots, self.step.totals, strict=True)
         }
         return self.step
 
@@ -250,8 +250,8 @@ class InferenceParams:
     def _check_entries(self, layer_number: int, k: Tensor, v: Tensor) -> None:
         """Raise unless keys and values are those of a layer of this cache."""
         check_size("layer_number", layer_number, minimum=1)
-        known = self.key_value_memory_dict.get(layer_number, (None, None))
-        for name, x, store in zip("kv", (k, v), known, strict=True):
+        cached = self.key_value_memory_dict.get(layer_number, (None, None))
+        for name, x, store in zip("kv", (k, v), cached, strict=True):
             check_tensor(name, x)
             if x.ndim != 4 or not x.is_floating_point() or x.shape[:3] != k.shape[:3]:
                 raise ValueError(
@@ -294,11 +294,11 @@ class InferenceParams:
     ) -> tuple[Tensor, Tensor]:
         rows = slice(self.batch_size_offset, self.batch_size_offset + k.shape[0])
         start, end = self.sequence_len_offset, self.sequence_len_offset + k.shape[2]
-        found = []
+        sequences = []
         for store, x in zip(stores, (k, v), strict=True):
             store.write((rows, slice(None), slice(start, end)), x)
-            found.append(store.read(rows, end, x.dtype))
-        return found[0], found[1]
+            sequences.append(store.read(rows, end, x.dtype))
+        return sequences[0], sequences[1]
 
     def _append_ragged(
         self, stores: tuple[_Store, _Store], k: Tensor, v: Tensor, step: Step
@@ -312,12 +312,12 @@ class InferenceParams:
         row, token, slot, position = index.unbind(1)
         rows = torch.tensor(step.slots, dtype=torch.long, device=k.device)
         longest = max(step.totals, default=0)
-        found = []
+        sequences = []
         for store, x in zip(stores, (k, v), strict=True):
             # Indices on both sides of a slice: their dimension comes first, [tokens, G, D].
             store.write((slot, slice(None), position), x[row, :, token])
-            found.append(store.read(rows, longest, x.dtype))
-        return found[0], found[1]
+            sequences.append(store.read(rows, longest, x.dtype))
+        return sequences[0], sequences[1]
 
 
 def positions_reached(tokens: int, inference_params: InferenceParams | None) -> int:

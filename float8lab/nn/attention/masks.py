@@ -148,29 +148,29 @@ class AttentionMask(NamedTuple):
 
         Padding of queries is not part of it: their output is zeroed instead.
         """
-        found: Tensor | None = None
+        visible: Tensor | None = None
         if self.has_window:
             distance = distances(self.diagonal, Sq, Sk, device)
             if self.right >= 0:
-                found = distance >= -self.right
+                visible = distance >= -self.right
             if self.left >= 0:
                 near = distance <= self.left
-                found = near if found is None else found & near
+                visible = near if visible is None else visible & near
         if self.kv_padding is not None:
             real = ~self.kv_padding[:, None, None, :]
-            found = real if found is None else found & real
+            visible = real if visible is None else visible & real
         if self.arbitrary is not None:
             shown = ~self.arbitrary
-            found = shown if found is None else found & shown
-        return found
+            visible = shown if visible is None else visible & shown
+        return visible
 
 
 def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) -> Tensor:
     """How far key j lies before query i's own position, ``[1 or B, 1, Sq, Sk]``."""
     i = torch.arange(Sq, device=device).view(1, 1, Sq, 1)
     j = torch.arange(Sk, device=device).view(1, 1, 1, Sk)
-    own = diagonal.view(-1, 1, 1, 1) if isinstance(diagonal, Tensor) else diagonal
-    return i + own - j
+    diagonals = diagonal.view(-1, 1, 1, 1) if isinstance(diagonal, Tensor) else diagonal
+    return i + diagonals - j
 
 
 def split_padding_mask(
@@ -190,14 +190,14 @@ def split_padding_mask(
     ):
         masks = attention_mask
     else:
-        wanted = "one bool tensor [B, 1, 1, Sq]" if attention_type == "self" else (
+        expected = "one bool tensor [B, 1, 1, Sq]" if attention_type == "self" else (
             "a pair of bool tensors [B, 1, 1, Sq] and [B, 1, 1, Sk]"
         )  # fmt: skip
         raise ValueError(
-            f"{name} must be {wanted} for attention_type={attention_type!r} and a padding "
+            f"{name} must be {expected} for attention_type={attention_type!r} and a padding "
             f"mask; got {shown(attention_mask)}. Pass it, or cu_seqlens_q and cu_seqlens_kv."
         )
-    for mask, size, which in zip(masks, (Sq, Sk), ("queries", "keys"), strict=True):
+    for mask, size, side in zip(masks, (Sq, Sk), ("queries", "keys"), strict=True):
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"{name} must be bool, True where masked out; got {mask.dtype}. "
@@ -205,7 +205,7 @@ def split_padding_mask(
             )
         if not _is_padding_mask(mask, B, size):
             raise ValueError(
-                f"{name} must be [B, 1, 1, {size}] for the {which} of B = {B}; got shape "
+                f"{name} must be [B, 1, 1, {size}] for the {side} of B = {B}; got shape "
                 f"{tuple(mask.shape)}. For attention over another sequence pass a pair of masks."
             )
     return masks[0].reshape(masks[0].shape[0], Sq), masks[1].reshape(masks[1].shape[0], Sk)
@@ -226,8 +226,8 @@ def check_arbitrary(name: str, mask: MaskArgument, scores: Sequence[int]) -> Ten
         mask: of any type.
         scores: ``[B, H, Sq, Sk]``.
     """
-    wanted = isinstance(mask, Tensor) and mask.dtype == torch.bool
-    if not isinstance(mask, Tensor) or not wanted or not broadcasts(mask.shape, scores):
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    if not isinstance(mask, Tensor) or not is_mask or not broadcasts(mask.shape, scores):
         raise ValueError(
             f"{name} must be a bool tensor for the mask type 'arbitrary', True where masked out; "
             f"got {shown(mask)}. Pass one that broadcasts to [B, H, Sq, Sk], {list(scores)}."
@@ -242,13 +242,13 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     (True, False)
     """
     pairs = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(size == 1 or size == wanted for size, wanted in pairs)
+    return len(shape) <= len(to) and all(size == 1 or size == target for size, target in pairs)
 
 
 def check_mask_types(name: str, mask: MaskArgument) -> None:
     """Raise unless a mask is None, a tensor or a pair of tensors."""
     pair = mask if isinstance(mask, tuple) else (mask, mask)
-    if mask is None or (len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
+    if mask is None or (len(pair) == 2 and all(isinstance(tensor, Tensor) for tensor in pair)):
         return
     raise TypeError(
         f"{name} must be None, a bool tensor, or a pair of them; got {shown(mask)}. Pass True "
@@ -267,7 +267,7 @@ def check_unused_mask(
         fits = _is_padding_mask(mask, B, Sq) or _is_padding_mask(mask, B, Sk)
         fits = fits or broadcasts(mask.shape, (B, heads, Sq, Sk))
     if not fits:
-        shapes = [tuple(part.shape) for part in (mask if isinstance(mask, tuple) else [mask])]
+        shapes = [tuple(tensor.shape) for tensor in (mask if isinstance(mask, tuple) else [mask])]
         raise ValueError(
             f"{name} must broadcast to [B, H, Sq, Sk], {[B, heads, Sq, Sk]}, or be a padding mask "
             f"[B, 1, 1, S]; got {' and '.join(map(str, shapes))}. Leave it out: this mask type "

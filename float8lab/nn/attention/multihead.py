@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from float8lab.arguments import (
     check_callables,
@@ -23,7 +24,7 @@ from float8lab.nn.attention.layout import check_format, sizes_of
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import check_angles, check_positions, turn
 from float8lab.nn.layernorm_linear import LayerNormLinear
-from float8lab.nn.linear import Linear, normal_init, reset_children
+from float8lab.nn.linear import Linear
 from float8lab.nn.norm import check_norm
 from float8lab.nn.parallel import (
     ContextParallelGroup,
@@ -31,6 +32,7 @@ from float8lab.nn.parallel import (
     overlap_of,
     parallel_size,
 )
+from float8lab.nn.parameters import GetRngStateTracker, InitMethod, normal_init, reset_children
 
 __all__ = ["MultiheadAttention", "RotaryArgument"]
 
@@ -53,7 +55,7 @@ def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
 
 
 def _rank_by_rank(
-    init_method: Callable[[Tensor], Any] | None, sizes: Sequence[int], ranks: int
+    init_method: InitMethod | None, sizes: Sequence[int], ranks: int
 ) -> Callable[[Tensor], Any] | None:
     """``init_method`` for a weight whose rows lie rank by rank, and of a rank piece by piece.
 
@@ -144,9 +146,9 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         qkv_format: sbhd, bshd or thd.
         rotary_pos_interleaved: as the rotary angles were made.
         softmax_scale: as in ``DotProductAttention``.
-        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. GEMMs run beside what
             is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
-            turns that off. Numbers are the same.
+            switches it off. Numbers are the same.
 
     Raises:
         ValueError: sizes or names that do not belong together.
@@ -163,16 +165,16 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         kv_channels: int | None = None,
         attention_dropout: float = 0.1,
         layernorm_epsilon: float = 1e-5,
-        init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
-        tp_group: Any = None,
+        tp_group: ProcessGroup | None = None,
         tp_size: int = 1,
         num_gqa_groups: int | None = None,
         fuse_wgrad_accumulation: bool = False,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
+        get_rng_state_tracker: GetRngStateTracker | None = None,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         return_bias: bool = False,
@@ -190,7 +192,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         *,
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
-        **ub: Any,
+        **ub: object,
     ) -> None:
         super().__init__()
         check_format("qkv_format", qkv_format)
@@ -294,16 +296,16 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         self.core_attention.to(self.proj.weight.device)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
 
-    def _projection(self, how: dict[str, Any], **sizes: int) -> Any:
+    def _projection(self, arguments: dict[str, Any], **sizes: int) -> Any:
         """The layer with arguments ``how`` that makes tensors of these sizes, by name."""
-        kind: Any = LayerNormLinear if "normalization" in how else Linear
+        kind: Any = LayerNormLinear if "normalization" in arguments else Linear
         pieces = tuple(sizes.values())
         if not self.fuse_qkv_params:
-            return kind(self.hidden_size, sum(pieces), parameters_split=sizes, **how)
+            return kind(self.hidden_size, sum(pieces), parameters_split=sizes, **arguments)
         if self.qkv_weight_interleaved:
-            return kind(self.hidden_size, sum(pieces), **how)
-        init_method = _rank_by_rank(how["init_method"], pieces, self.tp_size)
-        layer = kind(self.hidden_size, sum(pieces), **{**how, "init_method": init_method})
+            return kind(self.hidden_size, sum(pieces), **arguments)
+        init_method = _rank_by_rank(arguments["init_method"], pieces, self.tp_size)
+        layer = kind(self.hidden_size, sum(pieces), **{**arguments, "init_method": init_method})
         layer._joined = tuple(size // self.tp_size for size in pieces)
         layer.set_tensor_parallel_group(self.tp_group)
         return layer
@@ -439,7 +441,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             )
         ndim = 2 if self.qkv_format == "thd" else 3
         check_input("hidden_states", hidden_states, (self.hidden_size,), "hidden_size", ndim=ndim)
-        others = hidden_states
+        key_source = hidden_states
         if self.attention_type == "cross":
             if encoder_output is None:
                 raise ValueError(
@@ -448,7 +450,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
                 )
             size = (self.hidden_size,)
             check_input("encoder_output", encoder_output, size, "hidden_size", ndim=ndim)
-            others = encoder_output
+            key_source = encoder_output
         elif encoder_output is not None:
             raise ValueError(
                 f"encoder_output must be None in self attention; got {shown(encoder_output)}. Set "
@@ -456,27 +458,27 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             )
         context = self.context_parallel
         sizes = sizes_of(
-            hidden_states, others, self.qkv_format, 1 if context is None else context.size
+            hidden_states, key_source, self.qkv_format, 1 if context is None else context.size
         )
-        if self.qkv_format != "thd" and others.shape[int(self.qkv_format == "sbhd")] != sizes.B:
+        if self.qkv_format != "thd" and key_source.shape[int(self.qkv_format == "sbhd")] != sizes.B:
             raise ValueError(
                 f"encoder_output must have the {sizes.B} sequences of hidden_states; got shape "
-                f"{tuple(others.shape)}. Check the format, {self.qkv_format}."
+                f"{tuple(key_source.shape)}. Check the format, {self.qkv_format}."
             )
-        known = None if self.core_attention.sequence_parallel and self.tp_size > 1 else sizes
+        known_sizes = None if self.core_attention.sequence_parallel and self.tp_size > 1 else sizes
         self.core_attention.check_arguments(
-            rules, known, attention_mask, lengths, inference_params, bias, mask_name
+            rules, known_sizes, attention_mask, lengths, inference_params, bias, mask_name
         )
         for freqs, tokens in zip(angles or (), sizes[1:], strict=False):
             check_angles("rotary_pos_emb", freqs, self.kv_channels)
-            if known is not None and self.qkv_format != "thd":
+            if known_sizes is not None and self.qkv_format != "thd":
                 reached = positions_reached(tokens, inference_params)
                 check_positions("rotary_pos_emb", freqs, reached)
 
     def _project(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query, key and value, heads apart, and the norm's output if it is to be returned."""
+        """Query, key and value, one head a row, and the norm's output if it is to be returned."""
         normed = None
         if self.attention_type == "self":
             layer: Any = self.layernorm_qkv if self.input_layernorm else self.qkv

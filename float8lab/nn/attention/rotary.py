@@ -21,7 +21,7 @@ from float8lab.arguments import (
 from float8lab.distributed.context_parallel import places_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.layout import check_format
-from float8lab.nn.linear import default_device
+from float8lab.nn.parameters import default_device
 from float8lab.ops import rotate_op
 from float8lab.ops.reference.rotary import rotate
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """The angles by which ``apply_rotary_pos_emb`` turns queries and keys.
+    """The angles by which ``apply_rotary_pos_emb`` rotates queries and keys.
 
     Args:
         dim: head size.
@@ -78,7 +78,7 @@ class RotaryPositionEmbedding(nn.Module):
         )
         rotary_base = check_number("rotary_base", rotary_base, above=0)
         check_flags(interleaved=interleaved)
-        where = check_device("device", device)
+        target = check_device("device", device)
         rotated = int(dim * rotary_percent)
         if rotated < 2 or rotated % 2:
             raise ValueError(
@@ -88,8 +88,8 @@ class RotaryPositionEmbedding(nn.Module):
         self.seq_len_interpolation_factor = factor
         self.pretrained_max_position_embeddings = trained
         self.interleaved = interleaved
-        where = torch.device(device) if device is not None else default_device()
-        powers = torch.arange(0, rotated, 2, dtype=torch.float32, device=where) / rotated
+        target = torch.device(device) if device is not None else default_device()
+        powers = torch.arange(0, rotated, 2, dtype=torch.float32, device=target) / rotated
         self.register_buffer("inv_freq", rotary_base**-powers, persistent=False)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
@@ -133,7 +133,7 @@ def apply_rotary_pos_emb(
         tensor_format: sbhd, bshd or thd.
         interleaved: as the angles were made.
         start_positions: ``[B]``, position of each sequence's first token; 0 if None.
-        cu_seqlens: ``[B + 1]`` cumulative lengths, for thd: positions start anew in each sequence.
+        cu_seqlens: ``[B + 1]`` cumulative lengths, for thd: positions restart in each sequence.
         fused: no effect: one kernel does it on a GPU.
         cp_size: R: ``t`` has the tokens that one of R context-parallel ranks has of each sequence,
             see ``float8lab.distributed.shard_sequence``; ``freqs`` and ``cu_seqlens`` are those of
@@ -141,7 +141,7 @@ def apply_rotary_pos_emb(
         cp_rank: which rank.
 
     Returns:
-        Shape and dtype of ``t``, turned in float32.
+        Shape and dtype of ``t``, rotated in float32.
 
     Raises:
         TypeError: a tensor of another kind.
@@ -273,15 +273,15 @@ def turn(
         return rotate(t, cos, sin, interleaved, False)
     if tensor_format == "thd":
         t, cos, sin = (x.unsqueeze(1) for x in (t, cos, sin))
-    turned: Tensor = _Rotate.apply(t, cos, sin, interleaved, False)
-    return turned.squeeze(1) if tensor_format == "thd" else turned
+    rotated: Tensor = _Rotate.apply(t, cos, sin, interleaved, False)
+    return rotated.squeeze(1) if tensor_format == "thd" else rotated
 
 
 def _takes_op(t: Tensor, angles: Tensor) -> bool:
     """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated.
 
     It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
-    be computed again for every head.
+    be recomputed for every head.
     """
     if torch._C._are_functorch_transforms_active():
         return False
@@ -301,10 +301,10 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        how = (*ctx.saved_tensors, ctx.how[0], not ctx.how[1])
+        arguments = (*ctx.saved_tensors, ctx.how[0], not ctx.how[1])
         # A graph has no backward of backward.
         rotate = rotate_op if torch.compiler.is_compiling() else _Rotate.apply
-        return rotate(dy, *how), None, None, None, None
+        return rotate(dy, *arguments), None, None, None, None
 
 
 def _tokens_of_rank(
@@ -320,7 +320,7 @@ def _tokens_of_rank(
 def _positions_in_sequences(
     token: Tensor, cu_seqlens: Tensor, start_positions: Tensor | None
 ) -> Tensor:
-    # Tokens behind the last sequence count on from its start; nobody reads them.
+    # Tokens behind the last sequence count on from its start; no caller reads them.
     sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
     sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
     position = token - cu_seqlens[sequence]

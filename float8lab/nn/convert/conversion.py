@@ -42,9 +42,7 @@ from float8lab.nn.convert.report import forget_conversion, remember_conversion, 
 from float8lab.nn.convert.swap import class_of, plain_class, run_layers_of_encoders, set_recipe
 from float8lab.nn.convert.walk import ModelWalk, ParameterUsers, has_recipe, users_of, walk_model
 from float8lab.nn.convert.wrapped_forward import rebind_forward
-from float8lab.nn.expert_mlp import ExpertMLP
-from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.grouped_linear import GroupedLinear
+from float8lab.nn.layer import GemmModule
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions
 from float8lab.recipes.auto import Auto
@@ -84,7 +82,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     Parameters are shared, not copied: optimizers made before stay valid, tied weights stay tied,
     state_dict keys do not change. A converted layer runs in FP8 by default, under an enclosing
     ``autocast(recipe=...)`` by that recipe, and in high precision under
-    ``autocast(enabled=False)``. Converting again changes recipes and converts what is new.
+    ``autocast(enabled=False)``. Repeating it changes recipes and converts what is new.
 
     With a delayed recipe, one call of ``model`` is one step of the scales; call the model itself,
     or use ``autocast`` around what you call.
@@ -225,7 +223,12 @@ def _choose_all_gather(
     recipes = {id(plan.candidate.layer): plan.recipe for plan in layers}
     late = 0
     for plan in layers:
-        for weight, precision in _gathered_weights(plan.candidate.layer):
+        layer = plan.candidate.layer
+        if not isinstance(layer, GemmModule) or not layer.gathers_fp8:
+            continue
+        for gemm in layer.gemms:
+            weight = layer._parameters.get(gemm.weights[0])
+            precision = getattr(layer, gemm.state)
             modules = users.get(id(weight), [])
             agree = all(recipes.get(id(module)) == plan.recipe for module, _ in modules)
             too_late = is_sharded_plain(weight)
@@ -237,15 +240,6 @@ def _choose_all_gather(
         f"{late} weights were sharded before they were converted, and are gathered in high "
         "precision; convert before fully_shard to gather them in FP8"
     ]
-
-
-def _gathered_weights(layer: Any) -> list[tuple[Any, Precision]]:
-    """The weights of a layer that FSDP2 can gather in FP8, and the state of their casts."""
-    if isinstance(layer, (Linear, GroupedLinear)):
-        return [(layer._parameters.get("weight"), layer._fp8)]
-    if isinstance(layer, ExpertMLP):
-        return [(layer.fc1_weight, layer._fp8_fc1), (layer.fc2_weight, layer._fp8_fc2)]
-    return []
 
 
 def _register_hooks(model: nn.Module, walk: ModelWalk, layers: Sequence[LayerPlan]) -> None:
@@ -299,7 +293,7 @@ def to_high_precision(model: _Model) -> _Model:
     for module in modules:
         if isinstance(module, CONVERTED):
             _dequantize_parameters(module)
-        if isinstance(module, (FusedModule, GroupedLinear, ExpertMLP, DotProductAttention)):
+        if isinstance(module, (GemmModule, DotProductAttention)):
             for _, precision in precisions(module):
                 precision.recipe, precision.pinned = None, False
     for layer in layers:

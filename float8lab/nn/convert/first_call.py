@@ -3,7 +3,7 @@
 A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that GEMM is in
 high precision, whatever class the layer has. A model is watched during its first call in eager
 mode, by hooks on the model alone. They stay, and return at once in later calls: a model that was
-compiled with them would be compiled again without. Nothing is seen of a call that runs compiled.
+compiled with them would be recompiled without. Nothing is seen of a call that runs compiled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FirstCall:
         self._outputs: list[Tensor] | None = None  # of a call that finished
 
     def before(self, model: nn.Module, args: Any) -> None:
-        # In this order: a graph is guarded by what is asked for while it is traced.
+        # In this order: a graph has guards on what is read while it is traced.
         if torch.compiler.is_compiling() or self._done:
             return
         if self._recording is not None or in_backward():

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from float8lab.nn.expert_function import Layer
 from float8lab.nn.expert_mlp import ExpertsBase, layers_here, like
+from float8lab.nn.fused_function import Layer
 from float8lab.nn.gemm import output_dtype
 from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor
@@ -29,8 +29,8 @@ __all__ = ["ExpertWeight", "OtherExperts", "experts_class", "routers"]
 class ExpertWeight(NamedTuple):
     """A parameter with matrices of all experts, as a layer of theirs takes it."""
 
-    part: str
-    """The layer, of ``ExpertsBase.parts``."""
+    layer: str
+    """The layer, of ``ExpertsBase.layer_names``."""
     transposed: bool = False
     """Whether the matrices are ``[in, out]``."""
     joined: tuple[str, ...] = ()
@@ -348,7 +348,7 @@ class TitanGroupedMM(OtherExperts):
     """
 
     replaces = ("forward", "_grouped_mm")
-    parts = ("w1", "w3", "w2")
+    layer_names = ("w1", "w3", "w2")
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -381,7 +381,7 @@ class TitanGroupedMM(OtherExperts):
     ) -> Tensor:
         """``A @ B_t[e]``, or ``A @ weight_EOI[e].T``, for the rows of each expert."""
         weight: Any = weight_EOI if B_t is None else B_t.mT
-        precision = getattr(self, f"_fp8_{TitanGroupedMM.parts[self._gemms_begun % 3]}")
+        precision = getattr(self, f"_fp8_{TitanGroupedMM.layer_names[self._gemms_begun % 3]}")
         self._gemms_begun += 1
         return self._multiply(precision, _plain(A), offs, weight)
 

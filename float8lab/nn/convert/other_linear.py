@@ -15,14 +15,14 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
-from float8lab.nn.linear import moved_in_place
 from float8lab.nn.precision import Precision
+from float8lab.nn.storage import MovedInPlace
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["OtherLinear", "known_linear", "linear_shape", "load_float8_class", "register_linear"]
 
 
-class OtherLinear(nn.Module):
+class OtherLinear(MovedInPlace):
     """Base of the FP8 class of another library's linear layer.
 
     Such a class comes before the library's: ``class Float8Conv1D(OtherLinear, Conv1D)``. The layer
@@ -76,10 +76,6 @@ class OtherLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}{describe_fp8(self)}".removeprefix(", ")
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with moved_in_place(self, fn):
-            return super()._apply(fn, recurse)
 
 
 def register_linear(name: str, load: Callable[[], type[OtherLinear]]) -> None:

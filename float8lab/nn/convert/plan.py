@@ -29,9 +29,8 @@ from float8lab.nn.convert.report import emulated_gemms
 from float8lab.nn.convert.walk import Candidate, ModelWalk, matrix_shapes
 from float8lab.nn.convert.wrapped_forward import has_wrapped_forward
 from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
-from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.grouped_linear import GroupedLinear
-from float8lab.nn.linear import Linear
+from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import precisions
 from float8lab.recipes.auto import Auto, Prediction, choose, explain, predict
 from float8lab.recipes.cost import Times
@@ -51,7 +50,7 @@ __all__ = [
 
 _Choice = Recipe | Auto
 
-CONVERTED = (Linear, OtherLinear, FusedModule, GroupedLinear, ExpertsBase)
+CONVERTED = (GemmModule, OtherLinear, ExpertsBase)
 """Modules that have a recipe of their own."""
 
 
@@ -358,8 +357,8 @@ def _misfit(layer: nn.Module, recipe: Recipe, *, sharded: bool) -> str | None:
         ]
         return misfit(features, recipe.linear)
     parallels = (precision.parallel for _, precision in precisions(layer))
-    found = (p.misfit(recipe.linear) for p in parallels if isinstance(p, TensorParallel))
-    return next(filter(None, found), None)
+    misfits = (p.misfit(recipe.linear) for p in parallels if isinstance(p, TensorParallel))
+    return next(filter(None, misfits), None)
 
 
 def lines_about_recasts(plans: Sequence[LayerPlan]) -> list[str]:

@@ -18,10 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.convert.other_experts import OtherExperts, experts_class
 from float8lab.nn.convert.other_linear import known_linear, linear_shape
-from float8lab.nn.expert_mlp import ExpertMLP
-from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.grouped_linear import GroupedLinear
-from float8lab.nn.layernorm_mlp import LayerNormMLP
+from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import precisions
 
 __all__ = [
@@ -88,9 +85,6 @@ def walk_model(model: nn.Module) -> ModelWalk:
     )
 
 
-_LIBRARY_MODULES = (FusedModule, GroupedLinear, ExpertMLP)
-"""Modules of this library that have no class of torch's."""
-
 _NO_MATRICES = (
     nn.Embedding,
     nn.EmbeddingBag,
@@ -104,7 +98,8 @@ _NO_MATRICES = (
 
 def _as_candidate(name: str, module: nn.Module, linear_class: Any) -> Candidate | None:
     """The candidate that a module is, if it is one; ``linear_class`` is that of its class."""
-    if linear_class is not None or isinstance(module, _LIBRARY_MODULES):
+    has_no_plain_class = isinstance(module, GemmModule) and not isinstance(module, nn.Linear)
+    if linear_class is not None or has_no_plain_class:
         return Candidate(name, module, linear_class)
     experts = experts_class(module)
     if experts is not None:
@@ -131,10 +126,8 @@ def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
         return [tuple(layer.get_parameter(name).shape) for name in candidate.matrices]
     if candidate.experts_class is not None:
         return candidate.experts_class.shapes(layer)
-    if isinstance(layer, (LayerNormMLP, ExpertMLP)):
-        return [tuple(layer.fc1_weight.shape), tuple(layer.fc2_weight.shape)]
-    if isinstance(layer, GroupedLinear):
-        return [(layer.num_gemms, layer.out_features, layer.in_features)]
+    if isinstance(layer, GemmModule) and candidate.linear_class is None:
+        return [gemm.shape for gemm in layer.gemms]
     return [linear_shape(layer, candidate.linear_class)]
 
 

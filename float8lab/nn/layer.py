@@ -1,0 +1,431 @@
+"""The base of modules of GEMMs: what their declarations say becomes parameters and FP8 state.
+
+Note: the nouns of this room.
+
+- *GEMM definition*: a ``GemmDef``, which names the parameters that form the weight of one GEMM, and
+  says their sizes on this rank and how ranks share them. ``module.gemms`` has one for each GEMM.
+- *state*: the ``Precision`` of a GEMM, ``module._fp8``, or ``module._fp8_fc1`` of a GEMM ``fc1``.
+- *storage*: parameters are stored in FP8 where ``fp8_model_init`` is active (``storage.py``).
+- *shard marks*: attributes of parameters that say to trainers which dimension ranks share.
+
+A constructor checks its arguments, sets attributes, and calls ``_build`` with its definitions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_input,
+)
+from float8lab.distributed.comm import SharedScales, mark_sequence_parallel
+from float8lab.distributed.fsdp.shards import Shardable
+from float8lab.distributed.fsdp.weight import WeightCast
+from float8lab.distributed.shard_map import ShardMap
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.casts import plain, spec_of_experts
+from float8lab.nn.describe import describe_fp8
+from float8lab.nn.main_grad import fused_weight
+from float8lab.nn.norm import check_norm
+from float8lab.nn.norm_function import NormKind
+from float8lab.nn.parallel import (
+    TensorParallelGroup,
+    ignore_extra_state,
+    mark_shard,
+    overlap_of,
+    share_of,
+)
+from float8lab.nn.parameters import InitMethod, default_device, initialise, materialize
+from float8lab.nn.precision import Call, Precision, place_precisions
+from float8lab.nn.storage import MovedInPlace, store_in_fp8
+from float8lab.recipes.region import STATE
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["GemmDef", "GemmModule", "NormGemmModule", "linear_in_high_precision"]
+
+
+class GemmDef(NamedTuple):
+    """The definition of a GEMM, ``y = x @ weight.T + bias``; sizes are those of this rank."""
+
+    weights: tuple[str, ...]
+    """Names of the parameters that form the weight, below each other; or one for each expert."""
+    biases: tuple[str, ...]
+    """Names of their biases."""
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes of these weights: ``[N, K]``, or ``[E, N, K]`` of all experts together."""
+    bias_shapes: tuple[tuple[int, ...], ...] = ()
+    """The shapes of the biases; empty: they are None."""
+    name: str = ""
+    """Of the GEMM in its module; "" where there is but one."""
+    init_method: InitMethod | None = None
+    mode: str | None = None
+    """How ranks share the weight: "column", "row" or None."""
+    features: tuple[int, ...] = ()
+    """How many of the features that ranks share this rank has: one number, or one for each of
+    several matrices behind each other."""
+    experts: int = 0
+    """How many experts' matrices the weight consists of; 0: it is one matrix."""
+
+    @classmethod
+    def split(
+        cls,
+        sizes: Mapping[str, int] | None,
+        out_features: int,
+        in_features: int,
+        *,
+        ranks: int,
+        mode: str | None,
+        bias: bool,
+        init_method: InitMethod | None,
+    ) -> GemmDef:
+        """The definition of a module's only GEMM, whose weight may be split into parameters.
+
+        Args:
+            sizes: rows of each parameter, by name; None: one parameter.
+            out_features: N, on all ranks together.
+            in_features: K, on all ranks together.
+            ranks: how many ranks share it.
+            mode: how they share it.
+            bias: whether there are biases.
+            init_method: initialises the weight.
+        """
+        named = {"out_features": out_features}
+        if sizes is not None:
+            named = {f"parameters_split[{name!r}]": size for name, size in sizes.items()}
+        columns = ranks if mode == "column" else 1
+        rows = tuple(share_of(name, size, columns) for name, size in named.items())
+        K = share_of("in_features", in_features, ranks if mode == "row" else 1)
+        prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
+        return cls(
+            tuple(f"{prefix}weight" for prefix in prefixes),
+            tuple(f"{prefix}bias" for prefix in prefixes),
+            tuple((N, K) for N in rows),
+            tuple((N,) for N in rows) if bias else (),
+            init_method=init_method,
+            mode=mode,
+            features=(K,) if mode == "row" else rows,
+        )
+
+    @classmethod
+    def named(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        bias: bool,
+        init_method: InitMethod | None,
+        mode: str | None = None,
+        *,
+        features: tuple[int, ...] = (),
+    ) -> GemmDef:
+        """The definition of one of several GEMMs, with one weight of ``shape``."""
+        return cls(
+            (f"{name}_weight",), (f"{name}_bias",), (shape,), (shape[:-1],) if bias else (), name,
+            init_method, mode, features, shape[0] if len(shape) == 3 else 0,
+        )  # fmt: skip
+
+    @property
+    def state(self) -> str:
+        """The name of the attribute with the GEMM's FP8 state."""
+        return f"_fp8_{self.name}" if self.name else "_fp8"
+
+    @property
+    def shard_dim(self) -> int:
+        """The dimension of a matrix that ranks share."""
+        return int(self.mode == "row")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[N, K]`` on this rank, ``[E, N, K]`` of experts."""
+        first = self.shapes[0]
+        if self.experts:
+            return (self.experts, *first[-2:])
+        return sum(shape[0] for shape in self.shapes), first[1]
+
+    @property
+    def out_features(self) -> int:
+        """N, on this rank."""
+        return self.shape[-2]
+
+    @property
+    def in_features(self) -> int:
+        """K, on this rank."""
+        return self.shape[-1]
+
+    def parameters(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> Iterator[tuple[str, nn.Parameter | None]]:
+        """New parameters by name, each bias after its weight; weights are not initialised.
+
+        Matrices of experts are in one memory.
+        """
+        weights = self._allocate(torch.empty, self.shapes, device, dtype)
+        biases: Sequence[nn.Parameter | None] = (None,) * len(self.biases)
+        if self.bias_shapes:
+            biases = self._allocate(torch.zeros, self.bias_shapes, device, dtype)
+        yield from (
+            parameter
+            for pair in itertools.zip_longest(
+                zip(self.weights, weights, strict=True), zip(self.biases, biases, strict=True)
+            )
+            for parameter in filter(None, pair)
+        )
+
+    def _allocate(
+        self,
+        make: Callable[..., Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> list[nn.Parameter]:
+        """New parameters; those of single experts are one memory."""
+        if self.experts and len(shapes) > 1:
+            together = make((len(shapes), *shapes[0]), device=device, dtype=dtype)
+            return [nn.Parameter(matrix) for matrix in together.unbind()]
+        return [nn.Parameter(make(shape, device=device, dtype=dtype)) for shape in shapes]
+
+
+class GemmModule(MovedInPlace, Shardable, TensorParallelGroup):
+    """A module whose parameters, FP8 state, shard marks and repr follow from its definitions."""
+
+    gemms: tuple[GemmDef, ...] = ()
+    """The definitions of the module's GEMMs, in the order of its parameters."""
+    use_bias: bool
+    return_bias = False
+    fuse_wgrad_accumulation = False
+    parallel_mode: str | None = None
+
+    _shown: ClassVar[tuple[str, ...]] = ()
+    """The attributes that the module's repr shows."""
+    gathers_fp8: ClassVar[bool] = True
+    """Whether FSDP2 may gather the weights in FP8."""
+    _keeps_initial_values = False
+
+    def _set_flags(self, *, bias: bool, **flags: bool) -> None:
+        """Check flags and keep each under its name, ``bias`` as ``use_bias``."""
+        check_flags(bias=bias, **flags)
+        self.use_bias = bool(bias)
+        for name, flag in flags.items():
+            setattr(self, name, bool(flag))
+
+    def _build(
+        self,
+        *gemms: GemmDef,
+        device: torch.device | str | None,
+        params_dtype: torch.dtype | None,
+        tp_group: ProcessGroup | None = None,
+        ub: Mapping[str, object] | None = None,
+    ) -> None:
+        """Make what the definitions say: the last step of a constructor."""
+        check_dtype("params_dtype", params_dtype)
+        device = check_device("device", device) or default_device()
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
+        self.gemms = gemms
+        for gemm in gemms:
+            precision = Precision()
+            precision.experts = gemm.experts or 1
+            setattr(self, gemm.state, precision)
+        self._register_parameters(device, params_dtype or torch.get_default_dtype())
+        self.overlap = overlap_of(type(self).__name__, ub or {})
+        self.set_tensor_parallel_group(tp_group)
+        if device.type != "meta":
+            self.reset_parameters()
+        for gemm in gemms:
+            sharing = self._shared_scales(gemm)
+            self._keeps_initial_values = store_in_fp8(self, gemm.weights, sharing)
+            self._mark_shards(gemm)
+        place_precisions(self)
+
+    def _register_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
+        for gemm in self.gemms:
+            for name, parameter in gemm.parameters(device, dtype):
+                self.register_parameter(name, parameter)
+
+    def reset_parameters(self) -> None:
+        """Initialise weights by the init methods, and biases to 0.
+
+        Parameters on the meta device get memory on the default one, as in a new module.
+        """
+        materialize(self)
+        for gemm in self.gemms:
+            weights = [getattr(self, name) for name in gemm.weights]
+            pieces = gemm.features if len(weights) == 1 else ()
+            shard = self._shard(gemm.shard_dim - 2, pieces)
+            for together in [[w] for w in weights] if gemm.experts else [weights]:
+                initialise(together, gemm.init_method, keep=self._keeps_initial_values, shard=shard)
+            for name in gemm.biases:
+                bias = getattr(self, name)
+                if bias is not None:
+                    nn.init.zeros_(bias)
+
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {
+            gemm.state: (gemm.mode, self._joined or gemm.features)
+            for gemm in self.gemms
+            if gemm.mode is not None
+        }
+
+    def _shared_scales(self, gemm: GemmDef) -> SharedScales | None:
+        """How ranks share the scales of a weight that is to be stored in FP8."""
+        parallel = getattr(self, gemm.state).parallel
+        if parallel is None or STATE.init is None:
+            return None
+        if self.tp_group is None:
+            raise ValueError(
+                f"tp_group must be given where the weights of {self.tp_size} tensor-parallel ranks "
+                "are stored in FP8, which share scales; got None. Pass the group to the module."
+            )
+        return SharedScales(parallel, gemm.shard_dim)
+
+    def _mark_shards(self, gemm: GemmDef) -> None:
+        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
+        if self.tp_size == 1:
+            return
+        for name in gemm.weights:
+            mark_shard(getattr(self, name), gemm.shard_dim - 2 * bool(gemm.experts))
+        if gemm.experts or not gemm.bias_shapes:
+            return
+        if gemm.mode == "row":
+            mark_sequence_parallel(self, self.sequence_parallel, *gemm.biases)
+        else:
+            for name in gemm.biases:
+                mark_shard(getattr(self, name), 0)
+
+    def _weight_cast(self, name: str) -> WeightCast | None:
+        gemm = next((gemm for gemm in self.gemms if gemm.weights == (name,)), None)
+        if gemm is None or not self.gathers_fp8:
+            return None
+        precision: Precision = getattr(self, gemm.state)
+        cast = precision.weight_gather(shares_scales=self._placement is not None)
+        if cast is None or not gemm.experts:
+            return cast
+        is_stack = len(gemm.shapes[0]) == 3
+        return cast._replace(spec=spec_of_experts(cast.spec)) if is_stack else None
+
+    def _weight_and_bias(self, gemm: GemmDef) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that the parameters of a GEMM form."""
+        weights = [getattr(self, name) for name in gemm.weights]
+        biases = [getattr(self, name) for name in gemm.biases]
+        if len(weights) == 1:
+            return weights[0], biases[0]
+        weight = torch.cat([plain(weight) for weight in weights])
+        return weight, None if biases[0] is None else torch.cat(biases)
+
+    def _begin(
+        self,
+        precision: Precision,
+        x: Tensor,
+        weight: Tensor,
+        first_microbatch: bool | None,
+        tokens: ShardMap | None,
+    ) -> Call | None:
+        """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
+        call = precision.begin(
+            x, training=self.training, first_microbatch=first_microbatch,
+            fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
+            tokens=tokens,
+        )  # fmt: skip
+        return call if weight.dtype in HIGH_PRECISION_DTYPES else None
+
+    def extra_repr(self) -> str:
+        shown = [f"{name.removeprefix('use_')}={getattr(self, name)}" for name in self._shown]
+        return f"{', '.join(shown)}{describe_fp8(self)}"
+
+
+class NormGemmModule(GemmModule):
+    """GEMMs after a norm with parameters ``layer_norm_weight`` and ``layer_norm_bias``."""
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+    normalization: str
+    eps: float
+    zero_centered_gamma: bool
+    _norm: NormKind
+    gathers_fp8 = False
+
+    def _set_norm(self, normalization: str, eps: float) -> None:
+        """Set the kind of norm, after the flags."""
+        self.eps = check_norm(normalization, "eps", eps)
+        self.normalization = normalization
+        self._norm = NormKind(
+            center=normalization == "LayerNorm",
+            eps=self.eps,
+            zero_centered=self.zero_centered_gamma,
+        )
+
+    @property
+    def _norm_is_gathered(self) -> bool:
+        """Whether ranks share the features of the norm, which gather them: of row parallelism."""
+        return self.gemms[0].mode == "row" and self.tp_size > 1
+
+    def _register_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
+        gathered = self._norm_is_gathered
+        size = self.gemms[0].in_features * (self.tp_size if gathered else 1)
+        self.layer_norm_weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        bias = torch.empty(size, device=device, dtype=dtype) if self._norm.center else None
+        self.register_parameter("layer_norm_bias", None if bias is None else nn.Parameter(bias))
+        # Under sequence parallelism each rank has the gradients of its own tokens.
+        marked = self.sequence_parallel and not gathered
+        mark_sequence_parallel(self, marked, "layer_norm_weight", "layer_norm_bias")
+        super()._register_parameters(device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Initialise the norm, weights by the init methods, and biases to 0.
+
+        Parameters on the meta device get memory on the default one, as of a new module.
+        """
+        materialize(self)
+        nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+        super().reset_parameters()
+
+    def _checked(self, inp: Tensor, weight: Tensor, argument: str, ranks: int = 1) -> Tensor:
+        """The input in high precision; raises if norm and weight are of another size.
+
+        ``ranks``: how many share the features of the norm.
+        """
+        features, normed = weight.shape[1], weight.shape[1] * ranks
+        dtype = inp.dtype if isinstance(inp, Tensor) else None
+        if dtype not in PARAMETER_DTYPES or inp.shape[-1:] != weight.shape[1:]:
+            check_input("inp", inp, (features,), argument)
+        if self.layer_norm_weight.shape != (normed,):
+            raise ValueError(
+                f"layer_norm_weight must have the {normed} features of the weight ({argument}); "
+                f"got shape {tuple(self.layer_norm_weight.shape)}. Replace both by parameters of "
+                "one size."
+            )
+        return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
+
+    def _outputs(
+        self, y: Tensor, bias: Tensor | None, normed: Tensor | None
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """One output, or a tuple of as many as were asked for."""
+        outputs = [y]
+        if self.return_bias:
+            outputs.append(bias)  # type: ignore[arg-type]  # None without a bias
+        if normed is not None:
+            outputs.append(normed)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def linear_in_high_precision(
+    precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
+) -> Tensor:
+    """``x @ weight.T + bias`` without FP8, on one rank or several, and its amaxes if asked for."""
+    parallel = precision.parallel
+    if parallel is None:
+        precision.calibrate(x, weight)
+        return nn.functional.linear(x, weight, bias)
+    x = parallel.enter(x, tokens)
+    precision.calibrate(x, weight)
+    return parallel.linear(x, weight, bias, tokens)

@@ -1,0 +1,173 @@
+"""The parameters of a module: their device, their initial values, the names of a split weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.arguments import check_callables, check_instance, check_size, shown
+from float8lab.nn.parallel import ParameterShard
+from float8lab.nn.storage import keep_initial_value
+
+__all__ = [
+    "GetRngStateTracker",
+    "InitMethod",
+    "default_device",
+    "draw_from_tracker",
+    "initialise",
+    "materialize",
+    "normal_init",
+    "reset_children",
+    "sizes_of_split",
+]
+
+InitMethod: TypeAlias = Callable[[Tensor], object]
+"""Initialises a tensor in place; what it returns is ignored."""
+
+
+class _RngStateTracker(Protocol):
+    """A ``CudaRNGStatesTracker``, of this library, Megatron or Transformer Engine."""
+
+    def fork(self, *names: str) -> AbstractContextManager[None]:
+        """A context in which random numbers come from the named stream."""
+
+    def get_states(self) -> dict[str, Tensor]:
+        """The states of all streams."""
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Set the states of all streams."""
+
+
+GetRngStateTracker: TypeAlias = Callable[[], _RngStateTracker]
+
+
+def default_device() -> torch.device:
+    """Where modules put their parameters: the default device if the user set one, else CUDA."""
+    chosen = torch.get_default_device()
+    if chosen.type == "cpu" and torch.cuda.is_available() and not _default_device_was_set():
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _default_device_was_set() -> bool:
+    mode = torch.utils._device.CURRENT_DEVICE
+    return mode is not None or any(
+        isinstance(m, torch.utils._device.DeviceContext)
+        for m in torch.overrides._get_current_function_mode_stack()
+    )
+
+
+def materialize(module: nn.Module) -> None:
+    """Give those parameters of a module that are on the meta device memory on the default one."""
+    if any(p is not None and p.is_meta for p in module._parameters.values()):
+        device = default_device()
+        module._apply(
+            lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False
+        )
+
+
+def reset_children(module: nn.Module) -> None:
+    """Call ``reset_parameters`` of the modules that one consists of."""
+    for child in module.children():
+        reset = getattr(child, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+def normal_init(weight: Tensor) -> None:
+    """Initialise a weight by the default: normal, mean 0, standard deviation 0.023."""
+    nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def draw_from_tracker(
+    init_method: InitMethod | None,
+    get_rng_state_tracker: GetRngStateTracker | None,
+    rng_tracker_name: str | None,
+) -> InitMethod | None:
+    """The init method, or one that draws from a stream of the tracker if there is one."""
+    check_callables(("weight",), init_method=init_method)
+    check_callables((), get_rng_state_tracker=get_rng_state_tracker)
+    check_instance("rng_tracker_name", rng_tracker_name, str, "a name", optional=True)
+    if get_rng_state_tracker is None:
+        return init_method
+    names = () if rng_tracker_name is None else (rng_tracker_name,)
+    return partial(_draw_from, init_method or normal_init, get_rng_state_tracker, names)
+
+
+def _draw_from(
+    init: InitMethod, get_rng_state_tracker: GetRngStateTracker, names: tuple[str, ...], x: Tensor
+) -> None:
+    with get_rng_state_tracker().fork(*names):
+        init(x)
+
+
+def initialise(
+    weights: Sequence[Tensor],
+    init_method: InitMethod | None,
+    *,
+    keep: bool,
+    shard: ParameterShard | None = None,
+) -> None:
+    """Initialise the weight that parameters form below each other, by one call of the init method.
+
+    Parameters of experts, ``[E, N, K]``, take one call for each expert. With ``keep``, parameters
+    that are stored in FP8 keep these initial values in high precision. Shards are those of the
+    unsharded weight that one rank alone would initialise.
+    """
+    init, first = init_method or normal_init, weights[0]
+    with torch.no_grad():
+        if len(weights) == 1 and first.ndim == 2 and not keep and shard is None:
+            init(first)
+            return
+        shard = shard or ParameterShard()
+        shapes = [shard.unsharded_shape(weight.shape) for weight in weights]
+        rows = [shape[0] for shape in shapes]
+        values = torch.empty((sum(rows), *shapes[0][1:]), device=first.device, dtype=first.dtype)
+        for matrix in values if first.ndim == 3 else (values,):
+            init(matrix)
+        for weight, value in zip(weights, values.split(rows), strict=True):
+            local = shard.shard(value)
+            weight.copy_(local)
+            if keep:
+                keep_initial_value(weight, local.clone())
+
+
+def sizes_of_split(
+    split: Sequence[str] | Mapping[str, int] | None, out_features: int
+) -> dict[str, int] | None:
+    """``parameters_split`` as a mapping from names to sizes."""
+    if split is None:
+        return None
+    is_split = isinstance(split, (Mapping, Sequence)) and not isinstance(split, (str, bytes))
+    if not is_split or not all(isinstance(name, str) for name in split):
+        raise TypeError(
+            "parameters_split must be None, a sequence of names or a mapping from names to sizes; "
+            f"got {shown(split)}. Pass one, such as ('query', 'key', 'value')."
+        )
+    # A name with the suffix _weight or _bias stands for the pair.
+    names = [name.rstrip("_").removesuffix("_weight").removesuffix("_bias") for name in split]
+    if not all(names) or "." in "".join(names) or len(set(names)) != len(names) or not names:
+        raise ValueError(
+            "parameters_split must have at least one name, each another one and without a dot; got "
+            f"{shown(split)}. Each name_weight and name_bias becomes a parameter."
+        )
+    if isinstance(split, Mapping):
+        sizes = [check_size(f"parameters_split[{n!r}]", size) for n, size in split.items()]
+    elif out_features % len(split):
+        raise ValueError(
+            f"parameters_split must name a number of parameters that divides out_features "
+            f"{out_features}; got {len(split)} names. Pass a mapping from names to sizes instead."
+        )
+    else:
+        sizes = [out_features // len(names)] * len(names)
+    if sum(sizes) != out_features:
+        raise ValueError(
+            f"parameters_split must add up to out_features {out_features}; got {shown(split)}. "
+            "Correct the sizes."
+        )
+    return dict(zip(names, sizes, strict=True))
