@@ -45,12 +45,13 @@ from float8lab.inspect.watch.measure import (
 )
 from float8lab.inspect.watch.records import Log, Step
 from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
-from float8lab.nn.casts import Operand, plain, stored_as
+from float8lab.nn.casts import plain, stored_as
 from float8lab.nn.convert import matches
 from float8lab.nn.convert.report import conversion_report, was_converted
 from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
 from float8lab.ops import Prologue
 from float8lab.ops.gemm import may_multiply
+from float8lab.ops.operand import Operand
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale

@@ -19,14 +19,15 @@ from float8lab.checkpoints.experts import STACKED
 from float8lab.checkpoints.layouts import Stored, Weight
 from float8lab.formats import Float8Spec
 from float8lab.integrations.checkpoint.saved_names import SavedNames
-from float8lab.nn.casts import cast, cast_by, spec_of_experts
+from float8lab.nn.casts import spec_of_experts
 from float8lab.nn.convert import matches
 from float8lab.nn.convert.other_experts import ExpertWeight, experts_class
 from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.convert.walk import is_unseen
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
-from float8lab.nn.precision import Call, Precision, W, X, precisions
+from float8lab.nn.precision import Precision, W, X, call_under, precisions
+from float8lab.nn.quantize import quantize
 from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, Recipe
@@ -359,8 +360,8 @@ def _cast_batch(
             if scale.shape[0] > 1:
                 of = slice(start, start + x.shape[0])
                 scale, encode = scale[of], encode[of]
-            params = QuantParams(Factors(scale, encode), None)
-        qdata, scale = cast_by(x, spec, None, recipe.linear, params).rowwise
+            params = QuantParams(Factors(scale, encode), None, True)
+        qdata, scale = quantize(x, spec, None, params, float(recipe.linear.epsilon)).rowwise
     batch = spec_of_experts(spec)
     counts = batch.scale_shape(tuple(x.shape))
     scale = scale.reshape(-1, 1, 1) if spec.per_tensor else scale[:, : counts[1], : counts[2]]
@@ -531,7 +532,7 @@ def _cast(weight: Tensor, precision: Precision, recipe: Recipe) -> tuple[Tensor,
     slots = _slots(precision, recipe, weight.device)
     spec = recipe.linear.w
     with torch.no_grad():
-        qdata, scale = cast(weight, spec, W, Call(recipe, slots, False)).rowwise
+        qdata, scale = call_under(recipe, slots).scales.quantize(weight, W, spec).rowwise
     rows, columns = spec.scale_shape(tuple(weight.shape))
     scale = scale.reshape(1, 1) if spec.per_tensor else scale[:rows, :columns]
     return qdata[: weight.shape[0], : weight.shape[1]], scale
