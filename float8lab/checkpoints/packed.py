@@ -136,26 +136,33 @@ def find_packed(entry: Entry, entries: Mapping[str, Entry]) -> Item | None:
         entry: any tensor.
         entries: all of the checkpoint by name.
     """
-    if entry.dtype not in _BYTES or len(entry.shape) < 2:
-        return None
-    for layout in (*_LAYOUTS, _CONVERTED):
-        name = entry.name.removesuffix(layout.data)
-        scale = entries.get(f"{name}{layout.scale}")
-        if scale is None or not entry.name.endswith(layout.data) or scale.dtype not in _SCALES:
-            continue
-        if len(entry.shape) < 2 + layout.in_blocks + layout.transposed:
-            continue
-        suffix = bool(layout.data)
-        if layout is _CONVERTED:
-            if entry.name.rpartition(".")[2] != "weight":
-                continue
-            name, suffix = entry.name, False
-        tensor_scale = entries.get(f"{name}{layout.tensor_scale}") if layout.tensor_scale else None
-        packed = _Packed(name, entry, scale, tensor_scale, layout)
-        # Integers of 8 bits have scales of these names, too, though hardly any in bytes.
-        if suffix or scale.dtype == E4M3 or packed.block_size is not None:
-            return _item(packed)
+    if entry.dtype in _BYTES and len(entry.shape) >= 2:
+        for layout in (*_LAYOUTS, _CONVERTED):
+            packed = _packed(entry, entries, layout)
+            if packed is not None:
+                return _item(packed)
     return None
+
+
+def _packed(entry: Entry, entries: Mapping[str, Entry], layout: _Layout) -> _Packed | None:
+    """The weight whose data a tensor holds under a layout; None if names or sizes do not fit."""
+    name = entry.name.removesuffix(layout.data)
+    scale = entries.get(f"{name}{layout.scale}")
+    if scale is None or not entry.name.endswith(layout.data) or scale.dtype not in _SCALES:
+        return None
+    if len(entry.shape) < 2 + layout.in_blocks + layout.transposed:
+        return None
+    certain = scale.dtype == E4M3
+    if layout is _CONVERTED:
+        if entry.name.rpartition(".")[2] != "weight":
+            return None
+        name = entry.name
+    else:
+        certain |= bool(layout.data)
+    tensor_scale = entries.get(f"{name}{layout.tensor_scale}") if layout.tensor_scale else None
+    packed = _Packed(name, entry, scale, tensor_scale, layout)
+    # Integers of 8 bits have scales of these names, too, though hardly any in bytes.
+    return packed if certain or packed.block_size is not None else None
 
 
 def _item(packed: _Packed) -> Item:
