@@ -256,7 +256,7 @@ class Shardable(nn.Module):
 @contextmanager
 def _shards_kept(module: nn.Module) -> Iterator[None]:
     """Surrounds what may give the sharded parameters of a module other local tensors."""
-    shards = {name: local_of(p) for name, p in module._parameters.items()}
+    shards = {n: local_of(p) for n, p in module._parameters.items() if p is not None}
     weights = {name: shard.weight for name, shard in shards.items() if isinstance(shard, Shard)}
     try:
         yield
