@@ -296,13 +296,13 @@ def _bits(item: Item) -> torch.dtype | None:
 
 def _same_levels(a: Item, b: Item) -> bool:
     """Whether both have scales of blocks, or none, and the same scale of the tensor, or none."""
-    x, y = a.whole_scale(), b.whole_scale()
+    x, y = a.read_tensor_scale(), b.read_tensor_scale()
     same_whole = x is y if x is None or y is None else torch.equal(x, y)
     return same_whole and (a.scale is None) == (b.scale is None)
 
 
 def _raw(item: Item, box: Box) -> Tensor:
-    return item.codes(box) if item.quantized else item.entry.read(box)
+    return item.qdata(box) if item.quantized else item.entry.read(box)
 
 
 def _changed(x: Tensor, y: Tensor) -> int:

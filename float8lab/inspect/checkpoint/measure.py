@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from float8lab.checkpoints.item import Finding, Item, place_of
+from float8lab.checkpoints.item import Finding, Item, blocks_of_box
 from float8lab.checkpoints.source import Box, boxes
 from float8lab.formats import E2M1, E4M3, E5M2, Float4Spec, Float8Spec, scale_shape
 from float8lab.tensor.statistics import TensorStats, code_values
@@ -141,7 +141,7 @@ def _codes(item: Item, step: Step) -> Measured:
     kept: list[Tensor] | None = None  # of blocks that boxes cut
     nbytes = item.nbytes / max(math.prod(shape), 1)
     for box in boxes(shape, block):
-        codes = item.codes(box)
+        codes = item.qdata(box)
         counts += torch.bincount(codes.reshape(-1), minlength=count)
         body = codes & (count // 2 - 1)
         top, below = (
@@ -154,7 +154,7 @@ def _codes(item: Item, step: Step) -> Measured:
             for s, size, n in zip(box, block, shape, strict=True)
         )
         if cut:
-            place = place_of(box, block)
+            place = blocks_of_box(box, block)
             if kept is None:
                 kept = [
                     torch.zeros(whole, dtype=t) for t in (torch.uint8, torch.int64, torch.int64)
@@ -195,7 +195,7 @@ def _codes(item: Item, step: Step) -> Measured:
 
 def _factors(item: Item, box: Box | None) -> Tensor:
     """The decode factor of each block of a box: both levels of scales."""
-    whole = item.whole_scale(box)
+    whole = item.read_tensor_scale(box)
     return item.scales(box) if whole is None else item.scales(box) * whole
 
 

@@ -14,7 +14,7 @@ from float8lab.arguments import check_callables, check_names, check_path, check_
 from float8lab.checkpoints.item import Finding, Item, sizes
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
-from float8lab.checkpoints.source import CheckpointError, Source
+from float8lab.checkpoints.source import CheckpointError, CheckpointSource
 from float8lab.inspect.checkpoint.measure import Measured, measure
 from float8lab.inspect.text import Grid, Printed
 from float8lab.tensor.statistics import KINDS
@@ -235,7 +235,7 @@ def stepping(progress: Progress | None, total: int) -> Callable[[str, float], No
     return step
 
 
-def _notes(source: Source, items: Sequence[Item]) -> list[str]:
+def _notes(source: CheckpointSource, items: Sequence[Item]) -> list[str]:
     notes = list(source.notes)
     method = source.config.get("quant_method")
     if method == "fp8" and not any(item.fp8 for item in items):
@@ -249,7 +249,9 @@ def _row(item: Item, found: Measured) -> CheckpointRow:
     return CheckpointRow(*what, entry.file, found, item.findings + found.findings)
 
 
-def selected(source: Source, items: Sequence[Item], layer: str | Sequence[str]) -> list[Item]:
+def selected(
+    source: CheckpointSource, items: Sequence[Item], layer: str | Sequence[str]
+) -> list[Item]:
     """Return the items whose name, or whose module's name, matches a glob; all without globs.
 
     Raises:

@@ -26,7 +26,7 @@ from float8lab.checkpoints.layouts import FORMATS, Format, Weight
 from float8lab.checkpoints.safetensors import (
     DTYPES,
     Group,
-    Part,
+    NewTensor,
     check_target,
     write_checkpoint,
 )
@@ -168,7 +168,10 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     unnamed = [weight for weight in weights if found.lacks_names(weight)]
     reasons |= {name: weight.obstacle for weight in unnamed for name in weight.sources}
     weights = [
-        taken for weight in weights if weight not in unnamed for taken in found.taken(weight)
+        taken
+        for weight in weights
+        if weight not in unnamed
+        for taken in found.split_experts(weight)
     ]
     if not weights:
         raise ValueError(
@@ -300,9 +303,9 @@ def _groups(
         if name in by_name:
             groups += [format.group(_renamed(weight, names)) for weight in by_name[name]]
         elif name not in in_fp8:
-            part = Part(names.renamed.get(name, name), value.dtype, tuple(value.shape))
-            groups.append(Group((part,), functools.partial(_values, value)))
-    counts = Counter(part.name for group in groups for part in group.parts)
+            tensor = NewTensor(names.renamed.get(name, name), value.dtype, tuple(value.shape))
+            groups.append(Group((tensor,), functools.partial(_values, value)))
+    counts = Counter(tensor.name for group in groups for tensor in group.tensors)
     twice, count = counts.most_common(1)[0]
     if count > 1:
         raise ValueError(

@@ -21,7 +21,7 @@ from float8lab.checkpoints.item import Item
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
-from float8lab.checkpoints.source import CheckpointError, Source, boxes
+from float8lab.checkpoints.source import CheckpointError, CheckpointSource, boxes
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float4Spec, Float8Spec
 from float8lab.integrations.checkpoint.saved_names import saved_names
 from float8lab.integrations.checkpoint.weights import (
@@ -172,7 +172,7 @@ def load_fp8(
     )
 
 
-def _open(source: str | Path | Mapping[str, Tensor]) -> Source:
+def _open(source: str | Path | Mapping[str, Tensor]) -> CheckpointSource:
     if isinstance(source, Mapping):
         return open_checkpoint(source)
     path = Path(source)
@@ -258,12 +258,12 @@ class _Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) -> _Plan:
+def _plan(source: CheckpointSource, targets: _Targets, *, dequantize: bool, strict: bool) -> _Plan:
     """Match a checkpoint and a model; raise if they do not fit."""
     plan, problems, damage = _Plan(), [], []
     loaded: set[int] = set()
     items = stack_experts(_named_as_in_the_model(recognize(source), targets), targets.state)
-    experts = {part.name for item in items if isinstance(item, Stack) for part in item.each}
+    experts = {matrix.name for item in items if isinstance(item, Stack) for matrix in item.matrices}
     for item in items:
         name = item.name
         damage += _damage(item)
@@ -345,7 +345,7 @@ def _damage(item: Item) -> list[str]:
     assert item.spec is not None
     if item.entry.dtype not in (torch.uint8, item.spec.element_dtype):
         return [f"{item.name} is {item.entry.dtype_name}, and said to be {item.spec.describe()}"]
-    whole = item.whole_scale()
+    whole = item.read_tensor_scale()
     scale = item.scales() if whole is None else item.scales() * whole
     bad = int((~scale.isfinite() | (scale < 0)).sum())
     return [f"{item.name}: {bad} scales NaN, infinite or negative"] if bad else []
@@ -402,9 +402,9 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
         return nn.Parameter(_packed(item, spec, target.dtype, device), requires_grad=False)
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
     for box in boxes(item.entry.shape, item.block):
-        data[box] = item.codes(box).to(device)
+        data[box] = item.qdata(box).to(device)
     scale = item.scales().to(device)
-    amaxes = [other for other in item.others if other.name.endswith(".amax")]
+    amaxes = [other for other in item.extras if other.name.endswith(".amax")]
     fits = amaxes and amaxes[0].shape == tuple(scale.shape)
     amax = amaxes[0].read().to(device) if fits else scale * spec.largest()
     stored = Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, target.dtype)
@@ -420,9 +420,9 @@ def _packed(item: Item, spec: Float4Spec, dtype: torch.dtype, device: torch.devi
     for box in boxes(item.entry.shape, item.block):
         place = list(box)
         place[dim] = slice(box[dim].start // 2, box[dim].stop // 2)
-        packed[tuple(place)] = pack(item.codes(box), dim).to(device)
+        packed[tuple(place)] = pack(item.qdata(box), dim).to(device)
     scale = item.scales().to(spec.scale_dtype)  # which they were read from
-    whole = item.whole_scale()
+    whole = item.read_tensor_scale()
     return Float4Tensor(
         packed, scale.to(device), None if whole is None else whole.to(device), spec, dtype
     )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8lab.checkpoints.experts import PARTS, is_stack
+from float8lab.checkpoints.experts import STACKED, is_stack, matrix_name
 
 __all__ = ["SavedNames", "saved_names"]
 
@@ -43,25 +43,22 @@ class SavedNames:
         """The name of a matrix of a stack; the usual one where Transformers says nothing."""
         if stack in self.matrices:
             return self.matrices[stack][expert][index]
-        prefix, _, local = stack.rpartition(".")
-        name = f"{expert}.{PARTS[local][index]}.weight"
-        return f"{prefix}.{name}" if prefix else name
+        return matrix_name(stack, expert, index)
 
-    def parts(self, stack: str) -> int:
+    def matrices_per_expert(self, stack: str) -> int:
         """How many matrices each expert of a stack has."""
         if stack in self.matrices:
             return len(self.matrices[stack][0])
-        return len(PARTS[stack.rpartition(".")[2]])
+        return len(STACKED[stack.rpartition(".")[2]])
 
     def to_model(self) -> dict[str, str]:
         """The names in the model, those of matrices as usual, by the names in checkpoints."""
         names_in_model = {saved: name for name, saved in self.renamed.items()}
-        usual = SavedNames()
         for stack, experts in self.matrices.items():
-            if stack.rpartition(".")[2] in PARTS:
+            if stack.rpartition(".")[2] in STACKED:
                 for expert, names in enumerate(experts):
                     names_in_model |= {
-                        n: usual.matrix(stack, expert, i) for i, n in enumerate(names)
+                        n: matrix_name(stack, expert, i) for i, n in enumerate(names)
                     }
         return {saved: name for saved, name in names_in_model.items() if saved != name}
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from float8lab.checkpoints.experts import PARTS
+from float8lab.checkpoints.experts import STACKED
 from float8lab.checkpoints.layouts import Stored, Weight
 from float8lab.formats import Float8Spec
 from float8lab.integrations.checkpoint.saved_names import SavedNames
@@ -236,7 +236,7 @@ def held_weights(model: nn.Module) -> Iterator[HeldWeight]:
             elif isinstance(module, ExpertsBase):
                 descriptions = {f"{layer}_weight": ExpertWeight(layer) for layer in module.parts}
             else:
-                stacks = ((local, module._parameters.get(local)) for local in PARTS)
+                stacks = ((local, module._parameters.get(local)) for local in STACKED)
                 descriptions = {
                     local: ExpertWeight("")
                     for local, stack in stacks
@@ -318,7 +318,7 @@ def _obstacle(module: nn.Module, local: str, weight: ExpertWeight) -> str:
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     down = parameters.get("down_proj")
     up = parameters.get("gate_up_proj", parameters.get("up_proj"))
-    if local not in PARTS or up is None or down is None or not up.ndim == down.ndim == 3:
+    if local not in STACKED or up is None or down is None or not up.ndim == down.ndim == 3:
         kind = getattr(module, "original", type(module)).__name__
         return f"no other library has names for the matrices of {kind}"
     if any(name.endswith("_bias") for name in parameters):
@@ -420,13 +420,13 @@ def _split_experts(
             f"the experts in high precision by exclude=[{held.name!r}], or a pattern such as "
             f"{'*.' + held.name.rpartition('.')[2]!r}, or export the model in format='float8lab'."
         )
-    matrices = names.parts(held.path)
+    matrices = names.matrices_per_expert(held.path)
     each, (height, width) = rows // matrices, spec.block[1:]
     height = -1 if width == -1 and height in (-1, each) else height
     if matrices > 1 and height > 1 and each % height:
         raise ValueError(
             f"{held.path} must have a multiple of {height} rows for each of "
-            f"{' and '.join(PARTS[held.local])}, or blocks would lie across them; got {each}. "
+            f"{' and '.join(STACKED[held.local])}, or blocks would lie across them; got {each}. "
             "Exclude it, or export it in format='float8lab'."
         )
     matrix = replace(spec, block=(height, width))
@@ -512,7 +512,7 @@ def _as_cast(product: Product, recipe: Recipe) -> Weight:
                 *("", (whole,), whole.dtype, plan.w.fp8_dtype, plan.w.block, "decode", 0.0, 1),
                 *(True, False, False, scales),
             )
-        amaxes = block_amax(whole, plan.w.block) if amax else None
+        amaxes = block_amax(whole, plan.w.block) if amax else scales
         return _split(Stored(codes, scales, amaxes), shapes, plan.w)
 
     found = Weight(product.paths, shapes, product.name, plan.w, plan.x, make, scale)
@@ -559,12 +559,12 @@ def _split(whole: Stored, shapes: Sequence[tuple[int, ...]], spec: Float8Spec) -
     """Split a matrix into the parts of these shapes, along dimension 0."""
     if len(shapes) == 1:
         return [whole]
-    codes = whole.codes.split([shape[0] for shape in shapes])
+    codes = whole.qdata.split([shape[0] for shape in shapes])
     if spec.block[0] == -1:
         return [Stored(part, whole.scale, whole.amax) for part in codes]
     counts = [spec.scale_shape(shape)[0] for shape in shapes]
     scales = whole.scale.split(counts)
-    amaxes = [None] * len(counts) if whole.amax is None else whole.amax.split(counts)
+    amaxes = whole.amax.split(counts)
     return [Stored(*parts) for parts in zip(codes, scales, amaxes, strict=True)]
 
 
