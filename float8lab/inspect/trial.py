@@ -141,7 +141,7 @@ def _keep_contents(owner: object) -> _Restore:
     return restore
 
 
-def _keep_values(tensors: Iterable[object]) -> _Restore:
+def _keep_values(tensors: Iterable[Tensor]) -> _Restore:
     """Keep the values of tensors, those of a rank's shard and of the parts of a Float8Tensor."""
     local = [local_of(x) for x in tensors]
     buffers = ((x.qdata, x.scale, x.amax) if isinstance(x, Float8Tensor) else (x,) for x in local)

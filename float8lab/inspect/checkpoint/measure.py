@@ -203,7 +203,7 @@ def _measured(item: Item, blocks: _Blocks, counts: tuple[int, ...]) -> Measured:
 
 def _factors(item: Item, box: Box | None) -> Tensor:
     """The decode factor of each block of a box: both levels of scales."""
-    tensor_scale = item.whole_scale(box)
+    tensor_scale = item.read_tensor_scale(box)
     return item.scales(box) if tensor_scale is None else item.scales(box) * tensor_scale
 
 
