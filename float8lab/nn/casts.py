@@ -382,7 +382,9 @@ def input_source(
         return InputSource()
     if torch.compiler.is_compiling():
         return InputSource(quantized=_input_cast(x, specs, call, amax))
-    key = _input_key(x, inp, specs, call)
+    key = None
+    if inp is not None and not call.plan.delayed and all(specs):
+        key = _input_key(x, inp, specs, call)
     last = _SHARED.last
     if key is not None and last is not None and last[0]() is inp and last[1] == key:
         return InputSource(quantized=last[2])
@@ -396,12 +398,8 @@ def _input_cast(x: Matrix, specs: Orientations, call: Call, amax: Tensor | None)
     return cast(x, specs.rowwise, X, call, columnwise=specs.columnwise, amax=amax)
 
 
-def _input_key(
-    x: Matrix, inp: Tensor | None, specs: Orientations, call: Call
-) -> tuple[Any, ...] | None:
+def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple[Any, ...] | None:
     """All that the cast of an input depends on; None if no other layer may have it."""
-    if inp is None or call.plan.delayed or not all(specs):
-        return None
     node = inp.grad_fn
     if node is None or (inp.is_cuda and capturing()):
         return None  # while a CUDA graph is recorded nothing is shared: a replay needs all
