@@ -96,8 +96,10 @@ def input_source(
     if not any(specs):
         return InputSource()
     if torch.compiler.is_compiling():
-        return InputSource(quantized=call.scales.quantize(x, X, *specs))
-    key = _input_key(x, inp, specs, call)
+        return InputSource(quantized=call.scales.quantize(x, X, *specs, amax=amax))
+    key = None
+    if inp is not None and not call.scales.are_given and all(specs):
+        key = _input_key(x, inp, specs, call)
     last = _SHARED.last
     if key is not None and last is not None and last[0]() is inp and last[1] == key:
         return InputSource(quantized=last[2])
@@ -106,12 +108,8 @@ def input_source(
     return InputSource(call.scales.params(X, x), key=key)
 
 
-def _input_key(
-    x: Matrix, inp: Tensor | None, specs: Orientations, call: Call
-) -> tuple[Any, ...] | None:
+def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple[Any, ...] | None:
     """All that the cast of an input depends on; None if no other layer may have it."""
-    if inp is None or call.scales.are_given or not all(specs):
-        return None
     node = inp.grad_fn
     if node is None or (inp.is_cuda and capturing()):
         return None  # while a CUDA graph is recorded nothing is shared: a replay needs all

@@ -23,6 +23,7 @@ call sends what they lack, and nothing on one GPU (``distributed/comm.py``).
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -194,12 +195,42 @@ def save_policy(
     return SavePolicy(x, w, (needs_dx or recomputes) and not has_data)
 
 
-def _input_specs(plan: LinearPlan, x: Keep, *, is_prologue: bool) -> Orientations:
-    """How forward casts x: rowwise for fprop, columnwise for wgrad if that is saved."""
+class _Decisions(NamedTuple):
+    """The decisions of a forward: the casts of its operands, and the forms that are saved."""
+
+    policy: SavePolicy
+    x: Orientations
+    """Rowwise for fprop, columnwise for wgrad if that is saved."""
+    casts_weight: bool
+
+
+def _decide(
+    recipe: Recipe,
+    needs: tuple[bool, bool],
+    is_prologue: bool,
+    recomputes: bool,
+    requantizes_weight: bool,
+    keeps_gathered: bool,
+    gathers_before_cast: bool,
+) -> _Decisions:
+    """Decide how ``forward`` casts and saves; the arguments are those of ``save_policy``."""
+    plan = recipe.linear
+    policy = save_policy(
+        plan, needs, is_prologue=is_prologue, recomputes=recomputes,
+        requantizes_weight=requantizes_weight, keeps_gathered=keeps_gathered,
+        gathers_before_cast=gathers_before_cast,
+    )  # fmt: skip
+    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     if is_prologue:
-        return Orientations(plan.x if plan.fprop or x is Keep.REQUANTIZE else None, None)
-    columnwise = plan.wgrad.right if plan.wgrad is not None and x is Keep.FP8_DATA else None
-    return Orientations(None if plan.fprop is None else plan.fprop.left, columnwise)
+        rowwise = plan.x if plan.fprop or policy.x is Keep.REQUANTIZE else None
+        return _Decisions(policy, Orientations(rowwise, None), casts_weight)
+    columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
+    rowwise = None if plan.fprop is None else plan.fprop.left
+    return _Decisions(policy, Orientations(rowwise, columnwise), casts_weight)
+
+
+_decide_once = functools.lru_cache(maxsize=1024)(_decide)
+"""``_decide`` in eager mode: each layer repeats its decisions in every step."""
 
 
 # fprop.
@@ -247,12 +278,12 @@ def forward(
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     save_memory = save_memory or (is_prologue and isinstance(weight, nn.Parameter))
-    policy = save_policy(
-        plan, needs, is_prologue=is_prologue, recomputes=recomputes,
-        requantizes_weight=save_memory and not outlives_step(weight, call),
-        keeps_gathered=comm.keeps_gathered, gathers_before_cast=comm.gathers_x_first,
+    decide = _decide if torch.compiler.is_compiling() else _decide_once
+    policy, specs, casts_weight = decide(
+        call.recipe, needs, is_prologue, recomputes,
+        save_memory and not outlives_step(weight, call),
+        comm.keeps_gathered, comm.gathers_x_first,
     )  # fmt: skip
-    specs = _input_specs(plan, policy.x, is_prologue=is_prologue)
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = matrix
@@ -262,7 +293,6 @@ def forward(
     # Whatever depends on the state of the module comes before the GEMM, or after it.
     amaxes = amaxes_of_shards(value, weight, call) if comm.is_sharded else (None, None)
     source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
-    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
     run: Any = _fprop
     if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda:
@@ -894,7 +924,10 @@ def _wgrad(
         matrix = x.prologue if offsets is None else Groups.of(x.prologue, offsets)  # type: ignore[arg-type]
         made = quantize(matrix, None, plan.wgrad.right, x.params, float(plan.epsilon))  # type: ignore[arg-type]
         operand = made.columnwise
-    dy, operand = (one.gather() if isinstance(one, TokenShard) else one for one in (dy, operand))
+    if isinstance(dy, TokenShard):
+        dy = dy.gather()
+    if isinstance(operand, TokenShard):
+        operand = operand.gather()
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
     dw: Tensor = comm.mm_of_gathered(
