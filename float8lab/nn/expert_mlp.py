@@ -19,13 +19,13 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.expert_parallel import (
     check_held_experts,
-    experts_here,
     held_experts,
+    local_experts,
 )
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain
-from float8lab.nn.fused_function import Layer, expert_mlp
+from float8lab.nn.fused_function import ExpertMlpFunction, Layer, MlpCall
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
 from float8lab.nn.grouped_linear import offsets_of
@@ -48,7 +48,7 @@ def layers_here(layers: tuple[Layer, Layer]) -> tuple[Layer, Layer]:
     if not is_dtensor(layers[0][0]):
         return layers
     (w1, b1), (w2, b2) = layers
-    return (experts_here(w1), experts_here(b1)), (experts_here(w2), experts_here(b2))
+    return (local_experts(w1), local_experts(b1)), (local_experts(w2), local_experts(b2))
 
 
 def like(y: Tensor, x: Tensor) -> Tensor:
@@ -97,7 +97,9 @@ class ExpertsBase(MovedInPlace):
         ]
         first, second = calls
         if isinstance(activation, str) and first is not None and second is not None:
-            y = expert_mlp(x, offs, *layers, activation, (first, second), to)
+            row_map, rows = to or (None, x.shape[0])
+            options = MlpCall(None, activation, first, second, rows=rows)
+            y = ExpertMlpFunction.run(x, offs, row_map, *layers[0], *layers[1], options)
         else:
             x = x if to is None else scatter_rows(x, *to)[0]
             h = self._apply_experts(precisions[0], x, offs, layers[0], first, first_microbatch)

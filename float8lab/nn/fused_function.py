@@ -47,12 +47,12 @@ from float8lab.tensor.differentiation import (
 )
 
 __all__ = [
+    "ExpertMlpFunction",
     "Layer",
     "MlpCall",
     "NormLinearCall",
-    "expert_mlp",
-    "norm_linear",
-    "norm_mlp",
+    "NormLinearFunction",
+    "NormMlpFunction",
 ]
 
 Layer: TypeAlias = tuple[Tensor, Tensor | None]
@@ -95,8 +95,7 @@ class _NormFront(NamedTuple):
         plan = call.plan
         has_cast = plan.fprop is not None or (needs_dw and plan.wgrad is not None)
         want_amax = has_cast and plan.x.block == (-1, -1) and not self.return_norm
-        if want_amax and plan.delayed:  # a compiled graph has no slots: its cast finds them
-            want_amax = call.slots is not None and call.asks_for_values(X)
+        want_amax = want_amax and call.scales.uses_amax(X)
         source, stats = source_of_norm(x2, weight, bias, self.kind, dtype, want_amax=want_amax)
         saved = (x2, weight, bias, *stats) if needs_dx or needs_dw else (None,) * 5
         return _Begun(source, saved, x2.shape[0], source.value() if self.return_norm else None)
@@ -174,26 +173,6 @@ class NormLinearCall(NamedTuple):
     """Return the norm's output as well."""
 
 
-def norm_linear(
-    x: Tensor, norm: Layer, weight: Tensor, bias: Tensor | None, call: NormLinearCall
-) -> tuple[Tensor, Tensor | None]:
-    """``norm(x) @ weight.T + bias`` with FP8 GEMMs, and ``norm(x)`` if asked.
-
-    Args:
-        x: ``[..., K]``.
-        norm: weight ``[K]``, and bias ``[K]`` for LayerNorm, None for RMSNorm.
-        weight: ``[N, K]``, ordinary or a Float8Tensor.
-        bias: ``[N]`` or None.
-        call: what is computed and how it is cast.
-
-    Returns:
-        ``[..., N]`` and ``[..., K]`` or None, in the dtype of torch.autocast if that is active,
-        else of ``x``.
-    """
-    result = _NormLinear.run(x, *norm, weight, bias, call)
-    return result if call.return_norm else (result, None)
-
-
 class MlpCall(NamedTuple):
     """How one call of an MLP runs."""
 
@@ -212,56 +191,21 @@ class MlpCall(NamedTuple):
     """How many rows the experts have."""
 
 
-def norm_mlp(
-    x: Tensor, norm: Layer, fc1: Layer, fc2: Layer, call: MlpCall
-) -> tuple[Tensor, Tensor | None]:
-    """``activation(norm(x) @ w1.T + b1) @ w2.T + b2`` with FP8 GEMMs, and ``norm(x)`` if asked.
+class NormLinearFunction(Float8Function):
+    """``norm(x) @ weight.T + bias``, and ``norm(x)`` if the call returns it: ``run`` it.
 
     Args:
         x: ``[..., K]``.
-        norm: weight ``[K]``, and bias ``[K]`` for LayerNorm.
-        fc1: weight ``[F, K]``, or ``[2 F, K]`` if the activation gates, and bias or None.
-        fc2: weight ``[K, F]`` and bias or None.
-        call: what is computed and how it is cast; its front is a ``_NormFront``.
+        norm_weight: ``[K]``.
+        norm_bias: ``[K]`` for LayerNorm, None for RMSNorm.
+        weight: ``[N, K]``, ordinary or a Float8Tensor.
+        bias: ``[N]`` or None.
+        call: what is computed and how it is cast.
 
     Returns:
-        Two ``[..., K]``, the second None if not asked for, in the dtype of torch.autocast if that
-        is active, else of ``x``.
+        ``[..., N]``, in the dtype of torch.autocast if that is active, else of ``x``.
     """
-    result = _NormMlp.run(x, *norm, *fc1, *fc2, call)
-    return result if call.return_norm else (result, None)
 
-
-def expert_mlp(
-    x: Tensor,
-    offs: Tensor,
-    fc1: Layer,
-    fc2: Layer,
-    activation: str,
-    calls: tuple[Call, Call],
-    to: tuple[Tensor, int] | None = None,
-) -> Tensor:
-    """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert.
-
-    Args:
-        x: ``[M, K]``; or tokens, ``[T, K]``, if ``to`` is given.
-        offs: offsets of the experts' rows, ``[E]``; rows beyond the last give zeros.
-        fc1: weight ``[E, F, K]``, or ``[E, 2 F, K]`` if the activation gates, and bias or None.
-        fc2: weight ``[E, K, F]`` and bias or None.
-        activation: one of ``ACTIVATIONS``.
-        calls: how each layer's operands are cast.
-        to: the row map of ``moe_permute`` that says to which rows tokens go, and M.
-
-    Returns:
-        ``[M, K]`` in the dtype of torch.autocast if that is active, else of ``x``.
-    """
-    row_map, rows = to or (None, x.shape[0])
-    call = MlpCall(None, activation, *calls, rows=rows)
-    y: Tensor = _ExpertMlp.run(x, offs, row_map, *fc1, *fc2, call)
-    return y
-
-
-class _NormLinear(Float8Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -320,6 +264,25 @@ def _quantized(h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Mlp(Float8Function):
+    """``activation(front(x) @ w1.T + b1) @ w2.T + b2``: ``run`` it.
+
+    Args:
+        x: ``[..., K]``.
+        front_weight: a norm's weight, ``[K]``; of experts, the offsets of their rows, ``[E]``.
+        front_bias: a norm's bias, ``[K]`` or None; of experts, the row map of ``moe_permute`` that
+            says to which rows tokens go; None: x are rows, of which those behind the last offset
+            give zeros.
+        fc1_weight: ``[F, K]``, or ``[2 F, K]`` if the activation gates; of experts, ``[E, ...]``.
+        fc1_bias: ``[F]``, ``[2 F]``, or None.
+        fc2_weight: ``[K, F]``.
+        fc2_bias: ``[K]`` or None.
+        call: what is computed and how it is cast.
+
+    Returns:
+        ``[..., K]``, and the norm's output if the call returns it, in the dtype of torch.autocast
+        if that is active, else of ``x``.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -424,9 +387,9 @@ class _Mlp(Float8Function):
         return ctx.front.gradients(dn, front, ctx.x_shape) + of_gemms
 
 
-class _NormMlp(_Mlp):
+class NormMlpFunction(_Mlp):
     """The MLP after a norm."""
 
 
-class _ExpertMlp(_Mlp):
+class ExpertMlpFunction(_Mlp):
     """The MLPs of experts, for which ONNX has no operators."""

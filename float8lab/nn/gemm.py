@@ -23,6 +23,7 @@ call sends what they lack, and nothing on one GPU (``distributed/comm.py``).
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,14 +34,8 @@ from torch import Tensor, nn
 from float8lab.distributed.comm import Gemm, GemmTask, OneGpu, TokenShard
 from float8lab.distributed.offload import WEIGHT_CASTS
 from float8lab.nn.casts import (
-    Matrix,
-    Operand,
-    Orientations,
-    Quantized,
     WeightSource,
     amaxes_of_shards,
-    cast,
-    cast_by,
     input_source,
     kept_transpose,
     note_weight,
@@ -50,11 +45,12 @@ from float8lab.nn.casts import (
     show_cast,
     show_gemm,
     show_input,
-    value_of,
     weight_source,
 )
 from float8lab.nn.main_grad import accumulate
-from float8lab.nn.precision import DY, Call, W, X
+from float8lab.nn.precision import Call
+from float8lab.nn.quantize import Matrix, quantize, value_of
+from float8lab.nn.scales import DY, ScaleSource, W, X
 from float8lab.ops import (
     Groups,
     Offsets,
@@ -64,6 +60,7 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.ops.declare import planned
+from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
@@ -110,17 +107,17 @@ class Saved(NamedTuple):
     w_requant: Tensor | None = None
     """What requantizes the weight, beside its scale."""
 
-    @property
-    def x_factors(self) -> Factors:
-        """The factors that requantize a prologue."""
-        return Factors(self.x_scale, self.x_requant)  # type: ignore[arg-type]
+    def x_params(self, scales: ScaleSource) -> QuantParams:
+        """What requantizes a prologue, or scales the FP8 data of a matrix."""
+        factors = Factors(self.x_scale, self.x_requant)  # type: ignore[arg-type]
+        return QuantParams(factors, None, scales.are_given)
 
-    @property
-    def w_params(self) -> QuantParams | None:
-        """The factors that requantize the weight, or scale its FP8 data; None without either."""
+    def w_params(self, scales: ScaleSource) -> QuantParams | None:
+        """What requantizes the weight, or scales its FP8 data; None without either."""
         if self.w_scale is None:
             return None
-        return QuantParams(Factors(self.w_scale, self.w_requant), None)  # type: ignore[arg-type]
+        factors = Factors(self.w_scale, self.w_requant)  # type: ignore[arg-type]
+        return QuantParams(factors, None, scales.are_given)
 
 
 class Keep(enum.Enum):
@@ -190,12 +187,42 @@ def save_policy(
     return SavePolicy(x, w, (needs_dx or recomputes) and not has_data)
 
 
-def _input_specs(plan: LinearPlan, x: Keep, *, is_prologue: bool) -> Orientations:
-    """How forward casts x: rowwise for fprop, columnwise for wgrad if that is saved."""
+class _Decisions(NamedTuple):
+    """The decisions of a forward: the casts of its operands, and the forms that are saved."""
+
+    policy: SavePolicy
+    x: Orientations
+    """Rowwise for fprop, columnwise for wgrad if that is saved."""
+    casts_weight: bool
+
+
+def _decide(
+    recipe: Recipe,
+    needs: tuple[bool, bool],
+    is_prologue: bool,
+    recomputes: bool,
+    requantizes_weight: bool,
+    keeps_gathered: bool,
+    gathers_before_cast: bool,
+) -> _Decisions:
+    """Decide how ``forward`` casts and saves; the arguments are those of ``save_policy``."""
+    plan = recipe.linear
+    policy = save_policy(
+        plan, needs, is_prologue=is_prologue, recomputes=recomputes,
+        requantizes_weight=requantizes_weight, keeps_gathered=keeps_gathered,
+        gathers_before_cast=gathers_before_cast,
+    )  # fmt: skip
+    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     if is_prologue:
-        return Orientations(plan.x if plan.fprop or x is Keep.REQUANTIZE else None, None)
-    columnwise = plan.wgrad.right if plan.wgrad is not None and x is Keep.FP8_DATA else None
-    return Orientations(None if plan.fprop is None else plan.fprop.left, columnwise)
+        rowwise = plan.x if plan.fprop or policy.x is Keep.REQUANTIZE else None
+        return _Decisions(policy, Orientations(rowwise, None), casts_weight)
+    columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
+    rowwise = None if plan.fprop is None else plan.fprop.left
+    return _Decisions(policy, Orientations(rowwise, columnwise), casts_weight)
+
+
+_decide_once = functools.lru_cache(maxsize=1024)(_decide)
+"""``_decide`` in eager mode: each layer repeats its decisions in every step."""
 
 
 # fprop.
@@ -243,12 +270,12 @@ def forward(
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     save_memory = save_memory or (is_prologue and isinstance(weight, nn.Parameter))
-    policy = save_policy(
-        plan, needs, is_prologue=is_prologue, recomputes=recomputes,
-        requantizes_weight=save_memory and not outlives_step(weight, call),
-        keeps_gathered=comm.keeps_gathered, gathers_before_cast=comm.gathers_x_first,
+    decide = _decide if torch.compiler.is_compiling() else _decide_once
+    policy, specs, casts_weight = decide(
+        call.recipe, needs, is_prologue, recomputes,
+        save_memory and not outlives_step(weight, call),
+        comm.keeps_gathered, comm.gathers_x_first,
     )  # fmt: skip
-    specs = _input_specs(plan, policy.x, is_prologue=is_prologue)
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = matrix
@@ -258,7 +285,6 @@ def forward(
     # Whatever depends on the state of the module comes before the GEMM, or after it.
     amaxes = amaxes_of_shards(value, weight, call) if comm.is_sharded else (None, None)
     source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
-    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
     run: Any = _fprop
     if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda:
@@ -344,13 +370,14 @@ def _fprop(
         keep_gathered: x is wanted as multiplied, gathered over ranks.
     """
     plan, (rowwise, columnwise) = recipe.linear, specs
+    epsilon = float(plan.epsilon)
     if x_quantized is None:
         x_quantized = Quantized()
         if rowwise or columnwise:
-            x_quantized = cast_by(x, rowwise, columnwise, plan, x_params)
+            x_quantized = quantize(x, rowwise, columnwise, x_params, epsilon)
     w_quantized = weight.quantized or Quantized()
     if weight.high_precision is not None:
-        w_quantized = cast_by(weight.high_precision, plan.w, None, plan, weight.params)
+        w_quantized = quantize(weight.high_precision, plan.w, None, weight.params, epsilon)
     if plan.fprop is None:
         return _Fprop(None, x_quantized, w_quantized)
     a, b = x_quantized.rowwise, w_quantized.rowwise
@@ -400,12 +427,13 @@ def recompute_forward(
     value: Tensor | Prologue = x
     if call.comm.gathers_x_first:
         value = call.comm.gather(x.value())
-    x_quantized = cast_by(value, plan.fprop.left, None, plan, QuantParams(saved.x_factors, None))
+    scales = call.scales
+    x_quantized = quantize(value, plan.fprop.left, None, saved.x_params(scales), scales.epsilon)
     if saved.w is not None and saved.w_scale is not None:
         source = WeightSource(quantized=Quantized(Operand(saved.w, saved.w_scale)))
     else:
         assert saved.weight is not None, "the policy keeps it"
-        params = saved.w_params
+        params = saved.w_params(scales)
         if params is None:
             source = weight_source(saved.weight, call)
         else:
@@ -464,7 +492,7 @@ class Gradient:
             high = value_of(x)
             self.dbias = high.float().sum(0) if sums else None
             x, sums = call.comm.gather(high, backward=True), False
-        made = cast(x, specs.rowwise, DY, call, columnwise=specs.columnwise, dbias=sums)
+        made = call.scales.quantize(x, DY, *specs, dbias=sums)
         self.rowwise = made.rowwise if specs.rowwise else None
         if specs.columnwise:
             block = specs.columnwise.block
@@ -521,7 +549,8 @@ class _WgradInput(NamedTuple):
     prologue: Prologue | None
     data: Tensor | None
     """The columnwise FP8 data, or the matrix in high precision; else there is a prologue."""
-    factors: Factors
+    params: QuantParams
+    """The scale of these data, or what requantizes the prologue."""
     operand: Operand | TokenShard | None
     """The operand itself, of a sharded layer."""
     dtype: torch.dtype
@@ -580,13 +609,13 @@ def backward(
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
             operand = _wgrad_operand(x, saved, call)
         dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
-        for_dw = _WgradInput(x, saved.x, saved.x_factors, operand, dw_dtype)
+        for_dw = _WgradInput(x, saved.x, saved.x_params(call.scales), operand, dw_dtype)
     if needs[0]:
         for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=offsets is not None)
     db_dtype = dtypes[2] if needs[2] else None
     if isinstance(dy, Tensor):
         run: Any = _planned_gradients if dy.is_cuda else _gradients
-        params = _gradient_params(dy, call, needs, offsets) if call.plan.delayed else None
+        params = _gradient_params(dy, call, needs, offsets) if call.scales.are_given else None
         context = shape, call.recipe, None, offsets, call.comm
         made = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
@@ -618,10 +647,10 @@ def _wgrad_operand(x: Prologue | None, saved: Saved, call: Call) -> Operand | To
         if comm.gathers_x_first:
             matrix = comm.gather(value_of(matrix))
         if saved.x_scale is None:
-            operand = cast(matrix, None, X, call, columnwise=right).columnwise
+            operand = call.scales.quantize(matrix, X, None, right).columnwise
         else:
-            params = QuantParams(saved.x_factors, None)
-            operand = cast_by(matrix, None, right, plan, params).columnwise
+            params = saved.x_params(call.scales)
+            operand = quantize(matrix, None, right, params, call.scales.epsilon).columnwise
     if comm.keeps_gathered:
         return operand
     found: Operand | TokenShard = comm.token_operand(operand, right.block, backward=False)
@@ -634,14 +663,14 @@ def _gradient_params(
     """The quantization parameters of dy under delayed scaling, if anything casts it."""
     if not any(_gradient_specs(call.plan, needs_dx=needs[0], needs_dw=needs[1])):
         return None
-    return call.known[DY] or call.scale(DY, dy if offsets is None else Groups.of(dy, offsets))
+    return call.scales.params(DY, dy if offsets is None else Groups.of(dy, offsets))
 
 
 def _dgrad_weight(
     dy: Tensor | Gradient, saved: Saved, call: Call, dtype: torch.dtype, *, in_groups: bool
 ) -> _DgradWeight:
     """The weight as dgrad will take it; cast now, where other ranks or a graph take part."""
-    plan, params = call.plan, saved.w_params
+    plan, params = call.plan, saved.w_params(call.scales)
     data, has_forward_bytes = saved.w, params is not None
     high = None if data is not None and plan.dgrad else saved.weight
     shards_cast = params is None and call.shards is not None
@@ -769,7 +798,7 @@ def _cast_gradient(
     assert dy is not None, "to be cast"
     sums = sums and (offsets is not None or all(specs))
     matrix = dy if offsets is None else Groups.of(dy, offsets)
-    made = cast_by(matrix, specs.rowwise, specs.columnwise, plan, params, dbias=sums)
+    made = quantize(matrix, *specs, params, float(plan.epsilon), sums)
     return _CastGradient(made.rowwise, made.columnwise, made.dbias if sums else None)
 
 
@@ -806,7 +835,8 @@ def _columnwise_weight(
     assert weight is not None, "the policy keeps it"
     high = plain(weight, event)
     if params is None:
-        return high, None, cast(high, None, W, call, columnwise=call.plan.dgrad.right).columnwise
+        made = call.scales.quantize(high, W, None, call.plan.dgrad.right)
+        return high, None, made.columnwise
     return high, params, None
 
 
@@ -845,7 +875,8 @@ def _dgrad(
         operand = Operand(transpose_op(weight.data, 1, None), scale if has_one else scale.mT)
     elif operand is None:
         assert high is not None, "the policy keeps it"
-        operand = cast_by(high, None, plan.dgrad.right, plan, weight.params).columnwise
+        made = quantize(high, None, plan.dgrad.right, weight.params, float(plan.epsilon))
+        operand = made.columnwise
     if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
         assert high is not None, "cast just now"
         show_cast(high.t(), operand, plan.dgrad.right, W, watching, only_in_backward=True)
@@ -880,12 +911,15 @@ def _wgrad(
     operand: Any = x.operand
     if operand is None and x.prologue is None:
         assert x.data is not None, "the policy keeps it"
-        operand = Operand(x.data, x.factors.scale.float())
+        operand = Operand(x.data, x.params.factors.scale.float())
     elif operand is None:
         matrix = x.prologue if offsets is None else Groups.of(x.prologue, offsets)  # type: ignore[arg-type]
-        params = QuantParams(x.factors, None)
-        operand = cast_by(matrix, None, plan.wgrad.right, plan, params).columnwise  # type: ignore[arg-type]
-    dy, operand = (one.gather() if isinstance(one, TokenShard) else one for one in (dy, operand))
+        made = quantize(matrix, None, plan.wgrad.right, x.params, float(plan.epsilon))  # type: ignore[arg-type]
+        operand = made.columnwise
+    if isinstance(dy, TokenShard):
+        dy = dy.gather()
+    if isinstance(operand, TokenShard):
+        operand = operand.gather()
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
     dw: Tensor = comm.mm_of_gathered(

@@ -10,10 +10,10 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -121,42 +121,30 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     enabled = fp8_enabled if enabled is None else enabled
     if enabled is None and recipe is not None:
         enabled = True
-    samples = _samples(callables, sample_args, sample_kwargs, enabled, single=single)
     calibrates = bool(calibrating or fp8_calibrating)
     group = fp8_group if amax_reduction_group is None else amax_reduction_group
-    caches = fp8_weight_caching or cache_quantized_params
-    prepared = []
-    for sample in samples:
+    ignored = ("is_first_microbatch",) if fp8_weight_caching or cache_quantized_params else ()
+    calls, keys, units = [], [], []
+    for function, args, kwargs, flag in _samples(
+        callables, sample_args, sample_kwargs, enabled, single=single
+    ):
         enter: _Enter = nullcontext
-        if sample.enabled is not None or calibrates:
-            enter = partial(autocast, bool(sample.enabled), calibrates, recipe, group)
-        prepared.append(_prepare(sample, enter, ("is_first_microbatch",) if caches else ()))
-    units = [call.unit for call in prepared]
+        if flag is not None or calibrates:
+            enter = partial(autocast, bool(flag), calibrates, recipe, group)
+        calls.append(call := _Graphed(function, 0, ignored))
+        leaves, spec = _leaves(tuple(args), kwargs)
+        with inside(Trial()), enter():
+            described = call.describe(leaves, spec, _Structure(function))
+        # Without a description, as for training without gradients, no call is like this one.
+        key, tensors = described or ((object(),), leaves)
+        keys.append(key)
+        units.append(call.unit(leaves, spec, tensors, enter))
     recordings = record(units, num_warmup_iters, allow_unused=allow_unused_input, pool=pool)
-    results: list[Any] = []
-    for call, recorded in zip(prepared, recordings, strict=True):
-        call.graphed.add(recorded, call.key)
-        call.graphed.install("forward", "reset")
-        function = call.graphed.function
-        results.append(function if isinstance(function, nn.Module) else call.graphed)
+    for call, key, recorded in zip(calls, keys, recordings, strict=True):
+        call.add(recorded, key)
+        call.install("forward", "reset")
+    results = [c.function if isinstance(c.function, nn.Module) else c for c in calls]
     return results[0] if single else tuple(results)
-
-
-class _Sample(NamedTuple):
-    """A callable of ``make_graphed_callables``, with arguments like those of its calls."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, object]
-    enabled: bool | None
-
-
-class _Prepared(NamedTuple):
-    """A callable that is ready to be recorded."""
-
-    graphed: _Graphed
-    key: tuple[object, ...]
-    unit: Unit
 
 
 def _check_enabled(name: str, enabled: object) -> None:
@@ -166,13 +154,8 @@ def _check_enabled(name: str, enabled: object) -> None:
 
 
 def _samples(
-    callables: tuple[Any, ...],
-    sample_args: Any,
-    sample_kwargs: Any,
-    enabled: Any,
-    *,
-    single: bool,
-) -> list[_Sample]:
+    callables: tuple[Any, ...], sample_args: Any, sample_kwargs: Any, enabled: Any, *, single: bool
+) -> Iterable[tuple[Any, Any, Any, bool | None]]:
     """The callables with their arguments, of which each is given alone or in a tuple."""
     args = (sample_args,) if single else tuple(sample_args)
     kwargs: tuple[Any, ...] = ({},) * len(callables)
@@ -185,18 +168,7 @@ def _samples(
                 f"{name} must have one entry for each of the {len(callables)} modules; got "
                 f"{len(values)}. Pass a tuple of that length."
             )
-    rows = zip(callables, args, kwargs, flags, strict=True)
-    return [_Sample(f, tuple(given), named, enabled) for f, given, named, enabled in rows]
-
-
-def _prepare(sample: _Sample, enter: _Enter, ignored: Sequence[str]) -> _Prepared:
-    call = _Graphed(sample.function, 0, ignored)
-    leaves, spec = _leaves(sample.args, sample.kwargs)
-    with inside(Trial()), enter():
-        described = call.describe(leaves, spec, _Structure(sample.function))
-    # Without a description, as for training without gradients, no call is like this one.
-    key, tensors = described or ((object(),), leaves)
-    return _Prepared(call, key, call.unit(leaves, spec, tensors, enter))
+    return zip(callables, args, kwargs, flags, strict=True)
 
 
 def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _Module:

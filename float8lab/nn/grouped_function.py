@@ -15,7 +15,7 @@ from torch import Tensor
 
 from float8lab.nn.expert_parameters import is_memory_of_parameter
 from float8lab.nn.gemm import Saved, backward, forward, output_dtype
-from float8lab.nn.precision import Call, Precision
+from float8lab.nn.precision import Call, Precision, call_under
 from float8lab.ops import Groups, Offsets
 from float8lab.recipes.recipe import Float8CurrentScaling
 from float8lab.recipes.region import STATE
@@ -26,11 +26,9 @@ from float8lab.tensor.differentiation import (
     wanted_gradients,
 )
 
-__all__ = ["GroupedFunction", "calibrate_experts", "in_first_rank", "into_buffer"]
+__all__ = ["GroupedFunction", "InFirstRank", "IntoBuffer", "calibrate_experts"]
 
-_IN_HIGH_PRECISION = Call(
-    Float8CurrentScaling(override_linear_precision=(True, True, True)), None, record=False
-)
+_IN_HIGH_PRECISION = call_under(Float8CurrentScaling(override_linear_precision=(True, True, True)))
 
 
 class GroupedFunction(Float8Function):
@@ -122,13 +120,9 @@ def calibrate_experts(
         precision.calibrate(groups, weight.detach(), held)
 
 
-def into_buffer(x: Tensor, buffer: Tensor) -> Tensor:
-    """``x``, whose gradient is written to a buffer, and given as that."""
-    written: Tensor = _IntoBuffer.run(x, buffer)
-    return written
+class IntoBuffer(Float8Function):
+    """``x``, whose gradient is written to a buffer, and given as that: ``run`` it."""
 
-
-class _IntoBuffer(Float8Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffer: Tensor) -> Tensor:
         ctx.buffer = buffer
@@ -139,13 +133,9 @@ class _IntoBuffer(Float8Function):
         return ctx.buffer.copy_(dx), None
 
 
-def in_first_rank(bias: Tensor, rank: int) -> Tensor:
-    """A bias as it is in a rank's part of a sum: in the first one's alone. All get its gradient."""
-    local_bias: Tensor = _InFirstRank.run(bias, rank)
-    return local_bias
+class InFirstRank(Float8Function):
+    """A bias in a rank's part of a sum: the first one's alone. All get its gradient: ``run`` it."""
 
-
-class _InFirstRank(Float8Function):
     @staticmethod
     def forward(ctx: Any, bias: Tensor, rank: int) -> Tensor:
         return torch.zeros_like(bias) if rank else bias.view_as(bias)

@@ -20,7 +20,7 @@ from float8lab.arguments import (
     has_values,
     shown,
 )
-from float8lab.distributed.expert_parallel import experts_here, held_experts
+from float8lab.distributed.expert_parallel import held_experts, local_experts
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.expert_parameters import (
@@ -31,9 +31,9 @@ from float8lab.nn.expert_parameters import (
 )
 from float8lab.nn.grouped_function import (
     GroupedFunction,
+    InFirstRank,
+    IntoBuffer,
     calibrate_experts,
-    in_first_rank,
-    into_buffer,
 )
 from float8lab.nn.layer import GemmDef, GemmModule
 from float8lab.nn.main_grad import fused_weight, plain_weight
@@ -229,14 +229,7 @@ class GroupedLinear(GemmModule):
         if call is None:
             weight = plain(weight)
             calibrate_experts(self._fp8, x, weight, offs, held)
-        bias_parameters: Sequence[Tensor] = ()
-        bias = None
-        if biases and not self.return_bias:
-            bias = biases[0]
-            if not self.single_grouped_bias:
-                bias, bias_parameters = self._stacked("bias", biases)
-            if self.parallel_mode == "row":
-                bias = self._bias_of_sum(bias)
+        bias, bias_parameters = self._added_bias(biases)
         y: Tensor = GroupedFunction.run(
             x, weight, bias, offs, call, False, len(parameters), *parameters, *bias_parameters
         )
@@ -245,7 +238,9 @@ class GroupedLinear(GemmModule):
         if inp.ndim != 2:
             y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], self.out_features))
         y = y if out is None else out.copy_(y)
-        return (y, self._returned_bias(biases)) if self.return_bias else y
+        if not self.return_bias:
+            return y
+        return y, (biases[0] if self.single_grouped_bias else biases) if biases else None
 
     def _expert_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         """The weights, and the biases if there are any."""
@@ -270,7 +265,7 @@ class GroupedLinear(GemmModule):
                 "single_grouped_weight and single_grouped_bias must be True where parameters are "
                 "DTensors; got False. Shard(0) of one parameter gives each rank whole experts."
             )
-        return [experts_here(weight) for weight in weights], [experts_here(b) for b in biases]
+        return [local_experts(weight) for weight in weights], [local_experts(b) for b in biases]
 
     def _with_buffers(
         self, inp: Tensor, x: Tensor, out: Tensor | None, dgrad_out: Tensor | None
@@ -281,7 +276,8 @@ class GroupedLinear(GemmModule):
         if dgrad_out is None:
             return x
         _check_buffer("dgrad_out", dgrad_out, (*inp.shape[:-1], self.in_features))
-        return into_buffer(x, dgrad_out.view_as(x))
+        written: Tensor = IntoBuffer.run(x, dgrad_out.view_as(x))
+        return written
 
     def _begin_experts(
         self,
@@ -301,7 +297,9 @@ class GroupedLinear(GemmModule):
             fused = tuple(
                 w for w in weights if w.requires_grad and fused_weight(self, w) is not None
             )
-        at_once = bool(fused) and len(fused) == len(weights) and self._has_stack(weights)
+        at_once = bool(fused) and len(fused) == len(weights)
+        if at_once and not (self.single_grouped_weight or torch.compiler.is_compiling()):
+            at_once = bool(self._stacked("weight", weights)[1])
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=first_microbatch,
             fused_weight=fused if at_once else None, experts=held,
@@ -313,12 +311,6 @@ class GroupedLinear(GemmModule):
         elif fused and not at_once:
             weights = [plain_weight(self, w, first_microbatch, as_main=True) for w in weights]
         return call, weights
-
-    def _has_stack(self, weights: Sequence[Tensor]) -> bool:
-        """Whether autograd gives the gradient of all weights at once."""
-        if self.single_grouped_weight or torch.compiler.is_compiling():
-            return True
-        return bool(self._stacked("weight", weights)[1])
 
     def _stacked(
         self, kind: str, parameters: Sequence[Tensor], *, keeps_cast: bool = False
@@ -335,15 +327,15 @@ class GroupedLinear(GemmModule):
             stack = self._memories[kind].stack(parameters, keeps_cast=keeps_cast)
         return (torch.stack(list(parameters)), ()) if stack is None else (stack, parameters)
 
-    def _bias_of_sum(self, bias: Tensor) -> Tensor:
-        """The bias that this rank adds to its part of a sum over ranks."""
-        parallel = self._fp8.parallel
-        return bias if parallel is None else in_first_rank(bias, parallel.rank)
-
-    def _returned_bias(self, biases: list[Tensor]) -> list[Tensor] | Tensor | None:
-        if not biases:
-            return None
-        return biases[0] if self.single_grouped_bias else biases
+    def _added_bias(self, biases: list[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """The biases that the GEMM adds as one tensor, and the parameters with its gradient."""
+        if self.return_bias or not biases:
+            return None, ()
+        single, parallel = self.single_grouped_bias, self._fp8.parallel
+        bias, parameters = (biases[0], ()) if single else self._stacked("bias", biases)
+        if parallel is not None and self.parallel_mode == "row":
+            bias = InFirstRank.run(bias, parallel.rank)
+        return bias, parameters
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         result = super()._apply(fn, recurse)

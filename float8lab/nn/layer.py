@@ -14,7 +14,7 @@ A constructor checks its arguments, sets attributes, and calls ``_build`` with i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -35,9 +35,10 @@ from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain, spec_of_experts
 from float8lab.nn.describe import describe_fp8
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
-from float8lab.nn.norm_function import NormKind
+from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.parallel import (
     TensorParallelGroup,
     ignore_extra_state,
@@ -77,46 +78,6 @@ class GemmDef(NamedTuple):
     """How many experts' matrices the weight consists of; 0: it is one matrix."""
 
     @classmethod
-    def split(
-        cls,
-        sizes: Mapping[str, int] | None,
-        out_features: int,
-        in_features: int,
-        *,
-        ranks: int,
-        mode: str | None,
-        bias: bool,
-        init_method: InitMethod | None,
-    ) -> GemmDef:
-        """The definition of a module's only GEMM, whose weight may be split into parameters.
-
-        Args:
-            sizes: rows of each parameter, by name; None: one parameter.
-            out_features: N, on all ranks together.
-            in_features: K, on all ranks together.
-            ranks: how many ranks share it.
-            mode: how they share it.
-            bias: whether there are biases.
-            init_method: initialises the weight.
-        """
-        named = {"out_features": out_features}
-        if sizes is not None:
-            named = {f"parameters_split[{name!r}]": size for name, size in sizes.items()}
-        columns = ranks if mode == "column" else 1
-        rows = tuple(share_of(name, size, columns) for name, size in named.items())
-        K = share_of("in_features", in_features, ranks if mode == "row" else 1)
-        prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
-        return cls(
-            tuple(f"{prefix}weight" for prefix in prefixes),
-            tuple(f"{prefix}bias" for prefix in prefixes),
-            tuple((N, K) for N in rows),
-            tuple((N,) for N in rows) if bias else (),
-            init_method=init_method,
-            mode=mode,
-            features=(K,) if mode == "row" else rows,
-        )
-
-    @classmethod
     def named(
         cls,
         name: str,
@@ -151,47 +112,26 @@ class GemmDef(NamedTuple):
             return (self.experts, *first[-2:])
         return sum(shape[0] for shape in self.shapes), first[1]
 
-    @property
-    def out_features(self) -> int:
-        """N, on this rank."""
-        return self.shape[-2]
-
-    @property
-    def in_features(self) -> int:
-        """K, on this rank."""
-        return self.shape[-1]
-
     def parameters(
         self, device: torch.device, dtype: torch.dtype
     ) -> Iterator[tuple[str, nn.Parameter | None]]:
-        """New parameters by name, each bias after its weight; weights are not initialised.
+        """New parameters by name, each bias after its weight; weights are not initialised."""
+        weights = self._empty(self.shapes, device, dtype)
+        biases = self._empty(self.bias_shapes, device, dtype) or (None,) * len(self.biases)
+        for items in itertools.zip_longest(
+            zip(self.weights, weights, strict=True), zip(self.biases, biases, strict=True)
+        ):
+            for name, tensor in filter(None, items):
+                yield name, None if tensor is None else nn.Parameter(tensor)
 
-        Matrices of experts are in one memory.
-        """
-        weights = self._allocate(torch.empty, self.shapes, device, dtype)
-        biases: Sequence[nn.Parameter | None] = (None,) * len(self.biases)
-        if self.bias_shapes:
-            biases = self._allocate(torch.zeros, self.bias_shapes, device, dtype)
-        yield from (
-            parameter
-            for pair in itertools.zip_longest(
-                zip(self.weights, weights, strict=True), zip(self.biases, biases, strict=True)
-            )
-            for parameter in filter(None, pair)
-        )
-
-    def _allocate(
-        self,
-        make: Callable[..., Tensor],
-        shapes: Sequence[tuple[int, ...]],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> list[nn.Parameter]:
-        """New parameters; those of single experts are one memory."""
+    def _empty(
+        self, shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype
+    ) -> Sequence[Tensor | None]:
+        """New tensors; matrices of experts are in one memory."""
         if self.experts and len(shapes) > 1:
-            together = make((len(shapes), *shapes[0]), device=device, dtype=dtype)
-            return [nn.Parameter(matrix) for matrix in together.unbind()]
-        return [nn.Parameter(make(shape, device=device, dtype=dtype)) for shape in shapes]
+            shape = (len(shapes), *shapes[0])
+            return torch.empty(shape, device=device, dtype=dtype).unbind()
+        return [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
 
 
 class GemmModule(MovedInPlace, Shardable, TensorParallelGroup):
@@ -216,6 +156,35 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelGroup):
         self.use_bias = bool(bias)
         for name, flag in flags.items():
             setattr(self, name, bool(flag))
+
+    def _split_gemm(
+        self,
+        sizes: Mapping[str, int] | None,
+        out_features: int,
+        in_features: int,
+        init_method: InitMethod | None,
+    ) -> GemmDef:
+        """The definition of the only GEMM, whose weight may be split into parameters.
+
+        ``sizes``: rows of each parameter, by name; features are those of all ranks together.
+        """
+        named = {"out_features": out_features}
+        if sizes is not None:
+            named = {f"parameters_split[{name!r}]": size for name, size in sizes.items()}
+        mode, ranks = self.parallel_mode, self.tp_size
+        columns = ranks if mode == "column" else 1
+        rows = tuple(share_of(name, size, columns) for name, size in named.items())
+        K = share_of("in_features", in_features, ranks if mode == "row" else 1)
+        prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
+        return GemmDef(
+            tuple(f"{prefix}weight" for prefix in prefixes),
+            tuple(f"{prefix}bias" for prefix in prefixes),
+            tuple((N, K) for N in rows),
+            tuple((N,) for N in rows) if self.use_bias else (),
+            init_method=init_method,
+            mode=mode,
+            features=(K,) if mode == "row" else rows,
+        )
 
     def _build(
         self,
@@ -356,11 +325,7 @@ class NormGemmModule(GemmModule):
         """Set the kind of norm, after the flags."""
         self.eps = check_norm(normalization, "eps", eps)
         self.normalization = normalization
-        self._norm = NormKind(
-            center=normalization == "LayerNorm",
-            eps=self.eps,
-            zero_centered=self.zero_centered_gamma,
-        )
+        self._norm = NormKind(normalization == "LayerNorm", self.eps, self.zero_centered_gamma)
 
     @property
     def _norm_is_gathered(self) -> bool:
@@ -369,7 +334,7 @@ class NormGemmModule(GemmModule):
 
     def _register_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
         gathered = self._norm_is_gathered
-        size = self.gemms[0].in_features * (self.tp_size if gathered else 1)
+        size = self.gemms[0].shape[-1] * (self.tp_size if gathered else 1)
         self.layer_norm_weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         bias = torch.empty(size, device=device, dtype=dtype) if self._norm.center else None
         self.register_parameter("layer_norm_bias", None if bias is None else nn.Parameter(bias))
@@ -406,16 +371,18 @@ class NormGemmModule(GemmModule):
             )
         return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
 
+    def _normed(self, x: Tensor) -> Tensor:
+        """The norm in high precision."""
+        norm = self.layer_norm_weight, self.layer_norm_bias
+        return normalize(x, *norm, self._norm, output_dtype(x))
+
     def _outputs(
         self, y: Tensor, bias: Tensor | None, normed: Tensor | None
     ) -> Tensor | tuple[Tensor | None, ...]:
         """One output, or a tuple of as many as were asked for."""
-        outputs = [y]
-        if self.return_bias:
-            outputs.append(bias)  # type: ignore[arg-type]  # None without a bias
-        if normed is not None:
-            outputs.append(normed)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        biases = (bias,) if self.return_bias else ()
+        outputs = (y, *biases, *(() if normed is None else (normed,)))
+        return outputs if len(outputs) > 1 else y
 
 
 def linear_in_high_precision(

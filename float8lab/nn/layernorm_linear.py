@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from float8lab.arguments import check_size
-from float8lab.nn.fused_function import NormLinearCall, norm_linear
-from float8lab.nn.gemm import LinearFunction, output_dtype
-from float8lab.nn.layer import GemmDef, NormGemmModule, linear_in_high_precision
+from float8lab.nn.fused_function import NormLinearCall, NormLinearFunction
+from float8lab.nn.gemm import LinearFunction
+from float8lab.nn.layer import NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
-from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import parallel_size
 from float8lab.nn.parameters import (
     GetRngStateTracker,
@@ -130,16 +129,10 @@ class LayerNormLinear(NormGemmModule):
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)
         self._set_norm(normalization, eps)
-        gemm = GemmDef.split(
-            sizes_of_split(parameters_split, out_features),
-            out_features,
-            in_features,
-            ranks=self.tp_size,
-            mode=self.parallel_mode,
-            bias=self.use_bias,
-            init_method=draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name),
-        )
-        self.in_features, self.out_features = gemm.in_features, gemm.out_features
+        init_method = draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
+        sizes = sizes_of_split(parameters_split, out_features)
+        gemm = self._split_gemm(sizes, out_features, in_features, init_method)
+        self.out_features, self.in_features = gemm.shape
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
@@ -174,7 +167,8 @@ class LayerNormLinear(NormGemmModule):
         else:
             options = NormLinearCall(self._norm, call, self.return_layernorm_output)
             norm = self.layer_norm_weight, self.layer_norm_bias
-            y, normed = norm_linear(x, norm, weight, added, options)
+            y = NormLinearFunction.run(x, *norm, weight, added, options)
+            y, normed = y if self.return_layernorm_output else (y, None)
         if call is not None and call.is_region:
             self._fp8.end(call)
         if by_features:
@@ -186,7 +180,3 @@ class LayerNormLinear(NormGemmModule):
         elif self.return_layernorm_output_gathered and tokens is not None:
             normed = parallel.gather_tokens(normed, tokens)
         return self._outputs(y, bias, normed)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        norm = self.layer_norm_weight, self.layer_norm_bias
-        return normalize(x, *norm, self._norm, output_dtype(x))

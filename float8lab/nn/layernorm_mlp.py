@@ -12,11 +12,9 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from float8lab.arguments import check_callables, check_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.nn.activation_function import activate, check_activation
-from float8lab.nn.fused_function import MlpCall, norm_mlp
-from float8lab.nn.gemm import output_dtype
+from float8lab.nn.fused_function import MlpCall, NormMlpFunction
 from float8lab.nn.layer import GemmDef, NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
-from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import parallel_size, share_of
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, draw_from_tracker
 from float8lab.nn.precision import Precision
@@ -189,19 +187,15 @@ class LayerNormMLP(NormGemmModule):
         if fc1 is not None:
             fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch, tokens)
         if fc1 is not None and fc2 is not None:
-            options = MlpCall(
-                norm=self._norm,
-                activation=self.activation,
-                fc1=fc1,
-                fc2=fc2,
-                return_norm=self.return_layernorm_output,
-                checkpoint=self.checkpoint,
-                fp8_input=self.fp8_activation_input,
-            )
-            norm = (self.layer_norm_weight, self.layer_norm_bias)
-            results = norm_mlp(
-                x, norm, (self.fc1_weight, self.fc1_bias), (self.fc2_weight, added), options
-            )
+            call = MlpCall(
+                self._norm, self.activation, fc1, fc2, return_norm=self.return_layernorm_output,
+                checkpoint=self.checkpoint, fp8_input=self.fp8_activation_input,
+            )  # fmt: skip
+            y = NormMlpFunction.run(
+                x, self.layer_norm_weight, self.layer_norm_bias, self.fc1_weight, self.fc1_bias,
+                self.fc2_weight, added, call,
+            )  # fmt: skip
+            results = y if call.return_norm else (y, None)
             if fc1.is_region:
                 self._fp8_fc1.end(fc1)
             if fc2.is_region:
@@ -226,9 +220,7 @@ class LayerNormMLP(NormGemmModule):
     ) -> tuple[Tensor, Tensor | None]:
         fc1 = plain_weight(self, self.fc1_weight, first_microbatch)
         fc2 = plain_weight(self, self.fc2_weight, first_microbatch)
-        normed = normalize(
-            x, self.layer_norm_weight, self.layer_norm_bias, self._norm, output_dtype(x)
-        )
+        normed = self._normed(x)
         h = linear_in_high_precision(self._fp8_fc1, normed, fc1, self.fc1_bias, tokens)
         activated = activate(h, self.activation)
         return linear_in_high_precision(self._fp8_fc2, activated, fc2, bias, tokens), normed

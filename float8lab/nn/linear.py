@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from float8lab.tensor.dtensor import is_dtensor
 
 if TYPE_CHECKING:  # DTensor takes as long to import as all of float8lab
     from torch.distributed import ProcessGroup
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import Placement
 
 __all__ = ["Linear"]
 
@@ -127,16 +127,9 @@ class Linear(GemmModule, nn.Linear):
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)
         self._split = sizes_of_split(parameters_split, out_features)
-        gemm = GemmDef.split(
-            self._split,
-            out_features,
-            in_features,
-            ranks=self.tp_size,
-            mode=self.parallel_mode,
-            bias=self.use_bias,
-            init_method=draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name),
-        )
-        self.in_features, self.out_features = gemm.in_features, gemm.out_features
+        init_method = draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
+        gemm = self._split_gemm(self._split, out_features, in_features, init_method)
+        self.out_features, self.in_features = gemm.shape
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 
     def reset_parameters(self) -> None:
@@ -220,11 +213,10 @@ class Linear(GemmModule, nn.Linear):
             return
         self._placement = None
         if is_dtensor(weight):
-            dtensor = cast("DTensor", weight)
-            mesh, placements = dtensor.device_mesh, dtensor.placements
+            mesh, placements = weight.device_mesh, weight.placements
             if sharded:
                 mesh, placements = mesh[(mesh.mesh_dim_names or ())[-1]], placements[-1:]
-            self._placement = _load_dtensor().WeightPlacement(mesh, placements, dtensor.shape)
+            self._placement = _load_dtensor().WeightPlacement(mesh, placements, weight.shape)
             self._placement.share_scales(weight, old)
         self._fp8.set_parallel(self._placement and self._placement.parallel)
 

@@ -659,6 +659,6 @@ def _merged(
     return merged
 
 
-def _groups(model: nn.Module) -> dict[str, ProcessGroup | None]:
-    modules = model.named_modules()
-    return {name: m.tp_group for name, m in modules if isinstance(m, TensorParallelGroup)}
+def _groups(model: nn.Module) -> dict[str, ProcessGroup]:
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, TensorParallelGroup)]
+    return {name: module.tp_group for name, module in modules if module.tp_group is not None}

@@ -33,14 +33,9 @@ InitMethod: TypeAlias = Callable[[Tensor], object]
 class _RngStateTracker(Protocol):
     """A ``CudaRNGStatesTracker``, of this library, Megatron or Transformer Engine."""
 
-    def fork(self, *names: str) -> AbstractContextManager[None]:
-        """A context in which random numbers come from the named stream."""
-
-    def get_states(self) -> dict[str, Tensor]:
-        """The states of all streams."""
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        """Set the states of all streams."""
+    def fork(self, *names: str) -> AbstractContextManager[None]: ...
+    def get_states(self) -> dict[str, Tensor]: ...
+    def set_states(self, states: dict[str, Tensor]) -> None: ...
 
 
 GetRngStateTracker: TypeAlias = Callable[[], _RngStateTracker]

@@ -433,8 +433,9 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             shape = [n if dim == batch else 1 for dim, n in enumerate(x.shape)]
             # None is kept at a rate of 1, and nothing divided by 0.
             stays = torch.rand(shape, dtype=torch.float32, device=x.device) < keep_rate
-            if batch and self._has_part_of_the_tokens:
-                stays = from_first_rank(stays, self.tp_group)  # all ranks have tokens of a sample
+            group = self.tp_group
+            if batch and group is not None and self._has_part_of_the_tokens:
+                stays = from_first_rank(stays, group)  # all ranks have tokens of a sample
             x = x * stays / (keep_rate or 1.0)
         summed = residual + x
         return keep_layout(summed, attended, residual) if self.sequence_parallel else summed

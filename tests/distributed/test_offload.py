@@ -15,17 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import float8lab
-from float8lab import recipes
 from float8lab.distributed import offload
+from tests.nn import models
 
-RECIPES = {
-    "plain": None,
-    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
+RECIPES = {"plain": None, **models.RECIPES}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 
@@ -185,8 +178,8 @@ def test_arguments_are_checked():
 )
 def test_arguments_are_taken_in_both_orders(args, kwargs, expected):
     context, _ = float8lab.get_cpu_offload_context(*args, **kwargs)
-    weights = context._wanted[True]
-    assert (context._num_layers, context._model_layers, context._wanted[False], weights) == expected
+    activations, weights = context._offloads[False], context._offloads[True]
+    assert (context._num_layers, context._model_layers, activations, weights) == expected
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 9])

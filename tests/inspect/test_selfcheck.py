@@ -86,13 +86,14 @@ RETURNING = [
     (check.name, name)
     for check in CHECKS
     for name in check.ops
-    if not name.endswith(("many_op", "update_scales_op", "into_op"))
+    # scaled_mm_op leaves out a block in a test below, which fails the same check.
+    if not name.endswith(("many_op", "update_scales_op", "into_op", "scaled_mm_op"))
 ]
 
 
 @pytest.mark.parametrize(("check", "op"), RETURNING, ids=lambda name: name)
 def test_one_wrong_element_fails_the_check(check, op, monkeypatch):
-    monkeypatch.setattr(ops, op, wrong_byte(getattr(ops, op), named(check)[0].group == "sources"))
+    monkeypatch.setattr(ops, op, wrong_byte(getattr(ops, op), named(check)[0].group == "prologues"))
     rows = module._rows_of(named(check)[0], CPU)
     assert "failed" in {row.status for row in rows}
 
@@ -186,7 +187,7 @@ casts
 
 attention
   emulated     fp8_attention    10 cases  (masked) of the bound
-               a CPU has no FP8 products; it multiplies in float32
+               a CPU has no FP8 GEMM; it multiplies in float32
                against float64; error of probabilities rounded to e4m3, and of scores""",
     )
 

@@ -13,20 +13,15 @@ from float8lab.nn import gemm
 from float8lab.nn.casts import shared_cast
 from float8lab.recipes.recipe import GemmPlan, LinearPlan
 from float8lab.recipes.region import in_backward
+from tests.nn.models import UNDELAYED as RECIPES
 
-RECIPES = {
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 @pytest.fixture
 def casts(monkeypatch):
     """The inputs of linear layers that are cast, one entry a cast."""
-    cast_by = gemm.cast_by
+    cast_by = gemm.quantize
     made = []
 
     def watch(x, *args, **kwargs):
@@ -34,7 +29,7 @@ def casts(monkeypatch):
             made.append(tuple(x.shape))
         return cast_by(x, *args, **kwargs)
 
-    monkeypatch.setattr(gemm, "cast_by", watch)
+    monkeypatch.setattr(gemm, "quantize", watch)
     monkeypatch.setattr(gemm, "_planned_fprop", gemm._fprop)  # a plan does not come to casts
     return made
 

@@ -13,13 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import casts, fused_function, gemm
-from float8lab.nn.precision import Call, W, X, precisions
+from float8lab.nn import fused_function, gemm
+from float8lab.nn.precision import W, X, call_under, precisions
+from float8lab.nn.quantize import quantize
 from float8lab.ops import Prologue
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.tensor import Float8Tensor
 from tests.near_ties import by_multiplying, near_ties
 from tests.nn.composition import RECIPES, Composition, exact, perturb, sqnr, step
+from tests.nn.models import saved_bytes
 
 ALL = {"high": None, **RECIPES}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -236,25 +238,6 @@ def test_only_what_needs_a_gradient_gets_one(make: Any, recipe: Any) -> None:
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-def saved_bytes(module: nn.Module, x: torch.Tensor, recipe: Any) -> int:
-    """Bytes that backward keeps, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    seen = {}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in parameters and t.numel():
-            seen[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        float8lab.autocast(enabled=recipe is not None, recipe=recipe),
-    ):
-        module(x)
-    return sum(seen.values())
 
 
 @each_recipe
@@ -498,7 +481,11 @@ UNDELAYED = [name for name, recipe in ALL.items() if not (recipe and recipe.line
     [
         ("linear", "current"),
         ("mlp-rms-gated", "block"),
-        *(("mlp-checkpoint", r) for r in UNDELAYED),
+        *(
+            # Each is compiled quickly in test_compile.py.
+            pytest.param("mlp-checkpoint", r, marks=[pytest.mark.slow] * (r not in ("mx", "high")))
+            for r in UNDELAYED
+        ),
     ],
 )
 def test_compiles_without_breaks_and_equals_eager(name: str, recipe: Any) -> None:
@@ -574,18 +561,21 @@ def test_what_is_cast_again_has_the_bytes_of_the_first_cast(recipe: recipes.Reci
         layer = float8lab.Linear(160, 16, device="cpu")
         layer._fp8.prepare(torch.device("cpu"), recipe)
         slots = next((s for (r, _), s in layer._fp8.slots.items() if r == recipe), None)
-        call = Call(recipe, slots, record=False)
-        source, wanted = Prologue("relu", [x], torch.float32), by_multiplying(x)
-        made = casts.cast(source, call.plan.x, X, call)
+        call = call_under(recipe, slots)
+        scales, x_spec, w_spec = call.scales, call.plan.x, call.plan.w
+        prologue, wanted = Prologue("relu", [x], torch.float32), by_multiplying(x)
+        made = scales.quantize(prologue, X, x_spec)
         assert torch.equal(made.rowwise.data.view(torch.uint8), wanted)
-        params = QuantParams(Factors(made.rowwise.scale, made.requant), None)
-        transpose = casts.cast_by(source, None, call.plan.x, call.plan, params).columnwise
-        if call.plan.x.per_tensor:
+        factors = Factors(made.rowwise.scale, made.requant)
+        params = QuantParams(factors, None, scales.are_given)
+        transpose = quantize(prologue, None, x_spec, params, scales.epsilon).columnwise
+        if x_spec.per_tensor:
             assert torch.equal(transpose.data.view(torch.uint8), wanted.t())
             assert torch.equal(transpose.scale, made.rowwise.scale)
-        made = casts.cast(weight, call.plan.w, W, call)
-        params = QuantParams(Factors(made.rowwise.scale, made.requant), None)
-        requantized = casts.cast_by(weight, call.plan.w, None, call.plan, params).rowwise
+        made = scales.quantize(weight, W, w_spec)
+        factors = Factors(made.rowwise.scale, made.requant)
+        params = QuantParams(factors, None, scales.are_given)
+        requantized = quantize(weight, w_spec, None, params, scales.epsilon).rowwise
         assert torch.equal(made.rowwise.data.view(torch.uint8), wanted)
         assert torch.equal(requantized.data.view(torch.uint8), wanted)
         assert torch.equal(requantized.scale, made.rowwise.scale)

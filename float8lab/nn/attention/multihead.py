@@ -422,17 +422,8 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         mask_name: str = "attention_mask",
     ) -> None:
         """Raise for arguments that a call does not take; nothing has changed by then.
-
-        Args:
-            hidden_states: as in ``forward``.
-            encoder_output: as in ``forward``.
-            rules: of the call.
-            attention_mask: as in ``forward``.
-            lengths: as in ``forward``.
-            inference_params: as in ``forward``.
-            angles: ``rotary_pos_emb``, of queries and keys.
-            bias: as in ``DotProductAttention.check_arguments``.
-            mask_name: of ``attention_mask`` in the caller's signature.
+        ``angles`` are ``rotary_pos_emb`` of queries and keys; the others as in
+        ``DotProductAttention.check_arguments``.
         """
         if self.attention_type == "cross" and inference_params is not None:
             raise NotImplementedError(
