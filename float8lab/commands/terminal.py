@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from float8lab.arguments import printable
 from float8lab.inspect.text import Grid, rich_table
@@ -66,6 +66,7 @@ def _fitting(grid: Grid, width: int) -> Sequence[str]:
     return grid.columns
 
 
+@runtime_checkable
 class Presentable(Protocol):
     """A result that a command prints."""
 

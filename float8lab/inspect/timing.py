@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +19,7 @@ _FLUSH_BYTES = 256 << 20
 """More than any L2 cache holds."""
 
 
+@runtime_checkable
 class Timer(Protocol):
     """A callable by which ``advise`` measures times."""
 

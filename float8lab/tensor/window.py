@@ -10,7 +10,7 @@ requantizes the blocks of the base that the view touches; no other block changes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale,
 __all__ = ["Step", "StoredInBlocks", "Window", "merge_into"]
 
 
+@runtime_checkable
 class StoredInBlocks(Protocol):
     """A Float8Tensor, as a window uses it."""
 

@@ -15,7 +15,7 @@ from benchmarks import path
 CALLS = {
     "Linear, delayed, forward": 39,
     "Linear, delayed, backward": 40,
-    "Linear, current, forward": 39,
+    "Linear, current, forward": 40,
     "Linear, current, backward": 32,
     "Linear, rowwise, forward": 42,
     "Linear, rowwise, backward": 40,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from float8lab.arguments import needs
 from float8lab.inspect.text import rich_table
@@ -19,6 +19,7 @@ _SCALARS = (
 )  # fmt: skip
 
 
+@runtime_checkable
 class ScalarWriter(Protocol):
     """A ``SummaryWriter``, as far as ``to_tensorboard`` calls it."""
 
