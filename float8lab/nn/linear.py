@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from float8lab.arguments import PARAMETER_DTYPES, check_input, check_size
 from float8lab.formats import HIGH_PRECISION_DTYPES
@@ -29,7 +30,6 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
 
 if TYPE_CHECKING:  # DTensor takes as long to import as all of float8lab
-    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import Placement
 
 __all__ = ["Linear"]
