@@ -31,6 +31,8 @@ from torch import Tensor, nn
 
 import float8lab
 from benchmarks import common
+from benchmarks.experts import MODELS
+from benchmarks.recipes import RECIPES
 from float8lab.formats import E4M3, E5M2
 
 Step = Callable[[], tuple[Tensor, ...]]
@@ -41,9 +43,8 @@ FLOOR_DB = 15.0
 """How close the results of two versions are: a step of FP8 with other scales."""
 
 
-def import_version(folder: Path) -> ModuleType:
-    """The package of an older version, with its ops in a namespace of their own."""
-    place = Path(tempfile.mkdtemp())
+def import_version(folder: Path, place: Path) -> ModuleType:
+    """The package of an older version, copied to ``place``, with its ops in their own namespace."""
     shutil.copytree(folder / "float8lab", place / OLD)
     for path in (place / OLD).rglob("*.py"):
         path.write_text(re.sub(r"\bfloat8lab\b", OLD, path.read_text()))
@@ -52,14 +53,10 @@ def import_version(folder: Path) -> ModuleType:
 
 
 def _recipe(package: ModuleType, name: str) -> object:
-    recipes = package.recipes
-    made = {
-        "delayed": partial(recipes.DelayedScaling, amax_history_len=16, amax_compute_algo="max"),
-        "current": recipes.Float8CurrentScaling,
-        "rowwise": recipes.Float8RowwiseScaling,
-        "block": recipes.Float8BlockScaling,
-    }
-    return made[name]()
+    """The recipe of this name as a package has it."""
+    here = RECIPES[name]
+    made = here if isinstance(here, partial) else partial(here)
+    return getattr(package.recipes, made.func.__name__)(**made.keywords)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -68,15 +65,26 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _training_step(
-    module: nn.Module, run: Callable[[], Tensor], x: Tensor, dy: Tensor
-) -> Callable[[], tuple[Tensor, ...]]:
+    package: ModuleType, recipe: str, module: nn.Module, x: Tensor, features: int, *inputs: Tensor
+) -> Step:
+    """Forward and backward of a module on ``x`` and further inputs, under a recipe.
+
+    Modules of all versions get the same weights.
+    """
     parameters = list(module.parameters())
+    with torch.no_grad():
+        for index, parameter in enumerate(parameters):
+            drawn = _random(*parameter.shape, seed=100 + index)
+            parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
+    x.requires_grad_()
+    dy, made = _random(*x.shape[:-1], features, seed=1), _recipe(package, recipe)
 
     def step() -> tuple[Tensor, ...]:
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
-        y = run()
+        with package.autocast(enabled=True, recipe=made):
+            y = module(x, *inputs)
         y.backward(dy)
         assert x.grad is not None
         return y.detach(), x.grad, *(p.grad for p in parameters if p.grad is not None)
@@ -84,108 +92,50 @@ def _training_step(
     return step
 
 
-def _same_weights(module: nn.Module) -> None:
-    with torch.no_grad():
-        for index, parameter in enumerate(module.parameters()):
-            drawn = _random(*parameter.shape, seed=100 + index)
-            parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
+NEW = {"device": "cuda", "params_dtype": torch.bfloat16}
+"""Arguments of every module."""
 
 
 def _linear(recipe: str, m: int, k: int, n: int, package: ModuleType) -> Step:
-    module = package.nn.Linear(k, n, bias=False, device="cuda", params_dtype=torch.bfloat16)
-    _same_weights(module)
-    x, dy = _random(m, k).requires_grad_(), _random(m, n, seed=1)
-
-    def run() -> Tensor:
-        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
-            y: Tensor = module(x)
-        return y
-
-    return _training_step(module, run, x, dy)
+    module = package.nn.Linear(k, n, bias=False, **NEW)
+    return _training_step(package, recipe, module, _random(m, k), n)
 
 
 def _layer(recipe: str, package: ModuleType) -> Step:
     module = package.nn.TransformerLayer(
         4096, 14336, 32, num_gqa_groups=8, normalization="RMSNorm", activation="swiglu",
-        bias=False, hidden_dropout=0.0, attention_dropout=0.0, device="cuda",
-        params_dtype=torch.bfloat16, attn_input_format="bshd",
+        bias=False, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd", **NEW,
     )  # fmt: skip
-    _same_weights(module)
-    x, dy = _random(2, 4096, 4096).requires_grad_(), _random(2, 4096, 4096, seed=1)
-
-    def run() -> Tensor:
-        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
-            y: Tensor = module(x)
-        return y
-
-    return _training_step(module, run, x, dy)
+    return _training_step(package, recipe, module, _random(2, 4096, 4096), 4096)
 
 
 def _small_stack(recipe: str, package: ModuleType) -> Step:
-    module = nn.Sequential(
-        *(
-            package.nn.TransformerLayer(
-                512,
-                2048,
-                8,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                device="cuda",
-                params_dtype=torch.bfloat16,
-                attn_input_format="bshd",
-            )
-            for _ in range(8)
-        )
-    )
-    _same_weights(module)
-    x, dy = _random(16, 1024, 512).requires_grad_(), _random(16, 1024, 512, seed=1)
-
-    def run() -> Tensor:
-        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
-            y: Tensor = module(x)
-        return y
-
-    return _training_step(module, run, x, dy)
+    new = partial(
+        package.nn.TransformerLayer, 512, 2048, 8, hidden_dropout=0.0, attention_dropout=0.0,
+        attn_input_format="bshd", **NEW,
+    )  # fmt: skip
+    module = nn.Sequential(*(new() for _ in range(8)))
+    return _training_step(package, recipe, module, _random(16, 1024, 512), 512)
 
 
 def _grouped(recipe: str, jagged: bool, package: ModuleType) -> Step:
     e, m, k, n = 8, 32768, 7168, 2048
-    module = package.nn.GroupedLinear(
-        e, k, n, bias=False, device="cuda", params_dtype=torch.bfloat16
-    )
-    _same_weights(module)
+    module = package.nn.GroupedLinear(e, k, n, bias=False, **NEW)
     sizes = [m // e] * e
     if jagged:
         sizes = [m // e + (97 * (i - e // 2) if i else 0) for i in range(e)]
         sizes[0] += m - sum(sizes)
     m_splits = torch.tensor(sizes, device="cuda")
-    x, dy = _random(m, k).requires_grad_(), _random(m, n, seed=1)
-
-    def run() -> Tensor:
-        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
-            y: Tensor = module(x, m_splits)
-        return y
-
-    return _training_step(module, run, x, dy)
+    return _training_step(package, recipe, module, _random(m, k), n, m_splits)
 
 
 def _experts(recipe: str, model: str, package: ModuleType) -> Step:
-    t, e, top, h, f = {
-        "qwen3": (32768, 128, 8, 2048, 768),
-        "mixtral": (8192, 8, 2, 4096, 14336),
-    }[model]
-    module = package.ExpertMLP(e, h, f, device="cuda", params_dtype=torch.bfloat16)
-    _same_weights(module)
-    x, dy = _random(t, h).requires_grad_(), _random(t, h, seed=1)
-    best = _random(t, e, seed=2).float().topk(top)
-    index, weights = best.indices, best.values.softmax(-1).to(torch.bfloat16)
-
-    def run() -> Tensor:
-        with package.autocast(enabled=True, recipe=_recipe(package, recipe)):
-            y: Tensor = module(x, weights, index)
-        return y
-
-    return _training_step(module, run, x, dy)
+    shape = MODELS[model]
+    module = package.ExpertMLP(shape.E, shape.H, shape.F, **NEW)
+    best = _random(shape.T, shape.E, seed=2).float().topk(shape.K)
+    weights = best.values.softmax(-1).to(torch.bfloat16)
+    x = _random(shape.T, shape.H)
+    return _training_step(package, recipe, module, x, shape.H, weights, best.indices)
 
 
 def _cast(
@@ -203,7 +153,7 @@ def _cast(
 
 
 BLOCKS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
-CASES: dict[str, Callable[[ModuleType], Callable[[], tuple[Tensor, ...]]]] = {
+CASES: dict[str, Callable[[ModuleType], Step]] = {
     **{
         f"cast {kind} {name}{' both' if columnwise else ''}": partial(
             _cast, block, dtype, columnwise
@@ -227,7 +177,7 @@ CASES: dict[str, Callable[[ModuleType], Callable[[], tuple[Tensor, ...]]]] = {
     },
     **{
         f"experts {model}, {recipe}": partial(_experts, recipe, model)
-        for model in ("qwen3", "mixtral")
+        for model in MODELS
         for recipe in ("delayed", "current", "block")
     },
 }
@@ -281,15 +231,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args(argv)
     common.require_cuda("benchmarks.versions")
-    old = import_version(options.base)
     for key, value in common.header().items():
         print(f"{key}: {value}")
     print(f"{'case':32} {'this':>11} {'older':>11}  this / older (least-most)")
-    for name in CASES:
-        if options.case is None or any(part in name for part in options.case):
+    with tempfile.TemporaryDirectory() as place:
+        old = import_version(options.base, Path(place))
+        for name in CASES:
+            if options.case is not None and not any(part in name for part in options.case):
+                continue
             try:
                 line = compare(name, old, seconds=options.seconds, rounds=options.rounds)
-            except Exception as error:
+            except RuntimeError as error:  # of a GPU that lacks memory or a kernel
                 line = f"{name:32} failed: {error!r}"
             print(line, flush=True)
             torch.cuda.empty_cache()

@@ -365,7 +365,7 @@ LIMITS = {
 }
 MOST_PRONOUNS = 28  # of 1,000 names that are assigned, or that functions take
 MOST_DECISIONS = 29  # in one function outside kernels
-MOST_LINES, MOST_LINES_OF_THE_CORE = 54_196, 38_043
+MOST_LINES, MOST_LINES_OF_THE_CORE = 54_195, 38_042
 MOST_WORDS = {
     "product (GEMM)": 89,
     "copy engine (TMA)": 8,

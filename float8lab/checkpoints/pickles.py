@@ -59,7 +59,7 @@ def load_megatron_file(path: Path) -> object:
 
 
 def _load_mapped(path: Path, load: Callable[..., object]) -> tuple[object, bool]:
-    """What ``load(mmap=...)`` makes of a file by ``torch.save``, and whether it is mapped.
+    """Call ``load(mmap=...)`` on a file by ``torch.save``; return its result, and if it is mapped.
 
     The format before torch 1.6 cannot be mapped: it is read whole.
     """

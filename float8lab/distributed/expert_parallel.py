@@ -115,7 +115,7 @@ class DispatchHandle:
 
 
 class Dispatched(NamedTuple):
-    """What ``moe_dispatch`` gives this rank, ordered by expert."""
+    """The tokens that ``moe_dispatch`` gives this rank, ordered by expert."""
 
     rows: Tensor
     probs: Tensor

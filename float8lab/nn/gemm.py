@@ -62,7 +62,7 @@ from float8lab.ops import (
 from float8lab.ops.declare import planned
 from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.recipes.delayed import Factors, QuantParams
-from float8lab.recipes.recipe import LinearPlan, Recipe
+from float8lab.recipes.recipe import LinearPlan, Recipe, recipe_numbered
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import (
     Float8Function,
@@ -108,12 +108,12 @@ class Saved(NamedTuple):
     """What requantizes the weight, beside its scale."""
 
     def x_params(self, scales: ScaleSource) -> QuantParams:
-        """What requantizes a prologue, or scales the FP8 data of a matrix."""
+        """The parameters that requantize a prologue, or scale the FP8 data of a matrix."""
         factors = Factors(self.x_scale, self.x_requant)  # type: ignore[arg-type]
         return QuantParams(factors, None, scales.are_given)
 
     def w_params(self, scales: ScaleSource) -> QuantParams | None:
-        """What requantizes the weight, or scales its FP8 data; None without either."""
+        """The parameters that requantize the weight, or scale its FP8 data, if there are any."""
         if self.w_scale is None:
             return None
         factors = Factors(self.w_scale, self.w_requant)  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ class _Decisions(NamedTuple):
 
 
 def _decide(
-    recipe: Recipe,
+    plan: LinearPlan,
     needs: tuple[bool, bool],
     is_prologue: bool,
     recomputes: bool,
@@ -206,7 +206,6 @@ def _decide(
     gathers_before_cast: bool,
 ) -> _Decisions:
     """Decide how ``forward`` casts and saves; the arguments are those of ``save_policy``."""
-    plan = recipe.linear
     policy = save_policy(
         plan, needs, is_prologue=is_prologue, recomputes=recomputes,
         requantizes_weight=requantizes_weight, keeps_gathered=keeps_gathered,
@@ -221,8 +220,10 @@ def _decide(
     return _Decisions(policy, Orientations(rowwise, columnwise), casts_weight)
 
 
-_decide_once = functools.lru_cache(maxsize=1024)(_decide)
-"""``_decide`` in eager mode: each layer repeats its decisions in every step."""
+@functools.lru_cache(maxsize=1024)
+def _decide_once(recipe: int, needs: tuple[bool, bool], *flags: bool) -> _Decisions:
+    """``_decide`` in eager mode, once for every recipe, by the number that it has."""
+    return _decide(recipe_numbered(recipe).linear, needs, *flags)
 
 
 # fprop.
@@ -270,12 +271,12 @@ def forward(
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     save_memory = save_memory or (is_prologue and isinstance(weight, nn.Parameter))
-    decide = _decide if torch.compiler.is_compiling() else _decide_once
-    policy, specs, casts_weight = decide(
-        call.recipe, needs, is_prologue, recomputes,
-        save_memory and not outlives_step(weight, call),
-        comm.keeps_gathered, comm.gathers_x_first,
-    )  # fmt: skip
+    requantizes = save_memory and not outlives_step(weight, call)
+    flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
+    if torch.compiler.is_compiling():
+        policy, specs, casts_weight = _decide(plan, needs, *flags)
+    else:
+        policy, specs, casts_weight = _decide_once(call.recipe.number, needs, *flags)
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = matrix

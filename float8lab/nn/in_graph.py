@@ -36,12 +36,12 @@ __all__ = ["GraphState", "cast_in_graph", "leave_to_python"]
 
 
 class GraphState(NamedTuple):
-    """What a graph knows of a call: everything else is looked up when the graph runs."""
+    """The facts of a call that a graph holds: all others are looked up when the graph runs."""
 
     handle: Tensor
     """It stands for the module's ``Precision``."""
     recipe: int
-    """Its number."""
+    """The number of the recipe."""
     group: str
     """The name of the process group that reduces amaxes; empty if there is none."""
     record: bool

@@ -63,7 +63,7 @@ _HERE = object()  # the process group of the enclosing autocast
 
 
 class CallOptions(NamedTuple):
-    """What the caller of a module says of one call."""
+    """The options of one call that the caller of a module gives."""
 
     first_microbatch: bool | None = None
     """As the user says it of the weight."""
@@ -313,22 +313,24 @@ class Precision:
         self,
         recipe: Recipe,
         options: CallOptions,
-        slots: DelayedSlots | None = None,
+        delayed: DelayedSlots | GraphState | None = None,
         *,
         record: bool = False,
         is_region: bool = False,
     ) -> Call:
-        """A call under current scales, or under those of ``slots``."""
+        """A call under current scales, or under those of slots, which a graph looks up itself."""
         plan, parallel, comm = recipe.linear, options.parallel or self.parallel, ONE_GPU
         if parallel is not None and not parallel.casts_only:
             comm = Sharded(parallel, options.tokens, plan)
         scales: ScaleSource
-        if slots is None:
+        if delayed is None:
             scales = CurrentScales(float(plan.epsilon), parallel)
+        elif isinstance(delayed, GraphState):
+            scales = GraphScales(float(plan.epsilon), parallel, delayed)
         else:
             tokens = comm.tokens
             scales = DelayedScales(
-                float(plan.epsilon), parallel, slots, record=record, experts=options.experts,
+                float(plan.epsilon), parallel, delayed, record=record, experts=options.experts,
                 is_empty=tokens is None or tokens.unsharded_rows == 0,
             )  # fmt: skip
         return Call(recipe, self, scales, comm, options, is_region=is_region)
@@ -340,17 +342,16 @@ class Precision:
             return None
         if type(x) is not Tensor:
             _refuse_dtensor(x)
-        call = self._new_call(recipe, options)
-        if recipe.linear.delayed:
-            record = training or STATE.autocast.calibrating
-            state = GraphState(
-                self.handle, recipe.number, name_of_group(STATE.autocast.group), record,
-                self.slot_layout(recipe.linear)[1],
-                0 if options.experts is None else options.experts.start,
-            )  # fmt: skip
-            call.scales = GraphScales(call.scales.epsilon, call.shards, state)
-            call.is_region = record and STATE.region is None
-        return call
+        if not recipe.linear.delayed:
+            return self._new_call(recipe, options)
+        record = training or STATE.autocast.calibrating
+        state = GraphState(
+            self.handle, recipe.number, name_of_group(STATE.autocast.group), record,
+            self.slot_layout(recipe.linear)[1],
+            0 if options.experts is None else options.experts.start,
+        )  # fmt: skip
+        is_region = record and STATE.region is None
+        return self._new_call(recipe, options, state, is_region=is_region)
 
     def scale_in_graph(
         self,

@@ -25,14 +25,14 @@ __all__ = ["DY", "CurrentScales", "DelayedScales", "GraphScales", "ScaleSource",
 X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
 
-SHORT_ROWS = 1024
+_SHORT_ROWS = 1024
 """Inductor's reductions of up to so many are "persistent"."""
 
 
 class ScaleSource:
     """Where the scales of one call's casts come from."""
 
-    __slots__ = ("epsilon", "parallel")
+    __slots__ = ("_run", "epsilon", "parallel")
 
     are_given = False
     """Whether casts are given scales, and make none of the amaxes that they find."""
@@ -40,9 +40,10 @@ class ScaleSource:
     def __init__(self, epsilon: float, parallel: TensorParallel | None) -> None:
         self.epsilon = epsilon
         self.parallel = parallel
+        self._run = quantize if parallel is None else replayed_quantize
 
     def params(self, index: int, x: Matrix) -> QuantParams | None:
-        """What is known of the scales of tensor ``index`` before ``x`` is cast."""
+        """Return the parameters of tensor ``index`` that are known before ``x`` is cast, if any."""
         return None
 
     def uses_amax(self, index: int) -> bool:
@@ -72,9 +73,7 @@ class ScaleSource:
             amax: of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
         """
         params = self.params(index, x)
-        run = quantize if self.parallel is None else replayed_quantize
-        made: Quantized = run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
-        return made
+        return self._run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
 
 
 class CurrentScales(ScaleSource):
@@ -103,9 +102,7 @@ class CurrentScales(ScaleSource):
             specs = (spec for spec in (rowwise, columnwise) if spec is not None)
             if any(spec.block == (-1, -1) for spec in specs):
                 params = _amax_params(x, index)
-        run = quantize if self.parallel is None else replayed_quantize
-        made: Quantized = run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
-        return made
+        return self._run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
 
 
 def _amax_params(x: Tensor, index: int) -> QuantParams | None:
@@ -116,7 +113,7 @@ def _amax_params(x: Tensor, index: int) -> QuantParams | None:
     rows make Inductor hold whole ones in registers: right for a norm, but a costly gradient, such
     as that of rotary embedding, took three times as long on an H200.
     """
-    is_short = index == DY and x.shape[1] <= SHORT_ROWS
+    is_short = index == DY and x.shape[1] <= _SHORT_ROWS
     if index == W or is_short or not x.numel():
         return None
     return QuantParams.of_amax(x.abs().amax(1).amax().float().view(1, 1))

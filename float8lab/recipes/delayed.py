@@ -79,7 +79,7 @@ class Factors(NamedTuple):
 
 
 class QuantParams(NamedTuple):
-    """What a cast is given of its scales."""
+    """The part of its scales that a cast is given."""
 
     factors: Factors
     """Where the cast makes the scale of an amax, that stands in the place of the encode factor."""

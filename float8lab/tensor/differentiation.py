@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class AutogradContext(FunctionCtx):
-    """What autograd gives to a function's forward and backward; subclasses add its attributes."""
+    """The context of a function's forward and backward; subclasses add its attributes."""
 
     save_for_backward: Callable[..., None]
     saved_tensors: tuple[Tensor, ...]

@@ -419,7 +419,7 @@ def _is_stored_in_fp8(x: Any) -> bool:
 
 
 def _advice_for(x: Any) -> str:
-    """What to do about an argument that is no Float8Tensor."""
+    """Advice for an argument that is no Float8Tensor."""
     if isinstance(x, nn.Module):
         return (
             "float8lab.convert_to_float8(model) runs a model's layers in FP8 and "

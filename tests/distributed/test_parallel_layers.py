@@ -69,7 +69,9 @@ class Gemms:
 
 
 def decoded(q: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """A matrix, or a batch of them, dequantized."""
+    """A matrix, or a batch of them, dequantized; rows of experts by the scale of each expert."""
+    if scale.ndim > q.ndim:
+        return q.float() * scale
     if q.ndim == 2:
         return dequantize_op(q, scale, block, torch.float32)
     return torch.stack([decoded(*one, block) for one in zip(q, scale, strict=True)])

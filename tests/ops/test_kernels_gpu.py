@@ -255,7 +255,7 @@ def test_infinities_in_groups(dtype: torch.dtype, fp8_dtype: torch.dtype, prolog
     offs = torch.tensor([0, 17, 145, 300], dtype=torch.int32)
     x = with_infinities(matrix((320, 528), dtype))
     batch = with_infinities(matrix((3 * 48, 272), dtype)).view(3, 48, 272)
-    factor, slot = torch.tensor([0.73]), torch.zeros(3)
+    factor, slot = torch.tensor([0.73]), torch.zeros(len(offs))
     used = 128 + 128 + 256  # columns of the transpose that groups of 17, 128 and 155 rows have
     recipes = [((-1, -1), "fp32"), ((1, -1), "pow2"), ((1, 128), "fp32"), ((1, 32), "e8m0")]
     for block, rule in recipes:

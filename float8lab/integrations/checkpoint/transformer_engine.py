@@ -164,7 +164,7 @@ def _unpickled(name: str, value: object) -> Mapping[str, object] | None:
 
 
 class _Scaling(NamedTuple):
-    """What delayed scaling knows of one tensor."""
+    """The delayed scaling state of one tensor."""
 
     encode: Tensor
     """The encode factor."""
