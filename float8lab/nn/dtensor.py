@@ -166,6 +166,11 @@ class WeightPlacement:
         return y
 
     def _run_in_high_precision(self, layer: Any, x: Any, weight: Any, bias: Any) -> Any:
+        axis, last = self.axis, x.ndim - 1
+        if x.placements[axis].is_shard() and x.placements[axis] != Shard(last):
+            # Older DTensors cannot flatten tokens that are shards along an inner dimension.
+            gathered = (*x.placements[:axis], Replicate(), *x.placements[axis + 1 :])
+            x = x.redistribute(placements=gathered)
         stored = weight.to_local()
         local = plain(stored)
         layer._fp8.calibrate(x.to_local(), local)
