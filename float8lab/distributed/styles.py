@@ -51,7 +51,10 @@ class Float8ColwiseParallel(ColwiseParallel):
         inputs: Any,
         device_mesh: DeviceMesh,
     ) -> Any:
-        return _placed(inputs[0], device_mesh, input_layouts)
+        x = _placed(inputs[0], device_mesh, input_layouts)
+        if hasattr(mod, "output_layout"):  # a float8lab.Linear gathers what it has cast
+            return x
+        return x.redistribute(placements=desired_input_layouts)
 
 
 class Float8RowwiseParallel(RowwiseParallel):

@@ -184,6 +184,11 @@ class WeightPlacement:
     def _run_in_high_precision(
         self, layer: Linear, x: DTensor, weight: DTensor, bias: DTensor | None
     ) -> DTensor:
+        axis, last = self.axis, x.ndim - 1
+        if x.placements[axis].is_shard() and x.placements[axis] != Shard(last):
+            # Older DTensors cannot flatten tokens that are shards along an inner dimension.
+            gathered = (*x.placements[:axis], Replicate(), *x.placements[axis + 1 :])
+            x = x.redistribute(placements=gathered)
         stored = weight.to_local()
         local = plain(stored)
         layer._fp8.calibrate(x.to_local(), local)
