@@ -114,9 +114,9 @@ def _item(name: str, entry: Entry, scale: Entry, whole: Entry | None, layout: _L
     size = _size(entry, scale, layout)
     lead, findings = len(scale.shape) - 1, []
     spec = entry.spec
-    if not isinstance(spec, Float4Spec):
+    if spec is None or not spec.is_packed:
         block = (1,) * max(lead, 1) + (size or usual.block[-1],)
-        spec = replace(usual, block=block, tensor_scale=whole is not None)
+        spec = Float4Spec(block, usual.scale_dtype, whole is not None)
     codes = _joined(entry) if layout.cut else entry
     others: tuple[Entry, ...] = ()
     factor = None
@@ -130,7 +130,7 @@ def _item(name: str, entry: Entry, scale: Entry, whole: Entry | None, layout: _L
         if factor is None:
             text = f"its scale {whole.name} is {whole.dtype_name} of shape {sizes(whole.shape)}"
             findings.append(Finding("bad-scale", text))
-            others, spec = (whole,), replace(spec, tensor_scale=False)
+            others, spec = (whole,), Float4Spec(spec.block, spec.scale_dtype, False)
     elif scale.dtype == E4M3 and layout.whole:
         findings.append(Finding("missing-scale", f"no scale of the tensor, {name}{layout.whole}"))
     if layout.transposed:
@@ -153,7 +153,7 @@ def _size(entry: Entry, scale: Entry, layout: _Layout) -> int | None:
 
     Only such as are usual: 16 under scales in e4m3, and 32 under powers of two.
     """
-    if isinstance(entry.spec, Float4Spec):
+    if entry.spec is not None and entry.spec.is_packed:
         dim = entry.spec.packed_dim
         whole = tuple(n * 2 if d == dim else n for d, n in enumerate(entry.shape))
         fits = entry.spec.scale_shape(whole) == scale.shape

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.distributed.offload import WEIGHT_CASTS
-from float8lab.formats import Float8Spec
+from float8lab.formats import Spec
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import (
@@ -80,11 +80,11 @@ Matrix = Tensor | Prologue | Groups
 
 def cast(
     x: Matrix,
-    spec: Float8Spec | None,
+    spec: Spec | None,
     index: int,
     call: Call,
     *,
-    columnwise: Float8Spec | None = None,
+    columnwise: Spec | None = None,
     dbias: bool = False,
     align: int = ALIGN,
     amax: Tensor | None = None,
@@ -114,8 +114,8 @@ def cast(
         if plan.delayed:
             params = call.known[index] or call.scale(index, x)
     elif not plan.delayed:
-        per_tensor = (-1, -1) in (spec and spec.block, columnwise and columnwise.block)
-        amax = _amax_in_graph(x, index) if per_tensor and isinstance(x, Tensor) else None
+        shares_amax = _share_matrix_amax(spec, columnwise)
+        amax = _amax_in_graph(x, index) if shares_amax and isinstance(x, Tensor) else None
         if amax is not None:
             params = QuantParams(Factors(None, amax), None)  # type: ignore[arg-type]
     elif spec is not None and columnwise is not None and spec != columnwise:
@@ -140,8 +140,8 @@ def cast(
 
 def cast_by(
     x: Matrix,
-    spec: Float8Spec | None,
-    columnwise: Float8Spec | None,
+    spec: Spec | None,
+    columnwise: Spec | None,
     plan: LinearPlan,
     params: QuantParams | None = None,
     *,
@@ -171,7 +171,7 @@ def cast_by(
     if params is not None:
         (own_scale, given, *_), slot = params
     whole = how.block == (-1, -1)
-    if not (whole or plan.delayed):
+    if not (how.shares_matrix_amax or plan.delayed):
         given = None
     rule = "encode" if plan.delayed else how.scale_rule, float(plan.epsilon)
     rest = spec is not None, columnwise is not None, dbias, given, slot
@@ -196,8 +196,8 @@ def cast_by(
 
 def _cast(
     x: Matrix,
-    spec: Float8Spec | None,
-    columnwise: Float8Spec | None,
+    spec: Spec | None,
+    columnwise: Spec | None,
     recipe: Recipe,
     params: QuantParams | None,
     dbias: bool,
@@ -210,7 +210,7 @@ _planned_cast = planned(_cast)
 
 
 def _cast_alone(
-    x: Matrix, spec: Float8Spec | None, columnwise: Float8Spec | None, call: Call, *rest: Any
+    x: Matrix, spec: Spec | None, columnwise: Spec | None, call: Call, *rest: Any
 ) -> Quantized:
     """``cast_by`` as a plan of its own: a collective separates it from the GEMM."""
     on_gpu = (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
@@ -220,8 +220,8 @@ def _cast_alone(
 
 def _cast_shard(
     x: Matrix,
-    spec: Float8Spec | None,
-    columnwise: Float8Spec | None,
+    spec: Spec | None,
+    columnwise: Spec | None,
     index: int,
     call: Call,
     amax: Tensor | None,
@@ -239,7 +239,7 @@ def _cast_shard(
     dim = parallel.sharded_dim(index)
     assert dim is not None, "of a shard"
     params: QuantParams | None = None
-    if (-1, -1) in (spec and spec.block, columnwise and columnwise.block):
+    if _share_matrix_amax(spec, columnwise):
         amax = parallel.amax(own_amax(x)) if amax is None else amax
         params = QuantParams(Factors(None, amax), None)  # type: ignore[arg-type]
     rowwise_spans, columnwise_spans = _spans(spec, dim), _spans(columnwise, 1 - dim)
@@ -274,7 +274,7 @@ def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | No
     """
     plan, parallel = call.plan, call.comm.parallel
     assert parallel is not None, "of a sharded layer"
-    per_tensor = plan.x.block == plan.w.block == (-1, -1) and not plan.delayed and plan.fprop
+    per_tensor = plan.x.per_tensor and plan.w.per_tensor and not plan.delayed and plan.fprop
     alone = isinstance(weight, Float8Tensor) or call.first_microbatch is not None
     if not per_tensor or alone or parallel.sharded_dim(X) is None:
         return None, None
@@ -286,13 +286,17 @@ def _shape(x: Tensor | Prologue) -> tuple[int, ...]:
     return prologue_shape(*x[:2]) if isinstance(x, Prologue) else tuple(x.shape)
 
 
-def _spans(spec: Float8Spec | None, dim: int) -> bool:
+def _spans(spec: Spec | None, dim: int) -> bool:
     """Whether blocks, other than of the whole matrix, span a dimension of the operand."""
-    return spec is not None and spec.block != (-1, -1) and spec.block[dim] == -1
+    return spec is not None and spec.spans(dim)
+
+
+def _share_matrix_amax(*specs: Spec | None) -> bool:
+    return any(spec is not None and spec.shares_matrix_amax for spec in specs)
 
 
 def _cast_spanning(
-    x: Matrix, spec: Float8Spec, call: Call, align: int, *, is_columnwise: bool
+    x: Matrix, spec: Spec, call: Call, align: int, *, is_columnwise: bool
 ) -> Operand:
     """One orientation of a shard whose blocks span the dimension that ranks share.
 
@@ -453,7 +457,7 @@ def _forget_input(inp: weakref.ref[Tensor]) -> None:
 def show_cast(
     x: Matrix,
     operand: Operand,
-    spec: Float8Spec,
+    spec: Spec,
     index: int,
     call: Call,
     *,
@@ -471,9 +475,9 @@ def show_cast(
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
 
 
-def _by_row(x: Groups, operand: Operand, spec: Float8Spec) -> tuple[Operand, Float8Spec]:
+def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
     """The operand with a scale for each row, where it has one for each group."""
-    if spec.block != (-1, -1):
+    if not spec.per_tensor:
         return operand, spec
     assert x.offs is not None, "not a batch"
     of_rows = groups_of_rows(operand.data.shape[0], x.offs)
@@ -489,7 +493,7 @@ def show_input(x: Matrix, specs: Orientations, quantized: Quantized, call: Call)
         show_cast(x.t(), quantized.columnwise, specs.columnwise, X, call)
 
 
-def _show_weights(weight: Tensor, operand: Operand, spec: Float8Spec, call: Call) -> None:
+def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> None:
     """The weights of all experts below each other, unless a block would have rows of two."""
     (E, N, K), (q, scale), (high, wide) = weight.shape, operand, spec.block
     if isinstance(weight, Float8Tensor) or (high > 1 and N % high):
@@ -521,20 +525,20 @@ def plain(weight: Tensor, event: Tensor | None = None) -> Tensor:
     return weight.dequantize()
 
 
-def stored_as(weight: Tensor, spec: Float8Spec) -> TypeGuard[Float8Tensor]:
+def stored_as(weight: Tensor, spec: Spec) -> TypeGuard[Float8Tensor]:
     """Whether a weight's own bytes are the operand."""
     if not isinstance(weight, Float8Tensor):
         return False
     block = spec.block if len(weight.spec.block) == 2 else (1, *spec.block)  # of experts
-    return (weight.spec.block, weight.spec.fp8_dtype) == (block, spec.fp8_dtype)
+    return (weight.spec.block, weight.spec.element_dtype) == (block, spec.element_dtype)
 
 
-def spec_of_experts(spec: Float8Spec) -> Float8Spec:
+def spec_of_experts(spec: Spec) -> Spec:
     """How the weights of all experts, ``[E, N, K]``, are stored where each is cast as ``spec``."""
     return replace(spec, block=(1, *spec.block))
 
 
-def recast(weight: Tensor, spec: Float8Spec) -> str | None:
+def recast(weight: Tensor, spec: Spec) -> str | None:
     """From what to what a weight that is stored in FP8 is cast; None if it is not cast."""
     if not isinstance(weight, Float8Tensor) or stored_as(weight, spec):
         return None

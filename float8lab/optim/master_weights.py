@@ -443,10 +443,10 @@ def _shares_blocks(p: Any) -> bool:
         return False
     layout = layout_of(p) if hasattr(local, "weight") else None
     if layout is not None:  # sent by FSDP2, of the rows or columns that tensor parallelism gives
-        return layout.spec.block[0] != 1 or layout.group is not None
+        return layout.spec.amax_block[0] != 1 or layout.group is not None
     *copied, cut = p.placements
     by_rows = bool(cut.is_shard(0)) and all(c.is_replicate() for c in copied)
-    return by_rows and layout_of(p).spec.block[0] != 1
+    return by_rows and layout_of(p).spec.amax_block[0] != 1
 
 
 def _is_16_bit(x: Tensor) -> bool:

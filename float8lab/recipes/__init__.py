@@ -2,6 +2,7 @@
 
 from float8lab.recipes.auto import Auto
 from float8lab.recipes.recipe import (
+    ALL,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -19,6 +20,7 @@ from float8lab.recipes.state import (
 )
 
 __all__ = [
+    "ALL",
     "Auto",
     "DelayedScaling",
     "Float8BlockScaling",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8lab.formats import HIGH_PRECISION_DTYPES, gemm_support
+from float8lab.formats import HIGH_PRECISION_DTYPES, gemm_support, scales_by_column
 from float8lab.ops import cast_groups_op, cast_op, grouped_mm_op, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale
 from float8lab.tensor.dispatch import implements, implements_whole, run_fallback
@@ -70,7 +70,7 @@ def _rows_by_k(x: Any, block: _Block, partner: Any, turned: bool) -> tuple[Tenso
         q = transpose_op(q.t(), 1) if q.t().is_contiguous() else q.contiguous()
     if rows != block[0]:
         scale = refine_scale(scale, q.shape[0], rows, block[0], 0)
-    by_column = block[0] == 1 and block[1] > 1
+    by_column = scales_by_column(block)
     return q, scale.t().contiguous().t() if by_column else scale.contiguous(), block
 
 

@@ -22,7 +22,7 @@ from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.source import CheckpointError, Source, boxes
-from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float4Spec, Float8Spec
+from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Spec
 from float8lab.integrations.checkpoint.saved_names import saved_names
 from float8lab.integrations.checkpoint.weights import (
     HeldWeight,
@@ -36,27 +36,19 @@ from float8lab.nn.convert.other_experts import routers
 from float8lab.nn.convert.report import conversion_report, explain_layer
 from float8lab.nn.convert.walk import has_recipe, walk_model
 from float8lab.nn.precision import Precision, W, X, precisions
-from float8lab.recipes.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from float8lab.recipes.recipe import ALL, DelayedScaling, Float8CurrentScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.float4_tensor import pack
 
 __all__ = ["LoadReport", "load_fp8"]
 
-_RECIPES: dict[tuple[int, ...], Recipe] = {
-    (-1, -1): Float8CurrentScaling(),
-    (1, -1): Float8RowwiseScaling(),
-    (128, 128): Float8BlockScaling(),
-    (1, 32): MXFP8BlockScaling(),
+_RECIPES = {
+    (recipe.linear.w.block, recipe.linear.w.element_dtype): recipe
+    for recipe in ALL.values()
+    if not recipe.linear.delayed
 }
-"""The recipe that uses a weight of these blocks as it is stored."""
+"""The recipe that uses a weight of these blocks and elements as it is stored."""
 _STATIC = DelayedScaling()
 """Recipe of layers for which the checkpoint has a scale of activations: in evaluation it stays as
 it is."""
@@ -343,7 +335,7 @@ def _damage(item: Item) -> list[str]:
     if not item.quantized or found:
         return found if _is_quantized(item) else []
     assert item.spec is not None
-    if item.entry.dtype not in (torch.uint8, item.spec.element_dtype):
+    if item.entry.dtype not in (torch.uint8, item.spec.fp8_dtype):
         return [f"{item.name} is {item.entry.dtype_name}, and said to be {item.spec.describe()}"]
     whole = item.whole_scale()
     scale = item.scales() if whole is None else item.scales() * whole
@@ -398,7 +390,7 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
     """The weight as the checkpoint stores it, frozen."""
     spec, device = item.spec, _place_of(target)
     assert spec is not None
-    if isinstance(spec, Float4Spec):
+    if spec.is_packed:
         return nn.Parameter(_packed(item, spec, target.dtype, device), requires_grad=False)
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
     for box in boxes(item.entry.shape, item.block):
@@ -411,7 +403,7 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
     return nn.Parameter(stored, requires_grad=False)
 
 
-def _packed(item: Item, spec: Float4Spec, dtype: torch.dtype, device: torch.device) -> Float4Tensor:
+def _packed(item: Item, spec: Spec, dtype: torch.dtype, device: torch.device) -> Float4Tensor:
     """The bytes of a weight in 4 bits; in memory the packed dimension comes last."""
     dim = spec.packed_dim
     shape = [n // 2 if d == dim else n for d, n in enumerate(item.entry.shape)]
@@ -461,7 +453,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
         recipe = _recipe_for(specs)
         own = product.precision.recipe if product.precision is not None else None
         pinned = product.precision is not None and product.precision.pinned
-        packed = any(isinstance(spec, Float4Spec) for spec in specs)
+        packed = any(spec is not None and spec.is_packed for spec in specs)
         if own is not None or pinned:
             if own is None or packed or own.linear.w.block not in {s.block for s in specs if s}:
                 kept.append(product.name)
@@ -530,10 +522,13 @@ def _recipes_of_held(
 def _fits(held: HeldWeight, item: Item | None, recipe: Recipe) -> bool:
     """Whether a recipe uses a weight as a checkpoint stores it."""
     spec = None if item is None else item.spec
-    if spec is None or spec.element_dtype != E4M3:
+    if spec is None or spec.fp8_dtype != E4M3:
         return False
     wanted = spec_of_held(held, recipe)
-    return wanted is not None and wanted.block == spec.block
+    return wanted is not None and (wanted.block, wanted.element_dtype) == (
+        spec.block,
+        spec.element_dtype,
+    )
 
 
 def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
@@ -563,10 +558,11 @@ def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
 
 
-def _recipe_for(specs: Iterable[Float8Spec | Float4Spec | None]) -> Recipe | None:
+def _recipe_for(specs: Iterable[Spec | None]) -> Recipe | None:
     """The recipe that uses weights stored in this way as they are; None if there is none."""
-    blocks = {spec.block for spec in specs if spec is not None and spec.element_dtype == E4M3}
-    return _RECIPES.get(blocks.pop()) if len(blocks) == 1 else None
+    stored = [spec for spec in specs if spec is not None and spec.fp8_dtype == E4M3]
+    kinds = {(spec.block, spec.element_dtype) for spec in stored}
+    return _RECIPES.get(kinds.pop()) if len(kinds) == 1 else None
 
 
 def _stem(name: str) -> str:

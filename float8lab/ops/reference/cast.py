@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.formats import FLOAT32_MAX
+from float8lab.formats import (
+    FLOAT32_MAX,
+    SCALE_RULES,
+    has_tensor_scale,
+    is_packed_element,
+    scales_by_column,
+)
 from float8lab.ops.reference.prologue import value_of
 
 __all__ = [
@@ -37,7 +43,6 @@ __all__ = [
     "round_to_fp8",
     "round_up",
     "scale_from_amax",
-    "scales_by_column",
     "transpose",
 ]
 
@@ -64,14 +69,6 @@ def round_up(size: int, align: int) -> int:
     (32, 0)
     """
     return -(-size // align) * align
-
-
-def scales_by_column(block: Sequence[int]) -> bool:
-    """Whether the scales of a quantized matrix are stored column by column: those of 1xB blocks.
-
-    cuBLASLt reads them so; see "Scaling Factors Layouts" in the cuBLAS documentation.
-    """
-    return block[0] == 1 and block[1] > 1
 
 
 # Scales.
@@ -121,9 +118,16 @@ def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool)
 
 
 def factors_from_amax(
-    amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0
+    amax: Tensor,
+    fp8_dtype: torch.dtype,
+    rule: str,
+    eps: float = 0.0,
+    matrix_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
+
+    A rule of elements with 4 bits has ``_factors_of_packed``, and may depend on the amax of the
+    matrix; if that is not given, ``amax`` holds all blocks of a matrix in its last dimensions.
 
     ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1. The scale is 1 over the
     encode factor, rounded to float32, from which the encode factor cannot be found again: a cast
@@ -132,6 +136,8 @@ def factors_from_amax(
     >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
     (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
     """
+    if is_packed_element(rule):
+        return _factors_of_packed(amax.clamp(min=eps), rule, matrix_amax)
     raised = amax.clamp(min=eps)
     usable = (raised > 0) & (raised < torch.inf)
     limit = torch.finfo(fp8_dtype).max
@@ -144,6 +150,13 @@ def factors_from_amax(
         encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
         scale = 1.0 / encode
     return torch.where(usable, scale, 1.0), torch.where(usable, encode, 1.0)
+
+
+def _factors_of_packed(
+    amax: Tensor, rule: str, matrix_amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``factors_from_amax`` of elements in e2m1."""
+    raise NotImplementedError(f"scale_rule must be one that casts know; got {rule!r}.")
 
 
 def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
@@ -167,8 +180,13 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
 # Casts.
 
 
-def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """The nearest FP8 numbers to ``value``, which is ``x`` over its scale.
+def _round_to_packed(value: Tensor) -> Tensor:
+    """The nearest values of e2m1, in e4m3."""
+    raise NotImplementedError("elements in e2m1 have no cast.")
+
+
+def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "") -> Tensor:
+    """The nearest FP8 numbers to ``value``, which is ``x`` over its scale; of e2m1 by its rules.
 
     A finite ``x`` saturates, also where ``value`` overflows float32. An infinite ``x`` stays
     visible whatever its scale is: as an infinity in e5m2, and in e4m3, which has none, as NaN.
@@ -177,6 +195,8 @@ def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     >>> round_to_fp8(x, x, torch.float8_e4m3fn).float()
     tensor([448.,  nan])
     """
+    if is_packed_element(rule):
+        return _round_to_packed(value)
     limit = torch.finfo(fp8_dtype).max
     visible: float | Tensor = torch.nan
     if fp8_dtype == torch.float8_e5m2:  # over a scale of 0, infinity or NaN it may be NaN
@@ -201,22 +221,24 @@ def quantize(
     """
     if x.shape[0] % align or x.shape[1] % align:
         x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
-    M, K = x.shape
+    (M, K), matrix_amax = x.shape, None
+    if has_tensor_scale(rule) and given is not None and given.numel() == 1:
+        given, matrix_amax = None, given
     if given is not None and given.numel() == 1:
         x, given = x[None, :, None], given.view(1, 1)  # the whole is one block
     else:
         x = in_blocks(x, block)
     wide = x.float()
     scale, factor, found = None, given, None
-    if rule not in ("encode", "decode"):
+    if rule in SCALE_RULES:
         found = wide.abs().amax((1, 3)) if given is None else given
-        if block[0] == 1 and block[1] > 1:  # scales_by_column
+        if scales_by_column(block):
             found = found.t().contiguous().t()
-        scale, factor = factors_from_amax(found, fp8_dtype, rule, eps)
+        scale, factor = factors_from_amax(found, fp8_dtype, rule, eps, matrix_amax)
     assert factor is not None, "given by a rule that finds none"
     factor = factor[:, None, :, None]
-    value = wide / factor if rule == "decode" else wide * factor
-    q = round_to_fp8(value, x, fp8_dtype).flatten(2).flatten(0, 1)[:M, :K]
+    value = wide / factor if rule.endswith("decode") else wide * factor
+    q = round_to_fp8(value, x, fp8_dtype, rule).flatten(2).flatten(0, 1)[:M, :K]
     return q.clone(memory_format=torch.contiguous_format), scale, found
 
 
@@ -249,7 +271,8 @@ def cast(
             values are multiplied by the factors ``given``; or ``"decode"``: they are divided by the
             scales ``given``, by somebody who knows no encode factors. Both are one float32
             operation with IEEE rounding, whose result is what ``round_to_fp8`` rounds. For powers
-            of two the two are the same.
+            of two the two are the same. For elements in e2m1, ``"e2m1 encode"`` and
+            ``"e2m1 decode"``.
         eps: the least amax that a scale is found from.
         align: the result's sizes are multiples of it.
         straight: the matrix is wanted in FP8.
@@ -257,7 +280,8 @@ def cast(
         column_sum: the sums over its rows are wanted.
         given: factors or scales, one or one per block; for both orientations, the same transposed.
             Where scales are found: the amaxes from which they are, one per block of the padded
-            result, if they are known. In both orientations, only if blocks are square.
+            result, if they are known. In both orientations, only if blocks are square. Where scales
+            have a second level, one element is the amax of the matrix.
         slot: one element, which becomes the larger of its content and the matrix's amax.
 
     Returns:
@@ -274,7 +298,7 @@ def cast(
     q, scale, found = quantize(x if straight else x.t(), *how, given)
     if straight and transposed:
         if block[0] != block[1] and scale is not None:
-            q_t, scale_t, _ = quantize(x.t(), *how)
+            q_t, scale_t, _ = quantize(x.t(), *how, given if has_tensor_scale(rule) else None)
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return q, scale, None, q_t, scale_t, total
