@@ -10,6 +10,7 @@ from float8lab.recipes.recipe import (
     Format,
     LinearPlan,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 from float8lab.recipes.state import (
@@ -29,6 +30,7 @@ __all__ = [
     "Format",
     "LinearPlan",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Recipe",
     "autocast",
     "fp8_autocast",

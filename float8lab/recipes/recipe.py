@@ -29,6 +29,7 @@ __all__ = [
     "GemmPlan",
     "LinearPlan",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Recipe",
     "check_recipe",
     "recipe_numbered",
@@ -402,6 +403,36 @@ class MXFP8BlockScaling(Recipe):
         return self._make_plan(x=(1, 32), w=(1, 32), scale_rule="e8m0")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class NVFP4BlockScaling(Recipe):
+    """e2m1 in 1x16 blocks, whose e4m3 scales are under one float32 scale of the tensor.
+
+    Weights have 16x16 blocks, so that backward multiplies by the very weight that forward did. A
+    block that holds a value that is not finite gets the scale NaN.
+
+    No kernel multiplies 4 bits yet: operands are quantized, dequantized and multiplied in high
+    precision, and reports say so. An element takes a byte meanwhile, and the two scales of a block
+    are held as their float32 product. Attention under ``fp8_dpa`` is in ``fp8_format``.
+
+    Left out of NVIDIA's training recipe: random Hadamard transforms of the operands of wgrad, and
+    stochastic rounding of gradients.
+
+    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
+    """
+
+    fp8_format: Format = Format.E4M3
+    fast_accum: tuple[bool, bool, bool] = (False, False, False)
+    disable_2d_quantization: bool = False
+    """Weights have 1x16 blocks, too, and their transpose scales of its own."""
+
+    def _check(self) -> None:
+        self._require(self.fp8_format is Format.E4M3, "fp8_format", "Format.E4M3")
+
+    def _plan(self) -> LinearPlan:
+        weight = (1, 16) if self.disable_2d_quantization else (16, 16)
+        return self._make_plan(x=(1, 16), w=weight, scale_rule="e2m1 e4m3 fp32")
+
+
 def _require_no_pure_e5m2(recipe: Recipe) -> None:
     recipe._require(
         recipe.fp8_format is not Format.E5M2,
@@ -421,6 +452,7 @@ ALL: dict[str, Recipe] = {
     "rowwise": Float8RowwiseScaling(),
     "block": Float8BlockScaling(),
     "mx": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
 }
 """The recipes by short names, with usual fields: what chooses, reports or compares recipes has them
 from here. Those with measured speed are in the order of their numerics, the coarsest first."""

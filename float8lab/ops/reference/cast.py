@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.formats import (
+    E2M1,
+    E4M3,
     FLOAT32_MAX,
     SCALE_RULES,
     has_tensor_scale,
     is_packed_element,
+    largest,
     scales_by_column,
 )
 from float8lab.ops.reference.prologue import value_of
@@ -155,8 +158,36 @@ def factors_from_amax(
 def _factors_of_packed(
     amax: Tensor, rule: str, matrix_amax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``factors_from_amax`` of elements in e2m1."""
-    raise NotImplementedError(f"scale_rule must be one that casts know; got {rule!r}.")
+    """``factors_from_amax`` of elements in e2m1: scales that formats of 4 bits have.
+
+    A block whose amax is 0 has the scale 0 if scales are in e4m3; one that holds a value that is
+    not finite has the scale NaN. The scale of a matrix is 1 where no finite amax above 0 makes one.
+
+    >>> factors_from_amax(torch.tensor([[2688.0, 6.0, 0.0, torch.inf]]), E4M3, "e2m1 e4m3 fp32")[0]
+    tensor([[448.,   1.,   0.,  nan]])
+
+    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, appendix on
+    quantization; OCP Microscaling Formats v1.0 for e8m0.
+    """
+    limit = torch.full_like(amax, largest(E2M1))
+    if "e8m0" in rule:
+        bits = (amax / limit).view(torch.int32)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
+        scale = torch.where(amax > 0, (exponent << 23).view(torch.float32), 1.0)
+    else:
+        scale = amax / limit
+        decode = torch.ones_like(scale)
+        if has_tensor_scale(rule):
+            if matrix_amax is None:
+                matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
+            product = torch.full_like(matrix_amax, largest(E2M1) * largest(E4M3))
+            encode = (product / matrix_amax).clamp(max=FLOAT32_MAX)
+            usable = (matrix_amax > 0) & (matrix_amax < torch.inf)
+            encode = torch.where(usable, encode, 1.0)
+            scale, decode = scale * encode, 1.0 / encode
+        scale = scale.clamp(max=largest(E4M3)).to(E4M3).float() * decode
+    scale = torch.where(amax < torch.inf, scale, torch.nan)
+    return scale, (1.0 / scale).clamp(max=FLOAT32_MAX)
 
 
 def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
@@ -181,8 +212,16 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
 
 
 def _round_to_packed(value: Tensor) -> Tensor:
-    """The nearest values of e2m1, in e4m3."""
-    raise NotImplementedError("elements in e2m1 have no cast.")
+    """The nearest values of e2m1, in e4m3; ties go to an even mantissa, and NaN to 0.
+
+    >>> _round_to_packed(torch.tensor([0.25, 0.75, 2.5, -5.0, 9.0, torch.nan])).float()
+    tensor([ 0.,  1.,  2., -4.,  6.,  0.])
+    """
+    limit = largest(E2M1)
+    value = value.nan_to_num(0.0).clamp(-limit, limit)
+    size = value.abs()
+    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
+    return ((value / step).round() * step).to(E4M3)
 
 
 def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "") -> Tensor:
