@@ -26,12 +26,12 @@ from float8lab.inspect.scale.predict import (
     Job,
     Seconds,
     activation,
+    gemms,
     kept,
     layer,
     norm,
     passing_bytes,
     predict,
-    products,
     total,
 )
 from float8lab.inspect.scale.sizes import ModelSize
@@ -100,7 +100,7 @@ def _numbers(text: str) -> list[int]:
 
 def _linear(table: Table, name: str, recipe: Recipe | None, *, sustained: bool = False) -> float:
     M, K, N = _numbers(table.caption)[:3]
-    return _ms(products(recipe, M, [(N, K)], _job(name, sustained=sustained)))
+    return _ms(gemms(recipe, M, [(N, K)], _job(name, sustained=sustained)))
 
 
 def _norm_linear(
@@ -109,7 +109,7 @@ def _norm_linear(
     M, K, N = _numbers(table.caption)[:3]
     job = _job(name, sustained=sustained)
     fused = job.fused and recipe is not None
-    parts = [products(recipe, M, [(N, K)], job), norm(recipe, M * K, fused=fused)]
+    parts = [gemms(recipe, M, [(N, K)], job), norm(recipe, M * K, fused=fused)]
     return _ms(total(parts))
 
 
@@ -119,7 +119,7 @@ def _mlp(table: Table, name: str, recipe: Recipe | None, *, sustained: bool = Fa
     eager = job.mode == "eager" and not job.fused
     gated, fused = "swiglu" in table.caption, job.fused and recipe is not None
     parts = [
-        products(recipe, M, [((2 if gated else 1) * F, D), (D, F)], job),
+        gemms(recipe, M, [((2 if gated else 1) * F, D), (D, F)], job),
         norm(recipe, M * D, fused=fused),
         activation(recipe, M * F, gated=gated, fused=fused, eager=eager),
     ]

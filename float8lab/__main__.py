@@ -61,8 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _about_the_machine(options: argparse.Namespace) -> int:
     if options.command == "env":
-        found = environment(options.device)
-        _print(json.dumps(found.to_json(), indent=2) if options.json else str(found), options.json)
+        machine = environment(options.device)
+        _print(
+            json.dumps(machine.to_json(), indent=2) if options.json else str(machine), options.json
+        )
         return 0
     report = selfcheck(options.device, options.verbose)
     _print(json.dumps(report.to_json(), indent=2) if options.json else str(report), options.json)
@@ -70,8 +72,8 @@ def _about_the_machine(options: argparse.Namespace) -> int:
 
 
 def _until_closed(options: argparse.Namespace) -> int:
-    """Run a command. Returns its status; that of a signal if it is interrupted, or if nobody reads
-    its output; 2 if its output cannot be written."""
+    """Run a command and return its status: a signal's if it was interrupted or its output has no
+    reader, 2 if its output cannot be written."""
     program = f"python -m float8lab {options.command}"
     if sys.stdout is None:
         return fail(program, "standard output must be open; it is closed.")

@@ -11,10 +11,10 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch._subclasses import FakeTensor
@@ -47,10 +47,11 @@ __all__ = [
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_T = TypeVar("_T")
 _LONGEST = 80  # characters of a value in a message
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Show a value in a message: short, and on one line; a tensor as its dtype and shape.
 
     >>> shown("x" * 200)
@@ -77,11 +78,11 @@ def printable(text: str) -> str:
 
 
 @contextmanager
-def needs(what: str, package: str, install: str, otherwise: str = "") -> Iterator[None]:
+def needs(user: str, package: str, install: str, otherwise: str = "") -> Iterator[None]:
     """Say who needs a package and how to get it, if the import of that package in the block fails.
 
     Args:
-        what: the function or file that needs the package, by name.
+        user: the function or file that needs the package, by name.
         package: the import's name.
         install: the requirement to give to pip.
         otherwise: a way that works without it, after "or".
@@ -100,12 +101,20 @@ def needs(what: str, package: str, install: str, otherwise: str = "") -> Iterato
     except ModuleNotFoundError as error:
         instead = f", or {otherwise}" if otherwise else ""
         raise ModuleNotFoundError(
-            f"{what} must have {package}; it is not installed. pip install {install}{instead}.",
+            f"{user} must have {package}; it is not installed. pip install {install}{instead}.",
             name=error.name,
         ) from error
 
 
-def check_size(name: str, value: Any, *, minimum: int = 0, optional: bool = False) -> Any:
+@overload
+def check_size(name: str, value: object, *, minimum: int = 0) -> int: ...
+@overload
+def check_size(
+    name: str, value: object, *, minimum: int = 0, optional: Literal[True]
+) -> int | None: ...
+def check_size(
+    name: str, value: object, *, minimum: int = 0, optional: bool = False
+) -> int | torch.SymInt | None:
     """Check for an integer of at least ``minimum``; numpy's and symbolic ones pass.
 
     The result is a Python int, unless the integer is symbolic or an ``optional`` None.
@@ -113,32 +122,34 @@ def check_size(name: str, value: Any, *, minimum: int = 0, optional: bool = Fals
     >>> check_size("out_features", 0)
     0
     """
-    if (value is None and optional) or isinstance(value, torch.SymInt):
+    if value is None and optional:
+        return None
+    if isinstance(value, torch.SymInt):
         return value
-    wanted = f"{'None or ' if optional else ''}an integer of at least {minimum}"
-    try:
-        size = value  # of a graph's size, index() would make a constant
-        if type(value) is not int:
-            size = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        size = None
-    if size is None:
-        raise TypeError(f"{name} must be {wanted}; got {shown(value)}. Pass an int.")
+    required = f"{'None or ' if optional else ''}an integer of at least {minimum}"
+    size: object = value  # of a graph's size, index() would make a constant
+    if type(value) is not int:
+        try:
+            size = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            size = None
+    if not isinstance(size, int):
+        raise TypeError(f"{name} must be {required}; got {shown(value)}. Pass an int.")
     if size < minimum:
-        raise ValueError(f"{name} must be {wanted}; got {size}. Pass a larger one.")
+        raise ValueError(f"{name} must be {required}; got {size}. Pass a larger one.")
     return size
 
 
 def check_number(
     name: str,
-    value: Any,
+    value: _T,
     *,
     minimum: float = -math.inf,
     maximum: float = math.inf,
     above: float = -math.inf,
     below: float = math.inf,
     optional: bool = False,
-) -> Any:
+) -> _T:
     """Check for a finite number in a range, and return it as a Python float.
 
     Args:
@@ -157,19 +168,19 @@ def check_number(
         return value
     limits = {">=": minimum, "<=": maximum, ">": above, "<": below}
     bounds = [f"{sign} {limit:g}" for sign, limit in limits.items() if math.isfinite(limit)]
-    wanted = " ".join(["None or a" if optional else "a", "finite number", " and ".join(bounds)])
-    wanted = wanted.rstrip()
+    required = " ".join(["None or a" if optional else "a", "finite number", " and ".join(bounds)])
+    required = required.rstrip()
     single = not isinstance(value, torch.Tensor) or (value.numel() == 1 and not value.is_complex())
     if isinstance(value, bool) or not hasattr(type(value), "__float__") or not single:
-        raise TypeError(f"{name} must be {wanted}; got {shown(value)}. Pass a float.")
-    number = float(value)
+        raise TypeError(f"{name} must be {required}; got {shown(value)}. Pass a float.")
+    number = float(value)  # type: ignore[arg-type]  # it has __float__
     inside = minimum <= number <= maximum and above < number < below
     if not inside or not math.isfinite(number):
-        raise ValueError(f"{name} must be {wanted}; got {number}. Pass one in that range.")
-    return number
+        raise ValueError(f"{name} must be {required}; got {number}. Pass one in that range.")
+    return number  # type: ignore[return-value]
 
 
-def check_flags(**flags: Any) -> None:
+def check_flags(**flags: object) -> None:
     """Check for bools, each under its name; 0 and 1 and numpy's bools pass.
 
     >>> check_flags(bias=True, return_bias=0)
@@ -177,33 +188,34 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if value is True or value is False:
             continue
-        known = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
-        if not known or value not in (0, 1):
+        is_flag = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
+        if not is_flag or value not in (0, 1):
             raise TypeError(f"{name} must be True or False; got {shown(value)}. Pass a bool.")
 
 
-def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
+def check_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
     """Check for one of some strings, among which None may be."""
-    known = tuple(choices)
-    if not (value is None or isinstance(value, str)) or value not in known:
+    allowed = tuple(choices)
+    if not (value is None or isinstance(value, str)) or value not in allowed:
         kind = ValueError if isinstance(value, str) else TypeError
-        first = ", ".join(map(repr, known[:-1]))
-        listed = f"{'one of ' if len(known) > 2 else ''}{first} or {known[-1]!r}"
+        first = ", ".join(map(repr, allowed[:-1]))
+        listed = f"{'one of ' if len(allowed) > 2 else ''}{first} or {allowed[-1]!r}"
         raise kind(f"{name} must be {listed}; got {shown(value)}. Choose one.")
 
 
 def check_instance(
-    name: str, value: Any, kinds: Any, wanted: str, *, optional: bool = False
+    name: str, value: object, kinds: object, noun: str, *, optional: bool = False
 ) -> None:
-    """Check for an instance of ``kinds``, as ``isinstance`` takes them; ``wanted`` names them."""
-    if not (isinstance(value, kinds) or (value is None and optional)):
-        none = "None or " if optional else ""
+    """Check for an instance of ``kinds``, as ``isinstance`` takes them; ``noun`` names them."""
+    is_instance = isinstance(value, kinds)  # type: ignore[arg-type]
+    if not (is_instance or (value is None and optional)):
+        prefix = "None or " if optional else ""
         raise TypeError(
-            f"{name} must be {none}{wanted}; got {shown(value)}. Pass an object of that type."
+            f"{name} must be {prefix}{noun}; got {shown(value)}. Pass an object of that type."
         )
 
 
-def check_tensor(name: str, value: Any, *, optional: bool = False) -> None:
+def check_tensor(name: str, value: object, *, optional: bool = False) -> None:
     """Check for a tensor."""
     check_instance(name, value, torch.Tensor, "a torch.Tensor", optional=optional)
 
@@ -219,9 +231,9 @@ def has_values(x: torch.Tensor) -> bool:
 
 
 def check_input(
-    name: str, x: Any, sizes: tuple[int, ...], argument: str, *, ndim: int | None = None
+    name: str, x: torch.Tensor, sizes: tuple[int, ...], argument: str, *, ndim: int | None = None
 ) -> None:
-    """Check for a floating-point tensor that ends with the sizes the module was built with.
+    """Check for a floating-point tensor whose last sizes are those the module was built with.
 
     Args:
         name: as the caller wrote it.
@@ -248,16 +260,16 @@ def check_input(
         )
 
 
-def check_module(name: str, value: Any) -> None:
+def check_module(name: str, value: object) -> None:
     """Check for a module."""
     check_instance(name, value, torch.nn.Module, "a torch.nn.Module")
 
 
-def check_callables(arguments: tuple[str, ...] | None = None, /, **functions: Any) -> None:
+def check_callables(arguments: tuple[str, ...] | None = None, /, **functions: object) -> None:
     """Check for functions or other callables, each under its name; None passes, too.
 
     Args:
-        arguments: what they will be called with, by position; None: that is not known here.
+        arguments: names of the arguments that they will get, by position; None: not checked.
         functions: by the names that the caller wrote.
     """
     for name, value in functions.items():
@@ -275,7 +287,7 @@ def check_callables(arguments: tuple[str, ...] | None = None, /, **functions: An
             )
 
 
-def _takes(function: Any, arguments: tuple[str, ...]) -> bool:
+def _takes(function: Callable[..., object], arguments: tuple[str, ...]) -> bool:
     """Whether a function takes so many arguments by position, as far as it tells its parameters."""
     try:
         signature = inspect.signature(function)
@@ -290,7 +302,7 @@ def _takes(function: Any, arguments: tuple[str, ...]) -> bool:
 
 def check_dtype(
     name: str,
-    value: Any,
+    value: object,
     choices: Sequence[torch.dtype] = PARAMETER_DTYPES,
     *,
     optional: bool = True,
@@ -304,7 +316,7 @@ def check_dtype(
         )
 
 
-def check_device(name: str, value: Any) -> torch.device | None:
+def check_device(name: str, value: object) -> torch.device | None:
     """Check for a device or None, and return it as a ``torch.device`` or None."""
     if value is None or isinstance(value, torch.device):
         return value
@@ -323,30 +335,30 @@ def check_device(name: str, value: Any) -> torch.device | None:
     return device
 
 
-def check_group(name: str, value: Any) -> None:
+def check_group(name: str, value: object) -> None:
     """Check for a process group of torch.distributed, or None."""
-    known = value is None
-    if not known and torch.distributed.is_available():
+    is_group = value is None
+    if not is_group and torch.distributed.is_available():
         outside = torch.distributed.GroupMember.NON_GROUP_MEMBER  # of a group of other ranks
-        known = isinstance(value, torch.distributed.ProcessGroup) or value is outside
-    if not known:
+        is_group = isinstance(value, torch.distributed.ProcessGroup) or value is outside
+    if not is_group:
         raise TypeError(
             f"{name} must be None or a torch.distributed process group; got {shown(value)}. Make "
             "one by torch.distributed.new_group(ranks)."
         )
 
 
-def check_path(name: str, value: Any, *, optional: bool = False) -> None:
+def check_path(name: str, value: object, *, optional: bool = False) -> None:
     """Check for a path: a string or a ``pathlib.Path``."""
     check_instance(name, value, (str, PathLike), "a path", optional=optional)
-    if value is not None and not os.fspath(value):
+    if isinstance(value, (str, PathLike)) and not os.fspath(value):
         raise ValueError(f"{name} must be a path; got an empty one. Name a file or folder.")
 
 
-def check_state(name: str, value: Any) -> None:
+def check_state(name: str, value: object) -> None:
     """Check for a state dict: tensors by name."""
     check_instance(name, value, Mapping, "a state dict")
-    for key, entry in value.items():
+    for key, entry in value.items():  # type: ignore[attr-defined]
         if not isinstance(key, str) or not isinstance(entry, torch.Tensor):
             raise TypeError(
                 f"{name} must be a state dict, of tensors by name; got {shown(entry)} for "
@@ -354,20 +366,23 @@ def check_state(name: str, value: Any) -> None:
             )
 
 
-def check_names(name: str, value: Any) -> tuple[str, ...]:
+def check_names(name: str, value: object) -> tuple[str, ...]:
     """Check for a sequence of strings, or a single one; return a tuple."""
     if isinstance(value, str):
         return (value,)
-    known = isinstance(value, Iterable) and not isinstance(value, (bytes, torch.Tensor))
-    names = tuple(value) if known else ()
-    if not known or not all(isinstance(n, str) for n in names):
+    names: tuple[object, ...] | None = None
+    if isinstance(value, Iterable) and not isinstance(value, (bytes, torch.Tensor)):
+        names = tuple(value)
+    if names is None or not all(isinstance(n, str) for n in names):
         raise TypeError(
             f"{name} must be a string or a sequence of strings; got {shown(value)}. Pass a list."
         )
-    return names
+    return names  # type: ignore[return-value]
 
 
-def check_lengths(name: str, cu_seqlens: Any, *, why: str, tokens: int | None = None) -> None:
+def check_lengths(
+    name: str, cu_seqlens: torch.Tensor | None, *, why: str, tokens: int | None = None
+) -> None:
     """Raise unless ``cu_seqlens`` are cumulative lengths, which ``why`` needs.
 
     Their values are looked at on a CPU only: they are to lie in ``tokens`` tokens.

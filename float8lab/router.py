@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: which experts get a token, and how much of each.
+"""Routers of MoE layers: which experts get a token, and with which weight.
 
 T tokens, E experts. Names, arguments and meaning are Transformer Engine's. Scores are computed in
 float32; routers stay in high precision.
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class _How(NamedTuple):
+class _Routing(NamedTuple):
     """The arguments of ``ops/reference/router.py`` that are no tensors."""
 
     topk: int
@@ -110,8 +110,8 @@ def fused_topk_with_score_function(
             )
         expert_bias = expert_bias.detach()
     scaling = 1.0 if scaling_factor is None else float(scaling_factor)
-    how = _How(topk, score_function, bool(use_pre_softmax), groups, best, scaling)
-    probs, routing_map = _Route.run(logits.reshape(-1, experts), expert_bias, how)
+    routing = _Routing(topk, score_function, bool(use_pre_softmax), groups, best, scaling)
+    probs, routing_map = _Route.run(logits.reshape(-1, experts), expert_bias, routing)
     return probs.view(logits.shape), routing_map
 
 
@@ -140,8 +140,8 @@ def fused_compute_score_for_moe_aux_loss(
     (True, tensor([[False,  True, False]]))
     """
     experts = _check_logits(logits, topk, score_function)
-    how = _How(topk, score_function, dense=True)
-    scores, routing_map = _Route.run(logits.reshape(-1, experts), None, how)
+    routing = _Routing(topk, score_function, dense=True)
+    scores, routing_map = _Route.run(logits.reshape(-1, experts), None, routing)
     return routing_map, scores.view(logits.shape)
 
 
@@ -162,7 +162,7 @@ def fused_moe_aux_loss(
         probs: ``[T, E]``, any float: scores of all experts.
         tokens_per_expert: ``[E]``, any dtype.
         total_num_tokens: the tokens of all ranks that the loss is computed over; or a tensor of one
-            number on the device, which a CUDA graph reads anew each time.
+            number on the device, which a CUDA graph reads in each replay.
         num_experts: how many experts there are.
         topk: how many experts get a token.
         coeff: weight of the loss.
@@ -205,7 +205,7 @@ def fused_moe_aux_loss(
     return (probs.sum(0, dtype=wide) * weight).sum().to(probs.dtype)
 
 
-def _check_logits(logits: Any, topk: Any, score_function: Any) -> int:
+def _check_logits(logits: Tensor, topk: int, score_function: str) -> int:
     """Return the number of experts."""
     check_tensor("logits", logits)
     if logits.dtype not in PARAMETER_DTYPES:
@@ -227,17 +227,25 @@ def _check_logits(logits: Any, topk: Any, score_function: Any) -> int:
 class _Route(Float8Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, expert_bias: Tensor | None, how: _How
+        ctx: Any, logits: Tensor, expert_bias: Tensor | None, routing: _Routing
     ) -> tuple[Tensor, Tensor]:
-        probs, routing_map = route_op(logits, expert_bias, *how)
+        probs, routing_map = route_op(logits, expert_bias, *routing)
         ctx.save_for_backward(logits, routing_map)
         ctx.mark_non_differentiable(routing_map)
-        ctx.how = how
+        ctx.routing = routing
         return probs, routing_map
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dprobs: Tensor, _: None) -> tuple[Any, ...]:
-        how = ctx.how
-        which = how.topk, how.score_function, how.pre_softmax, how.scaling, how.dense
-        return route_backward_op(dprobs, *ctx.saved_tensors, *which), None, None
+    def backward(ctx: Any, dprobs: Tensor, _: None) -> tuple[Tensor, None, None]:
+        routing: _Routing = ctx.routing
+        dlogits = route_backward_op(
+            dprobs,
+            *ctx.saved_tensors,
+            routing.topk,
+            routing.score_function,
+            routing.pre_softmax,
+            routing.scaling,
+            routing.dense,
+        )
+        return dlogits, None, None

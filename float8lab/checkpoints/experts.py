@@ -1,9 +1,9 @@
-"""Experts of a mixture whose matrices lie one by one in a checkpoint, as one weight ``[E, N, K]``.
+"""Experts of an MoE layer whose matrices a checkpoint has one by one, as one weight ``[E, N, K]``.
 
 Checkpoints name them ``P.<expert>.gate_proj.weight``, ``up_proj`` and ``down_proj`` (Qwen3-MoE,
 DeepSeek-V3, OLMoE), or ``w1``, ``w3`` and ``w2``. Models of Transformers 5 have two parameters,
 ``P.gate_up_proj``, whose rows are those of the first two, or ``P.up_proj`` where there is no gate,
-and ``P.down_proj``.
+and ``P.down_proj``. ``STACKED`` says this for readers and writers alike.
 
 Source: Transformers, ``conversion_mapping.py`` (``qwen2_moe``, ``deepseek_v2``).
 """
@@ -13,20 +13,28 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.checkpoints.item import Finding, Item, reach
-from float8lab.checkpoints.source import Box, Entry, dtype_name
+from float8lab.checkpoints.item import Finding, Item, broadcast_box
+from float8lab.checkpoints.source import Box, Entry, dtype_name, whole_box
 from float8lab.formats import Spec
 
-__all__ = ["PARTS", "Incomplete", "Stack", "incomplete_stacks", "is_stack", "stack_experts"]
+__all__ = [
+    "STACKED",
+    "Incomplete",
+    "Stack",
+    "incomplete_stacks",
+    "is_stack",
+    "matrix_name",
+    "stack_experts",
+]
 
-PARTS = {
+STACKED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "up_proj": ("up_proj",),
     "down_proj": ("down_proj",),
@@ -39,86 +47,114 @@ _NAME = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
 def is_stack(name: str, tensor: Tensor) -> bool:
     """Whether a parameter holds the matrices of all experts, going by its name and shape."""
     path = name.split(".")
-    return tensor.ndim == 3 and (path[-1] in PARTS or "experts" in path)
+    return tensor.ndim == 3 and (path[-1] in STACKED or "experts" in path)
+
+
+def matrix_name(stack: str, expert: int, index: int) -> str:
+    """The usual name of a matrix of a stacked parameter.
+
+    >>> matrix_name("mlp.experts.gate_up_proj", 3, 1)
+    'mlp.experts.3.up_proj.weight'
+    """
+    prefix, dot, local = stack.rpartition(".")
+    return f"{prefix}{dot}{expert}.{STACKED[local][index]}.weight"
 
 
 @dataclass(frozen=True)
 class Stack(Item):
     """A weight ``[E, N, K]`` of the matrices of experts; ``entry`` and ``scale`` are not read."""
 
-    parts: tuple[tuple[Item, ...], ...] = ()
+    experts: tuple[tuple[Item, ...], ...] = ()
     """For each expert, matrices whose rows are joined."""
 
-    def codes(self, box: Box) -> Tensor:
-        """The bytes of the codes of a box, uint8."""
-        return _join(self.parts, lambda item, place: item.codes(place), box)
+    def qdata(self, box: Box) -> Tensor:
+        """The bytes of the quantized weight in a box, uint8."""
+        return _join(self.experts, lambda item, place: item.qdata(place), box)
 
     def scales(self, box: Box | None = None) -> Tensor:
         """The scales of the blocks of a box, or of all, float32."""
-        box = box or tuple(slice(0, n) for n in self.entry.shape)
-        return _join(self.parts, lambda item, place: item.scales(place), box)
+        box = box or whole_box(self.entry.shape)
+        return _join(self.experts, lambda item, place: item.scales(place), box)
 
     def values(self, box: Box | None = None) -> Tensor:
-        """The values of a box, or all, float32; also where the formats of the parts differ."""
-        box = box or tuple(slice(0, n) for n in self.entry.shape)
-        return _join(self.parts, lambda item, place: item.values(place), box)
+        """The values of a box, or all, float32; also where the matrices' formats differ."""
+        box = box or whole_box(self.entry.shape)
+        return _join(self.experts, lambda item, place: item.values(place), box)
 
-    def whole_scale(self, box: Box | None = None) -> Tensor | None:
-        """One scale for each expert, or for each row where those of its parts differ."""
+    def read_tensor_scale(self, box: Box | None = None) -> Tensor | None:
+        """One scale for each expert, or for each row where those of its matrices differ."""
         if self.tensor_scale is None:
             return None
-        found = [[_whole(item) for item in group] for group in self.parts]
-        if not all(torch.equal(whole, group[0]) for group in found for whole in group):
-            sizes = [item.entry.shape[0] for item in self.parts[0]]
-            found = [
-                [torch.cat([w.expand(n, 1) for w, n in zip(group, sizes, strict=True)])]
-                for group in found
+        scales = [
+            [scale for item in matrices if (scale := item.read_tensor_scale()) is not None]
+            for matrices in self.experts
+        ]
+        if not all(torch.equal(scale, first) for first, *later in scales for scale in later):
+            rows = [item.entry.shape[0] for item in self.experts[0]]
+            scales = [
+                [torch.cat([s.expand(n, 1) for s, n in zip(of_expert, rows, strict=True)])]
+                for of_expert in scales
             ]
-        whole = torch.stack([group[0] for group in found])
-        return whole if box is None else whole[reach(box, whole.shape)]
+        stacked = torch.stack([of_expert[0] for of_expert in scales])
+        return stacked if box is None else stacked[broadcast_box(box, stacked.shape)]
 
     @property
-    def each(self) -> list[Item]:
-        """All parts."""
-        return [item for group in self.parts for item in group]
+    def matrices(self) -> list[Item]:
+        """The matrices of all experts."""
+        return [item for matrices in self.experts for item in matrices]
 
     @property
     def mixed(self) -> bool:
-        """Whether parts are quantized whose formats or blocks do not make one weight."""
-        return self.spec is None and any(item.quantized for item in self.each)
+        """Whether matrices are quantized whose formats or blocks do not make one weight."""
+        return self.spec is None and any(item.quantized for item in self.matrices)
 
 
-def _join(parts: Sequence[Sequence[Item]], read: Callable[[Item, Box], Tensor], box: Box) -> Tensor:
-    """Read each part of a box, join the rows and stack the experts."""
-    experts, rows, columns = box
-    result = []
-    for group in parts[experts]:
-        start, found = 0, []
-        for item in group:
+def _join(
+    experts: Sequence[Sequence[Item]], read: Callable[[Item, Box], Tensor], box: Box
+) -> Tensor:
+    """Read each matrix of a box, join the rows and stack the experts."""
+    numbers, rows, columns = box
+    stacked = []
+    for matrices in experts[numbers]:
+        start, joined = 0, []
+        for item in matrices:
             count = item.entry.shape[0]
             first, last = max(rows.start - start, 0), min(rows.stop - start, count)
             if first < last:
-                found.append(read(item, (slice(first, last), columns)))
+                joined.append(read(item, (slice(first, last), columns)))
             start += count
-        result.append(torch.cat(found))
-    return torch.stack(result)
+        stacked.append(torch.cat(joined))
+    return torch.stack(stacked)
 
 
-def _whole(item: Item) -> Tensor:
-    found = item.whole_scale()
-    assert found is not None, "all parts have the same spec"
-    return found
+class _StackMatrices(NamedTuple):
+    """The matrices that a checkpoint has of one stacked parameter, some perhaps missing."""
+
+    name: str
+    """The name of the stacked parameter."""
+    by_kind: dict[str, dict[int, Item]]
+    """For each kind of matrix whose rows the stack joins, the matrices by expert."""
+
+    @property
+    def there(self) -> list[Item]:
+        """All of them."""
+        return [item for by_expert in self.by_kind.values() for item in by_expert.values()]
 
 
-def _by_matrix(items: Sequence[Item]) -> dict[tuple[str, str], dict[int, Item]]:
-    """The matrices of experts, by the experts' name and the kind of the matrix, by expert."""
-    by_matrix: dict[tuple[str, str], dict[int, Item]] = {}
+def _matrices_of_stacks(items: Sequence[Item], names: Container[str]) -> Iterator[_StackMatrices]:
+    """The matrices of the stacks of these names, unless the checkpoint has the stack itself."""
+    by_prefix: dict[str, dict[str, dict[int, Item]]] = {}
     for item in items:
-        named = _NAME.fullmatch(item.name)
-        if named is not None and len(item.entry.shape) == 2:
-            kind = _ALIASES.get(named[3], named[3])
-            by_matrix.setdefault((named[1], kind), {})[int(named[2])] = item
-    return by_matrix
+        match = _NAME.fullmatch(item.name)
+        if match is not None and len(item.entry.shape) == 2:
+            kind = _ALIASES.get(match[3], match[3])
+            by_prefix.setdefault(match[1], {}).setdefault(kind, {})[int(match[2])] = item
+    there = {item.name for item in items}
+    for prefix, by_kind in by_prefix.items():
+        for local, kinds in STACKED.items():
+            name = f"{prefix}.{local}"
+            if name in names and name not in there and not by_kind.keys().isdisjoint(kinds):
+                yield _StackMatrices(name, {kind: by_kind.get(kind, {}) for kind in kinds})
 
 
 class Incomplete(NamedTuple):
@@ -131,92 +167,87 @@ class Incomplete(NamedTuple):
 
 
 def incomplete_stacks(items: Sequence[Item], experts: Mapping[str, int]) -> dict[str, Incomplete]:
-    """The stacks that ``stack_experts`` cannot make, of those of which it has matrices.
+    """The stacks of which ``items`` have matrices, and that ``stack_experts`` cannot make.
 
     Args:
         items: as ``stack_experts`` returns them.
-        experts: how many of them each stack that is wanted has.
+        experts: how many experts each stack of the model has.
     """
-    by_matrix, names, result = _by_matrix(items), {item.name for item in items}, {}
-    for prefix in dict.fromkeys(prefix for prefix, _ in by_matrix):
-        for stacked, kinds in PARTS.items():
-            name = f"{prefix}.{stacked}"
-            columns = [by_matrix.get((prefix, kind), {}) for kind in kinds]
-            if name in names or name not in experts or not any(columns):
-                continue
-            there = [item for column in columns for item in column.values()]
-            short = any(item.name.rpartition(".")[0][-2:] in _ALIASES for item in there)
-            spelled = {kind: alias for alias, kind in _ALIASES.items()} if short else {}
-            problems = [
-                f"{prefix}.{expert}.{spelled.get(kind, kind)}.weight is missing"
-                for expert in range(experts[name])
-                for kind, column in zip(kinds, columns, strict=True)
-                if expert not in column
-            ]
-            for column in filter(None, columns):
-                shapes = Counter(item.entry.shape for item in column.values())
-                usual, _ = shapes.most_common(1)[0]
-                problems += [
-                    f"{item.name} is {list(item.entry.shape)} there and that of other experts "
-                    f"{list(usual)}"
-                    for item in column.values()
-                    if item.entry.shape != usual
-                ]
-                problems += [
-                    f"{item.name} is not in the model"
-                    for expert, item in column.items()
-                    if expert >= experts[name]
-                ]
-            result[name] = Incomplete(problems, [item.name for item in there])
-    return result
+    return {
+        stack.name: Incomplete(
+            _problems(stack, experts[stack.name]), [item.name for item in stack.there]
+        )
+        for stack in _matrices_of_stacks(items, experts)
+    }
 
 
-def stack_experts(items: Sequence[Item], wanted: Container[str]) -> list[Item]:
-    """Put stacks in the place of experts' matrices, where the stacked name is ``wanted``.
+def _problems(stack: _StackMatrices, experts: int) -> list[str]:
+    short = any(item.name.rpartition(".")[0][-2:] in _ALIASES for item in stack.there)
+    spelled = {kind: alias for alias, kind in _ALIASES.items()} if short else {}
+    prefix = stack.name.rpartition(".")[0]
+    problems = [
+        f"{prefix}.{expert}.{spelled.get(kind, kind)}.weight is missing"
+        for expert in range(experts)
+        for kind, by_expert in stack.by_kind.items()
+        if expert not in by_expert
+    ]
+    for by_expert in filter(None, stack.by_kind.values()):
+        shapes = Counter(item.entry.shape for item in by_expert.values())
+        usual, _ = shapes.most_common(1)[0]
+        problems += [
+            f"{item.name} is {list(item.entry.shape)} there and that of other experts {list(usual)}"
+            for item in by_expert.values()
+            if item.entry.shape != usual
+        ]
+        problems += [
+            f"{item.name} is not in the model"
+            for expert, item in by_expert.items()
+            if expert >= experts
+        ]
+    return problems
+
+
+def stack_experts(items: Sequence[Item], names: Container[str]) -> list[Item]:
+    """Put stacks in the place of experts' matrices, where ``names`` has the stacked name.
 
     Experts of which some are missing, or whose shapes differ, stay as they are.
     """
-    found = _by_matrix(items)
-    names = {item.name for item in items}
     made: dict[str, Stack] = {}
-    for prefix in dict.fromkeys(prefix for prefix, _ in found):
-        for stacked, kinds in PARTS.items():
-            name = f"{prefix}.{stacked}"
-            columns = [found.get((prefix, kind), {}) for kind in kinds]
-            if name in names or name not in wanted or not all(columns):
-                continue
-            if any(sorted(column) != list(range(len(columns[0]))) for column in columns):
-                continue
-            groups = [[column[i] for column in columns] for i in range(len(columns[0]))]
-            stack = _stack(name, groups)
+    for matrices in _matrices_of_stacks(items, names):
+        kinds = list(matrices.by_kind.values())
+        numbers = range(len(kinds[0]))
+        if all(sorted(by_expert) == list(numbers) for by_expert in kinds):
+            experts = [[by_expert[number] for by_expert in kinds] for number in numbers]
+            stack = _stack(matrices.name, experts)
             if stack is not None:
-                made[groups[0][0].name] = stack
-    taken = {item.name for stack in made.values() for item in stack.each}
+                made[experts[0][0].name] = stack
+    taken = {item.name for stack in made.values() for item in stack.matrices}
     return [
         made.get(item.name) or item for item in items if item.name in made or item.name not in taken
     ]
 
 
-def _stack(name: str, groups: list[list[Item]]) -> Stack | None:
-    first, every = groups[0], [item for group in groups for item in group]
+def _stack(name: str, experts: list[list[Item]]) -> Stack | None:
+    """The stack of these matrices; None if their shapes do not make one."""
+    first, items = experts[0], [item for matrices in experts for item in matrices]
     shapes = [item.entry.shape for item in first]
-    if any([item.entry.shape for item in group] != shapes for group in groups):
+    if any([item.entry.shape for item in matrices] != shapes for matrices in experts):
         return None
     if len({columns for _, columns in shapes}) > 1 or 0 in (n for s in shapes for n in s):
         return None
-    spec = _joined_spec(every, [rows for rows, _ in shapes])
-    dtypes = {item.entry.dtype for item in every}
+    spec = _joined_spec(items, [rows for rows, _ in shapes])
     dtype: torch.dtype | None = torch.uint8
     if spec is None:
-        dtype = dtypes.pop() if len(dtypes) == 1 and not every[0].quantized else torch.float32
+        dtypes = {item.entry.dtype for item in items}
+        dtype = dtypes.pop() if len(dtypes) == 1 and not items[0].quantized else torch.float32
     entry = Entry(
         name=name,
         dtype=dtype,
         dtype_name="a dtype that torch lacks" if dtype is None else dtype_name(dtype),
-        shape=(len(groups), sum(rows for rows, _ in shapes), shapes[0][1]),
-        nbytes=sum(item.nbytes for item in every),
+        shape=(len(experts), sum(rows for rows, _ in shapes), shapes[0][1]),
+        nbytes=sum(item.nbytes for item in items),
         file=first[0].entry.file,
-        reader=functools.partial(_join, groups, lambda item, place: item.entry.read(place)),
+        reader=functools.partial(_join, experts, lambda item, place: item.entry.read(place)),
     )
     return Stack(
         name,
@@ -227,10 +258,10 @@ def _stack(name: str, groups: list[list[Item]]) -> Stack | None:
         None if spec is None else _unread(first[0].tensor_scale),
         findings=tuple(
             Finding(finding.kind, f"{item.name}: {finding.text}", finding.wrong)
-            for item in every
+            for item in items
             for finding in item.findings
         ),
-        parts=tuple(map(tuple, groups)),
+        experts=tuple(map(tuple, experts)),
     )
 
 
@@ -247,7 +278,7 @@ def _joined_spec(items: Sequence[Item], rows: list[int]) -> Spec | None:
     height, width = spec.block
     if len(rows) > 1:
         height = rows[0] if height == -1 else height
-        whole = len(set(rows)) == 1 or spec.block[0] != -1
-        if not whole or any(count % height for count in rows[:-1]):
+        one_scale_fits = len(set(rows)) == 1 or spec.block[0] != -1
+        if not one_scale_fits or any(count % height for count in rows[:-1]):
             return None
     return replace(spec, block=(1, height, width))

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from float8lab.checkpoints.source import Box, Entry
+from float8lab.checkpoints.source import Box, Entry, whole_box
 from float8lab.formats import Spec
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.float4_tensor import decode_codes
 
-__all__ = ["Finding", "Item", "place_of", "reach", "sizes"]
+__all__ = ["Finding", "Item", "blocks_of_box", "broadcast_box", "sizes"]
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Item:
 
     name: str
     entry: Entry
-    """The tensor as it lies in the file: for a quantized weight, its codes. Those of 4 bits come as
-    bytes of their own, so the shape is the weight's."""
+    """The tensor in the file: for a quantized weight, its data. 4-bit elements come as bytes of
+    their own, so the shape is the weight's."""
     convention: str = ""
     """The convention that a quantized weight follows; empty for one without a scale, and for any
     other tensor."""
     scale: Entry | None = None
     spec: Spec | None = None
-    """Format, blocks and scales of a quantized weight; of one in FP8 with one block for all if no
-    scale can be used. None for any other tensor."""
+    """Format, blocks and scales of a quantized weight: one block for all of an FP8 weight whose
+    scale cannot be used. None for any other tensor."""
     tensor_scale: Entry | None = None
     """The second level of a weight in 4 bits: a decode factor, float32."""
-    others: tuple[Entry, ...] = ()
+    extras: tuple[Entry, ...] = ()
     """Amaxes, and a scale that cannot be used."""
     is_scale: bool = False
     """Whether it is a scale without an FP8 weight of its own, such as one of activations."""
@@ -74,9 +74,9 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and amaxes."""
-        parts = (self.entry, *filter(None, (self.scale, self.tensor_scale, *self.others)))
-        return sum(part.nbytes for part in parts)
+        """Bytes of data, scales and amaxes."""
+        entries = (self.entry, *filter(None, (self.scale, self.tensor_scale, *self.extras)))
+        return sum(entry.nbytes for entry in entries)
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -86,49 +86,46 @@ class Item:
         pairs = zip(self.spec.block, self.entry.shape, strict=True)
         return tuple(min(block, max(size, 1)) for block, size in pairs)
 
-    def codes(self, box: Box) -> Tensor:
-        """The bytes of the codes of a box, uint8."""
-        codes = self.entry.read(box)
-        return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
+    def qdata(self, box: Box) -> Tensor:
+        """The bytes of a quantized weight in a box, uint8."""
+        data = self.entry.read(box)
+        return data if data.dtype == torch.uint8 else data.view(torch.uint8)
 
     def scales(self, box: Box | None = None) -> Tensor:
         """The scales of a box that starts at whole blocks, or all of them, float32.
 
-        They have one size per dimension, and are 1 if the tensor has no scales. They are those of
-        the blocks: ``tensor_scale`` comes on top.
+        They have one size per dimension, and are 1 if the tensor has no scales. They are the
+        blocks' own: ``tensor_scale`` is a further factor.
         """
-        assert self.spec is not None
-        box = box or tuple(slice(0, n) for n in self.entry.shape)
-        if self.scale is None:
-            return torch.ones(self.spec.scale_shape(tuple(s.stop - s.start for s in box)))
+        box = box or whole_box(self.entry.shape)
+        blocks = blocks_of_box(box, self.block)
+        if self.scale is None or self.spec is None:
+            return torch.ones([s.stop - s.start for s in blocks])
         if self.spec.per_tensor:
             return _as_scale(self.scale.read()).reshape((1,) * len(self.entry.shape))
-        place = place_of(box, self.block)
-        found = _as_scale(self.scale.read(place[: len(self.scale.shape)]))
-        return found.reshape([s.stop - s.start for s in place])
+        scales = _as_scale(self.scale.read(blocks[: len(self.scale.shape)]))
+        return scales.reshape([s.stop - s.start for s in blocks])
 
-    def whole_scale(self, box: Box | None = None) -> Tensor | None:
-        """``tensor_scale`` as it broadcasts against a box of codes; None if there is none."""
+    def read_tensor_scale(self, box: Box | None = None) -> Tensor | None:
+        """``tensor_scale`` as it broadcasts against the data of a box; None if there is none."""
         if self.tensor_scale is None:
             return None
-        sizes = self.tensor_scale.shape
-        place = None if box is None else reach(box, sizes)
-        return self.tensor_scale.read(place)
+        return self.tensor_scale.read(box and broadcast_box(box, self.tensor_scale.shape))
 
     def values(self, box: Box | None = None) -> Tensor:
         """The values of a box, or all, in float32 (float64 of a float64 tensor), not rounded."""
         if self.spec is None:
             value = self.entry.read(box)
             return value if value.dtype in (torch.float64, torch.complex128) else value.float()
-        box = box or tuple(slice(0, n) for n in self.entry.shape)
-        if self.spec.is_packed:
-            scales = self.codes(box), self.block, self.scales(box), self.whole_scale(box)
-            return decode_codes(*scales)
-        codes = self.codes(box).view(self.spec.fp8_dtype)
-        return codes.float() * expand_scale(self.scales(box), self.block, codes.shape)
+        box = box or whole_box(self.entry.shape)
+        data, scales = self.qdata(box), self.scales(box)
+        if self.spec is not None and self.spec.is_packed:
+            return decode_codes(data, self.block, scales, self.read_tensor_scale(box))
+        data = data.view(self.spec.fp8_dtype)
+        return data.float() * expand_scale(scales, self.block, data.shape)
 
 
-def place_of(box: Box, block: Sequence[int]) -> Box:
+def blocks_of_box(box: Box, block: Sequence[int]) -> Box:
     """The range of blocks that a box covers, in each dimension."""
     return tuple(
         slice(0, 1) if size == -1 else slice(s.start // size, -(-s.stop // size))
@@ -140,7 +137,7 @@ def _as_scale(values: Tensor) -> Tensor:
     return (values.view(torch.float8_e8m0fnu) if values.dtype == torch.uint8 else values).float()
 
 
-def reach(box: Box, sizes: Sequence[int]) -> Box:
+def broadcast_box(box: Box, sizes: Sequence[int]) -> Box:
     """The box of a tensor that broadcasts: its single elements are in every box."""
     pairs = zip(box, sizes, strict=True)
     return tuple(slice(0, 1) if size == 1 else s for s, size in pairs)

@@ -1,26 +1,24 @@
 """The layouts of FP8 weights in checkpoints: which tensors they are, found and written.
 
-Those of weights in 4 bits are in ``packed``.
+``packed`` has the layouts of weights in 4 bits.
 
-A scale is the decode factor in each of these conventions, ``x ~= codes.float() * scale``; so it is
-in DeepSeek's, which calls it the inverse. ``export`` writes three of them, called formats, with
-scales in float32.
+A scale is the decode factor in each of these conventions, ``x ~= qdata.float() * scale``, also in
+DeepSeek's, which calls it the inverse. ``export`` writes three of them, called formats, with scales
+in float32.
 
 =================== ================ =================================== ==========================
-convention          codes            scales                              format, and what it holds
+convention          FP8 data         scales                              format, and what it holds
 =================== ================ =================================== ==========================
-DeepSeek            ``X`` in FP8     ``X_scale_inv``, 128x128 blocks     block-fp8: e4m3 by 128x128
+DeepSeek            ``X``            ``X_scale_inv``, 128x128 blocks     block-fp8: e4m3 by 128x128
                                      unless the configuration says       blocks or tensor
                                      otherwise; also Transformers'
 DeepSeek, converted ``X.weight``     ``X.scale``
-                    in FP8
-compressed-tensors  ``X`` in FP8     ``X_scale``, a number, one for each compressed-tensors: e4m3
+compressed-tensors  ``X``            ``X_scale``, a number, one for each compressed-tensors: e4m3
                                      output channel, or blocks; also     by tensor, row, or 128x128
                                      vLLM's and ModelOpt's               blocks; ``X.input_scale``
 scaled FP8          ``X.weight``     ``X.scale_weight``, a number
-                    in FP8
-float8lab           ``X.qdata``,     ``X.scale``, and ``X.amax``         float8lab: any, the FP8
-                    bytes or FP8                                         dtype as such
+float8lab           ``X.qdata``,     ``X.scale``, and ``X.amax``         float8lab: any, in any FP8
+                    bytes or FP8                                         dtype
 =================== ================ =================================== ==========================
 """
 
@@ -29,15 +27,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8lab.checkpoints.item import Finding, Item, sizes
 from float8lab.checkpoints.packed import find_packed
-from float8lab.checkpoints.safetensors import SPECS_KEY, Group, Part
-from float8lab.checkpoints.source import Entry, Source, dtype_name
+from float8lab.checkpoints.safetensors import SPECS_KEY, Group, NewTensor
+from float8lab.checkpoints.source import CheckpointSource, Entry, dtype_name
 from float8lab.formats import E4M3, FP8_DTYPES, Float8Spec, scale_shape
 from float8lab.recipes.recipe import (
     ALL,
@@ -68,6 +66,7 @@ _SCALES = {
 
 _BLOCKS = ((-1, -1), (1, -1), _BLOCK, (1, 128), (1, 32), (-1, 1))
 """Blocks of a weight, in the order in which they are tried."""
+_MatrixBlock = tuple[int, int]
 _SIZES = (128, 32, 64, 16, 256, 512, 1024, 8)
 _COMPANIONS = (
     "input_scale",
@@ -87,10 +86,10 @@ _SCALE_DTYPES = (
 )
 
 
-def recognize(source: Source) -> list[Item]:
+def recognize(source: CheckpointSource) -> list[Item]:
     """The tensors of a checkpoint in its order, with scales folded into their weights."""
     entries = {entry.name: entry for entry in source.entries}
-    wanted = _configured(source.config)
+    configured = _configured_block(source.config)
     weights = {}
     for entry in source.entries:
         packed = find_packed(entry, entries)
@@ -99,21 +98,25 @@ def recognize(source: Source) -> list[Item]:
         elif entry.name.endswith(".qdata") and entry.dtype in (torch.uint8, *FP8_DTYPES):
             weights[entry.name] = _stored(entry, entries)
         # Scales of 4-bit weights are in FP8 themselves.
-        elif entry.dtype in FP8_DTYPES and not entry.name.endswith(_SCALE_ENDS):
-            weights[entry.name] = _weight(entry, entries, wanted)
-    parts = (p for i in weights.values() for p in (i.scale, i.tensor_scale, *i.others))
-    taken = {part.name for part in parts if part is not None}
+        elif entry.dtype in FP8_DTYPES and not entry.name.endswith(_SCALE_SUFFIXES):
+            weights[entry.name] = _weight(entry, entries, configured)
+    taken = {
+        entry.name
+        for item in weights.values()
+        for entry in (item.scale, item.tensor_scale, *item.extras)
+        if entry is not None
+    }
     return [
-        weights.get(entry.name) or _other(entry, entries)
+        weights.get(entry.name) or _plain_tensor(entry, entries)
         for entry in source.entries
         if entry.name not in taken
     ]
 
 
-_SCALE_ENDS = ("_scale", "_scale_inv", "_scales", ".scale_weight")
+_SCALE_SUFFIXES = ("_scale", "_scale_inv", "_scales", ".scale_weight")
 
 
-def _configured(config: Mapping[str, Any]) -> tuple[int, int] | None:
+def _configured_block(config: Mapping[str, object]) -> tuple[int, int] | None:
     """The blocks of weights that a configuration names; None if it names none, or several."""
     blocks = [config.get("weight_block_size")]
     groups = config.get("config_groups")
@@ -146,80 +149,80 @@ def _stored(entry: Entry, entries: Mapping[str, Entry]) -> Item:
         and spec.scale_shape(entry.shape) == scale.shape
     ):
         item = Item(name, entry, "float8lab", scale, spec)
-    return item if amax is None else replace(item, others=(*item.others, amax))
+    return item if amax is None else replace(item, extras=(*item.extras, amax))
 
 
-def _weight(entry: Entry, entries: Mapping[str, Entry], wanted: tuple[int, int] | None) -> Item:
+def _weight(entry: Entry, entries: Mapping[str, Entry], configured: _MatrixBlock | None) -> Item:
     module = _module(entry.name)
     for convention, pattern in _SCALES.items():
         scale = entries.get(pattern.format(name=entry.name, module=module))
         if scale is not None and ("{name}" in pattern or entry.name == f"{module}weight"):
             usual = _BLOCK if convention.startswith("DeepSeek") else None
-            return _with_scale(entry.name, entry, convention, scale, wanted or usual)
+            return _with_scale(entry.name, entry, convention, scale, configured or usual)
     return _with_scale(entry.name, entry, "", None, None)
 
 
 def _with_scale(
-    name: str,
-    entry: Entry,
-    convention: str,
-    scale: Entry | None,
-    wanted: tuple[int, int] | None,
+    name: str, entry: Entry, convention: str, scale: Entry | None, expected: _MatrixBlock | None
 ) -> Item:
-    # Bytes are in e4m3, under every recipe.
-    dtype = entry.dtype if entry.dtype in FP8_DTYPES else E4M3
-    assert dtype is not None
+    dtype = E4M3  # of bytes, under every recipe
+    if entry.dtype is not None and entry.dtype in FP8_DTYPES:
+        dtype = entry.dtype
     item = Item(name, entry, convention, None, Float8Spec(dtype, (-1,) * len(entry.shape)))
     if scale is None:
         missing = Finding("missing-scale", "no scale in the checkpoint")
         return replace(item, findings=(missing,))
     if scale.dtype not in _SCALE_DTYPES:
         wrong = Finding("bad-scale", f"its scale {scale.name} is {scale.dtype_name}")
-        return replace(item, others=(scale,), findings=(wrong,))
-    block = _block(entry.shape, scale.shape, wanted)
+        return replace(item, extras=(scale,), findings=(wrong,))
+    block = _block(entry.shape, scale.shape, expected)
     if block is None:
         text = f"scale of shape {sizes(scale.shape)} fits no blocks of {sizes(entry.shape)}"
-        return replace(item, others=(scale,), findings=(Finding("scale-shape", text),))
+        return replace(item, extras=(scale,), findings=(Finding("scale-shape", text),))
     rule = "e8m0" if scale.dtype in (torch.float8_e8m0fnu, torch.uint8) else "fp32"
     item = replace(item, scale=scale, spec=Float8Spec(dtype, block, rule))
-    if wanted is None or _fits(entry.shape, scale.shape, _leading(wanted, entry.shape)):
+    if expected is None or _fits(entry.shape, scale.shape, _for_shape(expected, entry.shape)):
         return item
-    words, usual = (Float8Spec(dtype, blocks).granularity for blocks in (block, wanted))
+    words, usual = (Float8Spec(dtype, blocks).granularity for blocks in (block, expected))
     text = f"scales by {words}, where blocks of {usual} are usual or configured"
     return replace(item, findings=(Finding("other-blocks", text, wrong=False),))
 
 
 def _block(
-    shape: tuple[int, ...], scales: tuple[int, ...], wanted: tuple[int, int] | None
+    shape: tuple[int, ...], scales: tuple[int, ...], expected: _MatrixBlock | None
 ) -> tuple[int, ...] | None:
     """Find the blocks of a tensor from the shape of its scales; None if no blocks fit.
 
     >>> _block((300, 256), (3, 2), None), _block((300, 256), (300,), None)
     ((128, 128), (1, -1))
     """
-    one = math.prod(scales) == 1
-    for pair in filter(None, (wanted, *(() if one else _BLOCKS))):
-        block = _leading(pair, shape)
+    single = math.prod(scales) == 1
+    for pair in filter(None, (expected, *(() if single else _BLOCKS))):
+        block = _for_shape(pair, shape)
         if _fits(shape, scales, block):
             return block
-    if one:
+    if single:
         return (-1,) * len(shape)
-    padded = scales + (1,) * (len(shape) - len(scales))
-    if not shape or len(padded) != len(shape):
+    counts = scales + (1,) * (len(shape) - len(scales))
+    if not shape or len(counts) != len(shape):
         return None
-    result = []
-    for size, count in zip(shape, padded, strict=True):
-        fitting = (b for b in _SIZES if -(-size // b) == count)
-        even = size // count if count and size % count == 0 else None
-        found = -1 if count == 1 else 1 if count == size else next(fitting, even)
-        if found is None:
-            return None
-        result.append(found)
-    return tuple(result)
+    pairs = zip(shape, counts, strict=True)
+    lengths = [length for pair in pairs if (length := _block_length(*pair)) is not None]
+    return tuple(lengths) if len(lengths) == len(shape) else None
 
 
-def _leading(pair: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The same blocks for a batch of matrices, or for a vector."""
+def _block_length(size: int, count: int) -> int | None:
+    """The length of the ``count`` blocks along a dimension, if it is a usual one or divides it."""
+    if count == 1:
+        return -1
+    if count == size:
+        return 1
+    usual = (length for length in _SIZES if -(-size // length) == count)
+    return next(usual, size // count if count and size % count == 0 else None)
+
+
+def _for_shape(pair: _MatrixBlock, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The blocks of a matrix for a batch of matrices, or for a vector."""
     return (1,) * (len(shape) - 2) + pair[max(0, 2 - len(shape)) :]
 
 
@@ -229,35 +232,39 @@ def _fits(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, ...
     return scale_shape(shape, block) == padded
 
 
-def _other(entry: Entry, entries: Mapping[str, Entry]) -> Item:
-    """Any tensor but an FP8 weight; a scale whose weight is not there is suspicious."""
+def _plain_tensor(entry: Entry, entries: Mapping[str, Entry]) -> Item:
+    """Any tensor but a quantized weight; a scale whose weight is not there is suspicious."""
     name, module = entry.name, _module(entry.name)
-    last = name.removeprefix(module)
-    kind = "weight"
-    if last in _COMPANIONS:
-        kind, owner = "tensor", module
-        if any(other.startswith(f"{module}weight") for other in entries):
-            return Item(name, entry, is_scale=True)
-    elif name.endswith("_scale_inv"):
-        owner = name.removesuffix("_scale_inv")
-    elif last.endswith("weight_scale"):
-        owner = name.removesuffix("_scale")
-        # Packed and integer weights have scales of that name as well.
-        if any(other.startswith(f"{owner}_packed") for other in entries):
-            return Item(name, entry)
-    elif last == "scale_weight":
-        owner = f"{module}weight"
-    elif last in ("scale", "amax") and {f"{module}scale", f"{module}amax"} <= entries.keys():
-        owner = f"{module}qdata"
+    if name.removeprefix(module) in _COMPANIONS:
+        orphaned = not any(key.startswith(f"{module}weight") for key in entries)
+        text = f"a scale, but there is no tensor {module}"
     else:
-        return Item(name, entry)
-    text = f"a scale, but there is no {kind} {owner}"
-    if kind == "weight" and owner in entries:
-        dtype = entries[owner].dtype
-        if dtype is None or not dtype.is_floating_point:
-            return Item(name, entry, is_scale=True)  # of a weight in integers
-        text = f"a scale, but {owner} is in {entries[owner].dtype_name}"
-    return Item(name, entry, is_scale=True, findings=(Finding("orphaned-scale", text),))
+        owner = _owner_of_scale(name, entries)
+        # Packed and integer weights have scales of such names as well.
+        packed = name.endswith("_scale") and any(k.startswith(f"{owner}_packed") for k in entries)
+        if owner is None or packed:
+            return Item(name, entry)
+        weight, text = entries.get(owner), f"a scale, but there is no weight {owner}"
+        orphaned = weight is None
+        if weight is not None and weight.dtype is not None and weight.dtype.is_floating_point:
+            orphaned, text = True, f"a scale, but {owner} is in {weight.dtype_name}"
+    findings = (Finding("orphaned-scale", text),) if orphaned else ()
+    return Item(name, entry, is_scale=True, findings=findings)
+
+
+def _owner_of_scale(name: str, entries: Mapping[str, Entry]) -> str | None:
+    """The weight that a tensor of this name is a scale of; None if it is no scale."""
+    module = _module(name)
+    last = name.removeprefix(module)
+    if name.endswith("_scale_inv"):
+        return name.removesuffix("_scale_inv")
+    if last.endswith("weight_scale"):
+        return name.removesuffix("_scale")
+    if last == "scale_weight":
+        return f"{module}weight"
+    if last in ("scale", "amax") and {f"{module}scale", f"{module}amax"} <= entries.keys():
+        return f"{module}qdata"
+    return None
 
 
 def _module(name: str) -> str:
@@ -271,11 +278,11 @@ def _module(name: str) -> str:
 class Stored(NamedTuple):
     """A matrix in FP8."""
 
-    codes: Tensor
+    qdata: Tensor
     scale: Tensor
     """float32, one for each block."""
-    amax: Tensor | None = None
-    """Only where it was asked for."""
+    amax: Tensor
+    """float32, one for each block; ``scale`` where it was not asked for."""
 
 
 @dataclass(frozen=True)
@@ -289,9 +296,9 @@ class Weight:
     activations: Float8Spec | None
     """How the recipe casts the input; None if it is not known."""
     make: Callable[..., list[Stored]]
-    """``make(scale, amax=...)`` returns a part for each parameter. ``scale`` is a scale per tensor
-    to use in place of its own, or None; ``amax`` says whether amaxes, which take a pass of their
-    own, are wanted."""
+    """``make(scale, amax=...)`` returns a matrix for each parameter. ``scale`` is a scale per
+    tensor to use in place of its own, or None; ``amax`` asks for amaxes, which take a pass of their
+    own."""
     input_scale: Tensor | None = None
     """Scale of the input under a calibrated recipe, ``[1]``."""
     stored: bool = False
@@ -319,8 +326,8 @@ class Format:
     blocks: tuple[tuple[int, int], ...] = ()
     """Blocks that it holds, in e4m3; empty if it holds any weight."""
 
-    def taken(self, weight: Weight) -> tuple[Weight, ...]:
-        """The weight as the format has it: stacked experts, or each matrix of theirs."""
+    def split_experts(self, weight: Weight) -> tuple[Weight, ...]:
+        """The weight as the format has it: stacked experts, or each of their matrices."""
         if self.blocks and weight.experts is not None:
             return weight.experts()
         return (weight,)
@@ -357,51 +364,54 @@ class Format:
 
     def group(self, weight: Weight) -> Group:
         """The tensors of a weight."""
-        parts = [
-            self._parts(name, shape, weight)
+        tensors = [
+            self._tensors(name, shape, weight)
             for name, shape in zip(weight.names, weight.shapes, strict=True)
         ]
 
         def make() -> list[Tensor]:
             ours = self.name == "float8lab"
-            tensors: list[Tensor] = []
-            for named, stored in zip(parts, weight.make(amax=ours), strict=True):
-                more = stored.amax if ours else weight.input_scale
-                for part, value in zip(named, (stored.codes, stored.scale, more), strict=False):
-                    assert value is not None, "asked for, or no part"
-                    whole = value.reshape(1) if part.shape == (1,) else value.expand(part.shape)
-                    tensors.append(whole)
-            return tensors
+            values: list[Tensor] = []
+            for named, stored in zip(tensors, weight.make(amax=ours), strict=True):
+                last = stored.amax if ours else weight.input_scale
+                made = (stored.qdata, stored.scale, *(() if last is None else (last,)))
+                values += [
+                    value.reshape(1) if tensor.shape == (1,) else value.expand(tensor.shape)
+                    for tensor, value in zip(named, made, strict=False)
+                ]
+            return values
 
         spec = weight.spec
-        told = (dtype_name(spec.fp8_dtype), spec.block, spec.scale_rule)
-        notes = {} if self.blocks else dict.fromkeys(weight.names, told)
-        return Group(tuple(part for named in parts for part in named), make, notes)
+        described = (dtype_name(spec.fp8_dtype), spec.block, spec.scale_rule)
+        notes = {} if self.blocks else dict.fromkeys(weight.names, described)
+        return Group(tuple(tensor for named in tensors for tensor in named), make, notes)
 
-    def _parts(self, name: str, shape: tuple[int, ...], weight: Weight) -> list[Part]:
+    def _tensors(self, name: str, shape: tuple[int, ...], weight: Weight) -> list[NewTensor]:
         fp8, blocks = weight.spec.fp8_dtype, weight.spec.scale_shape(shape)
         if self.name == "float8lab":
-            scales = [Part(f"{name}.{kind}", torch.float32, blocks) for kind in ("scale", "amax")]
-            return [Part(f"{name}.qdata", fp8, shape), *scales]
+            scale, amax = (
+                NewTensor(f"{name}.{kind}", torch.float32, blocks) for kind in ("scale", "amax")
+            )
+            return [NewTensor(f"{name}.qdata", fp8, shape), scale, amax]
         if self.name == "block-fp8":
             convention, blocks = "DeepSeek", scale_shape(shape, _BLOCK)
         else:
             convention, blocks = self.name, (1,) if weight.spec.per_tensor else blocks
-        scale = Part(_SCALES[convention].format(name=name), torch.float32, blocks)
-        parts = [Part(name, fp8, shape), scale]
+        scale = NewTensor(_SCALES[convention].format(name=name), torch.float32, blocks)
+        tensors = [NewTensor(name, fp8, shape), scale]
         if self.name == "compressed-tensors" and weight.input_scale is not None:
             stem = name.removesuffix("weight")
-            parts.append(Part(f"{stem}input_scale", torch.float32, (1,)))
-        return parts
+            tensors.append(NewTensor(f"{stem}input_scale", torch.float32, (1,)))
+        return tensors
 
     def quantization_config(
-        self, weights: Sequence[Weight], others: Sequence[str]
-    ) -> Mapping[str, Any]:
+        self, weights: Sequence[Weight], high_precision: Sequence[str]
+    ) -> Mapping[str, object]:
         """``quantization_config`` of ``config.json``.
 
         Args:
-            weights: in FP8.
-            others: names of modules that are not.
+            weights: all weights in FP8.
+            high_precision: names of modules whose weights are not in FP8.
         """
         if self.name == "float8lab":
             return {"quant_method": "float8lab", "format_version": 1, "metadata": SPECS_KEY}
@@ -411,48 +421,51 @@ class Format:
                 "fmt": "e4m3",
                 "activation_scheme": "dynamic",
                 "weight_block_size": list(_BLOCK),
-                "modules_to_not_convert": list(others),
+                "modules_to_not_convert": list(high_precision),
             }
-        groups: list[dict[str, Any]] = []
+        schemes: list[dict[str, object]] = []
+        targets: list[list[str]] = []
         for weight in weights:
             scheme = _scheme(weight)
-            same = next((g for g in groups if g | {"targets": []} == scheme), None)
-            if same is None:
-                groups.append(same := dict(scheme, targets=[]))
-            same["targets"].append(weight.module)
-        if len(groups) == 1:
-            groups[0]["targets"] = ["Linear"]
+            if scheme not in schemes:
+                schemes.append(scheme)
+                targets.append([])
+            targets[schemes.index(scheme)].append(weight.module)
+        if len(targets) == 1:
+            targets = [["Linear"]]
         return {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": None,
-            "ignore": list(others),
-            "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+            "ignore": list(high_precision),
+            "config_groups": {
+                f"group_{i}": {"targets": modules, **scheme}
+                for i, (modules, scheme) in enumerate(zip(targets, schemes, strict=True))
+            },
         }
 
 
-_STRATEGIES: dict[tuple[int, ...], tuple[dict[str, Any], tuple[int, ...]]] = {
+_STRATEGIES: dict[tuple[int, ...], tuple[dict[str, object], tuple[int, ...]]] = {
     (-1, -1): ({"strategy": "tensor"}, (-1, -1)),
     (1, -1): ({"strategy": "channel"}, (1, -1)),
     _BLOCK: ({"strategy": "block", "block_structure": list(_BLOCK)}, (1, 128)),
 }
 """Names in compressed-tensors of the blocks of weights, with the usual blocks of their inputs."""
-_INPUTS: dict[tuple[int, ...], dict[str, Any]] = {
+_INPUTS: dict[tuple[int, ...], dict[str, object]] = {
     (-1, -1): {"strategy": "tensor"},
     (1, -1): {"strategy": "token"},
     (1, 128): {"strategy": "group", "group_size": 128},
 }
 
 
-def _scheme(weight: Weight) -> dict[str, Any]:
-    """The entry of a weight's group in compressed-tensors' configuration, without its targets."""
+def _scheme(weight: Weight) -> dict[str, object]:
+    """The entry of a weight's group in compressed-tensors' configuration, but its targets."""
     weights, usual = _STRATEGIES[weight.spec.block]
     inputs = usual if weight.activations is None else weight.activations.block
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     return {
-        "targets": [],
         "weights": common | weights | {"dynamic": False},
         "input_activations": common | _INPUTS[inputs] | {"dynamic": weight.input_scale is None},
         "output_activations": None,
@@ -460,8 +473,8 @@ def _scheme(weight: Weight) -> dict[str, Any]:
 
 
 FORMATS = {
-    found.name: found
-    for found in (
+    format.name: format
+    for format in (
         Format("block-fp8", ALL["block"], (_BLOCK, (-1, -1))),
         Format("compressed-tensors", ALL["rowwise"], ((-1, -1), (1, -1), _BLOCK)),
         Format("float8lab", ALL["current"]),

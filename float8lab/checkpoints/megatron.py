@@ -1,14 +1,13 @@
 """Checkpoints of Megatron-LM, read as the state dict that one rank would have.
 
 Each rank writes a file, ``mp_rank_TT[_PPP]/model_optim_rng.pt`` of tensor-parallel rank T and
-pipeline rank P, with the part that it has of each parameter, and layers counted from 0 on each
-pipeline rank. In a checkpoint by ``torch.distributed.checkpoint`` (Megatron's ``torch_dist``)
-parameters are whole, but those of all layers, which are alike, lie in one tensor,
-``decoder.layers.<name>``.
+pipeline rank P, with its shard of each parameter, and layers counted from 0 on each pipeline rank.
+In a checkpoint by ``torch.distributed.checkpoint`` (Megatron's ``torch_dist``) parameters are
+unsharded, but all layers have one tensor together for each parameter, ``decoder.layers.<name>``.
 
-Ranks share output features of ``linear_qkv`` (whole groups of query heads with their key and value
-head), of ``linear_fc1`` (of a gated one each rank has its part of both halves), and the padded
-vocabulary; and input features of ``linear_proj`` and ``linear_fc2``.
+Ranks shard the output features of ``linear_qkv`` (by groups of query heads with their key and value
+head), of ``linear_fc1`` (of a gated one each rank has a shard of both halves), and the padded
+vocabulary; and the input features of ``linear_proj`` and ``linear_fc2``.
 
 Sources: Megatron-LM's documentation of its checkpoint formats; the names and shapes in them.
 """
@@ -16,17 +15,19 @@ Sources: Megatron-LM's documentation of its checkpoint formats; the names and sh
 from __future__ import annotations
 
 import functools
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.checkpoints.pickles import Opaque, entries_of, leaves, load_opaquely
-from float8lab.checkpoints.source import Box, CheckpointError, Entry, Source
+from float8lab.checkpoints.pickles import entries_of, leaves, load_megatron_file
+from float8lab.checkpoints.source import Box, CheckpointError, CheckpointSource, Entry
+from float8lab.checkpoints.unpickling import Opaque
 
 __all__ = [
     "FOLDER",
@@ -59,7 +60,7 @@ _STORED = ("Float8Tensor", "Float8BlockwiseQTensor")
 _LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..+)")
 _STACKED = re.compile(r"((?:.*\.)?decoder\.layers\.)(?!\d)(.+)")
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
-"""Halves of a gated layer that newer versions write apart."""
+"""Halves of a gated layer that newer versions write separately."""
 
 
 def iteration_of(path: Path) -> Path:
@@ -76,22 +77,21 @@ def iteration_of(path: Path) -> Path:
 
 def is_megatron(path: Path) -> bool:
     """Whether a folder by ``torch.distributed.checkpoint`` is Megatron's."""
-    own = path / "metadata.json"
-    return own.is_file() and b"sharded_backend" in own.read_bytes()[:_LONGEST]
+    metadata = path / "metadata.json"
+    return metadata.is_file() and b"sharded_backend" in metadata.read_bytes()[:_LONGEST]
 
 
-def arguments_of(path: Path) -> Mapping[str, Any]:
+def arguments_of(path: Path) -> Mapping[str, object]:
     """The arguments of the program that wrote a checkpoint, as far as they are plain values."""
     path = iteration_of(path) if (path / LATEST).is_file() else path
     common = path / "common.pt"
-    if common.is_file():
-        return _arguments(load_opaquely(common))
-    return _arguments(load_opaquely(next(iter(_files(path).values()))))
+    file = common if common.is_file() else next(iter(_files(path).values()))
+    return _arguments(load_megatron_file(file))
 
 
-def _arguments(content: Any) -> dict[str, Any]:
-    found = content.get("args") if isinstance(content, Mapping) else None
-    values = found.__dict__ if isinstance(found, Opaque) else {}
+def _arguments(content: object) -> dict[str, object]:
+    arguments = content.get("args") if isinstance(content, Mapping) else None
+    values = arguments.__dict__ if isinstance(arguments, Opaque) else {}
     return {name: v for name, v in values.items() if not isinstance(v, Opaque) and name != "values"}
 
 
@@ -99,37 +99,54 @@ def _arguments(content: Any) -> dict[str, Any]:
 
 
 class _Segment(NamedTuple):
-    """Some rows, or columns, of a whole, and the part in which they are."""
+    """A range of rows or columns of an unsharded tensor, and the shard that has it."""
 
     start: int
     stop: int
-    part: Entry
+    shard: Entry
     offset: int
 
 
-def open_megatron(path: Path) -> Source:
+def open_megatron(path: Path) -> CheckpointSource:
     """The tensors of the model in a folder of ``mp_rank_*``.
 
     Raises:
         CheckpointError: a rank's file is missing or damaged, or it is of a kind that is not read.
     """
     files = _files(path)
-    contents = {rank: load_opaquely(file) for rank, file in files.items()}
+    contents = {rank: load_megatron_file(file) for rank, file in files.items()}
     arguments = _arguments(next(iter(contents.values())))
     tp, pp = (1 + max(rank[i] for rank in files) for i in (0, 1))
     _check_arguments(path, arguments, tp, pp)
-    stages: dict[int, list[list[dict[str, Entry]]]] = {}
+    # By number of the chunk of an interleaved pipeline, then by stage, then by rank.
+    chunks: dict[int, list[list[dict[str, Entry]]]] = {}
     for stage in range(pp):
         for rank in range(tp):
-            chunks = _chunks(files[rank, stage], contents[rank, stage])
-            for number, chunk in enumerate(chunks):
-                stages.setdefault(number, [[] for _ in range(pp)])[stage].append(chunk)
+            models = _models(files[rank, stage], contents[rank, stage])
+            for number, model in enumerate(models):
+                chunks.setdefault(number, [[] for _ in range(pp)])[stage].append(model)
+    unjoined: list[str] = []
+    stages = [_joined(path, ranks, unjoined) for chunk in chunks.values() for ranks in chunk]
+    entries = _count_layers_through(stages)
+    if pp > 1 and arguments.get("untie_embeddings_and_output_weights") is False:
+        entries.pop("output_layer.weight", None)  # the last stage's copy of the embedding
+    note = (
+        f"{len(unjoined)} tensors are listed rank by rank, since it is not known which part ranks "
+        f"have of them: {', '.join(unjoined[:3])}"
+    )
+    kind = f"Megatron-LM, {tp} tensor-parallel by {pp} pipeline ranks"
+    return CheckpointSource(
+        str(path), kind, list(entries.values()), notes=[note] if unjoined else ()
+    )
+
+
+def _count_layers_through(stages: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:
+    """The entries of all stages, each of which counts its layers from 0."""
     entries: dict[str, Entry] = {}
-    apart: list[str] = []
-    first: dict[str, int] = {}  # of a stage's layers; an encoder's and a decoder's by themselves
-    for part in (part for chunk in stages.values() for part in chunk):
+    first: dict[str, int] = {}  # layer of a stage; an encoder and a decoder count separately
+    for stage in stages:
         counts: dict[str, int] = {}
-        for name, entry in _joined(path, part, apart).items():
+        for name, entry in stage.items():
             layer = _LAYER.fullmatch(name)
             if layer is not None:
                 stack, number = layer[1], int(layer[2])
@@ -137,31 +154,24 @@ def open_megatron(path: Path) -> Source:
                 name = f"{stack}{first.get(stack, 0) + number}{layer[3]}"
             entries.setdefault(name, replace(entry, name=name))
         first = {stack: first.get(stack, 0) + counts.get(stack, 0) for stack in first | counts}
-    if pp > 1 and arguments.get("untie_embeddings_and_output_weights") is False:
-        entries.pop("output_layer.weight", None)  # the last stage's copy of the embedding
-    notes = [
-        f"{len(apart)} tensors are listed rank by rank, since it is not known which part ranks "
-        f"have of them: {', '.join(apart[:3])}"
-    ]
-    kind = f"Megatron-LM, {tp} tensor-parallel by {pp} pipeline ranks"
-    return Source(str(path), kind, list(entries.values()), notes=notes if apart else ())
+    return entries
 
 
-def open_rank(file: Path) -> Source:
+def open_rank(file: Path) -> CheckpointSource:
     """The tensors of one rank's model, as they are."""
-    chunks = _chunks(file, load_opaquely(file))
+    models = _models(file, load_megatron_file(file))
     entries = [
-        replace(entry, name=f"model{number}.{name}" if len(chunks) > 1 else name)
-        for number, chunk in enumerate(chunks)
-        for name, entry in chunk.items()
+        replace(entry, name=f"model{number}.{name}" if len(models) > 1 else name)
+        for number, model in enumerate(models)
+        for name, entry in model.items()
     ]
     note = f"this is the part of one rank; open {file.parent.parent} for those of all, joined"
-    return Source(str(file), "Megatron-LM, a file of one rank", entries, notes=[note])
+    return CheckpointSource(str(file), "Megatron-LM, a file of one rank", entries, notes=[note])
 
 
 def _files(path: Path) -> dict[tuple[int, int], Path]:
     """The file of each tensor-parallel and pipeline rank."""
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for folder in sorted(path.iterdir()):
         match = FOLDER.fullmatch(folder.name)
         if match is None:
@@ -173,31 +183,34 @@ def _files(path: Path) -> dict[tuple[int, int], Path]:
             )
         file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
         if file is None:
-            raise CheckpointError(f"{folder} must have {_FILES[0]}; it has none. Copy it again.")
-        found[int(match[1]), int(match[2] or 0)] = file
-    tp, pp = (1 + max((rank[i] for rank in found), default=0) for i in (0, 1))
-    missing = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in found]
+            raise CheckpointError(
+                f"{folder} must have {_FILES[0]}; it has none. Copy it once more."
+            )
+        files[int(match[1]), int(match[2] or 0)] = file
+    tp, pp = (1 + max((rank[i] for rank in files), default=0) for i in (0, 1))
+    missing = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in files]
     if missing:
         raise CheckpointError(
             f"{path} must have the files of all {tp} tensor-parallel and {pp} pipeline ranks; "
-            f"that of rank {missing[0][0]} and {missing[0][1]} is missing. Copy it again."
+            f"that of rank {missing[0][0]} and {missing[0][1]} is missing. Copy it once more."
         )
-    return found
+    return files
 
 
-def _check_arguments(path: Path, arguments: Mapping[str, Any], tp: int, pp: int) -> None:
+def _check_arguments(path: Path, arguments: Mapping[str, object], tp: int, pp: int) -> None:
     """Raise if the program was run on other ranks, or ranks have parts of another kind."""
     said = [arguments.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
-    if (arguments.get("expert_model_parallel_size") or 1) > 1:
+    expert_ranks = arguments.get("expert_model_parallel_size")
+    if isinstance(expert_ranks, int) and expert_ranks > 1:
         raise CheckpointError(
-            f"{path} must have no expert-parallel ranks; its arguments say "
-            f"{arguments['expert_model_parallel_size']}. Save it with --ckpt-format torch_dist, "
-            "where experts are whole."
+            f"{path} must have no expert-parallel ranks; its arguments say {expert_ranks}. Save it "
+            "with --ckpt-format torch_dist, where experts are whole."
         )
-    if any(isinstance(n, int) and n != found for n, found in zip(said, (tp, pp), strict=True)):
+    if any(isinstance(n, int) and n != size for n, size in zip(said, (tp, pp), strict=True)):
         raise CheckpointError(
             f"{path} must have the folders of {said[0]} tensor-parallel and {said[1]} pipeline "
-            f"ranks, as its arguments say; it has those of {tp} and {pp}. Copy it again."
+            f"ranks, as its arguments say; it has those of {tp} and {pp}. Copy it once "
+            "more."
         )
     groups = arguments.get("num_query_groups")
     if arguments.get("group_query_attention") and isinstance(groups, int) and groups < tp:
@@ -208,78 +221,82 @@ def _check_arguments(path: Path, arguments: Mapping[str, Any], tp: int, pp: int)
         )
 
 
-def _chunks(file: Path, content: Any) -> list[dict[str, Entry]]:
-    """The tensors of a rank: of its model, or of each of its models in an interleaved pipeline."""
+def _models(file: Path, content: object) -> list[dict[str, Entry]]:
+    """The tensors of a rank's model, or of each of its models in an interleaved pipeline."""
     content = content if isinstance(content, Mapping) else {}
     names = ["model"] if "model" in content else []
     while f"model{len(names)}" in content:
         names.append(f"model{len(names)}")
     if not names:
         raise CheckpointError(f"{file} must have a model; it has {', '.join(map(str, content))}.")
-    result = []
-    for name in names:
-        chunk: dict[str, Entry] = {}
-        for key, value in leaves(file, content[name], ""):
-            if key.endswith("_extra_state") and hasattr(value, "getvalue"):  # as older releases do
-                value = torch.tensor(list(value.getvalue()), dtype=torch.uint8)
-            if isinstance(value, Opaque):
-                value = _dequantized(value)
-            if isinstance(value, Tensor):
-                for entry in entries_of(key, value, f"{file.parent.name}/{file.name}"):
-                    chunk[entry.name] = entry
-            elif isinstance(value, Opaque) and not key.endswith("_extra_state"):
-                raise CheckpointError(
-                    f"{file} must have tensors in high precision, or in FP8 with scales of tensors "
-                    f"or 128x128 blocks; {key} is a {type(value).__module__}."
-                    f"{type(value).__name__}. Save it in the format torch_dist."
-                )
-        result.append(chunk)
-    return result
+    return [_entries(file, content[name]) for name in names]
 
 
-def _dequantized(value: Opaque) -> Any:
-    """A weight that Transformer Engine stored in FP8, in the dtype it stands for; others as is.
+def _entries(file: Path, model: object) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for key, value in leaves(file, model, ""):
+        is_state = key.endswith("_extra_state")
+        if is_state and isinstance(value, io.BytesIO):  # as older releases have it
+            value = torch.tensor(list(value.getvalue()), dtype=torch.uint8)
+        tensor = _dequantized(value) if isinstance(value, Opaque) else value
+        if isinstance(tensor, Tensor):
+            name = f"{file.parent.name}/{file.name}"
+            entries |= {entry.name: entry for entry in entries_of(key, tensor, name)}
+        elif isinstance(value, Opaque) and not is_state:
+            raise CheckpointError(
+                f"{file} must have tensors in high precision, or in FP8 with scales of tensors or "
+                f"128x128 blocks; {key} is a {type(value).__module__}.{type(value).__name__}. Save "
+                "it in the format torch_dist."
+            )
+    return entries
+
+
+def _dequantized(value: Opaque) -> Tensor | None:
+    """A weight that Transformer Engine stored in FP8, in its nominal dtype; None for other objects.
 
     Weights are e4m3 there. The arguments that it pickles begin with the bytes and their scales, or
     with a shape and these; scales of blocks are padded.
     """
-    tensors = [part for part in value.values if isinstance(part, Tensor)]
-    dtype = next((part for part in value.values if isinstance(part, torch.dtype)), torch.float32)
-    if type(value).__name__ not in _STORED or len(tensors) < 2 or tensors[0].dtype != torch.uint8:
-        return value
-    codes, scale = tensors[0].view(torch.float8_e4m3fn).float(), tensors[1]
-    if type(value).__name__ == "Float8Tensor" and scale.numel() == 1:
-        return (codes * scale.reshape(())).to(dtype)
-    rows, columns = (-(-n // 128) for n in codes.shape) if codes.ndim == 2 else (0, 0)
-    two = scale.ndim == 2 and len(scale) == rows and columns <= scale.shape[1] <= columns + 3
-    if not two or scale.dtype != torch.float32 or type(value).__name__ == "Float8Tensor":
-        return value
-    each = scale[:, :columns].repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return (codes * each[: codes.shape[0], : codes.shape[1]]).to(dtype)
+    tensors = [argument for argument in value.values if isinstance(argument, Tensor)]
+    dtypes = (argument for argument in value.values if isinstance(argument, torch.dtype))
+    dtype = next(dtypes, torch.float32)
+    kind = type(value).__name__
+    if kind not in _STORED or len(tensors) < 2 or tensors[0].dtype != torch.uint8:
+        return None
+    data, scale = tensors[0].view(torch.float8_e4m3fn).float(), tensors[1]
+    if kind == "Float8Tensor":
+        return (data * scale.reshape(())).to(dtype) if scale.numel() == 1 else None
+    if data.ndim != 2 or scale.ndim != 2 or scale.dtype != torch.float32:
+        return None
+    rows, columns = (-(-n // 128) for n in data.shape)
+    if len(scale) != rows or not columns <= scale.shape[1] <= columns + 3:
+        return None
+    expanded = scale[:, :columns].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (data * expanded[: data.shape[0], : data.shape[1]]).to(dtype)
 
 
-def _joined(path: Path, ranks: Sequence[Mapping[str, Entry]], apart: list[str]) -> dict[str, Entry]:
-    """The tensors of a pipeline rank, whole; ``apart`` gets the names of those that are not."""
+def _joined(
+    path: Path, ranks: Sequence[Mapping[str, Entry]], unjoined: list[str]
+) -> dict[str, Entry]:
+    """The tensors of a pipeline rank, unsharded; ``unjoined`` gets the names of the others."""
     result: dict[str, Entry] = {}
     for name, entry in ranks[0].items():
-        parts = [rank.get(name) for rank in ranks]
-        if any(part is None or part.shape != entry.shape for part in parts) and not _is_replica(
-            name
-        ):
-            raise CheckpointError(
-                f"{path} must have {name} of one shape on all ranks; it has "
-                f"{', '.join('none' if p is None else str(list(p.shape)) for p in parts)}."
-            )
         if len(ranks) == 1 or _is_replica(name):
             result[name] = entry
-        elif _COLUMN.fullmatch(name) or _ROW.fullmatch(name):
-            dim = 1 if _ROW.fullmatch(name) else 0
-            result[name] = _whole(parts, dim, 2 if _is_gated(name, ranks[0]) else 1)  # type: ignore[arg-type]
+            continue
+        shards = [rank[name] for rank in ranks if name in rank]
+        if len(shards) < len(ranks) or any(shard.shape != entry.shape for shard in shards):
+            shapes = (str(list(rank[name].shape)) if name in rank else "none" for rank in ranks)
+            raise CheckpointError(
+                f"{path} must have {name} of one shape on all ranks; it has {', '.join(shapes)}."
+            )
+        if _COLUMN.fullmatch(name):
+            result[name] = _unsharded(shards, 0, 2 if _is_gated(name, ranks[0]) else 1)
+        elif _ROW.fullmatch(name):
+            result[name] = _unsharded(shards, 1, 1)
         else:
-            apart.append(name)
-            for part in parts:
-                folder = part.file.partition("/")[0]  # type: ignore[union-attr]
-                result[f"{folder}/{name}"] = part  # type: ignore[assignment]
+            unjoined.append(name)
+            result |= {f"{shard.file.partition('/')[0]}/{name}": shard for shard in shards}
     return result
 
 
@@ -296,33 +313,33 @@ def _is_gated(name: str, rank: Mapping[str, Entry]) -> bool:
     return up is not None and down is not None and up.shape[0] == 2 * down.shape[-1]
 
 
-def _whole(parts: Sequence[Entry], dim: int, pieces: int) -> Entry:
-    """Each of ``pieces`` of the whole has a part on each rank."""
-    first = parts[0]
-    each = first.shape[dim] // pieces
-    segments = [
-        _Segment((i * len(parts) + rank) * each, (i * len(parts) + rank + 1) * each, part, i * each)
-        for i in range(pieces)
-        for rank, part in enumerate(parts)
-    ]
-    shape = tuple(n * len(parts) if i == dim else n for i, n in enumerate(first.shape))
+def _unsharded(shards: Sequence[Entry], dim: int, sections: int) -> Entry:
+    """The tensor of which each rank has a shard of each of ``sections`` equal sections."""
+    first = shards[0]
+    size = first.shape[dim] // sections
+    segments = []
+    for section in range(sections):
+        for rank, shard in enumerate(shards):
+            start = (section * len(shards) + rank) * size
+            segments.append(_Segment(start, start + size, shard, section * size))
+    shape = tuple(n * len(shards) if i == dim else n for i, n in enumerate(first.shape))
     return replace(
         first,
         shape=shape,
-        nbytes=first.nbytes * len(parts),
+        nbytes=first.nbytes * len(shards),
         file=f"{first.file} and others",
         reader=functools.partial(_read, segments, dim),
     )
 
 
 def _read(segments: Sequence[_Segment], dim: int, box: Box) -> Tensor:
-    wanted, found = box[dim], []
-    for start, stop, part, offset in segments:
-        low, high = max(wanted.start, start), min(wanted.stop, stop)
-        if low < high:
-            here = slice(low - start + offset, high - start + offset)
-            found.append(part.read((*box[:dim], here, *box[dim + 1 :])))
-    return torch.cat(found, dim) if found else segments[0].part.read(_empty(box))
+    joined = []
+    for start, stop, shard, offset in segments:
+        first, last = max(box[dim].start, start), min(box[dim].stop, stop)
+        if first < last:
+            in_shard = slice(first - start + offset, last - start + offset)
+            joined.append(shard.read((*box[:dim], in_shard, *box[dim + 1 :])))
+    return torch.cat(joined, dim) if joined else segments[0].shard.read(_empty(box))
 
 
 def _empty(box: Box) -> Box:
@@ -332,7 +349,7 @@ def _empty(box: Box) -> Box:
 # Distributed checkpoints.
 
 
-def layer_by_layer(source: Source) -> Source:
+def layer_by_layer(source: CheckpointSource) -> CheckpointSource:
     """The same tensors under the names that one rank has for them."""
     entries: list[Entry] = []
     halves: dict[str, dict[str, Entry]] = {}
@@ -346,10 +363,10 @@ def layer_by_layer(source: Source) -> Source:
         if len(pair) < 2:
             raise CheckpointError(f"{source.path} must have both halves of {name}; it has one.")
         features = len(pair["w"].shape) - (1 if name.endswith("bias") else 2)
-        whole = _whole([pair["w"], pair["v"]], features, 1)
-        entries.append(replace(whole, name=name))
-    each = [part for entry in entries for part in _layers_of(entry)]
-    return replace(source, container=f"Megatron-LM, {source.container}", entries=each)
+        joined = _unsharded([pair["w"], pair["v"]], features, 1)
+        entries.append(replace(joined, name=name))
+    layers = [layer for entry in entries for layer in _layers_of(entry)]
+    return replace(source, container=f"Megatron-LM, {source.container}", entries=layers)
 
 
 def _layers_of(entry: Entry) -> list[Entry]:

@@ -1,10 +1,9 @@
-"""Open a checkpoint, whose kind is found from its content and its names."""
+"""Open a checkpoint, whose kind its content and its names tell."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from float8lab.checkpoints.dcp import open_dcp
 from float8lab.checkpoints.megatron import (
@@ -18,7 +17,7 @@ from float8lab.checkpoints.megatron import (
 )
 from float8lab.checkpoints.pickles import open_state_dict, open_torch_save
 from float8lab.checkpoints.safetensors import open_safetensors
-from float8lab.checkpoints.source import CheckpointError, Source, check_file
+from float8lab.checkpoints.source import CheckpointError, CheckpointSource, check_file
 
 __all__ = ["open_checkpoint"]
 
@@ -38,7 +37,7 @@ _LARGEST_HEADER = 100_000_000  # of a safetensors file, as the library has it
 _MOST_DIMENSIONS = 64  # of a tensor, as numpy and most ops of torch have it
 
 
-def open_checkpoint(path: str | Path | Mapping[str, Any]) -> Source:
+def open_checkpoint(path: str | Path | Mapping[str, object]) -> CheckpointSource:
     """The tensors of a checkpoint; nothing but names, shapes and places is read.
 
     Args:
@@ -59,7 +58,7 @@ def open_checkpoint(path: str | Path | Mapping[str, Any]) -> Source:
     return source
 
 
-def _path(path: str | Path) -> Source:
+def _path(path: str | Path) -> CheckpointSource:
     if path == "":  # which pathlib takes for the current directory
         raise CheckpointError("path must name a file or a directory; got ''.")
     path = Path(path)
@@ -67,7 +66,7 @@ def _path(path: str | Path) -> Source:
     return _directory(path) if path.is_dir() else _file(path)
 
 
-def _directory(path: Path) -> Source:
+def _directory(path: Path) -> CheckpointSource:
     names = sorted(entry.name for entry in path.iterdir())
     if ".metadata" in names:
         source = open_dcp(path)
@@ -76,24 +75,15 @@ def _directory(path: Path) -> Source:
         return open_megatron(path)
     if LATEST in names:
         return _directory(iteration_of(path))
-    indices = [name for name in names if name.endswith(".safetensors.index.json")]
-    if len(indices) > 1:
-        raise CheckpointError(
-            f"{path} must have one index; it has {', '.join(indices)}. Name one of them."
-        )
-    if indices:
-        return open_safetensors(path, path / indices[0], [])
+    index = _only_file(path, names, (".safetensors.index.json",), "index")
+    if index is not None:
+        return open_safetensors(path, index, [])
     files = [path / name for name in names if name.endswith(".safetensors")]
     if files:
         return open_safetensors(path, None, files)
-    files = [path / name for name in names if name.endswith((".bin", ".ckpt", ".pt", ".pth"))]
-    if len(files) == 1:
-        return _torch_save(files[0])
-    if files:
-        raise CheckpointError(
-            f"{path} must hold one file by torch.save; it holds {len(files)}, from {files[0].name} "
-            f"to {files[-1].name}. Name one of them."
-        )
+    file = _only_file(path, names, (".bin", ".ckpt", ".pt", ".pth"), "file by torch.save")
+    if file is not None:
+        return _torch_save(file)
     if any(name.endswith(".distcp") for name in names):
         raise CheckpointError(
             f"{path} must have .metadata beside its .distcp files; it has none. The save did not "
@@ -102,7 +92,18 @@ def _directory(path: Path) -> Source:
     raise CheckpointError(f"{path} must hold a checkpoint; it has none. Known: {_READ}.")
 
 
-def _file(path: Path) -> Source:
+def _only_file(path: Path, names: list[str], suffixes: tuple[str, ...], kind: str) -> Path | None:
+    """The file with one of these suffixes; None if there is none."""
+    fitting = [name for name in names if name.endswith(suffixes)]
+    if len(fitting) > 1:
+        raise CheckpointError(
+            f"{path} must have one {kind}; it has {len(fitting)}, from {fitting[0]} to "
+            f"{fitting[-1]}. Name one of them."
+        )
+    return path / fitting[0] if fitting else None
+
+
+def _file(path: Path) -> CheckpointSource:
     if path.name.endswith(".index.json"):
         return open_safetensors(path, path, [])
     if path.name == ".metadata" or path.suffix == ".distcp":
@@ -112,9 +113,9 @@ def _file(path: Path) -> Source:
         start = file.read(32)
     if not start:
         raise CheckpointError(f"{path} must hold a checkpoint; it is empty.")
-    for magic, what in _OTHERS.items():
+    for magic, kind in _OTHERS.items():
         if start.startswith(magic):
-            raise CheckpointError(f"{path} must be a checkpoint; it is {what}. Known: {_READ}.")
+            raise CheckpointError(f"{path} must be a checkpoint; it is {kind}. Known: {_READ}.")
     header = int.from_bytes(start[:8], "little")
     # A torch.save file is a zip archive, perhaps an empty one, or a pickle of protocol 2.
     pickled = start.startswith((b"PK\x03\x04", b"PK\x05\x06", b"\x80\x02"))
@@ -127,5 +128,5 @@ def _file(path: Path) -> Source:
     raise CheckpointError(f"{path} must be a checkpoint; it is none. Known: {_READ}.")
 
 
-def _torch_save(path: Path) -> Source:
+def _torch_save(path: Path) -> CheckpointSource:
     return open_rank(path) if FOLDER.fullmatch(path.parent.name) else open_torch_save(path)

@@ -1,12 +1,12 @@
 """The layouts of weights in packed 4 bits: NVFP4 and MXFP4, found in checkpoints.
 
-Codes are e2m1, two in a byte, of which the low half comes first along the contraction, ``K``; the
-scales of blocks along ``K`` have 8 bits. A weight is ``[N, K]`` or ``[E, N, K]``. A scale of the
-whole tensor is a decode factor but where noted; then its reciprocal, in float32, is taken for one,
-which is what vLLM multiplies by.
+Elements are e2m1, two in a byte, the low half first along the contraction, ``K``; the scales of
+blocks along ``K`` have 8 bits. A weight is ``[N, K]`` or ``[E, N, K]``. A scale of the tensor is a
+decode factor but where noted; there its reciprocal, in float32, is taken, and vLLM multiplies by
+that, too.
 
 =================== ====================== ============================== =========================
-convention          codes                  scales of blocks               scale of the tensor
+convention          packed data            scales of blocks               scale of the tensor
 =================== ====================== ============================== =========================
 ModelOpt            ``X``, uint8           ``X_scale``: e4m3 ``[N, K/16]``  ``X_scale_2``
                     ``[N, K/2]``           or e8m0 as uint8 ``[N, K/32]``
@@ -44,22 +44,22 @@ from torch import Tensor
 
 from float8lab.checkpoints.item import Finding, Item, sizes
 from float8lab.checkpoints.source import Box, Entry
-from float8lab.formats import E2M1, E4M3, E8M0, MXFP4, NVFP4, Float4Spec
+from float8lab.formats import E2M1, E4M3, E8M0, MXFP4, NVFP4, Float4Spec, Spec
 from float8lab.tensor.float4_tensor import unpack
 
 __all__ = ["find_packed"]
 
 
 class _Layout(NamedTuple):
-    """The ends of the names that a weight's tensors have after its own."""
+    """The suffixes that the tensors of a weight add to its name."""
 
     convention: str
-    codes: str
+    data: str
     scale: str
-    whole: str = ""
-    """The end of the name of the tensor's scale; empty where it has none."""
-    cut: bool = False
-    """Whether codes have a dimension for the blocks, and one for the bytes of a block."""
+    tensor_scale: str = ""
+    """Empty where the tensor has no scale."""
+    in_blocks: bool = False
+    """Whether the data has a dimension for the blocks, and one for the bytes of a block."""
     transposed: bool = False
     """Whether the model's parameter is ``[E, K, N]``."""
     inverse: bool = False
@@ -69,139 +69,162 @@ class _Layout(NamedTuple):
 _LAYOUTS = (
     _Layout("float8lab", ".packed", ".scale", ".tensor_scale"),
     _Layout("compressed-tensors", "_packed", "_scale", "_global_scale", inverse=True),
-    _Layout("GPT-OSS", "_blocks", "_scales", cut=True, transposed=True),
-    _Layout("GPT-OSS, original", ".blocks", ".scales", cut=True),
+    _Layout("GPT-OSS", "_blocks", "_scales", in_blocks=True, transposed=True),
+    _Layout("GPT-OSS, original", ".blocks", ".scales", in_blocks=True),
     _Layout("ModelOpt", "", "_scale", "_scale_2"),
     _Layout("DeepSeek", "", "_scale_inv"),
 )
 _CONVERTED = _Layout("DeepSeek, converted", "weight", "scale")
 _BYTES = (torch.uint8, torch.int8, E2M1)
 _SCALES = (E4M3, E8M0, torch.uint8)
+_FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class _Packed(NamedTuple):
+    """The tensors of a weight, and the layout that they follow."""
+
+    name: str
+    data: Entry
+    scale: Entry
+    tensor_scale: Entry | None
+    layout: _Layout
+
+    @property
+    def usual(self) -> Spec:
+        """The usual format with scales of this dtype."""
+        return NVFP4 if self.scale.dtype == E4M3 else MXFP4
+
+    @property
+    def block_size(self) -> int | None:
+        """The length of a block along K, from the sizes of data and scales; None if none fits.
+
+        Only usual lengths fit: 16 under scales in e4m3, and 32 under powers of two.
+        """
+        shape, spec = self.data.shape, self.data.spec
+        if spec is not None and spec.is_packed:
+            unpacked = tuple(n * 2 if d == spec.packed_dim else n for d, n in enumerate(shape))
+            fits = spec.scale_shape(unpacked) == self.scale.shape
+            return spec.block[spec.packed_dim] if fits else None
+        if self.layout.in_blocks:
+            shape = (*shape[:-2], shape[-2] * shape[-1])
+        usual = self.usual.block[-1]
+        counts = (*shape[:-1], shape[-1] * 2 // usual)
+        return usual if shape[-1] * 2 % usual == 0 and counts == self.scale.shape else None
+
+    def factor(self) -> Entry | None:
+        """The decode factor of the tensor, float32 with one size for each dimension of the weight.
+
+        It is one number, or one for each expert of a stack; None if it is neither.
+        """
+        if self.tensor_scale is None or self.tensor_scale.dtype not in _FACTOR_DTYPES:
+            return None
+        if self.layout.convention == "float8lab":
+            return self.tensor_scale
+        ndim, count = len(self.scale.shape), math.prod(self.tensor_scale.shape)
+        for_experts = ndim == 3 and count == self.scale.shape[0]
+        if count != 1 and not for_experts:
+            return None
+        shape = (count,) + (1,) * (ndim - 1)
+        read = functools.partial(_read_factor, self.tensor_scale, shape, self.layout.inverse)
+        return replace(self.tensor_scale, shape=shape, dtype=torch.float32, reader=read)
 
 
 def find_packed(entry: Entry, entries: Mapping[str, Entry]) -> Item | None:
-    """The weight whose codes a tensor holds; None if it holds none in 4 bits.
+    """The weight whose data a tensor holds; None if it holds none in 4 bits.
 
     Args:
         entry: any tensor.
         entries: all of the checkpoint by name.
     """
-    if entry.dtype not in _BYTES or len(entry.shape) < 2:
-        return None
-    for layout in (*_LAYOUTS, _CONVERTED):
-        name = entry.name.removesuffix(layout.codes)
-        scale = entries.get(f"{name}{layout.scale}")
-        if scale is None or not entry.name.endswith(layout.codes) or scale.dtype not in _SCALES:
-            continue
-        if len(entry.shape) < 2 + layout.cut + layout.transposed:
-            continue
-        # Integers of 8 bits have scales of these names, too, though hardly any in bytes.
-        certain = scale.dtype == E4M3
-        if layout is _CONVERTED:
-            if entry.name.rpartition(".")[2] != "weight":
-                continue
-            name = entry.name
-        else:
-            certain |= bool(layout.codes)
-        if certain or _size(entry, scale, layout) is not None:
-            whole = entries.get(f"{name}{layout.whole}") if layout.whole else None
-            return _item(name, entry, scale, whole, layout)
+    if entry.dtype in _BYTES and len(entry.shape) >= 2:
+        for layout in (*_LAYOUTS, _CONVERTED):
+            packed = _packed(entry, entries, layout)
+            if packed is not None:
+                return _item(packed)
     return None
 
 
-def _item(name: str, entry: Entry, scale: Entry, whole: Entry | None, layout: _Layout) -> Item:
-    usual = NVFP4 if scale.dtype == E4M3 else MXFP4
-    size = _size(entry, scale, layout)
-    lead, findings = len(scale.shape) - 1, []
+def _packed(entry: Entry, entries: Mapping[str, Entry], layout: _Layout) -> _Packed | None:
+    """The weight whose data a tensor holds under a layout; None if names or sizes do not fit."""
+    name = entry.name.removesuffix(layout.data)
+    scale = entries.get(f"{name}{layout.scale}")
+    if scale is None or not entry.name.endswith(layout.data) or scale.dtype not in _SCALES:
+        return None
+    if len(entry.shape) < 2 + layout.in_blocks + layout.transposed:
+        return None
+    certain = scale.dtype == E4M3
+    if layout is _CONVERTED:
+        if entry.name.rpartition(".")[2] != "weight":
+            return None
+        name = entry.name
+    else:
+        certain |= bool(layout.data)
+    tensor_scale = entries.get(f"{name}{layout.tensor_scale}") if layout.tensor_scale else None
+    packed = _Packed(name, entry, scale, tensor_scale, layout)
+    # Integers of 8 bits have scales of these names, too, though hardly any in bytes.
+    return packed if certain or packed.block_size is not None else None
+
+
+def _item(packed: _Packed) -> Item:
+    name, entry, scale, tensor_scale, layout = packed
+    data = _join_blocks(entry) if layout.in_blocks else entry
     spec = entry.spec
     if spec is None or not spec.is_packed:
-        block = (1,) * max(lead, 1) + (size or usual.block[-1],)
-        spec = Float4Spec(block, usual.scale_dtype, whole is not None)
-    codes = _joined(entry) if layout.cut else entry
-    others: tuple[Entry, ...] = ()
+        block = (1,) * max(len(scale.shape) - 1, 1) + packed.usual.block[-1:]
+        spec = Float4Spec(block, packed.usual.scale_dtype, tensor_scale is not None)
     factor = None
-    if size is None:
+    findings: list[Finding] = []
+    extras: tuple[Entry, ...] = ()
+    usable: Entry | None = scale
+    if packed.block_size is None:
         text = f"scale of shape {sizes(scale.shape)} fits no blocks of bytes {sizes(entry.shape)}"
         findings.append(Finding("scale-shape", text))
-        others = (scale,) if whole is None else (scale, whole)
-        spec = replace(spec, block=(1,) * (len(codes.shape) - 1) + spec.block[-1:])
-    elif spec.tensor_scale and whole is not None:
-        factor = _factor(whole, scale, layout)
+        usable, extras = None, tuple(filter(None, (scale, tensor_scale)))
+        spec = replace(spec, block=(1,) * (len(data.shape) - 1) + spec.block[-1:])
+    elif spec.tensor_scale and tensor_scale is not None:
+        factor = packed.factor()
         if factor is None:
-            text = f"its scale {whole.name} is {whole.dtype_name} of shape {sizes(whole.shape)}"
+            shape = sizes(tensor_scale.shape)
+            text = f"its scale {tensor_scale.name} is {tensor_scale.dtype_name} of shape {shape}"
             findings.append(Finding("bad-scale", text))
-            others, spec = (whole,), Float4Spec(spec.block, spec.scale_dtype, False)
-    elif scale.dtype == E4M3 and layout.whole:
-        findings.append(Finding("missing-scale", f"no scale of the tensor, {name}{layout.whole}"))
+            extras, spec = (tensor_scale,), Float4Spec(spec.block, spec.scale_dtype, False)
+    elif scale.dtype == E4M3 and layout.tensor_scale:
+        text = f"no scale of the tensor, {name}{layout.tensor_scale}"
+        findings.append(Finding("missing-scale", text))
     if layout.transposed:
-        codes, scale = _swapped(codes), scale if size is None else _swapped(scale)
+        data, usable = _transpose(data), usable and _transpose(usable)
         spec = replace(spec, block=(*spec.block[:-2], spec.block[-1], 1))
     return Item(
         name,
-        _unpacked(codes, spec.packed_dim),
+        _unpacked(data, spec.packed_dim),
         layout.convention,
-        None if size is None else scale,
+        usable,
         spec,
         factor,
-        others,
+        extras,
         findings=tuple(findings),
     )
 
 
-def _size(entry: Entry, scale: Entry, layout: _Layout) -> int | None:
-    """The length of a block along K, from the numbers of codes and scales; None if they do not fit.
-
-    Only such as are usual: 16 under scales in e4m3, and 32 under powers of two.
-    """
-    if entry.spec is not None and entry.spec.is_packed:
-        dim = entry.spec.packed_dim
-        whole = tuple(n * 2 if d == dim else n for d, n in enumerate(entry.shape))
-        fits = entry.spec.scale_shape(whole) == scale.shape
-        return entry.spec.block[dim] if fits else None
-    usual = (NVFP4 if scale.dtype == E4M3 else MXFP4).block[-1]
-    shape = (*entry.shape[:-2], entry.shape[-2] * entry.shape[-1]) if layout.cut else entry.shape
-    counts = (*shape[:-1], shape[-1] * 2 // usual)
-    whole_blocks = shape[-1] * 2 % usual == 0
-    return usual if whole_blocks and counts == scale.shape else None
-
-
-def _factor(whole: Entry, scale: Entry, layout: _Layout) -> Entry | None:
-    """The decode factor of the tensor, float32 with one size for each dimension of the weight.
-
-    It is one number, or one for each expert of a stack.
-    """
-    ndim, count = len(scale.shape), math.prod(whole.shape)
-    if whole.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        return None
-    if layout.convention == "float8lab":
-        return whole
-    experts = ndim == 3 and count == scale.shape[0]
-    if count != 1 and not experts:
-        return None
-    shape = (count,) + (1,) * (ndim - 1)
-    read = functools.partial(_read_factor, whole, shape, layout.inverse)
-    return replace(whole, shape=shape, dtype=torch.float32, reader=read)
-
-
-def _read_factor(whole: Entry, shape: tuple[int, ...], inverse: bool, box: Box) -> Tensor:
-    value = whole.read().float().reshape(shape)
+def _read_factor(scale: Entry, shape: tuple[int, ...], inverse: bool, box: Box) -> Tensor:
+    value = scale.read().float().reshape(shape)
     return (value.reciprocal() if inverse else value)[box]
 
 
-def _joined(entry: Entry) -> Entry:
+def _join_blocks(entry: Entry) -> Entry:
     """Bytes ``[..., K/32, 16]`` as ``[..., K/2]``; boxes hold whole blocks."""
     *lead, count, size = entry.shape
 
     def read(box: Box) -> Tensor:
         *front, last = box
-        whole = slice(last.start // size, -(-last.stop // size))
-        return entry.read((*front, whole, slice(0, size))).flatten(-2)
+        blocks = slice(last.start // size, -(-last.stop // size))
+        return entry.read((*front, blocks, slice(0, size))).flatten(-2)
 
     return replace(entry, shape=(*lead, count * size), reader=read)
 
 
-def _swapped(entry: Entry) -> Entry:
-    """A tensor with its last two dimensions swapped."""
+def _transpose(entry: Entry) -> Entry:
+    """A tensor with its last two dimensions transposed."""
     *lead, rows, columns = entry.shape
 
     def read(box: Box) -> Tensor:
@@ -212,13 +235,13 @@ def _swapped(entry: Entry) -> Entry:
 
 
 def _unpacked(entry: Entry, dim: int) -> Entry:
-    """Bytes as codes, in bytes of their own; boxes start at whole bytes."""
+    """4-bit elements in bytes of their own; boxes start at whole bytes."""
     shape = tuple(n * 2 if d == dim else n for d, n in enumerate(entry.shape))
 
     def read(box: Box) -> Tensor:
         place = list(box)
         place[dim] = slice(box[dim].start // 2, -(-box[dim].stop // 2))
-        found = entry.read(tuple(place)).view(torch.uint8)
-        return unpack(found.transpose(dim, -1)).transpose(dim, -1)
+        packed = entry.read(tuple(place)).view(torch.uint8)
+        return unpack(packed.transpose(dim, -1)).transpose(dim, -1)
 
     return replace(entry, shape=shape, dtype=torch.uint8, reader=read)

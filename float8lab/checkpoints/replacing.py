@@ -1,7 +1,7 @@
 """Write a file or a directory so that it replaces another one whole, or not at all.
 
 It is written beside its target and then renamed. A crash before that leaves the target as it was,
-and beside it a file or directory whose name ends in ``.partial``.
+and beside it a file or directory with the suffix ``.partial``.
 """
 
 from __future__ import annotations

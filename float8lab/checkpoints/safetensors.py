@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ from float8lab.checkpoints.replacing import replacing
 from float8lab.checkpoints.source import (
     Box,
     CheckpointError,
+    CheckpointSource,
     Entry,
     Place,
-    Source,
     check_file,
     dtype_name,
 )
@@ -43,7 +43,7 @@ __all__ = [
     "INDEX",
     "SPECS_KEY",
     "Group",
-    "Part",
+    "NewTensor",
     "check_target",
     "open_safetensors",
     "write_checkpoint",
@@ -79,7 +79,7 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
 
-def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Source:
+def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> CheckpointSource:
     """The tensors of these files.
 
     Args:
@@ -92,19 +92,15 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Sourc
         CheckpointError: a file is damaged or missing, or lacks a tensor that the index names.
         ModuleNotFoundError: safetensors is not installed.
     """
-    where = _weight_map(index) if index is not None else {}
+    placed = {} if index is None else _weight_map(index)
     if index is not None:
-        files = sorted({index.parent / name for name in where.values()})
+        files = sorted({index.parent / name for name in placed.values()})
+        _check_files(files, placed, index)
     entries: dict[str, Entry] = {}
     notes = []
     for file in files:
-        if index is not None and not file.is_file():
-            count = sum(name == file.name for name in where.values())
-            raise CheckpointError(
-                f"{file} must exist: {index.name} says that it holds {count} tensors. Download it."
-            )
         for entry in _entries(file):
-            if index is not None and where.get(entry.name) != file.name:
+            if index is not None and placed.get(entry.name) != file.name:
                 notes.append(f"{index.name} does not name {entry.name}, which is in {file.name}")
             elif entry.name in entries:
                 raise CheckpointError(
@@ -112,17 +108,11 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Sourc
                     f"{entries[entry.name].file} and in {file.name}. Inspect one file at a time."
                 )
             entries.setdefault(entry.name, entry)
-    missing = [name for name in where if name not in entries or entries[name].file != where[name]]
-    if missing:
-        raise CheckpointError(
-            f"{where[missing[0]]} must hold {missing[0]}, which {index} places there"
-            f"{f', and {len(missing) - 1} others' if len(missing) > 1 else ''}; it does not. "
-            "Download or write the checkpoint again."
-        )
+    _check_placed(entries, placed, index)
     if not entries:
         raise CheckpointError(f"{path} must hold tensors; it holds none.")
     config, remarks = _config(files[0].parent)
-    return Source(
+    return CheckpointSource(
         path=str(path),
         container=f"safetensors, {len(files)} file{'s' if len(files) > 1 else ''}",
         entries=list(entries.values()),
@@ -131,19 +121,41 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Sourc
     )
 
 
+def _check_files(files: Sequence[Path], placed: Mapping[str, str], index: Path) -> None:
+    for file in files:
+        if not file.is_file():
+            count = sum(name == file.name for name in placed.values())
+            raise CheckpointError(
+                f"{file} must exist: {index.name} says that it holds {count} tensors. Download it."
+            )
+
+
+def _check_placed(
+    entries: Mapping[str, Entry], placed: Mapping[str, str], index: Path | None
+) -> None:
+    """Raise unless each tensor that the index names is in the file that it names."""
+    missing = [name for name in placed if name not in entries or entries[name].file != placed[name]]
+    if missing:
+        raise CheckpointError(
+            f"{placed[missing[0]]} must hold {missing[0]}, which {index} places there"
+            f"{f', and {len(missing) - 1} others' if len(missing) > 1 else ''}; it does not. "
+            "Repeat the download, or the write."
+        )
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     content = _json(index)
-    found = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(found, dict) or not found:
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} must have a weight_map of names to files; it has none.")
-    for name, file in found.items():
+    for name, file in weight_map.items():
         # A file beside the index, and no other.
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(f"{index} must name a file beside it for {name}; got {file!r}.")
-    return found
+    return weight_map
 
 
-def _json(path: Path) -> Any:
+def _json(path: Path) -> object:
     check_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -151,7 +163,7 @@ def _json(path: Path) -> Any:
         raise CheckpointError(f"{path} must hold JSON; it does not: {error}.") from error
 
 
-def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _config(folder: Path) -> tuple[dict[str, object], list[str]]:
     path = folder / CONFIG
     if not path.is_file():
         return {}, []
@@ -162,8 +174,8 @@ def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(content, dict):
         return {}, ["config.json is ignored: it holds no object"]
     # The second name is that of early compressed-tensors.
-    found = content.get("quantization_config") or content.get("compression_config")
-    return (found, []) if isinstance(found, dict) else ({}, [])
+    config = content.get("quantization_config") or content.get("compression_config")
+    return (config, []) if isinstance(config, dict) else ({}, [])
 
 
 def _entries(file: Path) -> list[Entry]:
@@ -177,8 +189,8 @@ def _entries(file: Path) -> list[Entry]:
             names, metadata = handle.keys(), handle.metadata() or {}
         except SafetensorError as error:
             raise CheckpointError(
-                f"{file} must be a whole safetensors file; it is not: {error}. Download or write "
-                "it again."
+                f"{file} must be a whole safetensors file; it is not: {error}. Repeat the "
+                "download, or the write."
             ) from error
         # The header, which the library has found to be right but does not show.
         size = int.from_bytes(opened.read(8), "little")
@@ -193,7 +205,7 @@ def _entries(file: Path) -> list[Entry]:
         if spec is not None and len(spec.block) != len(shape):
             raise CheckpointError(
                 f"{file} must have one block size for each dimension of {name}, {shape}; its "
-                f"metadata has {spec.block}. Write it again."
+                f"metadata has {spec.block}. Repeat the write."
             )
         if dtype is None:
             read: Callable[[Box], Tensor] = functools.partial(_unknown, f"{file}: {name}", kind)
@@ -225,8 +237,8 @@ def _specs(file: Path, metadata: Mapping[str, str]) -> dict[str, Float8Spec]:
         }
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{file} must say how its weights are stored; its metadata is damaged: {error}. Write "
-            "it again."
+            f"{file} must say how its weights are stored; its metadata is damaged: {error}. "
+            "Repeat the write."
         ) from error
 
 
@@ -240,7 +252,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class NewTensor:
     """One tensor of a file, before it is made."""
 
     name: str
@@ -257,16 +269,16 @@ class Part:
 class Group:
     """Tensors that are made together and lie in one file, such as a weight and its scales."""
 
-    parts: tuple[Part, ...]
+    tensors: tuple[NewTensor, ...]
     make: Callable[[], Sequence[Tensor]]
-    """The tensors of ``parts``, on any device."""
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    """The values of ``tensors``, on any device."""
+    notes: Mapping[str, object] = field(default_factory=dict)
     """Notes by name, for ``SPECS_KEY`` in the metadata of the file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts)
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def check_target(path: Path, *, overwrite: bool) -> None:
@@ -288,17 +300,17 @@ def check_target(path: Path, *, overwrite: bool) -> None:
         )
     strange = [entry.name for entry in content if not entry.is_file() or entry.is_symlink()]
     if strange or not any(entry.suffix == ".safetensors" for entry in content):
-        what = f"holds {strange[0]}" if strange else "holds no .safetensors file"
+        content_now = f"holds {strange[0]}" if strange else "holds no .safetensors file"
         raise FileExistsError(
             f"path must be a checkpoint, plain files with safetensors among them, to be "
-            f"overwritten; {path} {what}. Choose another."
+            f"overwritten; {path} {content_now}. Choose another."
         )
 
 
 def write_checkpoint(
     path: Path,
     groups: Sequence[Group],
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     *,
     max_shard_size: int,
 ) -> list[str]:
@@ -316,29 +328,28 @@ def write_checkpoint(
     with replacing(path) as partial:
         partial.mkdir()
         files = _write_files(partial, groups, config, max_shard_size)
-        kept = path.iterdir() if path.is_dir() else ()
-        for entry in kept:
+        for entry in path.iterdir() if path.is_dir() else ():
             if entry.suffix != ".safetensors" and entry.name not in (INDEX, CONFIG):
                 shutil.copy2(entry, partial / entry.name)
     return files
 
 
 def _write_files(
-    folder: Path, groups: Sequence[Group], config: Mapping[str, Any], max_shard_size: int
+    folder: Path, groups: Sequence[Group], config: Mapping[str, object], max_shard_size: int
 ) -> list[str]:
     shards = _shards(groups, max_shard_size)
     files: list[str] = []
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         several = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         files.append(f"model{several}.safetensors")
         with (folder / files[-1]).open("wb") as opened:
             _write_tensors(opened, shard)
             _sync(opened)
-        where |= {part.name: files[-1] for group in shard for part in group.parts}
+        weight_map |= {tensor.name: files[-1] for group in shard for tensor in group.tensors}
     if len(shards) > 1:
         size = sum(group.nbytes for group in groups)
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     _write_json(folder / CONFIG, config)
     return files
 
@@ -356,17 +367,18 @@ def _shards(groups: Sequence[Group], most: int) -> list[list[Group]]:
 
 
 def _write_tensors(file: BinaryIO, groups: Sequence[Group]) -> None:
-    parts = [part for group in groups for part in group.parts]
+    tensors = [tensor for group in groups for tensor in group.tensors]
     # Wide elements first: then all are aligned, which readers that map the file want.
-    header: dict[str, Any] = {}
-    end = 0
-    for part in sorted(parts, key=lambda part: -part.dtype.itemsize):
-        header[part.name] = {
-            "dtype": _NAMES[part.dtype],
-            "shape": list(part.shape),
-            "data_offsets": [end, end + part.nbytes],
+    header: dict[str, object] = {}
+    starts: dict[str, int] = {}
+    stop = 0
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+        starts[tensor.name], stop = stop, stop + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[tensor.name], stop],
         }
-        end += part.nbytes
     notes = {name: note for group in groups for name, note in group.notes.items()}
     metadata = {"format": "pt"} | ({SPECS_KEY: json.dumps(notes)} if notes else {})
     text = json.dumps({"__metadata__": metadata, **header}).encode()
@@ -374,10 +386,10 @@ def _write_tensors(file: BinaryIO, groups: Sequence[Group]) -> None:
     _write(file, len(text).to_bytes(8, "little") + text)
     start = file.tell()
     for group in groups:
-        for part, tensor in zip(group.parts, group.make(), strict=True):
-            assert (tensor.dtype, tuple(tensor.shape)) == (part.dtype, part.shape), part
-            file.seek(start + header[part.name]["data_offsets"][0])
-            _write_tensor(file, tensor)
+        for tensor, value in zip(group.tensors, group.make(), strict=True):
+            assert (value.dtype, tuple(value.shape)) == (tensor.dtype, tensor.shape), tensor
+            file.seek(start + starts[tensor.name])
+            _write_tensor(file, value)
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
@@ -387,7 +399,7 @@ def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
         _write(file, memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())))
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     with path.open("wb") as file:
         _write(file, (json.dumps(content, indent=2) + "\n").encode())
         _sync(file)

@@ -1,4 +1,4 @@
-"""Tensors that lie in files, read box by box."""
+"""Tensors in files, read box by box."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +21,14 @@ __all__ = [
     "BOX",
     "Box",
     "CheckpointError",
+    "CheckpointSource",
     "Entry",
     "Place",
-    "Source",
     "boxes",
     "check_file",
     "dtype_name",
     "refusing",
+    "whole_box",
 ]
 
 BOX = 1 << 20
@@ -49,7 +49,7 @@ class CheckpointError(ValueError):
 def refusing(problem: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """Raise these errors of the block as a CheckpointError, but an OSError as it is.
 
-    Unpickling damaged data may raise any error, says the manual of pickle.
+    By default these are all errors: unpickling damaged data may raise any, says pickle's manual.
     """
     try:
         yield
@@ -63,8 +63,8 @@ def refusing(problem: str, errors: tuple[type[Exception], ...] = (Exception,)) -
 class Place:
     """Where the elements of a tensor are in a file.
 
-    The file is read and not mapped: torch maps files as memory that could be written, which a
-    system refuses for a file that is larger than its memory.
+    The file is read and not mapped: torch maps files as memory that could be written, and a
+    system refuses that for a file that is larger than its memory.
     """
 
     file: Path
@@ -77,7 +77,7 @@ class Place:
         """Read a box; only the bytes from its first to its last element are read.
 
         Raises:
-            CheckpointError: the file ends before the box does.
+            CheckpointError: the file is shorter than that.
         """
         sizes = [s.stop - s.start for s in box]
         if 0 in sizes:
@@ -114,18 +114,18 @@ class Entry:
 
     def read(self, box: Box | None = None) -> Tensor:
         """The elements of a box, or all of them, on the CPU."""
-        return self.reader(tuple(slice(0, n) for n in self.shape) if box is None else box)
+        return self.reader(whole_box(self.shape) if box is None else box)
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """The tensors that a path holds, not yet read."""
 
     path: str
     container: str
     """The kind of checkpoint in words, such as ``"safetensors, 4 files"``."""
     entries: Sequence[Entry]
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     """The ``quantization_config`` of a ``config.json`` beside it."""
     notes: Sequence[str] = ()
     """Oddities that concern no single tensor."""
@@ -144,6 +144,11 @@ def check_file(path: Path) -> None:
         raise CheckpointError(f"{path} must be a file; it is {kind}. Copy what it gives to a file.")
 
 
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box of all elements."""
+    return tuple(slice(0, size) for size in shape)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float8_e4m3fn`` -> ``float8_e4m3fn``."""
     return str(dtype).removeprefix("torch.")
@@ -153,23 +158,22 @@ def boxes(shape: Sequence[int], align: Sequence[int], most: int = BOX) -> Iterat
     """Boxes that cover a tensor, each once, in the order of memory.
 
     Args:
-        shape: of the tensor.
+        shape: the tensor's.
         align: a box starts at a multiple of this in each dimension; -1 is as 1.
-        most: elements of a box, unless one of ``align`` is larger.
+        most: the most elements of a box, unless a single block of ``align`` has more.
 
     >>> [[(s.start, s.stop) for s in box] for box in boxes((5, 8), (2, -1), most=20)]
     [[(0, 2), (0, 8)], [(2, 4), (0, 8)], [(4, 5), (0, 8)]]
     """
     steps = list(shape)
     for dim, unit in enumerate(align):
-        rest = math.prod(steps[dim + 1 :])
         unit = max(unit, 1)
-        if steps[dim] * rest * math.prod(steps[:dim]) <= most:
+        if math.prod(steps) <= most:
             break
-        fitting = most // (rest * math.prod(steps[:dim])) // unit * unit
+        fitting = most // math.prod(steps[:dim] + steps[dim + 1 :]) // unit * unit
         steps[dim] = min(max(fitting, unit), steps[dim])
     ranges = [
         [slice(start, min(start + step, size)) for start in range(0, size, max(step, 1))]
         for size, step in zip(shape, steps, strict=True)
     ]
-    yield from itertools.product(*ranges)
+    return itertools.product(*ranges)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from float8lab.checkpoints.replacing import replacing
 from float8lab.commands.terminal import guarded, present, progress_bar
@@ -32,7 +31,7 @@ Compare two checkpoints tensor by tensor, the worst first; weights in FP8 or 4 b
 their scales, so that one may be the bfloat16 source of the other. A and B are each {_KINDS}."""
 
 
-def add_commands(commands: Any) -> None:
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add both to ``argparse``'s subparsers; ``options.run(options)`` gives the exit status."""
     look = commands.add_parser(
         "inspect",
@@ -62,7 +61,7 @@ def add_commands(commands: Any) -> None:
             action="append",
             default=[],
             help="only tensors or modules of this name, as 'model.layers.0' or '*.mlp.*'; may be "
-            "given again",
+            "given repeatedly",
         )
         rows = command.add_mutually_exclusive_group()
         rows.add_argument(
@@ -93,8 +92,8 @@ def _diff(options: argparse.Namespace) -> int:
         with progress_bar("comparing") as progress:
             return diff(options.a, options.b, layer=options.layer, progress=progress)
 
-    found = guarded("diff", compare)
-    if found is None:
+    difference = guarded("diff", compare)
+    if difference is None:
         return 2
-    present(found, options.json, None if options.all else options.limit)
-    return 0 if found.equal else 1
+    present(difference, options.json, None if options.all else options.limit)
+    return 0 if difference.equal else 1

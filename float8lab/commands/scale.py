@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from float8lab.checkpoints.replacing import replacing
 from float8lab.commands.terminal import guarded, present
@@ -25,7 +24,7 @@ layers=32,width=4096,heads=32,groups=8,ffn=14336,vocabulary=128256; or a Transfo
 file. Nothing is run."""
 
 
-def add_commands(commands: Any) -> None:
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add it to ``argparse``'s subparsers; ``options.run(options)`` gives the exit status."""
     command = commands.add_parser(
         "scale",
@@ -39,7 +38,7 @@ def add_commands(commands: Any) -> None:
         "--mesh", help="as dp=32,tp=8,cp=4,pp=1,ep=1 (default: the fastest); dp may be left out"
     )
     command.add_argument(
-        "--recipe", action="append", choices=RECIPES, help="may be given again (default: all)"
+        "--recipe", action="append", choices=RECIPES, help="may be repeated (default: all)"
     )
     work = command.add_argument_group("the work")
     work.add_argument("--sequence", type=count, default=8192, help="tokens (default: 8192)")
@@ -47,7 +46,7 @@ def add_commands(commands: Any) -> None:
     work.add_argument("--micro-batch", type=count, help="sequences (default: the fastest)")
     work.add_argument(
         "--recompute", action=argparse.BooleanOptionalAction,
-        help="compute each layer's forward again in backward (default: where memory asks for it)",
+        help="recompute each layer's forward in backward (default: where memory asks for it)",
     )  # fmt: skip
     work.add_argument("--mode", choices=MODES, default="compile", help="(default: compile)")
     work.add_argument(
@@ -86,12 +85,12 @@ def add_commands(commands: Any) -> None:
 
 def _part(text: str) -> float:
     try:
-        part = float(text)
+        fraction = float(text)
     except ValueError:
-        part = -1.0
-    if not 0 <= part <= 1:
+        fraction = -1.0
+    if not 0 <= fraction <= 1:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 1; got {text!r}")
-    return part
+    return fraction
 
 
 def _scale(options: argparse.Namespace) -> int:
@@ -112,15 +111,15 @@ def _scale(options: argparse.Namespace) -> int:
             ),
         )
         recipes = {name: RECIPES[name] for name in options.recipe or RECIPES}
-        how = {"mesh": mesh, "micro": options.micro_batch, "recompute": options.recompute}
-        found = scale(size, gpus, recipes, job, **how)
+        layout = {"mesh": mesh, "micro": options.micro_batch, "recompute": options.recompute}
+        prediction = scale(size, gpus, recipes, job, **layout)
         if options.svg is not None:
             with replacing(Path(options.svg)) as partial:
-                partial.write_text(found.picture(), encoding="utf-8")
-        return found
+                partial.write_text(prediction.picture(), encoding="utf-8")
+        return prediction
 
-    found = guarded("scale", predict)
-    if found is None:
+    prediction = guarded("scale", predict)
+    if prediction is None:
         return 2
-    present(found, options.json, None if options.all else options.limit)
+    present(prediction, options.json, None if options.all else options.limit)
     return 0

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from float8lab.arguments import printable
 from float8lab.inspect.text import Grid, rich_table
@@ -66,16 +66,26 @@ def _fitting(grid: Grid, width: int) -> Sequence[str]:
     return grid.columns
 
 
-def present(found: Any, as_json: bool, limit: int | None) -> None:
+class Presentable(Protocol):
+    """A result that a command prints."""
+
+    def to_json(self) -> dict[str, object]: ...
+
+    def summary(self) -> str: ...
+
+    def tables(self, limit: int | None) -> list[Grid]: ...
+
+
+def present(report: Presentable, as_json: bool, limit: int | None) -> None:
     """Print a result as JSON with all rows, or as text with so many rows of each table."""
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(report.to_json(), indent=2))
     else:
-        show(found.summary(), found.tables(limit))
+        show(report.summary(), report.tables(limit))
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Any]:
+def progress_bar(title: str) -> Iterator[Any]:
     """Show a bar on standard error while the block runs, if standard error is a terminal.
 
     The block is given a function of the bytes done, the bytes in all and a name; None if standard
@@ -87,7 +97,7 @@ def progress_bar(what: str) -> Iterator[Any]:
     rich = _rich()
     if rich is None:
         try:
-            yield _Counter(what)
+            yield _Counter(title)
         finally:
             print("\r\033[K", end="", file=sys.stderr)
         return
@@ -101,18 +111,18 @@ def progress_bar(what: str) -> Iterator[Any]:
     )
     console = rich.console.Console(stderr=True)
     with progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total, name: bar.update(task, completed=done, total=total)
+        task = bar.add_task(title, total=None)
+        yield lambda done, size, name: bar.update(task, completed=done, total=size)
 
 
 class _Counter:
     """Percent done, written over itself."""
 
-    def __init__(self, what: str) -> None:
-        self.what, self.shown = what, -1
+    def __init__(self, title: str) -> None:
+        self.what, self.shown = title, -1
 
-    def __call__(self, done: int, total: int, name: str) -> None:
-        percent = 100 * done // max(total, 1)
+    def __call__(self, done: int, size: int, name: str) -> None:
+        percent = 100 * done // max(size, 1)
         if percent != self.shown:
             self.shown = percent
             print(f"\r{self.what} {percent:3d}%", end="", file=sys.stderr, flush=True)
@@ -120,7 +130,7 @@ class _Counter:
 
 def fail(program: str, message: object) -> int:
     """Print an error as one line to standard error. Returns the exit status, 2."""
-    with suppress(OSError):  # nobody can be told then
+    with suppress(OSError):  # no stream is left to tell of it
         print(f"{program}: error: {printable(' '.join(str(message).split()))}", file=sys.stderr)
     return 2
 

@@ -1,6 +1,6 @@
 """Autograd's thread for a GPU on the core of the thread that calls backward.
 
-Autograd runs the backward of a GPU's ops on a thread of its own. The two threads take turns, and
+Autograd runs the backward of a GPU's ops on a thread of its own. The two threads alternate, and
 the operating system puts them on different cores: every Python object that goes from one to the
 other, and every wake-up, crosses the chip. For ops that take microseconds that is most of the time.
 """
@@ -14,10 +14,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from float8lab.arguments import check_size
 from float8lab.distributed.ranks import rank_and_size
@@ -79,9 +79,9 @@ def _threads() -> list[int]:
     if not hasattr(os, "sched_setaffinity"):
         _say_that_there_is_no_affinity()
         return []
-    here = threading.get_native_id()
-    there = _backward_thread(os.getpid(), torch.cuda.current_device())
-    return [here, there] if here != there else []
+    calling = threading.get_native_id()
+    backward = _backward_thread(os.getpid(), torch.cuda.current_device())
+    return [calling, backward] if calling != backward else []
 
 
 @functools.cache
@@ -93,29 +93,33 @@ def _say_that_there_is_no_affinity() -> None:
     )
 
 
-class _Where(torch.autograd.Function):
+class _Context(FunctionCtx):
+    threads: list[int]
+
+
+class _ThreadOfBackward(torch.autograd.Function):
     """Notes the thread that its backward runs on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, found: list[int]) -> Tensor:
-        ctx.found = found
+    def forward(ctx: _Context, x: Tensor, threads: list[int]) -> Tensor:
+        ctx.threads = threads
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.found.append(threading.get_native_id())
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.threads.append(threading.get_native_id())
         return gradient, None
 
 
 @functools.cache
 def _backward_thread(process: int, device: int) -> int:
     """Number of autograd's thread for a device, which lives as long as the process."""
-    found: list[int] = []
+    threads: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.empty(0, device=torch.device("cuda", device), requires_grad=True)
-        y = _Where.apply(x, found)
+        y = _ThreadOfBackward.apply(x, threads)
         torch.autograd.grad(y, x, torch.empty_like(y))
-    return found[0]
+    return threads[0]
 
 
 def _choose(allowed: set[int]) -> int | None:
@@ -123,8 +127,8 @@ def _choose(allowed: set[int]) -> int | None:
     rank, count = rank_and_size()
     if count > 1 and allowed:
         return sorted(allowed)[rank % len(allowed)]
-    here = _current_core()
-    return here if here in allowed else min(allowed, default=None)
+    current = _current_core()
+    return current if current in allowed else min(allowed, default=None)
 
 
 def _current_core() -> int | None:

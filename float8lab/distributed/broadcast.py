@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -13,11 +11,13 @@ from float8lab.tensor import Float8Tensor
 __all__ = ["broadcast_parameters"]
 
 
-def broadcast_parameters(module: torch.nn.Module, src: int = 0, group: Any = None) -> None:
+def broadcast_parameters(
+    module: torch.nn.Module, src: int = 0, group: dist.ProcessGroup | None = None
+) -> None:
     """Give all ranks the parameters and buffers of one, bit for bit.
 
     ``DistributedDataParallel`` does so too when it is made, but mixes all parameters in one buffer
-    of their high-precision dtype: FP8 weights are then equal on all ranks, yet quantized again.
+    of their high-precision dtype: FP8 weights are then equal on all ranks, yet requantized.
     Call this before, and pass ``init_sync=False``.
 
     Args:
@@ -31,11 +31,11 @@ def broadcast_parameters(module: torch.nn.Module, src: int = 0, group: Any = Non
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             value = tensor.detach()
-            parts = [value]
+            stored = [value]
             if isinstance(value, Float8Tensor):
-                parts = [value.qdata.view(torch.uint8), value.scale, value.amax]
-            for part in parts:
-                whole = part.contiguous()
-                dist.broadcast(whole, src, group)
-                if whole is not part:
-                    part.copy_(whole)
+                stored = [value.qdata.view(torch.uint8), value.scale, value.amax]
+            for values in stored:
+                buffer = values.contiguous()
+                dist.broadcast(buffer, src, group)
+                if buffer is not values:
+                    values.copy_(buffer)

@@ -8,8 +8,8 @@ everything else as in the model's ``state_dict``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,18 @@ from float8lab.distributed.fsdp.weight import (
     shard_mesh,
 )
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.dtensor import local_of, with_local
+from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
 __all__ = ["ModelState"]
 
-_PARTS = ("qdata", "scale", "amax")
+_FIELDS = ("qdata", "scale", "amax")
 
 
 class ModelState:
     """The parameters and buffers of a model as plain tensors.
 
     A weight ``w`` stored in FP8 becomes ``w.qdata`` (uint8, the model's shape, sharded as the
-    weight is), ``w.scale`` and ``w.amax`` (float32, one number for each block of the whole weight,
+    weight is), ``w.scale`` and ``w.amax`` (float32, one number for each block of the full weight,
     the same on all ranks). Both methods are collectives if the model is sharded.
 
     Args:
@@ -50,50 +50,49 @@ class ModelState:
         check_module("model", model)
         self.model = model
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the model's state as plain tensors, which share its memory where they can."""
-        state: dict[str, Any] = {}
+        state: dict[str, object] = {}
         for name, value in self.model.state_dict().items():
             if not isinstance(local_of(value), Float8Tensor):
                 state[name] = value
                 continue
             stored = _Stored(self.model, name, value)
-            parts = stored.whole_scales()
-            state[f"{name}.qdata"] = stored.bytes_under(parts[0])
-            state[f"{name}.scale"], state[f"{name}.amax"] = parts
+            scale, amax = stored.unsharded_scales()
+            state[f"{name}.qdata"] = stored.bytes_under(scale)
+            state[f"{name}.scale"], state[f"{name}.amax"] = scale, amax
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Load a state by ``state_dict``, saved on this or another number of ranks.
 
         Raises:
             TypeError: ``state`` is no state dict.
-            ValueError: it is not that of this model; nothing is loaded.
+            ValueError: the state is not of this model; nothing is loaded.
         """
         check_instance("state", state, Mapping, "a state dict")
         plain = dict(state)
         stored = []
         for name, value in self.model.state_dict().items():
             if isinstance(local_of(value), Float8Tensor):
-                parts = [plain.pop(f"{name}.{part}", None) for part in _PARTS]
-                stored.append((_Stored(self.model, name, value), name, parts))
+                saved = [plain.pop(f"{name}.{field}", None) for field in _FIELDS]
+                weight = _Stored(self.model, name, value)
+                stored.append((weight, weight.checked(name, saved)))
                 plain[name] = value
-        for weight, name, parts in stored:
-            weight.check(name, parts)
         self._check_keys(plain)
-        for weight, _, parts in stored:
-            weight.load(*parts)
+        for weight, fields in stored:
+            weight.load(*fields)
         self.model.load_state_dict(plain)
 
-    def _check_keys(self, plain: dict[str, Any]) -> None:
-        """Raise unless all but the weights stored in FP8 has the model's names and shapes."""
-        here = self.model.state_dict()
-        wrong = [name for name in here if name not in plain]
+    def _check_keys(self, plain: dict[str, object]) -> None:
+        """Raise unless everything beside the FP8 weights has the model's names and shapes."""
+        present = self.model.state_dict()
+        wrong = [name for name in present if name not in plain]
         for name, value in plain.items():
-            mine = here.get(name)
-            if name not in here or (
-                isinstance(mine, Tensor)
-                and (not isinstance(value, Tensor) or value.shape != mine.shape)
+            old = present.get(name)
+            if name not in present or (
+                isinstance(old, Tensor)
+                and (not isinstance(value, Tensor) or value.shape != old.shape)
             ):
                 wrong.append(name)
         if wrong:
@@ -105,64 +104,67 @@ class ModelState:
 
 
 class _Stored:
-    """One weight that is stored in FP8, whole or as a shard."""
+    """One weight that is stored in FP8, unsharded or as a shard."""
 
-    def __init__(self, model: nn.Module, name: str, value: Any) -> None:
-        self.value, self.local = value, local_of(value)
+    def __init__(self, model: nn.Module, name: str, value: Tensor) -> None:
+        self.value, self.local = value, cast(Float8Tensor, local_of(value))
         if self.local._window is not None:
             settle(self.local)
         module, parameter = _parameter(model, name, value)
         self.placement = getattr(module, "_placement", None)  # by tensor parallelism, or None
         ndim, self.mesh = 0 if self.placement is None else self.placement.ndim, None
-        if value is not self.local and value.device_mesh.ndim > ndim:
+        if is_dtensor(value) and value.device_mesh.ndim > ndim:
             self.mesh, self.layout = shard_mesh(value, ndim), layout_of(parameter)
 
-    def whole_scales(self) -> tuple[Tensor, Tensor]:
-        """Scales and amaxes of the blocks of the whole weight."""
+    def unsharded_scales(self) -> tuple[Tensor, Tensor]:
+        """Scales and amaxes of the blocks of the unsharded weight."""
         local = self.local
         scale, amax = local.scale, local.amax
         if self.mesh is not None:
-            both = [local, local.replace(scale=local.amax)]
-            _, (scale, amax) = reduced_amaxes([self.layout] * 2, both, local.device, self.mesh)
+            shards = [local, local.replace(scale=local.amax)]
+            _, (scale, amax) = reduced_amaxes([self.layout] * 2, shards, local.device, self.mesh)
         if self.placement is None:
             return scale, amax
         return self.placement.unshard(scale, local.spec), self.placement.unshard(amax, local.spec)
 
-    def bytes_under(self, scale: Tensor) -> Any:
+    def bytes_under(self, scale: Tensor) -> Tensor:
         """The FP8 data for these scales, as uint8; a shard is cast to them."""
         local = self.local
         if self.mesh is None:
             return with_local(self.value, local.qdata.view(torch.uint8))
         if self.placement is not None:
             scale = self.placement.shard(scale, local.spec)
-        parts = [
+        runs = [
             cast_rows(local[rows], scale[blocks], self.layout.spec).view(torch.uint8)
             for rows, blocks in self.layout.runs
         ]
-        qdata = torch.cat(parts) if parts else local.qdata.view(torch.uint8)
+        qdata = torch.cat(runs) if runs else local.qdata.view(torch.uint8)
         return with_local(self.value, qdata)
 
-    def check(self, name: str, parts: list[Any]) -> None:
-        """Raise unless these are bytes, scales and amaxes for the weight."""
+    def checked(self, name: str, saved: Sequence[object]) -> list[Tensor]:
+        """Return what a state has for the weight, if it is its bytes, scales and amaxes."""
         spec = self.local.spec if self.mesh is None else self.layout.spec
         scales = spec.scale_shape(tuple(self.value.shape))
         shapes = (tuple(self.value.shape), scales, scales)
-        for part, value, shape in zip(_PARTS, parts, shapes, strict=True):
+        fields = []
+        for field, value, shape in zip(_FIELDS, saved, shapes, strict=True):
             # Blocks that tensor-parallel ranks cut are as many as these ranks have together.
-            cut = self.placement is not None and part != "qdata"
+            cut = self.placement is not None and field != "qdata"
             if not isinstance(value, Tensor) or (tuple(value.shape) != shape and not cut):
                 raise ValueError(
-                    f"state must have {name}.{part} of shape {shape}, of a weight that is stored "
+                    f"state must have {name}.{field} of shape {shape}, of a weight that is stored "
                     f"in FP8; got {shown(value)}. Pass what state_dict() of the same model "
                     "returned."
                 )
+            fields.append(value)
+        return fields
 
-    def load(self, qdata: Any, scale: Tensor, amax: Tensor) -> None:
-        """Take over bytes, scales and amaxes."""
+    def load(self, qdata: Tensor, scale: Tensor, amax: Tensor) -> None:
+        """Copy bytes, scales and amaxes into the weight."""
         local = self.local
         if self.placement is not None:
             scale, amax = (self.placement.shard(x, local.spec) for x in (scale, amax))
-        blocks: Any = slice(None)
+        blocks: slice | Tensor = slice(None)
         if self.mesh is not None:
             blocks = self.layout.block_rows(local.spec.block[0], scale.device)
         with torch.no_grad():
@@ -171,8 +173,8 @@ class _Stored:
             local.amax.copy_(amax[blocks])
 
 
-def _parameter(model: nn.Module, name: str, value: Any) -> tuple[nn.Module, Any]:
-    """The module and the parameter of that name; a state_dict has aliases of parameters."""
+def _parameter(model: nn.Module, name: str, value: Tensor) -> tuple[nn.Module, Tensor]:
+    """The module and the parameter of a name; a state_dict has aliases of parameters."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     return module, getattr(module, leaf, value)

@@ -1,19 +1,18 @@
 """Context parallelism: ranks share the tokens of each sequence, and in attention its heads.
 
-S tokens of a whole sequence, R ranks, H heads, D features of a head.
+S tokens of a sequence, R ranks, H heads, D features of a head.
 
-Outside attention a rank has ``S / R`` tokens of a sequence: of its 2 R chunks rank r has chunk r,
-and the one that is as far from the end, so that all ranks have as much of a causal mask. For
-attention the ranks exchange tokens for heads. Each attends to the whole sequence for ``H / R``
-heads, which gives the numbers of one rank alone, whatever the mask, and sends the results back to
-where the tokens are.
+Outside attention a rank has ``S / R`` tokens of a sequence: of its 2 R chunks rank r has chunk r
+and chunk 2 R - 1 - r, so that all ranks have as much of a causal mask. For attention the ranks
+exchange tokens for heads. Each attends to the full sequence for ``H / R`` heads, which gives the
+numbers of one rank alone, whatever the mask, and sends the results back to the tokens' ranks.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,29 +20,32 @@ from torch import Tensor
 
 from float8lab.arguments import check_group, check_lengths, check_size, check_tensor, has_values
 from float8lab.distributed.ranks import all_gathered, exchanged
-from float8lab.tensor.differentiation import Float8Function
+from float8lab.tensor.differentiation import AutogradContext, Float8Function
 
 __all__ = ["ContextParallel", "join_sequence", "places_of", "positions", "shard_sequence"]
 
 
+Value = TypeVar("Value")
+
+
 @dataclass(frozen=True)
 class ContextParallel:
-    """How attention is spread over the ranks of a group."""
+    """How the ranks of a group share attention."""
 
-    group: Any
+    group: dist.ProcessGroup | None
     """The process group; None where the module has come from another process."""
     size: int
     rank: int
 
     @classmethod
-    def of(cls, group: Any) -> ContextParallel:
+    def of(cls, group: dist.ProcessGroup) -> ContextParallel:
         """Over the ranks of a group."""
         return cls(group, dist.get_world_size(group), dist.get_rank(group))
 
-    def __deepcopy__(self, memo: Any) -> ContextParallel:
+    def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # a group has no copies
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[ContextParallel], tuple[None, int, int]]:
         return ContextParallel, (None, self.size, self.rank)  # nor is it another process's
 
     def check_heads(self, heads: int, groups: int) -> None:
@@ -65,13 +67,13 @@ class ContextParallel:
                 "one that divides the first and is a multiple of the second."
             )
 
-    def like_whole(self, x: Tensor, dim: int) -> Tensor:
-        """A tensor without values, like that of ``whole_sequence``."""
+    def like_full(self, x: Tensor, dim: int) -> Tensor:
+        """A tensor without values, of the shape that ``full_sequence`` gives."""
         shape = list(x.shape)
         shape[dim], shape[-2] = shape[dim] * self.size, max(1, shape[-2] // self.size)
         return x.new_empty(shape)
 
-    def whole_sequence(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
+    def full_sequence(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
         """``[..., S / R, ..., H, D]`` to ``[..., S, ..., H / R, D]``, differentiable.
 
         Heads that are too few for the ranks are repeated, one for each.
@@ -83,61 +85,75 @@ class ContextParallel:
         """
         if x.shape[-2] < self.size:
             x = x.repeat_interleave(self.size // x.shape[-2], -2)
-        found: Tensor = _Exchanged.run(x, self, dim, places, True)
-        return found
+        moved: Tensor = _Exchanged.run(x, places, _Direction(self, dim, to_heads=True))
+        return moved
 
-    def own_tokens(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
-        """The other way: what each rank computed of this rank's tokens."""
-        found: Tensor = _Exchanged.run(x, self, dim, places, False)
-        return found
+    def local_tokens(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
+        """The inverse of ``full_sequence``: what each rank computed of this rank's tokens."""
+        moved: Tensor = _Exchanged.run(x, places, _Direction(self, dim, to_heads=False))
+        return moved
 
-    def exchange(self, parts: Tensor) -> Tensor:
-        """``[R, ...]``: part r goes to rank r, and from rank r comes part r of the result."""
-        each = [1] * self.size
-        return exchanged(parts, each, each, self.group)
+    def exchange(self, slices: Tensor) -> Tensor:
+        """``[R, ...]``: slice r goes to rank r, and from rank r comes slice r of the result."""
+        counts = [1] * self.size
+        return exchanged(slices, counts, counts, self.group)
 
-    def own_heads(self, x: Any, dim: int) -> Any:
-        """This rank's part of what has an entry for each head, unless it has one for all."""
+    def local_heads(self, x: Value, dim: int) -> Value:
+        """This rank's entries of a tensor that has one for each head; any other value itself."""
         if not isinstance(x, Tensor) or x.ndim < -dim or x.shape[dim] == 1:
             return x
-        return x.chunk(self.size, dim)[self.rank]
+        return cast("Value", x.chunk(self.size, dim)[self.rank])
+
+
+class _Direction(NamedTuple):
+    """Which exchange runs, and along which dimension the tokens are."""
+
+    ranks: ContextParallel
+    dim: int
+    to_heads: bool
+
+    def move(self, x: Tensor, places: Tensor, *, backward: bool) -> Tensor:
+        """The exchange, or in backward its inverse."""
+        move = _to_heads if self.to_heads != backward else _to_tokens
+        return move(x, self.ranks, self.dim, places)
+
+
+class _Context(AutogradContext):
+    direction: _Direction
 
 
 class _Exchanged(Float8Function):
-    """One way or the other; the gradient takes the opposite one."""
+    """Tokens for heads, or heads for tokens; the gradient takes the inverse exchange."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ranks: ContextParallel, dim: int, places: Tensor, whole: bool
-    ) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, places: Tensor, direction: _Direction) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.how = ranks, dim, whole
-        return (_to_heads if whole else _to_tokens)(x, ranks, dim, places)
+        ctx.direction = direction
+        return direction.move(x, places, backward=False)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (places,), (ranks, dim, whole) = ctx.saved_tensors, ctx.how
-        return (_to_tokens if whole else _to_heads)(dy, ranks, dim, places), None, None, None, None
+    def backward(ctx: _Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return ctx.direction.move(dy, places, backward=True), None, None
 
 
 def _to_heads(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
-    parts = x.movedim(dim, 0).unflatten(-2, (ranks.size, -1)).movedim(-3, 0)
-    rows = ranks.exchange(parts).flatten(0, 1)
-    whole = torch.empty_like(rows).index_copy_(0, places.flatten(), rows)
-    return whole.movedim(0, dim)
+    slices = x.movedim(dim, 0).unflatten(-2, (ranks.size, -1)).movedim(-3, 0)
+    rows = ranks.exchange(slices).flatten(0, 1)
+    return torch.empty_like(rows).index_copy_(0, places.flatten(), rows).movedim(0, dim)
 
 
 def _to_tokens(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
-    parts = x.movedim(dim, 0).index_select(0, places.flatten()).unflatten(0, places.shape)
-    return ranks.exchange(parts).movedim(0, -3).flatten(-3, -2).movedim(0, dim)
+    slices = x.movedim(dim, 0).index_select(0, places.flatten()).unflatten(0, places.shape)
+    return ranks.exchange(slices).movedim(0, -3).flatten(-3, -2).movedim(0, dim)
 
 
 def positions(starts: Tensor, tokens: int, size: int) -> Tensor:
-    """Where in the whole each rank's tokens are, ``[R, tokens]`` int64.
+    """The positions of each rank's tokens among those of all ranks, ``[R, tokens]`` int64.
 
     Args:
-        starts: ``[B + 1]``, where the whole's sequences start, and where the last one ends. What
-            lies behind it is shared out as another sequence.
+        starts: ``[B + 1]``, where the sequences start, and where the last one stops. The tokens
+            behind it are shared out as another sequence.
         tokens: of a rank.
         size: R.
 
@@ -146,15 +162,15 @@ def positions(starts: Tensor, tokens: int, size: int) -> Tensor:
             [2, 3, 4, 5]])
     """
     bounds = torch.cat((starts.long(), starts.new_full((1,), tokens * size).long()))
-    here = torch.arange(tokens, device=starts.device)
-    sequence = torch.searchsorted(bounds // size, here, right=True) - 1
+    local = torch.arange(tokens, device=starts.device)
+    sequence = torch.searchsorted(bounds // size, local, right=True) - 1
     start = bounds[sequence]
     chunk = (bounds[sequence + 1] - start) // (2 * size)
-    within = here - start // size
+    within = local - start // size
     is_second = within >= chunk
     rank = torch.arange(size, device=starts.device)[:, None]
-    which = torch.where(is_second, 2 * size - 1 - rank, rank)
-    return start + which * chunk + within - is_second * chunk
+    chunk_index = torch.where(is_second, 2 * size - 1 - rank, rank)
+    return start + chunk_index * chunk + within - is_second * chunk
 
 
 def places_of(
@@ -170,7 +186,7 @@ def places_of(
         device: of the result.
 
     Raises:
-        ValueError: they have not; lengths that lie on a GPU are not looked at.
+        ValueError: they have not; lengths on a GPU are not checked.
     """
     lengths: list[int] = []
     if starts is None:
@@ -187,9 +203,9 @@ def places_of(
 
 
 def shard_sequence(
-    x: Tensor, cp_group: Any, *, dim: int = 0, cu_seqlens: Tensor | None = None
+    x: Tensor, cp_group: dist.ProcessGroup | None, *, dim: int = 0, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """This rank's tokens of a whole: tokens, labels, positions, or anything else that has them.
+    """This rank's entries of a tensor that has one for each token: labels, positions, ...
 
     Args:
         x: the same on all ranks.
@@ -208,14 +224,14 @@ def shard_sequence(
     >>> float8lab.distributed.shard_sequence(torch.arange(4), None)
     tensor([0, 1, 2, 3])
     """
-    places = _checked_places(x, cp_group, dim, cu_seqlens, whole=True)
+    places = _checked_places(x, cp_group, dim, cu_seqlens, is_shard=False)
     return x if places is None else x.index_select(dim, places[dist.get_rank(cp_group)])
 
 
 def join_sequence(
-    x: Tensor, cp_group: Any, *, dim: int = 0, cu_seqlens: Tensor | None = None
+    x: Tensor, cp_group: dist.ProcessGroup | None, *, dim: int = 0, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """The whole, from the tokens of each rank; all of them call it. Without gradients.
+    """Join the tokens of all ranks, each of which calls this. Without gradients.
 
     Args:
         x: this rank's tokens, from ``shard_sequence``.
@@ -227,24 +243,29 @@ def join_sequence(
         TypeError: not a tensor, or not a process group.
         ValueError: lengths that are no multiples of 2 R.
     """
-    places = _checked_places(x, cp_group, dim, cu_seqlens, whole=False)
-    if places is None:
+    places = _checked_places(x, cp_group, dim, cu_seqlens, is_shard=True)
+    if places is None or cp_group is None:
         return x
     rows = x.detach().movedim(dim, 0).contiguous()
     raw = rows.flatten().view(torch.uint8)  # gloo lacks some dtypes
-    every = all_gathered(raw, places.shape[0], cp_group.group_name)
-    every = every.view(rows.dtype).view(-1, *rows.shape[1:])
-    return torch.empty_like(every).index_copy_(0, places.flatten(), every).movedim(0, dim)
+    gathered = all_gathered(raw, places.shape[0], cp_group.group_name)
+    gathered = gathered.view(rows.dtype).view(-1, *rows.shape[1:])
+    return torch.empty_like(gathered).index_copy_(0, places.flatten(), gathered).movedim(0, dim)
 
 
 def _checked_places(
-    x: Tensor, group: Any, dim: int, cu_seqlens: Tensor | None, *, whole: bool
+    x: Tensor,
+    group: dist.ProcessGroup | None,
+    dim: int,
+    cu_seqlens: Tensor | None,
+    *,
+    is_shard: bool,
 ) -> Tensor | None:
     check_tensor("x", x)
     check_group("cp_group", group)
     check_size("dim", dim, minimum=-x.ndim)
     size = 1 if group is None else dist.get_world_size(group)
-    if dim >= x.ndim or (whole and x.shape[dim] % (2 * size) and size > 1):
+    if dim >= x.ndim or (not is_shard and x.shape[dim] % (2 * size) and size > 1):
         raise ValueError(
             f"x must have a multiple of {2 * size} tokens along dim {dim}, two chunks for each of "
             f"the {size} context-parallel ranks; got shape {tuple(x.shape)}. Pad it."
@@ -253,5 +274,5 @@ def _checked_places(
         check_lengths("cu_seqlens", cu_seqlens, why="packed sequences")
     if size == 1:
         return None
-    tokens = x.shape[dim] // (size if whole else 1)
+    tokens = x.shape[dim] // (1 if is_shard else size)
     return places_of("x", cu_seqlens, tokens, size, x.device)

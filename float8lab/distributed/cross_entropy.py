@@ -22,7 +22,11 @@ from float8lab.arguments import (
 from float8lab.distributed.ranks import all_reduced
 from float8lab.ops import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.differentiation import Float8Function, once_differentiable
+from float8lab.tensor.differentiation import (
+    AutogradContext,
+    Float8Function,
+    once_differentiable,
+)
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -32,16 +36,16 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
     target: Tensor,
     label_smoothing: float = 0.0,
     reduce_loss: bool = False,
-    dist_process_group: Any = None,
+    dist_process_group: dist.ProcessGroup | None = None,
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
     z_loss_weight: float = 0.0,
     *,
     return_log_sum_exp: bool = False,
 ) -> Any:
-    """Compute the cross entropy of each token, from logits of which each rank has a part.
+    """Compute the cross entropy of each token, from logits of which each rank has a shard.
 
-    The numbers are those of ``torch.nn.functional.cross_entropy`` of the whole logits in float32,
+    The numbers are those of ``torch.nn.functional.cross_entropy`` of the full logits in float32,
     within the order of sums, on every rank. Two all-reduces carry four numbers a token. What is
     saved for backward is the logits themselves; no other tensor of their size is made but their
     gradient.
@@ -105,19 +109,19 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
                 "dist_process_group must have this process among its ranks; got another group. "
                 "Pass the group that this rank's part of the vocabulary belongs to."
             )
-    how = _How(group if ranks > 1 else None, rank, ranks, ignore_idx, smoothing, z_loss)
+    settings = _Settings(group if ranks > 1 else None, rank, ranks, ignore_idx, smoothing, z_loss)
     x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
     words = x.shape[-1]
-    loss, log_sum = _CrossEntropy.run(x.reshape(-1, words), target.reshape(-1), how)
+    loss, log_sum = _CrossEntropy.run(x.reshape(-1, words), target.reshape(-1), settings)
     loss = loss.sum() / (target != ignore_idx).sum() if reduce_loss else loss.view(target.shape)
     return (loss, log_sum.view(target.shape)) if return_log_sum_exp else loss
 
 
 @dataclass(frozen=True)
-class _How:
+class _Settings:
     """The arguments that are no tensors."""
 
-    group: Any
+    group: dist.ProcessGroup | None
     """None for one rank."""
     rank: int
     ranks: int
@@ -126,44 +130,51 @@ class _How:
     z_loss: float
 
 
+class _Context(AutogradContext):
+    settings: _Settings
+    words: int
+
+
 class _CrossEntropy(Float8Function):
     """Losses and logarithms of the sums of exponentials, ``[M]`` each."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: _Context, logits: Tensor, target: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
         words = logits.shape[1]
-        V = words * how.ranks
-        place = target.long() - how.rank * words
-        largest, total, found, plain = cross_entropy_statistics_op(logits, place)
-        if how.group is not None:
-            local = largest
-            largest = all_reduced(local, "max", how.group.group_name)
+        V = words * settings.ranks
+        place = target.long() - settings.rank * words
+        largest, exp_sum, target_logit, logit_sum = cross_entropy_statistics_op(logits, place)
+        if settings.group is not None:
+            name, local = settings.group.group_name, largest
+            largest = all_reduced(local, "max", name)
             # A shard that has nothing above -inf adds 0, even if no other has.
-            part = torch.where(total == 0, 0.0, total * (local - largest).exp())
-            total, found, plain = all_reduced(
-                torch.stack([part, found, plain]), "sum", how.group.group_name
+            exp_sum = torch.where(exp_sum == 0, 0.0, exp_sum * (local - largest).exp())
+            exp_sum, target_logit, logit_sum = all_reduced(
+                torch.stack([exp_sum, target_logit, logit_sum]), "sum", name
             )
-        log_sum = largest + total.log()
-        loss = log_sum - found
-        if how.smoothing:
-            loss = (1 - how.smoothing) * loss + how.smoothing * (log_sum - plain / V)
-        if how.z_loss:
-            loss = loss + how.z_loss * log_sum.square()
-        known = (target >= 0) & (target < V)
-        used = target != how.ignored
-        loss = torch.where(used, torch.where(known, loss, torch.nan), 0.0)
+        log_sum = largest + exp_sum.log()
+        loss, smoothing = log_sum - target_logit, settings.smoothing
+        if smoothing:
+            loss = (1 - smoothing) * loss + smoothing * (log_sum - logit_sum / V)
+        if settings.z_loss:
+            loss = loss + settings.z_loss * log_sum.square()
+        is_word = (target >= 0) & (target < V)
+        used = target != settings.ignored
+        loss = torch.where(used, torch.where(is_word, loss, torch.nan), 0.0)
         log_sum = torch.where(used, log_sum, 0.0)
-        ctx.save_for_backward(logits, place, log_sum, known, used)
+        ctx.save_for_backward(logits, place, log_sum, is_word, used)
         ctx.mark_non_differentiable(log_sum)
-        ctx.how, ctx.words = how, V
+        ctx.settings, ctx.words = settings, V
         return loss, log_sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor, _: None) -> tuple[Any, ...]:
-        how, (logits, place, log_sum, known, used) = ctx.how, ctx.saved_tensors
-        grad = torch.where(used, torch.where(known, dloss.to(log_sum.dtype), torch.nan), 0.0)
-        factor = grad * (1 + 2 * how.z_loss * log_sum) if how.z_loss else grad
-        smoothed = grad * how.smoothing
+    def backward(ctx: _Context, dloss: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        settings, (logits, place, log_sum, is_word, used) = ctx.settings, ctx.saved_tensors
+        grad = torch.where(used, torch.where(is_word, dloss.to(log_sum.dtype), torch.nan), 0.0)
+        factor = grad * (1 + 2 * settings.z_loss * log_sum) if settings.z_loss else grad
+        smoothed = grad * settings.smoothing
         factors = torch.stack([log_sum, factor, grad - smoothed, smoothed / ctx.words])
         return cross_entropy_backward_op(logits, place, factors), None, None

@@ -1,8 +1,8 @@
 """Tokens sent to the ranks that hold their experts, and back.
 
 T tokens of this rank, E experts of all ranks, R rows that this rank's experts get, H features. The
-experts lie on the ranks of a group in order, equally many on each: sharded along their dimension,
-as ``fully_shard`` or a DTensor with ``Shard(0)`` puts stacked weights.
+experts belong to the ranks of a group in order, equally many on each: sharded along their
+dimension, as ``fully_shard`` or a DTensor with ``Shard(0)`` puts stacked weights.
 
 One rank with all tokens would compute the same bytes: rows reach an expert in the order of the
 ranks and their tokens, what is cast to FP8 has a scale for each row or part of one, and a token's
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.arguments import check_group, check_instance, check_tensor
@@ -24,7 +25,7 @@ from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks
-from float8lab.tensor.differentiation import Float8Function
+from float8lab.tensor.differentiation import AutogradContext, Float8Function
 from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.permute import (
     check_integers,
@@ -36,23 +37,29 @@ from float8lab.tensor.permute import (
     scatter_rows,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
 __all__ = [
     "DispatchHandle",
     "check_held_experts",
-    "experts_here",
     "held_experts",
+    "local_experts",
     "moe_combine",
     "moe_dispatch",
     "shares_experts",
 ]
 
 
-def shares_experts(placements: Sequence[Any]) -> bool:
+Parameter = TypeVar("Parameter", Tensor, Tensor | None)
+
+
+def shares_experts(placements: Sequence[Placement]) -> bool:
     """Whether a DTensor so placed gives each rank of one dimension of a mesh some experts."""
     return len(placements) == 1 and bool(placements[0].is_shard(0))
 
 
-def experts_here(parameter: Any) -> Any:
+def local_experts(parameter: Parameter) -> Parameter:
     """The experts of a stacked parameter that this rank has; differentiable.
 
     Raises:
@@ -68,7 +75,7 @@ def experts_here(parameter: Any) -> Any:
     return parameter.to_local()
 
 
-def held_experts(parameter: Any) -> range | None:
+def held_experts(parameter: Tensor | None) -> range | None:
     """Which experts of a stacked parameter this rank holds; None: all, or nothing says which."""
     if not is_dtensor(parameter) or not shares_experts(parameter.placements):
         return None
@@ -77,16 +84,16 @@ def held_experts(parameter: Any) -> range | None:
     return range(shards.start, shards.start + shards.length)
 
 
-def check_held_experts(here: int, experts: int, held: range | None) -> None:
+def check_held_experts(local: int, experts: int, held: range | None) -> None:
     """Check that a layer under delayed scaling has the weights of the experts that it is for.
 
     Raises:
         NotImplementedError: it has other weights, and nothing says of which experts.
     """
-    if here != (experts if held is None else len(held)):
+    if local != (experts if held is None else len(held)):
         raise NotImplementedError(
             f"weights must be those of all {experts} experts under DelayedScaling, or DTensors "
-            f"with Shard(0); got plain ones of {here}, and nothing says which slots are theirs. "
+            f"with Shard(0); got plain ones of {local}, and nothing says which slots are theirs. "
             "Place them so, or choose another recipe."
         )
 
@@ -98,34 +105,43 @@ class DispatchHandle:
     row_map: Tensor
     """Where the tokens of this rank go, ordered by expert."""
     order: Tensor | None
-    """Row map from the order in which rows come, by rank, to that of experts; None leaves them."""
+    """Row map from the order in which rows come, by rank, to the experts' order; None: the same."""
     sent: tuple[int, ...]
     """How many rows go to each rank."""
     received: tuple[int, ...]
     """How many rows come from each rank."""
-    group: Any
+    group: dist.ProcessGroup | None
     gradient: Float8Spec | None
+
+
+class Dispatched(NamedTuple):
+    """What ``moe_dispatch`` gives this rank, ordered by expert."""
+
+    rows: Tensor
+    probs: Tensor
+    counts: Tensor
+    handle: DispatchHandle
 
 
 def moe_dispatch(
     inp: Tensor,
     probs: Tensor,
     routing_map: Tensor,
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
     *,
     gradient: Float8Spec | None = None,
-) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
+) -> Dispatched:
     """Send each token, and its probabilities, to the ranks of its experts.
 
     All ranks of the group call it, also those without tokens. The CPU waits for the GPU once: the
     numbers of rows that ranks exchange are arguments of a collective.
 
     Args:
-        inp: ``[T, H]``: plain, or a Float8Tensor, of which codes and scales are sent. What arrives
-            has a scale for each row or part of one; one for the whole tensor is repeated.
+        inp: ``[T, H]``: plain, or a Float8Tensor, whose data and scales are sent. What arrives
+            has a scale for each row or part of one; a scale of the whole tensor is repeated.
         probs: ``[T, E]``, any float.
         routing_map: ``[T, E]`` of bools or integers, not 0 where an expert gets the token.
-        group: process group that the experts are spread over; None is the default one, or this
+        group: process group that shares the experts; None is the default one, or this
             process alone if there is none.
         gradient: format in which gradients are sent, here and by ``moe_combine``, whose blocks have
             one row; None sends them as they are.
@@ -164,23 +180,23 @@ def moe_dispatch(
         raise ValueError(
             f"routing_map must have a row for each token of inp, and as columns a multiple of the "
             f"{size} ranks of group, this one among them; got shape {tuple(routing_map.shape)} on "
-            f"rank {rank}. Spread the experts equally, or choose another group."
+            f"rank {rank}. Share the experts equally, or choose another group."
         )
     counts = (routing_map != 0).sum(0).view(size, routing_map.shape[1] // size)
     arriving = counts if size == 1 else exchanged(counts, [1] * size, [1] * size, group)
-    sent, received = map(tuple, torch.stack([counts, arriving]).sum(2).tolist())  # the one wait
-    y, beside, row_map = moe_permute_with_probs(inp, probs, routing_map, sum(sent))
+    sent, received = map(tuple, torch.stack([counts, arriving]).sum(2).tolist())  # the only wait
+    y, row_probs, row_map = moe_permute_with_probs(inp, probs, routing_map, sum(sent))
     order = None
     if size > 1:
         y = _Exchange.run(y, sent, received, group)
-        beside = _Exchange.run(beside[:, None], sent, received, group)
+        row_probs = _Exchange.run(row_probs[:, None], sent, received, group)
     y = _Gradient.run(y, gradient) if gradient is not None else y
     if size > 1:
         chunks = torch.arange(arriving.numel(), device=arriving.device).view_as(arriving)
         order = map_of_chunks(sum(received), arriving.flatten(), chunks.t().flatten())
-        y, beside = scatter_rows(y, order, sum(received), beside)
+        y, row_probs = scatter_rows(y, order, sum(received), row_probs)
     handle = DispatchHandle(row_map, order, sent, received, group, gradient)
-    return y, beside, arriving.sum(0), handle
+    return Dispatched(y, row_probs, arriving.sum(0), handle)
 
 
 def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
@@ -225,29 +241,43 @@ def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
     return x if handle.gradient is None else _Gradient.run(x, handle.gradient)
 
 
+class _ExchangeContext(AutogradContext):
+    inverse: tuple[tuple[int, ...], tuple[int, ...], dist.ProcessGroup | None]
+
+
 class _Exchange(Float8Function):
     """Rows sent to other ranks; their gradients, plain or in FP8, are sent back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Any, received: Any, group: Any) -> Tensor:
-        ctx.back = received, sent, group
+    def forward(
+        ctx: _ExchangeContext,
+        x: Tensor,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.inverse = received, sent, group
         return exchanged(x, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return exchanged(grad, *ctx.back), None, None, None
+    def backward(ctx: _ExchangeContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (exchanged(grad, *ctx.inverse), *[None] * 3)
+
+
+class _GradientContext(AutogradContext):
+    spec: Float8Spec | None
 
 
 class _Gradient(Float8Function):
     """The tensor itself, whose gradient becomes an FP8 one, or a plain one for None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: Float8Spec | None) -> Tensor:
+    def forward(ctx: _GradientContext, x: Tensor, spec: Float8Spec | None) -> Tensor:
         ctx.spec = spec
         return x.map(lambda t: t) if isinstance(x, Float8Tensor) else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+    def backward(ctx: _GradientContext, grad: Tensor) -> tuple[Tensor, None]:
         if ctx.spec is None or isinstance(grad, Float8Tensor):
             return grad.dequantize() if isinstance(grad, Float8Tensor) else grad, None
         return Float8Tensor._make(*quantize_blocks(grad, ctx.spec), ctx.spec, grad.dtype), None

@@ -145,9 +145,9 @@ class _Moved:
     def __init__(self, x: Tensor, lanes: _Lanes) -> None:
         self.seen = True  # the computing stream has waited for the arrival
         self.lanes = lanes
-        whole = x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
-        self.on_device: Tensor | None = whole
-        self.host = lanes.store(whole)
+        stored = x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+        self.on_device: Tensor | None = stored
+        self.host = lanes.store(stored)
         self.sources: list[tuple[Tensor, int]] = []  # until release: who could change the bytes
         self.stale = False
         self.arrival: Any = None  # event: loaded
@@ -178,7 +178,7 @@ class _Moved:
 
     def __del__(self) -> None:
         if not self.seen and self.on_device is not None:
-            # Nobody waited for the copy into this memory, which is about to be given away.
+            # No stream waited for the copy into this memory, which is about to be freed.
             self.lanes.finish_first(self.on_device)
 
 
@@ -188,9 +188,9 @@ class _Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module = torch.get_device_module(device)
-        where = {} if device.type == "cpu" else {"device": device}
-        self.outward = self.module.Stream(**where)
-        self.inward = self.module.Stream(**where)
+        options = {} if device.type == "cpu" else {"device": device}
+        self.outward = self.module.Stream(**options)
+        self.inward = self.module.Stream(**options)
 
     def current(self) -> Any:
         return self.module.current_stream(self.device)
@@ -289,8 +289,8 @@ class _Saved:
     def unpack(self) -> Tensor:
         self.layer.reach()
         data = self.moved.bytes()
-        whole = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize]
-        return whole.view(self.dtype).as_strided(*self.view)
+        elements = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize]
+        return elements.view(self.dtype).as_strided(*self.view)
 
 
 class _SavedFloat8:
@@ -324,12 +324,13 @@ class _Offload(AbstractContextManager["_Offload"]):
     ) -> None:
         self._num_layers = num_layers
         self._model_layers = model_layers
-        self._wanted = {False: activations, True: weights}  # by: it is a cast of a weight
+        # By whether a saved tensor is a cast of a weight.
+        self._offloads = {False: activations, True: weights}
         self._lanes: dict[torch.device, _Lanes] = {}
         self._pass = _Pass()
         self._ended: _Layer | None = None  # ended, not released
         self._entered: list[tuple[saved_tensors_hooks, dict[Any, bool] | None]] = []
-        # Casts of weights by storage: True if they live on anyway, False if forward made them.
+        # Casts of weights by storage: True if they outlive the step, False if forward made them.
         self._weights: dict[Any, bool] = {}
 
     def __enter__(self) -> _Offload:
@@ -396,8 +397,8 @@ class _Offload(AbstractContextManager["_Offload"]):
         storage = x.untyped_storage()
         if storage.nbytes() < SMALL:
             return False
-        lives_on = self._weights.get(StorageWeakRef(storage))
-        return not lives_on and self._wanted[lives_on is not None]
+        outlives_step = self._weights.get(StorageWeakRef(storage))
+        return not outlives_step and self._offloads[outlives_step is not None]
 
 
 def _unpack(saved: _Kept | _Saved | _SavedFloat8) -> Tensor:

@@ -80,15 +80,15 @@ class CudaRNGStatesTracker:
         """
         check_instance("name", name, str, "a string")
         if name not in self._generators:
-            known = ", ".join(map(repr, self._generators)) or "none"
+            names = ", ".join(map(repr, self._generators)) or "none"
             raise ValueError(
-                f"name must be one given to add(); got {name!r}, and there are: {known}. "
+                f"name must be one given to add(); got {name!r}, and there are: {names}. "
                 f"Call add({name!r}, seed) first."
             )
-        mine, default = self._generators[name], self._default()
+        stream, default = self._generators[name], self._default()
         if default.device.type == "cuda":
             outside = default.graphsafe_get_state()
-            default.graphsafe_set_state(mine)
+            default.graphsafe_set_state(stream)
             try:
                 yield
             finally:
@@ -97,8 +97,8 @@ class CudaRNGStatesTracker:
         # The CPU's default generator cannot be replaced: states are copied in and out.
         self._save_forked()
         before = default.get_state()
-        default.set_state(mine.get_state())
-        self._forked.append(mine)
+        default.set_state(stream.get_state())
+        self._forked.append(stream)
         try:
             yield
         finally:
@@ -120,18 +120,18 @@ class CudaRNGStatesTracker:
             ValueError: a tensor is no state of a generator; nothing has changed.
         """
         check_state("states", states)
-        found = {}
+        generators = {}
         for name, state in states.items():
-            found[name] = self._new_generator()
+            generators[name] = self._new_generator()
             try:
-                found[name].set_state(state)
+                generators[name].set_state(state)
             except (RuntimeError, TypeError) as error:
                 raise ValueError(
                     f"states must be of generators on {self._where()}; got {shown(state)} for "
                     f"{name!r}. Pass what get_states() returned."
                 ) from error
         self._save_forked()
-        self._generators = {name: self._generators.get(name, new) for name, new in found.items()}
+        self._generators = {name: self._generators.get(name, g) for name, g in generators.items()}
         for name, state in states.items():
             self._generators[name].set_state(state)
         if self._forked:

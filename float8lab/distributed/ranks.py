@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ __all__ = [
 ]
 
 
+Value = TypeVar("Value")
+
+
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     """This process's rank in a group, by default in the job, and the number of its processes.
 
@@ -38,15 +41,15 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
     FP8 data travels as bytes, which every backend takes.
 
     Args:
-        x: this rank's.
-        size: R, of the group.
-        name: by which functional collectives know the group.
+        x: this rank's tensor.
+        size: R, the number of ranks.
+        name: the group's name for functional collectives.
     """
     ops = torch.ops._c10d_functional
     in_bytes = x.element_size() == 1 and x.dtype != torch.uint8
     raw = x.view(torch.uint8) if in_bytes else x
-    whole: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(raw.contiguous(), size, name))
-    return whole.view(x.dtype) if in_bytes else whole
+    gathered: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(raw.contiguous(), size, name))
+    return gathered.view(x.dtype) if in_bytes else gathered
 
 
 def all_reduced(x: Tensor, operation: str, name: str) -> Tensor:
@@ -56,20 +59,20 @@ def all_reduced(x: Tensor, operation: str, name: str) -> Tensor:
     return reduced
 
 
-def from_first_rank(x: Tensor, group: Any) -> Tensor:
+def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The values that the first rank of a group has, on all of them."""
     ops = torch.ops._c10d_functional
     received: Tensor = ops.wait_tensor(ops.broadcast(x.view(torch.uint8), 0, group.group_name))
     return received.view(x.dtype)
 
 
-def tensors_of_ranks(x: Tensor, group: Any) -> list[Tensor]:
+def tensors_of_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """The tensors of all ranks, of one shape and dtype, bit for bit."""
     if isinstance(x, Float8Tensor):
-        parts = [tensors_of_ranks(part, group) for part in (x.qdata, x.scale, x.amax)]
+        fields = [tensors_of_ranks(t, group) for t in (x.qdata, x.scale, x.amax)]
         return [
             x.replace(qdata=qdata, scale=scale, amax=amax)
-            for qdata, scale, amax in zip(*parts, strict=True)
+            for qdata, scale, amax in zip(*fields, strict=True)
         ]
     bits = x.detach().contiguous().view(torch.uint8)
     tensors = [torch.empty_like(bits) for _ in range(dist.get_world_size(group))]
@@ -77,24 +80,28 @@ def tensors_of_ranks(x: Tensor, group: Any) -> list[Tensor]:
     return [tensor.view(x.dtype) for tensor in tensors]
 
 
-def all_objects(value: Any, group: Any) -> list[Any]:
-    """The value of each rank: tensors of unequal sizes, perhaps."""
-    values: list[Any] = [None] * dist.get_world_size(group)
+def all_objects(value: Value, group: dist.ProcessGroup) -> list[Value]:
+    """The value of each rank, which may be tensors of unequal sizes."""
+    values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
 
 
-def exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """Rows of other ranks for those of this one; sent as bytes, since gloo lacks some dtypes.
+def exchanged(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Send rows to each rank and return the rows that come from each.
+
+    Rows are sent as bytes, since gloo lacks some dtypes.
 
     Args:
         x: rows for each rank behind each other; a Float8Tensor with scales of rows, or plain.
-        sent: how many go to each rank.
-        received: how many come from each rank.
+        sent: how many rows go to each rank.
+        received: how many rows come from each rank.
         group: process group; None is the default one.
     """
     data = x if isinstance(x, Float8Tensor) else x.contiguous().view(torch.uint8)
-    group = dist.group.WORLD if group is None else group
+    name = (group or dist.distributed_c10d._get_default_group()).group_name
     ops, splits = torch.ops._c10d_functional, ([*received], [*sent])
-    result: Tensor = ops.wait_tensor(ops.all_to_all_single(data, *splits, group.group_name))
+    result: Tensor = ops.wait_tensor(ops.all_to_all_single(data, *splits, name))
     return result if isinstance(x, Float8Tensor) else result.view(x.dtype)

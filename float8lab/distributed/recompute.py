@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import (
@@ -22,6 +23,7 @@ from torch.utils._pytree import (
 )
 
 from float8lab.arguments import check_callables, check_flags, check_group, check_instance
+from float8lab.distributed.random import CudaRNGStatesTracker
 from float8lab.distributed.ranks import all_gathered, rank_and_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.recipes.recording import CHECKPOINTS, Recording
@@ -34,8 +36,8 @@ def checkpoint(
     function: Callable[..., Any],
     *args: Any,
     distribute_saved_activations: bool = False,
-    get_rng_state_tracker: Callable[[], Any] | None = None,
-    tp_group: Any = None,
+    get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None = None,
+    tp_group: dist.ProcessGroup | None = None,
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
@@ -94,16 +96,16 @@ def _checkpoint_in_eager(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    get_rng_state_tracker: Callable[[], Any] | None,
+    get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None,
     use_reentrant: bool,
-    group: Any,
+    group: dist.ProcessGroup | None,
     *,
     shards: bool,
 ) -> Any:
     # Flat, since reentrant checkpoints see no tensors inside containers and no keywords.
-    parts = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
-    run = _Run(function, [spec for _, spec in parts], tuple(kwargs), get_rng_state_tracker)
-    values = [value for part, _ in parts for value in part]
+    trees = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
+    run = _Run(function, [spec for _, spec in trees], tuple(kwargs), get_rng_state_tracker)
+    values = [value for leaves, _ in trees for value in leaves]
     first = next((v for v in values if isinstance(v, Tensor)), None)
     with _sharded_over(group, first) if shards and type(first) is Tensor else _nothing:
         return torch_checkpoint.checkpoint(run, *values, use_reentrant=use_reentrant)
@@ -112,7 +114,7 @@ def _checkpoint_in_eager(
 _nothing = contextlib.nullcontext()
 
 
-class _Part(NamedTuple):
+class _SavedShard(NamedTuple):
     """The elements of a tensor that this rank keeps, as bytes."""
 
     local: Tensor
@@ -120,40 +122,39 @@ class _Part(NamedTuple):
     dtype: torch.dtype
 
 
-def _sharded_over(group: Any, x: Tensor) -> Any:
+def _sharded_over(group: dist.ProcessGroup | None, x: Tensor) -> saved_tensors_hooks:
     """Inside the context, each rank of a group keeps a shard of autograd's saved ``x``."""
-    group = dist.group.WORLD if group is None else group
     rank, ranks = rank_and_size(group)
-    wanted = weakref.ref(x)  # autograd keeps both functions, and must not keep x
+    name = (group or dist.distributed_c10d._get_default_group()).group_name
+    sharded = weakref.ref(x)  # autograd keeps both functions, and must not keep x
 
-    def pack(saved: Tensor) -> Any:
-        if saved is not wanted():
+    def pack(saved: Tensor) -> Tensor | _SavedShard:
+        if saved is not sharded():
             return saved
         flat = saved.detach().reshape(-1)
         shards = ShardMap.of(flat.numel(), ranks, rank)
         local, padding = shards.shard(flat, 0), shards.chunk - shards.length
         local = F.pad(local, (0, padding)) if padding else local.clone()
-        return _Part(local.view(torch.uint8), saved.shape, saved.dtype)
+        return _SavedShard(local.view(torch.uint8), saved.shape, saved.dtype)
 
-    def unpack(kept: Any) -> Tensor:
-        if not isinstance(kept, _Part):
-            return kept
-        flat = all_gathered(kept.local, ranks, group.group_name).view(kept.dtype)
-        result: Tensor = flat[: kept.shape.numel()].view(kept.shape)
-        return result
+    def unpack(saved: Tensor | _SavedShard) -> Tensor:
+        if not isinstance(saved, _SavedShard):
+            return saved
+        flat = all_gathered(saved.local, ranks, name).view(saved.dtype)
+        return flat[: saved.shape.numel()].view(saved.shape)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(pack, unpack)
 
 
-def _has_no_gradient(x: Any) -> bool:
+def _has_no_gradient(x: object) -> bool:
     return not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves(x))
 
 
-def _without_parameters(results: Any) -> Any:
+def _without_parameters(results: object) -> object:
     """The results, with a tensor of its own for each parameter, such as a bias that is returned.
 
     Autograd would take a parameter for a result of the checkpoint, whose backward would then run
-    itself again, without end.
+    itself without end.
     """
     if not any(isinstance(x, torch.nn.Parameter) for x in tree_leaves(results)):
         return results
@@ -172,7 +173,7 @@ class _Run:
         function: Callable[..., Any],
         specs: list[TreeSpec],
         names: tuple[str, ...],
-        get_rng_state_tracker: Callable[[], Any] | None,
+        get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None,
     ) -> None:
         self.function = function
         self.specs = specs  # of the arguments
@@ -180,18 +181,18 @@ class _Run:
         self.get_rng_state_tracker = get_rng_state_tracker
         self.recording: Recording | None = None
         self.autocast = Autocast()
-        self.rng_states: Any = None
+        self.rng_states: dict[str, Tensor] = {}
 
-    def __call__(self, *values: Any) -> Any:
-        rest = iter(values)
-        whole = [tree_unflatten([*islice(rest, s.num_leaves)], s) for s in self.specs]
-        count = len(whole) - len(self.names)
-        args, kwargs = whole[:count], dict(zip(self.names, whole[count:], strict=True))
+    def __call__(self, *values: object) -> object:
+        leaves = iter(values)
+        given = [tree_unflatten([*islice(leaves, s.num_leaves)], s) for s in self.specs]
+        count = len(given) - len(self.names)
+        args, kwargs = given[:count], dict(zip(self.names, given[count:], strict=True))
         if self.recording is None:
             return _without_parameters(self._forward(args, kwargs))
         return _without_parameters(self._recompute(self.recording, args, kwargs))
 
-    def _forward(self, args: Any, kwargs: Any) -> Any:
+    def _forward(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self.recording = Recording()
         self.autocast = STATE.autocast
         if self.get_rng_state_tracker is not None:
@@ -203,20 +204,22 @@ class _Run:
         finally:
             CHECKPOINTS.recordings = outer
 
-    def _recompute(self, recording: Recording, args: Any, kwargs: Any) -> Any:
+    def _recompute(
+        self, recording: Recording, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
         recording.follow(object())
         outer = STATE.autocast, CHECKPOINTS.recordings, CHECKPOINTS.replay
-        tracker = self.get_rng_state_tracker and self.get_rng_state_tracker()
-        present = tracker and tracker.get_states()
+        tracker = None if self.get_rng_state_tracker is None else self.get_rng_state_tracker()
+        rng_states = {} if tracker is None else tracker.get_states()
         # The forward's, in the backward pass that is going on now.
         STATE.autocast = self.autocast.during(outer[0].backward)
         CHECKPOINTS.recordings, CHECKPOINTS.replay = (), recording
-        if tracker:
+        if tracker is not None:
             tracker.set_states(self.rng_states)
         try:
             return self.function(*args, **kwargs)
         finally:
             STATE.autocast = outer[0]
             CHECKPOINTS.recordings, CHECKPOINTS.replay = outer[1:]
-            if tracker:
-                tracker.set_states(present)
+            if tracker is not None:
+                tracker.set_states(rng_states)

@@ -11,11 +11,13 @@ does not import it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -43,7 +45,11 @@ class Float8ColwiseParallel(ColwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
+        input_layouts: Any,
+        desired_input_layouts: Any,
+        mod: Any,
+        inputs: Any,
+        device_mesh: DeviceMesh,
     ) -> Any:
         return _placed(inputs[0], device_mesh, input_layouts)
 
@@ -62,7 +68,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     (Shard(dim=1),)
     """
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear):
             told: Any = module
             (told.output_layout,) = self.output_layouts  # which float8lab.Linear reads
@@ -124,7 +130,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         )
 
     def _prepare_input_arg(
-        self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any
+        self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
     ) -> Any:
         leaves = desired_layout is not None and desired_layout.is_replicate()
         if input_layout is None or not leaves or self.use_local_output:
@@ -132,7 +138,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return _placed(input, mesh, (input_layout,))
 
 
-def _placed(x: Any, mesh: Any, placements: Any) -> Any:
+def _placed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     if isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, mesh, placements, run_check=False)

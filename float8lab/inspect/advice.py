@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -147,11 +147,11 @@ class Advice:
             )  # fmt: skip
         lines = aligned(rows, left_out=len(self.layers) - _SHOWN, of="layers")
         steps = ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in self.step.items())
-        what = "step" if self.measured else "linear layers of a step"
+        measured_part = "step" if self.measured else "linear layers of a step"
         in_fp8 = len(self.layers) - sum(r is None for r in self.overrides.values())
         lines += [
             f"{self.recipe}, {'measured on' if self.measured else 'modelled for'} {self.device}",
-            f"{what}, predicted: {steps}",
+            f"{measured_part}, predicted: {steps}",
             f"{in_fp8} of {len(self.layers)} layers pay; "
             f"{self.saved / 1e6:.1f} MB less kept from forward to backward",
         ]
@@ -162,7 +162,7 @@ class Advice:
 
 def advise(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     recipe: Recipe | None = None,
     *,
     loss_fn: LossFn | None = None,
@@ -175,7 +175,7 @@ def advise(
     On a CUDA device everything is measured: layers one by one, and steps with none and with all of
     them in FP8, to which the layers' times are made to add up. Elsewhere, the meta device included,
     times are modelled for an H200 by the rates of ``recipes.Auto``, and the report says so. The
-    model is left as it was. What activation checkpointing computes again is not counted as FP8.
+    model is left as it was. What activation checkpointing recomputes is not counted as FP8.
 
     Args:
         model: with whole parameters, on the device and in the dtype that it is to run in.
@@ -222,7 +222,7 @@ def advise(
 def advise_by(
     timer: Timer | None,
     model: nn.Module,
-    batch: Any,
+    batch: object,
     recipe: Recipe,
     loss_fn: LossFn | None,
     filter_fn: Callable[[nn.Module, str], bool] | None,
@@ -234,24 +234,28 @@ def advise_by(
     with on_trial(model, batch, loss_fn) as trial:
         trial.convert(filter_fn, exclude)
         calls, saved, saved_in_all = _look(trial, recipe)
-        made = [case for found in calls.values() for case in found]
-        rest = Times(0.0, 0.0)
+        made = [case for layer_cases in calls.values() for case in layer_cases]
+        beyond_layers = Times(0.0, 0.0)
         if timer is None:
             cases = {case: _modelled(case, recipe, mode) for case in made}
         else:
             step = timer(trial.step)
             cases = {case: _measured(case, recipe, timer, mode) for case in dict.fromkeys(made)}
-            rest = Times(
-                max(0.0, step.gpu - sum(cases[case].high.gpu for case in made)),
-                max(0.0, step.cpu - sum(cases[case].high.cpu for case in made)),
+            beyond_layers = Times(
+                max(0.0, step.gpu - sum(cases[case].high_precision.gpu for case in made)),
+                max(0.0, step.cpu - sum(cases[case].high_precision.cpu for case in made)),
             )
             trial.use(dict.fromkeys(trial.layers, recipe))
-            whole = timer(trial.step)
+            fp8_step = timer(trial.step)
             trial.use({})
-            cases = _calibrated(cases, [cases[case].fp8 for case in made], whole, rest, mode)
-            rest = _without_cpu(rest) if mode == "cuda_graph" else rest
+            cases = _calibrated(
+                cases, [cases[case].fp8 for case in made], fp8_step, beyond_layers, mode
+            )
+            beyond_layers = _without_cpu(beyond_layers) if mode == "cuda_graph" else beyond_layers
     layers = tuple(
-        _row(name, found, cases, saved.get(name, 0)) for name, found in calls.items() if found
+        _row(name, layer_cases, cases, saved.get(name, 0))
+        for name, layer_cases in calls.items()
+        if layer_cases
     )
     prediction: list[Prediction] = [
         {
@@ -260,50 +264,59 @@ def advise_by(
         }
         for layer in layers
     ]
-    chosen = choose([*prediction, {None: rest}])[:-1]
-    wanted = {layer.name: choice for layer, choice in zip(layers, chosen, strict=True)}
-    high = {name: choice for name, choice in wanted.items() if choice is None}
+    chosen = choose([*prediction, {None: beyond_layers}])[:-1]
+    choices = {layer.name: choice for layer, choice in zip(layers, chosen, strict=True)}
+    unconverted = {name: choice for name, choice in choices.items() if choice is None}
     return Advice(
         layers=layers,
         recipe=recipe,
         measured=timer is not None,
         device=_describe(model) if timer is not None else "an H200, from rates measured there",
         step={
-            "high precision": _total(prediction, [None] * len(layers), rest),
-            "FP8": _total(prediction, [recipe] * len(layers), rest),
-            "advised": _total(prediction, chosen, rest),
+            "high precision": _total(prediction, [None] * len(layers), beyond_layers),
+            "FP8": _total(prediction, [recipe] * len(layers), beyond_layers),
+            "advised": _total(prediction, chosen, beyond_layers),
         },
         saved=saved_in_all,
-        overrides=unambiguous(high, {**dict.fromkeys(trial.skipped), **wanted}),
+        overrides=unambiguous(unconverted, {**dict.fromkeys(trial.skipped), **choices}),
     )
 
 
 def _calibrated(
-    cases: dict[_Case, _Times], all_fp8: Sequence[Parts], whole: Times, rest: Times, mode: str
+    cases: dict[_Case, _Times],
+    all_fp8: Sequence[Parts],
+    fp8_step: Times,
+    beyond_layers: Times,
+    mode: str,
 ) -> dict[_Case, _Times]:
     """Scale the cases' FP8 times so that, with ``rest``, they add up to a step with all in FP8.
 
     The times need it because a layer measured alone finds its code in the CPU's caches, and its
     data not in the GPU's.
     """
-    gpu = sum(parts.gpu for parts in all_fp8)
-    cpu = sum(parts.cpu for parts in all_fp8)
-    of_gpu = max(0.0, whole.gpu - rest.gpu) / gpu if gpu else 1.0
-    of_cpu = max(0.0, whole.cpu - rest.cpu) / cpu if cpu and mode == "eager" else 1.0
+    gpu = sum(times.gpu for times in all_fp8)
+    cpu = sum(times.cpu for times in all_fp8)
+    of_gpu = max(0.0, fp8_step.gpu - beyond_layers.gpu) / gpu if gpu else 1.0
+    of_cpu = max(0.0, fp8_step.cpu - beyond_layers.cpu) / cpu if cpu and mode == "eager" else 1.0
     return {
-        case: one._replace(
-            fp8=Parts(of_gpu * one.fp8.quantize, of_gpu * one.fp8.gemm, of_cpu * one.fp8.cpu)
+        case: measured._replace(
+            fp8=Parts(
+                of_gpu * measured.fp8.quantize,
+                of_gpu * measured.fp8.gemm,
+                of_cpu * measured.fp8.cpu,
+            )
         )
-        for case, one in cases.items()
+        for case, measured in cases.items()
     }
 
 
 def _total(
-    predictions: Sequence[Prediction], chosen: Sequence[Recipe | None], rest: Times
+    predictions: Sequence[Prediction], chosen: Sequence[Recipe | None], beyond_layers: Times
 ) -> float:
-    times = [found[recipe] for found, recipe in zip(predictions, chosen, strict=True)]
+    times = [prediction[recipe] for prediction, recipe in zip(predictions, chosen, strict=True)]
     return max(
-        rest.gpu + sum(layer.gpu for layer in times), rest.cpu + sum(layer.cpu for layer in times)
+        beyond_layers.gpu + sum(layer.gpu for layer in times),
+        beyond_layers.cpu + sum(layer.cpu for layer in times),
     )
 
 
@@ -322,7 +335,7 @@ def _without_cpu(times: Times) -> Times:
 class _Case(NamedTuple):
     """Layers and inputs that take the same time; ``layer`` is one of these layers."""
 
-    key: tuple[Any, ...]
+    key: tuple[object, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_dx: bool
@@ -330,11 +343,11 @@ class _Case(NamedTuple):
     shares: bool
     """Whether the linear layer before it was given the same input, so that the two share a cast."""
     layer: nn.Module
-    others: Sequence[Any] = ()
+    more_inputs: Sequence[object] = ()
     """The layer's arguments beside its input: where experts' tokens go."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Case) and self[:-2] == other[:-2]
+    def __eq__(self, case: object) -> bool:
+        return isinstance(case, _Case) and self[:-2] == case[:-2]
 
     def __hash__(self) -> int:
         return hash(self[:-2])
@@ -351,68 +364,72 @@ class _Case(NamedTuple):
     @property
     def experts_of_a_token(self) -> int:
         """How many rows the GEMMs have for each token."""
-        found = [o for o in self.others if _is_routing(o, self.tokens)]
-        return found[0].shape[1] if found else 1
+        routings = [x.shape[1] for x in self.more_inputs if _is_routing(x, self.tokens)]
+        return routings[0] if routings else 1
 
     def of_fewer(self, tokens: int) -> _Case:
         """The same with fewer tokens, of which experts get the same shares."""
-        others = [_shortened(other, self.tokens, tokens) for other in self.others]
+        arguments = [_shortened(value, self.tokens, tokens) for value in self.more_inputs]
         shape = (tokens, self.shape[-1])
-        return self._replace(shape=shape, shares=False, others=others)
+        return self._replace(shape=shape, shares=False, more_inputs=arguments)
 
 
-def _is_routing(x: Any, tokens: int) -> bool:
+def _is_routing(x: object, tokens: int) -> TypeGuard[Tensor]:
     """Whether an argument says which experts each token goes to, by their numbers."""
-    integers = isinstance(x, Tensor) and not (x.is_floating_point() or x.dtype == torch.bool)
-    return integers and x.ndim == 2 and x.shape[0] == tokens
+    return (
+        isinstance(x, Tensor)
+        and not (x.is_floating_point() or x.dtype == torch.bool)
+        and x.ndim == 2
+        and x.shape[0] == tokens
+    )
 
 
-def _shortened(other: Any, tokens: int, fewer: int) -> Any:
-    if isinstance(other, Tensor) and other.ndim and other.shape[0] == tokens:
-        return other[:fewer]
-    if isinstance(other, Tensor) and not other.is_floating_point():
-        return other * fewer // max(tokens, 1)
-    if isinstance(other, (list, tuple)) and all(isinstance(size, int) for size in other):
-        return [size * fewer // max(tokens, 1) for size in other]
-    return other
+def _shortened(value: object, tokens: int, fewer: int) -> object:
+    if isinstance(value, Tensor) and value.ndim and value.shape[0] == tokens:
+        return value[:fewer]
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        return value * fewer // max(tokens, 1)
+    if isinstance(value, (list, tuple)) and all(isinstance(size, int) for size in value):
+        return [size * fewer // max(tokens, 1) for size in value]
+    return value
 
 
 def _look(trial: Trial, recipe: Recipe) -> tuple[dict[str, list[_Case]], dict[str, int], int]:
     """The calls of each layer, and the bytes that FP8 saves by layer and in all."""
     calls: dict[str, list[_Case]] = {name: [] for name in trial.layers}
-    last: list[tuple[Any, int]] = []
+    last: list[tuple[object, int]] = []
     plan = recipe.linear
     shares = not plan.delayed and plan.fprop is not None and plan.wgrad is not None
 
     def look(name: str, layer: nn.Module, x: Tensor, y: Tensor) -> None:
         shared = False
         if isinstance(layer, Linear) and x.grad_fn is not None:
-            same = bool(last) and last[0][0] is x and last[0][1] == x._version
-            shared = shares and same
+            repeated_input = bool(last) and last[0][0] is x and last[0][1] == x._version
+            shared = shares and repeated_input
             last[:] = [(x, x._version)]
         kind = x.device.type
-        known = kind != "meta" and torch.is_autocast_enabled(kind)
+        has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         case = _Case(
             key=(type(layer), repr(layer), *((p.shape, p.dtype) for p in layer.parameters())),
             shape=tuple(x.shape),
             dtype=x.dtype,
             needs_dx=x.requires_grad,
-            autocast=torch.get_autocast_dtype(kind) if known else None,
+            autocast=torch.get_autocast_dtype(kind) if has_autocast else None,
             shares=shared,
             layer=layer,
-            others=[o.detach() if isinstance(o, Tensor) else o for o in trial.others],
+            more_inputs=[o.detach() if isinstance(o, Tensor) else o for o in trial.others],
         )
         calls[name].append(case)
 
     trial.rewind()
     with trial.looking(look):
-        high = saved_by_layer(trial)
+        high_saved = saved_by_layer(trial)
     last.clear()
     trial.rewind()
     trial.use(dict.fromkeys(trial.layers, recipe))
     fp8 = saved_by_layer(trial)
     trial.use({})
-    less = {name: high.get(name, 0) - fp8.get(name, 0) for name in {**high, **fp8}}
+    less = {name: high_saved.get(name, 0) - fp8.get(name, 0) for name in {**high_saved, **fp8}}
     return calls, less, sum(size for name, size in less.items() if name != OUTPUT)
 
 
@@ -420,7 +437,7 @@ def _look(trial: Trial, recipe: Recipe) -> tuple[dict[str, list[_Case]], dict[st
 
 
 class _Times(NamedTuple):
-    high: Times | Parts
+    high_precision: Times | Parts
     fp8: Parts
     break_even: int | None
 
@@ -428,8 +445,8 @@ class _Times(NamedTuple):
 def _modelled(case: _Case, recipe: Recipe, mode: str) -> _Times:
     def parts(recipe: Recipe | None, tokens: int) -> Parts:
         rows = tokens * case.experts_of_a_token
-        found = [estimate_parts(recipe, rows, N, K, mode=mode) for N, K in case.weights]
-        return Parts(*map(sum, zip(*found, strict=True)))
+        estimates = [estimate_parts(recipe, rows, N, K, mode=mode) for N, K in case.weights]
+        return Parts(*map(sum, zip(*estimates, strict=True)))
 
     def both(tokens: int) -> tuple[Parts, Parts]:
         return parts(None, tokens), parts(recipe, tokens)
@@ -444,8 +461,8 @@ def _break_even(times: Callable[[int], tuple[Times | Parts, Times | Parts]]) -> 
     """
 
     def pays(tokens: int) -> bool:
-        high, fp8 = times(tokens)
-        return max(fp8.gpu, fp8.cpu) <= max(high.gpu, high.cpu)
+        high_time, fp8 = times(tokens)
+        return max(fp8.gpu, fp8.cpu) <= max(high_time.gpu, high_time.cpu)
 
     most = 1
     while not pays(most):
@@ -457,7 +474,7 @@ def _break_even(times: Callable[[int], tuple[Times | Parts, Times | Parts]]) -> 
 
 
 def _measured(case: _Case, recipe: Recipe, timer: Timer, mode: str) -> _Times:
-    high, fp8 = (_Bench(case, choice).time(timer) for choice in (None, recipe))
+    high_time, fp8 = (_Bench(case, choice).time(timer) for choice in (None, recipe))
     gemm = _Bench(case, recipe).time_gemms(timer)
     saving = _Bench(case, recipe).time_shared_cast(timer) if case.shares else Times(0.0, 0.0)
     fewer = max(1, case.tokens // 4)
@@ -465,17 +482,19 @@ def _measured(case: _Case, recipe: Recipe, timer: Timer, mode: str) -> _Times:
     small_high, small_fp8 = (_Bench(small, choice).time(timer) for choice in (None, recipe))
 
     def line(tokens: int, at: Times, at_fewer: Times) -> Times:
-        """GPU time on the straight line through both; CPU time does not depend on tokens."""
+        """GPU time on the line through both; CPU time does not depend on tokens."""
         slope = (at.gpu - at_fewer.gpu) / (case.tokens - fewer) if case.tokens > fewer else 0.0
         return Times(max(0.0, at.gpu + slope * (tokens - case.tokens)), at.cpu)
 
     if mode == "cuda_graph":
-        high, fp8, saving = _without_cpu(high), _without_cpu(fp8), _without_cpu(saving)
+        high_time, fp8, saving = _without_cpu(high_time), _without_cpu(fp8), _without_cpu(saving)
     quantize = max(0.0, fp8.gpu - saving.gpu - gemm)
     return _Times(
-        high,
+        high_time,
         Parts(quantize, gemm, max(0.0, fp8.cpu - saving.cpu)),
-        _break_even(lambda tokens: (line(tokens, high, small_high), line(tokens, fp8, small_fp8))),
+        _break_even(
+            lambda tokens: (line(tokens, high_time, small_high), line(tokens, fp8, small_fp8))
+        ),
     )
 
 
@@ -486,7 +505,7 @@ class _Bench:
         self.case, self.recipe = case, without_reduction(recipe)
         elements = sum(N * K + case.tokens * (N + K) for N, K in case.weights)
         self.count = max(1, min(_COPIES, _COPIED_ELEMENTS // max(elements, 1)))
-        self.layers: list[Any] = [copy.deepcopy(case.layer) for _ in range(self.count)]
+        self.layers: list[nn.Module] = [copy.deepcopy(case.layer) for _ in range(self.count)]
         for layer in self.layers:
             start_anew(layer, recipe)
         device = next(case.layer.parameters()).device
@@ -505,7 +524,7 @@ class _Bench:
     def _call(self, layer: nn.Module, x: Tensor) -> Tensor:
         case = self.case
         with torch.autocast(x.device.type, case.autocast, enabled=case.autocast is not None):
-            y = layer(x, *case.others)
+            y = layer(x, *case.more_inputs)
         result: Tensor = y[0] if isinstance(y, tuple) else y
         return result
 
@@ -517,25 +536,25 @@ class _Bench:
                 self._call(layer, x)
                 for layer, x in zip(self.layers[:count], self.inputs, strict=False)
             ]
-        wanted = [t for found in self.wanted[:count] for t in found]
-        if wanted:
-            torch.autograd.grad(outputs, wanted, [self.gradient] * count, allow_unused=True)
+        sources = [t for inputs in self.wanted[:count] for t in inputs]
+        if sources:
+            torch.autograd.grad(outputs, sources, [self.gradient] * count, allow_unused=True)
 
     def time(self, timer: Timer) -> Times:
         """Time of forward and backward of one layer."""
         return Times(*(seconds / self.count for seconds in timer(self.run)))
 
     def time_gemms(self, timer: Timer) -> float:
-        """GPU seconds of the GEMMs of one layer, called again on the same operands."""
+        """GPU seconds of the GEMMs of one layer, repeated on the same operands."""
         with _Recorded() as recorded:
             self.run(1)
 
         @torch.no_grad()
-        def again() -> None:
+        def repeat() -> None:
             for op, args, kwargs in recorded.calls:
                 op(*args, **kwargs)
 
-        return timer(again).gpu if recorded.calls else 0.0
+        return timer(repeat).gpu if recorded.calls else 0.0
 
     def time_shared_cast(self, timer: Timer) -> Times:
         """Time that a layer saves if the layer before it has cast the same input."""
@@ -550,9 +569,9 @@ class _Bench:
 
             return run
 
-        once, twice = timer(forward(1)), timer(forward(2))
+        first, both_calls = timer(forward(1)), timer(forward(2))
         share_cast(None)
-        return Times(*(max(0.0, 2 * a - b) for a, b in zip(once, twice, strict=True)))
+        return Times(*(max(0.0, 2 * a - b) for a, b in zip(first, both_calls, strict=True)))
 
 
 @contextmanager
@@ -568,13 +587,19 @@ def _one_region(recipe: Recipe | None) -> Iterator[None]:
 
 
 class _Recorded(TorchDispatchMode):
-    """The matrix products that reach the dispatcher, with their operands."""
+    """The GEMMs that reach the dispatcher, with their operands."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[tuple[Callable[..., object], tuple[object, ...], dict[str, object]]] = []
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        op: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if op in GEMM_OPS:
             self.calls.append((op, args, kwargs or {}))
         return op(*args, **(kwargs or {}))
@@ -583,9 +608,12 @@ class _Recorded(TorchDispatchMode):
 def _row(
     name: str, made: Sequence[_Case], cases: Mapping[_Case, _Times], saved: int
 ) -> LayerAdvice:
-    found = [cases[case] for case in made]
+    results = [cases[case] for case in made]
     N, K = made[0].weights[0]
-    high = sum(t.high.gpu for t in found), sum(t.high.cpu for t in found)
-    fp8 = Parts(*map(sum, zip(*(t.fp8 for t in found), strict=True)))
+    high_time = (
+        sum(t.high_precision.gpu for t in results),
+        sum(t.high_precision.cpu for t in results),
+    )
+    fp8 = Parts(*map(sum, zip(*(t.fp8 for t in results), strict=True)))
     sizes = made[0].tokens, K, N, len(made)
-    return LayerAdvice(name, *sizes, *high, *fp8, found[0].break_even, saved)
+    return LayerAdvice(name, *sizes, *high_time, *fp8, results[0].break_even, saved)

@@ -21,7 +21,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class Damage:
     """Whether a run with this GEMM in FP8 showed it; False if it is estimated."""
     output: float | None = None
     """Relative error of the GEMM's own result: the root mean square over its rows or over its
-    columns, whichever is more; None if nobody looked at it."""
+    columns, whichever is more; None without an estimate."""
     operands: Mapping[str, float] = field(default_factory=dict)
     """The same error with only this operand cast, for two of ``"x"``, ``"w"`` and ``"dy"``."""
 
@@ -104,10 +104,10 @@ class Sensitivity:
         Args:
             recipe: one of ``recipes``; None is the first.
         """
-        found: dict[str, float] = {}
+        damages: dict[str, float] = {}
         for row in self._rows_of(recipe):
-            found[row.layer] = math.hypot(found.get(row.layer, 0.0), row.damage)
-        return _worst_first(found)
+            damages[row.layer] = math.hypot(damages.get(row.layer, 0.0), row.damage)
+        return _worst_first(damages)
 
     def by_operand(self, recipe: Recipe | None = None) -> dict[tuple[str, str], float]:
         """Damage by layer and operand, the worst first; a GEMM's two operands share its damage.
@@ -115,14 +115,16 @@ class Sensitivity:
         The shares are in proportion to the errors that the operands cause. Operands of fused
         modules are left out, since their errors are unknown.
         """
-        found: dict[tuple[str, str], float] = {}
+        damages: dict[tuple[str, str], float] = {}
         for row in self._rows_of(recipe):
-            whole = math.hypot(*row.operands.values())
+            combined = math.hypot(*row.operands.values())
             for operand, error in row.operands.items():
-                part = row.damage * error / whole if 0 < whole < math.inf else row.damage
+                operand_damage = (
+                    row.damage * error / combined if 0 < combined < math.inf else row.damage
+                )
                 key = row.layer, operand
-                found[key] = math.hypot(found.get(key, 0.0), part)
-        return _worst_first(found)
+                damages[key] = math.hypot(damages.get(key, 0.0), operand_damage)
+        return _worst_first(damages)
 
     def overrides(
         self, max_damage: float | None = None, *, recipe: Recipe | None = None
@@ -151,13 +153,13 @@ class Sensitivity:
             above = too_much.setdefault((row.layer, row.recipe), set())
             if row.damage > limits[row.gemm]:
                 above.add(row.gemm)
-        order = [base, *(other for other in self.recipes if other != base)]
-        wanted: dict[str, Recipe | None] = {}
+        order = [base, *(tried for tried in self.recipes if tried != base)]
+        choices: dict[str, Recipe | None] = {}
         for name in self.layers:
             best = min(order, key=lambda tried: len(too_much.get((name, tried), ())))
-            wanted[name] = _without(best, too_much.get((name, best), set()))
-        changed = {name: choice for name, choice in wanted.items() if choice != base}
-        return unambiguous(changed, {**dict.fromkeys(self.skipped), **wanted})
+            choices[name] = _without(best, too_much.get((name, best), set()))
+        changed = {name: choice for name, choice in choices.items() if choice != base}
+        return unambiguous(changed, {**dict.fromkeys(self.skipped), **choices})
 
     def to_json(self) -> str:
         """Return the rows, loss, noise and passes as JSON text."""
@@ -169,12 +171,12 @@ class Sensitivity:
         head = ["layer", "GEMM", *(["recipe"] if several else [])]
         lines = [(*head, "damage", "loss", "gradient", "result", "of operands", "found by")]
         for row in self.rows[:_SHOWN]:
-            parts = ", ".join(f"{name} {_show(error)}" for name, error in row.operands.items())
+            operands = ", ".join(f"{name} {_show(error)}" for name, error in row.operands.items())
             lines.append(
                 (
                     row.layer or "(model)", row.gemm, *([repr(row.recipe)] if several else []),
                     *map(_show, (row.damage, row.loss, row.gradient, row.output)),
-                    parts or "-", "run" if row.measured else "estimate",
+                    operands or "-", "run" if row.measured else "estimate",
                 )
             )  # fmt: skip
         text = aligned(lines, left=len(head), left_out=len(self.rows) - _SHOWN, of="rows")
@@ -207,7 +209,9 @@ class Sensitivity:
             return asked
         rows = list(self._rows_of(recipe))
         alike = [row.damage for row in rows if row.gemm == gemm]
-        medians = [statistics.median(found) for found in (alike, [r.damage for r in rows]) if found]
+        medians = [
+            statistics.median(damages) for damages in (alike, [r.damage for r in rows]) if damages
+        ]
         return max([self.noise, *(_OUTLIER * median for median in medians)])
 
 
@@ -222,8 +226,11 @@ def _show(share: float | None) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _worst_first(found: dict[Any, float]) -> dict[Any, float]:
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+_T = TypeVar("_T")
+
+
+def _worst_first(damages: dict[_T, float]) -> dict[_T, float]:
+    return dict(sorted(damages.items(), key=lambda item: -item[1]))
 
 
 def _without(recipe: Recipe, gemms: set[str]) -> Recipe | None:
@@ -233,8 +240,8 @@ def _without(recipe: Recipe, gemms: set[str]) -> Recipe | None:
     if not set(_gemms_in_fp8(recipe.linear)) - gemms:
         return None
     before = recipe.override_linear_precision
-    high = tuple(was or gemm in gemms for was, gemm in zip(before, GEMMS, strict=True))
-    return replace(recipe, override_linear_precision=high)  # type: ignore[arg-type]  # of three
+    high_precision = tuple(was or gemm in gemms for was, gemm in zip(before, GEMMS, strict=True))
+    return replace(recipe, override_linear_precision=high_precision)  # type: ignore[arg-type]  # of three
 
 
 def _gemms_in_fp8(plan: LinearPlan) -> list[str]:
@@ -243,7 +250,7 @@ def _gemms_in_fp8(plan: LinearPlan) -> list[str]:
 
 def sensitivity(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     loss_fn: LossFn | None = None,
     recipes: Recipe | Sequence[Recipe] | None = None,
     *,
@@ -349,19 +356,19 @@ class _Bench:
                 for g, right in zip(gradients, self.gradients, strict=True)
             ]
         )
-        total = 0.0
+        squares = 0.0
         for parameter, error, norm in zip(self.parameters, errors, self.norms, strict=True):
-            total += parameter.numel() * _relative(error, norm, most=1.0) ** 2
+            squares += parameter.numel() * _relative(error, norm, most=1.0) ** 2
         return _Difference(
             _relative(abs(loss - self.loss), abs(self.loss)),
-            math.sqrt(total / max(self.elements, 1)),
+            math.sqrt(squares / max(self.elements, 1)),
         )
 
     def look(self, recipes: Sequence[Recipe]) -> tuple[_Difference, dict[_Key, _Look]]:
-        """Run in high precision again; return how it differs, and FP8's effect at each layer."""
+        """Repeat the high-precision run; return its difference and FP8's effect at each layer."""
         looks: dict[_Key, _Look] = {}
 
-        def look(name: str, layer: Any, inp: Tensor, y: Tensor) -> None:
+        def look(name: str, layer: nn.Module, inp: Tensor, y: Tensor) -> None:
             if isinstance(layer, Linear):
                 watcher = _Watcher(name, layer, inp, recipes, looks)
                 if y.requires_grad:
@@ -374,22 +381,26 @@ class _Bench:
 
     def run_alone(self, row: Damage) -> Damage:
         """Return the row as measured by a run in which nothing else is in FP8."""
-        high = tuple(gemm != row.gemm for gemm in GEMMS)
-        alone = replace(row.recipe, override_linear_precision=high)  # type: ignore[arg-type]
+        high_precision = tuple(gemm != row.gemm for gemm in GEMMS)
+        alone = replace(row.recipe, override_linear_precision=high_precision)  # type: ignore[arg-type]
         self.trial.use({row.layer: alone})
-        found = self.compare()
+        difference = self.compare()
         self.trial.use({})
         return replace(
-            row, damage=found.damage, loss=found.loss, gradient=found.gradient, measured=True
+            row,
+            damage=difference.damage,
+            loss=difference.loss,
+            gradient=difference.gradient,
+            measured=True,
         )
 
 
 def _norms(tensors: Sequence[Tensor | None]) -> list[float]:
     """Euclidean norms of tensors; the norm of None is 0."""
-    found = [torch.linalg.vector_norm(t.float()) for t in tensors if t is not None]
+    norms = [torch.linalg.vector_norm(t.float()) for t in tensors if t is not None]
     # One wait for the GPU, not one each.
     values = iter(
-        torch.stack([norm.to(found[0].device) for norm in found]).tolist() if found else ()
+        torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else ()
     )
     return [0.0 if t is None else next(values) for t in tensors]
 
@@ -426,12 +437,12 @@ def _relative_error(error: Tensor, exact: Tensor) -> Tensor:
     The relative error of the whole matrix is not used: if one row is huge, the errors of the others
     would not show, though a norm or a zero in the next weight may make them count as much.
     """
-    found = []
+    errors = []
     for dim in (0, 1):
         size, lost = (torch.linalg.vector_norm(t, dim=dim) for t in (exact, error))
         share = (lost / size).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0)
-        found.append(share.masked_fill(lost == 0, 0.0).square().mean().sqrt())
-    return torch.stack(found).max()
+        errors.append(share.masked_fill(lost == 0, 0.0).square().mean().sqrt())
+    return torch.stack(errors).max()
 
 
 class _Watcher:
@@ -477,8 +488,8 @@ class _Watcher:
         exact = a[0] @ b[0].t()
         error = a_cast @ b_cast.t() - exact
         alone = (a_cast - a[0]) @ b[0].t(), a[0] @ (b_cast - b[0]).t()
-        found = torch.stack([_relative_error(lost, exact) for lost in (error, *alone)])
-        output, *operands = found.tolist()
+        errors = torch.stack([_relative_error(lost, exact) for lost in (error, *alone)])
+        output, *operands = errors.tolist()
         look = self.looks.setdefault((self.name, gemm, recipe), _Look())
         look.error += _norms([error])[0] ** 2
         look.output = max(look.output, output)
@@ -511,8 +522,8 @@ def _estimates(
         else:
             gradient = look.output
         loss = _relative(abs(look.loss), abs(bench.loss)) if gemm == "fprop" else 0.0
-        found = math.hypot(loss, gradient), loss, gradient
-        rows.append(Damage(name, gemm, recipe, *found, False, look.output, look.operands))
+        damages = math.hypot(loss, gradient), loss, gradient
+        rows.append(Damage(name, gemm, recipe, *damages, False, look.output, look.operands))
     for name, layer in bench.trial.layers.items():
         if not isinstance(layer, Linear):
             unknown = (math.inf,) * 3
@@ -538,8 +549,8 @@ def _measure_worst(rows: Sequence[Damage], bench: _Bench, runs: int) -> list[Dam
                 after.gradient / before.gradient
             )
     for index, row in enumerate(done):
-        found = ratios.get((row.gemm, row.recipe))
-        if found and not row.measured:
-            gradient = row.gradient * statistics.median(found)
+        factors = ratios.get((row.gemm, row.recipe))
+        if factors and not row.measured:
+            gradient = row.gradient * statistics.median(factors)
             done[index] = replace(row, gradient=gradient, damage=math.hypot(row.loss, gradient))
     return done

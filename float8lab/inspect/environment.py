@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -70,7 +69,7 @@ def why_gemm_is_emulated(
     """Why a GEMM of such operands dequantizes them on this device; empty if it runs in FP8."""
     dtypes = {"a_dtype": a_dtype, "b_dtype": b_dtype}
     if device.type != "cuda":
-        return "a CPU has no FP8 products; it multiplies in float32"
+        return "a CPU has no FP8 GEMM; it multiplies in float32"
     if may_multiply(a_block, b_block, device, **dtypes):
         return ""
     per_row = a_block[1] == b_block[1] == -1
@@ -82,13 +81,13 @@ def why_gemm_is_emulated(
         return f"blocks are multiplied on SM 9.0 only; this GPU is {_sm(capability)}"
     if may_multiply(a_block, b_block, torch.device("cpu")):
         return "no GPU multiplies e5m2 by e5m2"
-    return f"no FP8 product of {_blocks(a_block)} by {_blocks(b_block)} blocks"
+    return f"no FP8 GEMM of {_blocks(a_block)} by {_blocks(b_block)} blocks"
 
 
 def why_attention_is_emulated(device: torch.device, *heads: int) -> str:
     """Why attention of FP8 operands without a mask has no kernel here; empty if it has one."""
     if device.type != "cuda":
-        return "a CPU has no FP8 products; it multiplies in float32"
+        return "a CPU has no FP8 GEMM; it multiplies in float32"
     if has_fp8_attention(device, *heads):
         return ""
     capability = capability_of(device)
@@ -120,12 +119,12 @@ class Environment:
     extras: dict[str, str]
     """For each optional part, the packages that are missing, or ``"installed"``."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the same as dicts, lists and strings."""
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [(one.name, one.status, one.reason) for one in self.support]
+        rows = [(kernel.name, kernel.status, kernel.reason) for kernel in self.support]
         sections: list[tuple[str, Sequence[tuple[str, ...]]]] = [
             ("versions", list(self.versions.items())),
             ("GPUs", [(str(n), gpu) for n, gpu in enumerate(self.gpus)] or [("none", "")]),
@@ -188,18 +187,18 @@ def _version_of(package: str) -> str:
 def _driver() -> str:
     """The NVIDIA driver's version, which torch does not tell; Linux has it in a file."""
     text = _DRIVER.read_text() if _DRIVER.exists() else ""
-    found = re.search(r"^NVRM version:.*?\s(\d+\.\d[\d.]*)", text, re.M)
-    return found[1] if found else "unknown" if torch.cuda.is_available() else "none"
+    match = re.search(r"^NVRM version:.*?\s(\d+\.\d[\d.]*)", text, re.M)
+    return match[1] if match else "unknown" if torch.cuda.is_available() else "none"
 
 
 def _gpus() -> list[str]:
-    found = []
+    gpus = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(number)
-        found.append(
+        gpus.append(
             f"{gpu.name}, {_sm((gpu.major, gpu.minor))}, {gpu.total_memory / 2**30:.0f} GiB"
         )
-    return found
+    return gpus
 
 
 def _support(recipe: Recipe, device: torch.device) -> Support:

@@ -30,25 +30,25 @@ def html(x: Tensor, text: str = "") -> str:
         text: goes first, as it is spaced; escaped.
     """
     check_instance("text", text, str, "a string")
-    found = stats(x, local=True)
+    statistics = stats(x, local=True)
     rows = "".join(
         f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
-        for name, value in found.rows()
+        for name, value in statistics.rows()
     )
-    pictures = exponent_bars(found.histogram("exponent")) + _heat_map(blocks(x))
+    pictures = exponent_bars(statistics.histogram("exponent")) + _heat_map(blocks(x))
     first = f"<pre>{escape(text)}</pre>" if text else ""
     return f"<div>{first}<details><summary>statistics</summary><table>{rows}</table></details>" + (
         f"<div style='display:flex;gap:24px;margin-top:8px'>{pictures}</div></div>"
     )
 
 
-def filled(template: str, parts: Mapping[str, str]) -> str:
+def filled(template: str, replacements: Mapping[str, str]) -> str:
     """A template of this folder with parts in the places of ``<!-- name -->``.
 
     What is put in is not searched for places to fill.
     """
     text = files("float8lab.inspect").joinpath(template).read_text(encoding="utf-8")
-    return re.sub(r"<!-- (\w+) -->", lambda place: parts[place[1]], text)
+    return re.sub(r"<!-- (\w+) -->", lambda place: replacements[place[1]], text)
 
 
 def page_of(title: str, body: str, *, css: str, head: str = "") -> str:
@@ -60,8 +60,8 @@ def page_of(title: str, body: str, *, css: str, head: str = "") -> str:
         css: its style.
         head: further elements of the head.
     """
-    parts = {"title": escape(title), "body": body, "css": css, "head": head}
-    return filled("page.html", parts)
+    replacements = {"title": escape(title), "body": body, "css": css, "head": head}
+    return filled("page.html", replacements)
 
 
 def heat_cells(scales: Tensor, most: int = MOST_CELLS) -> Tensor:
@@ -91,23 +91,23 @@ def _power(exponent: str) -> str:
     return f"2<tspan dy='-4' font-size='8'>{exponent.replace('-', '&#8722;')}</tspan>"
 
 
-def exponent_bars(found: Histogram) -> str:
+def exponent_bars(histogram: Histogram) -> str:
     """A histogram by exponent as SVG."""
-    exponents, counts = found.values.tolist(), found.counts.tolist()
+    exponents, counts = histogram.values.tolist(), histogram.counts.tolist()
     most, step, height = max(counts) or 1, 10, 80
-    parts = []
+    elements = []
     for i, (exponent, count) in enumerate(zip(exponents, counts, strict=True)):
         tall = height * count / most
-        parts.append(
+        elements.append(
             f"<rect x='{i * step}' y='{height - tall:.1f}' width='{step - 2}' height='{tall:.1f}' "
             f"fill='#3572a5'><title>2^{exponent}: {count}</title></rect>"
         )
-    ends = f"<text x='0' y='{height + 14}'>{_power(str(exponents[0]))}</text>"
-    ends += (
+    legend = f"<text x='0' y='{height + 14}'>{_power(str(exponents[0]))}</text>"
+    legend += (
         f"<text x='{len(counts) * step}' y='{height + 14}' text-anchor='end'>"
         f"{_power(str(exponents[-1]))}</text>"
     )
-    return svg(len(counts) * step, height, "codes by exponent", "".join(parts) + ends)
+    return svg(len(counts) * step, height, "codes by exponent", "".join(elements) + legend)
 
 
 def _heat_map(scales: Tensor) -> str:
@@ -115,23 +115,25 @@ def _heat_map(scales: Tensor) -> str:
     if not cells.numel():
         return ""
     values = [v for v in cells.flatten().tolist() if not math.isnan(v)]
-    low, high = (min(values), max(values)) if values else (0.0, 0.0)
+    low, top = (min(values), max(values)) if values else (0.0, 0.0)
     # Few rows or columns are stretched, or there would be little to see.
     tall, wide = (max(4, 128 // n) for n in cells.shape)
-    parts = []
+    elements = []
     for i, row in enumerate(cells.tolist()):
         for j, value in enumerate(row):
-            share = 0.5 if high == low else (value - low) / (high - low)
-            known = not math.isnan(value)
+            share = 0.5 if top == low else (value - low) / (top - low)
+            has_value = not math.isnan(value)
             # From dark blue to yellow.
-            color = f"hsl({240 - 180 * share:.0f},70%,{30 + 35 * share:.0f}%)" if known else "#888"
-            label = f"2^{value:.2f}" if known else "no logarithm"
-            parts.append(
+            color = (
+                f"hsl({240 - 180 * share:.0f},70%,{30 + 35 * share:.0f}%)" if has_value else "#888"
+            )
+            label = f"2^{value:.2f}" if has_value else "no logarithm"
+            elements.append(
                 f"<rect x='{j * wide}' y='{i * tall}' width='{wide}' height='{tall}' "
                 f"fill='{color}'><title>{label}</title></rect>"
             )
     rows, columns = cells.shape
-    ends = f"{_power(f'{low:.1f}')}<tspan dy='4'> (dark) to </tspan>{_power(f'{high:.1f}')}"
-    words = f"<text x='0' y='{rows * tall + 14}'>{ends}</text>"
+    legend = f"{_power(f'{low:.1f}')}<tspan dy='4'> (dark) to </tspan>{_power(f'{top:.1f}')}"
+    words = f"<text x='0' y='{rows * tall + 14}'>{legend}</text>"
     title = f"scales {tuple(scales.shape)}"
-    return svg(max(columns * wide, 110), rows * tall, title, "".join(parts) + words)
+    return svg(max(columns * wide, 110), rows * tall, title, "".join(elements) + words)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from float8lab.arguments import check_callables, check_instance, check_module
 from float8lab.inspect.text import aligned, bytes_text
@@ -40,7 +41,7 @@ class LayerMemory:
     masters: int = 0
     """High-precision copies in ``MasterWeights``."""
     optimizer: int = 0
-    """The optimizer's state apart from masters."""
+    """The optimizer's state without masters."""
     activations: int = 0
     """Tensors that autograd keeps from forward to backward, FP8 casts of weights included."""
 
@@ -132,7 +133,7 @@ class _Counted:
     """Storages that were counted, and the bytes that they take."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, torch.UntypedStorage] = {}  # kept, or an address might be used again
+        self._seen: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is reused
         self.by_device: defaultdict[str, int] = defaultdict(int)
 
     def bytes_of(self, storage: torch.UntypedStorage) -> int:
@@ -158,7 +159,7 @@ class _Counted:
 
 def memory_report(
     model: nn.Module,
-    batch: Any = None,
+    batch: object = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     loss_fn: LossFn | None = None,
@@ -204,14 +205,9 @@ def memory_report(
     for name, module in model.named_modules():
         add(name, "weights", 0)  # keeps the model's order
         for parameter in module._parameters.values():
-            if parameter is None:
-                continue
-            owners.setdefault(id(parameter), name)
-            for field, storage in storages(parameter):
-                kind = "scales" if field in ("scale", "amax") else "weights"
-                add(name, kind, counted.bytes_of(storage))
-            for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
-                add(name, "gradients", counted.add(gradient))
+            if parameter is not None:
+                owners.setdefault(id(parameter), name)
+                _add_parameter(parameter, name, counted, add)
         for buffer in module._buffers.values():
             add(name, "buffers", counted.add(buffer))
         add(name, "scales", sum(_scaling_state(module, counted)))
@@ -238,9 +234,22 @@ def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
             columns = slots.tensors()
             del columns["scale"], columns["encode"]
             yield sum(counted.add_view(t) for t in columns.values())
-        if (kept := precision.weight_cast) is not None:
-            tensors = [*kept.operand, *(t for operand in kept.transposes for t in operand)]
+        if (cached_cast := precision.weight_cast) is not None:
+            tensors = [
+                *cached_cast.operand,
+                *(t for operand in cached_cast.transposes for t in operand),
+            ]
             yield sum(map(counted.add, tensors))
+
+
+def _add_parameter(
+    parameter: nn.Parameter, name: str, counted: _Counted, add: Callable[[str, str, int], None]
+) -> None:
+    for field, storage in storages(parameter):
+        kind = "scales" if field in ("scale", "amax") else "weights"
+        add(name, kind, counted.bytes_of(storage))
+    for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
+        add(name, "gradients", counted.add(gradient))
 
 
 def _add_optimizer(
@@ -266,12 +275,12 @@ def saved_by_layer(trial: Trial) -> dict[str, int]:
     return _saved(trial.model, trial.forward, counted)
 
 
-def _saved(model: nn.Module, run: Callable[[], Any], counted: _Counted) -> dict[str, int]:
+def _saved(model: nn.Module, run: Callable[[], object], counted: _Counted) -> dict[str, int]:
     running = _Running(model)
-    found: list[tuple[str, torch.UntypedStorage]] = []
+    saved_storages: list[tuple[str, torch.UntypedStorage]] = []
 
     def note(saved: Tensor) -> Tensor:
-        found.extend((running.name, storage) for _, storage in storages(saved))
+        saved_storages.extend((running.name, storage) for _, storage in storages(saved))
         return saved.detach()  # a node that kept its own output would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
@@ -279,7 +288,7 @@ def _saved(model: nn.Module, run: Callable[[], Any], counted: _Counted) -> dict[
     running.stop()
     # Parameters that FSDP2 has gathered exist only while their module runs; by now they are empty.
     sizes: defaultdict[str, int] = defaultdict(int)
-    for name, storage in found:
+    for name, storage in saved_storages:
         sizes[name] += counted.bytes_of(storage)
     sizes[OUTPUT] = sum(counted.add(tensor) for tensor in tensors_in(output))
     return dict(sizes)
@@ -290,7 +299,7 @@ class _Running:
 
     def __init__(self, model: nn.Module) -> None:
         self._names: list[str] = []
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._handles += [
                 module.register_forward_pre_hook(self._enter(name), prepend=True),
@@ -301,13 +310,13 @@ class _Running:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def enter(module: nn.Module, args: Any) -> None:
+    def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
+        def enter(module: nn.Module, args: object) -> None:
             self._names.append(name)
 
         return enter
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         self._names.pop()
 
     @property

@@ -15,9 +15,9 @@ values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -60,19 +60,19 @@ class NonFinite:
     def __repr__(self) -> str:
         if self.module is None:
             return f"NonFinite(none in {self.step} step{'s' if self.step != 1 else ''})"
-        found = [f"{n} {name}" for n, name in ((self.nan, "NaN"), (self.inf, "inf")) if n]
-        where = f"{self.module or '(model)'}" + (f" ({self.kind})" if self.kind else "")
+        counts = [f"{n} {name}" for n, name in ((self.nan, "NaN"), (self.inf, "inf")) if n]
+        module = f"{self.module or '(model)'}" + (f" ({self.kind})" if self.kind else "")
         return (
-            f"NonFinite({' and '.join(found)} in {self.tensor} {list(self.shape)} of {where}, "
+            f"NonFinite({' and '.join(counts)} in {self.tensor} {list(self.shape)} of {module}, "
             f"{self.phase}, step {self.step})"
         )
 
 
 def find_nan(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    loss_fn: Callable[[object], Tensor] | None = None,
     steps: int = 1,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> NonFinite:
@@ -131,8 +131,8 @@ def find_nan(
 
 def _run(
     model: nn.Module,
-    batch: Any,
-    loss_fn: Callable[[Any], Tensor] | None,
+    batch: object,
+    loss_fn: Callable[[object], Tensor] | None,
     look: _Look,
     *,
     to_the_end: bool,
@@ -149,26 +149,26 @@ def _run(
             look.at_gradients()
 
 
-def _default_loss(output: Any) -> Tensor:
-    loss = own_loss(output)
-    if isinstance(loss, Tensor):
-        return loss
+def _default_loss(output: object) -> Tensor:
+    output_loss = own_loss(output)
+    if isinstance(output_loss, Tensor):
+        return output_loss
     leaves = [leaf for leaf in tree_leaves(output) if _is_number(leaf)]
     if not leaves:
         raise TypeError(
             "loss_fn must be given where the model's output has no floating-point tensor; got "
             f"{type(output).__name__}. Pass a function of the output."
         )
-    total = sum((leaf.float().sum() for leaf in leaves), leaves[0].new_zeros(()).float())
-    assert isinstance(total, Tensor), "a sum of tensors"
-    return total
+    loss = sum((leaf.float().sum() for leaf in leaves), leaves[0].new_zeros(()).float())
+    assert isinstance(loss, Tensor), "a sum of tensors"
+    return loss
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and (x.is_floating_point() or isinstance(x, Float8Tensor))
 
 
-def _named_tensors(values: Any) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(values: object) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor in nested containers, with its index or a path such as ``['logits']``."""
     pairs, _ = tree_flatten_with_path(values)
     for path, leaf in pairs:
@@ -198,7 +198,7 @@ class _Look:
         self.step = 0
         self._stack: list[_Frame] = []
         # The node and the changeable label of the hook of an output.
-        self._labels: Any = WeakIdKeyDictionary()
+        self._labels: MutableMapping[Tensor, tuple[object, list[str]]] = WeakIdKeyDictionary()
         self._callers: dict[nn.Module, nn.Module | None] = {}
 
     @contextlib.contextmanager
@@ -211,9 +211,9 @@ class _Look:
                     module.register_forward_pre_hook(self._enter, with_kwargs=True),
                     module.register_forward_hook(self._leave, prepend=True, always_call=True),
                 ]
-                for own, parameter in module.named_parameters(recurse=False):
+                for parameter_name, parameter in module.named_parameters(recurse=False):
                     if parameter.requires_grad:
-                        hook = self._gradient_hook((name, f"gradient of {own}"))
+                        hook = self._gradient_hook((name, f"gradient of {parameter_name}"))
                         handles.append(parameter.register_hook(hook))
                 for handle in handles:
                     stack.callback(handle.remove)
@@ -234,7 +234,7 @@ class _Look:
         if masks and not x.requires_grad:
             return True
         owner = self.model.get_submodule(module) if module in self.names.values() else None
-        found = NonFinite(
+        nonfinite = NonFinite(
             module=module,
             tensor=tensor,
             phase=phase,
@@ -244,7 +244,7 @@ class _Look:
             shape=tuple(x.shape),
             kind="" if owner is None else type(owner).__name__,
         )
-        self.suspect = self.suspect or found
+        self.suspect = self.suspect or nonfinite
         if not masks:
             self.found = self.suspect
         return False
@@ -252,20 +252,20 @@ class _Look:
     def at_parameters(self, phase: str) -> None:
         """Look at parameters and buffers, in the model's order."""
         for module, name in self.names.items():
-            for own, parameter in module.named_parameters(recurse=False):
-                self.at(parameter, name, f"parameter {own}", phase=phase)
-            for own, buffer in module.named_buffers(recurse=False):
-                self.at(buffer, name, f"buffer {own}", phase=phase, may_mask=True)
+            for tensor_name, parameter in module.named_parameters(recurse=False):
+                self.at(parameter, name, f"parameter {tensor_name}", phase=phase)
+            for tensor_name, buffer in module.named_buffers(recurse=False):
+                self.at(buffer, name, f"buffer {tensor_name}", phase=phase, may_mask=True)
 
     def at_gradients(self) -> None:
         """Look at the gradients that the parameters have, which autograd may have summed up."""
         for module, name in self.names.items():
-            for own, parameter in module.named_parameters(recurse=False):
+            for parameter_name, parameter in module.named_parameters(recurse=False):
                 for attribute in ("grad", "main_grad"):
                     value = getattr(parameter, attribute, None)
-                    self.at(value, name, f"gradient of {own}", phase="backward")
+                    self.at(value, name, f"gradient of {parameter_name}", phase="backward")
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> object:
         caller = self._stack[-1].module if self._stack else self._callers.get(module)
         self._callers[module] = caller
         frame = _Frame(module, clears=self.suspect is None)
@@ -274,21 +274,21 @@ class _Look:
         inputs = [*_named_tensors(args), *_named_tensors(kwargs)]
         if not in_backward():  # a recomputation gives what the forward gave
             for index, x in inputs:
-                where, what = name, f"input {index}"
+                module_name, tensor_name = name, f"input {index}"
                 if caller is not None:
-                    where = self.names[caller]
-                    what = f"what it gives {self._child(module)} as {what}"
-                if not self.at(x, where, what, may_mask=True):
+                    module_name = self.names[caller]
+                    tensor_name = f"what it gives {self._child(module)} as {tensor_name}"
+                if not self.at(x, module_name, tensor_name, may_mask=True):
                     frame.clears = True
         if not torch.is_grad_enabled():
             return None
         # Gradients of the module's own use of its inputs, which others may use as well.
-        found = iter([index for index, _ in inputs])
+        indices = iter([index for index, _ in inputs])
 
-        def own(x: Any) -> Any:
+        def own(x: object) -> object:
             if not _is_number(x):
                 return x
-            index = next(found)
+            index = next(indices)
             if not x.requires_grad or type(x) is not Tensor:
                 return x
             alias = x.view_as(x)
@@ -297,8 +297,8 @@ class _Look:
 
         return tree_map(own, args), tree_map(own, kwargs)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # Activation checkpointing ends a recomputation by an exception, inside of modules.
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        # Activation checkpointing leaves a recomputation by an exception, inside of modules.
         if all(frame.module is not module for frame in self._stack):
             return  # what ended it came before _enter
         frame = self._stack.pop()
@@ -312,21 +312,21 @@ class _Look:
                 finite &= self.at(x, name, f"output {index}", may_mask=True)
             if x.requires_grad and torch.is_grad_enabled():
                 if caller is None:
-                    where = ("(loss)", f"gradient of the model's output {index}")
+                    place = ("(loss)", f"gradient of the model's output {index}")
                 else:
                     child = self._child(module)
-                    where = (self.names[caller], f"gradient of output {index} of {child}")
-                self._hook_output(x, where)
+                    place = (self.names[caller], f"gradient of output {index} of {child}")
+                self._hook_output(x, place)
         if finite and frame.clears:
             self.suspect = None
 
-    def _hook_output(self, x: Tensor, where: tuple[str, str]) -> None:
+    def _hook_output(self, x: Tensor, place: tuple[str, str]) -> None:
         """Look at the gradient of a module's output, which its caller may return in its turn."""
         node, label = self._labels.get(x, (None, []))
         if node is x.grad_fn:
-            label[:] = where
+            label[:] = place
             return
-        label = list(where)
+        label = list(place)
         self._labels[x] = x.grad_fn, label
         x.register_hook(self._gradient_hook(label))
 
@@ -342,7 +342,7 @@ class _Look:
         return self.names[module] or "(model)"
 
 
-def _local(x: Any) -> Tensor:
+def _local(x: Tensor) -> Tensor:
     """This rank's part of a tensor, in high precision."""
     x = local_of(x)
     value: Tensor = x.dequantize() if isinstance(x, Float8Tensor) else x

@@ -59,15 +59,15 @@ class Printed:
     __repr__ = __str__
 
 
-def bars(found: Histogram, width: int = 40) -> str:
-    """A histogram by exponent or code as lines of text, without bins that are empty at the ends.
+def bars(histogram: Histogram, width: int = 40) -> str:
+    """A histogram by exponent or code as lines of text, without empty bins on both sides.
 
     >>> print(float8lab.inspect.bars(float8lab.quantize(torch.ones(3)).histogram("exponent")))
     2^8 ######################################## 3
     """
-    check_instance("found", found, Histogram, "a Histogram")
+    check_instance("found", histogram, Histogram, "a Histogram")
     check_size("width", width, minimum=1)
-    rows = _trimmed(found)
+    rows = _trimmed(histogram)
     most = max((count for _, count in rows), default=0)
     labels = max((len(label) for label, _ in rows), default=0)
     lines = [
@@ -81,9 +81,9 @@ def summary(x: Tensor) -> str:
 
     For a DTensor, they are of this rank's shard.
     """
-    found = stats(x, local=True)
-    drawn = bars(found.histogram("exponent"))
-    return "\n\n".join(filter(None, (str(found), drawn)))
+    statistics = stats(x, local=True)
+    drawn = bars(statistics.histogram("exponent"))
+    return "\n\n".join(filter(None, (str(statistics), drawn)))
 
 
 @Float8Tensor._add_view
@@ -95,10 +95,10 @@ def table(x: Tensor) -> Any:
     Raises:
         ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
     """
-    found = stats(x, local=True)
-    rows = [(n, (text, "bold red" if n in ("nan", "inf") else "")) for n, text in found.rows()]
+    statistics = stats(x, local=True)
+    rows = [(n, (text, "bold red" if n in ("nan", "inf") else "")) for n, text in statistics.rows()]
     result = rich_table(rows, title="Float8Tensor", otherwise="print summary(x)")
-    drawn = bars(found.histogram("exponent"))
+    drawn = bars(statistics.histogram("exponent"))
     if not drawn:
         return result
     from rich.console import Group
@@ -113,7 +113,7 @@ def rich_table(
     *,
     styles: Sequence[str] = (),
     otherwise: str = "",
-    **how: Any,
+    **options: Any,
 ) -> Any:
     """A table for rich to print.
 
@@ -130,20 +130,22 @@ def rich_table(
         from rich.text import Text
 
     box = SIMPLE_HEAD if columns else SIMPLE
-    result = Table(show_header=bool(columns), box=box, title_justify="left", **how)
-    for name, options in (columns or {}).items():
-        result.add_column(name, overflow="fold", **options)
+    result = Table(show_header=bool(columns), box=box, title_justify="left", **options)
+    for name, column_options in (columns or {}).items():
+        result.add_column(name, overflow="fold", **column_options)
     for i, cells in enumerate(rows):
         drawn = (Text(*((cell,) if isinstance(cell, str) else cell)) for cell in cells)
         result.add_row(*drawn, style=styles[i] if styles else None)
     return result
 
 
-def _trimmed(found: Histogram) -> list[tuple[str, int]]:
-    names = [f"2^{v}" if found.by == "exponent" else f"{v:g}" for v in found.values.tolist()]
-    rows = list(zip(names, found.counts.tolist(), strict=True))
+def _trimmed(histogram: Histogram) -> list[tuple[str, int]]:
+    names = [
+        f"2^{v}" if histogram.by == "exponent" else f"{v:g}" for v in histogram.values.tolist()
+    ]
+    rows = list(zip(names, histogram.counts.tolist(), strict=True))
     used = [i for i, (_, count) in enumerate(rows) if count]
-    if found.by == "code":
+    if histogram.by == "code":
         return [row for row in rows if row[1]]
     return rows[used[0] : used[-1] + 1] if used else []
 

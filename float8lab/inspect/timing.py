@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,7 +22,7 @@ _FLUSH_BYTES = 256 << 20
 class Timer(Protocol):
     """A callable by which ``advise`` measures times."""
 
-    def __call__(self, fn: Callable[[], Any]) -> Times:
+    def __call__(self, fn: Callable[[], object]) -> Times:
         """GPU and CPU seconds of one call, each as if the other took none."""
 
 
@@ -41,7 +41,7 @@ class CudaTimer:
             self._scratch = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
             self._cycles_per_second = sleep_rate()
 
-    def __call__(self, fn: Callable[[], Any]) -> Times:
+    def __call__(self, fn: Callable[[], object]) -> Times:
         with torch.cuda.device(self.device):
             for _ in range(_WARM_UP):
                 fn()
@@ -50,7 +50,7 @@ class CudaTimer:
             backlog = int(self._cycles_per_second * (2 * cpu + 2e-4))
             return Times(statistics.median(self._gpu(fn, backlog) for _ in range(_SAMPLES)), cpu)
 
-    def _gpu(self, fn: Callable[[], Any], backlog: int) -> float:
+    def _gpu(self, fn: Callable[[], object], backlog: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(backlog)
         self._scratch.zero_()
@@ -61,7 +61,7 @@ class CudaTimer:
         return 1e-3 * start.elapsed_time(end)
 
 
-def _enqueue_seconds(fn: Callable[[], Any]) -> float:
+def _enqueue_seconds(fn: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
     fn()

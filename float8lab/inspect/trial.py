@@ -52,13 +52,13 @@ def without_reduction(recipe: Recipe | None) -> Recipe | None:
 
 
 def start_anew(module: nn.Module, recipe: Recipe | None) -> None:
-    """Make a module, without its children, run by a recipe; its delayed scales start anew."""
+    """Make a module, without its children, run by a recipe; its delayed scales start empty."""
     for _, precision in precisions(module):
         precision.recipe, precision.pinned = without_reduction(recipe), True
         precision.slots, precision.weight_cast = {}, None
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def call(model: nn.Module, batch: object) -> object:
     """Call the model with ``*batch`` of a tuple or list, ``**batch`` of a mapping, else ``batch``.
 
     >>> call(torch.nn.Flatten(), torch.ones(2, 3, 4)).shape
@@ -69,7 +69,7 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
+def loss_of(model: nn.Module, batch: object, loss_fn: LossFn | None) -> Tensor:
     """``loss_fn(model, batch)``; without it the output's ``loss``, or else the mean of its squares.
 
     Raises:
@@ -85,29 +85,29 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
     return loss if loss.ndim == 0 else loss.reshape(())
 
 
-def own_loss(output: Any) -> Any:
+def own_loss(output: object) -> object:
     """The ``loss`` that an output has, as a key or an attribute; None if it has none."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
-def _default_loss(output: Any) -> Any:
-    found = own_loss(output)
-    if found is not None:
-        return found
+def _default_loss(output: object) -> object:
+    loss = own_loss(output)
+    if loss is not None:
+        return loss
     tensors = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     return sum((t.float().square().mean() for t in tensors), torch.zeros(())) if tensors else None
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """The tensors in an output or a batch of any nesting."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
+        for element in value.values():
+            yield from tensors_in(element)
     elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
+        for element in value:
+            yield from tensors_in(element)
 
 
 def refuse_dtensors(model: nn.Module, name: str) -> None:
@@ -124,7 +124,7 @@ def refuse_dtensors(model: nn.Module, name: str) -> None:
 _Restore = Callable[[], None]
 
 
-def _keep_contents(owner: Any) -> _Restore:
+def _keep_contents(owner: object) -> _Restore:
     """Keep an object's class, its attributes, and what its dicts, lists and sets hold."""
     cls, attributes = type(owner), dict(vars(owner))
     held = [(v, v.copy()) for v in attributes.values() if isinstance(v, (dict, list, set))]
@@ -141,17 +141,17 @@ def _keep_contents(owner: Any) -> _Restore:
     return restore
 
 
-def _keep_values(tensors: Iterable[Any]) -> _Restore:
+def _keep_values(tensors: Iterable[Tensor]) -> _Restore:
     """Keep the values of tensors, those of a rank's shard and of the parts of a Float8Tensor."""
     local = [local_of(x) for x in tensors]
-    parts = ((x.qdata, x.scale, x.amax) if isinstance(x, Float8Tensor) else (x,) for x in local)
-    kept = [(x, x.detach().clone()) for found in parts for x in found]
+    buffers = ((x.qdata, x.scale, x.amax) if isinstance(x, Float8Tensor) else (x,) for x in local)
+    copies = [(x, x.detach().clone()) for tensors_of_value in buffers for x in tensors_of_value]
 
     @torch.no_grad()
     def restore() -> None:
         # Versions tell nothing, since batch_norm does not count its writes. By .data these writes
         # are not counted either: a graph that the caller has in progress stays valid.
-        for x, copy in kept:
+        for x, copy in copies:
             x.data.copy_(copy)
 
     return restore
@@ -170,8 +170,8 @@ def _keep_random(model: nn.Module) -> _Restore:
         torch.random.set_rng_state(cpu)
         for device, state in zip(devices, cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
-        for tracker, found in states:
-            tracker.set_states(found)
+        for tracker, rng_states in states:
+            tracker.set_states(rng_states)
 
     return restore
 
@@ -179,12 +179,12 @@ def _keep_random(model: nn.Module) -> _Restore:
 def _keep_scaling(model: nn.Module) -> _Restore:
     """Keep delayed scales, and what the end of the region around the call will advance."""
     owned = [slots for p in precisions_below(model) for slots in p.slots.values()]
-    kept = [(s, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
+    copies = [(s, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
     region = STATE.region
     packs = {} if region is None else dict(region.packs)
 
     def restore() -> None:
-        for slots, tensors in kept:
+        for slots, tensors in copies:
             slots.load(tensors)
         if region is not None:
             region.packs = packs
@@ -222,16 +222,16 @@ class Trial:
     """
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss_fn: LossFn | None, start: Sequence[_Restore]
+        self, model: nn.Module, batch: object, loss_fn: LossFn | None, start: Sequence[_Restore]
     ) -> None:
         self.model, self.batch, self.loss_fn = model, batch, loss_fn
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers: dict[str, Linear | FusedModule] = {}
         self.skipped: dict[str, str] = {}
-        self.others: list[Any] = []
+        self.others: list[object] = []
         self._start = start
 
-    def forward(self) -> Any:
+    def forward(self) -> object:
         """The model's output."""
         return call(self.model, self.batch)
 
@@ -248,13 +248,15 @@ class Trial:
         return loss, [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
 
     @contextmanager
-    def looking(self, look: Callable[[str, Any, Tensor, Tensor], None]) -> Iterator[None]:
+    def looking(self, look: Callable[[str, nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
         """Call ``look`` with the name, the layer, its input and output after each call of a layer.
 
-        Calls that only compute an activation again are passed over.
+        Calls that only recompute an activation are passed over.
         """
 
-        def hook(name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def hook(
+            name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
             if not in_backward():
                 y = output[0] if isinstance(output, tuple) else output
                 given = [*args, *kwargs.values()]
@@ -299,11 +301,13 @@ class Trial:
 
 
 @contextmanager
-def on_trial(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None) -> Iterator[Trial]:
+def on_trial(
+    model: nn.Module, batch: object = None, loss_fn: LossFn | None = None
+) -> Iterator[Trial]:
     """Run a model without a trace, cut off from the state and the regions around it.
 
     ``as_before`` puts everything back. Parameters and their gradients are not written, as long as
-    the block takes gradients by ``torch.autograd.grad``. Inside, delayed scaling starts anew and
+    the block takes gradients by ``torch.autograd.grad``. Inside, delayed scaling starts empty and
     does not communicate.
     """
     with _kept(model) as start, torch.inference_mode(False), torch.enable_grad():
@@ -330,12 +334,12 @@ def _kept(
     state, cast = {name: getattr(STATE, name) for name in _ISOLATED}, shared_cast()
     start = [_keep_values(model.buffers()), _keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
-    kept = [*map(_keep_contents, owners), *more(), *start]
+    restorers = [*map(_keep_contents, owners), *more(), *start]
     try:
         yield start
     finally:
         reshard(model)
-        for restore in kept:
+        for restore in restorers:
             restore()
         for name in _ISOLATED:
             setattr(STATE, name, state[name])

@@ -1,7 +1,7 @@
 """Other libraries and their checkpoint formats; none of them is imported before it is used."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from float8lab.integrations.hf_weights import (
     from_transformer_layers,
@@ -9,7 +9,7 @@ from float8lab.integrations.hf_weights import (
     transformer_layers,
 )
 from float8lab.integrations.onnx import onnx_export
-from float8lab.nn.convert.other_linear import register_linear
+from float8lab.nn.convert.other_linear import OtherLinear, register_linear
 
 if TYPE_CHECKING:
     from float8lab.integrations.checkpoint import (
@@ -45,14 +45,17 @@ _CHECKPOINT = {*__all__} - {*globals()}
 """Names of ``checkpoint``, which few programs use: the first use of one loads it."""
 
 
-def _load_conv1d() -> Any:
-    return importlib.import_module("float8lab.integrations.transformers").Float8Conv1D
+def _load_conv1d() -> type[OtherLinear]:
+    conv1d: type[OtherLinear] = importlib.import_module(
+        "float8lab.integrations.transformers"
+    ).Float8Conv1D
+    return conv1d
 
 
 register_linear("transformers.pytorch_utils.Conv1D", _load_conv1d)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _ADAPTERS:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _CHECKPOINT:

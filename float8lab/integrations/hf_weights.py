@@ -138,32 +138,32 @@ def _opened(state: Mapping[str, Tensor], style: str, prefix: str | None) -> tupl
 def _by_layer(
     state: Mapping[str, Tensor], prefix: str
 ) -> tuple[dict[int, dict[str, Tensor]], dict[str, Tensor]]:
-    """The parameters of each layer by their name in it, and all others."""
+    """The parameters of each layer by their name in it, and those that belong to no layer."""
     layers: dict[int, dict[str, Tensor]] = {}
-    others: dict[str, Tensor] = {}
+    outside: dict[str, Tensor] = {}
     pattern = re.compile(re.escape(prefix) + r"(\d+)\.(.+)")
     for key, value in state.items():
-        found = pattern.fullmatch(key)
-        if found is None:
-            others[key] = value
+        match = pattern.fullmatch(key)
+        if match is None:
+            outside[key] = value
         else:
-            layers.setdefault(int(found[1]), {})[found[2]] = value
-    return layers, others
+            layers.setdefault(int(match[1]), {})[match[2]] = value
+    return layers, outside
 
 
-def _taken(
-    layer: dict[str, Tensor], names: Sequence[str], wanted: Sequence[str], transposed: bool
+def _take(
+    layer: dict[str, Tensor], names: Sequence[str], new_names: Sequence[str], transposed: bool
 ) -> dict[str, Tensor]:
-    """Take parameters out of a layer, joined and split anew under other names; none if not there.
+    """Take parameters out of a layer, joined and split under other names; none if not there.
 
-    Several are equally large, as are the queries, keys and values of GPT-2.
+    The new parameters are equally large, as the queries, keys and values of GPT-2 are.
     """
     if names[0] not in layer:
         return {}
-    whole = torch.cat([layer.pop(name) for name in names])
-    whole = whole.t().contiguous() if transposed else whole
-    parts = whole.chunk(len(wanted))
-    return {name: part.clone() for name, part in zip(wanted, parts, strict=True)}
+    joined = torch.cat([layer.pop(name) for name in names])
+    joined = joined.t().contiguous() if transposed else joined
+    chunks = joined.chunk(len(new_names))
+    return {name: chunk.clone() for name, chunk in zip(new_names, chunks, strict=True)}
 
 
 def to_transformer_layers(
@@ -183,7 +183,7 @@ def to_transformer_layers(
     Raises:
         ValueError: an unknown style, no layers, or a parameter of a layer that has no counterpart.
     """
-    found, prefix = _opened(state, style, prefix)
+    layout, prefix = _opened(state, style, prefix)
     layers, result = _by_layer(state, prefix)
     if not layers:
         raise ValueError(
@@ -191,10 +191,10 @@ def to_transformer_layers(
             f"{sorted(state)[:3]} and so on. Give their prefix."
         )
     for number, layer in layers.items():
-        for rule in found.rules:
-            taken = _taken(layer, rule.theirs, rule.ours, rule.transposed)
+        for rule in layout.rules:
+            taken = _take(layer, rule.theirs, rule.ours, rule.transposed)
             result |= {f"{number}.{name}": value for name, value in taken.items()}
-        left = [name for name in layer if name not in found.ignored]
+        left = [name for name in layer if name not in layout.ignored]
         if left:
             raise ValueError(
                 f"state must hold only parameters that a {style} layer has; got {left} in layer "
@@ -213,11 +213,11 @@ def from_transformer_layers(
         style: a key of ``STYLES``.
         prefix: of the layers' keys in the result, before their number; None is the usual one.
     """
-    found, prefix = _opened(state, style, prefix)
+    layout, prefix = _opened(state, style, prefix)
     layers, result = _by_layer(state, "")
     for number, layer in layers.items():
-        for rule in found.rules:
-            taken = _taken(layer, rule.ours, rule.theirs, rule.transposed)
+        for rule in layout.rules:
+            taken = _take(layer, rule.ours, rule.theirs, rule.transposed)
             result |= {f"{prefix}{number}.{name}": value for name, value in taken.items()}
         if layer:
             raise ValueError(
@@ -227,7 +227,7 @@ def from_transformer_layers(
     return result
 
 
-def transformer_layers(config: Any, style: str, **overrides: Any) -> nn.ModuleList:
+def transformer_layers(config: object, style: str, **overrides: object) -> nn.ModuleList:
     """The layers of a model, not yet with its weights.
 
     The format is bshd, and sbhd for Megatron's. A Llama's need ``rotary_pos_emb``, the angles of
@@ -250,17 +250,17 @@ def transformer_layers(config: Any, style: str, **overrides: Any) -> nn.ModuleLi
     2
     """
     check_choice("style", style, STYLES)
-    if style == "llama":
-        count, arguments = config.num_hidden_layers, _llama_arguments(config)
-    elif style == "megatron":
-        count, arguments = config.num_layers, _megatron_arguments(config)
-    else:
-        count, arguments = config.n_layer, _gpt2_arguments(config)
-    arguments = {"attn_input_format": "bshd", **arguments, **overrides}
+    attribute, arguments_of = {
+        "llama": ("num_hidden_layers", _llama_arguments),
+        "megatron": ("num_layers", _megatron_arguments),
+        "gpt2": ("n_layer", _gpt2_arguments),
+    }[style]
+    count = int(getattr(config, attribute))
+    arguments: dict[str, Any] = {"attn_input_format": "bshd", **arguments_of(config), **overrides}
     return nn.ModuleList(TransformerLayer(layer_number=i + 1, **arguments) for i in range(count))
 
 
-def _llama_arguments(config: Any) -> dict[str, Any]:
+def _llama_arguments(config: Any) -> dict[str, object]:
     _require(config, "hidden_act", {"silu": "swiglu", "swish": "swiglu"})
     attention_bias = bool(getattr(config, "attention_bias", False))
     if attention_bias != bool(getattr(config, "mlp_bias", False)):
@@ -283,7 +283,7 @@ def _llama_arguments(config: Any) -> dict[str, Any]:
     }
 
 
-def _gpt2_arguments(config: Any) -> dict[str, Any]:
+def _gpt2_arguments(config: Any) -> dict[str, object]:
     activations = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise NotImplementedError(
@@ -302,12 +302,12 @@ def _gpt2_arguments(config: Any) -> dict[str, Any]:
     }
 
 
-def _megatron_arguments(config: Any) -> dict[str, Any]:
+def _megatron_arguments(config: Any) -> dict[str, object]:
     """Arguments for the layers of Megatron-LM's arguments; it leaves out some that are defaults."""
 
-    def said(*names: str, default: Any = None) -> Any:
-        found = (getattr(config, name, None) for name in names)
-        return next((value for value in found if value is not None), default)
+    def said(*names: str, default: object = None) -> object:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if value is not None), default)
 
     if said("multi_latent_attention", "qk_layernorm", default=False) or said("num_experts"):
         raise NotImplementedError(
@@ -335,11 +335,11 @@ def _megatron_arguments(config: Any) -> dict[str, Any]:
     }
 
 
-def _require(config: Any, field: str, known: dict[str, str]) -> str:
+def _require(config: object, field: str, activations: dict[str, str]) -> str:
     value = getattr(config, field)
-    if value not in known:
+    if value not in activations:
         raise NotImplementedError(
-            f"config.{field} must be one of {', '.join(known)}; got {value!r}. TransformerLayer "
-            "has no such activation."
+            f"config.{field} must be one of {', '.join(activations)}; got {value!r}. "
+            "TransformerLayer has no such activation."
         )
-    return known[value]
+    return activations[value]

@@ -31,7 +31,7 @@ with needs("float8lab.integrations.lightning", "Lightning", '"float8lab[lightnin
 __all__ = ["LightningPlugin"]
 
 
-def _of_base(name: str) -> Any:
+def _of_base(name: str) -> property:
     """A method of the plugin's base class, which the Trainer and Fabric have each their own of.
 
     The Trainer's methods call hooks of the Trainer, which Fabric lacks. Fabric checks whether the
@@ -44,9 +44,9 @@ def _of_base(name: str) -> Any:
 class LightningPlugin:
     """Precision plugin for training in FP8: ``Trainer(plugins=...)`` or ``Fabric(plugins=...)``.
 
-    It is called ``Float8Precision``: that of ``float8lab.integrations.lightning`` is for the
-    package ``lightning``, that of ``float8lab.integrations.pytorch_lightning`` for the packages
-    ``pytorch_lightning`` and ``lightning_fabric``.
+    It is called ``Float8Precision``: ``float8lab.integrations.lightning`` has it for the package
+    ``lightning``, and ``float8lab.integrations.pytorch_lightning`` for ``pytorch_lightning`` and
+    ``lightning_fabric``.
 
     The parameters and their meaning are those of Lightning's ``TransformerEnginePrecision``. These
     things differ: layers of any size run in FP8; it works on a CPU, too; every recipe is taken;
@@ -84,7 +84,7 @@ class LightningPlugin:
     DelayedScaling(margin=1)
     """
 
-    fabric_base: ClassVar[Any]
+    fabric_base: ClassVar[type]
     """The package's ``Precision`` of Fabric."""
     trainer_base: ClassVar[Any]
     """The package's ``Precision`` of the Trainer, which derives from Fabric's."""
@@ -95,7 +95,7 @@ class LightningPlugin:
         self,
         *,
         weights_dtype: torch.dtype,
-        recipe: Mapping[str, Any] | recipes.Recipe | recipes.Auto | str | None = None,
+        recipe: Mapping[str, object] | recipes.Recipe | recipes.Auto | str | None = None,
         replace_layers: bool | None = None,
         fallback_compute_dtype: torch.dtype | None = None,
     ) -> None:
@@ -116,28 +116,28 @@ class LightningPlugin:
             )
         self.weights_dtype = weights_dtype
         self.fallback_compute_dtype = fallback
-        self.recipe: Any = recipe_of(recipe)
+        self.recipe = recipe_of(recipe)
         # An enclosing autocast's recipe would win over those that layers have of their own.
-        self._recipe_of_all: Any = self.recipe if recipe is not None and self._is_one() else None
+        self._recipe_of_all = None if recipe is None else self._single_recipe()
         self.replace_layers = replace_layers
         self._modules: list[weakref.ref[nn.Module]] = []  # set up with this plugin, in that order
         self._is_new = False  # some of them were not trained yet
         self._base = self.fabric_base  # see _of_base
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_modules": []}  # a started process sets up its own
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a module's layers to FP8 and its parameters to ``weights_dtype``, in place."""
-        known = any(module is other for other in self._alive())
+        is_known = any(module is live for live in self._alive())
         has_fp8 = was_converted(module) or any(precisions_below(module))
-        if not known:
-            self._modules = [weakref.ref(other) for other in [*self._alive(), module]]
+        if not is_known:
+            self._modules = [weakref.ref(live) for live in [*self._alive(), module]]
             self._is_new = True
         if self.replace_layers is not False and not has_fp8:
             self._replace_layers(module)
             self._is_new = True
-        elif self.replace_layers and not known:
+        elif self.replace_layers and not is_known:
             rank_zero_info(
                 "Float8Precision(replace_layers=True): the model has FP8 layers already and is "
                 "left as it is"
@@ -175,43 +175,43 @@ class LightningPlugin:
         if self._is_new and torch.is_grad_enabled():
             self._is_new = False
             self.state_dict()  # ranks learn of each other's modules here, else one region later
-        fallback: AbstractContextManager[Any] = nullcontext()
+        fallback: AbstractContextManager[object] = nullcontext()
         if self._autocasts:
             parameter = next((p for m in self._alive() for p in m.parameters()), torch.empty(0))
             fallback = torch.autocast(parameter.device.type, self.fallback_compute_dtype)
         with self.tensor_init_context(), fallback, recipes.autocast(recipe=self._recipe_of_all):
             yield
 
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: object) -> object:
         """Return ``data`` with floating-point tensors, however nested, in ``weights_dtype``."""
         return _converted(data, self.weights_dtype)
 
-    def convert_output(self, data: Any) -> Any:
+    def convert_output(self, data: object) -> object:
         """Return ``data`` with floating-point tensors in the default dtype (Fabric only)."""
         return _converted(data, torch.get_default_dtype())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The state of delayed scaling by model, empty without; a collective as ScalingState is."""
         states = [self._scaling_state(module).state_dict() for module in self._alive()]
         return {str(index): state for index, state in enumerate(states) if state}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, dict[str, Tensor]]) -> None:
         """Take over the state of the models set up so far, in the order of their setup."""
         for index, module in enumerate(self._alive()):
             self._scaling_state(module).load_state_dict(state_dict.get(str(index), {}))
 
     def _scaling_state(self, module: nn.Module) -> ScalingState:
-        return ScalingState(module, self.recipe if self._is_one() else None)
+        return ScalingState(module, self._single_recipe())
 
-    def _is_one(self) -> bool:
-        """Whether there is one recipe for all layers, and no choice for each."""
-        return isinstance(self.recipe, recipes.Recipe)
+    def _single_recipe(self) -> recipes.Recipe | None:
+        """The recipe of all layers; None where one is chosen for each."""
+        return self.recipe if isinstance(self.recipe, recipes.Recipe) else None
 
     def _alive(self) -> list[nn.Module]:
-        found = (reference() for reference in self._modules)
-        return [module for module in found if module is not None]
+        modules = (reference() for reference in self._modules)
+        return [module for module in modules if module is not None]
 
-    def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
+    def connect(self, model: nn.Module, optimizers: object, lr_schedulers: object) -> object:
         """Connect the plugin to a Trainer; Fabric does not call this."""
         self._base = self.trainer_base
         self._modules = self._modules[-1:]  # it trains one; earlier ones are not in checkpoints
@@ -227,5 +227,5 @@ class LightningPlugin:
     optimizer_step = _of_base("optimizer_step")
 
 
-def _converted(data: Any, dtype: torch.dtype) -> Any:
+def _converted(data: object, dtype: torch.dtype) -> object:
     return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)

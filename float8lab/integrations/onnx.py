@@ -7,9 +7,10 @@ by its inverse, which differs in the last bit of float32 before the rounding to 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
-from typing import Any
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from float8lab.nn import activation_function, fused_function, gemm, grouped_func
 from float8lab.nn.activation_function import activate
 from float8lab.nn.attention import fp8
 from float8lab.nn.casts import plain, stored_as
-from float8lab.nn.fused_function import NormLinearCall
+from float8lab.nn.fused_function import MlpCall, NormLinearCall
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.precision import Call, W, X
@@ -64,16 +65,21 @@ class onnx_export(ContextDecorator):
     def __init__(self, enabled: bool = False) -> None:
         check_flags(enabled=enabled)
         self._enabled = bool(enabled)
-        self._outer: list[Any] = []
+        self._outer: list[tuple[_Translations | None, bool]] = []
 
     def __enter__(self) -> onnx_export:
         self._outer.append((EXPORT.translations, torch.is_grad_enabled()))
         EXPORT.translations = _TRANSLATIONS if self._enabled else None
-        if self._enabled:  # only the forward is exported: nothing is computed again in backward
+        if self._enabled:  # only the forward is exported: there is no backward to save for
             torch.set_grad_enabled(False)
         return self
 
-    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         EXPORT.translations, gradients = self._outer.pop()
         torch.set_grad_enabled(gradients)
 
@@ -99,42 +105,52 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tenso
 
 
 def _grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call | None, *_: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call | None, *_: object
 ) -> Tensor:
     """Each expert applied to all rows, of which its own are taken: a graph has no sizes of groups.
 
-    Rows of 0 in place of those that belong to nobody have no part in a scale.
+    Rows of 0 in place of padding rows have no part in a scale.
     """
     dtype = output_dtype(x)
-    fprop = call is not None and call.plan.fprop is not None
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    stops = offs.to(rows.dtype)
+    x = torch.where(rows < stops[-1], x, torch.zeros_like(x))
     if call is not None and STATE.region is not None:
         STATE.region.fp8_calls += 1
-    rows = torch.arange(x.shape[0], device=x.device)[:, None]
-    ends = offs.to(rows.dtype)
-    x = torch.where(rows < ends[-1], x, torch.zeros_like(x))
-    wide = torch.promote_types(dtype, torch.float32) if fprop else dtype
-    per_tensor = fprop and call.plan.x.per_tensor  # type: ignore[union-attr]
-    if fprop and not per_tensor:
-        assert call is not None, "it has a plan"
-        x = _round_trip(x.float(), call.plan.x, X, call)
+    wide = dtype
+    apply = _expert_in_high_precision
+    if call is not None and call.plan.fprop is not None:
+        wide = torch.promote_types(dtype, torch.float32)
+        plan = call.plan
+        if not plan.x.per_tensor:
+            x = _round_trip(x.float(), plan.x, X, call)
+        stored = stored_as(weight, plan.w)
+        apply = functools.partial(_expert_in_fp8, call, stored)
     y = torch.zeros((x.shape[0], weight.shape[1]), dtype=wide, device=x.device)
-    stored = fprop and stored_as(weight, call.plan.w)  # type: ignore[union-attr]
-    for index, one in enumerate(plain(weight).to(wide).unbind()):
-        if fprop and not stored:
-            assert call is not None, "it has a plan"
-            one = _round_trip(one, call.plan.w, W, call, part=index)
-        start = ends[index - 1] if index else 0
-        inside = (rows >= start) & (rows < ends[index])
-        of_expert = x
-        if per_tensor:
-            assert call is not None, "it has a plan"
-            of_expert = torch.where(inside, x, torch.zeros_like(x)).float()
-            of_expert = _round_trip(of_expert, call.plan.x, X, call, part=index)
-        product = of_expert.to(wide) @ one.t()
+    for expert, matrix in enumerate(plain(weight).to(wide).unbind()):
+        start = stops[expert - 1] if expert else 0
+        inside = (rows >= start) & (rows < stops[expert])
+        of_expert = apply(x, matrix, inside, expert)
         if bias is not None:
-            product = product + bias[index].to(wide)
-        y = torch.where(inside, product, y)
+            of_expert = of_expert + bias[expert].to(wide)
+        y = torch.where(inside, of_expert, y)
     return y.to(dtype)
+
+
+def _expert_in_high_precision(x: Tensor, matrix: Tensor, inside: Tensor, expert: int) -> Tensor:
+    return x.to(matrix.dtype) @ matrix.t()
+
+
+def _expert_in_fp8(
+    call: Call, stored: bool, x: Tensor, matrix: Tensor, inside: Tensor, expert: int
+) -> Tensor:
+    """One expert's GEMM of all rows; its scale per tensor is of the rows ``inside``."""
+    if not stored:
+        matrix = _round_trip(matrix, call.plan.w, W, call, expert=expert)
+    if call.plan.x.per_tensor:
+        x = torch.where(inside, x, torch.zeros_like(x)).float()
+        x = _round_trip(x, call.plan.x, X, call, expert=expert)
+    return x.to(matrix.dtype) @ matrix.t()
 
 
 def _norm(
@@ -143,8 +159,8 @@ def _norm(
     wide = torch.promote_types(x.dtype, torch.float32)
     x, gamma = x.to(wide), kind.gamma(weight).to(wide)
     if kind.center:
-        assert bias is not None, "LayerNorm has one"
-        y = F.layer_norm(x, x.shape[-1:], gamma, bias.to(wide), kind.eps)
+        beta = None if bias is None else bias.to(wide)
+        y = F.layer_norm(x, x.shape[-1:], gamma, beta, kind.eps)
     else:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + kind.eps) * gamma
     return y.to(dtype)
@@ -163,19 +179,27 @@ def _norm_linear(
     norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
-    how: NormLinearCall,
-) -> Any:
-    normed = normalize(x, norm_weight, norm_bias, how.norm, output_dtype(x))
-    y = _linear(normed, weight, bias, how.linear)
-    return (y, normed) if how.return_norm else y
+    calls: NormLinearCall,
+) -> Tensor | tuple[Tensor, Tensor]:
+    normed = normalize(x, norm_weight, norm_bias, calls.norm, output_dtype(x))
+    y = _linear(normed, weight, bias, calls.linear)
+    return (y, normed) if calls.return_norm else y
 
 
-def _norm_mlp(x: Tensor, *parameters_and_how: Any) -> Any:
-    norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, how = parameters_and_how
-    normed = normalize(x, norm_weight, norm_bias, how.norm, output_dtype(x))
-    h = _linear(normed, fc1_weight, fc1_bias, how.fc1)
-    y = _linear(activate(h, how.activation), fc2_weight, fc2_bias, how.fc2)
-    return (y, normed) if how.return_norm else y
+def _norm_mlp(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    calls: MlpCall,
+) -> Tensor | tuple[Tensor, Tensor]:
+    normed = normalize(x, norm_weight, norm_bias, calls.norm, output_dtype(x))
+    h = _linear(normed, fc1_weight, fc1_bias, calls.fc1)
+    y = _linear(activate(h, calls.activation), fc2_weight, fc2_bias, calls.fc2)
+    return (y, normed) if calls.return_norm else y
 
 
 def _dequantized(x: Float8Tensor) -> Tensor:
@@ -183,14 +207,16 @@ def _dequantized(x: Float8Tensor) -> Tensor:
     return _dequantize_linear(x.qdata, scale, axis).to(x.dtype)
 
 
-def _refused_attention(*args: Any) -> Tensor:
+def _refused_attention(*args: object) -> Tensor:
     raise NotImplementedError(
         "recipe must have fp8_dpa=False and fp8_mha=False inside onnx_export; got "
-        f"{args[-1].recipe}. ONNX has no attention in FP8: export under a recipe without it."
+        f"{getattr(args[-1], 'recipe', None)}. ONNX has no attention in FP8: export under a recipe "
+        "without it."
     )
 
 
-_TRANSLATIONS: tuple[tuple[type, Callable[..., Any]], ...] = (
+_Translations = tuple[tuple[type, Callable[..., object]], ...]
+_TRANSLATIONS: _Translations = (
     (gemm.LinearFunction, _linear),
     (grouped_function.GroupedFunction, _grouped_linear),
     (norm_function._Norm, _norm),
@@ -200,36 +226,39 @@ _TRANSLATIONS: tuple[tuple[type, Callable[..., Any]], ...] = (
     (float8_tensor._Dequantize, _dequantized),
     (fp8._Attention, _refused_attention),
 )
-"""Autograd functions, and what ONNX has operators for to run in place of each, with its arguments.
+"""Autograd functions, and for each a function of ONNX operators that runs in its place.
 
-The functions are the level to translate at. Their ops pad operands to what Hopper wants, and look
-up delayed scales when they run, of which ONNX is to see nothing."""
+The functions are the level to translate at: their ops pad operands for Hopper, and look up delayed
+scales when they run, and ONNX is to see neither."""
 
 
-def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, part: int = 0) -> Tensor:
+def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, expert: int = 0) -> Tensor:
     """``x`` in float32, quantized and dequantized; a matrix unless the scale is per tensor."""
-    scale = _delayed_scale(x, index, call, part) if call.plan.delayed else None
+    scale = _delayed_scale(x, index, call, expert) if call.plan.delayed else None
     if scale is None:
         scale = _scale(_amax(x, spec.block), spec, call.plan.amax_epsilon)
         if isinstance(call.recipe, DelayedScaling):
             scale = scale * 2.0**call.recipe.margin
     scale, axis = _as_onnx(scale, spec.block, x.shape)
+    # QuantizeLinear saturates an infinity, which the library's cast makes NaN: a forward casts to
+    # e4m3, which has no infinities.
+    x = torch.where(x.abs() == torch.inf, torch.nan, x)
     quantized = torch.onnx.ops.symbolic(
         "QuantizeLinear",
         (x, scale, _zero_point(scale, spec.fp8_dtype)),
-        axis,
+        {**axis},
         dtype=spec.fp8_dtype,
         shape=x.shape,
     )
     return _dequantize_linear(quantized, scale, axis)
 
 
-def _dequantize_linear(quantized: Tensor, scale: Tensor, axis: dict[str, Any]) -> Tensor:
+def _dequantize_linear(quantized: Tensor, scale: Tensor, axis: dict[str, int]) -> Tensor:
     zero_point = _zero_point(scale, quantized.dtype)
     return torch.onnx.ops.symbolic(
         "DequantizeLinear",
         (quantized, scale, zero_point),
-        axis,
+        {**axis},
         dtype=torch.float32,
         shape=quantized.shape,
     )
@@ -240,24 +269,25 @@ def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(scale).to(fp8_dtype)
 
 
-def _delayed_scale(x: Tensor, index: int, call: Call, part: int) -> Tensor | None:
-    """The scale of a tensor, or of an expert's part; None of an expert that has had no tokens.
+def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | None:
+    """The scale of a tensor, or of an expert's rows; None if the expert has had no tokens.
 
-    As in eager mode that one has the scale of what it gets.
+    In eager mode, too, such an expert has the scale of the rows that it gets.
     """
-    assert call.precision is not None, "every call of a module has one"
-    slots = call.precision.slots.get((call.recipe, STATE.autocast.group))
+    slots = None
+    if call.precision is not None:
+        slots = call.precision.slots.get((call.recipe, STATE.autocast.group))
     with _disable_current_modes():  # the values, not symbols
-        known = [] if slots is None else slots.have_scales(index).tolist()
-    if slots is None or not any(known):
+        has_scale = [] if slots is None else slots.have_scales(index).tolist()
+    if slots is None or not any(has_scale):
         raise ValueError(
             "model must have the scales of its delayed recipe before it is exported; got a layer "
             "without. Train it for a step, or run it under autocast(calibrating=True)."
         )
-    if not known[part]:
+    if not has_scale[expert]:
         return None
     with _disable_current_modes():
-        value = float(slots.pack.scale[slots.columns_of(index)[part]])
+        value = float(slots.pack.scale[slots.columns_of(index)[expert]])
     return torch.full((), value, dtype=torch.float32, device=x.device)
 
 
@@ -277,7 +307,8 @@ def _amax(x: Tensor, block: Sequence[int]) -> Tensor:
 
 def _scale(amax: Tensor, spec: Float8Spec, epsilon: float) -> Tensor:
     """``ops.reference.scale_from_amax`` without the bits of float32, which ONNX cannot touch."""
-    raised = amax.clamp(min=epsilon)
+    # As a maximum, since a clamp's other end would be the largest finite float32 in ONNX.
+    raised = torch.maximum(amax, torch.full_like(amax, epsilon))
     limit = largest(spec.fp8_dtype)
     if spec.scale_rule == "e8m0":
         floor = _power_of_two_below(raised / limit)
@@ -298,8 +329,8 @@ def _power_of_two_below(x: Tensor) -> Tensor:
 
 
 def _as_onnx(
-    scale: Tensor, block: Sequence[int], shape: Sequence[Any]
-) -> tuple[Tensor, dict[str, Any]]:
+    scale: Tensor, block: Sequence[int], shape: Sequence[int]
+) -> tuple[Tensor, dict[str, int]]:
     """Scales in the layout that ONNX wants, and the attributes of both nodes."""
     if tuple(block) == (-1, -1):
         return scale if scale.ndim == 0 else scale.reshape(()), {}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from float8lab import recipes
 
 __all__ = ["recipe_of"]
 
+_T = TypeVar("_T")
+
 
 def recipe_of(
-    recipe: Mapping[str, Any] | recipes.Recipe | recipes.Auto | str | None,
+    recipe: Mapping[str, object] | recipes.Recipe | recipes.Auto | str | None,
 ) -> recipes.Recipe | recipes.Auto | Literal["auto"]:
     """Make the recipe for ``convert_to_float8`` from one as plugins of frameworks take it.
 
@@ -57,9 +59,9 @@ def recipe_of(
     return kind(**fields)
 
 
-def _named(key: str, name: Any, known: Mapping[str, Any]) -> Any:
-    if name not in known:
+def _named(key: str, name: object, choices: Mapping[str, _T]) -> _T:
+    if not isinstance(name, str) or name not in choices:
         raise ValueError(
-            f"recipe[{key!r}] must be one of {', '.join(known)}; got {name!r}. Correct the name."
+            f"recipe[{key!r}] must be one of {', '.join(choices)}; got {name!r}. Correct the name."
         )
-    return known[name]
+    return choices[name]

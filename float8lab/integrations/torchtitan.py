@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from float8lab.arguments import needs
 from float8lab.distributed.comm import TensorParallel
@@ -12,6 +12,7 @@ from float8lab.distributed.shard_map import ShardMap
 from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn import Linear, conversion_report, convert_to_float8
 from float8lab.ops import compute_intensive_ops
+from float8lab.recipes import Auto, Recipe
 
 with needs("float8lab.integrations.torchtitan", "torchtitan", '"float8lab[torchtitan]"'):
     from torchtitan.components.quantization import QuantizationConverter
@@ -19,6 +20,9 @@ with needs("float8lab.integrations.torchtitan", "torchtitan", '"float8lab[torcht
     from torchtitan.tools.logging import logger
 
 __all__ = ["Float8Converter", "Float8SelectiveAC"]
+
+RecipeOrName = Recipe | Auto | str | dict[str, object] | None
+"""A recipe, its name, or a mapping of plain values."""
 
 
 class Float8Converter(QuantizationConverter):
@@ -34,23 +38,23 @@ class Float8Converter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        recipe: Any = None
+        recipe: RecipeOrName = None
         exclude: list[str] = field(default_factory=lambda: ["lm_head"])
-        overrides: dict[str, Any] = field(default_factory=dict)
+        overrides: dict[str, RecipeOrName] = field(default_factory=dict)
         strict: bool = False
         fp8_all_gather: bool = True
 
-        def to_dict(self) -> dict[str, Any]:
+        def to_dict(self) -> dict[str, object]:
             """Every field as text, since a recipe is no plain value."""
-            return {part.name: str(getattr(self, part.name)) for part in fields(self)}
+            return {f.name: str(getattr(self, f.name)) for f in fields(self)}
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
         """Return the model's configuration, of a class derived from its own."""
-        parts = {part.name: getattr(model_config, part.name) for part in fields(model_config)}
-        return _float8_model(type(model_config)._owner).Config(**parts, float8=self.config)
+        values = {f.name: getattr(model_config, f.name) for f in fields(model_config)}
+        return _float8_model(type(model_config)._owner).Config(**values, float8=self.config)
 
 
 @functools.cache
@@ -65,16 +69,17 @@ def _float8_model(model: Any) -> Any:
         def __init__(self, config: Config) -> None:
             super().__init__(config)
             self.apply(lambda m: m._cache_pos_arg_names())  # shardings name the plain forward's
-            how = {n: getattr(config.float8, n) for n in Float8Converter.Config.__annotations__}
-            how["overrides"] = {name: _recipe(r) for name, r in how["overrides"].items()}
-            convert_to_float8(self, _recipe(how.pop("recipe")), **how)
+            names = Float8Converter.Config.__annotations__
+            options = {name: getattr(config.float8, name) for name in names}
+            options["overrides"] = {name: _recipe(r) for name, r in options["overrides"].items()}
+            convert_to_float8(self, _recipe(options.pop("recipe")), **options)
             logger.info("float8lab:\n%s", conversion_report(self))
 
         def parallelize(self, parallel_dims: Any) -> None:
-            """Have layers whose weights become plain shards scale by the whole weights' amaxes."""
-            wholes = {m: m.weight.shape for m in self.modules() if isinstance(m, Linear)}
+            """Scale weights that become plain shards by the amaxes of the unsharded weights."""
+            unsharded = {m: m.weight.shape for m in self.modules() if isinstance(m, Linear)}
             super().parallelize(parallel_dims)
-            for layer, (rows, columns) in wholes.items():
+            for layer, (rows, columns) in unsharded.items():
                 if layer.weight.shape != (rows, columns):
                     mode = "row" if layer.weight.shape[0] == rows else "column"
                     group = parallel_dims.get_mesh("tp").get_group()
@@ -87,9 +92,11 @@ def _float8_model(model: Any) -> Any:
     return Float8Model
 
 
-def _recipe(said: Any) -> Any:
-    is_name = isinstance(said, str) and said != "auto"
-    return None if said is None else recipe_of({"name": said} if is_name else said)
+def _recipe(recipe: RecipeOrName) -> Recipe | Auto | Literal["auto"] | None:
+    if recipe is None:
+        return None
+    is_name = isinstance(recipe, str) and recipe != "auto"
+    return recipe_of({"name": recipe} if is_name else recipe)
 
 
 class Float8SelectiveAC(SelectiveAC):
@@ -99,6 +106,6 @@ class Float8SelectiveAC(SelectiveAC):
     class Config(SelectiveAC.Config):
         pass
 
-    def get_save_ops(self) -> set[Any]:
+    def get_save_ops(self) -> set[object]:
         """The ops whose results are saved."""
         return {*super().get_save_ops(), *compute_intensive_ops()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from float8lab.recipes import Auto, Recipe
 with needs("float8lab.integrations.transformers", "Transformers", '"float8lab[transformers]"'):
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.pytorch_utils import Conv1D
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -47,9 +47,9 @@ class Float8Conv1D(OtherLinear, Conv1D):
     original = Conv1D
 
     @staticmethod
-    def matrix(layer: Any) -> Tensor:
+    def matrix(layer: nn.Module) -> Tensor:
         """The weight as ``[out, in]``."""
-        return layer.weight.t()
+        return cast("Tensor", layer.weight).t()
 
     @staticmethod
     def from_matrix(matrix: Tensor) -> Tensor:
@@ -85,40 +85,58 @@ class Float8Callback(TrainerCallback):
         self.recipe, self.options = recipe, options
         self._run = ""
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: TrainingArguments,
+    ) -> None:
         """Convert the model."""
-        self._convert(kwargs.get("model"), state)
+        self._convert(_model(kwargs), state)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: TrainingArguments,
+    ) -> None:
         """Convert a model that is new; take over the state of delayed scaling of a checkpoint."""
-        model = kwargs["model"]
+        model = _model(kwargs)
         self._convert(model, state)
-        found = [precision.recipe for precision in precisions_below(model)]
-        if not any(recipe is not None and recipe.linear.delayed for recipe in found):
+        recipes = [precision.recipe for precision in precisions_below(model)]
+        if not any(recipe is not None and recipe.linear.delayed for recipe in recipes):
             return
         if state.global_step:
             self._load(model, args, state)
-        # Checkpoints of one number, of several runs in one folder, are told apart by this.
+        # This tells checkpoints of several runs in one folder, with the same number.
         self._run = uuid.uuid4().hex
         state.stateful_callbacks[_KEY] = {"run": self._run}
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: TrainingArguments,
+    ) -> None:
         """Write the state of delayed scaling; a collective, as ``ScalingState`` is."""
-        scaling = ScalingState(kwargs["model"]).state_dict()
+        scaling = ScalingState(_model(kwargs)).state_dict()
         folder = _folder(args, state)
         if scaling and args.should_save and folder.is_dir():  # a search has other folders
             save_file(scaling, folder / SCALING_NAME, metadata={"run": self._run})
 
-    def _convert(self, model: nn.Module | None, state: Any) -> None:
+    def _convert(self, model: nn.Module | None, state: TrainerState) -> None:
         if model is None or any(precisions_below(model)):
             return
         convert_to_float8(model, self.recipe, **self.options)
         if state.is_world_process_zero:
             print(f"Float8Callback:\n{conversion_report(model)}")
 
-    def _load(self, model: nn.Module, args: Any, state: Any) -> None:
-        wanted = state.stateful_callbacks.get(_KEY)
-        if wanted is None:
+    def _load(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
+        saved = state.stateful_callbacks.get(_KEY)
+        if saved is None:
             if state.is_world_process_zero:
                 print("Float8Callback: the checkpoint has no scales; they start from the tensors")
             return
@@ -129,7 +147,7 @@ class Float8Callback(TrainerCallback):
             if not file.exists():
                 continue
             with safe_open(file, "pt") as opened:
-                if opened.metadata() == wanted:
+                if opened.metadata() == saved:
                     scaling = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
                     ScalingState(model).load_state_dict(scaling)
                     return
@@ -140,6 +158,11 @@ class Float8Callback(TrainerCallback):
         )
 
 
-def _folder(args: Any, state: Any) -> Path:
+def _model(kwargs: dict[str, object]) -> nn.Module:
+    """The model that a Trainer passes to its callbacks, as all but ``on_init_end`` may rely on."""
+    return cast("nn.Module", kwargs.get("model"))
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     """The folder of the checkpoint of the present step."""
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

@@ -1,19 +1,10 @@
-"""Casts of a linear layer's operands.  M tokens, N out features, K in features.
-
-An operand is FP8 data, padded so that every dimension is a multiple of ``ALIGN``, and its decode
-scales. What is cast is a matrix or a ``Prologue``, a matrix that is computed on the way and never
-written. Of a mixture of experts it is either with the ends of the experts' rows, ``Groups``, or the
-weights of all experts, a tensor ``[E, N, K]`` whose matrices are cast each by itself: where blocks
-and scales are spoken of, they are each matrix's. ``ops/reference/grouped.py`` says how groups are
-laid out.
-"""
+"""The operands of a linear layer: casts that layers share, weights that are kept."""
 
 from __future__ import annotations
 
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -24,38 +15,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.distributed.offload import WEIGHT_CASTS
 from float8lab.formats import Spec
-from float8lab.nn.in_graph import cast_in_graph
-from float8lab.nn.precision import DY, Call, W, X
+from float8lab.nn.precision import Call
+from float8lab.nn.quantize import Matrix
+from float8lab.nn.scales import DY, DelayedScales, W, X
 from float8lab.ops import (
     Groups,
-    Prologue,
-    amax_op,
-    cast_groups_op,
-    cast_op,
-    prologue_shape,
     round_up,
     transpose_op,
 )
-from float8lab.ops.declare import planned
 from float8lab.ops.grouped import groups_of_rows
 from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.ops.reference import ALIGN
-from float8lab.recipes.delayed import Factors, QuantParams, own_amax
-from float8lab.recipes.recipe import LinearPlan, Recipe
+from float8lab.recipes.delayed import QuantParams, own_amax
+from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import version_of
 
 __all__ = [
     "InputSource",
-    "Matrix",
-    "Operand",
-    "Orientations",
-    "Quantized",
     "WeightSource",
     "amaxes_of_shards",
-    "cast",
-    "cast_by",
     "input_source",
     "kept_transpose",
     "note_weight",
@@ -70,201 +50,8 @@ __all__ = [
     "show_input",
     "spec_of_experts",
     "stored_as",
-    "value_of",
     "weight_source",
 ]
-
-Matrix = Tensor | Prologue | Groups
-"""A matrix to be cast: written, computed on the way, or of experts' rows."""
-
-
-def cast(
-    x: Matrix,
-    spec: Spec | None,
-    index: int,
-    call: Call,
-    *,
-    columnwise: Spec | None = None,
-    dbias: bool = False,
-    align: int = ALIGN,
-    amax: Tensor | None = None,
-) -> Quantized:
-    """x in FP8, in one orientation or both, from one read where both are cast alike.
-
-    Args:
-        x: what is cast.
-        spec: how x is cast; None where it is not wanted.
-        index: which of the layer's tensors it is.
-        call: of the layer.
-        columnwise: how the transpose is cast, in blocks of its own rows; or None.
-        dbias: the sums over the rows of x are wanted, too.
-        align: the sizes of the result are multiples of it.
-        amax: of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
-
-    Returns:
-        The casts; what is not asked for is None, or empty.
-    """
-    plan = call.plan
-    params: QuantParams | None = None
-    if call.shards is not None and not plan.delayed:
-        dim = call.shards.sharded_dim(index)
-        if dim is not None:
-            return _cast_shard(x, spec, columnwise, index, call, amax, dbias=dbias, align=align)
-    if not torch.compiler.is_compiling():
-        if plan.delayed:
-            params = call.known[index] or call.scale(index, x)
-    elif not plan.delayed:
-        shares_amax = _share_matrix_amax(spec, columnwise)
-        amax = _amax_in_graph(x, index) if shares_amax and isinstance(x, Tensor) else None
-        if amax is not None:
-            params = QuantParams(Factors(None, amax), None)  # type: ignore[arg-type]
-    elif spec is not None and columnwise is not None and spec != columnwise:
-        rowwise = cast(x, spec, index, call, dbias=dbias, align=align)
-        transpose = cast(x, None, index, call, columnwise=columnwise, align=align)
-        return rowwise._replace(columnwise=transpose.columnwise)
-    else:
-        matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
-        wanted = spec is not None, columnwise is not None, dbias
-        fp8_dtype = (spec or columnwise).fp8_dtype  # type: ignore[union-attr]  # one of the two
-        q, scale, encode, q_t, total = cast_in_graph(
-            matrix, index, call, fp8_dtype, align, *wanted,
-            offs=x.offs if isinstance(x, Groups) else None,
-        )  # fmt: skip
-        if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
-            scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
-        return Quantized(Operand(q, scale), Operand(q_t, scale), encode, total)
-    if call.shards is not None:
-        return _cast_alone(x, spec, columnwise, call, params, dbias, align)
-    return cast_by(x, spec, columnwise, plan, params, dbias=dbias, align=align)
-
-
-def cast_by(
-    x: Matrix,
-    spec: Spec | None,
-    columnwise: Spec | None,
-    plan: LinearPlan,
-    params: QuantParams | None = None,
-    *,
-    dbias: bool = False,
-    align: int = ALIGN,
-) -> Quantized:
-    """``cast``, which here depends on nothing but the arguments.
-
-    In backward it requantizes what the forward has cast. A scale that a cast has made of an amax
-    does not tell the encode factor exactly, and the amax does.
-    """
-    if spec is not None and columnwise is not None and spec != columnwise:
-        rowwise = cast_by(x, spec, None, plan, params, dbias=dbias, align=align)
-        transpose = cast_by(x, None, columnwise, plan, params, align=align)
-        return rowwise._replace(columnwise=transpose.columnwise)
-    how = spec or columnwise
-    assert how is not None, "one of the two"
-    offs = given = own_scale = slot = tiles = None
-    is_batch = isinstance(x, Tensor) and x.ndim == 3
-    inputs: Sequence[Tensor]
-    if isinstance(x, Tensor):
-        prologue, inputs, dtype = "", (x,), x.dtype
-    elif isinstance(x, Prologue):
-        prologue, inputs, dtype, given = x
-    else:
-        prologue, inputs, dtype, offs, tiles = x
-    if params is not None:
-        (own_scale, given, *_), slot = params
-    whole = how.block == (-1, -1)
-    if not (how.shares_matrix_amax or plan.delayed):
-        given = None
-    rule = "encode" if plan.delayed else how.scale_rule, float(plan.epsilon)
-    rest = spec is not None, columnwise is not None, dbias, given, slot
-    if is_batch or offs is not None:
-        results = cast_groups_op(
-            prologue, inputs, dtype, offs, how.fp8_dtype, how.block, *rule, *rest, tiles
-        )
-    else:
-        results = cast_op(prologue, inputs, dtype, how.fp8_dtype, how.block, *rule, align, *rest)
-    q, scale, found, q_t, scale_t, total = results
-    if plan.delayed:
-        scale = scale_t = own_scale
-        factor = given
-    else:
-        factor = (found if given is None else given) if whole else None
-    return Quantized(
-        None if q is None else Operand(q, scale),
-        None if q_t is None else Operand(q_t, scale_t),
-        factor, total,
-    )  # fmt: skip
-
-
-def _cast(
-    x: Matrix,
-    spec: Spec | None,
-    columnwise: Spec | None,
-    recipe: Recipe,
-    params: QuantParams | None,
-    dbias: bool,
-    align: int,
-) -> Quantized:
-    return cast_by(x, spec, columnwise, recipe.linear, params, dbias=dbias, align=align)
-
-
-_planned_cast = planned(_cast)
-
-
-def _cast_alone(
-    x: Matrix, spec: Spec | None, columnwise: Spec | None, call: Call, *rest: Any
-) -> Quantized:
-    """``cast_by`` as a plan of its own: a collective separates it from the GEMM."""
-    on_gpu = (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
-    made: Quantized = (_planned_cast if on_gpu else _cast)(x, spec, columnwise, call.recipe, *rest)
-    return made
-
-
-def _cast_shard(
-    x: Matrix,
-    spec: Spec | None,
-    columnwise: Spec | None,
-    index: int,
-    call: Call,
-    amax: Tensor | None,
-    *,
-    dbias: bool,
-    align: int,
-) -> Quantized:
-    """``cast`` of a shard, with the bytes that the cast of the unsharded matrix gives it.
-
-    The amax of a block that spans the sharded dimension is the largest over ranks. No other block
-    crosses shards: such tokens are gathered before, and such features run in high precision.
-    """
-    parallel = call.shards
-    assert parallel is not None, "of a sharded layer"
-    dim = parallel.sharded_dim(index)
-    assert dim is not None, "of a shard"
-    params: QuantParams | None = None
-    if _share_matrix_amax(spec, columnwise):
-        amax = parallel.amax(own_amax(x)) if amax is None else amax
-        params = QuantParams(Factors(None, amax), None)  # type: ignore[arg-type]
-    rowwise_spans, columnwise_spans = _spans(spec, dim), _spans(columnwise, 1 - dim)
-    if not (rowwise_spans or columnwise_spans):
-        return _cast_alone(x, spec, columnwise, call, params, dbias, align)
-    sums = None
-    if dbias:
-        sums = _sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
-    made = Quantized(dbias=sums)
-    if spec is not None and rowwise_spans:
-        made = made._replace(rowwise=_cast_spanning(x, spec, call, align, is_columnwise=False))
-    elif spec is not None:
-        made = _cast_alone(x, spec, None, call, params, False, align)._replace(dbias=sums)
-    if columnwise is not None:
-        if columnwise_spans:
-            operand = _cast_spanning(x, columnwise, call, align, is_columnwise=True)
-        else:
-            operand = _cast_alone(x, None, columnwise, call, params, False, align).columnwise
-        made = made._replace(columnwise=operand)
-    return made
-
-
-def value_of(x: Matrix) -> Tensor:
-    """A matrix in high precision, computed if it is not written."""
-    return x if isinstance(x, Tensor) else x.value()
 
 
 def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
@@ -274,88 +61,12 @@ def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | No
     """
     plan, parallel = call.plan, call.comm.parallel
     assert parallel is not None, "of a sharded layer"
-    per_tensor = plan.x.per_tensor and plan.w.per_tensor and not plan.delayed and plan.fprop
+    per_tensor = plan.x.per_tensor and plan.w.per_tensor and plan.fprop is not None
     alone = isinstance(weight, Float8Tensor) or call.first_microbatch is not None
-    if not per_tensor or alone or parallel.sharded_dim(X) is None:
+    if not per_tensor or call.scales.are_given or alone or parallel.sharded_dim(X) is None:
         return None, None
     amaxes = parallel.amax(torch.cat([own_amax(x), own_amax(weight)]))
     return amaxes[:1], amaxes[1:]
-
-
-def _shape(x: Tensor | Prologue) -> tuple[int, ...]:
-    return prologue_shape(*x[:2]) if isinstance(x, Prologue) else tuple(x.shape)
-
-
-def _spans(spec: Spec | None, dim: int) -> bool:
-    """Whether blocks, other than of the whole matrix, span a dimension of the operand."""
-    return spec is not None and spec.spans(dim)
-
-
-def _share_matrix_amax(*specs: Spec | None) -> bool:
-    return any(spec is not None and spec.shares_matrix_amax for spec in specs)
-
-
-def _cast_spanning(
-    x: Matrix, spec: Spec, call: Call, align: int, *, is_columnwise: bool
-) -> Operand:
-    """One orientation of a shard whose blocks span the dimension that ranks share.
-
-    Rows of experts that are padding are taken for zeros. The weights of experts are cast below
-    each other, each padded to whole blocks.
-    """
-    if isinstance(x, Groups):
-        matrix = x.owned()
-        q, scale = _cast_spanning(matrix, spec, call, align, is_columnwise=is_columnwise)
-        return Operand(q[: len(matrix)], scale[: len(matrix)])
-    if isinstance(x, Tensor) and x.ndim == 3:
-        each, rows_of_block = x.mT if is_columnwise else x, spec.block[0]
-        E, rows, _ = each.shape
-        below = F.pad(each, (0, 0, 0, round_up(rows, max(rows_of_block, align)) - rows))
-        q, scale = _cast_spanning(below.flatten(0, 1), spec, call, align, is_columnwise=False)
-        rows = round_up(rows, align)
-        q = q.view(torch.uint8).unflatten(0, (E, -1))[:, :rows].contiguous().view(q.dtype)
-        scales = scale.unflatten(0, (E, -1))[:, : -(-rows // rows_of_block)]
-        return Operand(q, scales.contiguous())
-    assert call.shards is not None, "of a sharded layer"
-    prologue, inputs, dtype = x[:3] if isinstance(x, Prologue) else ("", (x,), x.dtype)
-    amaxes = amax_op(prologue, inputs, dtype, spec.block[::-1] if is_columnwise else spec.block)
-    amaxes = call.shards.amax(amaxes.t() if is_columnwise else amaxes)
-    shape = _shape(x)[::-1] if is_columnwise else _shape(x)
-    down, across = spec.scale_shape(tuple(round_up(n, align) for n in shape))
-    pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
-    q, scale, _, q_t, scale_t, _ = cast_op(
-        prologue, inputs, dtype, spec.fp8_dtype, spec.block, spec.scale_rule,
-        float(call.plan.epsilon), align, not is_columnwise, is_columnwise, False,
-        F.pad(amaxes, pad), None,
-    )  # fmt: skip
-    return Operand(q_t, scale_t) if is_columnwise else Operand(q, scale)
-
-
-def _sums_of_groups(x: Groups) -> Tensor:
-    """The sums over the rows of each group, ``[E, K]``, float32."""
-    (value,), offs = x.inputs, x.offs
-    assert offs is not None, "of groups"
-    row = torch.arange(value.shape[0], device=value.device, dtype=offs.dtype)
-    total = value.new_zeros((offs.shape[0] + 1, value.shape[1]), dtype=torch.float32)
-    return total.index_add_(0, torch.searchsorted(offs, row, right=True), value.float())[:-1]
-
-
-def _amax_in_graph(x: Tensor, index: int) -> Tensor | None:
-    """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it.
-
-    A compiler finds it in the loop that computes the matrix; the op has to read the matrix for it.
-    By rows, as norms are, or the compiler makes two loops. A weight is computed by nothing. Short
-    rows make Inductor hold whole ones in registers: right for a norm, but a costly gradient, such
-    as that of rotary embedding, took three times as long on an H200.
-    """
-    short = index == DY and x.shape[1] <= _SHORT_ROWS
-    if index == W or short or not x.numel():
-        return None
-    return x.abs().amax(1).amax().float().view(1, 1)
-
-
-_SHORT_ROWS = 1024
-"""Inductor's reductions of up to so many are "persistent"."""
 
 
 class InputSource(NamedTuple):
@@ -385,26 +96,21 @@ def input_source(
     if not any(specs):
         return InputSource()
     if torch.compiler.is_compiling():
-        return InputSource(quantized=_input_cast(x, specs, call, amax))
+        return InputSource(quantized=call.scales.quantize(x, X, *specs))
     key = _input_key(x, inp, specs, call)
     last = _SHARED.last
     if key is not None and last is not None and last[0]() is inp and last[1] == key:
         return InputSource(quantized=last[2])
     if call.shards is not None:
-        return InputSource(quantized=_input_cast(x, specs, call, amax), key=key)
-    params = call.known[X] or call.scale(X, x) if call.plan.delayed else None
-    return InputSource(params, key=key)
-
-
-def _input_cast(x: Matrix, specs: Orientations, call: Call, amax: Tensor | None) -> Quantized:
-    return cast(x, specs.rowwise, X, call, columnwise=specs.columnwise, amax=amax)
+        return InputSource(quantized=call.scales.quantize(x, X, *specs, amax=amax), key=key)
+    return InputSource(call.scales.params(X, x), key=key)
 
 
 def _input_key(
     x: Matrix, inp: Tensor | None, specs: Orientations, call: Call
 ) -> tuple[Any, ...] | None:
     """All that the cast of an input depends on; None if no other layer may have it."""
-    if inp is None or call.plan.delayed or not all(specs):
+    if inp is None or call.scales.are_given or not all(specs):
         return None
     node = inp.grad_fn
     if node is None or (inp.is_cuda and capturing()):
@@ -549,7 +255,7 @@ def recast(weight: Tensor, spec: Spec) -> str | None:
 def _warn_of_recast(weight: Tensor, call: Call) -> None:
     """Say once a module that its weight's bytes are not the operand."""
     precision, found = call.precision, recast(weight, call.plan.w)
-    if found is None or precision is None or precision.warned_of_recast:
+    if found is None or precision.warned_of_recast:
         return
     precision.warned_of_recast = True
     warnings.warn(
@@ -597,10 +303,9 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
     if graph or (is_sharded and call.first_microbatch is None):
-        return WeightSource(quantized=cast(weight, call.plan.w, W, call, amax=amax))
-    if call.first_microbatch is None or call.precision is None:
-        params = call.known[W] or call.scale(W, weight) if call.plan.delayed else None
-        return WeightSource(weight, params)
+        return WeightSource(quantized=call.scales.quantize(weight, W, call.plan.w, amax=amax))
+    if call.first_microbatch is None:
+        return WeightSource(weight, call.scales.params(W, weight))
     return WeightSource(quantized=Quantized(_kept_weight(weight, call)))
 
 
@@ -610,7 +315,7 @@ def outlives_step(weight: Tensor, call: Call) -> bool:
     It is where the weight is stored in FP8, and where it is kept from one microbatch to the next.
     """
     graph = torch.compiler.is_compiling()
-    is_kept = not graph and call.first_microbatch is not None and call.precision is not None
+    is_kept = not graph and call.first_microbatch is not None
     if not isinstance(weight, Float8Tensor):
         return is_kept
     return is_kept or graph or call.shards is not None or stored_as(weight, call.plan.w)
@@ -631,18 +336,18 @@ def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:
     """The cast of a weight that is kept over microbatches."""
-    precision, kept = call.precision, call.precision.weight_cast  # type: ignore[union-attr]
+    precision, scales, kept = call.precision, call.scales, call.precision.weight_cast
     if not call.first_microbatch and kept is not None and kept.fits(weight, call.recipe):
-        if kept.factors is not None:
-            call.known[W] = QuantParams(kept.factors, None)
+        if isinstance(scales, DelayedScales) and kept.params is not None:
+            scales.known[W] = kept.params
         return kept.operand
     with torch.inference_mode(False), torch.no_grad():  # training may use it next
-        operand: Operand = cast(weight, call.plan.w, W, call).rowwise
-    params = call.known[W]
-    precision.weight_cast = _WeightCast(  # type: ignore[union-attr]
-        weakref.ref(weight), version_of(weight), call.recipe, operand,
-        None if params is None else params.factors, [],
-    )  # fmt: skip
+        operand: Operand = scales.quantize(weight, W, call.plan.w).rowwise
+    params = scales.known[W] if isinstance(scales, DelayedScales) else None
+    params = params and params._replace(amax_slot=None)
+    precision.weight_cast = _WeightCast(
+        weakref.ref(weight), version_of(weight), call.recipe, operand, params, []
+    )
     return operand
 
 
@@ -653,8 +358,8 @@ class _WeightCast(NamedTuple):
     version: int
     recipe: Recipe
     operand: Operand
-    factors: Factors | None
-    """Under delayed scaling."""
+    params: QuantParams | None
+    """Its scale under delayed scaling."""
     transposes: list[Operand]
     """Its transpose, once a backward of experts has made it."""
 
@@ -679,5 +384,5 @@ def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | Non
 
 def _kept_cast(q: Tensor, call: Call) -> _WeightCast | None:
     """The cast that is kept from one microbatch to the next, if ``q`` are its FP8 data."""
-    kept: _WeightCast | None = None if call.precision is None else call.precision.weight_cast
+    kept: _WeightCast | None = call.precision.weight_cast
     return kept if kept is not None and kept.operand.data is q else None

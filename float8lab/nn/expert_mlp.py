@@ -22,8 +22,8 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.expert_parallel import (
     check_held_experts,
-    experts_here,
     held_experts,
+    local_experts,
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
@@ -59,7 +59,7 @@ def layers_here(layers: tuple[Layer, Layer]) -> tuple[Layer, Layer]:
     if not is_dtensor(layers[0][0]):
         return layers
     (w1, b1), (w2, b2) = layers
-    return (experts_here(w1), experts_here(b1)), (experts_here(w2), experts_here(b2))
+    return (local_experts(w1), local_experts(b1)), (local_experts(w2), local_experts(b2))
 
 
 def like(y: Tensor, x: Tensor) -> Tensor:

@@ -123,8 +123,7 @@ def _wants_amax(call: Call, *, needs_dw: bool, return_norm: bool) -> bool:
     plan = call.plan
     if return_norm or plan.x.block != (-1, -1) or not (plan.fprop or (needs_dw and plan.wgrad)):
         return False
-    # A compiled graph has no slots: its cast finds them when it runs.
-    return not plan.delayed or (call.slots is not None and call.asks_for_values(X))
+    return call.scales.uses_amax(X)
 
 
 class _NormLinear(Float8Function):

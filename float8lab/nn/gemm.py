@@ -34,14 +34,8 @@ from float8lab.distributed.comm import Gemm, GemmTask, OneGpu, TokenShard
 from float8lab.distributed.offload import WEIGHT_CASTS
 from float8lab.formats import E8M0
 from float8lab.nn.casts import (
-    Matrix,
-    Operand,
-    Orientations,
-    Quantized,
     WeightSource,
     amaxes_of_shards,
-    cast,
-    cast_by,
     input_source,
     kept_transpose,
     note_weight,
@@ -51,11 +45,12 @@ from float8lab.nn.casts import (
     show_cast,
     show_gemm,
     show_input,
-    value_of,
     weight_source,
 )
 from float8lab.nn.main_grad import accumulate
-from float8lab.nn.precision import DY, Call, W, X
+from float8lab.nn.precision import Call
+from float8lab.nn.quantize import Matrix, quantize, value_of
+from float8lab.nn.scales import DY, ScaleSource, W, X
 from float8lab.ops import (
     Groups,
     Offsets,
@@ -65,6 +60,7 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.ops.declare import planned
+from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
@@ -112,17 +108,17 @@ class Saved(NamedTuple):
     w_requant: Tensor | None = None
     """What requantizes the weight, beside its scale."""
 
-    @property
-    def x_factors(self) -> Factors:
-        """The factors that requantize a prologue."""
-        return Factors(self.x_scale, self.x_requant)  # type: ignore[arg-type]
+    def x_params(self, scales: ScaleSource) -> QuantParams:
+        """What requantizes a prologue, or scales the FP8 data of a matrix."""
+        factors = Factors(self.x_scale, self.x_requant)  # type: ignore[arg-type]
+        return QuantParams(factors, None, scales.are_given)
 
-    @property
-    def w_params(self) -> QuantParams | None:
-        """The factors that requantize the weight, or scale its FP8 data; None without either."""
+    def w_params(self, scales: ScaleSource) -> QuantParams | None:
+        """What requantizes the weight, or scales its FP8 data; None without either."""
         if self.w_scale is None:
             return None
-        return QuantParams(Factors(self.w_scale, self.w_requant), None)  # type: ignore[arg-type]
+        factors = Factors(self.w_scale, self.w_requant)  # type: ignore[arg-type]
+        return QuantParams(factors, None, scales.are_given)
 
 
 def unpack(tensors: Sequence[Tensor | None]) -> tuple[Saved, ...]:
@@ -351,13 +347,14 @@ def _fprop(
         keep_gathered: x is wanted as multiplied, gathered over ranks.
     """
     plan, (rowwise, columnwise) = recipe.linear, specs
+    epsilon = float(plan.epsilon)
     if x_quantized is None:
         x_quantized = Quantized()
         if rowwise or columnwise:
-            x_quantized = cast_by(x, rowwise, columnwise, plan, x_params)
+            x_quantized = quantize(x, rowwise, columnwise, x_params, epsilon)
     w_quantized = weight.quantized or Quantized()
     if weight.high_precision is not None:
-        w_quantized = cast_by(weight.high_precision, plan.w, None, plan, weight.params)
+        w_quantized = quantize(weight.high_precision, plan.w, None, weight.params, epsilon)
     if plan.fprop is None:
         return _Fprop(None, x_quantized, w_quantized)
     a, b = x_quantized.rowwise, w_quantized.rowwise
@@ -407,12 +404,13 @@ def recompute_forward(
     value: Tensor | Prologue = x
     if call.comm.gathers_x_first:
         value = call.comm.gather(x.value())
-    x_quantized = cast_by(value, plan.fprop.left, None, plan, QuantParams(saved.x_factors, None))
+    scales = call.scales
+    x_quantized = quantize(value, plan.fprop.left, None, saved.x_params(scales), scales.epsilon)
     if saved.w is not None and saved.w_scale is not None:
         source = WeightSource(quantized=Quantized(Operand(saved.w, saved.w_scale)))
     else:
         assert saved.weight is not None, "the policy keeps it"
-        params = saved.w_params
+        params = saved.w_params(scales)
         if params is None:
             source = weight_source(saved.weight, call)
         else:
@@ -471,7 +469,7 @@ class Gradient:
             high = value_of(x)
             self.dbias = high.float().sum(0) if sums else None
             x, sums = call.comm.gather(high, backward=True), False
-        made = cast(x, specs.rowwise, DY, call, columnwise=specs.columnwise, dbias=sums)
+        made = call.scales.quantize(x, DY, *specs, dbias=sums)
         self.rowwise = made.rowwise if specs.rowwise else None
         if specs.columnwise:
             block = specs.columnwise.block
@@ -528,7 +526,8 @@ class _WgradInput(NamedTuple):
     prologue: Prologue | None
     data: Tensor | None
     """The columnwise FP8 data, or the matrix in high precision; else there is a prologue."""
-    factors: Factors
+    params: QuantParams
+    """The scale of these data, or what requantizes the prologue."""
     operand: Operand | TokenShard | None
     """The operand itself, of a sharded layer."""
     dtype: torch.dtype
@@ -587,13 +586,13 @@ def backward(
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
             operand = _wgrad_operand(x, saved, call)
         dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
-        for_dw = _WgradInput(x, saved.x, saved.x_factors, operand, dw_dtype)
+        for_dw = _WgradInput(x, saved.x, saved.x_params(call.scales), operand, dw_dtype)
     if needs[0]:
         for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=offsets is not None)
     db_dtype = dtypes[2] if needs[2] else None
     if isinstance(dy, Tensor):
         run: Any = _planned_gradients if dy.is_cuda else _gradients
-        params = _gradient_params(dy, call, needs, offsets) if call.plan.delayed else None
+        params = _gradient_params(dy, call, needs, offsets) if call.scales.are_given else None
         context = shape, call.recipe, None, offsets, call.comm
         made = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
@@ -625,10 +624,10 @@ def _wgrad_operand(x: Prologue | None, saved: Saved, call: Call) -> Operand | To
         if comm.gathers_x_first:
             matrix = comm.gather(value_of(matrix))
         if saved.x_scale is None:
-            operand = cast(matrix, None, X, call, columnwise=right).columnwise
+            operand = call.scales.quantize(matrix, X, None, right).columnwise
         else:
-            params = QuantParams(saved.x_factors, None)
-            operand = cast_by(matrix, None, right, plan, params).columnwise
+            params = saved.x_params(call.scales)
+            operand = quantize(matrix, None, right, params, call.scales.epsilon).columnwise
     if comm.keeps_gathered:
         return operand
     found: Operand | TokenShard = comm.token_operand(operand, right.block, backward=False)
@@ -641,14 +640,14 @@ def _gradient_params(
     """The quantization parameters of dy under delayed scaling, if anything casts it."""
     if not any(_gradient_specs(call.plan, needs_dx=needs[0], needs_dw=needs[1])):
         return None
-    return call.known[DY] or call.scale(DY, dy if offsets is None else Groups.of(dy, offsets))
+    return call.scales.params(DY, dy if offsets is None else Groups.of(dy, offsets))
 
 
 def _dgrad_weight(
     dy: Tensor | Gradient, saved: Saved, call: Call, dtype: torch.dtype, *, in_groups: bool
 ) -> _DgradWeight:
     """The weight as dgrad will take it; cast now, where other ranks or a graph take part."""
-    plan, params = call.plan, saved.w_params
+    plan, params = call.plan, saved.w_params(call.scales)
     data, has_forward_bytes = saved.w, params is not None
     high = None if data is not None and plan.dgrad else saved.weight
     shards_cast = params is None and call.shards is not None
@@ -776,7 +775,7 @@ def _cast_gradient(
     assert dy is not None, "to be cast"
     sums = sums and (offsets is not None or all(specs))
     matrix = dy if offsets is None else Groups.of(dy, offsets)
-    made = cast_by(matrix, specs.rowwise, specs.columnwise, plan, params, dbias=sums)
+    made = quantize(matrix, *specs, params, float(plan.epsilon), sums)
     return _CastGradient(made.rowwise, made.columnwise, made.dbias if sums else None)
 
 
@@ -813,7 +812,8 @@ def _columnwise_weight(
     assert weight is not None, "the policy keeps it"
     high = plain(weight, event)
     if params is None:
-        return high, None, cast(high, None, W, call, columnwise=call.plan.dgrad.right).columnwise
+        made = call.scales.quantize(high, W, None, call.plan.dgrad.right)
+        return high, None, made.columnwise
     return high, params, None
 
 
@@ -852,7 +852,8 @@ def _dgrad(
         operand = Operand(transpose_op(weight.data, 1, None), scale if has_one else scale.mT)
     elif operand is None:
         assert high is not None, "the policy keeps it"
-        operand = cast_by(high, None, plan.dgrad.right, plan, weight.params).columnwise
+        made = quantize(high, None, plan.dgrad.right, weight.params, float(plan.epsilon))
+        operand = made.columnwise
     if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
         assert high is not None, "cast just now"
         show_cast(high.t(), operand, plan.dgrad.right, W, watching, only_in_backward=True)
@@ -887,11 +888,11 @@ def _wgrad(
     operand: Any = x.operand
     if operand is None and x.prologue is None:
         assert x.data is not None, "the policy keeps it"
-        operand = Operand(x.data, x.factors.scale.float())
+        operand = Operand(x.data, x.params.factors.scale.float())
     elif operand is None:
         matrix = x.prologue if offsets is None else Groups.of(x.prologue, offsets)  # type: ignore[arg-type]
-        params = QuantParams(x.factors, None)
-        operand = cast_by(matrix, None, plan.wgrad.right, plan, params).columnwise  # type: ignore[arg-type]
+        made = quantize(matrix, None, plan.wgrad.right, x.params, float(plan.epsilon))  # type: ignore[arg-type]
+        operand = made.columnwise
     dy, operand = (one.gather() if isinstance(one, TokenShard) else one for one in (dy, operand))
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)

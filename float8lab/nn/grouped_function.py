@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from float8lab.nn.casts import spec_of_experts
 from float8lab.nn.gemm import Saved, backward, forward, output_dtype
-from float8lab.nn.precision import Call
+from float8lab.nn.precision import Call, call_under
 from float8lab.ops import Offsets
 from float8lab.recipes.recipe import Float8CurrentScaling
 from float8lab.tensor import Float8Tensor
@@ -37,9 +37,7 @@ __all__ = [
     "is_of",
 ]
 
-_IN_HIGH_PRECISION = Call(
-    Float8CurrentScaling(override_linear_precision=(True, True, True)), None, record=False
-)
+_IN_HIGH_PRECISION = call_under(Float8CurrentScaling(override_linear_precision=(True, True, True)))
 
 
 class GroupedFunction(Float8Function):

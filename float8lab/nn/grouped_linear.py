@@ -23,8 +23,8 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.expert_parallel import (
     check_held_experts,
-    experts_here,
     held_experts,
+    local_experts,
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
@@ -295,7 +295,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         biases = self._parameters_of("bias") if self.use_bias else None
         experts, held = self.num_gemms, held_experts(weights[0])
         if is_dtensor(weights[0]):
-            weights, biases = self._experts_here(weights, biases)
+            weights, biases = self._local_experts(weights, biases)
             experts = weights[0].shape[0]
         offs = offsets_of(m_splits, x, experts, "num_gemms")
         if out is not None:
@@ -343,7 +343,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             return y
         return y, biases[0] if biases and self.single_grouped_bias else biases
 
-    def _experts_here(
+    def _local_experts(
         self, weights: list[Tensor], biases: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """The one parameter of each kind, of the experts that this rank has."""
@@ -353,7 +353,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
                 "single_grouped_weight and single_grouped_bias must be True where parameters are "
                 "DTensors; got False. Shard(0) of one parameter gives each rank whole experts."
             )
-        return [experts_here(weights[0])], biases and [experts_here(biases[0])]
+        return [local_experts(weights[0])], biases and [local_experts(biases[0])]
 
     def _whole(
         self, kind: str, parts: Sequence[Tensor], *, kept: bool = False

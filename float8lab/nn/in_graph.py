@@ -19,13 +19,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8lab.nn.handles import owner_of
-from float8lab.nn.precision import Call
 from float8lab.ops import Groups, Prologue, cast_groups_op, cast_op, prologue_shape, round_up
 from float8lab.ops.declare import declare
 from float8lab.ops.grouped import outputs_of_groups
@@ -33,38 +32,59 @@ from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph
 
-__all__ = ["cast_in_graph", "leave_to_python"]
+__all__ = ["GraphState", "cast_in_graph", "leave_to_python"]
+
+
+class GraphState(NamedTuple):
+    """What a graph knows of a call: everything else is looked up when the graph runs."""
+
+    handle: Tensor
+    """It stands for the module's ``Precision``."""
+    recipe: int
+    """Its number."""
+    group: str
+    """The name of the process group that reduces amaxes; empty if there is none."""
+    record: bool
+    """Whether amaxes are recorded."""
+    in_forward: Sequence[bool]
+    """By tensor of the layer, whether the forward casts it."""
+    first_expert: int
+    """The first of the module's experts that this rank has."""
+
+
+class GraphCast(NamedTuple):
+    """A cast in a graph; what is not wanted is empty."""
+
+    q: Tensor
+    q_t: Tensor
+    scale: Tensor
+    encode: Tensor
+    sums: Tensor
 
 
 def cast_in_graph(
     matrix: tuple[str, Sequence[Tensor], torch.dtype],
     index: int,
-    call: Call,
+    state: GraphState,
     fp8_dtype: torch.dtype,
     align: int,
-    straight: bool = True,
-    transposed: bool = False,
-    column_sum: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    dbias: bool = False,
     offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """FP8 data of a matrix, its scale and encode factor, FP8 data of the transpose, column sums.
+) -> GraphCast:
+    """Cast a matrix in a graph.
 
-    What is not wanted is empty. ``matrix`` is a prologue, its inputs and the dtype of its values.
-    ``offs`` are the ends of its groups, if its rows are in some; a batch is cast as one of them.
+    ``matrix`` is a prologue, its inputs and the dtype of its values. ``offs`` are the offsets of
+    its groups, if its rows are in some; a batch is cast as one of them.
     """
-    first = 0 if call.experts is None else call.experts.start
-    wanted = (fp8_dtype, align, straight, transposed, column_sum, offs, first)
-    q, factors, q_t, total = _cast_op(*matrix, *_identified(index, call), *wanted)
-    _end_after(factors, index, call)
-    return q, factors[:1], factors[1:], q_t, total
-
-
-def _end_after(scale: Tensor, index: int, call: Call) -> None:
-    """Have the region end after the cast that gave ``scale``."""
-    assert call.precision is not None, "set by Precision.begin"
-    _, in_forward = call.precision.slot_layout(call.plan)
-    if call.record and in_forward[index]:
-        come_after_in_graph(scale)
+    q, factors, q_t, sums = _cast_op(
+        *matrix, *state[:3], index, state.record, _next_number(),
+        fp8_dtype, align, rowwise, columnwise, dbias, offs, state.first_expert,
+    )  # fmt: skip
+    if state.record and state.in_forward[index]:
+        come_after_in_graph(factors)  # the region ends after this cast
+    return GraphCast(q, q_t, factors[:1], factors[1:], sums)
 
 
 class _Casts(threading.local):
@@ -86,12 +106,6 @@ def _next_number() -> int:
 
 # As torch.compiler.assume_constant_result marks it, which would import the compiler here.
 _next_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _identified(index: int, call: Call) -> tuple[Tensor, int, str, int, bool, int]:
-    assert call.precision is not None, "set by Precision.begin"
-    named = call.precision.handle, call.recipe.number, call.group_name
-    return *named, index, call.record, _next_number()
 
 
 def _cast(
@@ -117,7 +131,7 @@ def _cast(
         groups = Groups(prologue, inputs, dtype, offs)
         experts = range(first_expert, first_expert + (inputs[0] if offs is None else offs).shape[0])
         grouped = groups if offs is not None else inputs[0]
-        factors, slot = owner_of(handle).scale_in_graph(*found, index, record, grouped, experts)
+        factors, slot, _ = owner_of(handle).scale_in_graph(*found, index, record, grouped, experts)
         q, _, _, q_t, _, total = cast_groups_op(
             *(*groups[:4], fp8_dtype, (-1, -1), "encode", 0.0),
             *(straight, transposed, column_sum, factors.encode, slot),
@@ -125,7 +139,7 @@ def _cast(
         assert factors.pair is not None, "of this cast alone"
         return q, factors.pair.view(2, -1), q_t, total
     x = Prologue(prologue, inputs, dtype) if prologue else inputs[0]
-    factors, slot = owner_of(handle).scale_in_graph(*found, index, record, x)
+    factors, slot, _ = owner_of(handle).scale_in_graph(*found, index, record, x)
     q, _, _, q_t, _, total = cast_op(
         *(prologue, inputs, dtype, fp8_dtype, (-1, -1), "encode", 0.0),
         *(align, straight, transposed, column_sum, factors.encode, slot),

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
+from float8lab.nn.in_graph import GraphState
+from float8lab.nn.scales import DY, CurrentScales, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
 from float8lab.recipes.delayed import RECORDED, DelayedSlots, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
@@ -46,123 +48,91 @@ from float8lab.recipes.region import (
 __all__ = [
     "DY",
     "Call",
+    "CallOptions",
     "Precision",
     "W",
     "X",
+    "call_under",
     "place_precisions",
     "precisions",
     "precisions_below",
 ]
 
-X, W, DY = 0, 1, 2
-"""Indices of a linear layer's cast tensors."""
-
-
 _CREATED = itertools.count()  # modules with FP8 state, so far
 _HERE = object()  # the process group of the enclosing autocast
+
+
+class CallOptions(NamedTuple):
+    """What the caller of a module says of one call."""
+
+    first_microbatch: bool | None = None
+    """As the user says it of the weight."""
+    fused_weight: Any = None
+    """A weight whose gradient goes into its ``main_grad``."""
+    tokens: ShardMap | None = None
+    """The tokens of the module, under sequence parallelism."""
+    parallel: TensorParallel | None = None
+    """How ranks share this call, if not as they share the module's others."""
+    experts: range | None = None
+    """Which of the module's experts this rank holds, if not all."""
+
+
+_NO_OPTIONS = CallOptions()
 
 
 class Call:
     """How one forward call of a module, and its backward, run in FP8.
 
-    It does not change after the call has begun, but for a scale that has to be made from the first
-    tensor that a slot sees.
+    Attributes:
+        recipe: how to cast; ``plan`` is what it says of the three GEMMs.
+        precision: the state of the module.
+        scales: where the scales of the casts come from.
+        shards: how ranks share what is cast, if they do.
+        comm: what the GEMMs send, unless the caller sees to that.
+        is_region: the call records outside of all regions, and ``end`` closes it.
+        watched: whether an observer sees it; a compiled graph has no trace of one.
     """
 
     __slots__ = (
         "comm",
-        "experts",
         "first_microbatch",
         "fused_weight",
-        "group_name",
         "is_region",
-        "known",
         "plan",
         "precision",
         "recipe",
-        "record",
+        "scales",
         "shards",
-        "slots",
         "watched",
     )  # fmt: skip
 
     def __init__(
         self,
         recipe: Recipe,
-        slots: DelayedSlots | None,
-        record: bool,
+        precision: Precision,
+        scales: ScaleSource,
+        comm: OneGpu,
+        options: CallOptions,
         *,
         is_region: bool = False,
-        precision: Precision | None = None,
-        known: list[QuantParams | None] | None = None,
-        first_microbatch: bool | None = None,
-        fused_weight: Any = None,
-        group_name: str = "",
-        parallel: TensorParallel | None = None,
-        tokens: ShardMap | None = None,
-        experts: range | None = None,
     ) -> None:
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
-        self.slots = slots
-        self.record = record
-        self.is_region = is_region  # it records outside of all regions, and ``end`` closes it
         self.precision = precision
-        self.first_microbatch = first_microbatch
-        self.fused_weight = fused_weight  # weight whose gradient goes into its main_grad
-        self.group_name = group_name  # in a compiled graph
-        self.shards = parallel  # how ranks share what is cast, if they do
-        # What the GEMMs send, unless the caller sees to that.
-        self.comm: OneGpu = ONE_GPU
-        if parallel is not None and not parallel.casts_only:
-            self.comm = Sharded(parallel, tokens, recipe.linear)
-        self.experts = experts  # that this rank holds, if not all
-        # A compiled graph has no trace of an observer.
+        self.scales = scales
+        self.shards = scales.parallel
+        self.comm = comm
+        self.first_microbatch = options.first_microbatch
+        self.fused_weight = options.fused_weight
+        self.is_region = is_region
         self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
-        # By tensor of the forward. A list of None outside delayed scaling and in compiled graphs.
-        self.known: list[QuantParams | None]
-        if known is not None:  # a recomputation: under the scales of its original
-            self.known = known
-        else:
-            self.known = _UNKNOWN if slots is None else slots.known(record=record, experts=experts)
 
-    def asks_for_values(self, index: int) -> bool:
-        """Whether ``scale`` will look at the values of its ``x``, not at its shape alone."""
-        if self.known[index] is not None or self.slots is None:  # a graph looks when it runs
-            return False
-        return not self.slots.is_seeded(index)
-
-    def scale(self, index: int, x: Tensor | Prologue | Groups) -> QuantParams:
-        """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
-        found = self.known[index]
-        if found is None:
-            assert self.slots is not None, "asked for under a delayed recipe only"
-            tokens = self.comm.tokens
-            empty = tokens is None or tokens.unsharded_rows == 0
-            found = self.slots.scale_for(
-                index, x, record=self.record, empty=empty, experts=self.experts
-            )
-            if self.slots.forward[index]:
-                self.known[index] = found
-        return found
-
-    def again(self, *, first_microbatch: bool | None, fused_weight: Any) -> Call:
-        """A repetition of this call by activation checkpointing: it records gradients alone."""
-        known: list[QuantParams | None] = [
-            params and QuantParams(params.factors, None) for params in self.known
-        ]
-        call = Call(
-            self.recipe, self.slots, self.record, precision=self.precision, known=known,
-            first_microbatch=first_microbatch, fused_weight=fused_weight,
-            parallel=self.shards, tokens=self.comm.tokens, experts=self.experts,
-        )  # fmt: skip
-        if self.record and self.slots is not None:
-            # Tied to the backward pass that the recomputation runs in, not to one inside of it.
-            self.slots.pack.await_backward()
-        return call
-
-
-_UNKNOWN: Any = (None, None, None)
+    def repetition(self, options: CallOptions) -> Call:
+        """A recomputation of this call by activation checkpointing."""
+        scales = self.scales
+        if isinstance(scales, DelayedScales):
+            scales = scales.repetition()
+        return Call(self.recipe, self.precision, scales, self.comm, options)
 
 
 class Precision:
@@ -278,112 +248,111 @@ class Precision:
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
         return WeightCast(plan.w, plan.amax_epsilon, headroom)
 
-    def begin(
-        self,
-        x: Tensor,
-        *,
-        training: bool,
-        first_microbatch: bool | None = None,
-        fused_weight: Any = None,
-        tokens: ShardMap | None = None,
-        parallel: TensorParallel | None = None,
-        experts: range | None = None,
-    ) -> Call | None:
+    def begin(self, x: Tensor, *, training: bool, **options: Any) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
 
         Args:
             x: the module's input.
             training: of the module.
-            first_microbatch: as the user says it of the weight.
-            fused_weight: a weight whose gradient goes into its ``main_grad``.
-            tokens: the module's, under sequence parallelism.
-            parallel: how ranks share this call, if not as they share the module's others.
-            experts: which of the module's experts this rank holds, if not all.
+            options: what the caller says of this call, see ``CallOptions``.
         """
-        if first_microbatch is not None:
-            check_flags(is_first_microbatch=first_microbatch)
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
-        state = STATE
+        said = _NO_OPTIONS
+        if any(option is not None for option in options.values()):
+            said = CallOptions(**options)
+        if said.first_microbatch is not None:
+            check_flags(is_first_microbatch=said.first_microbatch)
         if torch.compiler.is_compiling():
-            return self._begin_in_graph(
-                x, training, first_microbatch, fused_weight, tokens, parallel, experts
-            )
-        noted, original = (None, CHECKPOINTS.replay)
+            return self._begin_in_graph(x, training, said)
+        recording = None
+        original = CHECKPOINTS.replay
         hooks = _saved_tensors_hooks(True)
         if hooks is not None:
-            noted, followed = _torch_recordings(hooks)
+            recording, followed = _torch_recordings(hooks)
             original = original or followed
-        call = None
         if original is not None or _graph_task() != NO_BACKWARD:
-            call = self._begin_again(
-                original, x.device, first_microbatch, fused_weight, tokens, parallel, experts
-            )
+            call = self._begin_recomputation(original, x.device, said)
         else:
-            recipe = self.active_recipe()
-            if recipe is not None:
-                if type(x) is not Tensor:
-                    _refuse_dtensor(x)
-                region = state.region
-                if recipe.linear.delayed:
-                    slots = self._slots(recipe, x.device)
-                    record = training or state.autocast.calibrating
-                    call = Call(
-                        recipe, slots, record, is_region=record and region is None,
-                        precision=self, first_microbatch=first_microbatch,
-                        fused_weight=fused_weight, parallel=parallel or self.parallel,
-                        tokens=tokens, experts=experts,
-                    )  # fmt: skip
-                    if record and region is not None:
-                        region.packs[slots.pack] = None
-                else:
-                    call = self._shared
-                    own = first_microbatch is not None or fused_weight is not None
-                    own = own or tokens is not None or parallel is not None
-                    watched = PROCESS.observer is not None
-                    if own or call is None or call.recipe is not recipe or call.watched != watched:
-                        call = Call(
-                            recipe, None, False, precision=self,
-                            first_microbatch=first_microbatch, fused_weight=fused_weight,
-                            parallel=parallel or self.parallel, tokens=tokens,
-                        )  # fmt: skip
-                        self._shared = None if own else call
-                if region is not None:
-                    region.fp8_calls += 1
-            self._last = call
-        for recording in CHECKPOINTS.recordings:
+            call = self._last = self._begin_forward(x, training, said)
+        for checkpoint in CHECKPOINTS.recordings:
+            checkpoint.add(self, call)
+        if recording is not None:
             recording.add(self, call)
-        if noted is not None:
-            noted.add(self, call)
         if training and not _grad_enabled():
-            for recording in _reentrant_recordings():
-                recording.add(self, call)
+            for checkpoint in _reentrant_recordings():
+                checkpoint.add(self, call)
         return call
 
-    def _begin_in_graph(
+    def _begin_forward(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
+        """The call of a forward that repeats no other."""
+        recipe = self.active_recipe()
+        if recipe is None:
+            return None
+        if type(x) is not Tensor:
+            _refuse_dtensor(x)
+        region = STATE.region
+        if region is not None:
+            region.fp8_calls += 1
+        if not recipe.linear.delayed:
+            call = self._shared  # calls that have nothing of their own are one
+            is_own = options is not _NO_OPTIONS or call is None or call.recipe is not recipe
+            if not is_own and call.watched == (PROCESS.observer is not None):  # type: ignore[union-attr]
+                return call
+            call = self._new_call(recipe, options)
+            self._shared = call if options is _NO_OPTIONS else None
+            return call
+        record = training or STATE.autocast.calibrating
+        call = self._new_call(
+            recipe, options, self._slots(recipe, x.device), record=record,
+            is_region=record and region is None,
+        )  # fmt: skip
+        if record and region is not None:
+            region.packs[call.scales.slots.pack] = None  # type: ignore[attr-defined]
+        return call
+
+    def _new_call(
         self,
-        x: Tensor,
-        training: bool,
-        first_microbatch: bool | None,
-        fused_weight: Any,
-        tokens: ShardMap | None,
-        parallel: TensorParallel | None,
-        experts: range | None,
-    ) -> Call | None:
+        recipe: Recipe,
+        options: CallOptions,
+        slots: DelayedSlots | None = None,
+        *,
+        record: bool = False,
+        is_region: bool = False,
+    ) -> Call:
+        """A call under current scales, or under those of ``slots``."""
+        plan, parallel, comm = recipe.linear, options.parallel or self.parallel, ONE_GPU
+        if parallel is not None and not parallel.casts_only:
+            comm = Sharded(parallel, options.tokens, plan)
+        scales: ScaleSource
+        if slots is None:
+            scales = CurrentScales(float(plan.epsilon), parallel)
+        else:
+            tokens = comm.tokens
+            scales = DelayedScales(
+                float(plan.epsilon), parallel, slots, record=record, experts=options.experts,
+                is_empty=tokens is None or tokens.unsharded_rows == 0,
+            )  # fmt: skip
+        return Call(recipe, self, scales, comm, options, is_region=is_region)
+
+    def _begin_in_graph(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         recipe = self.active_recipe()
         if recipe is None:
             return None
         if type(x) is not Tensor:
             _refuse_dtensor(x)
-        delayed = recipe.linear.delayed
-        record = delayed and (training or STATE.autocast.calibrating)
-        return Call(
-            recipe, None, record, is_region=record and STATE.region is None,
-            precision=self, first_microbatch=first_microbatch, fused_weight=fused_weight,
-            group_name=name_of_group(STATE.autocast.group) if delayed else "",
-            parallel=parallel or self.parallel, tokens=tokens, experts=experts,
-        )  # fmt: skip
+        call = self._new_call(recipe, options)
+        if recipe.linear.delayed:
+            record = training or STATE.autocast.calibrating
+            state = GraphState(
+                self.handle, recipe.number, name_of_group(STATE.autocast.group), record,
+                self.slot_layout(recipe.linear)[1],
+                0 if options.experts is None else options.experts.start,
+            )  # fmt: skip
+            call.scales = GraphScales(call.scales.epsilon, call.shards, state)
+            call.is_region = record and STATE.region is None
+        return call
 
     def scale_in_graph(
         self,
@@ -405,7 +374,7 @@ class Precision:
             RECORDED.packs.add(slots.pack)
         forward = slots.forward[index]
         if forward and in_backward():
-            return QuantParams(slots.scale_again(index, experts), None)
+            return QuantParams(slots.scale_again(index, experts), None, True)
         if forward:
             slots.pack.advanced = False
             region = STATE.region or STATE.in_graph
@@ -416,15 +385,8 @@ class Precision:
                 region.packs[slots.pack] = None
         return slots.scale_for(index, x, record=record, shared=False, experts=experts)
 
-    def _begin_again(
-        self,
-        recording: Recording | None,
-        device: torch.device,
-        first_microbatch: bool | None,
-        fused_weight: Any,
-        tokens: ShardMap | None,
-        parallel: TensorParallel | None,
-        experts: range | None,
+    def _begin_recomputation(
+        self, recording: Recording | None, device: torch.device, options: CallOptions
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
@@ -439,9 +401,7 @@ class Precision:
                 recording.follow(current_backward())
         if recording is not None and (recording is CHECKPOINTS.replay or recording.has_next(self)):
             original: Call | None = recording.next(self)
-            return original and original.again(
-                first_microbatch=first_microbatch, fused_weight=fused_weight
-            )
+            return original and original.repetition(options)
         original = self._last
         # The recomputation runs as the original did, also where backward is called inside another
         # autocast; one entered again inside the checkpointed function speaks for itself.
@@ -451,13 +411,9 @@ class Precision:
         if recipe is None:
             return None
         if original is not None and original.recipe == recipe:
-            return original.again(first_microbatch=first_microbatch, fused_weight=fused_weight)
+            return original.repetition(options)
         slots = self._slots(recipe, device) if recipe.linear.delayed else None
-        return Call(
-            recipe, slots, False, precision=self,
-            first_microbatch=first_microbatch, fused_weight=fused_weight,
-            parallel=parallel or self.parallel, tokens=tokens, experts=experts,
-        )  # fmt: skip
+        return self._new_call(recipe, options, slots)
 
     def set_parallel(self, parallel: TensorParallel | None) -> None:
         """Set how tensor-parallel ranks share the module."""
@@ -494,8 +450,8 @@ class Precision:
         """Close the region that a call is."""
         if torch.compiler.is_compiling():
             advance_in_graph(())
-        elif call.slots is not None:
-            advance_scales([call.slots.pack])
+        elif isinstance(call.scales, DelayedScales):
+            advance_scales([call.scales.slots.pack])
 
     def to(self, device: torch.device) -> None:
         """Follow the module to another device."""
@@ -547,6 +503,11 @@ class Precision:
         elif slots.pack.scale.device != device:
             slots.to(device)
         return slots
+
+
+def call_under(recipe: Recipe, slots: DelayedSlots | None = None) -> Call:
+    """A call of no module: under current scales, or those of ``slots``, which record nothing."""
+    return Precision(recipe, key="")._new_call(recipe, _NO_OPTIONS, slots)
 
 
 def place_precisions(module: nn.Module) -> None:

@@ -10,8 +10,8 @@ A DTensor is stored if its local tensor is: its master is a DTensor of the same 
 everything here works shard by shard.
 
 Version counters tell whether a stored parameter has been written to since the last step. If
-something else wrote to it, such as ``load_state_dict``, its master is taken from it anew unless the
-parameter is still exactly the master's quantized form.
+something else wrote to it, such as ``load_state_dict``, its master is taken from it once more,
+unless the parameter is still exactly the master's quantized form.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ from float8lab.tensor.blocks import quantize_blocks, quantize_blocks_, requantiz
 from float8lab.tensor.dtensor import local_of, with_local
 
 __all__ = ["MasterWeights"]
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_State = dict[str, object]
+"""The state of a parameter in an optimizer."""
+_Group = dict[str, object]
+"""A parameter group, with its parameters, or their indices, under ``"params"``."""
 
 MASTER = "master"
 """Key of a master in the ``state`` of a state_dict."""
@@ -93,12 +101,12 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Iterable[object],
         optimizer_class: Callable[..., torch.optim.Optimizer],
         *,
         master_dtype: torch.dtype = torch.float32,
         also_16_bit: bool = False,
-        **optimizer_kwargs: Any,
+        **optimizer_kwargs: object,
     ) -> None:
         check_instance(
             "optimizer_class", optimizer_class, Callable, "a class such as torch.optim.AdamW"
@@ -110,7 +118,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._also_16_bit = also_16_bit
         self._make_inner = partial(optimizer_class, **optimizer_kwargs)
         self._written: dict[Tensor, _Written] = {}
-        super().__init__(params, {})
+        super().__init__(params, {})  # type: ignore[arg-type]  # which checks them
         self.inner = self._make_inner([self._inner_group(g) for g in self.param_groups])
         if not isinstance(self.inner, torch.optim.Optimizer):
             raise TypeError(
@@ -120,7 +128,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.defaults = self.inner.defaults
         _copy_options(self.inner.param_groups, self.param_groups)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: _Group) -> None:
         """Add parameters with options of their own, as ``torch.optim.Optimizer`` does.
 
         Raises:
@@ -128,11 +136,10 @@ class MasterWeights(torch.optim.Optimizer):
         """
         check_instance("param_group", param_group, dict, "a dict")
         params = param_group.get("params")
-        each = [params] if isinstance(params, Tensor) else params
-        if not isinstance(each, Iterable) or isinstance(each, (str, bytes)):
+        if not isinstance(params, Iterable) or isinstance(params, (str, bytes)):
             raise TypeError(
                 "param_group must have parameters under 'params'; got "
-                f"{shown(param_group.get('params'))}. Pass a dict such as {{'params': [weight]}}."
+                f"{shown(params)}. Pass a dict such as {{'params': [weight]}}."
             )
         super().add_param_group(param_group)
         if self.inner is not None:
@@ -140,7 +147,9 @@ class MasterWeights(torch.optim.Optimizer):
             _copy_options(self.inner.param_groups[-1:], self.param_groups[-1:])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(  # type: ignore[override]  # torch has two overloads
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update the masters by the gradients of the parameters, and the parameters from them.
 
         Args:
@@ -159,12 +168,12 @@ class MasterWeights(torch.optim.Optimizer):
         return result
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:
+    def state(self) -> defaultdict[Tensor, _State]:
         """The inner optimizer's state of each parameter; masters are in ``masters``.
 
         It is empty before the first step, like that of any torch optimizer.
         """
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        state: defaultdict[Tensor, _State] = defaultdict(dict)
         if self.inner is not None:
             inner_state = self.inner.state
             for p in chain.from_iterable(group["params"] for group in self.param_groups):
@@ -174,7 +183,7 @@ class MasterWeights(torch.optim.Optimizer):
         return state
 
     @state.setter
-    def state(self, value: dict[Tensor, Any]) -> None:
+    def state(self, value: dict[Tensor, _State]) -> None:
         if self.inner is not None:
             state = {self.masters.get(p, p): entry for p, entry in value.items()}
             self.inner.state = defaultdict(dict, state)
@@ -205,8 +214,8 @@ class MasterWeights(torch.optim.Optimizer):
             TypeError: ``state_dict`` is no state of an optimizer.
             ValueError: groups or masters of another shape.
         """
-        parts = ("state", "param_groups")
-        if not isinstance(state_dict, Mapping) or not all(part in state_dict for part in parts):
+        keys = {"state", "param_groups"}
+        if not isinstance(state_dict, Mapping) or not keys <= state_dict.keys():
             raise TypeError(
                 "state_dict must be a dict with 'state' and 'param_groups'; got "
                 f"{shown(state_dict)}. Pass what state_dict() of an optimizer returned."
@@ -215,39 +224,32 @@ class MasterWeights(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        counts = [
-            [len(group["params"]) for group in groups]
-            for groups in (state_dict["param_groups"], self.param_groups)
-        ]
-        if counts[0] != counts[1]:
-            raise ValueError(
-                f"state_dict must have groups of {counts[1]} parameters; got {counts[0]}. Load the "
-                "state of an optimizer of the same model, made with the same groups."
-            )
+        _check_groups(state_dict["param_groups"], self.param_groups)
         saved = {
             index: entry[MASTER]
             for index, entry in state_dict["state"].items()
             if isinstance(entry, dict) and MASTER in entry
         }
-        here = dict(_by_index(state_dict["param_groups"], self.param_groups))
+        by_index = dict(_by_index(state_dict["param_groups"], self.param_groups))
         for index, master in saved.items():
-            if index in here and master.shape != here[index].shape:
+            if index in by_index and master.shape != by_index[index].shape:
                 raise ValueError(
-                    f"the master of parameter {index} must have shape {tuple(here[index].shape)}; "
-                    f"got {tuple(master.shape)}. Load the state_dict of the same model."
+                    f"the master of parameter {index} must have shape "
+                    f"{tuple(by_index[index].shape)}; got {tuple(master.shape)}. Load the "
+                    "state_dict of the same model."
                 )
-        inner = self._synchronize(needed={here[index] for index in saved if index in here})
-        state = {
-            index: {k: v for k, v in entry.items() if k != MASTER} if index in saved else entry
-            for index, entry in state_dict["state"].items()
-        }
-        state = {index: entry for index, entry in state.items() if entry or index not in saved}
-        inner.load_state_dict({**state_dict, "state": state})
+        inner = self._synchronize(needed={by_index[i] for i in saved if i in by_index})
+        inner.load_state_dict({**state_dict, "state": _without_masters(state_dict["state"], saved)})
         _copy_options(inner.param_groups, self.param_groups)
+        self._load_masters([(by_index.get(index), master) for index, master in saved.items()])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_masters(self, saved: Iterable[tuple[Tensor | None, Tensor]]) -> None:
+        """Take over saved masters; warn of those whose parameters have none."""
         unused = 0
-        for index, master in saved.items():
-            p = here.get(index)
-            if p in self.masters:
+        for p, master in saved:
+            if p is not None and p in self.masters:
                 self.masters[p].copy_(master)
                 self._written[p] = _Written(p, self.masters[p])
             else:
@@ -258,29 +260,28 @@ class MasterWeights(torch.optim.Optimizer):
                 "in FP8 here; they were not loaded. Copy them into the parameters to keep their "
                 "precision.",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Not _written: its versions are those of these very tensors. The next step compares bytes.
-        names = ("defaults", "param_groups", "inner", "masters")
-        own = ("_master_dtype", "_also_16_bit", "_make_inner")
-        return {name: getattr(self, name) for name in (*names, *own)}
+        public = ("defaults", "param_groups", "inner", "masters")
+        private = ("_master_dtype", "_also_16_bit", "_make_inner")
+        return {name: getattr(self, name) for name in (*public, *private)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self._written = {}
         super().__setstate__(state)
 
     def __repr__(self) -> str:
         return super().__repr__().replace(" (", f" of {type(self.inner).__name__} (", 1)
 
-    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _inner_group(self, group: _Group) -> _Group:
         """A new parameter group as the inner optimizer sees it."""
-        for p in group["params"]:
+        params = _params(group)
+        for p in params:
             self._make_master(p)
-        return {**group, "params": [self.masters.get(p, p) for p in group["params"]]}
+        return {**group, "params": [self.masters.get(p, p) for p in params]}
 
     def _make_master(self, p: Tensor, *, needed: bool = False) -> None:
         """Give a parameter a master if it is stored and one is ``needed`` or will be."""
@@ -303,39 +304,37 @@ class MasterWeights(torch.optim.Optimizer):
         group, or written to a parameter.
         """
         inner = self.inner
-        assert inner is not None, "set by __init__"
+        if inner is None:
+            raise RuntimeError("MasterWeights must be constructed before it is used.")
         _copy_options(self.param_groups, inner.param_groups)
-        # A parameter that left the meta device, or went there, starts anew.
-        before = {p: m for p, m in self.masters.items() if m.is_meta == p.is_meta}
-        self.masters.clear()
-        for mine, its in zip(self.param_groups, inner.param_groups, strict=True):
-            for p in mine["params"]:
-                if p in before:
-                    self.masters[p] = before[p]
-                else:
-                    self._make_master(p, needed=needed is not None and p in needed)
-            # In place: LBFGS keeps a reference to the list.
-            its["params"][:] = [self.masters.get(p, p) for p in mine["params"]]
-            for p in mine["params"]:
-                if p in self.masters and p not in before:
-                    # Some optimizers make the state of a parameter in their constructor.
-                    fresh = self._make_inner([{**its, "params": [self.masters[p]]}])
-                    inner.state.pop(p, None)
-                    inner.state.update(fresh.state)
+        self._match_groups(inner, needed or set())
         for p in self._written.keys() - self.masters.keys():
             del self._written[p]
         for p, master in self.masters.items():
-            if p in self._written and self._written[p].is_current(p):
-                continue
-            local, local_master = local_of(p), local_of(master)
-            if local_master.device != local.device:
-                local_master.data = torch.empty_like(local_master, device=local.device).copy_(
-                    local_master
-                )
-            if not _describes(local_master, local):
-                local_master.copy_(_plain(local))
-            self._written[p] = _Written(p, master)
+            if p not in self._written or not self._written[p].is_current(p):
+                _update_master_(master, p)
+                self._written[p] = _Written(p, master)
         return inner
+
+    def _match_groups(self, inner: torch.optim.Optimizer, needed: set[Tensor]) -> None:
+        """Put the masters of the parameters now in the groups into the inner optimizer's."""
+        # A parameter that left the meta device, or went there, gets a new master.
+        before = {p: m for p, m in self.masters.items() if m.is_meta == p.is_meta}
+        self.masters.clear()
+        for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
+            for p in group["params"]:
+                if p in before:
+                    self.masters[p] = before[p]
+                else:
+                    self._make_master(p, needed=p in needed)
+            # In place: LBFGS keeps a reference to the list.
+            inner_group["params"][:] = [self.masters.get(p, p) for p in group["params"]]
+            for p in group["params"]:
+                if p in self.masters and p not in before:
+                    # Some optimizers make the state of a parameter in their constructor.
+                    fresh = self._make_inner([{**inner_group, "params": [self.masters[p]]}])
+                    inner.state.pop(p, None)
+                    inner.state.update(fresh.state)
 
     def _hand_over_gradients(self) -> None:
         for p, master in self.masters.items():
@@ -356,7 +355,7 @@ class MasterWeights(torch.optim.Optimizer):
             master.grad = None  # a gradient lives as long as the parameter's, no longer
             self._written[p] = _Written(p, master)
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, closure: Callable[[], float]) -> float:
         self._write_parameters()
         with torch.enable_grad():
             loss = closure()
@@ -364,6 +363,16 @@ class MasterWeights(torch.optim.Optimizer):
         with torch.no_grad():
             self._hand_over_gradients()
         return loss
+
+
+def _update_master_(master: Tensor, p: Tensor) -> None:
+    """Take a master from its parameter, unless that is exactly its quantized form."""
+    local, local_master = local_of(p), local_of(master)
+    if local_master.device != local.device:
+        moved = torch.empty_like(local_master, device=local.device)
+        local_master.data = moved.copy_(local_master)
+    if not _describes(local_master, local):
+        local_master.copy_(_plain(local))
 
 
 @torch.no_grad()
@@ -378,7 +387,7 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
     shards, values = [], []
     quantized: list[tuple[Float8Tensor, Tensor]] = []
     sharing: list[tuple[Float8Tensor, Tensor]] = []
-    rounded: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    rounded: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for p, master in zip(parameters, masters, strict=True):
         local, value = local_of(p), local_of(master)
         if _shares_blocks(p):
@@ -396,8 +405,8 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
         [local.spec for local, _ in quantized],
         [(local.qdata, local.scale, local.amax) for local, _ in quantized],
     )
-    known = shared_amaxes([(local._shared_scales, value, local.spec) for local, value in sharing])
-    for (local, value), amax in zip(sharing, known, strict=True):
+    amaxes = shared_amaxes([(local._shared_scales, value, local.spec) for local, value in sharing])
+    for (local, value), amax in zip(sharing, amaxes, strict=True):
         new = quantize_blocks(value, local.spec, known_amax=amax)
         torch._foreach_copy_([local.scale, local.amax], list(new[1:]))
         local.qdata.copy_(new[0])
@@ -421,9 +430,9 @@ class _Written:
         self.master_version = master._version
 
     def is_current(self, p: Tensor) -> bool:
-        """Whether nobody wrote to the parameter since."""
-        same = self._buffer is None or self._buffer() is _buffer(p)
-        return same and self._versions == _versions(p)
+        """Whether the parameter has not been written to since."""
+        has_buffer = self._buffer is None or self._buffer() is _buffer(p)
+        return has_buffer and self._versions == _versions(p)
 
 
 def _buffer(p: Tensor) -> Tensor:
@@ -432,11 +441,18 @@ def _buffer(p: Tensor) -> Tensor:
     return local.qdata if isinstance(local, Float8Tensor) else local
 
 
-def _versions(p: Tensor) -> tuple[torch.device, int, int, int]:
-    return p.device, p._version, local_of(p)._version, _buffer(p)._version
+class _Versions(NamedTuple):
+    device: torch.device
+    parameter: int
+    local: int
+    buffer: int
 
 
-def _shares_blocks(p: Any) -> bool:
+def _versions(p: Tensor) -> _Versions:
+    return _Versions(p.device, p._version, local_of(p)._version, _buffer(p)._version)
+
+
+def _shares_blocks(p: Tensor) -> bool:
     """Whether other ranks can hold parts of a block of this shard, as FSDP2 cuts a weight."""
     local = local_of(p)
     if local is p or p.ndim != 2 or not isinstance(local, Float8Tensor):
@@ -444,8 +460,8 @@ def _shares_blocks(p: Any) -> bool:
     layout = layout_of(p) if hasattr(local, "weight") else None
     if layout is not None:  # sent by FSDP2, of the rows or columns that tensor parallelism gives
         return layout.spec.amax_block[0] != 1 or layout.group is not None
-    *copied, cut = p.placements
-    by_rows = bool(cut.is_shard(0)) and all(c.is_replicate() for c in copied)
+    *replicas, last = cast("DTensor", p).placements
+    by_rows = bool(last.is_shard(0)) and all(r.is_replicate() for r in replicas)
     return by_rows and layout_of(p).spec.amax_block[0] != 1
 
 
@@ -471,11 +487,11 @@ def _new_master(p: Tensor, dtype: torch.dtype) -> Tensor:
     local = local_of(p)
     value = _plain(local)
     if isinstance(local, Float8Tensor):
-        kept = local.get_high_precision_init_val()
-        if kept is not None:
-            kept = kept.to(local.device)
+        initial = local.get_high_precision_init_val()
+        if initial is not None:
+            initial = initial.to(local.device)
             # A checkpoint may have been loaded since.
-            value = kept if _describes(kept, local) else value
+            value = initial if _describes(initial, local) else value
             local.clear_high_precision_init_val()
     return with_local(p, value.to(dtype, copy=True).contiguous()).detach().requires_grad_()
 
@@ -491,18 +507,41 @@ def _describes(value: Tensor, local: Tensor) -> bool:
     return torch.equal(expected.view(torch.uint8), local.qdata.view(torch.uint8))
 
 
-def _copy_options(source: Sequence[dict[str, Any]], destination: Sequence[dict[str, Any]]) -> None:
+def _copy_options(source: Sequence[_Group], destination: Sequence[_Group]) -> None:
     """Copy the options of parameter groups to others, which keep their parameters."""
-    for theirs, group in zip(source, destination, strict=True):
+    for options, group in zip(source, destination, strict=True):
         params = group["params"]
         group.clear()
-        group.update({**theirs, "params": params})
+        group.update({**options, "params": params})
 
 
-def _by_index(
-    packed: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]
-) -> list[tuple[Any, Tensor]]:
+def _params(group: _Group) -> list[Tensor]:
+    return cast("list[Tensor]", group["params"])
+
+
+def _by_index(packed: Sequence[_Group], groups: Sequence[_Group]) -> list[tuple[int, Tensor]]:
     """Parameters of groups, each with its index in the groups of a state_dict."""
-    indices = chain.from_iterable(group["params"] for group in packed)
-    params = chain.from_iterable(group["params"] for group in groups)
+    indices = chain.from_iterable(cast("list[int]", group["params"]) for group in packed)
+    params = chain.from_iterable(map(_params, groups))
     return list(zip(indices, params, strict=False))  # load_state_dict checks the sizes
+
+
+def _check_groups(packed: Sequence[_Group], groups: Sequence[_Group]) -> None:
+    """Raise unless the groups of a state_dict have as many parameters as those of the optimizer."""
+    saved, present = ([len(_params(group)) for group in listed] for listed in (packed, groups))
+    if saved != present:
+        raise ValueError(
+            f"state_dict must have groups of {present} parameters; got {saved}. Load the state of "
+            "an optimizer of the same model, made with the same groups."
+        )
+
+
+def _without_masters(state: Mapping[int, _State], saved: Container[int]) -> dict[int, _State]:
+    """The inner optimizer's state: an entry that held nothing but a master is left out."""
+    return {
+        index: {key: value for key, value in entry.items() if key != MASTER}
+        if index in saved
+        else entry
+        for index, entry in state.items()
+        if index not in saved or entry.keys() - {MASTER}
+    }

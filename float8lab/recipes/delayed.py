@@ -62,7 +62,7 @@ _ROWS = ("scale", "encode")
 
 
 class Factors(NamedTuple):
-    """By which a tensor is decoded, and encoded: each ``[1]``; of experts, ``[E, 1, 1]``."""
+    """The factors that decode and encode a tensor: each ``[1]``; of experts, ``[E, 1, 1]``."""
 
     scale: Tensor
     encode: Tensor
@@ -79,12 +79,19 @@ class Factors(NamedTuple):
 
 
 class QuantParams(NamedTuple):
-    """Quantization parameters of a cast."""
+    """What a cast is given of its scales."""
 
     factors: Factors
     """Where the cast makes the scale of an amax, that stands in the place of the encode factor."""
     amax_slot: Tensor | None
     """Where the amax is recorded under delayed scaling; None: it is not."""
+    are_given: bool
+    """Whether the factors are given, as under delayed scaling, and not made of an amax."""
+
+    @staticmethod
+    def of_amax(amax: Tensor) -> QuantParams:
+        """The amax of which the cast makes its scale."""
+        return QuantParams(Factors(None, amax), None, False)  # type: ignore[arg-type]
 
 
 class ScalePack:
@@ -571,13 +578,13 @@ class DelayedSlots:
                 if width > 1:
                     part = self._columns(index, experts)
                     factors = pack.factors_of(part, slot)
-                    one = QuantParams(factors, pack.amax[part] if record else None)
+                    one = QuantParams(factors, pack.amax[part] if record else None, True)
                 else:
                     if live is None:
                         factors = Factors.of(pack.factors[:, slot].clone())
                     else:
                         factors = Factors(live[2 * slot], live[2 * slot + 1])
-                    one = QuantParams(factors, pack.amaxes[slot] if record else None)
+                    one = QuantParams(factors, pack.amaxes[slot] if record else None, True)
             found.append(one)
             slot += width
         return found
@@ -613,7 +620,7 @@ class DelayedSlots:
             # Experts without rows so far have none to keep.
             if not record or not self.seeded[index]:
                 amaxes = pack.amax[slot] if record else None
-                return QuantParams(Factors.of(own), amaxes)
+                return QuantParams(Factors.of(own), amaxes, True)
         live = pack.live() if shared else None
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
@@ -622,7 +629,7 @@ class DelayedSlots:
         else:
             factors = Factors(live[2 * slot], live[2 * slot + 1])
         amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
-        return QuantParams(factors, amaxes if record else None)
+        return QuantParams(factors, amaxes if record else None, True)
 
     def scale_again(self, index: int, experts: range | None = None) -> Factors:
         """The factors that ``scale_for`` gave for the last forward's tensor."""

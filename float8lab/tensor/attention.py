@@ -7,27 +7,32 @@ probabilities to e4m3 too; backward is in high precision. Masks, dropout, other 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import fp8_attention_backward_op, fp8_attention_op, has_fp8_attention
-from float8lab.tensor.differentiation import Float8Function, once_differentiable
-from float8lab.tensor.dispatch import implements, implements_whole
+from float8lab.tensor.differentiation import (
+    AutogradContext,
+    Float8Function,
+    once_differentiable,
+)
+from float8lab.tensor.dispatch import implements, implements_composite
 from float8lab.tensor.float8_tensor import Float8Tensor
 
 __all__: list[str] = []
 
 aten = torch.ops.aten
 
-_COMPOSITION = 0  # of ``torch.nn.attention.SDPBackend``: products and a softmax, one by one
+_COMPOSITION = 0  # of ``torch.nn.attention.SDPBackend``: GEMMs and a softmax, one by one
 
 
-@implements_whole(
+@implements_composite(
     F.scaled_dot_product_attention,
     aten.scaled_dot_product_attention.default,
     autocast=torch.get_autocast_dtype,
@@ -42,43 +47,61 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> object:
     q, k, v = query, key, value
-    if attn_mask is None and not dropout_p and _fit(q, k, v, enable_gqa):
+    if attn_mask is None and not dropout_p and _takes(q, k, v, enable_gqa):
         factor = q.shape[3] ** -0.5 if scale is None else scale
         if factor > 0:  # what the kernel takes
-            return _Attention.run(q, k, v, is_causal, factor)
-    how = (dropout_p, is_causal)
-    more = {"scale": scale, "enable_gqa": enable_gqa}
-    if aten._fused_sdp_choice(q, k, v, attn_mask, *how, **more) != _COMPOSITION:
+            return _Attention.run(q, k, v, _Settings(is_causal, factor))
+    arguments = {
+        "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
+    }  # fmt: skip
+    if aten._fused_sdp_choice(q, k, v, attn_mask, **arguments) != _COMPOSITION:
         return NotImplemented  # torch's kernel, of the dequantized, with FP8 saved for backward
     tensors = tree_map_only(Float8Tensor, Float8Tensor.dequantize, (q, k, v, attn_mask))
-    return aten.scaled_dot_product_attention(*tensors, *how, **more)
+    return aten.scaled_dot_product_attention(*tensors, **arguments)
 
 
-def _fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
+def _takes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
     """Whether the FP8 op takes these operands."""
-    for x in (q, k, v):
-        if not isinstance(x, Float8Tensor) or not x.spec.per_tensor or x.ndim != 4:
-            return False
-        if x.dtype != q.dtype or x.shape[0] != q.shape[0]:
-            return False
-    if q.dtype not in HIGH_PRECISION_DTYPES:
-        return False
-    if not has_fp8_attention(q.device, q.shape[3], v.shape[3]):
+    return (
+        all(_is_operand(x, q.dtype) for x in (q, k, v))
+        and q.shape[0] == k.shape[0] == v.shape[0]
+        and has_fp8_attention(q.device, q.shape[3], v.shape[3])
+        and _heads_fit(q, k, v, enable_gqa)
+    )
+
+
+def _is_operand(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor, ``[B, H, S, D]``, is stored under one scale and stands for ``dtype``."""
+    is_scaled_as_one = isinstance(x, Float8Tensor) and x.spec.per_tensor and x.ndim == 4
+    return is_scaled_as_one and x.dtype == dtype and dtype in HIGH_PRECISION_DTYPES
+
+
+def _heads_fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
+    """Whether the heads of keys and values fit each other, and those of the queries."""
+    if k.shape[:3] != v.shape[:3] or not q.shape[3] == k.shape[3] > 0:
         return False
     heads, groups = q.shape[1], k.shape[1]
-    grouped = enable_gqa and groups and heads % groups == 0
-    sizes_match = k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3] > 0
-    return bool(sizes_match and (heads == groups or grouped))
+    return heads == groups or (enable_gqa and groups > 0 and heads % groups == 0)
+
+
+class _Settings(NamedTuple):
+    causal: bool
+    scale: float
+
+
+class _Context(AutogradContext):
+    settings: _Settings
 
 
 class _Attention(Float8Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Tensor:
+    def forward(
+        ctx: _Context, q: Float8Tensor, k: Float8Tensor, v: Float8Tensor, settings: _Settings
+    ) -> Tensor:
         for x in (q, k, v):
             x._refresh()
-        settings = (causal, scale)
         out, lse = fp8_attention_op(*_operands(q, k, v), *settings, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = settings
@@ -87,23 +110,23 @@ class _Attention(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: _Context, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *operands, out, lse = ctx.saved_tensors
         if isinstance(dout, Float8Tensor):
             dout = dout._decode()
-        gradients = fp8_attention_backward_op(dout, *_operands(q, k, v), out, lse, *ctx.settings)
+        gradients = fp8_attention_backward_op(dout, *_operands(*operands), out, lse, *ctx.settings)
         needs = ctx.needs_input_grad[:3]
-        dq, dk, dv = (g if need else None for g, need in zip(gradients, needs, strict=True))
-        return dq, dk, dv, None, None
+        return (*(g if need else None for g, need in zip(gradients, needs, strict=True)), None)
 
 
-def _operands(q: Any, k: Any, v: Any) -> tuple[Tensor, ...]:
+def _operands(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Data and scales of q, k and v as the op takes them."""
-    return (*(x.qdata for x in (q, k, v)), *(x.scale.view(1) for x in (q, k, v)))
+    quantized = [x for x in tensors if isinstance(x, Float8Tensor)]
+    return (*(x.qdata for x in quantized), *(x.scale.view(1) for x in quantized))
 
 
 @implements(aten._fused_sdp_choice.default)
-def _choice(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _choice(op: OpOverload, *args: object, **kwargs: object) -> object:
     """Let torch choose its kernel by sizes, strides and dtype, so that no value is decoded."""
 
     def empty(x: Float8Tensor) -> Tensor:

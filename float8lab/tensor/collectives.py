@@ -1,12 +1,12 @@
-"""Handlers of collectives on Float8Tensors: data and scales travel, nothing is quantized again.
+"""Handlers of collectives on Float8Tensors: data and scales travel, nothing is requantized.
 
 FP8 data is sent as bytes, since gloo does not know the FP8 formats. The bytes of a tensor are laid
-out by *rows*, its parts along the first dimension: each has its codes and the scales and amaxes of
-the blocks that it lies in. So a tensor is cut and joined along that dimension as any other, on
-whatever rows a block begins. Received rows keep their bytes in a block whose rows have one scale; a
-block made of rows with several scales is quantized again, with a scale of its own.
+out by *rows*, its slices along the first dimension: each row has its FP8 data and the scales and
+amaxes of its blocks. So a tensor is cut and joined along that dimension at any row, whether or not
+a block begins there. Received rows keep their bytes in a block whose rows have one scale; a block
+of rows with several scales is requantized, with a scale of its own.
 
-Sums are taken of the dequantized values, in float32, and quantized again.
+Sums are taken of the dequantized values, in float32, and quantized.
 
 Before a collective, ranks tell each other what they send and expect: tensors that are quantized
 differently have different numbers of bytes, for which ranks would wait forever. A rank also tells
@@ -22,11 +22,14 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import ScriptObject, Tensor
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8lab.formats import Float8Spec
@@ -50,8 +53,12 @@ aten = torch.ops.aten
 c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
 
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+_Begun = tuple[object, ScriptObject] | ScriptObject | None
+"""The result of a collective: its outputs and a work handle, or the handle."""
 
-def _existing(namespace: Any, *names: str) -> list[Any]:
+
+def _existing(namespace: object, *names: str) -> list[OpOverload]:
     """Overloads that this torch has: some builds have no collectives, some versions not all."""
     return [getattr(namespace, name).default for name in names if hasattr(namespace, name)]
 
@@ -59,9 +66,10 @@ def _existing(namespace: Any, *names: str) -> list[Any]:
 # Tensors as rows of bytes.
 
 
-def _with_rows(x: Any) -> Any:
+def _with_rows(x: AnyTensor) -> AnyTensor:
     """The tensor itself, or a scalar as a tensor of one row."""
-    return x if x.ndim else x.view(1)
+    row: AnyTensor = x if x.ndim else aten.view.default(x, (1,))
+    return row
 
 
 def _width(x: Float8Tensor) -> int:
@@ -75,13 +83,13 @@ def _pack(x: Float8Tensor) -> Tensor:
     if x._window is not None:
         x._refresh()  # dispatch does not see into lists of lists
     x = cut(x, (1, *x.spec.block[1:]))
-    parts = (
+    fields = (
         x.scale.clone(memory_format=torch.contiguous_format),
         x.amax.clone(memory_format=torch.contiguous_format),
         x.qdata,
     )
-    sizes = [math.prod(t.shape[1:]) * t.element_size() for t in parts]
-    rows = [t.view(torch.uint8).reshape(x.shape[0], n) for t, n in zip(parts, sizes, strict=True)]
+    sizes = [math.prod(t.shape[1:]) * t.element_size() for t in fields]
+    rows = [t.view(torch.uint8).reshape(x.shape[0], n) for t, n in zip(fields, sizes, strict=True)]
     return torch.cat(rows, 1)
 
 
@@ -91,9 +99,9 @@ def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
     shape = (data.shape[0], *like.shape[1:])
     scales = spec.scale_shape(shape)
     per_row = 4 * math.prod(scales[1:])
-    parts = data.split([per_row, per_row, data.shape[1] - 2 * per_row], 1)
-    # Copies, since bytes can only be looked at as float32 from an address that is a multiple of 4.
-    scale, amax, q = (t.clone(memory_format=torch.contiguous_format) for t in parts)
+    columns = data.split([per_row, per_row, data.shape[1] - 2 * per_row], 1)
+    # Copies, since bytes can only be viewed as float32 from an address that is a multiple of 4.
+    scale, amax, q = (t.clone(memory_format=torch.contiguous_format) for t in columns)
     return Float8Tensor._make(
         q.view(spec.fp8_dtype).reshape(shape),
         scale.view(torch.float32).reshape(scales),
@@ -104,9 +112,9 @@ def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
 
 
 def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
-    """The same tensor in blocks that hold several of its own, or parts of them.
+    """The tensor in another block, which may hold several of its own or parts of them.
 
-    A block whose elements have one scale keeps it and their bytes; others are quantized again.
+    A block whose elements have one scale keeps it and their bytes; others are requantized.
     """
     if x.spec.block == block:
         return x
@@ -126,8 +134,9 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
 
 
 @torch.no_grad()
-def _receive(x: Float8Tensor, data: Tensor) -> None:
-    """Write rows of bytes, without those beyond the tensor's own, to a tensor."""
+def _receive(x: Tensor, data: Tensor) -> None:
+    """Write as many rows of bytes to a tensor as it has."""
+    assert isinstance(x, Float8Tensor), "ranks have agreed on that"
     width = _width(x)
     rows = _unpack(data.view(-1)[: x.shape[0] * width].view(x.shape[0], width), x)
     x.copy_(_in_blocks(rows, x.spec.block))
@@ -141,10 +150,10 @@ def _padded(data: Tensor, size: int) -> Tensor:
 # Ranks that agree, and work that is not done yet.
 
 
-def _place(group: Any) -> tuple[int, int]:
+def _rank_and_size(group: ScriptObject) -> tuple[int, int]:
     """This process's rank in the group, and the number of ranks."""
-    group = dist.ProcessGroup.unbox(group)
-    return group.rank(), group.size()
+    ranks = dist.ProcessGroup.unbox(group)
+    return ranks.rank(), ranks.size()
 
 
 _NOTHING = "nothing"
@@ -156,7 +165,7 @@ def _text(x: Tensor, shape: Sequence[int] | None = None) -> str:
     return f"{x.dtype} {tuple(x.shape if shape is None else shape)}{stored}"
 
 
-def _refusal(x: Any) -> str:
+def _refusal(x: Tensor) -> str:
     """Why a tensor cannot be written to; empty if it can."""
     if not isinstance(x, Float8Tensor):
         return ""  # such a tensor is refused for what it is
@@ -167,7 +176,7 @@ def _refusal(x: Any) -> str:
     return ""
 
 
-def _written(text: str, *tensors: Any) -> str:
+def _written(text: str, *tensors: Tensor) -> str:
     """Description of what a rank expects: ``text``, or why a tensor cannot be written to."""
     refusals = filter(None, map(_refusal, tensors))
     return next((f"no tensor, for {refusal}," for refusal in refusals), text)
@@ -183,54 +192,54 @@ def _texts(x: Tensor, world: int, name: str, splits: Sequence[int] = ()) -> list
     return [_text(x, (n, *x.shape[1:])) for n in splits]
 
 
-def _agree(group: Any, sends: list[str], expects: list[str], size: int = 0) -> int:
-    """Raise on every rank unless each of them sends to each what that one expects.
+def _agree(group: ScriptObject, sends: list[str], expects: list[str], size: int = 0) -> int:
+    """Raise on every rank unless each rank sends to each other what that rank expects.
 
     Returns:
         The largest ``size`` of any rank.
     """
-    group = dist.ProcessGroup.unbox(group)
-    if dist.get_backend(group) == "fake":  # torch's, for one process that plays a rank of many
+    ranks = dist.ProcessGroup.unbox(group)
+    if dist.get_backend(ranks) == "fake":  # torch's, for one process that plays a rank of many
         return size
-    everybody: list[Any] = [None] * group.size()
-    dist.all_gather_object(everybody, (sends, expects, size), group)
-    for source, (sent, _, _) in enumerate(everybody):
-        for target, (_, expected, _) in enumerate(everybody):
+    told: list[tuple[list[str], list[str], int]] = [(sends, expects, size)] * ranks.size()
+    dist.all_gather_object(told, told[0], ranks)
+    for source, (sent, _, _) in enumerate(told):
+        for target, (_, expected, _) in enumerate(told):
             if sent[target] != expected[source]:
                 raise ValueError(
                     f"the tensor that rank {source} of the group sends to rank {target} must be "
                     f"the one expected there; got {sent[target]} sent, {expected[source]} "
                     "expected. Quantize both alike, with equal shapes."
                 )
-    return max(size for _, _, size in everybody)
+    return max(size for _, _, size in told)
 
 
-def _begun(result: Any) -> Any:
+def _begun(result: _Begun) -> dist.Work | None:
     """The work handle in an op's result; None for an op that torch coalesces."""
     work = result[1] if isinstance(result, tuple) else result
     return None if work is None else dist.Work.unbox(work)
 
 
-_WorkBase: Any = dist.Work if dist.is_available() else object
-
-
-class _Work(_WorkBase):  # a class that torch may be built without
+# Torch may be built without the base class.
+class _Work(dist.Work if dist.is_available() else object):  # type: ignore[misc]  # dynamic base
     """Several works as one, and what remains to be done after them.
 
     Torch passes a work through C++ to the caller, where its Python half is lost unless something
-    holds it: ``latest`` does, until the next one is made, or this one has been waited for.
+    holds it: ``latest`` does, until the next work is made, or this one has been waited for.
     """
 
     latest = threading.local()
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work | None], finish: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self.works = [work for work in works if work is not None]
         self.finish = finish
         self.source = -1
         self.latest.work = self
 
-    def wait(self, *timeout: Any) -> bool:
+    def wait(self, *timeout: timedelta) -> bool:
         for work in self.works:
             work.wait(*timeout)
         finish, self.works, self.finish = self.finish, [], None
@@ -251,15 +260,17 @@ class _Work(_WorkBase):  # a class that torch may be built without
 
 
 @implements(*_existing(c10d, "broadcast_"))
-def _broadcast(op: Any, tensors: list[Any], group: Any, root: int, *args: Any) -> Any:
+def _broadcast(
+    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, root: int, *args: object
+) -> tuple[list[Float8Tensor], ScriptObject]:
     (x,) = map(_with_rows, tensors)
-    me, world = _place(group)
+    me, world = _rank_and_size(group)
     text = _text(x) if me == root else _written(_text(x), x)
     expected = [text if rank == root else _NOTHING for rank in range(world)]
     _agree(group, [expected[me]] * world, expected)
     data = _pack(x)
     work = _begun(op([data], group, root, *args))
-    finish = None if me == root else lambda: _receive(x, data)
+    finish = None if me == root else partial(_receive, x, data)
     return tensors, _Work([work], finish).boxed()
 
 
@@ -268,46 +279,66 @@ def _receive_each(tensors: Sequence[Float8Tensor], data: Sequence[Tensor]) -> No
         _receive(x, rows)
 
 
-def _sizes(tensors: Sequence[Any]) -> list[int]:
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
     """Bytes of each; 0 if it is not stored in FP8, which ``_agree`` refuses."""
     return [x.shape[0] * _width(x) if isinstance(x, Float8Tensor) else 0 for x in tensors]
 
 
 @implements(*_existing(c10d, "allgather_", "gather_"))
-def _gather_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
-    """Gather on every rank, or on the root that ``args`` begin with: others have no outputs."""
+def _gather_list(
+    op: OpOverload,
+    outputs: list[list[Float8Tensor]],
+    inputs: list[Float8Tensor],
+    group: ScriptObject,
+    *args: object,
+) -> object:
+    """Gather on every rank, or on the root, whose number is the first of ``args``."""
     (x,), root = map(_with_rows, inputs), None if op is c10d.allgather_.default else args[0]
-    parts = [_with_rows(out) for out in outputs[0]] if outputs else []
-    _, world = _place(group)
+    targets = [_with_rows(out) for out in outputs[0]] if outputs else []
+    _, world = _rank_and_size(group)
     sends = [_text(x) if root in (None, rank) else _NOTHING for rank in range(world)]
-    expects = [_written(_text(part), part) for part in parts] or [_NOTHING] * world
+    expects = [_written(_text(target), target) for target in targets] or [_NOTHING] * world
     size = _agree(group, sends, expects, max(_sizes([x])))
-    received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in parts]
+    received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in targets]
     begun = op([received] if outputs else [], [_padded(_pack(x), size)], group, *args)
-    work = _Work([_begun(begun)], lambda: _receive_each(parts, received)).boxed()
+    work = _Work([_begun(begun)], partial(_receive_each, targets, received)).boxed()
     return (outputs, work) if root is None else work
 
 
 @implements(*_existing(c10d, "scatter_"))
-def _scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, root: int, *args: Any) -> Any:
+def _scatter_list(
+    op: OpOverload,
+    outputs: list[Float8Tensor],
+    inputs: list[list[Float8Tensor]],
+    group: ScriptObject,
+    root: int,
+    *args: object,
+) -> tuple[list[Float8Tensor], ScriptObject]:
     (x,) = map(_with_rows, outputs)
-    parts = [_with_rows(part) for part in inputs[0]] if inputs else []
-    if isinstance(x, Float8Tensor):  # parts of a tensor, of which edges have cut blocks
-        parts = [
-            _in_blocks(part, x.spec.block) if isinstance(part, Float8Tensor) else part
-            for part in parts
+    sources = [_with_rows(source) for source in inputs[0]] if inputs else []
+    if isinstance(x, Float8Tensor):  # shards of a tensor, whose edges have cut blocks
+        sources = [
+            _in_blocks(source, x.spec.block) if isinstance(source, Float8Tensor) else source
+            for source in sources
         ]
-    _, world = _place(group)
+    _, world = _rank_and_size(group)
+    sends = list(map(_text, sources)) or [_NOTHING] * world
     expects = [_written(_text(x), x) if rank == root else _NOTHING for rank in range(world)]
-    size = _agree(group, list(map(_text, parts)) or [_NOTHING] * world, expects, max(_sizes([x])))
+    size = _agree(group, sends, expects, max(_sizes([x])))
     received = torch.empty(size, dtype=torch.uint8, device=x.device)
-    data = [[_padded(_pack(part), size) for part in parts]] if inputs else []
+    data = [[_padded(_pack(source), size) for source in sources]] if inputs else []
     work = _begun(op([received], data, group, root, *args))
-    return outputs, _Work([work], lambda: _receive(x, received)).boxed()
+    return outputs, _Work([work], partial(_receive, x, received)).boxed()
 
 
 @implements(*_existing(c10d, "alltoall_"))
-def _all_to_all_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+def _all_to_all_list(
+    op: OpOverload,
+    outputs: list[Float8Tensor],
+    inputs: list[Float8Tensor],
+    group: ScriptObject,
+    *args: object,
+) -> tuple[list[Float8Tensor], ScriptObject]:
     """Exchange lists as one tensor of bytes, since gloo has no such collective of lists."""
     sources, targets = ([_with_rows(x) for x in tensors] for tensors in (inputs, outputs))
     _agree(group, list(map(_text, sources)), [_written(_text(x), x) for x in targets])
@@ -323,10 +354,12 @@ def _all_to_all_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any)
 
 
 @implements(*_existing(c10d, "_allgather_base_"))
-def _all_gather_base(op: Any, output: Any, x: Any, group: Any, *args: Any) -> Any:
-    _, world = _place(group)
+def _all_gather_base(
+    op: OpOverload, output: Tensor, x: Float8Tensor, group: ScriptObject, *args: object
+) -> tuple[Tensor, ScriptObject]:
+    _, world = _rank_and_size(group)
     if output.ndim > x.ndim > 0:  # a dimension of ranks
-        out, expects = output.flatten(0, 1), [_text(part) for part in output]
+        out, expects = output.flatten(0, 1), [_text(target) for target in output]
     else:
         out, x = _with_rows(output), _with_rows(x)
         expects = _texts(out, world, "the output")
@@ -339,9 +372,15 @@ def _all_gather_base(op: Any, output: Any, x: Any, group: Any, *args: Any) -> An
 
 @implements(*_existing(c10d, "alltoall_base_"))
 def _all_to_all_base(
-    op: Any, out: Any, x: Any, group: Any, out_splits: Any, in_splits: Any, *args: Any
-) -> Any:
-    _, world = _place(group)
+    op: OpOverload,
+    out: Float8Tensor,
+    x: Float8Tensor,
+    group: ScriptObject,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    *args: object,
+) -> ScriptObject:
+    _, world = _rank_and_size(group)
     sends = _texts(x, world, "the input", in_splits)
     expects = [_written(text, out) for text in _texts(out, world, "the output", out_splits)]
     _agree(group, sends, expects)
@@ -352,7 +391,13 @@ def _all_to_all_base(
 
 
 @implements(*_existing(c10d, "allgather_coalesced_"))
-def _all_gather_lists(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+def _all_gather_lists(
+    op: OpOverload,
+    outputs: list[list[Float8Tensor]],
+    inputs: list[Float8Tensor],
+    group: ScriptObject,
+    *args: object,
+) -> ScriptObject:
     columns = zip(zip(*outputs, strict=True), inputs, strict=True)
     gather = c10d.allgather_.default
     works = [_begun(gather([list(out)], [x], group, *args)) for out, x in columns]
@@ -368,7 +413,9 @@ def _value(x: Tensor, shape: Sequence[float] | None = None) -> str:
     return f"{dtype} {tuple(x.shape if shape is None else shape)}"
 
 
-def _with_values(call: Callable[..., Any], written: Sequence[Any], *tensors: Any) -> Any:
+def _with_values(
+    call: Callable[..., _Begun], written: Sequence[Tensor], *tensors: object
+) -> ScriptObject:
     """Run a collective on the values in float32, and quantize the results when it is done.
 
     Args:
@@ -395,8 +442,10 @@ def _with_values(call: Callable[..., Any], written: Sequence[Any], *tensors: Any
 
 
 @implements(*_existing(c10d, "allreduce_", "allreduce_coalesced_"))
-def _all_reduce(op: Any, tensors: list[Any], group: Any, *args: Any) -> Any:
-    _, world = _place(group)
+def _all_reduce(
+    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, *args: object
+) -> object:
+    _, world = _rank_and_size(group)
     text = "; ".join(map(_value, tensors))
     _agree(group, [text] * world, [_written(text, *tensors)] * world)
     work = _with_values(lambda values: op(values, group, *args), tensors, tensors)
@@ -404,8 +453,15 @@ def _all_reduce(op: Any, tensors: list[Any], group: Any, *args: Any) -> Any:
 
 
 @implements(*_existing(c10d, "reduce_"))
-def _reduce(op: Any, tensors: list[Any], group: Any, reduce_op: Any, root: int, *args: Any) -> Any:
-    me, world = _place(group)
+def _reduce(
+    op: OpOverload,
+    tensors: list[Float8Tensor],
+    group: ScriptObject,
+    reduce_op: ScriptObject,
+    root: int,
+    *args: object,
+) -> ScriptObject:
+    me, world = _rank_and_size(group)
     text = "; ".join(map(_value, tensors))
     sends = [text if rank == root else _NOTHING for rank in range(world)]
     _agree(group, sends, [_written(text, *tensors) if me == root else _NOTHING] * world)
@@ -414,8 +470,14 @@ def _reduce(op: Any, tensors: list[Any], group: Any, reduce_op: Any, root: int, 
 
 
 @implements(*_existing(c10d, "reduce_scatter_"))
-def _reduce_scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
-    _, world = _place(group)
+def _reduce_scatter_list(
+    op: OpOverload,
+    outputs: list[Tensor],
+    inputs: list[list[Tensor]],
+    group: ScriptObject,
+    *args: object,
+) -> tuple[list[Tensor], ScriptObject]:
+    _, world = _rank_and_size(group)
     expected = _written(_value(outputs[0]), *outputs)
     _agree(group, list(map(_value, inputs[0])), [expected] * world)
     work = _with_values(lambda outs, ins: op(outs, ins, group, *args), outputs, outputs, inputs)
@@ -423,8 +485,10 @@ def _reduce_scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: 
 
 
 @implements(*_existing(c10d, "_reduce_scatter_base_"))
-def _reduce_scatter_base(op: Any, out: Any, x: Any, group: Any, *args: Any) -> Any:
-    _, world = _place(group)
+def _reduce_scatter_base(
+    op: OpOverload, out: Tensor, x: Tensor, group: ScriptObject, *args: object
+) -> tuple[Tensor, ScriptObject]:
+    _, world = _rank_and_size(group)
     expected = _written(_value(out, (world * out.numel(),)), out)
     _agree(group, [_value(x, (x.numel(),))] * world, [expected] * world)
     return out, _with_values(lambda out, x: op(out, x, group, *args), [out], out, x)
@@ -433,12 +497,18 @@ def _reduce_scatter_base(op: Any, out: Any, x: Any, group: Any, *args: Any) -> A
 @implements(
     *_existing(c10d, "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 )
-def _each_base(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
-    """Run the collective of one pair of tensors for each."""
+def _each_base(
+    op: OpOverload,
+    outputs: list[Tensor],
+    inputs: list[Tensor],
+    group: ScriptObject,
+    *args: object,
+) -> ScriptObject:
+    """Run the collective of one pair of tensors for each pair."""
     gathers = op is c10d.allgather_into_tensor_coalesced_.default
-    one = c10d._allgather_base_ if gathers else c10d._reduce_scatter_base_
+    base = c10d._allgather_base_ if gathers else c10d._reduce_scatter_base_
     pairs = zip(outputs, inputs, strict=True)
-    return _Work([_begun(one.default(out, x, group, *args)) for out, x in pairs]).boxed()
+    return _Work([_begun(base.default(out, x, group, *args)) for out, x in pairs]).boxed()
 
 
 # Point to point. Data and scales travel in the order in which ``quantize`` stores them: a tensor
@@ -457,9 +527,11 @@ def _in_stored_order(scales: Tensor, spec: Float8Spec) -> Tensor:
 
 
 @implements(*_existing(c10d, "send"))
-def _send(op: Any, tensors: list[Any], group: Any, target: int, tag: int) -> Any:
-    parts = [t.contiguous() for x in tensors for t in _travelling(x)]
-    return _Work([_begun(op([t], group, target, tag)) for t in parts]).boxed()
+def _send(
+    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, target: int, tag: int
+) -> ScriptObject:
+    buffers = [t.contiguous() for x in tensors for t in _travelling(x)]
+    return _Work([_begun(op([t], group, target, tag)) for t in buffers]).boxed()
 
 
 def _buffer_like(x: Float8Tensor) -> Float8Tensor:
@@ -472,11 +544,13 @@ def _buffer_like(x: Float8Tensor) -> Float8Tensor:
     return Float8Tensor(data, scale, amax, x.spec, x.dtype)
 
 
-def _arriving(tensors: list[Any], group: Any) -> tuple[list[Tensor], Callable[[], None]]:
+def _arriving(
+    tensors: list[Float8Tensor], group: ScriptObject
+) -> tuple[list[Tensor], Callable[[], None]]:
     """Contiguous tensors to receive into, and what writes them to ``tensors`` when all arrived.
 
-    Torch has no work of its own for each of the calls that it coalesces, so nothing can be done
-    after these: they take only tensors that are received where they lie.
+    Torch has no work for each of the calls that it coalesces, so nothing can be done after them:
+    they take only tensors that are received in place.
 
     Raises:
         ValueError: one of the tensors cannot be written to, or not in a coalesced call. Nothing has
@@ -484,19 +558,19 @@ def _arriving(tensors: list[Any], group: Any) -> tuple[list[Tensor], Callable[[]
     """
     buffers = []
     for x in tensors:
-        straight = x._window is None and all(t.is_contiguous() for t in _travelling(x))
+        is_buffer = x._window is None and all(t.is_contiguous() for t in _travelling(x))
         if refusal := _refusal(x):
             raise ValueError(
                 f"tensor must be one that can be written to; got {refusal}. Receive into a tensor "
                 "that quantize() made."
             )
-        if not straight and _coalesces(group):
+        if not is_buffer and _coalesces(group):
             raise ValueError(
                 "tensor must own its blocks and be stored as quantize() stores it to be received "
                 "in a batch of coalesced calls; got a view or another layout. Receive into a "
                 "tensor that quantize() made and copy_() it, or call irecv() alone."
             )
-        buffers.append(x if straight else _buffer_like(x))
+        buffers.append(x if is_buffer else _buffer_like(x))
 
     @torch.no_grad()
     def finish() -> None:
@@ -507,30 +581,34 @@ def _arriving(tensors: list[Any], group: Any) -> tuple[list[Tensor], Callable[[]
     return [t for x in buffers for t in _travelling(x)], finish
 
 
-def _coalesces(group: Any) -> bool:
+def _coalesces(group: ScriptObject) -> bool:
     """Whether torch holds calls of the group back, to run them as one."""
     return dist.ProcessGroup.unbox(group) in dist.distributed_c10d._world.pg_coalesce_state
 
 
 @implements(*_existing(c10d, "recv_"))
-def _recv(op: Any, tensors: list[Any], group: Any, source: int, tag: int) -> Any:
-    parts, finish = _arriving(tensors, group)
-    return _Work([_begun(op([t], group, source, tag)) for t in parts], finish).boxed()
+def _recv(
+    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, source: int, tag: int
+) -> ScriptObject:
+    buffers, finish = _arriving(tensors, group)
+    return _Work([_begun(op([t], group, source, tag)) for t in buffers], finish).boxed()
 
 
 @implements(*_existing(c10d, "recv_any_source_"))
-def _recv_any(op: Any, tensors: list[Any], group: Any, tag: int) -> Any:
-    """Wait for the first message, which tells the rank that the others come from."""
-    parts, finish = _arriving(tensors, group)
-    if not parts:
+def _recv_any(
+    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, tag: int
+) -> ScriptObject:
+    """Wait for the first message, which tells the rank that sends the other ones."""
+    buffers, finish = _arriving(tensors, group)
+    if not buffers:
         raise ValueError(
             "src must be a rank for an empty tensor, of which no message comes; got None. Pass the "
             "rank that sends it."
         )
-    arrived = _begun(op(parts[:1], group, tag))
-    arrived.wait()
-    source, recv = arrived._source_rank(), c10d.recv_.default
-    work = _Work([_begun(recv([t], group, source, tag)) for t in parts[1:]], finish)
+    first = dist.Work.unbox(op(buffers[:1], group, tag))
+    first.wait()
+    source, recv = first._source_rank(), c10d.recv_.default
+    work = _Work([_begun(recv([t], group, source, tag)) for t in buffers[1:]], finish)
     work.source = source
     return work.boxed()
 
@@ -544,8 +622,8 @@ def _wait_for(t: Tensor) -> Tensor:
 
 
 @implements(*_existing(functional, "all_gather_into_tensor"))
-def _all_gather(op: Any, x: Float8Tensor, size: int, group: Any) -> Any:
-    """Gather the rows of all ranks; shards without a common block keep blocks and scales each."""
+def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> object:
+    """Gather the rows of all ranks; a shard that has no block with another keeps its own."""
     rows, block = x.shape[0] if x.ndim else 0, x.spec.block[0] if x.ndim else 0
     if rows == 0:
         return run_fallback(Float8Tensor, op, (x, size, group), {})
@@ -564,13 +642,13 @@ def _all_gather(op: Any, x: Float8Tensor, size: int, group: Any) -> Any:
 
 
 @implements(*_existing(functional, "wait_tensor", "_wrap_tensor_autograd"))
-def _wait(op: Any, x: Float8Tensor) -> Float8Tensor:
+def _wait(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
     return x.map(lambda t: t)  # waited for where it was gathered
 
 
 @implements(aten.constant_pad_nd.default)
-def _pad(op: Any, x: Float8Tensor, pad: Any, value: Any = 0) -> Any:
-    """Add zeros after the end of dimensions, by which DTensor makes shards equally long."""
+def _pad(op: OpOverload, x: Float8Tensor, pad: Sequence[int], value: float = 0) -> object:
+    """Append zeros along dimensions, as DTensor does to make shards equally long."""
     if value != 0 or any(pad[::2]) or min(pad) < 0:
         return run_fallback(Float8Tensor, op, (x, pad, value), {})
     qdata = op(x.qdata.view(torch.uint8), pad, 0).view(x.qdata.dtype)
@@ -581,19 +659,21 @@ def _pad(op: Any, x: Float8Tensor, pad: Any, value: Any = 0) -> Any:
 
 
 @implements(*_existing(functional, "all_gather_into_tensor_coalesced"))
-def _all_gather_many(op: Any, tensors: list[Any], size: int, group: Any) -> list[Any]:
+def _all_gather_many(
+    op: OpOverload, tensors: list[Float8Tensor], size: int, group: str
+) -> list[Tensor]:
     return [functional.all_gather_into_tensor(x, size, group) for x in tensors]
 
 
 @implements(*_existing(functional, "all_gather_into_tensor_out", "reduce_scatter_tensor_out"))
-def _into_out(op: Any, x: Any, *args: Any, out: Any) -> Any:
+def _into_out(op: OpOverload, x: Tensor, *args: object, out: Tensor) -> Tensor:
     name = op._schema.name.split("::")[1].removesuffix("_out")
     return out.copy_(_wait_for(getattr(functional, name)(x, *args)))
 
 
 @implements(*_existing(functional, "broadcast", "broadcast_"))
-def _broadcast_functional(op: Any, x: Float8Tensor, source: int, group: Any) -> Any:
-    result: Any = x if op._schema.is_mutable else torch.empty_like(x)
+def _broadcast_functional(op: OpOverload, x: Float8Tensor, source: int, group: str) -> Float8Tensor:
+    result = x if op._schema.is_mutable else x.map(torch.empty_like)
     data = _pack(_with_rows(x))
     _receive(_with_rows(result), _wait_for(functional.broadcast(data, source, group)))
     return result
@@ -601,21 +681,27 @@ def _broadcast_functional(op: Any, x: Float8Tensor, source: int, group: Any) -> 
 
 @implements(*_existing(functional, "all_to_all_single"))
 def _all_to_all(
-    op: Any, x: Float8Tensor, out_splits: Any, in_splits: Any, group: Any
+    op: OpOverload,
+    x: Float8Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    group: str,
 ) -> Float8Tensor:
     """Exchange rows with other ranks; in the result each block holds one row."""
     return _unpack(_wait_for(op(_pack(x), out_splits, in_splits, group)), x)
 
 
 @implements(*_existing(functional, "all_reduce_", "all_reduce_coalesced_"))
-def _all_reduce_functional(op: Any, tensors: Any, *args: Any) -> Any:
+def _all_reduce_functional(
+    op: OpOverload, tensors: Tensor | list[Tensor], *args: object
+) -> Tensor | list[Tensor]:
     for x in tensors if isinstance(tensors, list) else [tensors]:
         x.copy_(_wait_for(functional.all_reduce(x.dequantize(), *args)))
     return tensors
 
 
 @implements(*_existing(functional, "isend", "irecv", "batch_p2p_ops"))
-def _refuse(op: Any, *args: Any) -> Any:
+def _refuse(op: OpOverload, *args: object) -> object:
     raise NotImplementedError(
         f"{op} must not get a Float8Tensor. Use torch.distributed.isend and irecv outside "
         "torch.compile, or send .dequantize()."

@@ -8,14 +8,15 @@ the fallback.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from float8lab.tensor.dispatch import announce, implements, implements_whole, run_fallback
+from float8lab.tensor.dispatch import announce, implements, implements_composite, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
 
 __all__ = ["DEQUANTIZE_INSIDE"]
@@ -36,33 +37,29 @@ _NAMES = (
 )  # fmt: skip
 
 
-def _overloads() -> list[Any]:
-    found = []
-    for name in _NAMES:
-        packet = getattr(aten, name, None)  # not every torch has each
-        names = [] if packet is None else packet.overloads()
-        found += [getattr(packet, o) for o in names if "out" not in o]
-    return found
-
-
-DEQUANTIZE_INSIDE = frozenset(_overloads())
-"""Overloads that dequantize by intent; the table in the documentation tells them from the
-others."""
+DEQUANTIZE_INSIDE = frozenset(
+    getattr(packet, overload)
+    for packet in (getattr(aten, name) for name in _NAMES if hasattr(aten, name))
+    for overload in packet.overloads()
+    if "out" not in overload
+)
+"""Overloads of this torch that dequantize by intent; the documentation's table names them."""
 
 
 @implements(*DEQUANTIZE_INSIDE)
-def _dequantize_inside(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _dequantize_inside(op: OpOverload, *args: object, **kwargs: object) -> object:
     return run_fallback(Float8Tensor, op, args, kwargs, quiet=True)
 
 
 @implements(aten.is_same_size.default, aten._has_same_storage_numel.default)
-def _of_metadata(op: Any, a: Any, b: Any) -> Any:
-    return op(*(x.qdata if isinstance(x, Float8Tensor) else x for x in (a, b)))
+def _compare_metadata(op: OpOverload, a: Tensor, b: Tensor) -> bool:
+    is_equal: bool = op(*(x.qdata if isinstance(x, Float8Tensor) else x for x in (a, b)))
+    return is_equal
 
 
 # The gradients of these ops multiply by the argument, or write copies of it piece by piece. Neither
-# is to happen in FP8, so autograd sees the ops with dequantized arguments.
-_DEQUANTIZED_WHOLE = {
+# shall happen in FP8, so autograd sees the ops with dequantized arguments.
+_DEQUANTIZED_COMPOSITES: dict[str, tuple[Callable[..., object], ...]] = {
     "_pad_circular.default": (F.pad,),
     "cholesky_inverse.default": (torch.cholesky_inverse, Tensor.cholesky_inverse),
     "cholesky_solve.default": (torch.cholesky_solve, Tensor.cholesky_solve),
@@ -71,9 +68,9 @@ _DEQUANTIZED_WHOLE = {
 }
 
 
-def _enter_dequantized_whole(overload: Any, function: Any) -> None:
-    @implements_whole(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _dequantize_composite(overload: OpOverload, function: Callable[..., object]) -> None:
+    @implements_composite(function)
+    def run(*args: object, **kwargs: object) -> object:
         if function is F.pad and "circular" not in (*args[2:], kwargs.get("mode")):
             return NotImplemented
         announce(overload)
@@ -81,14 +78,14 @@ def _enter_dequantized_whole(overload: Any, function: Any) -> None:
         return function(*args, **kwargs)
 
 
-for _name, _functions in _DEQUANTIZED_WHOLE.items():
+for _name, _functions in _DEQUANTIZED_COMPOSITES.items():
     _overload = operator.attrgetter(_name)(aten)
     for _function in (*_functions, _overload):
-        _enter_dequantized_whole(_overload, _function)
+        _dequantize_composite(_overload, _function)
 
 
 @implements(aten.neg.default)
-def _neg(op: Any, x: Float8Tensor) -> Float8Tensor:
+def _neg(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
     # The sign of an FP8 number is its highest bit.
     q = (x.qdata.view(torch.uint8) ^ 0x80).view(x.qdata.dtype)
     return x.replace(qdata=q, scale=x.scale.clone(), amax=x.amax.clone())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from float8lab.formats import DEQUANTIZED_DTYPES
 from float8lab.tensor.blocks import expand_scale
@@ -18,7 +19,9 @@ aten = torch.ops.aten
 
 
 @implements(aten.clone.default)
-def _clone(op: Any, x: Float8Tensor, *, memory_format: Any = None) -> Float8Tensor:
+def _clone(
+    op: OpOverload, x: Float8Tensor, *, memory_format: torch.memory_format | None = None
+) -> Float8Tensor:
     # The scales keep their strides: GEMMs want those of 1xB blocks column by column.
     return x.replace(
         qdata=op(x.qdata, memory_format=memory_format), scale=op(x.scale), amax=op(x.amax)
@@ -27,8 +30,13 @@ def _clone(op: Any, x: Float8Tensor, *, memory_format: Any = None) -> Float8Tens
 
 @implements(aten._to_copy.default)
 def _to_copy(
-    op: Any, x: Float8Tensor, *, dtype: Any = None, memory_format: Any = None, **kwargs: Any
-) -> Any:
+    op: OpOverload,
+    x: Float8Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None,
+    **kwargs: object,
+) -> object:
     if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
         kwargs = {"dtype": dtype, "memory_format": memory_format, **kwargs}
         return run_fallback(Float8Tensor, op, (x,), kwargs)
@@ -41,35 +49,36 @@ def _to_copy(
 
 
 @implements(aten._pin_memory.default)
-def _pin_memory(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor:
+def _pin_memory(op: OpOverload, x: Float8Tensor, *args: object, **kwargs: object) -> Float8Tensor:
     return x.map(lambda t: op(t, *args, **kwargs))
 
 
 @implements(aten.is_pinned.default)
-def _is_pinned(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> bool:
+def _is_pinned(op: OpOverload, x: Float8Tensor, *args: object, **kwargs: object) -> bool:
     return all(op(t, *args, **kwargs) for t in (x.qdata, x.scale, x.amax))
 
 
 @implements(aten.record_stream.default)
-def _record_stream(op: Any, x: Float8Tensor, stream: Any) -> None:
+def _record_stream(op: OpOverload, x: Float8Tensor, stream: torch.Stream) -> None:
     for t in (x.qdata, x.scale, x.amax):
         op(t, stream)
 
 
 @implements(aten.copy_.default)
-def _copy(op: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
+def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(x, Float8Tensor):
-        return op(x, source._decode(), non_blocking)
-    alike = isinstance(source, Float8Tensor) and (source.spec, source.shape) == (x.spec, x.shape)
-    if alike and x._window is None:
+        plain: Tensor = op(x, _decoded(source), non_blocking)
+        return plain
+    value: Tensor
+    if not isinstance(source, Float8Tensor) or (source.spec, source.shape) != (x.spec, x.shape):
+        value = _decoded(source).to(device=x.device, dtype=x.dtype)
+        return x.requantize_(value.expand(x.shape))
+    if x._window is None:
         for name in ("qdata", "scale", "amax"):
             op(getattr(x, name), getattr(source, name), non_blocking)
         return x
-    value = source._decode() if isinstance(source, Float8Tensor) else source
-    value = value.to(device=x.device, dtype=x.dtype).expand(x.shape)
-    if not alike or x._window is None:
-        return x.requantize_(value)
-    # The scale of what is copied is kept if possible, so that its bytes are too.
+    value = _decoded(source).to(device=x.device, dtype=x.dtype)
+    # The source's scales are kept where they can be, and so are its bytes.
     scale, amax = (
         expand_scale(t.to(x.device), x.spec.block, x.shape).expand(x.shape)
         for t in (source.scale, source.amax)
@@ -79,8 +88,12 @@ def _copy(op: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
     return x
 
 
+def _decoded(x: Tensor) -> Tensor:
+    return x._decode() if isinstance(x, Float8Tensor) else x
+
+
 @implements(aten.fill_.Scalar, aten.fill_.Tensor)
-def _fill(op: Any, x: Any, value: Any) -> Any:
+def _fill(op: OpOverload, x: Tensor, value: Tensor | complex) -> Tensor:
     if isinstance(value, Float8Tensor):
         value = value._decode()
     if not isinstance(x, Float8Tensor):
@@ -89,7 +102,7 @@ def _fill(op: Any, x: Any, value: Any) -> Any:
 
 
 @implements(aten.zero_.default)
-def _zero(op: Any, x: Float8Tensor) -> Float8Tensor:
+def _zero(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
     if x._window is not None:
         return x.requantize_(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
     op(x.qdata)
@@ -110,7 +123,7 @@ def _zero(op: Any, x: Float8Tensor) -> Float8Tensor:
     aten.random_.to,
     getattr(aten.random_, "from"),
 )
-def _random(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor:
+def _random(op: OpOverload, x: Float8Tensor, *args: object, **kwargs: object) -> Float8Tensor:
     return x.requantize_(
         op(torch.zeros(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
     )  # fmt: skip
@@ -118,11 +131,15 @@ def _random(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor
 
 @implements(aten.empty_like.default)
 def _empty_like(
-    op: Any, x: Float8Tensor, *, dtype: Any = None, memory_format: Any = None, **kwargs: Any
+    op: OpOverload,
+    x: Float8Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None,
+    **kwargs: object,
 ) -> Tensor:
-    # A call with a memory format gets an ordinary tensor: torch's own functions and gradients ask
-    # for room to compute in by such calls. In C++ ``1 - x`` is
-    # ``empty_like(x, preserve).fill_(1).sub_(x)``.
+    # A call with a memory format gets an ordinary tensor: torch's own functions and gradients
+    # allocate buffers so. In C++ ``1 - x`` is ``empty_like(x, preserve).fill_(1).sub_(x)``.
     if memory_format is not None or (dtype is not None and dtype not in DEQUANTIZED_DTYPES):
         return _plain_like(op, x, dtype=dtype, memory_format=memory_format, **kwargs)
     kwargs["layout"] = None  # strided, as every Float8Tensor
@@ -132,11 +149,18 @@ def _empty_like(
 
 
 @implements(aten.new_empty.default, aten.new_zeros.default)
-def _new(op: Any, x: Float8Tensor, size: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
+def _new(
+    op: OpOverload,
+    x: Float8Tensor,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    **kwargs: object,
+) -> object:
     if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
         return op(x.qdata, size, dtype=dtype, **kwargs)
     spec = x.spec.expand(len(size))
-    scale = x.scale.new_ones(spec.scale_shape(tuple(size)), **kwargs)
+    scale = aten.new_ones.default(x.scale, spec.scale_shape(tuple(size)), **kwargs)
     amax = torch.zeros_like(scale)
     return x._make(op(x.qdata, size, **kwargs), scale, amax, spec, dtype or x.dtype)
 
@@ -153,14 +177,20 @@ def _new(op: Any, x: Float8Tensor, size: Any, *, dtype: Any = None, **kwargs: An
     aten.new_full.default,
     aten.new_empty_strided.default,
 )
-def _plain_like(op: Any, x: Float8Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+def _plain_like(
+    op: OpOverload,
+    x: Float8Tensor,
+    *args: object,
+    dtype: torch.dtype | None = None,
+    **kwargs: object,
+) -> Tensor:
     """Return an ordinary tensor, which is mostly an optimizer's state and would suffer in FP8."""
     result: Tensor = op(x.qdata, *args, dtype=dtype or x.dtype, **kwargs)
     return result
 
 
 @implements(aten.resize_.default)
-def _resize(op: Any, x: Float8Tensor, size: Any, **kwargs: Any) -> Float8Tensor:
+def _resize(op: OpOverload, x: Float8Tensor, size: Sequence[int], **kwargs: object) -> Float8Tensor:
     check_size(op, x, size)
     return x
 
@@ -178,7 +208,7 @@ def _resize(op: Any, x: Float8Tensor, size: Any, **kwargs: Any) -> Float8Tensor:
     aten.swapdims_.default,
     aten.swapaxes_.default,
 )
-def _refuse(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse(op: OpOverload, *args: object, **kwargs: object) -> object:
     raise NotImplementedError(
         f"{op} must not change the memory or the geometry of a Float8Tensor in place: its scales "
         "belong to them. Use the op that returns a new tensor."

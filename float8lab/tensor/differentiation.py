@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
 __all__ = [
     "EXPORT",
+    "AutogradContext",
     "Float8Function",
     "is_exporting",
     "once_differentiable",
@@ -25,11 +30,23 @@ _INSTEAD = (
 )
 
 
+Result = TypeVar("Result")
+
+
+class AutogradContext(FunctionCtx):
+    """What autograd gives to a function's forward and backward; subclasses add its attributes."""
+
+    save_for_backward: Callable[..., None]
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    next_functions: tuple[tuple[Node | None, int], ...]
+
+
 class _Export(threading.local):
     """The export by ``onnx_export`` that is in force on a thread."""
 
     def __init__(self) -> None:
-        self.translations: tuple[tuple[type, Callable[..., Any]], ...] | None = None
+        self.translations: tuple[tuple[type, Callable[..., object]], ...] | None = None
         """Autograd functions, and what runs in place of each; None outside an export."""
 
 
@@ -48,7 +65,7 @@ class Float8Function(torch.autograd.Function):
     """
 
     @classmethod
-    def run(cls, *args: Any) -> Any:
+    def run(cls, *args: object) -> Any:  # what its forward returns
         """Run the function: ``apply``, which Dynamo takes over and therefore cannot be overridden.
 
         Raises:
@@ -66,15 +83,15 @@ class Float8Function(torch.autograd.Function):
         return cls.apply(*args)
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a ``backward`` raise where its result is to be differentiated again.
+def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result]:
+    """Make a ``backward`` raise where its result is to be differentiated.
 
     torch's decorator of this name gives a result without a graph, which ``torch.autograd.grad`` may
     take for a derivative of zero.
     """
 
     @functools.wraps(backward)
-    def wrapper(ctx: Any, *gradients: Any) -> Any:
+    def wrapper(ctx: AutogradContext, *gradients: object) -> Result:
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         if torch.compiler.is_compiling():  # a compiled backward is not differentiated
@@ -88,26 +105,26 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def wanted_gradients(ctx: Any) -> Any:
+def wanted_gradients(ctx: AutogradContext) -> Any:
     """For each input of a function, whether this pass of its backward wants the gradient.
 
-    ``needs_input_grad`` says which could be wanted. ``torch.autograd.grad`` of some tensors, and
-    pipelines that compute the gradients of weights later, want a part of them in each pass. Both
-    are tuples of bools.
+    ``needs_input_grad`` says which gradients any pass may want. ``torch.autograd.grad`` of some
+    tensors, and pipelines that compute the gradients of weights later, want some in each pass.
+    Both are tuples of bools.
     """
     needs = ctx.needs_input_grad
     if torch.compiler.is_compiling():  # nothing runs now
         return needs
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
-    wanted = []
+    wants: list[bool] = []
     for need in needs:
         if need:
             try:
                 need = torch._C._will_engine_execute_node(next(nodes))
             except RuntimeError:  # a leaf that torch.autograd.grad was asked for
                 need = True
-        wanted.append(need)
-    return tuple(wanted)
+        wants.append(need)
+    return tuple(wants)
 
 
 def version_of(x: Tensor) -> int:

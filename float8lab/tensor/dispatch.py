@@ -1,24 +1,25 @@
 """The dispatch table: which handler runs when an aten op meets a Float8Tensor.
 
 ``implements`` enters a handler; an op without one *falls back*: its Float8Tensor arguments are
-dequantized, the op runs on ordinary tensors, and those that it wrote in place are quantized again.
+dequantized, the op runs on ordinary tensors, and those that it wrote in place are requantized.
 ``fallback`` sets whether that warns (once per op), raises, or stays silent.
 
-Torch splits a *composite* op into others before the table is asked. ``implements_whole`` enters a
-function that takes one whole, for the class's ``__torch_function__``, which is asked before that.
+Torch splits a *composite* op into others before it asks the table. ``implements_composite`` enters
+a function that runs instead of the op, for ``__torch_function__``, which torch asks before that.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from float8lab.tensor.window import merge_into
+from float8lab.tensor.window import StoredInBlocks, Window, merge_into
 
 __all__ = [
     "ANY_VIEW",
@@ -27,25 +28,36 @@ __all__ = [
     "check_size",
     "fallback",
     "implements",
-    "implements_whole",
+    "implements_composite",
     "run_fallback",
     "storage_without_memory",
     "table",
 ]
 
-Handler = Callable[..., Any]
+Handler = Callable[..., object]
+AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
 
-class HandlerTable(dict[Any, Handler]):
+class Quantized(StoredInBlocks, Protocol):
+    """A Float8Tensor, as the fallback uses it."""
+
+    requires_grad: bool
+    _window: Window | None
+
+    def _decode(self) -> Tensor: ...
+    def requantize_(self, value: Tensor) -> object: ...
+
+
+class HandlerTable(dict[OpOverload | str, Handler]):
     """Handlers by overload: ``handler(op, *args, **kwargs)``.
 
     Attributes:
-        whole: functions that take a composite op whole, by the function of torch that is called.
+        composite: handlers of composite ops, by the function of torch that is called.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.whole: dict[Any, Handler] = {}
+        self.composite: dict[Handler, Handler] = {}
 
 
 table = HandlerTable()
@@ -72,7 +84,7 @@ class _Policy:
 
     def __init__(self) -> None:
         self.name = "warn"
-        self.warned: set[Any] = set()
+        self.warned: set[OpOverload | str] = set()
 
 
 _POLICY = _Policy()
@@ -104,14 +116,14 @@ class fallback:
     def __enter__(self) -> fallback:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         _POLICY.name = self._before
 
 
-def implements(*overloads: Any) -> Callable[[Handler], Handler]:
+def implements(*overloads: OpOverload | str) -> Callable[[AnyHandler], AnyHandler]:
     """Enter the decorated handler for these overloads; entering one twice raises."""
 
-    def enter(handler: Handler) -> Handler:
+    def enter(handler: AnyHandler) -> AnyHandler:
         for overload in overloads:
             if overload in table:
                 raise ValueError(f"{overload} must have one handler; got a second one.")
@@ -121,13 +133,13 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
     return enter
 
 
-def implements_whole(
-    *functions: Any, autocast: Callable[[str], torch.dtype | None] | None = None
-) -> Callable[[Handler], Handler]:
-    """Enter the decorated function, differentiable, for these functions of torch: a composite op.
+def implements_composite(
+    *functions: Handler, autocast: Callable[[str], torch.dtype | None] | None = None
+) -> Callable[[AnyHandler], AnyHandler]:
+    """Enter the decorated function, which is differentiable, for a composite op.
 
-    It is called with their arguments, of which one at least is a Float8Tensor, and returns
-    ``NotImplemented`` for those that torch shall split.
+    It gets the op's arguments, at least one of which is a Float8Tensor, and returns
+    ``NotImplemented`` if torch shall split the op.
 
     Args:
         functions: functions of torch, methods of its tensors and overloads, of one signature.
@@ -135,8 +147,8 @@ def implements_whole(
             None where it leaves them; without it, torch's own function is under ``autocast``.
     """
 
-    def enter(handler: Handler) -> Handler:
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def enter(handler: AnyHandler) -> AnyHandler:
+        def run(*args: object, **kwargs: object) -> object:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             device = tensors[0].device.type
             dtype = autocast(device) if autocast and torch.is_autocast_enabled(device) else None
@@ -152,13 +164,13 @@ def implements_whole(
                 result = handler(*args, **kwargs)
                 return functions[0](*args, **kwargs) if result is NotImplemented else result
 
-        table.whole.update(dict.fromkeys(functions, handler if autocast is None else run))
+        table.composite.update(dict.fromkeys(functions, handler if autocast is None else run))
         return handler
 
     return enter
 
 
-def announce(op: Any) -> None:
+def announce(op: OpOverload) -> None:
     """Warn once that an op dequantizes, or raise, as the policy says."""
     if _POLICY.name == "error":
         raise NotImplementedError(
@@ -175,11 +187,16 @@ def announce(op: Any) -> None:
         )
 
 
-def _announce_update(op: Any, written: list[Any], args: Any, kwargs: Any) -> None:
+def _announce_update(
+    op: OpOverload,
+    written: Sequence[Quantized],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> None:
     """Warn, once, that an update of a parameter stored in FP8 is rounded away."""
-    mine = {id(x) for x in written}
+    targets = {id(x) for x in written}
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    update = any(id(x) not in mine for x in tensors)  # nn.init and clamping have no other tensor
+    update = any(id(x) not in targets for x in tensors)  # nn.init and clamping: no other tensor
     if update and _POLICY.name == "warn" and "update" not in _POLICY.warned:
         _POLICY.warned.add("update")
         warnings.warn(
@@ -217,24 +234,32 @@ def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
         )
 
 
-def storage_without_memory(storage: Any, owner: Tensor) -> Any:
+def storage_without_memory(storage: torch.UntypedStorage, owner: Tensor) -> torch.UntypedStorage:
     """Make torch's record of a wrapper's storage say 0 bytes, and an address like no other.
 
-    safetensors looks by these for tensors that share memory. One that shares its quantized data
-    with another is written as a copy of its own.
+    safetensors compares both to find tensors that share memory. A tensor that shares its quantized
+    data with another one is written as a copy of its own.
     """
-    if "size" not in vars(storage):
-        storage.size = storage.nbytes  # torch takes storages of size 0 for freed ones
-        storage.nbytes = int
-    storage.data_ptr = id(owner).__int__
+    record = vars(storage)
+    if "size" not in record:
+        record["size"] = storage.nbytes  # torch takes storages of size 0 for freed ones
+        record["nbytes"] = int
+    record["data_ptr"] = id(owner).__int__
     return storage
 
 
-def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool = False) -> Any:
-    """Run ``op`` on dequantized arguments and quantize again what it wrote in place.
+def run_fallback(
+    cls: type[Tensor],
+    op: OpOverload,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    *,
+    quiet: bool = False,
+) -> object:
+    """Run ``op`` on dequantized arguments and requantize those that it wrote in place.
 
-    An op that writes a Float8Tensor in place needs the values, so this is no cause for a warning;
-    an op that was merely given one for its ``out`` does cause one.
+    An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
+    was given one only as its ``out`` does.
     """
     written = [] if not op._schema.is_mutable else _written(cls, op, args, kwargs)
     in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)
@@ -244,7 +269,7 @@ def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool
         _announce_update(op, written, args, kwargs)
     plain: dict[int, Tensor] = {}
 
-    def dequantized(x: Any) -> Tensor:
+    def dequantized(x: Quantized) -> Tensor:
         if id(x) not in plain:
             plain[id(x)] = x._decode()
         return plain[id(x)]
@@ -269,7 +294,7 @@ def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool
     return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
 
 
-def check_size(op: Any, x: Any, size: Sequence[int]) -> None:
+def check_size(op: OpOverload, x: StoredInBlocks, size: Sequence[int]) -> None:
     """Raise if ``op`` resizes the Float8Tensor ``x`` in place, as torch's ``out`` may be."""
     if tuple(size) != tuple(x.shape):
         raise NotImplementedError(
@@ -278,14 +303,16 @@ def check_size(op: Any, x: Any, size: Sequence[int]) -> None:
         )
 
 
-def _written(cls: type[Any], op: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The Float8Tensors that the op writes to, each once."""
-    found: dict[int, Any] = {}
+def _written(
+    cls: type[Tensor], op: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> list[Quantized]:
+    """The Float8Tensors that the op writes to, without repeats."""
+    written: dict[int, Quantized] = {}
     for index, argument in enumerate(op._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         for x in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(x, cls):
-                found[id(x)] = x
-    return list(found.values())
+                written[id(x)] = cast("Quantized", x)
+    return list(written.values())

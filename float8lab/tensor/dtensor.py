@@ -5,24 +5,33 @@ That import would double the time that ``import float8lab`` takes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard, TypeVar, overload
 
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 __all__ = ["is_dtensor", "local_of", "with_local"]
 
+Value = TypeVar("Value")
 
-def is_dtensor(x: Any) -> bool:
+
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
     return hasattr(x, "_local_tensor") and hasattr(x, "placements")
 
 
-def local_of(x: Any) -> Any:
+@overload
+def local_of(x: Tensor) -> Tensor: ...
+@overload
+def local_of(x: Value) -> Value: ...
+def local_of(x: object) -> object:
     """A DTensor's shard on this rank; any other tensor itself."""
     return getattr(x, "_local_tensor", x)
 
 
-def with_local(x: Any, local: Tensor) -> Any:
+def with_local(x: Tensor, local: Tensor) -> Tensor:
     """``local``, as a DTensor of the shape and placements of ``x`` if that is one."""
     if not is_dtensor(x):
         return local

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    overload,
+)
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from float8lab.arguments import (
@@ -43,6 +51,10 @@ from float8lab.tensor.statistics import (
 )
 from float8lab.tensor.window import Window
 
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+
 __all__ = ["PLAIN", "Float8Tensor", "quantize"]
 
 _FIELDS = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
@@ -62,42 +74,25 @@ PLAIN = frozenset(
 handle the op first, and calls it again on the Float8Tensors inside it."""
 
 
-def _assemble(
-    cls: Any, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
-) -> Any:
-    x = torch.Tensor._make_wrapper_subclass(
-        cls,
-        qdata.shape,
-        strides=qdata.stride(),
-        storage_offset=qdata.storage_offset(),
-        dtype=dtype,
-        device=qdata.device,
-        requires_grad=False,
-    )
-    x.qdata = qdata
-    x.scale = scale
-    x.amax = amax
-    x.spec = spec
-    x._dtype = dtype
-    return x
+View = TypeVar("View", bound=Callable[..., object])
 
 
-def _check_parts(
+def _check_fields(
     qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
 ) -> None:
-    """Raise unless these are the parts of one tensor."""
+    """Raise unless these can be the fields of one tensor."""
     check_instance("spec", spec, Float8Spec, "a Float8Spec")
     check_dtype("dtype", dtype, DEQUANTIZED_DTYPES, optional=False)
-    for name, part, wanted in (
+    for name, tensor, stored in (
         ("qdata", qdata, spec.fp8_dtype),
         ("scale", scale, torch.float32),
         ("amax", amax, torch.float32),
     ):
-        check_tensor(name, part)
-        if part.dtype != wanted:
+        check_tensor(name, tensor)
+        if tensor.dtype != stored:
             raise TypeError(
-                f"{name} must be of {wanted} for {spec.describe()}; got {shown(part)}. quantize() "
-                "makes all parts of a tensor."
+                f"{name} must be of {stored} for {spec.describe()}; got {shown(tensor)}. "
+                "quantize() makes all parts of a tensor."
             )
     if len(spec.block) != qdata.ndim:
         raise ValueError(
@@ -105,11 +100,11 @@ def _check_parts(
             f"{spec.block}. See Float8Spec.expand."
         )
     blocks = spec.scale_shape(tuple(qdata.shape))
-    for name, part in (("scale", scale), ("amax", amax)):
-        if tuple(part.shape) != blocks:
+    for name, tensor in (("scale", scale), ("amax", amax)):
+        if tuple(tensor.shape) != blocks:
             raise ValueError(
                 f"{name} must have shape {blocks}, one number for each block of {spec.block}; got "
-                f"{shown(part)}. quantize() makes all parts of a tensor."
+                f"{shown(tensor)}. quantize() makes all parts of a tensor."
             )
 
 
@@ -136,7 +131,7 @@ class Float8Tensor(Tensor):
     _readable: Tensor | None = None
     _high_precision_init_val: Tensor | None = None
     _shared_scales: Any = None
-    """If this is a shard: a ``SharedScales``, which finds the amaxes of blocks on several ranks."""
+    """A ``SharedScales`` of ``distributed/`` on a shard of a weight whose blocks cross ranks."""
 
     def __new__(
         cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
@@ -147,67 +142,91 @@ class Float8Tensor(Tensor):
             TypeError: a part of another type or dtype.
             ValueError: a part of another shape.
         """
-        _check_parts(qdata, scale, amax, spec, dtype)
-        return _assemble(cls, qdata, scale, amax, spec, dtype)
+        _check_fields(qdata, scale, amax, spec, dtype)
+        return cls._make(qdata, scale, amax, spec, dtype)
 
-    _make: Any = classmethod(_assemble)
-    """A tensor of this class, of parts that are known to belong together; a subclass's constructor,
-    which may have arguments of its own, is not called."""
+    @classmethod
+    def _make(
+        cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
+    ) -> Float8Tensor:
+        """Make a tensor of this class from fields that belong together, without its constructor.
+
+        A subclass's constructor may have other arguments.
+        """
+        x: Float8Tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            qdata.shape,
+            strides=qdata.stride(),
+            storage_offset=qdata.storage_offset(),
+            dtype=dtype,
+            device=qdata.device,
+            requires_grad=False,
+        )
+        x.qdata, x.scale, x.amax, x.spec, x._dtype = qdata, scale, amax, spec, dtype
+        return x
 
     def __init__(
         self, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
     ) -> None:
         """``__new__`` has set all."""
 
-    # Torch asks ``__torch_function__`` for every attribute of its own, these are none of them.
+    # Torch asks ``__torch_function__`` for each of its own attributes; these two are not.
     shape = property(operator.attrgetter("qdata.shape"))
     dtype = property(operator.attrgetter("_dtype"))
     _dtype: torch.dtype
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        context = (self.spec, self.dtype)
-        return ["qdata", "scale", "amax"], context if self._window is None else (*context, True)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Float8Spec, torch.dtype, bool]]:
+        return ["qdata", "scale", "amax"], (self.spec, self.dtype, self._window is not None)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+        cls,
+        inner: dict[str, Tensor],
+        context: tuple[Float8Spec, torch.dtype, bool],
+        outer_size: torch.Size,
+        outer_stride: Sequence[int],
     ) -> Float8Tensor:
-        x = cls._make(inner["qdata"], inner["scale"], inner["amax"], context[0], context[1])
-        if len(context) == 3:  # a view that shares blocks with a base that is not here
+        spec, dtype, shares_blocks = context
+        x = cls._make(inner["qdata"], inner["scale"], inner["amax"], spec, dtype)
+        if shares_blocks:
             x._window = Window(base=None)
         return x
 
     @classmethod
     def __torch_function__(  # torch's stub lacks the defaults
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if len(types) > 1 and not all(issubclass(t, cls) or _has_no_own(t) for t in types):
-            return NotImplemented  # the other class's turn
+        cls,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if len(types) > 1 and not all(issubclass(t, cls) or _has_default_hook(t) for t in types):
+            return NotImplemented  # the other class handles the call
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            # A handler of a whole function returns a fresh tensor: torch splits one with ``out``.
-            whole = table.whole.get(function) if kwargs.get("out") is None else None
-            if whole is not None and not torch._C._are_functorch_transforms_active():
-                result = whole(*args, **kwargs)
+            # A handler of a composite op returns a fresh tensor: torch splits one with ``out``.
+            handler = table.composite.get(function) if kwargs.get("out") is None else None
+            if handler is not None and not torch._C._are_functorch_transforms_active():
+                result = handler(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
             return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub omits the first argument
-        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for t in types:
-            if t not in PLAIN and not issubclass(t, Float8Tensor):
-                return NotImplemented
-        for arg in args:
-            for x in arg if isinstance(arg, (list, tuple)) else (arg,):
-                if isinstance(x, Float8Tensor) and x._window is not None:
-                    x._refresh()
+        cls,
+        op: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if not all(t in PLAIN or issubclass(t, Float8Tensor) for t in types):
+            return NotImplemented
+        _refresh_views(args)
         kwargs = kwargs or {}
         handler = table.get(op)
         if handler is None:
-            # Autograd has split composite ops; but inference mode and handlers come without it.
+            # Autograd has split composite ops, but inference mode and handlers run without it.
             result = op.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -220,12 +239,12 @@ class Float8Tensor(Tensor):
                 return handler(op, *args, **kwargs)
         return handler(op, *args, **kwargs)
 
-    def replace(self, **changes: Any) -> Float8Tensor:
+    def replace(self, **changes: object) -> Float8Tensor:
         """A tensor of this class with some of qdata, scale, amax, spec, dtype replaced."""
         fields = {name: getattr(self, name) for name in ("qdata", "scale", "amax", "spec", "dtype")}
         return self._make(**{**fields, **changes})
 
-    def map(self, function: Any) -> Float8Tensor:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Float8Tensor:
         """A tensor of this class and spec with ``function`` applied to each of its tensors."""
         return self.replace(
             qdata=function(self.qdata), scale=function(self.scale), amax=function(self.amax)
@@ -265,13 +284,11 @@ class Float8Tensor(Tensor):
             self._window.write(value.detach())
             self._refresh()
             return self
-        value = value.detach()
-        known = (
-            None if self._shared_scales is None else self._shared_scales.amaxes(value, self.spec)
-        )
-        source = quantize_blocks(value, self.spec, known_amax=known)
-        for mine, new in zip((self.qdata, self.scale, self.amax), source, strict=True):
-            mine.copy_(new)
+        value, shared = value.detach(), self._shared_scales
+        amax = None if shared is None else shared.amaxes(value, self.spec)
+        source = quantize_blocks(value, self.spec, known_amax=amax)
+        for target, new in zip((self.qdata, self.scale, self.amax), source, strict=True):
+            target.copy_(new)
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
@@ -292,10 +309,11 @@ class Float8Tensor(Tensor):
         """Renew the scales of a view that holds a copy of its base's."""
         window = self._window
         if window is not None and window.copied and window.base is not None:
-            again = window.base
+            view: object = window.base
             for op, args, kwargs in window.steps:
-                again = table.get(op, table[ANY_VIEW])(op, again, *args, **kwargs)
-            self.qdata, self.scale, self.amax = again.qdata, again.scale, again.amax
+                view = table.get(op, table[ANY_VIEW])(op, view, *args, **kwargs)
+            assert isinstance(view, Float8Tensor)
+            self.qdata, self.scale, self.amax = view.qdata, view.scale, view.amax
 
     @property
     def data(self) -> Float8Tensor:
@@ -316,7 +334,7 @@ class Float8Tensor(Tensor):
         for name in _FIELDS:
             setattr(self, name, getattr(value, name))
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> np.ndarray:
         """A numpy array of the values, which cannot share memory with FP8: ``force=True`` copies.
 
         Raises:
@@ -329,21 +347,21 @@ class Float8Tensor(Tensor):
             )
         return self.detach().dequantize().numpy(force=True)
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype: np.dtype | None = None) -> np.ndarray:
         """A copy for numpy and matplotlib, in float32 if numpy lacks this tensor's dtype."""
         x = self.dequantize()
         array = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> list:
         """The values as nested lists of Python numbers."""
         return self.detach().dequantize().tolist()
 
-    def apply_(self, function: Any) -> Float8Tensor:
+    def apply_(self, function: Callable[[float], float]) -> Float8Tensor:
         """Replace each value by ``function`` of it. CPU only and slow, as torch's."""
         return self.requantize_(self.detach().dequantize().apply_(function))
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+    def __dlpack__(self, *args: object, **kwargs: object) -> object:
         raise BufferError(
             "DLPack shares memory, which must hold numbers of the tensor's dtype; got FP8 data "
             "with scales. Export .dequantize(), or .qdata and .scale."
@@ -363,7 +381,7 @@ class Float8Tensor(Tensor):
                 self._readable = torch.empty_like(self.qdata, dtype=self.dtype)
             return self._readable.copy_(self._decode()).data_ptr()
 
-    def untyped_storage(self) -> Any:
+    def untyped_storage(self) -> torch.UntypedStorage:
         """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
         return storage_without_memory(super().untyped_storage(), self)
 
@@ -377,30 +395,34 @@ class Float8Tensor(Tensor):
         """Whether the FP8 data is in shared memory."""
         return self.qdata.is_shared()
 
-    def _extra(self) -> dict[str, Any]:
+    def _extra(self) -> dict[str, object]:
         """Attributes set on this object besides its own fields, such as ``nn.Parameter``'s mark."""
         return {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Float8Tensor:
         if not self.is_leaf:
             raise RuntimeError(
                 "deepcopy must get a leaf tensor; got one computed from others that require "
                 "gradients. Call .detach() first."
             )
-        if id(self) not in memo:
-            with torch.no_grad():
-                x: Float8Tensor = self.detach().clone()  # type: ignore[assignment]  # stub
-            x.requires_grad_(self.requires_grad)
-            memo[id(self)] = x
-            x.__dict__.update(copy.deepcopy(self._extra(), memo))
-            if self.grad is not None:
-                x.grad = copy.deepcopy(self.grad, memo)
-        result: Float8Tensor = memo[id(self)]
-        return result
+        copied = memo.get(id(self))
+        if isinstance(copied, Float8Tensor):
+            return copied
+        with torch.no_grad():
+            x: Float8Tensor = self.detach().clone()  # type: ignore[assignment]  # stub
+        x.requires_grad_(self.requires_grad)
+        memo[id(self)] = x
+        x.__dict__.update(copy.deepcopy(self._extra(), memo))
+        if self.grad is not None:
+            x.grad = copy.deepcopy(self.grad, memo)
+        return x
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         # A view that shares blocks leaves its base behind, and so takes blocks of its own.
-        x: Any = self if self._window is None else self.detach().clone()
+        x = self
+        if self._window is not None:
+            self._refresh()
+            x = self.map(torch.clone)
         spec = (self.spec.fp8_dtype, self.spec.block, self.spec.scale_rule)
         data = x.qdata.view(torch.uint8)  # pickle, unlike torch.save, cannot load FP8 tensors
         state = (data, x.scale, x.amax, *spec, self.dtype, self.requires_grad, self._extra())
@@ -448,7 +470,7 @@ class Float8Tensor(Tensor):
         """The scales as a matrix: see ``float8lab.inspect.blocks``."""
         return blocks(self)
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """A matplotlib figure: see ``float8lab.inspect.plot``. Needs the extra ``plot``."""
         return self._views["plot"](self)
 
@@ -456,12 +478,12 @@ class Float8Tensor(Tensor):
         """HTML for Jupyter; None, so that Jupyter shows ``repr``, if there are no numbers."""
         return self._views["html"](self, repr(self)) if self._has_data() else None
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> object:
         """The object that ``rich.print`` shows."""
         return self._views["table"](self) if self._has_data() else repr(self)
 
     @classmethod
-    def _add_view(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _add_view(cls, function: View) -> View:
         """Enter a function that draws a tensor, under its own name."""
         cls._views[function.__name__] = function
         return function
@@ -469,16 +491,16 @@ class Float8Tensor(Tensor):
     def _has_data(self) -> bool:
         return not (self.qdata.is_meta or isinstance(self.qdata, _NO_DATA))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stub
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # stub
         facts, lines = [f"fp8={self.spec.describe()}"], []
         if self._has_data():
-            found = stats(self)
+            summary = stats(self)
             facts.append(f"shape={tuple(self.shape)}")
-            scales = f"amax={found.amax:.6g}, scale={found.scale_min:.6g}"
+            scales = f"amax={summary.amax:.6g}, scale={summary.scale_min:.6g}"
             if self.scale.numel() > 1:
-                scales += f"..{found.scale_max:.6g} {tuple(self.scale.shape)}"
-            body = _values(self.detach())
-            lines = [scales] * (self.scale.numel() > 0) + [f"health: {health(found)}"]
+                scales += f"..{summary.scale_max:.6g} {tuple(self.scale.shape)}"
+            body = _values(self.data)
+            lines = [scales] * (self.scale.numel() > 0) + [f"health: {health(summary)}"]
         else:
             body = f"..., size={tuple(self.shape)}"
         facts.append(f"dtype={self.dtype}")
@@ -489,16 +511,25 @@ class Float8Tensor(Tensor):
         return f"Float8Tensor({_INDENT.join([body, ', '.join(facts), *lines])})"
 
 
-def _has_no_own(t: Any) -> bool:
+def _has_default_hook(t: type) -> bool:
     """Whether a class has torch's ``__torch_function__``, as ``Tensor`` has."""
-    own, default = (getattr(c.__torch_function__, "__func__", None) for c in (t, Tensor))
-    return own is default
+    hooks = (getattr(c, "__torch_function__", None) for c in (t, Tensor))
+    hook, default = (getattr(hook, "__func__", None) for hook in hooks)
+    return hook is default
+
+
+def _refresh_views(args: Sequence[object]) -> None:
+    """Renew the scales of the views among an op's arguments that hold copies."""
+    for arg in args:
+        for x in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(x, Float8Tensor) and x._window is not None:
+                x._refresh()
 
 
 _INDENT = ",\n             "  # between the lines of a repr
 
 
-def _values(x: Any) -> str:
+def _values(x: Float8Tensor) -> str:
     """The numbers of a Float8Tensor as torch prints them, without ``tensor(...)`` and suffixes.
 
     If torch prints only the edges of a tensor, only those are dequantized.
@@ -525,33 +556,41 @@ def _values(x: Any) -> str:
 
 class _Dequantize(Float8Function):
     @staticmethod
-    def forward(ctx: Any, x: Float8Tensor) -> Tensor:
+    def forward(ctx: object, x: Float8Tensor) -> Tensor:
         return x._decode()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: object, grad: Tensor) -> Tensor:
         return grad
 
 
 class _Quantize(Float8Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
+        ctx: object, x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
     ) -> Float8Tensor:
         tensors = quantize_blocks(x, spec, scale=scale, amax_epsilon=amax_epsilon)
-        result: Float8Tensor = Float8Tensor._make(*tensors, spec, x.dtype)
-        return result
+        return Float8Tensor._make(*tensors, spec, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad, None, None, None
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad, *[None] * 3)
 
 
-def _rebuild(*state: Any) -> Float8Tensor:
+def _rebuild(  # noqa: PLR0913  # the state in pickles
+    qdata: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    scale_rule: str,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    extra: Mapping[str, object],
+    cls: type[Float8Tensor] = Float8Tensor,
+) -> Float8Tensor:
     """Make a Float8Tensor from the state by ``__reduce_ex__``; pickles name this function."""
-    qdata, scale, amax, fp8_dtype, block, scale_rule, dtype, requires_grad, extra, *subclass = state
     spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
-    cls = subclass[0] if subclass else Float8Tensor
     x = cls._make(qdata.view(fp8_dtype), scale, amax, spec, dtype)
     x.requires_grad_(requires_grad)
     x.__dict__.update(extra)
@@ -570,7 +609,7 @@ def quantize(
     scale: Tensor | float | None = None,
     amax_epsilon: float = 0.0,
 ) -> Float8Tensor:
-    """Quantize a tensor to FP8. Differentiable: the gradient passes straight through.
+    """Quantize a tensor to FP8. Differentiable: the gradient passes through unchanged.
 
     Args:
         x: any shape, float32, bfloat16 or float16.
@@ -590,8 +629,8 @@ def quantize(
     Raises:
         TypeError: ``x`` is not a floating-point tensor of a supported dtype.
         NotImplementedError: ``x`` is a DTensor.
-        ValueError: a bad format, block, rule, scale or ``amax_epsilon``. Scales that lie on a GPU
-            are not looked at.
+        ValueError: a bad format, block, rule, scale or ``amax_epsilon``. Scales on a GPU are not
+            checked.
 
     >>> float8lab.quantize(torch.tensor([[1.0, -448.0]]))
     Float8Tensor([[   1., -448.]],

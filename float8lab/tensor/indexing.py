@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from float8lab.tensor.dispatch import implements, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -53,7 +54,7 @@ def _pick(x: Float8Tensor, dim: int, index: Tensor, take: Callable[..., Tensor])
 
 
 @implements(aten.index_select.default)
-def _index_select(op: Any, x: Float8Tensor, dim: int, index: Tensor) -> Float8Tensor:
+def _index_select(op: OpOverload, x: Float8Tensor, dim: int, index: Tensor) -> Float8Tensor:
     if not x.ndim:
         return x.map(torch.clone)
     index = index.reshape(-1)
@@ -61,7 +62,7 @@ def _index_select(op: Any, x: Float8Tensor, dim: int, index: Tensor) -> Float8Te
 
 
 @implements(aten.index.Tensor)
-def _index(op: Any, x: Any, indices: Sequence[Any]) -> Any:
+def _index(op: OpOverload, x: Tensor, indices: Sequence[Tensor | None]) -> object:
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     if isinstance(x, Float8Tensor) and len(given) == 1:
         dim, index = given[0]
@@ -75,12 +76,12 @@ def _index(op: Any, x: Any, indices: Sequence[Any]) -> Any:
 
 
 @implements(aten.embedding.default)
-def _embedding(op: Any, weight: Float8Tensor, index: Tensor, *args: Any) -> Float8Tensor:
+def _embedding(op: OpOverload, weight: Float8Tensor, index: Tensor, *args: object) -> Float8Tensor:
     return _pick(weight, 0, index, lambda t, i: aten.index.Tensor(t, [i]))
 
 
 @implements(aten.flip.default)
-def _flip(op: Any, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
+def _flip(op: OpOverload, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
     block = list(x.spec.block)
     for d in dims:
         if block[d] > 1:
@@ -90,22 +91,24 @@ def _flip(op: Any, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
 
 
 @implements(aten.roll.default)
-def _roll(op: Any, x: Float8Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+def _roll(
+    op: OpOverload, x: Float8Tensor, shifts: Sequence[int], dims: Sequence[int] = ()
+) -> object:
     if not dims:  # rolls the flattened tensor
         if not x.spec.per_tensor:
             return run_fallback(Float8Tensor, op, (x, shifts, dims), {})
         return _fresh(x, lambda t: op(t, shifts), lambda t: t, x.spec.block)
-    block, by = list(x.spec.block), list(shifts)
+    block, block_shifts = list(x.spec.block), list(shifts)
     for i, (shift, d) in enumerate(zip(shifts, dims, strict=True)):
         if block[d] > 1:
             block[d] = math.gcd(block[d], x.shape[d], shift)
-        by[i] = 0 if block[d] == -1 else shift // block[d]
+        block_shifts[i] = 0 if block[d] == -1 else shift // block[d]
     x = cut(x, tuple(block))
-    return _fresh(x, lambda t: op(t, shifts, dims), lambda t: op(t, by, dims), block)
+    return _fresh(x, lambda t: op(t, shifts, dims), lambda t: op(t, block_shifts, dims), block)
 
 
 @implements(aten.repeat.default)
-def _repeat(op: Any, x: Float8Tensor, repeats: Sequence[int]) -> Float8Tensor:
+def _repeat(op: OpOverload, x: Float8Tensor, repeats: Sequence[int]) -> Float8Tensor:
     lead = (len(repeats) - x.ndim) * (-1 if x.spec.per_tensor else 1,)
     block = list(x.spec.block)
     times = list(repeats)
@@ -121,23 +124,24 @@ def _repeat(op: Any, x: Float8Tensor, repeats: Sequence[int]) -> Float8Tensor:
     return _fresh(x, lambda t: op(t, repeats), lambda t: op(t, times), (*lead, *block))
 
 
-def _joinable(tensors: Sequence[Any]) -> bool:
-    if not all(isinstance(x, Float8Tensor) for x in tensors):
-        return False
-    kinds = {(x.spec.fp8_dtype, x.spec.scale_rule, x.dtype, x.ndim) for x in tensors}
-    return len(kinds) == 1
+def _joinable(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[Float8Tensor]]:
+    quantized = [x for x in tensors if isinstance(x, Float8Tensor)]
+    kinds = {(x.spec.fp8_dtype, x.spec.scale_rule, x.dtype, x.ndim) for x in quantized}
+    return len(kinds) == 1 and len(quantized) == len(tensors)
 
 
 def _common_block(tensors: Sequence[Float8Tensor]) -> tuple[int, ...]:
     """The largest block that fits into those of all tensors."""
     block = []
     for d, sizes in enumerate(zip(*(x.spec.block for x in tensors), strict=True)):
-        whole = [x.shape[d] if b == -1 else b for x, b in zip(tensors, sizes, strict=True)]
-        block.append(sizes[0] if len(set(sizes)) == 1 else math.gcd(*whole))
+        lengths = [x.shape[d] if b == -1 else b for x, b in zip(tensors, sizes, strict=True)]
+        block.append(sizes[0] if len(set(sizes)) == 1 else math.gcd(*lengths))
     return tuple(block)
 
 
-def _join(op: Any, tensors: Sequence[Float8Tensor], dim: int, block: Sequence[int]) -> Float8Tensor:
+def _join(
+    op: OpOverload, tensors: Sequence[Float8Tensor], dim: int, block: Sequence[int]
+) -> Float8Tensor:
     q = op([x.qdata.view(torch.uint8) for x in tensors], dim).view(tensors[0].qdata.dtype)
     scale, amax = op([x.scale for x in tensors], dim), op([x.amax for x in tensors], dim)
     return tensors[0].replace(
@@ -146,29 +150,28 @@ def _join(op: Any, tensors: Sequence[Float8Tensor], dim: int, block: Sequence[in
 
 
 @implements(aten.cat.default)
-def _cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+def _cat(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     if not _joinable(tensors) or tensors[0].ndim == 0:
         return run_fallback(Float8Tensor, op, (tensors, dim), {})
     dim %= tensors[0].ndim
-    tensors = [x for x in tensors if x.shape[dim]] or list(tensors[:1])
-    if len(tensors) == 1:
-        return tensors[0].map(torch.clone)
-    lengths = [x.shape[dim] for x in tensors]
-    block = _common_block(tensors)
+    joined = [x for x in tensors if x.shape[dim]] or list(tensors[:1])
+    if len(joined) == 1:
+        return joined[0].map(torch.clone)
+    lengths = [x.shape[dim] for x in joined]
+    block = _common_block(joined)
     b = block[dim]
     if b == -1:
         b = math.gcd(*lengths)
     elif b > 1:
         b = math.gcd(b, *lengths[:-1])  # the last block may end early
-    tensors = [cut(x, _at(block, dim, b)) for x in tensors]
-    return _join(op, tensors, dim, tensors[0].spec.block)
+    block = _at(block, dim, b)
+    return _join(op, [cut(x, block) for x in joined], dim, block)
 
 
 @implements(aten.stack.default)
-def _stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+def _stack(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     if not _joinable(tensors):
         return run_fallback(Float8Tensor, op, (tensors, dim), {})
     dim %= tensors[0].ndim + 1
     block = _common_block(tensors)
-    tensors = [cut(x, block) for x in tensors]
-    return _join(op, tensors, dim, (*block[:dim], 1, *block[dim:]))
+    return _join(op, [cut(x, block) for x in tensors], dim, (*block[:dim], 1, *block[dim:]))

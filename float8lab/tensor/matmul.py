@@ -1,24 +1,26 @@
-"""Handlers of matrix products: FP8 GEMMs where the scales permit.  B, M, N, K as in ``ops.gemm``,
-and E experts.
+"""Handlers of ``mm`` and the like: FP8 GEMMs where the scales permit.
 
-A GEMM contracts K, so no scale may change along it except blockwise: each operand must be scaled
-in whole rows of its [M, K] (or [N, K]) form, or in blocks along K. An ordinary tensor is quantized
-to match its partner; a pair that does not fit is dequantized.
+B, M, N, K as in ``ops.gemm``, and E experts.
+
+A GEMM contracts K, so no scale may change along K except blockwise: each operand must be scaled
+in full rows of its [M, K] (or [N, K]) form, or in blocks along K. An ordinary tensor is
+quantized to match its partner; a pair that does not fit is dequantized.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from float8lab.formats import HIGH_PRECISION_DTYPES, gemm_support, scales_by_column
+from float8lab.formats import HIGH_PRECISION_DTYPES, Spec, gemm_support, scales_by_column
 from float8lab.ops import cast_groups_op, cast_op, grouped_mm_op, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale
-from float8lab.tensor.dispatch import implements, implements_whole, run_fallback
+from float8lab.tensor.dispatch import implements, implements_composite, run_fallback
 from float8lab.tensor.float8_tensor import PLAIN, Float8Tensor
 
 __all__: list[str] = []
@@ -28,159 +30,185 @@ aten = torch.ops.aten
 _Block = tuple[int, int]
 
 
-def _gemm_block(x: Any, turned: bool) -> _Block | None:
+class _Operand(NamedTuple):
+    """An operand as the GEMM ops take it: ``[rows, K]``, or ``[B, rows, K]`` of a batch."""
+
+    data: Tensor
+    scale: Tensor
+    block: _Block
+
+
+def _gemm_block(x: Tensor, transposed: bool) -> _Block | None:
     """The block of a matrix, or its transpose, as a GEMM takes it; None of an ordinary tensor.
 
-    Blocks of several whole rows count as single rows.
+    Blocks of several full rows count as single rows.
     """
     if not isinstance(x, Float8Tensor):
         return None
     *_, rows, columns = x.spec.block
-    if turned:
+    if transposed:
         rows, columns = columns, rows
     return (1, -1) if columns == -1 and rows > 1 else (rows, columns)
 
 
-def _gemm_blocks(a: Any, b: Any, turned: bool) -> tuple[_Block, _Block] | None:
+def _gemm_blocks(a: Tensor, b: Tensor, transposed: bool) -> tuple[_Block, _Block] | None:
     """The blocks of two operands in [rows, K] form, or None if no FP8 GEMM takes the two.
 
-    An ordinary tensor is to be quantized in blocks that match its partner's. ``turned`` says that
-    ``b`` is given as [K, N].
+    An ordinary tensor is to be quantized in blocks that match its partner's. ``transposed`` says
+    that ``b`` is given as [K, N].
     """
     if a.dtype not in HIGH_PRECISION_DTYPES or a.dtype != b.dtype:
         return None
-    block_a, block_b = _gemm_block(a, False), _gemm_block(b, turned)
-    partner = block_b if block_a is None else block_a
-    assert partner is not None, "one operand at least is a Float8Tensor"
-    partner = (1, 128) if partner == (128, 128) else partner
-    first, second = block_a or partner, block_b or partner
-    return None if gemm_support(first, second) is None else (first, second)
+    block_a, block_b = _gemm_block(a, False), _gemm_block(b, transposed)
+    block_a = block_a or _partner_block(block_b)
+    block_b = block_b or _partner_block(block_a)
+    if block_a is None or block_b is None or gemm_support(block_a, block_b) is None:
+        return None
+    return block_a, block_b
 
 
-def _rows_by_k(x: Any, block: _Block, partner: Any, turned: bool) -> tuple[Tensor, Tensor, _Block]:
-    """An operand in [rows, K] form: contiguous data, scales as GEMMs read them, block."""
+def _partner_block(block: _Block | None) -> _Block | None:
+    """The block in which an ordinary tensor is quantized to match an operand in ``block``."""
+    return (1, 128) if block == (128, 128) else block
+
+
+def _matrix(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Operand:
+    """An operand in [rows, K] form: contiguous data, scales as GEMMs read them."""
     if not isinstance(x, Float8Tensor):
-        spec, x = partner.spec, x.t() if turned else x
+        spec, x = _spec_of(partner), x.t() if transposed else x
         q, scale, *_ = cast_op("", (x,), x.dtype, spec.fp8_dtype, block, spec.scale_rule)
-        return q, scale, block
-    q, scale, rows = x.qdata, x.scale, x.spec.block[turned]
-    if turned:
+        return _Operand(q, scale, block)
+    q, scale, rows = x.qdata, x.scale, x.spec.block[transposed]
+    if transposed:
         q, scale = q.t(), scale.t()
     if not q.is_contiguous():
         q = transpose_op(q.t(), 1) if q.t().is_contiguous() else q.contiguous()
     if rows != block[0]:
         scale = refine_scale(scale, q.shape[0], rows, block[0], 0)
     by_column = scales_by_column(block)
-    return q, scale.t().contiguous().t() if by_column else scale.contiguous(), block
+    return _Operand(q, scale.t().contiguous().t() if by_column else scale.contiguous(), block)
 
 
-def _product(a: Any, b: Any, bias: Tensor | None = None, *, turned: bool = False) -> Tensor | None:
-    """``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if ``turned``; None if no FP8 GEMM does it."""
-    blocks = None if isinstance(bias, Float8Tensor) else _gemm_blocks(a, b, turned)
+def _spec_of(x: Tensor) -> Spec:
+    assert isinstance(x, Float8Tensor), "one operand at least is in FP8"
+    return x.spec
+
+
+def _fp8_mm(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+) -> Tensor | None:
+    """``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if ``transposed``; None if no GEMM does it."""
+    blocks = None if isinstance(bias, Float8Tensor) else _gemm_blocks(a, b, transposed)
     if blocks is None:
         return None
-    left = _rows_by_k(a, blocks[0], b, False)
-    right = _rows_by_k(b, blocks[1], a, turned)
+    left, right = _matrix(a, blocks[0], b, False), _matrix(b, blocks[1], a, transposed)
     out: Tensor = scaled_mm_op(*left, *right, bias, a.dtype, False)
     return out
 
 
-@implements_whole(F.linear, aten.linear.default)
-def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    """The product at once, where torch would split it only for autograd or autocast."""
+@implements_composite(F.linear, aten.linear.default)
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
+    """The GEMM at once, where torch would split it only for autograd or autocast."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type):
         return NotImplemented
-    learns = torch.is_grad_enabled()
-    for x in (input, weight) if bias is None else (input, weight, bias):
-        if (x._window is not None) if isinstance(x, Float8Tensor) else (type(x) not in PLAIN):
-            return NotImplemented
-        if (
-            x.ndim != 1 + (x is not bias)
-            or x.device != input.device
-            or (learns and x.requires_grad)
-        ):
-            return NotImplemented
+    vectors = () if bias is None else (bias,)
+    if not all(
+        _needs_no_autograd(x) and x.device == input.device for x in (input, weight, *vectors)
+    ):
+        return NotImplemented
+    if any(x.ndim != 2 for x in (input, weight)) or any(x.ndim != 1 for x in vectors):
+        return NotImplemented
     if input.shape[1] != weight.shape[1]:
         return NotImplemented  # torch has a message
-    out = _product(input, weight, bias)
+    out = _fp8_mm(input, weight, bias)
     return NotImplemented if out is None else out
 
 
+def _needs_no_autograd(x: Tensor) -> bool:
+    """Whether a tensor is no view that shares blocks, no other subclass, and wants no gradient."""
+    if (x._window is not None) if isinstance(x, Float8Tensor) else (type(x) not in PLAIN):
+        return False
+    return not (torch.is_grad_enabled() and x.requires_grad)
+
+
 @implements(aten.mm.default)
-def _mm(op: Any, a: Any, b: Any) -> Any:
-    out = _product(a, b, turned=True)
+def _mm(op: OpOverload, a: Tensor, b: Tensor) -> object:
+    out = _fp8_mm(a, b, transposed=True)
     return run_fallback(Float8Tensor, op, (a, b), {}) if out is None else out
 
 
 @implements(aten.mv.default)
-def _mv(op: Any, a: Any, v: Any) -> Any:
-    out = _product(a, v.unsqueeze(0))
+def _mv(op: OpOverload, a: Tensor, v: Tensor) -> object:
+    out = _fp8_mm(a, v.unsqueeze(0))
     return run_fallback(Float8Tensor, op, (a, v), {}) if out is None else out.squeeze(1)
 
 
 @implements(aten.addmm.default)
-def _addmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def _addmm(
+    op: OpOverload, bias: Tensor, a: Tensor, b: Tensor, *, beta: complex = 1, alpha: complex = 1
+) -> object:
     is_bias = bias.ndim == 1 and beta == 1 and alpha == 1
-    out = _product(a, b, bias, turned=True) if is_bias else None
+    out = _fp8_mm(a, b, bias, transposed=True) if is_bias else None
     if out is None:
-        kwargs = {"beta": beta, "alpha": alpha}
-        return run_fallback(Float8Tensor, op, (bias, a, b), kwargs)
+        return run_fallback(Float8Tensor, op, (bias, a, b), {"beta": beta, "alpha": alpha})
     return out
 
 
-def _matrices(x: Any, block: _Block, partner: Any, turned: bool) -> tuple[Tensor, Tensor, _Block]:
-    """An operand in [B, rows, K] form: data, scales of each matrix, block of a matrix."""
+def _matrices(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Operand:
+    """An operand in [B, rows, K] form, with the scales of each matrix."""
     if not isinstance(x, Float8Tensor):
-        each = replace(partner.spec, block=(1, *block))
-        q, scale, _ = quantize_blocks(x.mT if turned else x, each)
-        return q, scale, block
+        spec = replace(_spec_of(partner), block=(1, *block))
+        q, scale, _ = quantize_blocks(x.mT if transposed else x, spec)
+        return _Operand(q, scale, block)
     scale = refine_scale(x.scale, x.shape[0], x.spec.block[0], 1, 0)
-    q, scale, rows = x.qdata, scale, x.spec.block[1 + turned]
-    if turned:
+    q, scale, rows = x.qdata, scale, x.spec.block[1 + transposed]
+    if transposed:
         q, scale = q.mT, scale.mT
-    return q, refine_scale(scale, q.shape[1], rows, block[0], 1), block
+    return _Operand(q, refine_scale(scale, q.shape[1], rows, block[0], 1), block)
 
 
-def _batch(a: Any, b: Any) -> Tensor | None:
-    """``a @ b``, each product in FP8, or None if they cannot be."""
+def _fp8_bmm(a: Tensor, b: Tensor) -> Tensor | None:
+    """``a @ b``, each GEMM in FP8, or None if they cannot be."""
     blocks = _gemm_blocks(a, b, True)
     if blocks is None:
         return None
-    operands = (*_matrices(a, blocks[0], b, False), *_matrices(b, blocks[1], a, True))
-    out: Tensor = scaled_mm_op(*operands, None, a.dtype, False)
+    left, right = _matrices(a, blocks[0], b, False), _matrices(b, blocks[1], a, True)
+    out: Tensor = scaled_mm_op(*left, *right, None, a.dtype, False)
     return out
 
 
 @implements(aten.bmm.default)
-def _bmm(op: Any, a: Any, b: Any) -> Any:
-    out = _batch(a, b)
+def _bmm(op: OpOverload, a: Tensor, b: Tensor) -> object:
+    out = _fp8_bmm(a, b)
     return run_fallback(Float8Tensor, op, (a, b), {}) if out is None else out
 
 
 @implements(aten.baddbmm.default)
-def _baddbmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    out = None if isinstance(bias, Float8Tensor) else _batch(a, b)
+def _baddbmm(
+    op: OpOverload, bias: Tensor, a: Tensor, b: Tensor, *, beta: complex = 1, alpha: complex = 1
+) -> object:
+    out = None if isinstance(bias, Float8Tensor) else _fp8_bmm(a, b)
     if out is None:
         return run_fallback(Float8Tensor, op, (bias, a, b), {"beta": beta, "alpha": alpha})
     return torch.add(alpha * out, bias, alpha=beta) if beta else alpha * out
 
 
-def _groups(a: Any, b: Any, offs: Tensor) -> Tensor | None:
+def _fp8_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor | None:
     """``a @ b[e]`` for the rows of each expert, in FP8, or None if that cannot be."""
     blocks = _gemm_blocks(a, b, True)
     if blocks is None:
         return None
-    (high, wide), of_experts = blocks
-    block = min(high, 1), wide  # an expert's rows may begin anywhere in a block of several
-    right = _matrices(b, of_experts, a, True)
+    (rows, columns), weight_block = blocks
+    block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several
+    right = _matrices(b, weight_block, a, True)
     if isinstance(a, Float8Tensor):
-        left = _rows_by_k(a, block, b, False)
+        left = _matrix(a, block, b, False)
     else:
-        spec = b.spec
+        spec = _spec_of(b)
         q, scale, *_ = cast_groups_op(
             "", (a,), a.dtype, offs, spec.fp8_dtype, block, spec.scale_rule
         )
-        left = q[:, : a.shape[1]], scale, block
+        left = _Operand(q[:, : a.shape[1]], scale, block)
     out: Tensor = grouped_mm_op(*left, *right, None, offs, a.dtype, False)
     return out
 
@@ -189,13 +217,18 @@ if hasattr(aten, "_grouped_mm"):  # not every torch has it
 
     @implements(aten._grouped_mm.default)
     def _grouped_mm(
-        op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
-    ) -> Any:
-        by_rows = (a.ndim, b.ndim) == (2, 3) and offs is not None and bias is None
-        # Torch has messages for sizes that do not fit.
-        fits = by_rows and (a.shape[1], offs.shape) == (b.shape[1], b.shape[:1])
-        out = _groups(a, b, offs) if fits and out_dtype in (None, a.dtype) else None
-        if out is None:
+        op: OpOverload,
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> object:
+        by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
+        out = None
+        if offs is not None and by_rows and (a.shape[1], offs.shape) == (b.shape[1], b.shape[:1]):
+            out = _fp8_grouped_mm(a, b, offs)
+        if out is None:  # torch has messages for sizes that do not fit
             kwargs = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
             return run_fallback(Float8Tensor, op, (a, b), kwargs)
         return out

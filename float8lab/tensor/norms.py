@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import functional as F
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import norm_backward_op, norm_op
-from float8lab.tensor.differentiation import Float8Function, once_differentiable
-from float8lab.tensor.dispatch import implements, implements_whole
+from float8lab.tensor.differentiation import (
+    AutogradContext,
+    Float8Function,
+    once_differentiable,
+)
+from float8lab.tensor.dispatch import implements, implements_composite
 from float8lab.tensor.float8_tensor import Float8Tensor
 
 __all__: list[str] = []
@@ -25,11 +29,11 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: Tensor) -> Tensor:
     return x._decode() if isinstance(x, Float8Tensor) else x
 
 
-def _rows(x: Tensor, shape: Sequence[int]) -> Any:
+def _rows(x: Tensor, shape: Sequence[int]) -> Tensor:
     """``x`` as [M, K], where a norm over the last dimensions, ``shape``, is a norm of each row."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         x = _plain(x)
@@ -57,14 +61,16 @@ def _forward(
     rows = _rows(x, shape)
     K = rows.shape[1]
     vectors = _vector(weight, K, x, 1.0), _vector(bias, K, x, 0.0) if center else None
-    how = (*vectors, eps, center, x.dtype)
-    if isinstance(rows, Float8Tensor):
-        y, mean, rstd, _ = norm_op(rows.qdata, *how, rows.scale, rows.spec.block)
-    else:
-        y, mean, rstd, _ = norm_op(rows, *how)
-    one_each = (*x.shape[: x.ndim - len(shape)], *(1 for _ in shape))
-    mean = mean.view(one_each) if center else rstd.new_empty(0)
-    return y.view(x.shape), mean, rstd.view(one_each)
+    data, *scales = _data_and_scales(rows)
+    y, mean, rstd, _ = norm_op(data, *vectors, eps, center, x.dtype, *scales)
+    size = (*x.shape[: x.ndim - len(shape)], *(1 for _ in shape))
+    mean = mean.view(size) if center else rstd.new_empty(0)
+    return y.view(x.shape), mean, rstd.view(size)
+
+
+def _data_and_scales(rows: Tensor) -> tuple[Tensor | tuple[int, ...], ...]:
+    """The rows as the ops take them: FP8 data, scales and block, or the tensor itself."""
+    return (rows.qdata, rows.scale, rows.spec.block) if isinstance(rows, Float8Tensor) else (rows,)
 
 
 def _backward(
@@ -82,35 +88,45 @@ def _backward(
     rows, center = _rows(x, shape), mean is not None
     M, K = rows.shape
     stats = None if mean is None else mean.reshape(M), rstd.reshape(M)
-    how = (_vector(weight, K, x, 1.0), *stats, center, x.dtype)
-    dy = _plain(dy).reshape(M, K)
-    if isinstance(rows, Float8Tensor):
-        quantized = rows.scale, rows.spec.block
-        dx, dweight, dbias = norm_backward_op(dy, rows.qdata, *how, *quantized)
-    else:
-        dx, dweight, dbias = norm_backward_op(dy, rows, *how)
-    gradients = (dx, x), (dweight, weight), (dbias, bias)
+    data, *scales = _data_and_scales(rows)
+    gradients = norm_backward_op(
+        _plain(dy).reshape(M, K), data, _vector(weight, K, x, 1.0), *stats, center, x.dtype, *scales
+    )
     return tuple(
-        gradient.view(of.shape).to(of.dtype) if need and of is not None else None
-        for (gradient, of), need in zip(gradients, needs, strict=False)
+        gradient.view(given.shape).to(given.dtype) if need and given is not None else None
+        for gradient, given, need in zip(gradients, (x, weight, bias), needs, strict=False)
     )
 
 
 @implements(aten.native_layer_norm.default)
 def _layer_norm(
-    op: Any, x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
+    op: OpOverload,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _forward(x, shape, weight, bias, eps, center=True)
 
 
 @implements(aten.native_layer_norm_backward.default)
-def _layer_norm_backward(op: Any, *args: Any) -> tuple[Tensor | None, ...]:
-    *others, bias, needs = args
-    return _backward(*others, bias=bias, needs=needs)
+def _layer_norm_backward(  # noqa: PLR0913  # torch's arguments
+    op: OpOverload,
+    dy: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    return _backward(dy, x, shape, mean, rstd, weight, bias=bias, needs=needs)
 
 
 def _rms_eps(x: Tensor, eps: float | None) -> float:
-    """The epsilon that torch takes for None, that of the dtype of the arithmetic."""
+    """``eps``; torch takes the machine epsilon of the arithmetic's dtype for None."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 
@@ -119,7 +135,7 @@ def _rms_eps(x: Tensor, eps: float | None) -> float:
 
 @implements(aten._fused_rms_norm.default)
 def _fused_rms_norm(
-    op: Any, x: Tensor, shape: Sequence[int], weight: Any, eps: float | None
+    op: OpOverload, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
     y, _, rstd = _forward(x, shape, weight, None, _rms_eps(x, eps), center=False)
     return y, rstd
@@ -127,18 +143,18 @@ def _fused_rms_norm(
 
 @implements(aten._fused_rms_norm_backward.default)
 def _fused_rms_norm_backward(
-    op: Any,
+    op: OpOverload,
     dy: Tensor,
     x: Tensor,
     shape: Sequence[int],
     rstd: Tensor,
-    weight: Any,
+    weight: Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     return _backward(dy, x, shape, None, rstd, weight, needs=needs)
 
 
-@implements_whole(
+@implements_composite(
     F.rms_norm,
     torch.rms_norm,
     aten.rms_norm.default,
@@ -149,19 +165,23 @@ def _rms_norm(
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-) -> Any:
+) -> object:
     x, shape = input, normalized_shape
     if list(x.shape[x.ndim - len(shape) :]) != list(shape) or not x.is_floating_point():
         return NotImplemented  # torch has a message for each
     if weight is not None and list(weight.shape) != list(shape):
         return NotImplemented
-    return _RMSNorm.run(x, shape, weight, _rms_eps(x, eps))
+    return _RMSNorm.run(x, weight, shape, _rms_eps(x, eps))
+
+
+class _Context(AutogradContext):
+    shape: Sequence[int]
 
 
 class _RMSNorm(Float8Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float
+        ctx: _Context, x: Tensor, weight: Tensor | None, shape: Sequence[int], eps: float
     ) -> Tensor:
         y, _, rstd = _forward(x, shape, weight, None, eps, center=False)
         ctx.save_for_backward(x, weight, rstd)
@@ -170,8 +190,7 @@ class _RMSNorm(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
-        dx, dweight = _backward(dy, x, ctx.shape, None, rstd, weight, needs=needs)
-        return dx, None, dweight, None
+        needs = ctx.needs_input_grad[:2]
+        return (*_backward(dy, x, ctx.shape, None, rstd, weight, needs=needs), None, None)

@@ -8,12 +8,14 @@ No view changes a value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from float8lab.formats import Float8Spec
 from float8lab.tensor.blocks import block_of_view, expand_scale, refine_scale
@@ -72,30 +74,36 @@ def _each(x: Float8Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor
 
 
 @implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-def _alias(op: Any, x: Float8Tensor) -> Float8Tensor:
-    return view_of(x, _each(x, op), x.spec.block, (op, (), {}))
+def _alias(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
+    return view_of(x, _each(x, op), x.spec.block, Step(op, (), {}))
 
 
 @implements(aten.t.default, aten.transpose.int, aten.permute.default)
-def _reorder(op: Any, x: Float8Tensor, *dims: Any) -> Float8Tensor:
-    order = list(range(x.ndim))
-    if op is aten.permute.default:
-        order = [order[d] for d in dims[0]]
-    elif x.ndim:
-        a, b = dims or ((0, 1) if x.ndim == 2 else (0, 0))
-        order[a], order[b] = order[b], order[a]
-    block = tuple(x.spec.block[d] for d in order)
-    return view_of(x, _each(x, lambda t: op(t, *dims)), block, (op, dims, {}))
+def _reorder(op: OpOverload, x: Float8Tensor, *dims: int | Sequence[int]) -> Float8Tensor:
+    block = tuple(x.spec.block[d] for d in _order(x.ndim, *dims))
+    return view_of(x, _each(x, lambda t: op(t, *dims)), block, Step(op, dims, {}))
+
+
+def _order(ndim: int, *dims: int | Sequence[int]) -> list[int]:
+    """Which dimension takes each place, by the arguments of ``t``, ``transpose`` or ``permute``."""
+    order = list(range(ndim))
+    exchanged = [d for d in dims if isinstance(d, int)]
+    for permutation in (d for d in dims if not isinstance(d, int)):
+        return [order[d] for d in permutation]
+    first, second = exchanged or ((0, 1) if ndim == 2 else (0, 0))
+    if ndim:
+        order[first], order[second] = order[second], order[first]
+    return order
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
-def _view(op: Any, x: Float8Tensor, size: Any) -> Float8Tensor:
+def _view(op: OpOverload, x: Float8Tensor, size: Sequence[int]) -> Float8Tensor:
     q = aten.view.default(x.qdata, size)
     shape = tuple(q.shape)
-    step: Step = (aten.view.default, (size,), {})
+    step = Step(aten.view.default, (size,), {})
     if x.spec.per_tensor:
-        ones = (1,) * len(shape)
-        tensors = (q, x.scale.view(ones), x.amax.view(ones))
+        scale_size = (1,) * len(shape)
+        tensors = (q, x.scale.view(scale_size), x.amax.view(scale_size))
         return view_of(x, tensors, (-1,) * len(shape), step)
     if shape == tuple(x.shape):
         return view_of(x, (q, x.scale, x.amax), x.spec.block, step)
@@ -104,12 +112,12 @@ def _view(op: Any, x: Float8Tensor, size: Any) -> Float8Tensor:
         scale = x.scale.new_ones(spec.scale_shape(shape))
         return view_of(x, (q, scale, torch.zeros_like(scale)), spec.block, step)
     block, needed = block_of_view(tuple(x.shape), shape, x.spec.block)
-    parts = x if needed == x.spec.block else cut(x, needed)
+    source = x if needed == x.spec.block else cut(x, needed)
     scales = replace(x.spec, block=block).scale_shape(shape)
-    scale, scale_copied = _viewed(parts.scale, scales)
-    amax, amax_copied = _viewed(parts.amax, scales)
-    copied = parts is not x or scale_copied or amax_copied
-    return view_of(x, (q, scale, amax), block, step, partial=parts is not x, copied=copied)
+    scale, scale_copied = _viewed(source.scale, scales)
+    amax, amax_copied = _viewed(source.amax, scales)
+    copied = source is not x or scale_copied or amax_copied
+    return view_of(x, (q, scale, amax), block, step, partial=source is not x, copied=copied)
 
 
 def _viewed(t: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
@@ -121,108 +129,136 @@ def _viewed(t: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
 
 
 @implements(aten.unsqueeze.default)
-def _unsqueeze(op: Any, x: Float8Tensor, dim: int) -> Float8Tensor:
+def _unsqueeze(op: OpOverload, x: Float8Tensor, dim: int) -> Float8Tensor:
     block = list(x.spec.block)
     block.insert(dim % (x.ndim + 1), -1 if x.spec.per_tensor else 1)
-    return view_of(x, _each(x, lambda t: op(t, dim)), tuple(block), (op, (dim,), {}))
+    return view_of(x, _each(x, lambda t: op(t, dim)), tuple(block), Step(op, (dim,), {}))
 
 
 @implements(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(op: Any, x: Float8Tensor, *dims: Any) -> Float8Tensor:
-    named = range(x.ndim) if not dims else dims[0] if isinstance(dims[0], (list, tuple)) else dims
-    gone = sorted({d % x.ndim for d in named if x.ndim and x.shape[d] == 1})
-    block = tuple(b for d, b in enumerate(x.spec.block) if d not in gone)
+def _squeeze(op: OpOverload, x: Float8Tensor, *dims: int | Sequence[int]) -> Float8Tensor:
+    given = [range(x.ndim)] if not dims else [(d,) if isinstance(d, int) else d for d in dims]
+    removed = sorted({d % x.ndim for ds in given for d in ds if x.ndim and x.shape[d] == 1})
+    block = tuple(b for d, b in enumerate(x.spec.block) if d not in removed)
     # By name: the scales have size 1 in other dimensions too.
-    return view_of(x, _each(x, lambda t: aten.squeeze.dims(t, gone)), block, (op, dims, {}))
+    tensors = _each(x, lambda t: aten.squeeze.dims(t, removed))
+    return view_of(x, tensors, block, Step(op, dims, {}))
 
 
 @implements(aten.expand.default)
-def _expand(op: Any, x: Float8Tensor, size: Any, *, implicit: bool = False) -> Float8Tensor:
+def _expand(
+    op: OpOverload, x: Float8Tensor, size: Sequence[int], *, implicit: bool = False
+) -> Float8Tensor:
     q = op(x.qdata, size, implicit=implicit)
     lead = (-1 if x.spec.per_tensor else 1,) * (q.ndim - x.ndim)
     block = lead + x.spec.block
     scales = replace(x.spec, block=block).scale_shape(tuple(q.shape))
     tensors = (q, x.scale.expand(scales), x.amax.expand(scales))
-    return view_of(x, tensors, block, (op, (size,), {}), partial=q.shape != x.shape)
+    return view_of(x, tensors, block, Step(op, (size,), {}), partial=q.shape != x.shape)
 
 
 @implements(aten.slice.Tensor)
 def _slice(
-    op: Any, x: Float8Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+    op: OpOverload,
+    x: Float8Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> Float8Tensor:
     dim %= x.ndim
-    n, b = x.shape[dim], x.spec.block[dim]
+    size, block = x.shape[dim], x.spec.block[dim]
     q = op(x.qdata, dim, start, end, step)
     count = q.shape[dim]
-    record: Step = (op, (dim, start, end, step), {})
-    if b == -1:
-        return view_of(x, (q, x.scale, x.amax), x.spec.block, record, partial=count != n)
-    if b == 1:
-        scales = [op(t, dim, start, end, step) for t in (x.scale, x.amax)]
-        return view_of(x, (q, scales[0], scales[1]), x.spec.block, record)
-    first = 0 if start is None else min(max(start + n if start < 0 else start, 0), n)
-    last = first + (count - 1) * step
-    source, copied = x, False
-    if count and first // b != last // b and (step > 1 or first % b):
-        b = math.gcd(first, b) if step == 1 else 1
-        source = cut(x, (*x.spec.block[:dim], b, *x.spec.block[dim + 1 :]))
-        copied = True
-    if step == 1 or (count and first // b == last // b):
-        blocks = (-(-(last + 1) // b) - first // b) if count else 0
-        scales = [t.narrow(dim, first // b if count else 0, blocks) for t in _scales(source)]
-    else:
-        scales = [op(t, dim, start, end, step) for t in _scales(source)]
-    whole = step == 1 and first % b == 0 and (count % b == 0 or first + count == n)
-    tensors = (q, scales[0], scales[1])
-    return view_of(x, tensors, source.spec.block, record, partial=not whole, copied=copied)
+    record = Step(op, (dim, start, end, step), {})
+    if block == -1:
+        return view_of(x, (q, x.scale, x.amax), x.spec.block, record, partial=count != size)
+    if block == 1:
+        scale, amax = (op(t, dim, start, end, step) for t in (x.scale, x.amax))
+        return view_of(x, (q, scale, amax), x.spec.block, record)
+    if not count:
+        scale, amax = (t.narrow(dim, 0, 0) for t in (x.scale, x.amax))
+        return view_of(x, (q, scale, amax), x.spec.block, record, partial=step > 1)
+    first = 0 if start is None else max(start + size if start < 0 else start, 0)
+    return _slice_of_blocks(x, q, record, _Slice(dim, first, count, step))
 
 
-def _scales(x: Float8Tensor) -> tuple[Tensor, Tensor]:
-    return x.scale, x.amax
+class _Slice(NamedTuple):
+    """The indices of a slice that is not empty."""
+
+    dim: int
+    first: int
+    size: int
+    step: int
+
+    @property
+    def last(self) -> int:
+        return self.first + (self.size - 1) * self.step
+
+
+def _slice_of_blocks(x: Float8Tensor, q: Tensor, record: Step, part: _Slice) -> Float8Tensor:
+    """The slice of a dimension in blocks of several elements, of which not all have a block."""
+    dim, first, last, step = part.dim, part.first, part.last, part.step
+    source, block = x, x.spec.block[dim]
+    if first // block != last // block and (step > 1 or first % block):
+        block = math.gcd(first, block) if step == 1 else 1
+        source = cut(x, (*x.spec.block[:dim], block, *x.spec.block[dim + 1 :]))
+    blocks = slice(first // block, last // block + 1, 1 if block > 1 else step)
+    scale, amax = (
+        aten.slice.Tensor(t, dim, blocks.start, blocks.stop, blocks.step)
+        for t in (source.scale, source.amax)
+    )
+    owns_blocks = step == 1 and first % block == 0
+    owns_blocks = owns_blocks and (part.size % block == 0 or last + 1 == x.shape[dim])
+    return view_of(
+        x, (q, scale, amax), source.spec.block, record, partial=not owns_blocks,
+        copied=source is not x,
+    )  # fmt: skip
 
 
 @implements(aten.select.int)
-def _select(op: Any, x: Float8Tensor, dim: int, index: int) -> Float8Tensor:
+def _select(op: OpOverload, x: Float8Tensor, dim: int, index: int) -> Float8Tensor:
     q = op(x.qdata, dim, index)
     dim %= x.ndim
     n, b = x.shape[dim], x.spec.block[dim]
     at = (index + n if index < 0 else index) // (n if b == -1 else b)
     block = x.spec.block[:dim] + x.spec.block[dim + 1 :]
     tensors = (q, op(x.scale, dim, at), op(x.amax, dim, at))
-    return view_of(x, tensors, block, (op, (dim, index), {}), partial=b != 1 and n != 1)
+    return view_of(x, tensors, block, Step(op, (dim, index), {}), partial=b != 1 and n != 1)
 
 
 @implements(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(op: Any, x: Float8Tensor, sizes: Any, dim: int = 0) -> list[Float8Tensor]:
-    lengths = [part.shape[dim] for part in op(x.qdata, sizes, dim)]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    slice_op = aten.slice.Tensor
-    return [
-        _slice(slice_op, x, dim, s, s + n, 1) for s, n in zip(starts, lengths, strict=True)
-    ]  # fmt: skip
+def _split(
+    op: OpOverload, x: Float8Tensor, sizes: int | Sequence[int], dim: int = 0
+) -> list[Float8Tensor]:
+    stops = accumulate(part.shape[dim] for part in op(x.qdata, sizes, dim))
+    bounds = pairwise((0, *stops))
+    return [_slice(aten.slice.Tensor, x, dim, start, stop, 1) for start, stop in bounds]
 
 
 @implements(aten.unbind.int)
-def _unbind(op: Any, x: Float8Tensor, dim: int = 0) -> list[Float8Tensor]:
+def _unbind(op: OpOverload, x: Float8Tensor, dim: int = 0) -> list[Float8Tensor]:
     return [_select(aten.select.int, x, dim, i) for i in range(x.shape[dim])]
 
 
 @implements(aten.as_strided.default)
 def _as_strided(
-    op: Any, x: Float8Tensor, size: Any, stride: Any, storage_offset: Any = None
+    op: OpOverload,
+    x: Float8Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
 ) -> Float8Tensor:
     """Find the slices and the permutation that strides mean, since strides tell no scales."""
     size, stride = tuple(size), tuple(stride)
-    offset = 0 if storage_offset is None else storage_offset - x.storage_offset()
+    offset = 0 if storage_offset is None else storage_offset - int(x.storage_offset())
     if offset == 0 and (size, stride) == (tuple(x.shape), x.stride()):
         return _alias(aten.alias.default, x)
     box = _box(x, size, stride, offset)
     if box is not None:
-        starts, lengths, order = box
-        for d, start in enumerate(starts):
-            length = lengths[d]
+        for d, (start, length) in enumerate(zip(box.starts, box.lengths, strict=True)):
             x = _slice(aten.slice.Tensor, x, d, start, start + length)
-        order += [d for d in range(x.ndim) if d not in order]
+        order = [*box.order, *(d for d in range(x.ndim) if d not in box.order)]
         x = _reorder(aten.permute.default, x, order)
         return _view(aten.view.default, x, size)
     contiguous = tuple(math.prod(max(n, 1) for n in size[d + 1 :]) for d in range(len(size)))
@@ -239,31 +275,37 @@ def _as_strided(
     )
 
 
-def _box(
-    x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int
-) -> tuple[list[int], list[int], list[int]] | None:
-    """Starts and lengths in each dimension of ``x``, and their order; None if there is no box."""
-    starts = [0] * x.ndim
-    for d in sorted(range(x.ndim), key=x.stride, reverse=True):
-        if x.shape[d] > 1 and x.stride(d):
+class _Box(NamedTuple):
+    """A slice of each dimension of a tensor, and the dimensions that are longer than 1 in order."""
+
+    starts: list[int]
+    lengths: list[int]
+    order: list[int]
+
+
+def _box(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> _Box | None:
+    """The box of ``x`` that has this geometry; None if there is none."""
+    dims = [d for d in range(x.ndim) if x.shape[d] > 1]
+    starts, lengths = [0] * x.ndim, [1] * x.ndim
+    for d in sorted(dims, key=x.stride, reverse=True):
+        if x.stride(d):
             starts[d], offset = divmod(offset, x.stride(d))
     order: list[int] = []
-    for n, step in zip(size, stride, strict=True):
-        if n == 1:
+    for length, step in zip(size, stride, strict=True):
+        if length == 1:
             continue
-        fits = [d for d in range(x.ndim) if x.shape[d] > 1 and x.stride(d) == step]
+        fits = [d for d in dims if x.stride(d) == step]
         if not fits or fits[0] in order:
             return None
         order.append(fits[0])
-    lengths = [1] * x.ndim
-    for d, n in zip(order, (n for n in size if n != 1), strict=True):
-        lengths[d] = n
-    inside = all(s >= 0 and s + n <= m for s, n, m in zip(starts, lengths, x.shape, strict=True))
-    return (starts, lengths, order) if offset == 0 and inside else None
+        lengths[fits[0]] = length
+    boxes = zip(starts, lengths, x.shape, strict=True)
+    is_inside = all(start >= 0 and start + length <= n for start, length, n in boxes)
+    return _Box(starts, lengths, order) if offset == 0 and is_inside else None
 
 
 @implements(ANY_VIEW)
-def _any_view(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor:
+def _any_view(op: OpOverload, x: Float8Tensor, *args: object, **kwargs: object) -> Float8Tensor:
     """A view without a handler of its own: each element gets a scale, so it fits any."""
     asks = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
     if asks or op is aten.view_as_complex.default:
@@ -272,11 +314,9 @@ def _any_view(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tens
             ".dequantize() first, or take .qdata and .scale."
         )
     q = op(x.qdata.view(torch.uint8), *args, **kwargs).view(x.qdata.dtype)
-    full = [expand_scale(t, x.spec.block, x.shape).expand(x.shape) for t in _scales(x)]
-    tensors = (
-        q,
-        op(full[0].contiguous(), *args, **kwargs),
-        op(full[1].contiguous(), *args, **kwargs),
+    scale, amax = (
+        op(expand_scale(t, x.spec.block, x.shape).expand(x.shape).contiguous(), *args, **kwargs)
+        for t in (x.scale, x.amax)
     )
-    block = (1,) * q.ndim
-    return view_of(x, tensors, block, (op, args, kwargs), partial=True, copied=True)
+    step = Step(op, args, kwargs)
+    return view_of(x, (q, scale, amax), (1,) * q.ndim, step, partial=True, copied=True)

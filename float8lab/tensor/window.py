@@ -2,32 +2,53 @@
 
 A view of a Float8Tensor shares its data and scales, so a write to it reaches the *base*. But a new
 scale must not change elements of the base that the view does not show. A view whose blocks are its
-own is quantized again in place. Any other carries a ``Window``: the base and the steps that lead
-from there to the view. A write dequantizes the base, repeats the steps on the result, writes, and
-quantizes those blocks of the base again that the view touches; no other block changes a bit.
+own is requantized in place. Any other view carries a ``Window``: the base and the steps that lead
+from it to the view. A write dequantizes the base, repeats the steps on the result, writes, and
+requantizes the blocks of the base that the view touches; no other block changes a bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
+from float8lab.formats import Float8Spec
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale, quantize_blocks
 
-__all__ = ["Step", "Window", "merge_into"]
+__all__ = ["Step", "StoredInBlocks", "Window", "merge_into"]
 
-Step = tuple[Any, tuple[Any, ...], dict[str, Any]]
-"""A view op, its arguments after the first, and its keyword arguments."""
+
+class StoredInBlocks(Protocol):
+    """A Float8Tensor, as a window uses it."""
+
+    qdata: Tensor
+    scale: Tensor
+    amax: Tensor
+    spec: Float8Spec
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Step(NamedTuple):
+    """A view op, its arguments after the first, and its keyword arguments."""
+
+    op: OpOverload
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Where a view lies in its base."""
+    """The part of its base that a view shows."""
 
-    base: Any
+    base: StoredInBlocks | None
     """The Float8Tensor that owns the blocks; None if it is not known any more."""
     steps: tuple[Step, ...] = ()
     """View ops and their further arguments, in order from the base."""
@@ -38,7 +59,7 @@ class Window:
         """The window of a view of this view."""
         return replace(self, steps=(*self.steps, step), copied=self.copied or copied)
 
-    def look(self, x: Any) -> Any:
+    def look(self, x: Tensor) -> Tensor:
         """The part of ``x``, a tensor of the base's shape, that the view shows."""
         for op, args, kwargs in self.steps:
             x = op(x, *args, **kwargs)
@@ -56,13 +77,13 @@ class Window:
         Raises:
             RuntimeError: the base is unknown.
         """
-        if self.base is None:
+        base = self.base
+        if base is None:
             raise RuntimeError(
                 "the tensor written to must own its blocks; got a view that shares a block with "
                 "elements outside it and has lost its base (it was passed into or out of a "
                 "compiled function). Write to the base, or clone() the view first."
             )
-        base = self.base
         # Laid out as the data, so that the steps are views of these too.
         new = torch.empty_like(base.qdata, dtype=base.dtype)
         new.copy_(dequantize_blocks(base.qdata, base.scale, base.spec, base.dtype))
@@ -70,22 +91,27 @@ class Window:
         mask = torch.zeros_like(base.qdata, dtype=torch.bool)
         self.look(mask).fill_(True)
         if scale is not None and amax is not None:
-            scale, amax = self._spread(scale, mask), self._spread(amax, mask)
+            scale, amax = (self._expand_to_base(t, base.spec, mask) for t in (scale, amax))
             outside = block_amax(new.masked_fill(mask, 0), base.spec.block)
             scale = torch.where(outside == 0, scale, 0.0)
         merge_into(base, new, mask, scale=scale, amax=amax)
 
-    def _spread(self, elements: Tensor, mask: Tensor) -> Tensor:
+    def _expand_to_base(self, elements: Tensor, spec: Float8Spec, mask: Tensor) -> Tensor:
         """One value for each block of the base from one for each element of the view."""
         full = torch.zeros_like(mask, dtype=torch.float32)
         self.look(full).copy_(elements)
-        return block_amax(full, self.base.spec.block)
+        return block_amax(full, spec.block)
 
 
 def merge_into(
-    x: Any, new: Tensor, mask: Tensor, *, scale: Tensor | None = None, amax: Tensor | None = None
+    x: StoredInBlocks,
+    new: Tensor,
+    mask: Tensor,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> None:
-    """Quantize those blocks of ``x`` again in which ``mask`` is true anywhere; leave the others.
+    """Requantize the blocks of ``x`` in which ``mask`` is true anywhere; leave the others.
 
     Args:
         x: a Float8Tensor that owns its blocks.
@@ -99,12 +125,12 @@ def merge_into(
     q, new_scale, new_amax = quantize_blocks(new, spec)
     new_bytes, old_bytes = q.view(torch.uint8), x.qdata.view(torch.uint8)
     if scale is not None and amax is not None:
-        kept = scale > 0
-        new_amax = torch.where(kept, amax, new_amax)
-        new_scale = torch.where(kept, scale, new_scale)
+        is_given = scale > 0
+        new_amax = torch.where(is_given, amax, new_amax)
+        new_scale = torch.where(is_given, scale, new_scale)
         q, _, _ = quantize_blocks(new, spec, scale=new_scale)
-        kept = expand_scale(kept, spec.block, new.shape)
-        new_bytes = torch.where(kept, q.view(torch.uint8), new_bytes)
+        is_given = expand_scale(is_given, spec.block, new.shape)
+        new_bytes = torch.where(is_given, q.view(torch.uint8), new_bytes)
     written = expand_scale(touched, spec.block, new.shape)
     old_bytes.copy_(torch.where(written, new_bytes, old_bytes))
     x.amax.copy_(torch.where(touched, new_amax, x.amax))

@@ -15,7 +15,7 @@ from torch import nn
 import float8lab
 from float8lab.checkpoints import safetensors as writing
 from float8lab.checkpoints.replacing import leftovers
-from float8lab.checkpoints.safetensors import Group, Part, write_checkpoint
+from float8lab.checkpoints.safetensors import Group, NewTensor, write_checkpoint
 from float8lab.inspect import CheckpointError
 from float8lab.integrations import export, load_fp8
 
@@ -23,7 +23,7 @@ safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra '
 
 
 def group(name, tensor, notes=None):
-    part = Part(name, tensor.dtype, tuple(tensor.shape))
+    part = NewTensor(name, tensor.dtype, tuple(tensor.shape))
     return Group((part,), lambda: [tensor], notes or {})
 
 
@@ -89,7 +89,7 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
         return make
 
     part = (1 << 16,)
-    groups = [Group((Part(f"t{i}", torch.float32, part),), maker(i)) for i in range(8)]
+    groups = [Group((NewTensor(f"t{i}", torch.float32, part),), maker(i)) for i in range(8)]
     tracemalloc.start()
     write_checkpoint(tmp_path / "out", groups, {}, max_shard_size=3 << 18)
     peak = tracemalloc.get_traced_memory()[1]

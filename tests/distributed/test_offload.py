@@ -185,8 +185,8 @@ def test_arguments_are_checked():
 )
 def test_arguments_are_taken_in_both_orders(args, kwargs, expected):
     context, _ = float8lab.get_cpu_offload_context(*args, **kwargs)
-    weights = context._wanted[True]
-    assert (context._num_layers, context._model_layers, context._wanted[False], weights) == expected
+    activations, weights = context._offloads[False], context._offloads[True]
+    assert (context._num_layers, context._model_layers, activations, weights) == expected
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 9])

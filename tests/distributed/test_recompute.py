@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import casts, in_graph
+from float8lab.nn import in_graph, quantize
 from float8lab.ops import cast_op
 from float8lab.recipes.recording import CHECKPOINTS
 from float8lab.recipes.region import STATE, in_backward
@@ -206,7 +206,7 @@ def operands(monkeypatch):
             found.append((in_backward(), results[0].clone()))
         return results
 
-    for module in (casts, in_graph):
+    for module in (quantize, in_graph):
         monkeypatch.setattr(module, "cast_op", cast)
     return found
 

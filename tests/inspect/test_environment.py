@@ -59,7 +59,7 @@ DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | native |
-MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
+MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
 FP8 attention | native |""",
     )
 
@@ -73,7 +73,7 @@ DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | native |
-MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
+MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
 FP8 attention | native |""",
     )
 
@@ -87,7 +87,7 @@ DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 8.9
-MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
+MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
 FP8 attention | missing | the kernel is for SM 9.0; this GPU is SM 8.9""",
     )
 
@@ -101,7 +101,7 @@ DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 10.0
-MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
+MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
 FP8 attention | missing | the kernel is for SM 9.0; this GPU is SM 10.0""",
     )
 
@@ -159,12 +159,12 @@ versions
 GPUs
   (masked)
 FP8 on cpu
-  DelayedScaling        emulated  a CPU has no FP8 products; it multiplies in float32
-  Float8CurrentScaling  emulated  a CPU has no FP8 products; it multiplies in float32
-  Float8RowwiseScaling  emulated  a CPU has no FP8 products; it multiplies in float32
-  Float8BlockScaling    emulated  a CPU has no FP8 products; it multiplies in float32
-  MXFP8BlockScaling     emulated  a CPU has no FP8 products; it multiplies in float32
-  FP8 attention         emulated  a CPU has no FP8 products; it multiplies in float32
+  DelayedScaling        emulated  a CPU has no FP8 GEMM; it multiplies in float32
+  Float8CurrentScaling  emulated  a CPU has no FP8 GEMM; it multiplies in float32
+  Float8RowwiseScaling  emulated  a CPU has no FP8 GEMM; it multiplies in float32
+  Float8BlockScaling    emulated  a CPU has no FP8 GEMM; it multiplies in float32
+  MXFP8BlockScaling     emulated  a CPU has no FP8 GEMM; it multiplies in float32
+  FP8 attention         emulated  a CPU has no FP8 GEMM; it multiplies in float32
 extras
   (masked)""",
     )

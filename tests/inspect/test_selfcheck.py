@@ -92,7 +92,7 @@ RETURNING = [
 
 @pytest.mark.parametrize(("check", "op"), RETURNING, ids=lambda name: name)
 def test_one_wrong_element_fails_the_check(check, op, monkeypatch):
-    monkeypatch.setattr(ops, op, wrong_byte(getattr(ops, op), named(check)[0].group == "sources"))
+    monkeypatch.setattr(ops, op, wrong_byte(getattr(ops, op), named(check)[0].group == "prologues"))
     rows = module._rows_of(named(check)[0], CPU)
     assert "failed" in {row.status for row in rows}
 
@@ -186,7 +186,7 @@ casts
 
 attention
   emulated     fp8_attention    10 cases  (masked) of the bound
-               a CPU has no FP8 products; it multiplies in float32
+               a CPU has no FP8 GEMM; it multiplies in float32
                against float64; error of probabilities rounded to e4m3, and of scores""",
     )
 

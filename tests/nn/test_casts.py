@@ -26,7 +26,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.ke
 @pytest.fixture
 def casts(monkeypatch):
     """The inputs of linear layers that are cast, one entry a cast."""
-    cast_by = gemm.cast_by
+    cast_by = gemm.quantize
     made = []
 
     def watch(x, *args, **kwargs):
@@ -34,7 +34,7 @@ def casts(monkeypatch):
             made.append(tuple(x.shape))
         return cast_by(x, *args, **kwargs)
 
-    monkeypatch.setattr(gemm, "cast_by", watch)
+    monkeypatch.setattr(gemm, "quantize", watch)
     monkeypatch.setattr(gemm, "_planned_fprop", gemm._fprop)  # a plan does not come to casts
     return made
 

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import casts, fused_function, gemm
-from float8lab.nn.precision import Call, W, X, precisions
+from float8lab.nn import fused_function, gemm
+from float8lab.nn.precision import W, X, call_under, precisions
+from float8lab.nn.quantize import quantize
 from float8lab.ops import Prologue
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.tensor import Float8Tensor
@@ -574,18 +575,21 @@ def test_what_is_cast_again_has_the_bytes_of_the_first_cast(recipe: recipes.Reci
         layer = float8lab.Linear(160, 16, device="cpu")
         layer._fp8.prepare(torch.device("cpu"), recipe)
         slots = next((s for (r, _), s in layer._fp8.slots.items() if r == recipe), None)
-        call = Call(recipe, slots, record=False)
-        source, wanted = Prologue("relu", [x], torch.float32), by_multiplying(x)
-        made = casts.cast(source, call.plan.x, X, call)
+        call = call_under(recipe, slots)
+        scales, x_spec, w_spec = call.scales, call.plan.x, call.plan.w
+        prologue, wanted = Prologue("relu", [x], torch.float32), by_multiplying(x)
+        made = scales.quantize(prologue, X, x_spec)
         assert torch.equal(made.rowwise.data.view(torch.uint8), wanted)
-        params = QuantParams(Factors(made.rowwise.scale, made.requant), None)
-        transpose = casts.cast_by(source, None, call.plan.x, call.plan, params).columnwise
-        if call.plan.x.per_tensor:
+        factors = Factors(made.rowwise.scale, made.requant)
+        params = QuantParams(factors, None, scales.are_given)
+        transpose = quantize(prologue, None, x_spec, params, scales.epsilon).columnwise
+        if x_spec.per_tensor:
             assert torch.equal(transpose.data.view(torch.uint8), wanted.t())
             assert torch.equal(transpose.scale, made.rowwise.scale)
-        made = casts.cast(weight, call.plan.w, W, call)
-        params = QuantParams(Factors(made.rowwise.scale, made.requant), None)
-        requantized = casts.cast_by(weight, call.plan.w, None, call.plan, params).rowwise
+        made = scales.quantize(weight, W, w_spec)
+        factors = Factors(made.rowwise.scale, made.requant)
+        params = QuantParams(factors, None, scales.are_given)
+        requantized = quantize(weight, w_spec, None, params, scales.epsilon).rowwise
         assert torch.equal(made.rowwise.data.view(torch.uint8), wanted)
         assert torch.equal(requantized.data.view(torch.uint8), wanted)
         assert torch.equal(requantized.scale, made.rowwise.scale)

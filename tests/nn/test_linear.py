@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import casts, gemm
+from float8lab.nn import gemm, scales
 from float8lab.recipes import Format
 from float8lab.tensor import Float8Tensor
 from tests.recorder import hooked_as_by_megatron
@@ -570,15 +570,15 @@ def test_float64_stays_in_high_precision():
 
 def count_weight_casts(monkeypatch):
     made = []
-    original = casts.cast_by
+    original = gemm.quantize
 
     def counting(x, *args, **kwargs):
         if isinstance(x, torch.nn.Parameter):
             made.append(tuple(x.shape))
         return original(x, *args, **kwargs)
 
-    for module in (casts, gemm):
-        monkeypatch.setattr(module, "cast_by", counting)
+    for module in (scales, gemm):
+        monkeypatch.setattr(module, "quantize", counting)
     return made
 
 

@@ -49,11 +49,11 @@ __all__ = [
 
 
 def _move(name: str) -> Any:
-    """A method by which FSDP2 pads a shard anew, moves it to the device or pins it."""
+    """A method by which FSDP2 pads a shard, moves it to the device or pins it."""
 
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         moved = getattr(super(Shard, self), name)(*args, **kwargs)
-        # FSDP2 narrows last when it makes a shard anew; the other methods also give mere copies.
+        # FSDP2 narrows last when it replaces a shard; the other methods also make mere copies.
         return _become_shard(moved, self.owner, self.weight, registered=name == "narrow")
 
     return move
@@ -80,18 +80,18 @@ class Shard:
             settle(shard)
         weight = shard.weight
         weight.prepare(shard, mesh)
-        layout, parts = weight.layout, []
-        whole = stored and len(layout.runs) == 1
+        layout, chunks = weight.layout, []
+        is_one_run = stored and len(layout.runs) == 1
         for rows, blocks in layout.runs:
-            mine = shard if whole else shard[rows]
-            parts.append(cast_rows(mine, weight.factor[blocks], layout.spec).view(torch.uint8))
-        if layout.padding or not parts:
+            run = shard if is_one_run else shard[rows]
+            chunks.append(cast_rows(run, weight.factor[blocks], layout.spec).view(torch.uint8))
+        if layout.padding or not chunks:
             size = (layout.padding, *layout.shape[1:])
-            parts.append(torch.zeros(size, dtype=torch.uint8, device=shard.device))
-        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+            chunks.append(torch.zeros(size, dtype=torch.uint8, device=shard.device))
+        sent = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
         return (sent,), (weight.scale, weight.amax)
 
-    # FSDP2 asks for the signature at each all-gather; finding it anew takes some 20 us.
+    # FSDP2 asks for the signature at each all-gather; inspecting it takes some 20 us.
     _signature = inspect.signature(fsdp_pre_all_gather)
     fsdp_pre_all_gather.__signature__ = _signature  # type: ignore[attr-defined]
 
@@ -159,7 +159,7 @@ def _become_shard(local: Any, owner: Any, weight: ShardedWeight, *, registered: 
 
 
 def settle(x: Float8Tensor) -> None:
-    """Give a view scales of its own; its base is FSDP2's padded copy, which nobody reads."""
+    """Give a view scales of its own; its base is FSDP2's padded copy, which has no reader."""
     x._refresh()
     x.scale, x.amax = x.scale.clone(), x.amax.clone()
     x._window = None
@@ -256,7 +256,7 @@ class Shardable(nn.Module):
 @contextmanager
 def _shards_kept(module: nn.Module) -> Iterator[None]:
     """Surrounds what may give the sharded parameters of a module other local tensors."""
-    shards = {name: local_of(p) for name, p in module._parameters.items()}
+    shards = {n: local_of(p) for n, p in module._parameters.items() if p is not None}
     weights = {name: shard.weight for name, shard in shards.items() if isinstance(shard, Shard)}
     try:
         yield
@@ -274,25 +274,25 @@ def _stay_shard(parameter: Any, weight: ShardedWeight) -> None:
     _become_shard(local, parameter, weight)
 
 
-def _take_rows(local: Float8Tensor, whole: Any, layout: Layout) -> None:
-    """Give a shard exactly the data, scales and initial values of its rows in the whole weight.
+def _take_rows(local: Float8Tensor, unsharded: Float8Tensor, layout: Layout) -> None:
+    """Give a shard the exact data, scales and initial values of its rows in the unsharded weight.
 
-    FSDP2 has copied the data into a tensor of the weight's blocks, which quantized it again where
-    the shard's edge cuts a block. Such a shard gets smaller blocks.
+    FSDP2 has copied the data into a tensor of the weight's blocks, which requantized it where the
+    shard's edge cuts a block. Such a shard gets smaller blocks.
     """
-    start, size = layout.shards.start, whole.spec.block[0]
-    mine = slice(start, start + layout.shards.length)
-    kept = whole.get_high_precision_init_val()
+    start, size = layout.shards.start, unsharded.spec.block[0]
+    rows = slice(start, start + layout.shards.length)
+    initial = unsharded.get_high_precision_init_val()
     if size > 1:
         size = math.gcd(layout.shards.chunk, size)
-        whole = cut(whole.detach(), (size, whole.spec.block[1]))
-    blocks = layout._replace(spec=whole.spec).block_rows(size, local.device)
+        unsharded = cut(unsharded.data, (size, unsharded.spec.block[1]))
+    blocks = layout._replace(spec=unsharded.spec).block_rows(size, local.device)
     with torch.no_grad():
-        local.qdata.copy_(whole.qdata[mine])
-        local.scale, local.amax = whole.scale[blocks].clone(), whole.amax[blocks].clone()
-    local.spec, local._window = whole.spec, None
-    if kept is not None:
-        local._high_precision_init_val = kept[mine].clone()
+        local.qdata.copy_(unsharded.qdata[rows])
+        local.scale, local.amax = unsharded.scale[blocks].clone(), unsharded.amax[blocks].clone()
+    local.spec, local._window = unsharded.spec, None
+    if initial is not None:
+        local._high_precision_init_val = initial[rows].clone()
 
 
 def _may_be_fsdp_alone(copied: Sequence[Any]) -> bool:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class DiffRow:
     b_shape: tuple[int, ...] | None = None
     numel: int = 0
     changed: int | None = None
-    """Codes or elements whose bits differ; None if the two formats differ."""
+    """FP8 data or other elements whose bits differ; None if the two formats differ."""
     changed_scales: int | None = None
     """Scales whose bits differ; None unless both are quantized weights with the same blocks."""
     unlike: int = 0
@@ -71,7 +70,7 @@ class DiffRow:
         """
         return decibels(self.numel, self.element_noise)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         return finite(asdict(self) | {"sqnr": self.sqnr, "element_sqnr": self.element_sqnr})
 
@@ -100,8 +99,8 @@ class CheckpointDiff(Printed):
     @property
     def counts(self) -> dict[str, int]:
         """How many tensors have each status."""
-        found = Counter(row.status for row in self.rows)
-        return {status: found[status] for status in STATUSES}
+        counter = Counter(row.status for row in self.rows)
+        return {status: counter[status] for status in STATUSES}
 
     @property
     def sqnr(self) -> float:
@@ -135,13 +134,13 @@ class CheckpointDiff(Printed):
                 differing.append((row.name, row.status, *_cells(row)))
                 alarming.append(row.status == "shape" or row.unlike > 0)
         columns = ("tensor", "status", "SQNR", "by element", "max error", "A -> B", "changed")
-        found = (
+        grids = (
             Grid("Different", columns, differing, alarming),
             Grid("Missing", ("tensor", "status", "format", "shape"), missing),
         )
-        return [grid.first(limit) for grid in found if grid.rows]
+        return [grid.first(limit) for grid in grids if grid.rows]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         return {
             "a": self.a,
@@ -156,8 +155,8 @@ class CheckpointDiff(Printed):
 
 
 def diff(
-    a: str | Path | Mapping[str, Any],
-    b: str | Path | Mapping[str, Any],
+    a: str | Path | Mapping[str, object],
+    b: str | Path | Mapping[str, object],
     *,
     layer: str | Sequence[str] = (),
     progress: Progress | None = None,
@@ -186,16 +185,16 @@ def diff(
     first, second = open_checkpoint(a), open_checkpoint(b)
     both_sides = [recognize(source) for source in (first, second)]
     left, right = (
-        {item.name: item for item in stack_experts(items, {item.name for item in others})}
-        for items, others in (both_sides, both_sides[::-1])
+        {item.name: item for item in stack_experts(items, {item.name for item in opposite})}
+        for items, opposite in (both_sides, both_sides[::-1])
     )
     notes = []
     if not left.keys() & right.keys():
-        for side, names, others in (("A", left, right), ("B", right, left)):
-            prefix = _prefix(names, others)
+        for side, names, opposite in (("A", left, right), ("B", right, left)):
+            prefix = _prefix(names, opposite)
             if prefix:
-                kept = {name.removeprefix(prefix): item for name, item in names.items()}
-                left, right = (kept, right) if side == "A" else (left, kept)
+                shortened = {name.removeprefix(prefix): item for name, item in names.items()}
+                left, right = (shortened, right) if side == "A" else (left, shortened)
                 notes.append(f"names of {side} are compared without {prefix}")
                 break
     order = [name for name in dict.fromkeys([*left, *right]) if not globs or named(name, globs)]
@@ -204,8 +203,8 @@ def diff(
             f"layer must match a tensor of {first.path} or {second.path}; "
             f"{' and '.join(globs)} matches none."
         )
-    both = [name for name in order if name in left and name in right]
-    step = stepping(progress, sum(left[n].nbytes + right[n].nbytes for n in both))
+    shared_names = [name for name in order if name in left and name in right]
+    step = stepping(progress, sum(left[n].nbytes + right[n].nbytes for n in shared_names))
     rows = [_row(name, left.get(name), right.get(name), step) for name in order]
     rows.sort(
         key=lambda row: (
@@ -217,76 +216,113 @@ def diff(
     return CheckpointDiff(first.path, second.path, tuple(rows), tuple(notes))
 
 
-def _prefix(names: dict[str, Item], others: dict[str, Item]) -> str:
+def _prefix(names: dict[str, Item], targets: dict[str, Item]) -> str:
     """Return the prefix without which most ``names`` are in ``others``; empty if there is none."""
-    found: Counter[str] = Counter()
+    prefixes: Counter[str] = Counter()
     for name in names:
         for at, letter in enumerate(name):
-            if letter == "." and name[at + 1 :] in others:
-                found[name[: at + 1]] += 1
-    return found.most_common(1)[0][0] if found else ""
+            if letter == "." and name[at + 1 :] in targets:
+                prefixes[name[: at + 1]] += 1
+    return prefixes.most_common(1)[0][0] if prefixes else ""
 
 
 def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float], None]) -> DiffRow:
-    first = a or b
-    assert first is not None, "one of them has it"
-    status = "only in A" if b is None else "only in B" if a is None else "shape"
+    if a is None or b is None:
+        return _row_of_one_side(name, a, b)
     row = DiffRow(
         name,
-        status,
-        a_format=a.describe() if a is not None else "",
-        b_format=b.describe() if b is not None else "",
-        a_shape=a.entry.shape if a is not None else None,
-        b_shape=b.entry.shape if b is not None else None,
-        numel=math.prod(first.entry.shape),
-        nbytes=sum(item.nbytes for item in (a, b) if item is not None),
+        "shape",
+        a_format=a.describe(),
+        b_format=b.describe(),
+        a_shape=a.entry.shape,
+        b_shape=b.entry.shape,
+        numel=math.prod(a.entry.shape),
+        nbytes=a.nbytes + b.nbytes,
     )
-    if a is None or b is None or a.entry.shape != b.entry.shape:
+    if a.entry.shape != b.entry.shape:
         return row
     if a.entry.dtype is None or b.entry.dtype is None:
-        return replace(row, status="differs")  # which torch cannot read, so nobody knows
+        return replace(row, status="differs")  # torch cannot read one of the dtypes
+    return _compared(row, a, b, step)
+
+
+def _row_of_one_side(name: str, a: Item | None, b: Item | None) -> DiffRow:
+    item = a or b
+    assert item is not None, "a name comes from one of the two"
+    shape, text = item.entry.shape, item.describe()
+    row = DiffRow(name, "", numel=math.prod(shape), nbytes=item.nbytes)
+    if b is None:
+        return replace(row, status="only in A", a_format=text, a_shape=shape)
+    return replace(row, status="only in B", b_format=text, b_shape=shape)
+
+
+@dataclass
+class _Deviation:
+    """Sums over the boxes of two tensors, whose fields ``DiffRow`` explains."""
+
+    unlike: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    max_error: float = 0.0
+    element_noise: float = 0.0
+
+    def add(self, x: Tensor, y: Tensor, reference: Tensor) -> None:
+        finite_both = x.isfinite() & y.isfinite()
+        error = (y - x).abs().masked_fill_(~finite_both, 0.0)
+        self.unlike += int((~finite_both & ~((x == y) | (x.isnan() & y.isnan()))).sum())
+        if not error.numel():
+            return
+        self.max_error = max(self.max_error, float(error.max()))
+        self.noise += _square(error)
+        reference = reference.masked_fill(~finite_both, 0.0)
+        self.signal += _square(reference)
+        # 0 / 0 counts as no loss, and an error / 0 as the loss of the whole element.
+        self.element_noise += _square((error / reference.abs()).nan_to_num_(0.0).clamp_(max=1.0))
+
+    @property
+    def is_none(self) -> bool:
+        return self.noise == 0 and self.max_error == 0 and not self.unlike
+
+    @property
+    def status(self) -> str:
+        return "equal" if self.is_none else "differs"
+
+
+def _compared(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]) -> DiffRow:
+    """The row of two tensors of one shape, read box by box."""
     alike = _bits(a) == _bits(b)
-    # A box starts at whole blocks of both; -1 is no constraint.
-    align = [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(a.block, b.block, strict=True)]
     same_blocks = a.spec is not None and b.spec is not None and a.spec.block == b.spec.block
-    changed, changed_scales, unlike = 0, 0, 0
-    signal = noise = worst = element_noise = 0.0
     reference_is_b = a.quantized and not b.quantized
     share = row.nbytes / max(row.numel, 1)
-    for box in boxes(a.entry.shape, align):
+    changed, changed_scales, deviation = 0, 0, _Deviation()
+    for box in boxes(a.entry.shape, _common_blocks(a, b)):
         if alike:
             changed += _changed(_raw(a, box), _raw(b, box))
         if same_blocks:
-            changed_scales += _changed(
-                a.scales(box).view(torch.int32), b.scales(box).view(torch.int32)
-            )
+            scales = (item.scales(box).view(torch.int32) for item in (a, b))
+            changed_scales += _changed(*scales)
         x, y = a.values(box), b.values(box)
-        reference = y if reference_is_b else x
-        finite_both = x.isfinite() & y.isfinite()
-        error = (y - x).abs().masked_fill_(~finite_both, 0.0)
-        unlike += int((~finite_both & ~((x == y) | (x.isnan() & y.isnan()))).sum())
-        if error.numel():
-            worst = max(worst, float(error.max()))
-            noise += _square(error)
-            reference = reference.masked_fill(~finite_both, 0.0)
-            signal += _square(reference)
-            # 0 / 0 counts as no loss, and an error / 0 as the loss of the whole element.
-            element_noise += _square((error / reference.abs()).nan_to_num_(0.0).clamp_(max=1.0))
-        step(name, share * error.numel())
-    values = noise == 0 and worst == 0 and not unlike
-    same_format = alike and (same_blocks or not a.quantized) and _same_levels(a, b)
-    same = values and same_format and not changed and not changed_scales
+        deviation.add(x, y, y if reference_is_b else x)
+        step(row.name, share * x.numel())
+    same_bytes = not (changed or changed_scales) and _same_format(a, b)
     return replace(
         row,
-        status="same" if same else "equal" if values else "differs",
+        status="same" if same_bytes and deviation.is_none else deviation.status,
         changed=changed if alike else None,
         changed_scales=changed_scales if same_blocks else None,
-        unlike=unlike,
-        signal=signal,
-        noise=noise,
-        max_error=worst,
-        element_noise=element_noise,
+        **asdict(deviation),
     )
+
+
+def _common_blocks(a: Item, b: Item) -> list[int]:
+    """The sizes at multiples of which a box starts at whole blocks of both; -1 is no constraint."""
+    return [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(a.block, b.block, strict=True)]
+
+
+def _same_format(a: Item, b: Item) -> bool:
+    """Whether both store their values by the same dtype, blocks and levels of scales."""
+    same_blocks = a.spec is not None and b.spec is not None and a.spec.block == b.spec.block
+    return _bits(a) == _bits(b) and (same_blocks or not a.quantized) and _same_levels(a, b)
 
 
 def _bits(item: Item) -> torch.dtype | None:
@@ -296,24 +332,24 @@ def _bits(item: Item) -> torch.dtype | None:
 
 def _same_levels(a: Item, b: Item) -> bool:
     """Whether both have scales of blocks, or none, and the same scale of the tensor, or none."""
-    x, y = a.whole_scale(), b.whole_scale()
+    x, y = a.read_tensor_scale(), b.read_tensor_scale()
     same_whole = x is y if x is None or y is None else torch.equal(x, y)
     return same_whole and (a.scale is None) == (b.scale is None)
 
 
 def _raw(item: Item, box: Box) -> Tensor:
-    return item.codes(box) if item.quantized else item.entry.read(box)
+    return item.qdata(box) if item.quantized else item.entry.read(box)
 
 
 def _changed(x: Tensor, y: Tensor) -> int:
     """Number of elements whose bits differ."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
-        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         x, y = (
-            (torch.view_as_real(part) if part.dtype.is_complex else part).contiguous()
-            for part in (x, y)
+            (torch.view_as_real(side) if side.dtype.is_complex else side).contiguous()
+            for side in (x, y)
         )
-        x, y = x.view(whole[x.element_size()]), y.view(whole[y.element_size()])
+        x, y = x.view(integers[x.element_size()]), y.view(integers[y.element_size()])
     return int((x != y).sum())
 
 
@@ -336,5 +372,5 @@ def _cells(row: DiffRow) -> tuple[str, str, str, str, str]:
         changed += f", {counted(row.changed_scales, 'scale')}"
     if row.unlike:
         changed += f", {row.unlike} inf or NaN"
-    found = _decibels(row.sqnr), _decibels(row.element_sqnr), f"{row.max_error:.3g}"
-    return *found, kinds, changed.removeprefix(", ")
+    errors = _decibels(row.sqnr), _decibels(row.element_sqnr), f"{row.max_error:.3g}"
+    return *errors, kinds, changed.removeprefix(", ")

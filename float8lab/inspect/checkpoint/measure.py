@@ -7,13 +7,13 @@ is larger than that, three numbers for each block of the tensor are kept beside 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from float8lab.checkpoints.item import Finding, Item, place_of
+from float8lab.checkpoints.item import Finding, Item, blocks_of_box
 from float8lab.checkpoints.source import Box, boxes
 from float8lab.formats import E2M1, E4M3, E5M2, Spec, scale_shape
 from float8lab.tensor.statistics import TensorStats, code_values
@@ -132,94 +132,102 @@ class _Blocks:
 
 def _codes(item: Item, step: Step) -> Measured:
     spec, entry = item.spec, item.entry
-    assert spec is not None
+    assert spec is not None, "a quantized weight has one"
     shape, block = entry.shape, item.block
-    found = _Blocks(spec)
-    count = found.sizes.numel()
+    blocks = _Blocks(spec)
+    count = blocks.sizes.numel()
     counts = torch.zeros(count, dtype=torch.int64)
-    whole = scale_shape(shape, block)
-    kept: list[Tensor] | None = None  # of blocks that boxes cut
+    cut_blocks: list[Tensor] | None = None
     nbytes = item.nbytes / max(math.prod(shape), 1)
     for box in boxes(shape, block):
-        codes = item.codes(box)
+        codes = item.qdata(box)
         counts += torch.bincount(codes.reshape(-1), minlength=count)
         body = codes & (count // 2 - 1)
         top, below = (
             _each_block((body == code).view(torch.uint8), block, _count)
-            for code in (found.top, found.top - 1)
+            for code in (blocks.top, blocks.top - 1)
         )
-        largest = _each_block(body.masked_fill_(body > found.top, 0), block, torch.amax)
-        cut = any(
-            size == -1 and (s.start, s.stop) != (0, n)
-            for s, size, n in zip(box, block, shape, strict=True)
-        )
-        if cut:
-            place = place_of(box, block)
-            if kept is None:
-                kept = [
-                    torch.zeros(whole, dtype=t) for t in (torch.uint8, torch.int64, torch.int64)
-                ]
-            kept[0][place] = torch.maximum(kept[0][place], largest)
-            kept[1][place] += top
-            kept[2][place] += below
+        largest = _each_block(body.masked_fill_(body > blocks.top, 0), block, torch.amax)
+        if _cuts_blocks(box, block, shape):
+            place = blocks_of_box(box, block)
+            if cut_blocks is None:
+                dtypes = (torch.uint8, torch.int64, torch.int64)
+                cut_blocks = [torch.zeros(scale_shape(shape, block), dtype=t) for t in dtypes]
+            cut_blocks[0][place] = torch.maximum(cut_blocks[0][place], largest)
+            cut_blocks[1][place] += top
+            cut_blocks[2][place] += below
         else:
-            found.add(largest, top, below, _factors(item, box))
+            blocks.add(largest, top, below, _factors(item, box))
         step(round(nbytes * codes.numel()))
-    if kept is not None:
-        found.add(kept[0], kept[1], kept[2], _factors(item, None))
-    several = item.scale is not None and found.blocks > 1
-    if spec.scale_rule == "fp32" and found.pow2 and several:
+    if cut_blocks is not None:
+        blocks.add(cut_blocks[0], cut_blocks[1], cut_blocks[2], _factors(item, None))
+    return _measured(item, blocks, tuple(counts.tolist()))
+
+
+def _cuts_blocks(box: Box, block: Sequence[int], shape: Sequence[int]) -> bool:
+    return any(
+        size == -1 and (s.start, s.stop) != (0, n)
+        for s, size, n in zip(box, block, shape, strict=True)
+    )
+
+
+def _measured(item: Item, blocks: _Blocks, counts: tuple[int, ...]) -> Measured:
+    """The result for a quantized weight, of its blocks and how many elements have each byte."""
+    spec = blocks.spec
+    several = item.scale is not None and blocks.blocks > 1
+    if spec.scale_rule == "fp32" and blocks.pow2 and several:
         spec = replace(spec, scale_rule="pow2")
+    has_scales = blocks.low <= blocks.high
     stats = TensorStats(
-        shape=shape,
-        dtype=spec.fp8_dtype,
+        shape=item.entry.shape,
+        dtype=spec.element_dtype,
         spec=spec,
-        amax=found.amax,
-        scale_min=found.low if found.low <= found.high else math.nan,
-        scale_max=found.high if found.low <= found.high else math.nan,
-        codes=tuple(counts.tolist()),
+        amax=blocks.amax,
+        scale_min=blocks.low if has_scales else math.nan,
+        scale_max=blocks.high if has_scales else math.nan,
+        codes=counts,
     )
     scale = None
     if item.scale is not None:
         described = item.scale.name, item.scale.dtype_name, item.scale.shape
-        scale = ScaleStats(*described, found.blocks, found.zero_scales, found.bad)
+        scale = ScaleStats(*described, blocks.blocks, blocks.zero_scales, blocks.bad)
     return Measured(
         stats=stats,
         scale=scale,
-        blocks=found.blocks,
-        saturated_blocks=found.saturated,
-        idle_blocks=found.idle if item.scale is not None else 0,
-        findings=tuple(_code_findings(stats, found, item.scale is not None)),
+        blocks=blocks.blocks,
+        saturated_blocks=blocks.saturated,
+        idle_blocks=blocks.idle if item.scale is not None else 0,
+        findings=tuple(_code_findings(stats, blocks, item.scale is not None)),
     )
 
 
 def _factors(item: Item, box: Box | None) -> Tensor:
     """The decode factor of each block of a box: both levels of scales."""
-    whole = item.whole_scale(box)
-    return item.scales(box) if whole is None else item.scales(box) * whole
+    tensor_scale = item.read_tensor_scale(box)
+    return item.scales(box) if tensor_scale is None else item.scales(box) * tensor_scale
 
 
-def _code_findings(stats: TensorStats, found: _Blocks, scaled: bool) -> list[Finding]:
+def _code_findings(stats: TensorStats, blocks: _Blocks, scaled: bool) -> list[Finding]:
     result = []
     for kind, label in (("nan", "NaN"), ("inf", "infinite")):
         if stats.count(kind):
             result.append(Finding(kind, f"{_some(stats.count(kind), stats.numel)} codes {label}"))
-    blocks = found.blocks
-    if found.bad:
+    count = blocks.blocks
+    if blocks.bad:
         result.append(
-            Finding("bad-scale", f"{_some(found.bad, blocks)} scales NaN, infinite or negative")
+            Finding("bad-scale", f"{_some(blocks.bad, count)} scales NaN, infinite or negative")
         )
-    if found.zero_lost:
-        text = f"{_some(found.zero_lost, blocks)} scales are zero over codes that are not"
+    if blocks.zero_lost:
+        text = f"{_some(blocks.zero_lost, count)} scales are zero over codes that are not"
         result.append(Finding("zero-scale", text))
-    elif found.zero_scales:
-        text = f"{_some(found.zero_scales, blocks)} scales zero, over zeros"
+    elif blocks.zero_scales:
+        text = f"{_some(blocks.zero_scales, count)} scales zero, over zeros"
         result.append(Finding("zero-scale", text, wrong=False))
-    if found.saturated:
-        text = f"{_some(found.saturated, blocks)} blocks saturated"
+    if blocks.saturated:
+        text = f"{_some(blocks.saturated, count)} blocks saturated"
         result.append(Finding("saturated", text, wrong=False))
-    if found.idle and scaled:
-        text = f"{_some(found.idle, blocks)} blocks use less than {IDLE:.3g} of the range"
+    if blocks.idle and scaled:
+        text = f"{_some(blocks.idle, count)} blocks use less than {IDLE:.3g} of the range"
         result.append(Finding("unused-range", text, wrong=False))
     if stats.numel and stats.count("zero") == stats.numel:
         result.append(Finding("all-zero", "all zero", wrong=False))
@@ -231,13 +239,13 @@ def _plain(item: Item, step: Step) -> Measured:
     zero = nan = inf = negative = numel = 0
     amax = square = 0.0
     for box in boxes(entry.shape, (1,) * len(entry.shape)):
-        part = entry.read(box)
-        raw = part.numel() * part.element_size()
-        if scale and part.dtype == torch.uint8:
-            part = part.view(torch.float8_e8m0fnu)
-        if part.is_complex():
-            part = part.abs()
-        value = part if part.dtype == torch.float64 else part.float()
+        chunk = entry.read(box)
+        raw = chunk.numel() * chunk.element_size()
+        if scale and chunk.dtype == torch.uint8:
+            chunk = chunk.view(torch.float8_e8m0fnu)
+        if chunk.is_complex():
+            chunk = chunk.abs()
+        value = chunk if chunk.dtype == torch.float64 else chunk.float()
         numel += value.numel()
         if value.numel():
             negative += int((value < 0).sum())
@@ -254,16 +262,21 @@ def _plain(item: Item, step: Step) -> Measured:
         step(raw)
     finite = numel - nan - inf
     rms = math.sqrt(square / finite) if finite else 0.0
-    findings = []
-    for count, label in ((nan, "NaN"), (inf, "infinite")):
-        if count:
-            kind = {"NaN": "nan", "infinite": "inf"}[label]
-            findings.append(Finding(kind, f"{_some(count, numel)} elements {label}"))
-    if scale and (zero or negative):
-        kind = "zero-scale" if zero else "bad-scale"
-        findings.append(Finding(kind, f"{_some(zero + negative, numel)} scales not positive"))
     plain = PlainStats(numel, amax, rms, zero, nan, inf, negative)
-    return Measured(plain=plain, findings=tuple(findings))
+    return Measured(plain=plain, findings=tuple(_plain_findings(plain, scale)))
+
+
+def _plain_findings(plain: PlainStats, scale: bool) -> Iterator[Finding]:
+    for kind, label, count in (
+        ("nan", "NaN", plain.nan_count),
+        ("inf", "infinite", plain.inf_count),
+    ):
+        if count:
+            yield Finding(kind, f"{_some(count, plain.numel)} elements {label}")
+    not_positive = plain.zero_count + plain.negative_count
+    if scale and not_positive:
+        kind = "zero-scale" if plain.zero_count else "bad-scale"
+        yield Finding(kind, f"{_some(not_positive, plain.numel)} scales not positive")
 
 
 def _each_block(x: Tensor, block: Sequence[int], reduce: Callable[[Tensor, int], Tensor]) -> Tensor:

@@ -33,8 +33,8 @@ def page(report: CheckpointReport) -> str:
         report: by ``checkpoint``.
     """
     title, *lines = report.summary().splitlines()
-    parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in lines)]
-    parts += [_table(grid) for grid in report.tables(None)]
+    sections = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in lines)]
+    sections += [_table(grid) for grid in report.tables(None)]
     pictures = []
     weights = [row for row in report.rows if row.measured.stats is not None]
     for row in weights[:PICTURES]:
@@ -44,8 +44,8 @@ def page(report: CheckpointReport) -> str:
         pictures.append(f"<figure>{drawn}{caption}</figure>")
     if pictures:
         count = f"the first {PICTURES} of {len(weights)}" if len(weights) > PICTURES else "all"
-        parts += [f"<h2>Codes by exponent, {count} of the quantized</h2>", *pictures]
-    return page_of(title, "".join(parts), css=_STYLE)
+        sections += [f"<h2>Codes by exponent, {count} of the quantized</h2>", *pictures]
+    return page_of(title, "".join(sections), css=_STYLE)
 
 
 def _table(grid: Grid) -> str:

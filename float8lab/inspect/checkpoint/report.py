@@ -14,7 +14,7 @@ from float8lab.arguments import check_callables, check_names, check_path, check_
 from float8lab.checkpoints.item import Finding, Item, sizes
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
-from float8lab.checkpoints.source import CheckpointError, Source
+from float8lab.checkpoints.source import CheckpointError, CheckpointSource
 from float8lab.inspect.checkpoint.measure import Measured, measure
 from float8lab.inspect.text import Grid, Printed
 from float8lab.tensor.statistics import KINDS
@@ -78,22 +78,22 @@ class CheckpointRow:
         """The findings as one phrase."""
         return "; ".join(finding.text for finding in self.findings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
-        found = self.measured
-        result: dict[str, Any] = {name: getattr(self, name) for name in _TOLD}
+        measured = self.measured
+        result: dict[str, object] = {name: getattr(self, name) for name in _TOLD}
         result["findings"] = [asdict(finding) for finding in self.findings]
-        stats = found.stats
+        stats = measured.stats
         if stats is not None:
             result["stats"] = {
                 **{name: getattr(stats, name) for name in _TOLD_OF_CODES},
                 **{kind: stats.count(kind) for kind in KINDS},
-                **{name: getattr(found, name) for name in _TOLD_OF_BLOCKS},
+                **{name: getattr(measured, name) for name in _TOLD_OF_BLOCKS},
             }
-        if found.scale is not None:
-            result["scale"] = asdict(found.scale)
-        if found.plain is not None:
-            result["stats"] = asdict(found.plain)
+        if measured.scale is not None:
+            result["scale"] = asdict(measured.scale)
+        if measured.plain is not None:
+            result["stats"] = asdict(measured.plain)
         return finite(result)
 
 
@@ -122,12 +122,15 @@ class CheckpointReport(Printed):
 
     def summary(self) -> str:
         """The result in a few lines."""
-        kept = {"FP8": [r for r in self.rows if r.fp8], "4 bits": [r for r in self.rows if r.fp4]}
+        by_width = {
+            "FP8": [r for r in self.rows if r.fp8],
+            "4 bits": [r for r in self.rows if r.fp4],
+        }
         lines = [
             f"{self.path}: {self.container}",
             f"{counted(len(self.rows), 'tensor')}, {size(self.nbytes)}"
             + (f"; {self.left_out} left out" if self.left_out else ""),
-            *(_stored_in(kind, rows) for kind, rows in kept.items() if rows or kind == "FP8"),
+            *(_stored_in(kind, rows) for kind, rows in by_width.items() if rows or kind == "FP8"),
             f"{len(self.suspicious)} suspicious" if self.suspicious else "none suspicious",
         ]
         return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
@@ -141,30 +144,30 @@ class CheckpointReport(Printed):
         check_size("limit", limit, optional=True)
         suspicious = [(row.name, row.why) for row in self.suspicious]
         weights: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
-        others = []
+        plain_rows = []
         for row in self.rows:
             stats, plain = row.measured.stats, row.measured.plain
             shape = sizes(row.shape)
             if stats is not None:
                 shares = [_percent(stats.share(k)) for k in ("saturated", "zero", "subnormal")]
                 scale = _short_span(stats.scale_min, stats.scale_max) if row.measured.scale else "-"
-                rest = (shares[0], shares[1], scale, f"{stats.amax:.3g}", shares[2])
-                weights[row.fp8].append((row.name, shape, row.format, *rest))
+                shares_and_scale = (shares[0], shares[1], scale, f"{stats.amax:.3g}", shares[2])
+                weights[row.fp8].append((row.name, shape, row.format, *shares_and_scale))
             else:
                 numbers = (f"{plain.amax:.3g}", f"{plain.rms:.3g}") if plain else ("-", "-")
                 zero = _percent(plain.zero_count / plain.numel if plain and plain.numel else 0.0)
-                others.append((row.name, shape, row.format, *numbers, zero))
+                plain_rows.append((row.name, shape, row.format, *numbers, zero))
         wrong = [row.severity == 2 for row in self.suspicious]
         names = ("tensor", "shape", "format", "sat%", "zero%", "scale", "amax", "sub%")
-        found = (
+        grids = (
             Grid("Suspicious", ("tensor", "why"), suspicious, wrong),
             Grid("In FP8", names, weights[True]),
             Grid("In 4 bits", names, weights[False]),
-            Grid("Others", ("tensor", "shape", "dtype", "amax", "rms", "zero%"), others),
+            Grid("Others", ("tensor", "shape", "dtype", "amax", "rms", "zero%"), plain_rows),
         )
-        return [grid.first(limit) for grid in found if grid.rows]
+        return [grid.first(limit) for grid in grids if grid.rows]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         return {
             "path": self.path,
@@ -222,20 +225,20 @@ def checkpoint(
     )
 
 
-def stepping(progress: Progress | None, total: int) -> Callable[[str, float], None]:
+def stepping(progress: Progress | None, size: int) -> Callable[[str, float], None]:
     """Return a function that tells ``progress`` that so many more bytes of a tensor were read."""
     done = 0
 
     def step(name: str, nbytes: float) -> None:
         nonlocal done
-        done = min(round(done + nbytes), total)
+        done = min(round(done + nbytes), size)
         if progress is not None:
-            progress(done, total, name)
+            progress(done, size, name)
 
     return step
 
 
-def _notes(source: Source, items: Sequence[Item]) -> list[str]:
+def _notes(source: CheckpointSource, items: Sequence[Item]) -> list[str]:
     notes = list(source.notes)
     method = source.config.get("quant_method")
     if method == "fp8" and not any(item.fp8 for item in items):
@@ -243,13 +246,15 @@ def _notes(source: Source, items: Sequence[Item]) -> list[str]:
     return notes
 
 
-def _row(item: Item, found: Measured) -> CheckpointRow:
-    entry, spec = item.entry, found.stats.spec if found.stats is not None else None
-    what = item.name, item.fp8, item.convention, item.describe(spec), entry.shape, item.nbytes
-    return CheckpointRow(*what, entry.file, found, item.findings + found.findings)
+def _row(item: Item, measured: Measured) -> CheckpointRow:
+    entry, spec = item.entry, measured.stats.spec if measured.stats is not None else None
+    identity = item.name, item.fp8, item.convention, item.describe(spec), entry.shape, item.nbytes
+    return CheckpointRow(*identity, entry.file, measured, item.findings + measured.findings)
 
 
-def selected(source: Source, items: Sequence[Item], layer: str | Sequence[str]) -> list[Item]:
+def selected(
+    source: CheckpointSource, items: Sequence[Item], layer: str | Sequence[str]
+) -> list[Item]:
     """Return the items whose name, or whose module's name, matches a glob; all without globs.
 
     Raises:
@@ -276,9 +281,9 @@ def named(name: str, globs: Sequence[str]) -> bool:
 def finite(value: Any) -> Any:
     """``value`` with None for numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
+        return {key: finite(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(part) for part in value]
+        return [finite(element) for element in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -294,9 +299,9 @@ def size(nbytes: int) -> str:
     return f"{amount:.3g} {units[0]}" if amount < 1000 else f"{amount:.0f} {units[0]}"
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, noun: str) -> str:
     """``1 tensor``, ``2 tensors``."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _stored_in(kind: str, rows: Sequence[CheckpointRow]) -> str:
@@ -309,5 +314,5 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g}" if share > 0.0995 else f"{100 * share:.2g}"
 
 
-def _short_span(low: float, high: float) -> str:
-    return f"{low:.2g}" if low == high or math.isnan(low) else f"{low:.2g}..{high:.2g}"
+def _short_span(low: float, top: float) -> str:
+    return f"{low:.2g}" if low == top or math.isnan(low) else f"{low:.2g}..{top:.2g}"

@@ -18,7 +18,6 @@ from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from float8lab.inspect.watch.records import Log, Record
 
@@ -27,9 +26,9 @@ __all__ = ["FIELDS", "MOST_CELLS", "MOST_COUNTS", "MOST_LOSSES", "Data", "embed"
 MOST_CELLS = 1_000_000
 """Layers times operands times cells of a page; a longer run has several steps in a cell."""
 MOST_COUNTS = 1_000_000
-"""Counts in the histograms of a page; a longer run keeps those of evenly spread steps."""
+"""Counts in the histograms of a page; a longer run keeps those of steps at even distances."""
 MOST_LOSSES = 10_000
-"""Points of the loss curve, evenly spread over the steps of a longer run."""
+"""Points of the loss curve, at even distances over the steps of a longer run."""
 
 FIELDS: dict[str, Callable[[float, float], float]] = {
     "amax": max,
@@ -51,7 +50,7 @@ FIELDS: dict[str, Callable[[float, float], float]] = {
 class Data:
     """The data that a page embeds."""
 
-    meta: dict[str, Any]
+    meta: dict[str, object]
     """All that is small; valid JSON."""
     columns: dict[str, str]
     """Columns by name: float32, little-endian, compressed by zlib, in base64."""
@@ -64,9 +63,12 @@ class Data:
 def embed(log: Log) -> Data:
     """Collect the data that the page of a log needs."""
     layers = list(dict.fromkeys([*log.layers, *(record.layer for record in log.records)]))
-    found = {record.operand for record in log.records}
+    operand_names = {record.operand for record in log.records}
     usual = ("x", "w", "dy", "q", "k", "v")
-    operands = [*filter(found.__contains__, usual), *sorted(found.difference(usual))]
+    operands = [
+        *filter(operand_names.__contains__, usual),
+        *sorted(operand_names.difference(usual)),
+    ]
     steps = sorted({record.step for record in log.records})
     # How many steps share a cell.
     stride = max(1, math.ceil(len(steps) * len(layers) * len(operands) / MOST_CELLS))
@@ -77,7 +79,7 @@ def embed(log: Log) -> Data:
     histograms, counts = _histograms(log.records, rows, len(operands))
     columns |= counts
 
-    meta = {
+    meta: dict[str, object] = {
         "layers": layers,
         "operands": operands,
         "cells": {"first": firsts, "last": lasts, "stride": stride, "steps": len(steps)},
@@ -124,22 +126,22 @@ def _fields(
 
 def _histograms(
     records: Iterable[Record], rows: dict[str, int], operands: int
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, object], dict[str, str]]:
     """The steps whose histograms are kept, at most as many as a page holds, and the columns.
 
     ``low`` and ``high`` are the smallest and the largest exponent of the run.
     """
-    found = [record for record in records if record.exponents]
-    if not found:
+    filled = [record for record in records if record.exponents]
+    if not filled:
         return {"steps": [], "low": 0, "high": 0}, {}
-    low = min(min(record.exponents) for record in found)
-    high = max(max(record.exponents) for record in found)
-    width = high - low + 1
+    low = min(min(record.exponents) for record in filled)
+    top = max(max(record.exponents) for record in filled)
+    width = top - low + 1
     most = max(2, MOST_COUNTS // (len(rows) * operands * width))
-    steps = _spread(sorted({record.step for record in found}), most)
+    steps = _evenly_chosen(sorted({record.step for record in filled}), most)
     places = {step: at * width for at, step in enumerate(steps)}
     columns: dict[str, array[float]] = {}
-    for record in found:
+    for record in filled:
         start = places.get(record.step)
         if start is None:
             continue
@@ -148,12 +150,12 @@ def _histograms(
         counts[start : start + width] = array("f", bytes(4 * width))
         for exponent, count in record.exponents.items():
             counts[start + exponent - low] = count
-    told = {"steps": steps, "low": low, "high": high}
+    told = {"steps": steps, "low": low, "high": top}
     return told, {name: _encode(counts) for name, counts in columns.items()}
 
 
-def _spread(values: list[int], most: int) -> list[int]:
-    """At most ``most`` of the values, evenly spread, the first and the last among them."""
+def _evenly_chosen(values: list[int], most: int) -> list[int]:
+    """At most ``most`` of the values, at even distances, the first and the last among them."""
     if len(values) <= most:
         return values
     return [values[i * (len(values) - 1) // (most - 1)] for i in range(most)]
@@ -163,13 +165,13 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _losses(log: Log) -> dict[str, list[Any]]:
-    known = [(step.step, step.loss) for step in log.steps if step.loss is not None]
-    points = [known[i] for i in _spread(list(range(len(known))), MOST_LOSSES)]
+def _losses(log: Log) -> dict[str, list[object]]:
+    points_known = [(step.step, step.loss) for step in log.steps if step.loss is not None]
+    points = [points_known[i] for i in _evenly_chosen(list(range(len(points_known))), MOST_LOSSES)]
     return {"steps": [s for s, _ in points], "values": [_finite(loss) for _, loss in points]}
 
 
-def _gemms(log: Log, rows: dict[str, int]) -> dict[str, Any]:
+def _gemms(log: Log, rows: dict[str, int]) -> dict[str, object]:
     """The GEMMs that ran, as texts, and for each layer the steps from which on each text holds."""
     texts: dict[str, int] = {}
     changes: dict[int, list[list[int]]] = {}
@@ -191,7 +193,7 @@ RANKED = ("flushed", "saturated", "subnormal", "sqnr", "staleness")
 
 def _summarize(
     records: Iterable[Record], rows: dict[str, int], operands: Sequence[str]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """One row for each operand of each layer, over all its records.
 
     ``[mean, worst, step of the worst]`` of each field in ``RANKED``, or None where no record has a
@@ -203,20 +205,20 @@ def _summarize(
         groups.setdefault((rows[record.layer], numbers[record.operand]), []).append(record)
     summary = []
     for (layer, operand), group in sorted(groups.items()):
-        row: dict[str, Any] = {"layer": layer, "operand": operand}
+        row: dict[str, object] = {"layer": layer, "operand": operand}
         for name in RANKED:
             row[name] = _mean_and_worst(group, name)
         bad = [record for record in group if record.nan or record.inf]
-        total = sum(record.nan + record.inf for record in bad)
-        row["nonfinite"] = [total, len(bad), bad[0].step] if bad else None
+        count = sum(record.nan + record.inf for record in bad)
+        row["nonfinite"] = [count, len(bad), bad[0].step] if bad else None
         summary.append(row)
     return summary
 
 
 def _mean_and_worst(group: Iterable[Record], name: str) -> list[float] | None:
-    found = [(getattr(record, name), record.step) for record in group]
-    known = [(value, step) for value, step in found if _finite(value) is not None]
-    if not known:
+    values = [(getattr(record, name), record.step) for record in group]
+    finite_values = [(value, step) for value, step in values if _finite(value) is not None]
+    if not finite_values:
         return None
-    worst, step = (min if FIELDS[name] is min else max)(known, key=lambda pair: pair[0])
-    return [sum(value for value, _ in known) / len(known), worst, step]
+    worst, step = (min if FIELDS[name] is min else max)(finite_values, key=lambda pair: pair[0])
+    return [sum(value for value, _ in finite_values) / len(finite_values), worst, step]

@@ -41,7 +41,7 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
         from plotly.offline import get_plotlyjs
 
     data = embed(log)
-    parts = {
+    replacements = {
         "title": escape(title),
         "recipe": escape(log.recipe or "not recorded"),
         "about": "".join(
@@ -59,7 +59,7 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     }
     head = '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
     css = filled("report/page.css", {})
-    html = page_of(title, filled("report/body.html", parts), css=css, head=head)
+    html = page_of(title, filled("report/body.html", replacements), css=css, head=head)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
@@ -90,4 +90,4 @@ def _inline(script: str) -> str:
     are escaped there.
     """
     script = script.replace("</script", "<\\/script")
-    return re.sub(r"[\u0080-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", script)
+    return re.sub(r"[\u0080-\uffff]", lambda match: f"\\u{ord(match[0]):04x}", script)

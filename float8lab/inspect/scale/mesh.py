@@ -50,7 +50,7 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Ranks of each kind of parallelism; tensor parallel ranks are neighbours, stages far apart."""
+    """Ranks of each kind of parallelism; tensor parallel ranks are neighbours, not stages."""
 
     dp: int = 1
     """Data parallel ranks, among which parameters are sharded (FSDP2)."""
@@ -78,7 +78,7 @@ class Mesh:
 
     def why_not(self, size: ModelSize, sequence: int) -> str:
         """Why a model cannot be shared in this way; empty if it can."""
-        parts = (
+        divisions = (
             ("tp", "the key-value heads", size.kv_heads, self.tp),
             ("tp", "the features of the MLP", size.ffn, self.tp),
             ("tp", "the vocabulary", size.vocabulary + -size.vocabulary % 128, self.tp),
@@ -86,9 +86,9 @@ class Mesh:
             ("ep", "the experts", size.experts or 1, self.ep),
             ("ep", "dp * cp", self.dp * self.cp, self.ep),
         )
-        for name, what, whole, by in parts:
-            if whole % by:
-                return f"{name} must divide {what} ({whole}); got {by}"
+        for name, dimension, extent, ranks in divisions:
+            if extent % ranks:
+                return f"{name} must divide {dimension} ({extent}); got {ranks}"
         if self.pp > size.layers:
             return f"pp must be at most the layers ({size.layers}); got {self.pp}"
         return ""
@@ -122,7 +122,7 @@ def parse(text: str, gpus: int | None) -> Mesh:
     if "dp" in told or gpus % mesh.gpus:
         raise ValueError(
             f"mesh must be of {gpus} GPUs; got {text!r}, which is of {mesh.gpus}. "
-            "The product of dp, tp, cp and pp is the number of GPUs."
+            "dp * tp * cp * pp is the number of GPUs."
         )
     return Mesh(**{**told, "dp": gpus // mesh.gpus})
 

@@ -25,20 +25,20 @@ __all__ = [
     "Step",
     "activation",
     "attention_block",
+    "gemms",
     "kept",
     "layer",
     "norm",
     "passing",
     "passing_bytes",
     "predict",
-    "products",
 ]
 
 COMPUTE = ("gemm", "quantize", "attention", "elementwise", "sharding", "optimizer")
-"""Kinds of a GPU's own work: products; casts; attention; norms, activations and sums; copies of
+"""Kinds of a GPU's own work: GEMMs; casts; attention; norms, activations and sums; copies of
 sharded parameters; the optimizer."""
 KINDS = (*COMPUTE, "tp", "cp", "ep", "dp", "bubble")
-"""The same, and communication by what it is for, and what a stage waits for another."""
+"""The same, communication by its purpose, and the time a stage waits for another."""
 RING = 0.9
 """Attention's speed when keys and values go round a ring: 90 % of ideal, forward and backward, as
 published for 8 GPUs (github.com/zhuzilin/ring-flash-attention, zigzag)."""
@@ -62,7 +62,7 @@ class Job:
     micro: int = 1
     """Sequences of a micro-batch on each data parallel rank."""
     recompute: bool = False
-    """Whether backward computes each layer's forward again (activation checkpointing)."""
+    """Whether backward recomputes each layer's forward (activation checkpointing)."""
     mode: str = "compile"
     """One of ``recipes.cost.MODES``."""
     fused: bool = False
@@ -72,7 +72,7 @@ class Job:
     fp8_gather: bool = True
     """Whether FP8 layers gather their sharded weights in FP8."""
     tp_overlap: float = 0.0
-    """Part of tensor parallel communication that products hide."""
+    """Part of tensor parallel communication that GEMMs hide."""
     shard: int = 0
     """Ranks among which parameters are sharded, and copies of that all-reduce gradients; 0 is all
     data and context parallel ranks."""
@@ -117,26 +117,26 @@ class Step:
         return self.bytes <= 0.95 * self.job.memory
 
 
-def total(parts: Iterable[Seconds], times: float = 1.0) -> Seconds:
+def total(pieces: Iterable[Seconds], times: float = 1.0) -> Seconds:
     """Sum by kind."""
-    found: Seconds = defaultdict(float)
-    for part in parts:
-        for kind, seconds in part.items():
-            found[kind] += times * seconds
-    return dict(found)
+    sums: Seconds = defaultdict(float)
+    for piece in pieces:
+        for kind, seconds in piece.items():
+            sums[kind] += times * seconds
+    return dict(sums)
 
 
 # Parts of a layer, forward and backward.
 
 
-def products(recipe: Recipe | None, M: int, weights: list[tuple[int, int]], job: Job) -> Seconds:
+def gemms(recipe: Recipe | None, M: int, weights: list[tuple[int, int]], job: Job) -> Seconds:
     """Linear layers: GEMMs, casts and the CPU's time."""
-    found = [
+    estimates = [
         cost.estimate_parts(recipe, M, N, K, mode=job.mode, sustained=job.sustained)
         for N, K in weights
     ]
     names = ("quantize", "gemm", "cpu")
-    return dict(zip(names, map(sum, zip(*found, strict=True)), strict=True))
+    return dict(zip(names, map(sum, zip(*estimates, strict=True)), strict=True))
 
 
 def norm(recipe: Recipe | None, elements: float, *, fused: bool) -> Seconds:
@@ -173,20 +173,20 @@ def layer(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Secon
     M = job.micro * job.sequence // mesh.cp
     hidden = M * size.width / mesh.tp
     fused = job.fused and recipe is not None
-    parts = [
-        products(recipe, M, size.attention_weights(mesh.tp), job),
+    pieces = [
+        gemms(recipe, M, size.attention_weights(mesh.tp), job),
         attention_block(recipe, M, job.sequence, size.q / mesh.tp, size.kv / mesh.tp, job, mesh.cp),
         norm(recipe, 2 * hidden, fused=fused),
         {"elementwise": cost.moved(24 * hidden)},  # two sums each way
         _mlp(size, recipe, M, job, mesh, fused),
         _communication(size, recipe, M, job, mesh),
     ]
-    found = total(parts)
+    seconds = total(pieces)
     # A ring of keys and values, forward, and with their gradients backward, beside attention.
     keys = 4 * M * size.kv * mesh.cp / mesh.tp
     ring = 3 * job.links.seconds(keys, mesh.cp, mesh.tp, ring=True)
-    found["cp"] = max(0.0, ring - found["attention"])
-    return found
+    seconds["cp"] = max(0.0, ring - seconds["attention"])
+    return seconds
 
 
 def _mlp(
@@ -195,22 +195,24 @@ def _mlp(
     def mlp(rows: int, features: int) -> list[Seconds]:
         results = rows * features / mesh.tp
         return [
-            products(recipe, rows, size.mlp_weights(features, mesh.tp), job),
+            gemms(recipe, rows, size.mlp_weights(features, mesh.tp), job),
             activation(recipe, results, gated=size.gated, fused=fused, eager=eager),
         ]
 
     eager = job.mode == "eager" and not job.fused
     if not size.experts:
         return total(mlp(M, size.ffn))
-    here = size.experts // mesh.ep
-    rows = -(-M * size.active // here)  # what comes from and goes to other ranks is balanced
-    found = total(mlp(rows, size.ffn), here)
-    found["cpu"] /= here  # grouped products are one call
+    local_experts = size.experts // mesh.ep
+    rows = -(
+        -M * size.active // local_experts
+    )  # what comes from and goes to other ranks is balanced
+    seconds = total(mlp(rows, size.ffn), local_experts)
+    seconds["cpu"] /= local_experts  # a grouped GEMM is one call
     routed = M * size.active * size.width / mesh.tp
-    found["elementwise"] += cost.moved(16 * routed)  # permuted and summed, each way
+    seconds["elementwise"] += cost.moved(16 * routed)  # permuted and summed, each way
     if size.shared:
-        found = total([found, *mlp(M, size.shared)])
-    return found
+        seconds = total([seconds, *mlp(M, size.shared)])
+    return seconds
 
 
 def _communication(size: ModelSize, recipe: Recipe | None, M: int, job: Job, mesh: Mesh) -> Seconds:
@@ -219,7 +221,7 @@ def _communication(size: ModelSize, recipe: Recipe | None, M: int, job: Job, mes
     gather, scatter = (
         links.seconds(width * elements, mesh.tp, 1) for width in (1 if fp8 else 2, 2)
     )
-    # Two each way, and the sharded inputs again for wgrad.
+    # Two each way, and a second gather of sharded inputs for wgrad.
     tp = (1 - job.tp_overlap) * (6 * gather + 4 * scatter)
     if recipe is not None and mesh.tp > 1 and not recipe.linear.delayed:
         tp += _REDUCTION * _REDUCTIONS.get(recipe.linear.x.block, 0)
@@ -227,17 +229,17 @@ def _communication(size: ModelSize, recipe: Recipe | None, M: int, job: Job, mes
     return {"tp": tp, "ep": 4 * links.seconds(routed, mesh.ep, mesh.tp)}
 
 
-def _again(found: Seconds) -> Seconds:
+def _again(seconds_forward: Seconds) -> Seconds:
     """A forward pass alone, as parts of forward and backward."""
     share = {"gemm": 1 / 3, "quantize": 1 / 2, "attention": 1 / 3.5, "cpu": 1 / 2}
-    return {kind: seconds * share.get(kind, 0.4) for kind, seconds in found.items()}
+    return {kind: seconds * share.get(kind, 0.4) for kind, seconds in seconds_forward.items()}
 
 
 def _head(size: ModelSize, M: int, job: Job, mesh: Mesh) -> Seconds:
     """The output layer in high precision, and the loss of its results in float32."""
     columns = -(-size.vocabulary // mesh.tp)
-    found = products(None, M, [(columns, size.width)], job)
-    return {**found, "elementwise": cost.moved(20.0 * M * columns)}
+    seconds = gemms(None, M, [(columns, size.width)], job)
+    return {**seconds, "elementwise": cost.moved(20.0 * M * columns)}
 
 
 # Parameters of a GPU.
@@ -289,11 +291,11 @@ def _exchange(held: _Held, recipe: Recipe | None, job: Job, mesh: Mesh) -> tuple
 
 def passing(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Seconds:
     """A forward and a backward pass of the layers of one stage, and its part of the head."""
-    one = layer(size, recipe, job, mesh)
+    layer_seconds = layer(size, recipe, job, mesh)
     if job.recompute:
-        one = total([one, _again(one)])
+        layer_seconds = total([layer_seconds, _again(layer_seconds)])
     M = job.micro * job.sequence // mesh.cp
-    layers, head = total([one], -(-size.layers // mesh.pp)), _head(size, M, job, mesh)
+    layers, head = total([layer_seconds], -(-size.layers // mesh.pp)), _head(size, M, job, mesh)
     return total([layers, total([head], 1 / mesh.pp)])
 
 
@@ -325,29 +327,29 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
         )
     count = job.batch // mesh.dp // job.micro
     layers = -(-size.layers // mesh.pp)
-    once = passing(size, recipe, job, mesh)
-    cpu = once.pop("cpu") * count
-    gpu = dict.fromkeys(KINDS, 0.0) | total([once], count)
+    micro_batch = passing(size, recipe, job, mesh)
+    cpu = micro_batch.pop("cpu") * count
+    gpu = dict.fromkeys(KINDS, 0.0) | total([micro_batch], count)
     held = _held(size, job, mesh)
-    ends = size.vocabulary_parameters / mesh.tp / mesh.pp
+    vocabulary = size.vocabulary_parameters / mesh.tp / mesh.pp
     if ranks > 1:
         gather, scatter = _exchange(held, recipe, job, mesh)
-        busy = sum(once.values()) / layers
-        # Stages keep their parameters gathered for all micro-batches, others gather them anew.
+        busy = sum(micro_batch.values()) / layers
+        # Stages keep their parameters gathered for all micro-batches, others gather them for each.
         passes = count if mesh.pp == 1 else 1
         hiding = busy if mesh.pp == 1 else busy * count
         late = max(0.0, gather - hiding / 3) + max(0.0, gather + scatter - hiding * 2 / 3)
         gpu["dp"] = passes * layers * late + gather + scatter
-        gpu["sharding"] = passes * cost.SHARDING * (layers * held.all + ends)
+        gpu["sharding"] = passes * cost.SHARDING * (layers * held.all + vocabulary)
     if mesh.pp > 1:
         far = mesh.gpus // mesh.pp * 2 > job.links.node
         rate = job.links.network if far else job.links.nvlink
         M = job.micro * job.sequence // mesh.cp
         between = 4 * M * size.width / mesh.tp / rate
-        gpu["bubble"] = (mesh.pp - 1) * (sum(once.values()) + between) + count * between
-    mine = layers * held.sharded + ends / held.shard
-    gpu["optimizer"] = cost.moved(7 * job.weight_bytes * mine)  # 4 are read and 3 are written
-    memory = _memory(size, recipe, job, mesh, held, mine, ends, count)
+        gpu["bubble"] = (mesh.pp - 1) * (sum(micro_batch.values()) + between) + count * between
+    parameters = layers * held.sharded + vocabulary / held.shard
+    gpu["optimizer"] = cost.moved(7 * job.weight_bytes * parameters)  # 4 are read and 3 are written
+    memory = _memory(size, recipe, job, mesh, held, parameters, vocabulary, count)
     return Step(mesh=mesh, recipe=recipe, job=job, gpu=gpu, cpu=cpu, memory=memory)
 
 
@@ -367,7 +369,7 @@ def kept(
     Kept are q, k, v, the results of attention and of both sums, and what the MLP's first weight
     gives. High precision keeps both norms' results and the activation's, and outside of
     ``torch.compile`` the gate's; ``TransformerLayer`` in FP8 keeps casts of the first in place of
-    them, and computes the others again. Checked against "Memory" in benchmarks/RESULTS.md.
+    them, and recomputes the others. Checked against "Memory" in benchmarks/RESULTS.md.
 
     Args:
         size: of the model.
@@ -378,13 +380,13 @@ def kept(
     """
     mlp = size.ffn * size.active + size.shared if size.experts else size.ffn
     inner = (2 if size.gated else 1) * mlp
-    both = 4 * size.width + 4 * size.q + 4 * size.kv
+    nbytes = 4 * size.width + 4 * size.q + 4 * size.kv
     if size.experts:
-        both += 4 * size.active * size.width  # permuted inputs and results
+        nbytes += 4 * size.active * size.width  # permuted inputs and results
     if job.fused and recipe is not None:
-        return both + (1 if half_input else 2) * inner + 4 * size.width
+        return nbytes + (1 if half_input else 2) * inner + 4 * size.width
     eager = (job.mode == "eager" or sharded) and not job.fused and size.gated
-    return both + 2 * inner + (6 if job.fused else 4) * size.width + (4 if eager else 2) * mlp
+    return nbytes + 2 * inner + (6 if job.fused else 4) * size.width + (4 if eager else 2) * mlp
 
 
 def passing_bytes(
@@ -393,29 +395,29 @@ def passing_bytes(
     """Bytes for each token that backward of one layer needs beside what was kept."""
     mlp = size.ffn * max(1, size.active)
     inner = (2 if size.gated else 1) * mlp
-    if recipe is not None:  # casts of the gradient of the MLP's first products, and their source
+    if recipe is not None:  # casts of the gradient of the MLP's first GEMMs, and of their prologue
         return (4 if half_input else 2) * inner + 2 * mlp + 2 * size.width
     return 2 * mlp + 2 * size.width if job.mode == "compile" and not job.fused else 2 * inner
 
 
 def _memory(
-    size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh, held: _Held, mine: float,
-    ends: float, count: int,
+    size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh, held: _Held, parameters: float,
+    vocabulary: float, count: int,
 ) -> dict[str, float]:  # fmt: skip
     M = job.micro * job.sequence / mesh.cp / mesh.tp
     layers = -(-size.layers // mesh.pp)
     waiting = min(count, mesh.pp)  # micro-batches of the first stage that wait for backward
-    one = M * kept(size, recipe, job, sharded=mesh.dp * mesh.cp > 1)
+    layer_nbytes = M * kept(size, recipe, job, sharded=mesh.dp * mesh.cp > 1)
     if job.recompute:
-        activations = waiting * layers * 2 * M * size.width + one
+        activations = waiting * layers * 2 * M * size.width + layer_nbytes
     else:
-        activations = waiting * layers * one
+        activations = waiting * layers * layer_nbytes
     logits = 8.0 * M * size.vocabulary  # in bfloat16, float32, and gradients
     width = 1 if recipe is not None and job.fp8_gather else 2
     gathered = 0.0
     if mesh.dp * mesh.cp > 1:  # one layer computes while the next is gathered
-        gathered = width * held.all * (layers if mesh.pp > 1 else 2) + 2 * ends / 2
-    gradient = job.weight_bytes * mine
+        gathered = width * held.all * (layers if mesh.pp > 1 else 2) + 2 * vocabulary / 2
+    gradient = job.weight_bytes * parameters
     backward = logits + M * passing_bytes(size, recipe, job)
     states = {"parameters": gradient, "optimizer": 2 * gradient}
     if count == 1 and mesh.dp * mesh.cp > 1:

@@ -20,7 +20,7 @@ __all__ = ["PUBLISHED", "Published"]
 class Published:
     """A published ratio of tokens a second, FP8 to bfloat16."""
 
-    what: str
+    label: str
     source: str
     least: float
     most: float
@@ -36,9 +36,9 @@ class Published:
     def predicted(self) -> float:
         """The same ratio by ``predict``."""
         size = KNOWN[self.model]
-        high = predict(size, None, self.baseline or self.job, self.mesh)
+        high_precision = predict(size, None, self.baseline or self.job, self.mesh)
         fp8 = predict(size, RECIPES[self.recipe], self.job, self.mesh)
-        return high.seconds / fp8.seconds
+        return high_precision.seconds / fp8.seconds
 
 
 _TORCHTITAN = "github.com/pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"

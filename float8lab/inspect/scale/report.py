@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from html import escape
-from typing import Any
 
 from float8lab.inspect.html import svg
 from float8lab.inspect.scale.mesh import Mesh
 from float8lab.inspect.scale.predict import KINDS, RING, Job, Step, predict
 from float8lab.inspect.scale.published import PUBLISHED
 from float8lab.inspect.scale.search import (
-    Product,
+    Gemm,
     best,
     by_tokens,
     fastest,
-    products_of_rank,
+    gemms_of_rank,
 )
 from float8lab.inspect.scale.sizes import ModelSize
 from float8lab.inspect.text import Grid, Printed
@@ -61,7 +60,7 @@ class Scale(Printed):
     """The best of each mesh by the fastest recipe, the fastest first."""
     high_layout: Step | None
     """The fastest in bfloat16."""
-    products: tuple[Product, ...]
+    gemms: tuple[Gemm, ...]
     tokens: dict[int, dict[str, float]]
 
     @property
@@ -87,29 +86,29 @@ class Scale(Printed):
         for name in self.steps:
             if name != HIGH:
                 small = [n for n, gains in self.tokens.items() if gains[name] < _PAYS]
-                where = (
+                place = (
                     f"down to {min(self.tokens)} tokens a micro-batch on each rank" if not small
                     else "never" if len(small) == len(self.tokens)
                     else f"above {max(small)} tokens"
                 )  # fmt: skip
-                stops.setdefault(where, []).append(name)
-        told = "; ".join(f"{', '.join(names)} {where}" for where, names in stops.items())
-        slow = [p.name for p in self.products if p.gains[self.recipe] < _PAYS]
+                stops.setdefault(place, []).append(name)
+        told = "; ".join(f"{', '.join(names)} {place}" for place, names in stops.items())
+        slow = [p.name for p in self.gemms if p.gains[self.recipe] < _PAYS]
         if slow:
-            told += f". By {self.recipe} scaling these products are no faster: {', '.join(slow)}"
+            told += f". By {self.recipe} scaling these GEMMs are no faster: {', '.join(slow)}"
         return f"FP8 pays: {told}."
 
     def summary(self) -> str:
         """The result in a few lines, with the picture."""
-        which = "mesh"
+        mesh_label = "mesh"
         if self.chosen:
             fits = any(step.fits for step in self.steps.values())
-            which = "fastest mesh" if fits else "mesh of the least memory"
+            mesh_label = "fastest mesh" if fits else "mesh of the least memory"
         first, size, job = self.steps[self.recipe], self.size, self.steps[HIGH].job
         lines = [
             f"{size.name}: {size.parameters / 1e9:.1f} billion parameters, {size.layers} layers; "
             f"{job.batch} sequences of {job.sequence} tokens a step, {self.gpus} GPUs",
-            f"{which} {self.mesh}: {_show(first.seconds)} a step by {self.recipe} scaling, "
+            f"{mesh_label} {self.mesh}: {_show(first.seconds)} a step by {self.recipe} scaling, "
             f"{self.gain(self.recipe):.2f}x of bfloat16",
         ]
         if self.layouts and not self.chosen:
@@ -170,12 +169,12 @@ class Scale(Printed):
             ("tokens", *names),
             [(str(n), *(f"{g[name]:.2f}" for name in names)) for n, g in self.tokens.items()],
         )
-        products = Grid(
+        gemms = Grid(
             "x of bfloat16 by linear layer of a rank",
             ("layer", "N", "K", *names),
             [
                 (p.name, str(p.N), str(p.K), *(f"{p.gains[name]:.2f}" for name in names))
-                for p in self.products
+                for p in self.gemms
             ],
         )
         published = Grid(
@@ -183,15 +182,15 @@ class Scale(Printed):
             ("what", "published", "predicted", "not told, assumed", "source"),
             [
                 (
-                    one.what,
-                    f"{one.least:.2f}" + (f"-{one.most:.2f}" if one.most > one.least else ""),
-                    f"{one.predicted():.2f}", one.assumed, one.source,
+                    gain.label,
+                    f"{gain.least:.2f}" + (f"-{gain.most:.2f}" if gain.most > gain.least else ""),
+                    f"{gain.predicted():.2f}", gain.assumed, gain.source,
                 )
-                for one in PUBLISHED
+                for gain in PUBLISHED
             ],
         )  # fmt: skip
         assumed = Grid("Assumed", ("of", "what"), self.assumptions())
-        grids = [steps, layouts, tokens, products, published]
+        grids = [steps, layouts, tokens, gemms, published]
         return [*(grid.first(limit) for grid in grids if grid.rows), assumed.first(None)]
 
     def assumptions(self) -> list[tuple[str, str]]:
@@ -226,12 +225,10 @@ class Scale(Printed):
             ("output layer", "in bfloat16"),
         ]
         if self.size.experts:
-            rows.append(
-                ("experts", "balanced; each a product of its own; exchanges are not hidden")
-            )
+            rows.append(("experts", "balanced; each a GEMM of its own; exchanges are not hidden"))
         return rows
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the same as dicts, lists and numbers, in seconds and bytes."""
         return {
             "model": asdict(self.size),
@@ -244,13 +241,13 @@ class Scale(Printed):
             "bfloat16": None if self.high_layout is None else _told(self.high_layout),
             "pays": self.pays(),
             "tokens": self.tokens,
-            "products": [asdict(product) for product in self.products],
+            "gemms": [asdict(gemm) for gemm in self.gemms],
             "published": [
                 {
-                    "what": one.what, "source": one.source, "assumed": one.assumed,
-                    "published": [one.least, one.most], "predicted": one.predicted(),
+                    "what": gain.label, "source": gain.source, "assumed": gain.assumed,
+                    "published": [gain.least, gain.most], "predicted": gain.predicted(),
                 }
-                for one in PUBLISHED
+                for gain in PUBLISHED
             ],
             "assumed": dict(self.assumptions()),
         }  # fmt: skip
@@ -259,26 +256,26 @@ class Scale(Printed):
         """Where the time of a step goes, by recipe, as SVG."""
         most = max(map(self._seconds, self.steps))
         left, wide, tall = 70, 520, 22
-        parts = ["<style>@media (prefers-color-scheme: dark) { text { fill: #ddd } }</style>"]
+        elements = ["<style>@media (prefers-color-scheme: dark) { text { fill: #ddd } }</style>"]
         for i, (name, step) in enumerate(self.steps.items()):
             y, x = i * (tall + 6), float(left)
-            parts.append(f"<text x='0' y='{y + 15}'>{escape(name)}</text>")
+            elements.append(f"<text x='0' y='{y + 15}'>{escape(name)}</text>")
             for kind in KINDS:
                 width = wide * step.gpu[kind] / most
-                parts.append(
+                elements.append(
                     f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{tall}' "
                     f"fill='{_COLORS[kind]}'><title>{kind}: {_show(step.gpu[kind])}</title></rect>"
                 )
                 x += width
-            parts.append(f"<text x='{x + 6:.1f}' y='{y + 15}'>{_show(step.seconds)}</text>")
+            elements.append(f"<text x='{x + 6:.1f}' y='{y + 15}'>{_show(step.seconds)}</text>")
         under = len(self.steps) * (tall + 6) + 8
         used = [kind for kind in KINDS if any(step.gpu[kind] for step in self.steps.values())]
         for i, kind in enumerate(used):
             x, y = left + 90 * (i % 6), under + 14 * (i // 6)
-            parts.append(f"<rect x='{x}' y='{y}' width='9' height='9' fill='{_COLORS[kind]}'/>")
-            parts.append(f"<text x='{x + 13}' y='{y + 9}'>{kind}</text>")
+            elements.append(f"<rect x='{x}' y='{y}' width='9' height='9' fill='{_COLORS[kind]}'/>")
+            elements.append(f"<text x='{x + 13}' y='{y + 9}'>{kind}</text>")
         title = f"{self.size.name} on {self.gpus} GPUs, {self.mesh}: predicted step"
-        return svg(left + wide + 70, under + 16, title, "".join(parts)) + "\n"
+        return svg(left + wide + 70, under + 16, title, "".join(elements)) + "\n"
 
 
 def scale(
@@ -300,16 +297,16 @@ def scale(
         job: the work; its own ``micro`` and ``recompute`` do not count.
         mesh: None takes the fastest.
         micro: sequences of a micro-batch; None takes the fastest that fits in memory.
-        recompute: whether backward computes forward again; None does if it must.
+        recompute: whether backward recomputes forward; None does if it must.
 
     Raises:
         ValueError: the model or the batch cannot be shared in this way.
     """
-    found = {
+    steps_by_recipe = {
         name: fastest(size, recipe, job, gpus, micro, recompute) for name, recipe in recipes.items()
     }
     if mesh is None:
-        firsts = [steps[0] for steps in found.values() if steps]
+        firsts = [steps[0] for steps in steps_by_recipe.values() if steps]
         if not firsts:
             raise ValueError(
                 f"gpus must share {job.batch} sequences of {size.name}; got {gpus}. "
@@ -326,22 +323,22 @@ def scale(
         assert step is not None  # the mesh shares the batch
         steps[name] = step
     name = min(recipes, key=lambda name: steps[name].seconds)
-    high = fastest(size, None, job, gpus, micro, recompute)
-    same = steps[name].job
+    high_precision = fastest(size, None, job, gpus, micro, recompute)
+    job_of_recipe = steps[name].job
     return Scale(
         size=size,
         job=job,
         gpus=gpus,
         chosen=chosen,
         steps=steps,
-        layouts=tuple(found[name]),
-        high_layout=high[0] if high and high[0].fits else None,
-        products=tuple(products_of_rank(size, same, mesh, recipes)),
-        tokens=by_tokens(size, same, mesh, recipes),
+        layouts=tuple(steps_by_recipe[name]),
+        high_layout=high_precision[0] if high_precision and high_precision[0].fits else None,
+        gemms=tuple(gemms_of_rank(size, job_of_recipe, mesh, recipes)),
+        tokens=by_tokens(size, job_of_recipe, mesh, recipes),
     )
 
 
-def _told(step: Step) -> dict[str, Any]:
+def _told(step: Step) -> dict[str, object]:
     return {
         "mesh": asdict(step.mesh),
         "micro_batch": step.job.micro,

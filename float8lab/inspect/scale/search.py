@@ -10,7 +10,7 @@ from float8lab.inspect.scale.predict import Job, Step, predict
 from float8lab.inspect.scale.sizes import ModelSize
 from float8lab.recipes import ALL, Recipe, cost
 
-__all__ = ["RECIPES", "Product", "best", "by_tokens", "fastest", "products_of_rank"]
+__all__ = ["RECIPES", "Gemm", "best", "by_tokens", "fastest", "gemms_of_rank"]
 
 RECIPES: dict[str, Recipe] = {name: r for name, r in ALL.items() if cost.has_rates(r)}
 """Recipes whose speed is known, by name."""
@@ -18,15 +18,15 @@ _FEWEST_TOKENS = 64
 
 
 def _ways(job: Job, mesh: Mesh, micro: int | None, recompute: bool | None) -> Iterator[Job]:
-    each, rest = divmod(job.batch, mesh.dp)
+    per_rank, remainder = divmod(job.batch, mesh.dp)
     ranks = mesh.dp * mesh.cp
-    if rest or not each or (job.shard and ranks % min(job.shard, ranks)):
+    if remainder or not per_rank or (job.shard and ranks % min(job.shard, ranks)):
         return
-    sizes = [2**power for power in range(each.bit_length())] if micro is None else [micro]
+    sizes = [2**power for power in range(per_rank.bit_length())] if micro is None else [micro]
     for sequences in sizes:
-        for again in (False, True) if recompute is None else (recompute,):
-            if each % sequences == 0:
-                yield replace(job, micro=sequences, recompute=again)
+        for recomputed in (False, True) if recompute is None else (recompute,):
+            if per_rank % sequences == 0:
+                yield replace(job, micro=sequences, recompute=recomputed)
 
 
 def best(
@@ -45,12 +45,12 @@ def best(
         job: the work; its own ``micro`` and ``recompute`` do not count.
         mesh: which shares it.
         micro: sequences of a micro-batch; None tries powers of two.
-        recompute: whether backward computes forward again; None tries both.
+        recompute: whether backward recomputes forward; None tries both.
 
     Returns:
         None if the mesh cannot share the batch.
     """
-    steps = [predict(size, recipe, way, mesh) for way in _ways(job, mesh, micro, recompute)]
+    steps = [predict(size, recipe, variant, mesh) for variant in _ways(job, mesh, micro, recompute)]
     fitting = [step for step in steps if step.fits]
     if fitting:
         return min(fitting, key=lambda step: step.seconds)
@@ -66,18 +66,18 @@ def fastest(
     recompute: bool | None = None,
 ) -> list[Step]:
     """The best step of every mesh, the fastest first; those that do not fit in memory last."""
-    found = (
+    best_steps = (
         best(size, recipe, job, mesh, micro, recompute)
         for mesh in meshes(size, gpus, job.sequence, job.links)
     )
-    steps = [step for step in found if step is not None]
+    steps = [step for step in best_steps if step is not None]
     return sorted(
         steps, key=lambda step: (not step.fits, step.seconds if step.fits else step.bytes)
     )
 
 
 @dataclass(frozen=True)
-class Product:
+class Gemm:
     """One linear layer's part on a rank, and how many times faster FP8 makes it."""
 
     name: str
@@ -86,9 +86,7 @@ class Product:
     gains: dict[str, float]
 
 
-def products_of_rank(
-    size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Recipe]
-) -> list[Product]:
+def gemms_of_rank(size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Recipe]) -> list[Gemm]:
     """Forward and backward of each linear layer of a rank, casts included."""
     M = job.micro * job.sequence // mesh.cp
     weights = dict(zip(("qkv", "attention out"), size.attention_weights(mesh.tp), strict=True))
@@ -99,7 +97,7 @@ def products_of_rank(
         if size.experts:
             rows[name] = -(-M * size.active * mesh.ep // size.experts)
     return [
-        Product(
+        Gemm(
             name if rows[name] == M else f"{name} of an expert", N, K,
             {
                 key: cost.estimate(None, rows[name], N, K).gpu
@@ -119,15 +117,15 @@ def by_tokens(
     The number of micro-batches stays, and sequences are shorter where there is one alone.
     """
     count = job.batch // mesh.dp // job.micro
-    found: dict[int, dict[str, float]] = {}
+    speedups: dict[int, dict[str, float]] = {}
     micro, sequence = job.micro, job.sequence
     while True:
         smaller = replace(job, micro=micro, sequence=sequence, batch=count * mesh.dp * micro)
         if mesh.why_not(size, sequence):
-            return found
-        high = predict(size, None, smaller, mesh).seconds
-        found[micro * sequence // mesh.cp] = {
-            name: high / predict(size, recipe, smaller, mesh).seconds
+            return speedups
+        high_seconds = predict(size, None, smaller, mesh).seconds
+        speedups[micro * sequence // mesh.cp] = {
+            name: high_seconds / predict(size, recipe, smaller, mesh).seconds
             for name, recipe in recipes.items()
         }
         if micro > 1:
@@ -135,4 +133,4 @@ def by_tokens(
         elif sequence // 2 // mesh.cp >= _FEWEST_TOKENS and sequence % 2 == 0:
             sequence //= 2
         else:
-            return found
+            return speedups

@@ -73,11 +73,11 @@ class ModelSize:
         return self.q // self.heads * self.kv_heads
 
     def attention_weights(self, tp: int = 1) -> list[tuple[int, int]]:
-        """``(N, K)`` of a rank's products beside attention; those with one input are one."""
+        """``(N, K)`` of a rank's GEMMs beside attention; those with one input are one."""
         return [((self.q + 2 * self.kv) // tp, self.width), (self.width, self.q // tp)]
 
     def mlp_weights(self, features: int, tp: int = 1) -> list[tuple[int, int]]:
-        """``(N, K)`` of a rank's products of an MLP, or of one expert."""
+        """``(N, K)`` of a rank's GEMMs of an MLP, or of one expert."""
         inner = features // tp
         return [((2 if self.gated else 1) * inner, self.width), (self.width, inner)]
 
@@ -231,33 +231,38 @@ def _from_pairs(text: str) -> ModelSize:
     return ModelSize(name="model", **told)
 
 
+def _set_mlp(numbers: dict[str, int], config: Mapping[str, Any]) -> None:
+    """Set the width of the MLP or of the experts where a configuration names it differently."""
+    if numbers.get("experts"):
+        numbers["ffn"] = config.get("moe_intermediate_size") or numbers["ffn"]
+        if config.get("n_shared_experts"):
+            numbers["shared"] = config["n_shared_experts"] * numbers["ffn"]
+    elif "width" in numbers:
+        numbers.setdefault("ffn", 4 * numbers["width"])
+        numbers["active"] = 0
+
+
 def _from_config(config: Mapping[str, Any], path: Path) -> ModelSize:
     config = config.get("text_config") or config
-    for name, what in _OTHER.items():
+    for name, label in _OTHER.items():
         if config.get(name):
             raise ValueError(
                 f"model must have equal layers of attention and MLP or experts; got {path} with "
-                f"{name}, {what}. Pass sizes that come near it."
+                f"{name}, {label}. Pass sizes that come near it."
             )
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for field, names in _NAMES.items():
         value = next((config[name] for name in names if config.get(name) is not None), None)
         if value is not None and not isinstance(value, int):
             raise ValueError(f"model must have a whole number for {names[0]}; got {value!r}.")
         if value is not None:
-            found[field] = value
-    if found.get("experts"):
-        found["ffn"] = config.get("moe_intermediate_size") or found.get("ffn")
-        if config.get("n_shared_experts"):
-            found["shared"] = config["n_shared_experts"] * found["ffn"]
-    elif "width" in found:
-        found.setdefault("ffn", 4 * found["width"])
-        found["active"] = 0
+            numbers[field] = value
+    _set_mlp(numbers, config)
     for name in ("layers", "width", "heads", "vocabulary"):
-        if name not in found:
+        if name not in numbers:
             raise ValueError(
                 f"model must have {_NAMES[name][0]} in its configuration; got {path} without. "
                 "Pass sizes instead."
             )
     gated = config.get("model_type") not in _UNGATED
-    return ModelSize(name=str(config.get("_name_or_path") or path), gated=gated, **found)
+    return ModelSize(name=str(config.get("_name_or_path") or path), gated=gated, **numbers)

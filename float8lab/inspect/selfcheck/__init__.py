@@ -3,10 +3,10 @@
 Bytes and scales are compared bit for bit with the reference on the CPU, and casts also with the
 definition of the formats. Results that are added up in another order, or have an exponential, are
 compared with float64 within a bound derived next to the check. On a CPU the ops *are* the
-reference: there a comparison with it shows only that the op runs and gives the same again; only
-formats, norms, products and attention are then compared with something else.
+reference: there a comparison with it shows only that the op runs and repeats its result; only
+formats, norms, GEMMs and attention are then compared with something else.
 
-M rows, N rows of the other operand of a product, K columns or contraction.
+M rows, N rows of the other operand of a GEMM, K columns or contraction.
 
 Sources: FP8 formats, arXiv:2209.05433; probabilistic bounds of rounding errors, Higham and Mary,
 SIAM J. Sci. Comput. 41(5), 2019 (by Hoeffding's inequality).
@@ -16,11 +16,11 @@ from float8lab.inspect.selfcheck import (
     attention,
     casts,
     experts,
+    gemms,
     grouped,
     loss,
     norms,
-    products,
-    sources,
+    prologues,
 )
 from float8lab.inspect.selfcheck.harness import Cases, Check, Report, Row
 from float8lab.inspect.selfcheck.running import CHECKS, selfcheck
@@ -34,10 +34,10 @@ __all__ = [
     "attention",
     "casts",
     "experts",
+    "gemms",
     "grouped",
     "loss",
     "norms",
-    "products",
+    "prologues",
     "selfcheck",
-    "sources",
 ]

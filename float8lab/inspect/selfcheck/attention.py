@@ -55,9 +55,9 @@ class _Attention:
 
 
 def _attentions(cases: Cases) -> Iterator[_Attention]:
-    for turn, (B, H, G, SQ, SK, D, DV) in enumerate(_ATTENTION_SHAPES):
+    for index, (B, H, G, SQ, SK, D, DV) in enumerate(_ATTENTION_SHAPES):
         for causal in (False, True):
-            fp8_dtype = FP8_DTYPES[turn % 2]
+            fp8_dtype = FP8_DTYPES[index % 2]
             sizes = (B, H, SQ, D), (B, G, SK, D), (B, G, SK, DV)
             tensors, scales = [], []
             for size in sizes:
@@ -137,9 +137,9 @@ def _check_attention_backward(cases: Cases) -> None:
             dout, *case.tensors, *case.scales, out, lse, *case.settings
         )
         terms = _gradient_terms(case, expected.detach(), scores.detach(), dout.double())
-        for one, want, term in zip(got, exact, terms, strict=True):
+        for result, want, term in zip(got, exact, terms, strict=True):
             bound = 2.0**-16 * term.norm() + (0.0 if case.why else 2.0**-7) * want.norm()
-            off = (one.double() - want).norm()
+            off = (result.double() - want).norm()
             cases.within(off, torch.zeros_like(off), bound.cpu())
 
 
@@ -189,11 +189,11 @@ def _check_update_scales(cases: Cases) -> None:
                     torch.arange(slots, dtype=torch.int32, device="cpu"),
                     torch.tensor([448.0, 57344.0] * slots, dtype=FP32, device="cpu")[:slots],
                 ]
-                there = [one.to(cases.device, copy=True) for one in state]
+                there = [buffer.to(cases.device, copy=True) for buffer in state]
                 for _ in range(3):
-                    how: Any = (margin, interval, most_recent, power_of_2)
-                    got = ops.update_scales_op(*there, *how)
-                    want = reference.update_scales_(*state, *how)
+                    options: Any = (margin, interval, most_recent, power_of_2)
+                    got = ops.update_scales_op(*there, *options)
+                    want = reference.update_scales_(*state, *options)
                     cases.same([*there, got], [*state, want])
                     state[1].copy_(cases.uniform(slots))
                     there[1].copy_(state[1])

@@ -1,4 +1,4 @@
-"""Checks of routing and permutation of a mixture of experts.
+"""Checks of routing and permutation in MoE layers.
 
 T tokens, S places that a token may go to, R rows that tokens go to, E experts.
 """
@@ -29,10 +29,10 @@ def _row_map(cases: Cases, T: int, S: int, R: int, filled: int) -> Tensor:
 
 
 def _there(outputs: Sequence[Tensor | None]) -> list[Tensor]:
-    return [one for one in outputs if one is not None and one.numel()]
+    return [output for output in outputs if output is not None and output.numel()]
 
 
-@checks("experts", f"{REFERENCE}; sums of products: float64", "scatter_rows_op", "gather_rows_op")
+@checks("experts", f"{REFERENCE}; weighted sums: float64", "scatter_rows_op", "gather_rows_op")
 def _check_permute(cases: Cases) -> None:
     for number, (T, S, R, filled, H) in enumerate(
         ((70, 5, 200, 190, 1040), (33, 1, 33, 33, 130), (9, 130, 40, 40, 64), (4, 2, 3, 0, 8),
@@ -49,8 +49,8 @@ def _check_permute(cases: Cases) -> None:
             (" probabilities", (x.t().contiguous().t(), row_map, R, probs)),
             (" codes and scales", (codes, row_map, R, probs, None, scale, amax)),
         ]
-        for what, arguments in moved:
-            cases.begin(name + what)
+        for label, arguments in moved:
+            cases.begin(name + label)
             want = permute.scatter_rows(*arguments)
             cases.same(_there(ops.scatter_rows_op(*_to(cases, arguments))), _there(want))
         added: list[tuple[str, tuple[Any, ...]]] = [
@@ -58,11 +58,11 @@ def _check_permute(cases: Cases) -> None:
             (" sums", (rows, row_map, dtype, probs, rows[:, 0])),
             (" FP8", (rows.to(E5M2), row_map, dtype, None, None, cases.uniform(9, R).t(), 128)),
         ]
-        for what, arguments in added:
-            cases.begin(name + what)
+        for label, arguments in added:
+            cases.begin(name + label)
             sums = permute.gather_rows(*arguments)
             cases.same(_there(ops.gather_rows_op(*_to(cases, arguments))), _there(sums))
-        cases.begin(f"{name} products")
+        cases.begin(f"{name} weighted sums")
         arguments = (x, row_map, R, probs, rows)
         got, dots, *_ = ops.scatter_rows_op(*_to(cases, arguments))
         cases.same(got, permute.scatter_rows(*arguments)[0])
@@ -73,7 +73,7 @@ def _check_permute(cases: Cases) -> None:
         cases.within(dots, exact, size * (2.0**-24 * (H + 1)))  # a term is rounded H times at most
 
 
-def _to(cases: Cases, arguments: Sequence[Any]) -> list[Any]:
+def _to(cases: Cases, arguments: Sequence[object]) -> list[object]:
     return [all_to(cases, [a])[0] if isinstance(a, Tensor) else a for a in arguments]
 
 
@@ -114,18 +114,18 @@ def _check_route(cases: Cases) -> None:
             bias = None if name == "softmax" else (cases.uniform(E) * 16).round() / 8
             for dense in (False, True):
                 cases.begin(f"{T} tokens {E} experts {name} {before} {dense}")
-                how: Any = (topk, name, before, groups, best, 2.5, dense)
+                options = (topk, name, before, groups, best, 2.5, dense)
                 dense_or = (topk, name, before, 1.0 if dense else 2.5, dense)
-                got, chosen = ops.route_op(*all_to(cases, (z, bias)), *how)
-                wanted = router.route(z, bias, *how)[1]
-                cases.same(chosen, wanted)
-                exact = router.route(z.double(), bias, *how)[0]
+                got, chosen = ops.route_op(*all_to(cases, (z, bias)), *options)
+                chosen_cpu = router.route(z, bias, *options)[1]
+                cases.same(chosen, chosen_cpu)
+                exact = router.route(z.double(), bias, *options)[0]
                 allowed = _allowed(z)
                 cases.within(got, exact, exact.abs() * allowed)
                 grad = cases.normal(T, E)
-                got = ops.route_backward_op(*all_to(cases, (grad, z, wanted)), *dense_or)
-                exact = router.route_backward(grad.double(), z.double(), wanted, *dense_or)
-                cases.within(got, exact, _terms(grad, z, wanted, *dense_or) * (4 * allowed))
+                got = ops.route_backward_op(*all_to(cases, (grad, z, chosen_cpu)), *dense_or)
+                exact = router.route_backward(grad.double(), z.double(), chosen_cpu, *dense_or)
+                cases.within(got, exact, _terms(grad, z, chosen_cpu, *dense_or) * (4 * allowed))
 
 
 def _terms(
@@ -136,11 +136,11 @@ def _terms(
     if dense:
         chosen, topk, before = torch.ones_like(chosen), 2, True
     z = z.double()
-    scores, total = router.shares(z, chosen, topk, name, before)
+    scores, total_score = router.shares(z, chosen, topk, name, before)
     size = torch.where(chosen, grad.double().abs() * scaling, 0)
     if name == "softmax":
         return scores * (size + (scores * size).sum(-1, keepdim=True))
     if topk > 1:
-        size = (size + (scores / total * size).sum(-1, keepdim=True)) / total
+        size = (size + (scores / total_score * size).sum(-1, keepdim=True)) / total_score
     slope = z.sigmoid() * ((-z).sigmoid() if name == "sigmoid" else 1 / (2 * scores))
     return torch.where(chosen, size * slope, 0)

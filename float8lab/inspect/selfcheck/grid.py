@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # The grid. Every combination of dtype, format, block and divisibility by 16 is a kernel to compile
-# on a GPU, a fifth of a second or more, so that they take turns where tests have them all.
+# on a GPU, a fifth of a second or more, so that each case runs some of them and the tests all.
 
 RECIPES: dict[str, tuple[tuple[int, int], str, float]] = {
     "per tensor": ((-1, -1), "fp32", 0.0),
@@ -77,14 +77,14 @@ _SPECIAL = {
 }
 
 
-def matrices(cases: Cases, turn: int | None = None) -> Iterator[tuple[int, str, Tensor, int]]:
+def matrices(cases: Cases, variant: int | None = None) -> Iterator[tuple[int, str, Tensor, int]]:
     """Yield number in ``_SHAPES``, name, matrix on the CPU and alignment of each matrix.
 
-    With a ``turn`` these are the first matrix, one of those that take turns, and the empty ones;
+    With a ``variant`` these are the first matrix, one that the variant picks, and the empty ones;
     without one they are all.
     """
     for number, (shape, dtype, layout, align) in enumerate(_SHAPES):
-        if turn is None or number in (0, 1 + turn % 4) or 0 in shape:
+        if variant is None or number in (0, 1 + variant % 4) or 0 in shape:
             name = f"{shape[0]}x{shape[1]} {name_of(dtype)} {layout} align {align}"
             yield number, name, cases.matrix(shape, dtype), align
 
@@ -121,22 +121,26 @@ def laid_out(x: Tensor, number: int, device: torch.device) -> tuple[Tensor, Tens
     return layout(x.to(device)), layout(x)
 
 
+QuantizeOptions = tuple[torch.dtype, tuple[int, int], str, float, int]
+"""Format, block, scale rule, epsilon of the amax and alignment."""
+
+
 def quantize_cases(
     cases: Cases,
-) -> Iterator[tuple[Tensor, Tensor, Any]]:
+) -> Iterator[tuple[Tensor, Tensor, QuantizeOptions]]:
     """Begin each case; yield the matrix on the device and on the CPU, and how to quantize it."""
-    for turn, (recipe, how) in enumerate(RECIPES.items()):
-        for number, name, x, align in matrices(cases, turn):
-            fp8_dtype = FP8_DTYPES[(turn + number) % 2]
+    for index, (recipe, options) in enumerate(RECIPES.items()):
+        for number, name, x, align in matrices(cases, index):
+            fp8_dtype = FP8_DTYPES[(index + number) % 2]
             cases.begin(f"{name} {format_of(fp8_dtype)} {recipe}")
-            yield *laid_out(x, number, cases.device), (fp8_dtype, *how, align)
+            yield *laid_out(x, number, cases.device), (fp8_dtype, *options, align)
             if number == 0:
                 cases.begin(f"{name} {format_of(fp8_dtype)} {recipe} with infinities")
                 x = with_infinities(x)
-                yield *laid_out(x, number, cases.device), (fp8_dtype, *how, align)
+                yield *laid_out(x, number, cases.device), (fp8_dtype, *options, align)
         for name, x in special():
             cases.begin(f"{name} e4m3 {recipe}")
-            yield x.to(cases.device), x, (E4M3, *how, 16)
+            yield x.to(cases.device), x, (E4M3, *options, 16)
 
 
 REFERENCE = "the reference on the CPU, bit for bit"
@@ -148,4 +152,4 @@ def granularity(block: Sequence[int]) -> str:
 
 
 def all_to(cases: Cases, tensors: Iterable[Tensor | None]) -> list[Any]:
-    return [None if one is None else one.to(cases.device) for one in tensors]
+    return [None if tensor is None else tensor.to(cases.device) for tensor in tensors]

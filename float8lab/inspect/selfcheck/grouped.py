@@ -1,9 +1,8 @@
-"""Checks of the ops of a mixture of experts.  M rows in E groups, N and K features."""
+"""Checks of the ops of MoE layers.  M rows in E groups, N and K features."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES
 from float8lab.inspect.environment import why_gemm_is_emulated
+from float8lab.inspect.selfcheck.gemms import GEMM_BOUND, ExactGemm
 from float8lab.inspect.selfcheck.grid import (
     REFERENCE,
     all_to,
@@ -19,7 +19,6 @@ from float8lab.inspect.selfcheck.grid import (
     with_infinities,
 )
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
-from float8lab.inspect.selfcheck.products import GEMM_BOUND, Product
 from float8lab.ops import reference
 from float8lab.ops.reference import SPAN, round_up
 
@@ -29,10 +28,10 @@ _SIZES = {
     "ragged groups": (0, 1, 15, 17, 128, 0, 130),
     "one group": (37,),
     "all rows in the second": (0, 200, 0),
-    "nobody": (0, 0),
+    "no rows": (0, 0),
 }
 _MANY = tuple(97 * i % 400 for i in range(48))
-"""Rows of groups that, with 60 tiles of nobody, are more tiles than a GPU multiplies at a time."""
+"""Rows of groups. With 60 tiles of padding rows they exceed the tiles of one wave of a GPU."""
 _CASTS: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
     "per tensor": ((-1, -1), (-1, -1), "fp32"),
     "per row": ((1, -1), (1, -1), "fp32"),
@@ -46,32 +45,32 @@ _WANTED = {"both": (True, True), "rows": (True, False), "transpose": (False, Tru
 def _rows(
     cases: Cases, sizes: tuple[int, ...], columns: int, dtype: torch.dtype, beyond: int = 9
 ) -> Tensor:
-    """Rows in groups, and rows of NaN that belong to nobody."""
+    """Rows in groups, and padding rows of NaN after them."""
     x = cases.matrix((sum(sizes) + beyond, columns), dtype)
     x[sum(sizes) :] = torch.nan
     return x
 
 
-def _ends(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _offsets(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.tensor(sizes, device="cpu").cumsum(0).to(dtype)
 
 
 def _groups(cases: Cases) -> Iterator[tuple[str, tuple[int, ...], Tensor, Tensor]]:
-    for turn, (name, sizes) in enumerate(_SIZES.items()):
-        dtype = (BF16, FP32)[turn % 2]
-        offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
-        x = _rows(cases, sizes, 200 + turn, dtype)
-        yield f"{name} {name_of(dtype)}", sizes, with_infinities(x) if turn % 2 else x, offs
+    for index, (name, sizes) in enumerate(_SIZES.items()):
+        dtype = (BF16, FP32)[index % 2]
+        offs = _offsets(sizes, (torch.int32, torch.int64)[index % 2])
+        x = _rows(cases, sizes, 200 + index, dtype)
+        yield f"{name} {name_of(dtype)}", sizes, with_infinities(x) if index % 2 else x, offs
 
 
 @checks("casts", REFERENCE, "cast_groups_op")
 def _check_cast_groups(cases: Cases) -> None:
-    for turn, (how, (block, w_block, rule)) in enumerate(_CASTS.items()):
-        fp8_dtype = FP8_DTYPES[turn % 2]
-        for orientation, wanted in _WANTED.items():
+    for index, (scaling, (block, w_block, rule)) in enumerate(_CASTS.items()):
+        fp8_dtype = FP8_DTYPES[index % 2]
+        for orientation, flags in _WANTED.items():
             for name, sizes, x, offs in _groups(cases):
-                cases.begin(f"{name} {how} {format_of(fp8_dtype)} {orientation}")
-                arguments = (fp8_dtype, block, rule, 0.0, *wanted)
+                cases.begin(f"{name} {scaling} {format_of(fp8_dtype)} {orientation}")
+                arguments = (fp8_dtype, block, rule, 0.0, *flags)
                 got = ops.cast_groups_op(
                     "", [x.to(cases.device)], x.dtype, offs.to(cases.device), *arguments
                 )
@@ -79,10 +78,10 @@ def _check_cast_groups(cases: Cases) -> None:
                 _compare(cases, got, want, sizes)
             for name, w in (
                 ("3x40x140", cases.normal(3, 40, 140)),
-                ("2x130x48 turned", cases.normal(2, 48, 130).to(BF16).mT),
+                ("2x130x48 transposed", cases.normal(2, 48, 130).to(BF16).mT),
             ):
-                cases.begin(f"batch {name} {how} {format_of(fp8_dtype)} {orientation}")
-                arguments = (fp8_dtype, w_block, rule, 0.0, *wanted)
+                cases.begin(f"batch {name} {scaling} {format_of(fp8_dtype)} {orientation}")
+                arguments = (fp8_dtype, w_block, rule, 0.0, *flags)
                 got = ops.cast_groups_op("", [w.to(cases.device)], w.dtype, None, *arguments)
                 _compare(cases, got, reference.cast_groups("", [w], w.dtype, None, *arguments))
     _check_what_is_given(cases)
@@ -106,63 +105,74 @@ def _check_what_is_given(cases: Cases) -> None:
         )  # fmt: skip
         cases.same(slots[0], slots[1])
         cases.begin(f"{name} of an activation, as of its written values, with sums")
-        h, ends = x.to(cases.device), offs.to(cases.device)
+        h, offsets = x.to(cases.device), offs.to(cases.device)
         h = h[:, : h.shape[1] // 2 * 2]
         value = ops.value_of_op("swiglu", [h], h.dtype)
         arguments = (E4M3, (1, 128), "fp32", 0.0, True, True, True)
-        *one, sums = ops.cast_groups_op("swiglu", [h], h.dtype, ends, *arguments)
-        *other, wanted_sums = ops.cast_groups_op("", [value], h.dtype, ends, *arguments)
-        _compare(cases, one, [None if t is None else t.cpu() for t in other], sizes)
+        *got, sums = ops.cast_groups_op("swiglu", [h], h.dtype, offsets, *arguments)
+        *want, want_sums = ops.cast_groups_op("", [value], h.dtype, offsets, *arguments)
+        _compare(cases, got, [None if t is None else t.cpu() for t in want], sizes)
         exact = value.double().cpu()
-        total = torch.stack([part.sum(0) for part in _split(exact, offs)])
-        size = torch.stack([part.abs().sum(0) for part in _split(exact, offs)])
-        for each in (sums, wanted_sums):  # kernels add up in orders of their own
-            cases.within(each, total, size * 2.0**-16)
+        exact_sums = torch.stack([group.sum(0) for group in _split(exact, offs)])
+        size = torch.stack([group.abs().sum(0) for group in _split(exact, offs)])
+        for sums_of_kernel in (sums, want_sums):  # kernels add up in orders of their own
+            cases.within(sums_of_kernel, exact_sums, size * 2.0**-16)
 
 
 def _split(x: Tensor, offs: Tensor) -> list[Tensor]:
     """The rows of each group."""
-    ends = offs.tolist()
-    return [x[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    offsets = offs.tolist()
+    return [x[start:end] for start, end in zip([0, *offsets[:-1]], offsets, strict=True)]
 
 
-def _compare(cases: Cases, got: Any, want: Any, sizes: tuple[int, ...] | None = None) -> None:
+def _compare(
+    cases: Cases,
+    got: Sequence[Tensor],
+    want: Sequence[Tensor | None],
+    sizes: tuple[int, ...] | None = None,
+) -> None:
     """All results that are there; of a transpose of groups, what is behind them means nothing."""
     used = None if sizes is None else sum(round_up(size, SPAN) for size in sizes)
-    for index, (one, other) in enumerate(zip(got, want, strict=True)):
-        if other is None or not other.numel():
+    for index, (result, expected) in enumerate(zip(got, want, strict=True)):
+        if expected is None or not expected.numel():
             continue
-        if used is not None and index in (3, 4) and other.ndim == 2 and other.shape[1] > 1:
-            columns = used * other.shape[1] // want[3].shape[1]
-            one, other = (x[:, :columns].contiguous() for x in (one, other))
-        cases.same(one, other)
+        transpose = want[3] if used is not None and index in (3, 4) else None
+        if (
+            used is not None
+            and transpose is not None
+            and expected.ndim == 2
+            and expected.shape[1] > 1
+        ):
+            columns = used * expected.shape[1] // transpose.shape[1]
+            result, expected = (x[:, :columns].contiguous() for x in (result, expected))
+        cases.same(result, expected)
 
 
-@checks("products", REFERENCE, "plan_groups_op")
+@checks("gemms", REFERENCE, "plan_groups_op")
 def _check_plan_groups(cases: Cases) -> None:
-    for turn, (name, sizes) in enumerate(_SIZES.items()):
-        offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
+    for index, (name, sizes) in enumerate(_SIZES.items()):
+        offs = _offsets(sizes, (torch.int32, torch.int64)[index % 2])
         for more in (0, 9):
-            cases.begin(f"{name} and {more} rows of nobody")
+            cases.begin(f"{name} and {more} padding rows")
             got = ops.plan_groups_op(offs.to(cases.device), sum(sizes) + more)
             cases.same(got.to(offs.device), reference.plan_groups(offs, sum(sizes) + more))
 
 
-@checks("products", GEMM_BOUND, "grouped_mm_op")
+@checks("gemms", GEMM_BOUND, "grouped_mm_op")
 def _check_grouped_mm(cases: Cases) -> None:
     many = {"many groups": _MANY} if cases.device.type == "cuda" else {}
-    for how, (block, w_block, rule) in _CASTS.items():
-        for turn, (name, sizes) in enumerate({**_SIZES, **many}.items()):
-            if name in many and how == "1x32":
+    for scaling, (block, w_block, rule) in _CASTS.items():
+        for index, (name, sizes) in enumerate({**_SIZES, **many}.items()):
+            if name in many and scaling == "1x32":
                 continue  # emulated
-            offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
+            offs = _offsets(sizes, (torch.int32, torch.int64)[index % 2])
             beyond = 60 * SPAN if name in many else 9
             x, dy = (_rows(cases, sizes, columns, FP32, beyond) for columns in (144, 272))
             w = cases.normal(len(sizes), 272, 144)
             operands = {
                 "x": reference.cast_groups("", [x], FP32, offs, E4M3, block, rule, 0.0, True, True),
                 "dy": reference.cast_groups(
-                    "", [dy], FP32, offs, FP8_DTYPES[turn % 2], block, rule, 0.0, True, True
+                    "", [dy], FP32, offs, FP8_DTYPES[index % 2], block, rule, 0.0, True, True
                 ),
                 "w": reference.cast_groups(
                     "", [w], FP32, None, E4M3, w_block, rule, 0.0, True, True
@@ -171,10 +181,10 @@ def _check_grouped_mm(cases: Cases) -> None:
             bias = cases.normal(len(sizes), 272)
             kinds = (BF16, False), (BF16, True), (FP32, False)
             for out_dtype, fast in kinds[:1] if name in many else kinds:
-                kind = f"{name} {how} {name_of(out_dtype)}{' fast_accum' * fast}"
-                formats = {key: one[0].dtype for key, one in operands.items()}  # type: ignore[union-attr]
+                kind = f"{name} {scaling} {name_of(out_dtype)}{' fast_accum' * fast}"
+                formats = {key: operand[0].dtype for key, operand in operands.items()}  # type: ignore[union-attr]
                 for left, right, blocks, added in (
-                    ("x", "w", (block, w_block), None if turn % 2 else bias),
+                    ("x", "w", (block, w_block), None if index % 2 else bias),
                     ("dy", "w'", (block, w_block), None),
                     ("dy'", "x'", (block, block), None),
                 ):
@@ -192,10 +202,10 @@ def _multiply(
     blocks: tuple[tuple[int, int], tuple[int, int]],
     offs: Tensor,
     bias: Tensor | None,
-    how: tuple[torch.dtype, bool, bool],
+    options: tuple[torch.dtype, bool, bool],
 ) -> None:
-    """A product, compared group by group; ``how`` is the output, if fast, and if in FP8."""
-    out_dtype, fast_accum, native = how
+    """Compare a grouped GEMM by group; ``options``: output dtype, fast sums, native FP8."""
+    out_dtype, fast_accum, native = options
     (a, a_scale), (b, b_scale) = (
         operands[name.rstrip("'")][3:5] if name.endswith("'") else operands[name][:2]
         for name in names
@@ -213,10 +223,10 @@ def _multiply(
         columns = slice(place, place + round_up(end - start, SPAN))
         if b.ndim == 3:
             assert a_scale is not None, "cast"
-            own = a_scale[index] if a_scale.ndim == 3 else a_scale[start:end]
-            left = reference.dequantize(a[start:end], own, blocks[0], torch.float64)
+            group_scale = a_scale[index] if a_scale.ndim == 3 else a_scale[start:end]
+            left = reference.dequantize(a[start:end], group_scale, blocks[0], torch.float64)
             right = reference.dequantize(b[index], b_scale[index], blocks[1], torch.float64)  # type: ignore
-            part = got[start:end]
+            output = got[start:end]
         else:
             left, right = (
                 reference.dequantize(
@@ -224,9 +234,9 @@ def _multiply(
                 )
                 for q, scale, block in ((a, a_scale, blocks[0]), (b, b_scale, blocks[1]))
             )
-            part = got[index]
-        one = None if bias is None else bias[index]
-        Product(left, right).within(cases, part.cpu(), one, out_dtype, native)
+            output = got[index]
+        group_bias = None if bias is None else bias[index]
+        ExactGemm(left, right).within(cases, output.cpu(), group_bias, out_dtype, native)
         start, place = end, columns.stop
     if b.ndim == 3:
         cases.same(got[start:], torch.zeros_like(got[start:], device="cpu"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,7 @@ class Report:
         """Whether nothing failed; an op that this device lacks is no failure."""
         return not any(row.status == "failed" for row in self.rows)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the same as dicts, lists, numbers and strings."""
         return {
             "device": self.device,
@@ -139,8 +138,8 @@ class Cases:
         """Compare bits and strides; 0 is equal to -0 outside FP8, and every NaN to every other."""
         got = [got] if isinstance(got, Tensor) else got
         want = [want] if isinstance(want, Tensor) else want
-        for number, (one, other) in enumerate(zip(got, want, strict=True)):
-            problem = _difference(one, other)
+        for number, (result, expected) in enumerate(zip(got, want, strict=True)):
+            problem = _difference(result, expected)
             if problem:
                 self.fail(f"output {number}: {problem}" if len(got) > 1 else problem)
                 return
@@ -232,7 +231,7 @@ def checks(
     """Make the decorated function a check of these ops, named after them or ``name``."""
 
     def make(run: Callable[[Cases], None]) -> Check:
-        title = name or ", ".join(one.removesuffix("_op") for one in names)
+        title = name or ", ".join(op_name.removesuffix("_op") for op_name in names)
         return Check(group, title, names, against, run)
 
     return make

@@ -33,8 +33,10 @@ def _check_cross_entropy(cases: Cases) -> None:
         got = ops.cross_entropy_statistics_op(*all_to(cases, (logits, target)))
         # ex2.approx is right to 2**-22; a rounding of its argument, which is rounded twice, is one
         # of the result times the argument; sums, and their rescaling, round once for each term.
-        spread = float(logits.float().clamp(min=-100).abs().max()) * 2 if logits.numel() else 0.0
-        allowed = 2 * (4 * _EPS + spread * 2 * _EPS) + (V + 32) * _EPS
+        logit_range = (
+            float(logits.float().clamp(min=-100).abs().max()) * 2 if logits.numel() else 0.0
+        )
+        allowed = 2 * (4 * _EPS + logit_range * 2 * _EPS) + (V + 32) * _EPS
         cases.same(got[[0, 2]], exact[[0, 2]].float())
         cases.within(got[1], exact[1], exact[1] * allowed)
         finite = logits.double().nan_to_num(neginf=0.0)

@@ -142,7 +142,7 @@ def _compare_norm_backward(
     x = inputs[1]
     mean = inputs[3]
     dy64, x64, weight64, mean64, rstd64 = (
-        torch.zeros(1).double() if one is None else one.double() for one in inputs
+        torch.zeros(1).double() if value is None else value.double() for value in inputs
     )
     center = mean is not None
     want = reference.norm_backward(dy64, x64, weight64, mean64, rstd64, center, torch.float64)

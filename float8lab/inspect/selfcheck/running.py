@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -19,21 +18,21 @@ from float8lab.inspect.selfcheck import (
     attention,
     casts,
     experts,
+    gemms,
     grouped,
     loss,
     norms,
-    products,
-    sources,
+    prologues,
 )
 from float8lab.inspect.selfcheck.harness import Cases, Check, Report, Row
 
 __all__ = ["CHECKS", "run_checks", "selfcheck"]
 
 CHECKS = tuple(
-    found
-    for module in (casts, attention, norms, products, grouped, sources, experts, loss)
-    for found in vars(module).values()
-    if isinstance(found, Check)
+    value
+    for module in (casts, attention, norms, gemms, grouped, prologues, experts, loss)
+    for value in vars(module).values()
+    if isinstance(value, Check)
 )
 """All checks, in the order of the report."""
 
@@ -68,17 +67,17 @@ def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -
     shown = f"{device} ({name})" if name else str(device)
     programs = min(_MOST_PROGRAMS, os.cpu_count() or 1)
     if device.type == "cuda" and programs > 1:
-        found = _run_in_programs(device, programs)
+        results = _run_in_programs(device, programs)
     else:
-        found = run_checks(device, [check.name for check in CHECKS])
-    rows = [row for check in CHECKS for row in found[check.name][0]]
-    return Report(shown, rows, {name: found[name][1] for name in found}, verbose)
+        results = run_checks(device, [check.name for check in CHECKS])
+    rows = [row for check in CHECKS for row in results[check.name][0]]
+    return Report(shown, rows, {name: results[name][1] for name in results}, verbose)
 
 
 def run_checks(device: torch.device, names: Sequence[str]) -> dict[str, tuple[list[Row], float]]:
     """Run some of the checks; return by name their rows, and how many seconds each took."""
-    found = {}
-    on_device: AbstractContextManager[Any] = (
+    results = {}
+    on_device: AbstractContextManager[object] = (
         torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     )
     threads = torch.get_num_threads()
@@ -89,10 +88,10 @@ def run_checks(device: torch.device, names: Sequence[str]) -> dict[str, tuple[li
                 if check.name in names:
                     start = time.perf_counter()
                     rows = _rows_of(check, device)
-                    found[check.name] = rows, round(time.perf_counter() - start, 3)
+                    results[check.name] = rows, round(time.perf_counter() - start, 3)
     finally:
         torch.set_num_threads(threads)
-    return found
+    return results
 
 
 _MOST_PROGRAMS = 8
@@ -112,7 +111,7 @@ def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[lis
     """Run all checks in several programs at once, since nearly all of their time compiles kernels.
 
     Threads would not do, since Triton compiles under Python's lock, and a pool of processes would
-    run the caller's script again.
+    rerun the caller's script.
     """
     # The longest first: each program takes every so many.
     names = sorted((check.name for check in CHECKS), key=lambda name: name not in _LONG)
@@ -125,22 +124,24 @@ def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[lis
         told = json.dumps([sys.path, str(at), *share])
         command = [sys.executable, "-c", _CODE, told]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        found = {}
+        results = {}
         for line in done.stdout.splitlines():
             if line.startswith("["):
                 name, rows, seconds = json.loads(line)
-                found[name] = [Row(**row) for row in rows], seconds
+                results[name] = [Row(**row) for row in rows], seconds
         last = " ".join(done.stderr.split()[-60:])
         for name in share:
-            if name not in found:  # it died, as of a signal
+            if name not in results:  # it died, as of a signal
                 problem = f"the program that ran it ended with status {done.returncode}: {last}"
                 check = next(check for check in CHECKS if check.name == name)
                 row = Row(check.group, name, check.against, "failed", 0, None, "", [problem])
-                found[name] = [row], 0.0
-        return found
+                results[name] = [row], 0.0
+        return results
 
     with ThreadPoolExecutor(programs) as pool:
-        return {name: one for found in pool.map(run, shares) for name, one in found.items()}
+        return {
+            name: result for results in pool.map(run, shares) for name, result in results.items()
+        }
 
 
 def _rows_of(check: Check, device: torch.device) -> list[Row]:

@@ -37,11 +37,11 @@ class Measurement:
     sums: Tensor
     maxima: Tensor
 
-    def add(self, other: Measurement) -> None:
+    def add(self, measurement: Measurement) -> None:
         """Add another cast of the same operand."""
-        self.elements += other.elements
-        self.sums += other.sums
-        self.maxima = torch.maximum(self.maxima, other.maxima)
+        self.elements += measurement.elements
+        self.sums += measurement.sums
+        self.maxima = torch.maximum(self.maxima, measurement.maxima)
 
 
 def measure_cast(
@@ -80,9 +80,9 @@ def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
     unknown.
     """
     if master is not None:
-        found = measure_cast(master, x.qdata, x.scale, x.spec, delayed=False)
-        found.stored = True
-        return found
+        measurement = measure_cast(master, x.qdata, x.scale, x.spec, delayed=False)
+        measurement.stored = True
+        return measurement
     nothing = x.qdata.new_zeros(len(_SUMS), dtype=torch.float64)
     size = (x.qdata.float() * expand_scale(x.scale, x.spec.block, x.qdata.shape)).abs()
     amax = size.masked_fill(~size.isfinite(), 0.0).amax()
@@ -98,8 +98,8 @@ def _count_codes(q: Tensor) -> Tensor:
         return torch.bincount(codes, minlength=256).double()
     # bincount waits for the GPU, and adds atomically in no fixed order; this does neither.
     edges = torch.arange(257, dtype=torch.int32, device=q.device)
-    ends = torch.searchsorted(codes.sort().values.int(), edges)
-    return ends.diff().double()
+    upper_bounds = torch.searchsorted(codes.sort().values.int(), edges)
+    return upper_bounds.diff().double()
 
 
 def numbers_of(measurements: list[Measurement]) -> list[list[float]]:
@@ -116,7 +116,7 @@ def numbers_of(measurements: list[Measurement]) -> list[list[float]]:
 
 
 def record_of(
-    found: Measurement, numbers: list[float], *, step: int, layer: str, operand: str
+    measurement: Measurement, numbers: list[float], *, step: int, layer: str, operand: str
 ) -> Record:
     """The record of one measurement, given its numbers on the host."""
     assert len(numbers) == WIDTH, "as numbers_of gives them"
@@ -125,9 +125,9 @@ def record_of(
     maxima = dict(zip(_MAXIMA, numbers[-len(_MAXIMA) :], strict=True))
     scale_min, scale_max = -maxima["minus_scale_min"], maxima["scale_max"]
     stats = TensorStats(
-        shape=(found.elements,),
+        shape=(measurement.elements,),
         dtype=torch.float32,
-        spec=found.spec,
+        spec=measurement.spec,
         amax=maxima["amax"],
         scale_min=scale_min,
         scale_max=scale_max,
@@ -142,18 +142,20 @@ def record_of(
         scale_min=scale_min,
         scale_max=scale_max,
         saturated=stats.saturated,
-        flushed=sums["flushed"] / found.elements,
+        flushed=sums["flushed"] / measurement.elements,
         subnormal=stats.subnormal,
-        nan=stats.count("nan") if found.stored else round(sums["nan"]),
-        inf=stats.count("inf") if found.stored else round(sums["inf"]),
+        nan=stats.count("nan") if measurement.stored else round(sums["nan"]),
+        inf=stats.count("inf") if measurement.stored else round(sums["inf"]),
         sqnr=10 * math.log10(sums["signal"] / sums["noise"]) if sums["noise"] else None,
-        staleness=math.log2(maxima["overshoot"]) if found.delayed and maxima["overshoot"] else None,
-        elements=found.elements,
+        staleness=math.log2(maxima["overshoot"])
+        if measurement.delayed and maxima["overshoot"]
+        else None,
+        elements=measurement.elements,
         exponents={
             e: n
             for e, n in zip(exponents.values.tolist(), exponents.counts.tolist(), strict=True)
             if n
         },
-        stored=found.stored,
-        fp8_dtype="e4m3" if found.spec.fp8_dtype == E4M3 else "e5m2",
+        stored=measurement.stored,
+        fp8_dtype="e4m3" if measurement.spec.fp8_dtype == E4M3 else "e5m2",
     )

@@ -134,17 +134,17 @@ class Log:
                     break
                 raise ValueError(
                     f"path must be a log as to_jsonl writes it; got {path} with a line {number} "
-                    f"of {line[:40]!r}. Write it anew, or remove that line."
+                    f"of {line[:40]!r}. Rewrite it, or remove that line."
                 ) from error
         log.steps = [steps[number] for number in sorted(steps)]
         return log
 
 
-def _line(kind: str, value: dict[str, Any]) -> str:
+def _line(kind: str, value: dict[str, object]) -> str:
     return json.dumps({kind: _encode(value)}, allow_nan=False) + "\n"
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from float8lab.arguments import needs
 from float8lab.inspect.text import rich_table
-from float8lab.inspect.watch.records import Log, Record
+from float8lab.inspect.watch.records import Log, Record, Step
 
 __all__ = ["table", "to_pandas", "to_tensorboard"]
 
@@ -17,6 +17,12 @@ _SCALARS = (
     "amax", "scale_min", "scale_max", "saturated", "flushed", "subnormal", "nan", "inf", "sqnr",
     "staleness",
 )  # fmt: skip
+
+
+class ScalarWriter(Protocol):
+    """A ``SummaryWriter``, as far as ``to_tensorboard`` calls it."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 def table(log: Log, step: int | None = None) -> Any:
@@ -29,24 +35,26 @@ def table(log: Log, step: int | None = None) -> Any:
             f"step must be one that was watched, of {watched or 'none so far'}; got {step}. Name "
             "another one."
         )
-    found = next((s for s in log.steps if s.step == step), None)
-    loss = "" if found is None or found.loss is None else f", loss {found.loss:.6g}"
-    title = f"step {step}{loss}"
+    log_step = next((s for s in log.steps if s.step == step), Step(step or 0))
+    title = f"step {step}" + ("" if log_step.loss is None else f", loss {log_step.loss:.6g}")
     rows: list[Sequence[str | tuple[str, str]]] = []
-    here = [record for record in log.records if record.step == step]
-    for layer, group in groupby(here, key=lambda record: record.layer):
-        records = list(group)
-        counts = {} if found is None else found.gemms.get(layer, {})
-        gemms = [kind if n == 1 else f"{kind} x{n}" for kind, n in counts.items()]
-        for i, record in enumerate(records):
-            # One kind of GEMM beside each operand, and what is left beside the last one.
-            beside = gemms[i : i + 1] if record is not records[-1] else gemms[i:]
-            name = layer if i == 0 else ""
-            rows.append((name, record.operand, *_cells(record), "\n".join(beside)))
-    how: dict[str, Any] = {"title": title, "caption": log.recipe, "padding": (0, 1, 0, 0)}
+    records_of_step = [record for record in log.records if record.step == step]
+    for layer, group in groupby(records_of_step, key=lambda record: record.layer):
+        rows += _rows_of_layer(layer, list(group), log_step.gemms.get(layer, {}))
+    options: dict[str, Any] = {"title": title, "caption": log.recipe, "padding": (0, 1, 0, 0)}
     right = {name: {"justify": "right"} for name in _COLUMNS}
     columns = {"layer": {}, "": {}, **right, "GEMMs": {}}
-    return rich_table(rows, columns, otherwise="look at log.records", **how)
+    return rich_table(rows, columns, otherwise="look at log.records", **options)
+
+
+def _rows_of_layer(
+    layer: str, records: Sequence[Record], gemms: Mapping[str, int]
+) -> Iterator[Sequence[str | tuple[str, str]]]:
+    """One kind of GEMM stands beside each operand, and the remaining kinds beside the last one."""
+    kinds = [kind if n == 1 else f"{kind} x{n}" for kind, n in gemms.items()]
+    for i, record in enumerate(records):
+        beside = kinds[i:] if i == len(records) - 1 else kinds[i : i + 1]
+        yield (layer if i == 0 else "", record.operand, *_cells(record), "\n".join(beside))
 
 
 _COLUMNS = ("amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale", "NaN", "inf")
@@ -54,9 +62,9 @@ _COLUMNS = ("amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale", "NaN", "
 
 def _cells(record: Record) -> list[tuple[str, str]]:
     """The text and style of each of ``_COLUMNS``."""
-    low, high = record.scale_min, record.scale_max
+    low, top = record.scale_min, record.scale_max
     shares = (record.saturated, record.flushed, record.subnormal)
-    scale = _short(low) if low == high else f"{_short(low)}..{_short(high)}"
+    scale = _short(low) if low == top else f"{_short(low)}..{_short(top)}"
     clipped = record.staleness is not None and record.staleness > 0
     return [
         (_short(record.amax), ""),
@@ -84,7 +92,7 @@ def to_pandas(log: Log) -> Any:
     return pandas.DataFrame(rows, columns=names)
 
 
-def to_tensorboard(log: Log, writer: Any) -> None:
+def to_tensorboard(log: Log, writer: ScalarWriter) -> None:
     """Write scalars ``<layer>/<operand>/<quantity>`` and ``<layer>/gemms/<kind>``, and ``loss``."""
     for record in log.records:
         for name in _SCALARS:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from float8lab.arguments import (
     check_callables,
@@ -45,12 +46,13 @@ from float8lab.inspect.watch.measure import (
 )
 from float8lab.inspect.watch.records import Log, Step
 from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
-from float8lab.nn.casts import Operand, plain, stored_as
+from float8lab.nn.casts import plain, stored_as
 from float8lab.nn.convert import matches
 from float8lab.nn.convert.report import conversion_report, was_converted
 from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
 from float8lab.ops import Prologue
 from float8lab.ops.gemm import may_multiply
+from float8lab.ops.operand import Operand
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
@@ -77,7 +79,7 @@ class watch:
     recomputation by activation checkpointing is no cast of its own. Layers in ``eval`` mode are
     left out of the watch of a model that is in training mode.
 
-    A step ends when ``w.step(loss)`` is called. Until the first such call, one ends with each
+    A step is over when ``w.step(loss)`` is called; until the first such call, after each
     ``step`` of the optimizer that has parameters of the model. What is left at the end of the block
     is a step as well.
 
@@ -91,7 +93,7 @@ class watch:
         layers: which layers: a pattern or several, each one or more components of the qualified
             name or a glob, as in ``convert_to_float8``; or a function of the name. None is all.
             The GEMMs of a ``LayerNormMLP`` are layers of their own, called ``fc1`` and ``fc2``.
-        jsonl: file that each step is appended to when it ends. What it held before is lost. In a
+        jsonl: file that each finished step is appended to. What it held before is lost. In a
             job of several ranks the name must have ``{rank}`` in it.
         masters: ``masters`` of a ``MasterWeights``: weights stored in FP8 are compared with these.
 
@@ -158,10 +160,10 @@ class watch:
         self._step = 0
         self._ended: int | None = None  # the last step that the optimizer has ended
         self._counts_by_optimizer = True
-        self._optimizer: weakref.ref[Any] | None = None
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._training = self._model.training
         self._active = contextlib.ExitStack()  # a step is watched
-        self._handle: Any = None
+        self._handle: RemovableHandle | None = None
 
     # The block and its steps.
 
@@ -178,8 +180,9 @@ class watch:
         self._handle = register_optimizer_step_post_hook(self._after_optimizer)
         return self
 
-    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        self._handle.remove()
+    def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
         self._handle = None
         self._active.close()
         # After an error of the GPU nothing can be fetched from it; that error is the one to see.
@@ -217,12 +220,16 @@ class watch:
                 return
         self._end_step(loss)
 
-    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: object, kwargs: object
+    ) -> None:
         if not self._counts_by_optimizer or torch.compiler.is_compiling():
             return
         if self._optimizer is None or self._optimizer() is None:
-            mine = {id(p) for p in self._model.parameters()}
-            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            parameter_ids = {id(p) for p in self._model.parameters()}
+            if any(
+                id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]
+            ):
                 self._optimizer = weakref.ref(optimizer)
         if self._optimizer is not None and self._optimizer() is optimizer:
             self._ended = self._step
@@ -261,9 +268,9 @@ class watch:
         if isinstance(meant, str):
             meant = [meant]
         for path, module in self._model.named_modules():
-            for part, precision in precisions(module):
-                parts = [p for p in (*path.split("."), part) if p and p not in _WRAPPERS]
-                name = ".".join(parts) or _ROOT
+            for attribute, precision in precisions(module):
+                names = [p for p in (*path.split("."), attribute) if p and p not in _WRAPPERS]
+                name = ".".join(names) or _ROOT
                 if meant is not None and not (
                     meant(name) if callable(meant) else any(matches(name, p) for p in meant)
                 ):
@@ -293,15 +300,15 @@ class watch:
         assert owner is not None, "of a layer that counts"
         # Checkpointing that selects ops by a mode must not take these for ops of the forward.
         with torch.no_grad(), _disable_current_modes():
-            found = self._measure(x, operand, spec, call)
-            if found is None:
+            measurement = self._measure(x, operand, spec, call)
+            if measurement is None:
                 return
             self._recipes[repr(call.recipe)] = None
-            key = (owner, index, spec.fp8_dtype, found.stored)
+            key = (owner, index, spec.fp8_dtype, measurement.stored)
             if key in self._seen:
-                self._seen[key].add(found)
+                self._seen[key].add(measurement)
             else:
-                self._seen[key] = found
+                self._seen[key] = measurement
 
     def saw_gemm(self, kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
         """Record that a GEMM of ``kind`` ran, on these operands or in high precision."""
@@ -357,13 +364,13 @@ class watch:
         order = {precision: i for i, precision in enumerate(self._names)}
         keys = sorted(seen, key=lambda key: (order[key[0]], key[1]))
         measurements = [seen[key] for key in keys]
-        for (precision, index, *_), found, numbers in zip(
+        for (precision, index, *_), measurement, numbers in zip(
             keys, measurements, numbers_of(measurements), strict=True
         ):
             of_attention = isinstance(precision, AttentionPrecision)
             name = self._names[precision]
             operand = (_OF_ATTENTION if of_attention else _OPERANDS)[index]
-            record = record_of(found, numbers, step=self._step, layer=name, operand=operand)
+            record = record_of(measurement, numbers, step=self._step, layer=name, operand=operand)
             self.log.records.append(record)
         losses, self._losses = self._losses, []
         for step, value in losses:
@@ -420,7 +427,7 @@ class watch:
         """
         return views.to_pandas(self.log)
 
-    def to_tensorboard(self, writer: Any) -> None:
+    def to_tensorboard(self, writer: views.ScalarWriter) -> None:
         """Write everything to a ``SummaryWriter``, or to another object with its ``add_scalar``."""
         check_callables(
             ("tag", "value", "step"), **{"writer.add_scalar": getattr(writer, "add_scalar", 0)}
@@ -432,7 +439,7 @@ class watch:
         self.log.to_jsonl(path)
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: object) -> None:
     """Raise unless it is None or a number, of any value: a log shows a loss that has diverged."""
     single = not isinstance(loss, Tensor) or (loss.numel() == 1 and not loss.is_complex())
     is_number = hasattr(type(loss), "__float__") and single and not isinstance(loss, bool)

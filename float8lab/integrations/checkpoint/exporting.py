@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +25,12 @@ from float8lab.checkpoints.layouts import FORMATS, Format, Weight
 from float8lab.checkpoints.safetensors import (
     DTYPES,
     Group,
-    Part,
+    NewTensor,
     check_target,
     write_checkpoint,
 )
 from float8lab.integrations.checkpoint.saved_names import SavedNames, saved_names
-from float8lab.integrations.checkpoint.weights import find_weights, products
+from float8lab.integrations.checkpoint.weights import find_weights, gemm_weights
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
@@ -63,7 +62,7 @@ class ExportReport:
         lines = [f"{self.path}: {self.format}, {files}, {self.nbytes:,} bytes"]
         kinds = dict.fromkeys(self.fp8.values())
         for kind in kinds:
-            lines.append(f"{sum(k == kind for k in self.fp8.values())} weights in {kind}")
+            lines.append(f"{list(self.fp8.values()).count(kind)} weights in {kind}")
         if self.high_precision:
             lines.append(f"in high precision: {_some(self.high_precision)}")
         for reason in dict.fromkeys(self.reasons.values()):
@@ -116,7 +115,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         exclude: layers to leave in high precision, by patterns as in ``convert_to_float8``.
         share_scales: names of layers of one parent that get one scale, the largest of theirs, as
             ``[("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]``: for readers that fuse
-            them. Only scales per tensor; the bytes are then cast anew from the weights.
+            them. Only scales per tensor; the bytes are then cast from the weights with it.
         max_shard_size: most bytes of a file; a single weight may be larger.
         overwrite: replace a checkpoint at ``path``; files in it that are no weights are kept.
         unseen: quantize the weights of converted layers whose forward did not run in the model's
@@ -144,53 +143,38 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     check_choice("format", format, FORMATS)
     check_recipe("recipe", recipe)
     exclude = check_names("exclude", exclude)
-    check_instance("share_scales", share_scales, (list, tuple), "a list of lists of names")
+    for listed in (share_scales, *share_scales):
+        check_instance("share_scales", listed, (list, tuple), "a list of lists of names")
     for group in share_scales:
-        check_instance("share_scales", group, (list, tuple), "a list of lists of names")
         check_names("share_scales", group)
     check_size("max_shard_size", max_shard_size, minimum=1)
     check_flags(overwrite=overwrite, unseen=unseen)
-    found = FORMATS[format]
+    layout = FORMATS[format]
     path = Path(path)
     check_target(path, overwrite=overwrite)
     state = _state(model)
-    names = saved_names(model) if found.blocks else SavedNames()
-    weights, reasons = find_weights(
+    names = saved_names(model) if layout.blocks else SavedNames()
+    quantizable = find_weights(
         model,
         recipe=recipe,
-        default=found.recipe,
+        default=layout.recipe,
         exclude=exclude,
         share_scales=share_scales,
         unseen=unseen,
         names=names,
     )
-    weights = [weight for weight in weights if all(name in state for name in weight.sources)]
-    unnamed = [weight for weight in weights if found.lacks_names(weight)]
-    reasons |= {name: weight.obstacle for weight in unnamed for name in weight.sources}
-    weights = [
-        taken for weight in weights if weight not in unnamed for taken in found.taken(weight)
-    ]
-    if not weights:
-        raise ValueError(
-            "model must have a linear layer to store in FP8; got none that is not excluded. "
-            "Correct exclude, or save the model as it is."
-        )
-    for weight in weights:
-        found.check(weight)
+    candidates = [w for w in quantizable.weights if all(name in state for name in w.sources)]
+    unnamed = [weight for weight in candidates if layout.lacks_names(weight)]
+    weights = _in_format(layout, [weight for weight in candidates if weight not in unnamed])
     in_fp8 = {name for weight in weights for name in weight.sources}
-    stray = [n for n, v in state.items() if isinstance(v, Float8Tensor) and n not in in_fp8]
-    if stray:
-        raise ValueError(
-            f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
-            f"{', '.join(stray[:5])}. Dequantize them, or do not exclude them."
-        )
-    others = [product.name for product in products(model) if not in_fp8.intersection(product.paths)]
-    linear = {path for product in products(model) for path in product.paths}
-    others += _without_scales(model, in_fp8 | linear)
-    groups = _groups(state, weights, found, names)
+    _check_none_left(state, in_fp8)
+    reasons = quantizable.reasons | {name: w.obstacle for w in unnamed for name in w.sources}
+    high_precision = _not_in_fp8(model, in_fp8)
+    not_converted = _both_names(high_precision, names)
+    groups = _groups(state, weights, layout, names)
     config = {
         **_config_of(model, state),
-        "quantization_config": found.quantization_config(weights, _both_names(others, names)),
+        "quantization_config": layout.quantization_config(weights, not_converted),
     }
     nonfinite = _nonfinite(state)
     if nonfinite:
@@ -206,11 +190,33 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         files=tuple(files),
         nbytes=sum(group.nbytes for group in groups),
         fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
-        high_precision=tuple(others),
+        high_precision=tuple(high_precision),
         nonfinite=nonfinite,
-        notes=(*_packed_notes(state), *_notes(weights, found)),
+        notes=(*_packed_notes(state), *_notes(weights, layout)),
         reasons={name: reason for name, reason in reasons.items() if name in state},
     )
+
+
+def _in_format(layout: Format, weights: Sequence[Weight]) -> list[Weight]:
+    """The weights as the format has them; raise if there are none, or it cannot hold one."""
+    if not weights:
+        raise ValueError(
+            "model must have a linear layer to store in FP8; got none that is not excluded. "
+            "Correct exclude, or save the model as it is."
+        )
+    result = [matrix for weight in weights for matrix in layout.split_experts(weight)]
+    for weight in result:
+        layout.check(weight)
+    return result
+
+
+def _check_none_left(state: Mapping[str, Tensor], in_fp8: Container[str]) -> None:
+    stray = [n for n, v in state.items() if isinstance(v, Float8Tensor) and n not in in_fp8]
+    if stray:
+        raise ValueError(
+            f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
+            f"{', '.join(stray[:5])}. Dequantize them, or do not exclude them."
+        )
 
 
 def _both_names(modules: Sequence[str], names: SavedNames) -> list[str]:
@@ -226,22 +232,25 @@ def _both_names(modules: Sequence[str], names: SavedNames) -> list[str]:
     return [*modules, *renamed]
 
 
-def _without_scales(model: nn.Module, known: Collection[str]) -> list[str]:
+def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
     """Modules in which readers that know them would look for scales: none are in the checkpoint.
 
-    These are experts whose weights are one tensor in high precision, and routers beside experts in
-    FP8. Linear layers are among the ``known``.
+    These are linear layers, experts whose weights are one tensor in high precision, and routers
+    beside experts in FP8.
     """
-    experts, beside, routers = [], set(), []
+    linear = gemm_weights(model)
+    modules = [gemm.name for gemm in linear if not set(gemm.paths) & set(in_fp8)]
+    named = {path for gemm in linear for path in gemm.paths} | set(in_fp8)
+    parents_of_experts, routers = set(), []
     for name, module in model.named_modules():
-        own = {local: p for local, p in module._parameters.items() if p is not None}
-        inside = any((f"{name}.{local}" if name else local) in known for local in own)
-        if any(p.ndim > 2 for p in own.values()):
-            experts += [] if inside else [name]
-            beside |= {name.rpartition(".")[0]} if inside else set()
-        elif not inside and "weight" in own and own["weight"].ndim == 2:
+        parameters = {local: p for local, p in module._parameters.items() if p is not None}
+        inside = any((f"{name}.{local}" if name else local) in named for local in parameters)
+        if any(p.ndim > 2 for p in parameters.values()):
+            modules += [] if inside else [name]
+            parents_of_experts |= {name.rpartition(".")[0]} if inside else set()
+        elif not inside and "weight" in parameters and parameters["weight"].ndim == 2:
             routers.append(name)
-    return experts + [name for name in routers if name.rpartition(".")[0] in beside]
+    return modules + [name for name in routers if name.rpartition(".")[0] in parents_of_experts]
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -272,12 +281,12 @@ def _nonfinite(state: Mapping[str, Tensor]) -> dict[str, int]:
     counts = {}
     for name, value in state.items():
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            found = value.detach()
-            if isinstance(found, Float8Tensor):
-                found = found.dequantize()
-            elif found.dtype.itemsize == 1:  # plain FP8, of which torch has no isfinite
-                found = found.float()
-            counts[name] = found.numel() - int(found.isfinite().sum())
+            values = value.detach()
+            if isinstance(values, Float8Tensor):
+                values = values.dequantize()
+            elif values.dtype.itemsize == 1:  # torch has no isfinite of plain FP8
+                values = values.float()
+            counts[name] = values.numel() - int(values.isfinite().sum())
     return {name: count for name, count in counts.items() if count}
 
 
@@ -300,9 +309,9 @@ def _groups(
         if name in by_name:
             groups += [format.group(_renamed(weight, names)) for weight in by_name[name]]
         elif name not in in_fp8:
-            part = Part(names.renamed.get(name, name), value.dtype, tuple(value.shape))
-            groups.append(Group((part,), functools.partial(_values, value)))
-    counts = Counter(part.name for group in groups for part in group.parts)
+            tensor = NewTensor(names.renamed.get(name, name), value.dtype, tuple(value.shape))
+            groups.append(Group((tensor,), functools.partial(_values, value)))
+    counts = Counter(tensor.name for group in groups for tensor in group.tensors)
     twice, count = counts.most_common(1)[0]
     if count > 1:
         raise ValueError(
@@ -322,24 +331,22 @@ def _values(value: Tensor) -> list[Tensor]:
     return [value.dequantize() if isinstance(value, Float4Tensor) else value]
 
 
-def _config_of(model: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
+def _config_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, object]:
     """``config.json`` without its ``quantization_config``."""
-    config: Any = getattr(model, "config", None)
-    found: dict[str, Any] = {}
-    if hasattr(config, "to_dict"):
-        found = dict(config.to_dict())
-    elif isinstance(config, Mapping):
-        found = dict(config)
+    config: object = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    if to_dict is not None:
+        config = to_dict()
+    fields: dict[str, object] = dict(config) if isinstance(config, Mapping) else {}
     dtypes = [value.dtype for value in state.values() if value.dtype.is_floating_point]
-    if not found.get("architectures"):
-        found["architectures"] = [type(model).__name__]
-    if not found.get("dtype") and not found.get("torch_dtype") and dtypes:
-        most = max(dict.fromkeys(dtypes), key=dtypes.count)
-        found["dtype"] = str(most).removeprefix("torch.")
-    return {key: _plain(value) for key, value in found.items()}
+    if not fields.get("architectures"):
+        fields["architectures"] = [type(model).__name__]
+    if not fields.get("dtype") and not fields.get("torch_dtype") and dtypes:
+        fields["dtype"] = max(dict.fromkeys(dtypes), key=dtypes.count)
+    return {key: _plain(value) for key, value in fields.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 

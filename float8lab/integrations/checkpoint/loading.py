@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,20 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_flags, check_module, check_path, printable
-from float8lab.checkpoints.experts import Stack, incomplete_stacks, is_stack, stack_experts
+from float8lab.checkpoints.experts import (
+    Incomplete,
+    Stack,
+    incomplete_stacks,
+    is_stack,
+    stack_experts,
+)
 from float8lab.checkpoints.item import Item
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
-from float8lab.checkpoints.source import CheckpointError, Source, boxes
+from float8lab.checkpoints.source import CheckpointError, CheckpointSource, boxes
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Spec
 from float8lab.integrations.checkpoint.saved_names import saved_names
 from float8lab.integrations.checkpoint.weights import (
-    HeldWeight,
-    Product,
-    held_weights,
-    products,
-    spec_of_held,
+    GemmWeight,
+    StackedWeight,
+    gemm_weights,
+    spec_of_stacked,
+    stacked_weights,
 )
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.other_experts import routers
@@ -54,7 +60,7 @@ _STATIC = DelayedScaling()
 it is."""
 _PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 _COMPUTED = ("rotary_emb.inv_freq", "_extra_state", "input_global_scale")
-"""Ends of the names of tensors in checkpoints that models compute, or that other libraries keep."""
+"""Suffixes of tensors in checkpoints that models compute, or that only other libraries use."""
 _SHOWN = 8
 
 
@@ -81,9 +87,9 @@ class LoadReport:
             f"{self.path}: {len(self.fp8)} weights in FP8, {packed}{len(self.dequantized)} "
             f"dequantized, {len(self.plain)} other tensors"
         ]
-        for what, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+        for kind, names in (("missing", self.missing), ("unexpected", self.unexpected)):
             if names:
-                lines.append(f"{what}: {_some(names)}")
+                lines.append(f"{kind}: {_some(names)}")
         return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__
@@ -164,7 +170,7 @@ def load_fp8(
     )
 
 
-def _open(source: str | Path | Mapping[str, Tensor]) -> Source:
+def _open(source: str | Path | Mapping[str, Tensor]) -> CheckpointSource:
     if isinstance(source, Mapping):
         return open_checkpoint(source)
     path = Path(source)
@@ -175,15 +181,17 @@ def _open(source: str | Path | Mapping[str, Tensor]) -> Source:
         if old:
             text += f" A write was interrupted: {old[0]} is the checkpoint before. Rename it back."
         elif left:
-            text += f" A write was interrupted, and left {left[0]} unfinished. Export again."
+            text += f" A write was interrupted, and left {left[0]} unfinished. Repeat the export."
         raise FileNotFoundError(text)
     if path.suffix == ".partial":
-        raise CheckpointError(f"{path} must be whole; its write was interrupted. Export again.")
+        raise CheckpointError(
+            f"{path} must be whole; its write was interrupted. Repeat the export."
+        )
     if path.is_dir() and not any(path.glob("*.safetensors.index.json")):
-        parts = [found for entry in path.iterdir() if (found := _PART.fullmatch(entry.name))]
-        if parts and len(parts) < int(parts[0][2]):
+        files = [match for entry in path.iterdir() if (match := _PART.fullmatch(entry.name))]
+        if files and len(files) < int(files[0][2]):
             raise CheckpointError(
-                f"{path} must have all of {int(parts[0][2])} files; it has {len(parts)}, and no "
+                f"{path} must have all of {int(files[0][2])} files; it has {len(files)}, and no "
                 "index. The write or the download did not finish: repeat it."
             )
     return open_checkpoint(path)
@@ -206,11 +214,11 @@ class _Targets:
                     self.places.setdefault(id(value), []).append((module, local))
         for name, value in self.state.items():
             self.names.setdefault(id(value), []).append(name)
-        self.products: dict[str, Product] = {
-            path: product for product in products(model) for path in product.paths
+        self.layers: dict[str, nn.Module] = {
+            path: weight.module for weight in gemm_weights(model) for path in weight.paths
         }
-        self.held: dict[str, HeldWeight] = {
-            held.path: held for held in held_weights(model) if not held.joined
+        self.layers |= {
+            weight.path: weight.module for weight in stacked_weights(model) if not weight.joined
         }
         self.saved = saved_names(model).to_model()
 
@@ -219,8 +227,7 @@ class _Targets:
         target = id(self.state[name])
         users = {id(module) for module, _ in self.places.get(target, ())}
         names = self.names[target]
-        layers: Mapping[str, Product | HeldWeight] = {**self.products, **self.held}
-        modules = {id(layers[n].module) for n in names if n in layers}
+        modules = {id(self.layers[n]) for n in names if n in self.layers}
         return bool(users) and users == modules
 
     def multiplies(self, name: str) -> bool:
@@ -240,6 +247,8 @@ class _Plan:
     stored: list[tuple[Item, list[str]]] = field(default_factory=list)
     """Weights that stay as the checkpoint stores them, with all their names in the model."""
     values: list[tuple[Item, str]] = field(default_factory=list)
+    loaded: set[int] = field(default_factory=set)
+    """Ids of the tensors of the model that have a counterpart."""
     input_scales: dict[str, float] = field(default_factory=dict)
     """Scales of activations by the part of the name before ``input_scale``, such as
     ``"model.layers.0.mlp.up_proj."``."""
@@ -248,71 +257,88 @@ class _Plan:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Why tensors of the checkpoint cannot be loaded into those of the model."""
 
-
-def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) -> _Plan:
-    """Match a checkpoint and a model; raise if they do not fit."""
-    plan, problems, damage = _Plan(), [], []
-    loaded: set[int] = set()
-    items = stack_experts(_named_as_in_the_model(recognize(source), targets), targets.state)
-    experts = {part.name for item in items if isinstance(item, Stack) for part in item.each}
-    for item in items:
-        name = item.name
-        damage += _damage(item)
-        if item.is_scale and f"{name.rpartition('.')[0]}.weight" in experts:
-            plan.unused.append(name)
-            continue
-        if name.endswith("input_scale"):
-            stem = name.removesuffix("input_scale")
-            plan.input_scales[stem] = _input_scale(item, damage)
-            if f"{stem}weight" not in targets.state:
-                plan.unexpected.append(name)
-            continue
-        if item.is_scale or name not in targets.state:
-            if not name.endswith(_COMPUTED):
-                plan.unexpected.append(name)
-            continue
-        target = targets.state[name]
+    def add(self, item: Item, targets: _Targets, *, dequantize: bool) -> None:
+        """Plan to load a tensor that the model has."""
+        target = targets.state[item.name]
         problem = _problem(item, target)
         if problem:
-            problems.append(problem)
-        elif id(target) in loaded:
-            continue  # another name of a tied parameter
-        elif item.quantized and not dequantize and targets.multiplies(name):
-            plan.stored.append((item, targets.names[id(target)]))
+            self.problems.append(problem)
+        elif id(target) in self.loaded:
+            return  # another name of a tied parameter
+        elif item.quantized and not dequantize and targets.multiplies(item.name):
+            self.stored.append((item, targets.names[id(target)]))
         else:
-            plan.values.append((item, name))
-            if isinstance(item, Stack) and item.mixed and not dequantize:
-                plan.notes.append(f"{name} is dequantized: its experts' blocks make no one weight")
-            elif item.quantized and not dequantize:
-                plan.notes.append(f"{name} is dequantized: it is not a linear layer's weight alone")
-        loaded.add(id(target))
-    plan.missing += [name for name, value in targets.state.items() if id(value) not in loaded]
-    stacks = {name: value.shape[0] for name, value in targets.state.items() if value.ndim == 3}
-    incomplete = incomplete_stacks(items, stacks)
-    if not strict:
-        plan.notes += [
-            f"{name} is not loaded: {_some(stack.problems)}" for name, stack in incomplete.items()
-        ]
-    if damage:
+            self.values.append((item, item.name))
+            if not dequantize and _is_quantized(item):
+                mixed = isinstance(item, Stack) and item.mixed
+                reason = "its experts' blocks make no one weight"
+                reason = reason if mixed else "it is not a linear layer's weight alone"
+                self.notes.append(f"{item.name} is dequantized: {reason}")
+        self.loaded.add(id(target))
+
+    def add_input_scale(self, item: Item, targets: _Targets) -> None:
+        """Note the scale of a layer's activations."""
+        stem = item.name.removesuffix("input_scale")
+        value = item.entry.read().float().reshape(-1) if item.entry.dtype is not None else None
+        if value is None or value.numel() != 1 or not bool((value > 0) & value.isfinite()):
+            self.damage.append(f"{item.name} is not one positive number")
+        else:
+            self.input_scales[stem] = float(value)
+        if f"{stem}weight" not in targets.state:
+            self.unexpected.append(item.name)
+
+
+def _plan(source: CheckpointSource, targets: _Targets, *, dequantize: bool, strict: bool) -> _Plan:
+    """Match a checkpoint and a model; raise if they do not fit."""
+    plan = _Plan()
+    items = stack_experts(_named_as_in_the_model(recognize(source), targets), targets.state)
+    matrices = {m.name for item in items if isinstance(item, Stack) for m in item.matrices}
+    for item in items:
+        plan.damage += _damage(item)
+        if item.is_scale and f"{item.name.rpartition('.')[0]}.weight" in matrices:
+            plan.unused.append(item.name)
+        elif item.name.endswith("input_scale"):
+            plan.add_input_scale(item, targets)
+        elif not item.is_scale and item.name in targets.state:
+            plan.add(item, targets, dequantize=dequantize)
+        elif not item.name.endswith(_COMPUTED):
+            plan.unexpected.append(item.name)
+    state = targets.state.items()
+    plan.missing += [name for name, value in state if id(value) not in plan.loaded]
+    stacks = {name: value.shape[0] for name, value in state if value.ndim == 3}
+    _check(plan, source.path, incomplete_stacks(items, stacks), strict=strict)
+    return plan
+
+
+def _check(plan: _Plan, path: str, stacks: Mapping[str, Incomplete], *, strict: bool) -> None:
+    """Raise if a checkpoint is damaged or does not fit; note the stacks that are not loaded."""
+    if plan.damage:
         raise CheckpointError(
-            f"{source.path} must have its FP8 weights whole; {_some(damage, '; ')}. The model is "
-            "unchanged. Write or download the checkpoint again."
+            f"{path} must have its FP8 weights whole; {_some(plan.damage, '; ')}. The model is "
+            "unchanged. Repeat the write, or the download."
         )
+    problems = list(plan.problems)
     if strict:
-        explained = {name for stack in incomplete.values() for name in stack.matrices}
-        problems += [problem for stack in incomplete.values() for problem in stack.problems]
-        problems += [f"{name} is missing" for name in plan.missing if name not in incomplete]
+        explained = {name for stack in stacks.values() for name in stack.matrices}
+        problems += [problem for stack in stacks.values() for problem in stack.problems]
+        problems += [f"{name} is missing" for name in plan.missing if name not in stacks]
         problems += [
             f"{name} is not in the model" for name in plan.unexpected if name not in explained
         ]
+    else:
+        plan.notes += [
+            f"{name} is not loaded: {_some(stack.problems)}" for name, stack in stacks.items()
+        ]
     if problems:
         raise ValueError(
-            f"{source.path} must fit the model; {_some(problems, '; ')}. The model is unchanged. "
-            "Build the model that the checkpoint is of"
+            f"{path} must fit the model; {_some(problems, '; ')}. The model is unchanged. Build "
+            "the model that the checkpoint is of"
             f"{', rename tensors in a state dict, or pass strict=False' if strict else ''}."
         )
-    return plan
 
 
 def _named_as_in_the_model(items: Sequence[Item], targets: _Targets) -> list[Item]:
@@ -331,14 +357,13 @@ def _named_as_in_the_model(items: Sequence[Item], targets: _Targets) -> list[Ite
 
 def _damage(item: Item) -> list[str]:
     """Sentences about damage to a quantized weight and its scales; empty if there is none."""
-    found = [f"{item.name}: {finding.text}" for finding in item.findings if finding.wrong]
-    if not item.quantized or found:
-        return found if _is_quantized(item) else []
-    assert item.spec is not None
-    if item.entry.dtype not in (torch.uint8, item.spec.fp8_dtype):
+    wrong = [f"{item.name}: {finding.text}" for finding in item.findings if finding.wrong]
+    if item.spec is None or wrong:
+        return wrong if _is_quantized(item) else []
+    if item.entry.dtype not in (torch.uint8, item.spec.element_dtype):
         return [f"{item.name} is {item.entry.dtype_name}, and said to be {item.spec.describe()}"]
-    whole = item.whole_scale()
-    scale = item.scales() if whole is None else item.scales() * whole
+    tensor_scale = item.read_tensor_scale()
+    scale = item.scales() if tensor_scale is None else item.scales() * tensor_scale
     bad = int((~scale.isfinite() | (scale < 0)).sum())
     return [f"{item.name}: {bad} scales NaN, infinite or negative"] if bad else []
 
@@ -346,15 +371,6 @@ def _damage(item: Item) -> list[str]:
 def _is_quantized(item: Item) -> bool:
     """Whether it is a weight in FP8 or 4 bits, or made of such."""
     return item.quantized or (isinstance(item, Stack) and item.mixed)
-
-
-def _input_scale(item: Item, damage: list[str]) -> float:
-    entry = item.entry
-    value = entry.read().float().reshape(-1) if entry.dtype is not None else None
-    if value is None or value.numel() != 1 or not bool((value > 0) & value.isfinite()):
-        damage.append(f"{item.name} is not one positive number")
-        return 1.0
-    return float(value)
 
 
 def _problem(item: Item, target: Tensor) -> str | None:
@@ -382,21 +398,22 @@ def _some(texts: Iterable[str], separator: str = ", ") -> str:
     return separator.join(listed[:_SHOWN]) + (f"{separator}and {more} more" if more > 0 else "")
 
 
-def _place_of(target: Tensor) -> torch.device:
+def _device_of(target: Tensor) -> torch.device:
     return torch.get_default_device() if target.is_meta else target.device
 
 
 def _stored(item: Item, target: Tensor) -> nn.Parameter:
     """The weight as the checkpoint stores it, frozen."""
-    spec, device = item.spec, _place_of(target)
-    assert spec is not None
+    spec, device = item.spec, _device_of(target)
+    if spec is None:
+        raise TypeError(f"{item.name} must be quantized to be stored as the checkpoint has it.")
     if spec.is_packed:
         return nn.Parameter(_packed(item, spec, target.dtype, device), requires_grad=False)
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
     for box in boxes(item.entry.shape, item.block):
-        data[box] = item.codes(box).to(device)
+        data[box] = item.qdata(box).to(device)
     scale = item.scales().to(device)
-    amaxes = [other for other in item.others if other.name.endswith(".amax")]
+    amaxes = [entry for entry in item.extras if entry.name.endswith(".amax")]
     fits = amaxes and amaxes[0].shape == tuple(scale.shape)
     amax = amaxes[0].read().to(device) if fits else scale * spec.largest()
     stored = Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, target.dtype)
@@ -412,19 +429,19 @@ def _packed(item: Item, spec: Spec, dtype: torch.dtype, device: torch.device) ->
     for box in boxes(item.entry.shape, item.block):
         place = list(box)
         place[dim] = slice(box[dim].start // 2, box[dim].stop // 2)
-        packed[tuple(place)] = pack(item.codes(box), dim).to(device)
+        packed[tuple(place)] = pack(item.qdata(box), dim).to(device)
     scale = item.scales().to(spec.scale_dtype)  # which they were read from
-    whole = item.whole_scale()
-    return Float4Tensor(
-        packed, scale.to(device), None if whole is None else whole.to(device), spec, dtype
-    )
+    tensor_scale = item.read_tensor_scale()
+    if tensor_scale is not None:
+        tensor_scale = tensor_scale.to(device)
+    return Float4Tensor(packed, scale.to(device), tensor_scale, spec, dtype)
 
 
 def _load_values(item: Item, name: str, targets: _Targets) -> None:
     """Load the values of a tensor, in the dtype that the model has."""
     target = targets.state[name]
     if target.is_meta or isinstance(target, Float4Tensor):  # which cannot be written to
-        made = torch.empty(target.shape, dtype=target.dtype, device=_place_of(target))
+        made = torch.empty(target.shape, dtype=target.dtype, device=_device_of(target))
         if isinstance(target, nn.Parameter):
             made = nn.Parameter(made, requires_grad=target.requires_grad)
         targets.replace(target, made)
@@ -440,95 +457,118 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
         into[box] = value.to(into.device)
 
 
+@dataclass
+class _Choice:
+    """Which layers get which recipe."""
+
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    """The recipe of each layer that gets one."""
+    requantized: list[str] = field(default_factory=list)
+    """Layers whose own recipe casts the weights to other bytes than the checkpoint's."""
+    notes: list[str] = field(default_factory=list)
+
+
 def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     """Give the layers of FP8 weights recipes that use their bytes; return notes on exceptions."""
     by_name = {name: item for item, names in plan.stored for name in names}
-    chosen: dict[str, Recipe] = {}
-    kept, notes = [], []
-    for product in products(model):
-        names = product.paths
-        specs = {item.spec for name in names if (item := by_name.get(name)) is not None}
-        if not specs:
-            continue
-        recipe = _recipe_for(specs)
-        own = product.precision.recipe if product.precision is not None else None
-        pinned = product.precision is not None and product.precision.pinned
-        packed = any(spec is not None and spec.is_packed for spec in specs)
-        if own is not None or pinned:
-            if own is None or packed or own.linear.w.block not in {s.block for s in specs if s}:
-                kept.append(product.name)
-        elif packed:
-            continue  # it runs in high precision
-        elif recipe is None:
-            notes.append(f"{product.name} runs without a recipe: none has its blocks")
-        else:
-            static = any(_stem(name) in plan.input_scales for name in names)
-            fits = static and recipe == Float8CurrentScaling()
-            chosen[product.name] = _STATIC if fits else recipe
-    chosen |= _recipes_of_held(model, by_name, kept, notes)
-    for recipe in dict.fromkeys(chosen.values()):
-        meant = {name for name, found in chosen.items() if found == recipe}
-        notes += _convert(model, recipe, meant)
-    if chosen:
-        _say_what_stays(model, chosen)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    used: set[str] = set()
-    for product in products(model):
-        if product.precision is not None:
-            product.precision.prepare(device)
-            names = product.paths
-            if _set_input_scale(product.precision, names, by_name, plan.input_scales):
-                used |= {_stem(name) for name in names}
-    unused = [f"{stem}input_scale" for stem in plan.input_scales if stem not in used]
-    unused += plan.unused
+    choice = _Choice()
+    for gemm in gemm_weights(model):
+        specs = {spec for name in gemm.paths if name in by_name and (spec := by_name[name].spec)}
+        if specs:
+            _choose_for_gemm(choice, gemm, specs, plan.input_scales)
+    _choose_for_stacks(choice, model, by_name)
+    for recipe in dict.fromkeys(choice.recipes.values()):
+        layers = {name for name, chosen in choice.recipes.items() if chosen == recipe}
+        choice.notes += _convert(model, recipe, layers)
+    if choice.recipes:
+        _say_what_stays(model, choice.recipes)
+    unused = _set_input_scales(model, by_name, plan.input_scales) + plan.unused
     if unused:
-        notes.append(f"{_some(unused)}: not used, for the recipe scales activations itself")
-    if kept:
-        notes.append(f"{_some(kept)}: the recipe they have casts these weights again")
-    return notes
+        choice.notes.append(f"{_some(unused)}: not used, for the recipe scales activations itself")
+    if choice.requantized:
+        layers_text = _some(choice.requantized)
+        choice.notes.append(f"{layers_text}: the recipe they have requantizes these weights")
+    return choice.notes
 
 
-def _recipes_of_held(
-    model: nn.Module, by_name: Mapping[str, Item], kept: list[str], notes: list[str]
-) -> dict[str, Recipe]:
-    """The recipes of experts and other modules whose weights are stored so that one uses them.
+def _choose_for_gemm(
+    choice: _Choice,
+    gemm: GemmWeight,
+    specs: Collection[Spec],
+    input_scales: Container[str],
+) -> None:
+    """Choose the recipe of a linear layer whose weight is stored in these formats."""
+    precision = gemm.precision
+    if precision is not None and (precision.recipe is not None or precision.pinned):
+        if not _casts_to(precision.recipe, specs):
+            choice.requantized.append(gemm.name)
+    elif all(not spec.is_packed for spec in specs):  # else in high precision
+        recipe = _recipe_for(specs)
+        static = any(_stem(name) in input_scales for name in gemm.paths)
+        if recipe is None:
+            choice.notes.append(f"{gemm.name} runs without a recipe: none has its blocks")
+        elif static and recipe == Float8CurrentScaling():
+            choice.recipes[gemm.name] = _STATIC
+        else:
+            choice.recipes[gemm.name] = recipe
 
-    Of others in FP8 a note is added: their own forward runs, with products in FP8 expert by expert.
-    """
-    of_module: dict[str, list[HeldWeight]] = {}
-    for held in held_weights(model):
-        of_module.setdefault(held.name, []).append(held)
-    chosen = {}
+
+def _casts_to(recipe: Recipe | None, specs: Collection[Spec]) -> bool:
+    """Whether a recipe's cast of a weight has the blocks of one of these FP8 formats."""
+    blocks = {spec.block for spec in specs}
+    packed = any(spec.is_packed for spec in specs)
+    return recipe is not None and not packed and recipe.linear.w.block in blocks
+
+
+def _choose_for_stacks(choice: _Choice, model: nn.Module, by_name: Mapping[str, Item]) -> None:
+    """Choose the recipes of experts and other modules that use the weights as they are stored."""
+    of_module: dict[str, list[StackedWeight]] = {}
+    for stack in stacked_weights(model):
+        of_module.setdefault(stack.name, []).append(stack)
     for name, weights in of_module.items():
-        items = [by_name.get(held.path) for held in weights]
+        items = [by_name.get(weight.path) for weight in weights]
         if not any(item is not None and item.fp8 for item in items):
             continue
-        states = [precision for _, precision in precisions(weights[0].module)]
         fitting = [
             recipe
             for recipe in _RECIPES.values()
-            if all(_fits(held, item, recipe) for held, item in zip(weights, items, strict=True))
+            if all(_fits(weight, item, recipe) for weight, item in zip(weights, items, strict=True))
         ]
+        states = [precision for _, precision in precisions(weights[0].module)]
         recipes_now = {state.recipe for state in states if state.recipe is not None or state.pinned}
         if recipes_now:
-            kept += [] if recipes_now <= set(fitting) else [name]
-        elif fitting and weights[0].castable:
-            chosen[name] = fitting[0]
+            choice.requantized += [] if recipes_now <= set(fitting) else [name]
+        elif weights[0].castable and fitting:
+            choice.recipes[name] = fitting[0]
         elif weights[0].castable:
-            notes.append(f"{name} runs without a recipe: none has the blocks of all its experts")
-    return chosen
+            choice.notes.append(
+                f"{name} runs without a recipe: none has the blocks of all its experts"
+            )
 
 
-def _fits(held: HeldWeight, item: Item | None, recipe: Recipe) -> bool:
+def _set_input_scales(
+    model: nn.Module, by_name: Mapping[str, Item], scales: Mapping[str, float]
+) -> list[str]:
+    """Start delayed recipes from the checkpoint's scales; return the names of those not used."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    used: set[str] = set()
+    for gemm in gemm_weights(model):
+        if gemm.precision is not None:
+            gemm.precision.prepare(device)
+            if _set_input_scale(gemm.precision, gemm.paths, by_name, scales):
+                used |= {_stem(name) for name in gemm.paths}
+    return [f"{stem}input_scale" for stem in scales if stem not in used]
+
+
+def _fits(weight: StackedWeight, item: Item | None, recipe: Recipe) -> bool:
     """Whether a recipe uses a weight as a checkpoint stores it."""
     spec = None if item is None else item.spec
-    if spec is None or spec.fp8_dtype != E4M3:
+    if spec is None or spec.element_dtype != E4M3:
         return False
-    wanted = spec_of_held(held, recipe)
-    return wanted is not None and (wanted.block, wanted.element_dtype) == (
-        spec.block,
-        spec.element_dtype,
-    )
+    cast_spec = spec_of_stacked(weight, recipe)
+    if cast_spec is None or cast_spec.element_dtype != spec.element_dtype:
+        return False
+    return cast_spec.block == spec.block
 
 
 def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
@@ -550,18 +590,17 @@ def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
         explain_layer(layer, note)
 
 
-def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
+def _convert(model: nn.Module, recipe: Recipe, layers: Container[str]) -> list[str]:
     with warnings.catch_warnings():  # the notes say it
         warnings.filterwarnings("ignore", "convert_to_float8 converted none")
-        convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
-    undone = [layer for layer in conversion_report(model).skipped if layer.name in meant]
+        convert_to_float8(model, recipe, filter_fn=lambda _, name: name in layers)
+    undone = [layer for layer in conversion_report(model).skipped if layer.name in layers]
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
 
 
-def _recipe_for(specs: Iterable[Spec | None]) -> Recipe | None:
+def _recipe_for(specs: Iterable[Spec]) -> Recipe | None:
     """The recipe that uses weights stored in this way as they are; None if there is none."""
-    stored = [spec for spec in specs if spec is not None and spec.fp8_dtype == E4M3]
-    kinds = {(spec.block, spec.element_dtype) for spec in stored}
+    kinds = {(spec.block, spec.element_dtype) for spec in specs if spec.element_dtype == E4M3}
     return _RECIPES.get(kinds.pop()) if len(kinds) == 1 else None
 
 
@@ -577,16 +616,15 @@ def _set_input_scale(
     scales: Mapping[str, float],
 ) -> bool:
     """Start a delayed recipe from the checkpoint's scales; False if one of the two is missing."""
-    found = [scales[_stem(name)] for name in names if name in items and _stem(name) in scales]
-    if not found or not isinstance(precision.recipe, DelayedScaling):
+    inputs = [scales[_stem(name)] for name in names if name in items and _stem(name) in scales]
+    if not inputs or not isinstance(precision.recipe, DelayedScaling):
         return False
-    # The largest scale covers the weight, should it be cast again.
-    read = [items[n].scales() for n in names if n in items]
-    weight = max(float(scale.max()) for scale in read)
+    # The largest scale covers the weight, should it be requantized.
+    weight = max(float(items[name].scales().max()) for name in names if name in items)
     for (recipe, _), slots in precision.slots.items():
         if recipe == precision.recipe:
             state = {name: value.clone() for name, value in slots.tensors().items()}
-            for slot, scale in ((X, max(found)), (W, weight)):
+            for slot, scale in ((X, max(inputs)), (W, weight)):
                 if scale > 0:
                     columns = slice(slots.first[slot], slots.first[slot] + slots.widths[slot])
                     state["scale"][columns] = scale

@@ -1,4 +1,4 @@
-"""Read a checkpoint of Megatron-LM, of whatever ranks, as one rank would have it."""
+"""Read a checkpoint of Megatron-LM, by any number of ranks, as one rank would have it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from float8lab.inspect.checkpoint.report import named
 
 __all__ = ["MegatronCheckpoint", "read_megatron"]
 
-_OTHERS = ("optimizer.", "rng_state", "rerun_state_machine_state")
+_NOT_OF_MODEL = ("optimizer.", "rng_state", "rerun_state_machine_state")
 """Beginnings of names that are not the model's."""
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
@@ -30,7 +30,7 @@ class MegatronCheckpoint:
     kind: str
     """The format, and of how many ranks it was."""
     state: dict[str, Tensor] = field(repr=False)
-    """The whole model's state dict under Megatron's names."""
+    """The state dict of the model, unsharded, under Megatron's names."""
     args: SimpleNamespace = field(repr=False)
     """The arguments of the program that wrote it, those that are plain values."""
 
@@ -40,8 +40,8 @@ def read_megatron(
 ) -> MegatronCheckpoint:
     """Read the model of a Megatron-LM checkpoint as the state dict that one rank would have.
 
-    Tensor-parallel parts are joined, and the layers of pipeline ranks counted through. Nothing of
-    the files is run: objects of Megatron's classes are left out.
+    Tensor-parallel shards are joined, and the layers of pipeline ranks counted through. No code is
+    run from the files: objects of Megatron's classes are left out.
 
     Args:
         path: a checkpoint of the formats ``torch`` (folders ``mp_rank_*``) or ``torch_dist``, or
@@ -72,20 +72,19 @@ def read_megatron(
         )
     if source.notes:
         raise CheckpointError(f"{path} must be a whole checkpoint; {source.notes[0]}.")
-    state: dict[str, Tensor] = {}
-    for entry in source.entries:
-        if entry.name.startswith(_OTHERS) or (globs and not named(entry.name, globs)):
-            continue
-        value = entry.read()
-        if entry.name in _VOCABULARY and vocab_size is not None:
-            value = value[:vocab_size]
-        state[entry.name] = value
-    if not state and not (globs and source.entries):
+    entries = [entry for entry in source.entries if not entry.name.startswith(_NOT_OF_MODEL)]
+    if globs:
+        entries = [entry for entry in entries if named(entry.name, globs)]
+    if not entries and not (globs and source.entries):
         raise CheckpointError(f"{path} must have tensors of a model; it has none.")
-    if not state:
+    if not entries:
         raise CheckpointError(
             f"layer must match a tensor of {path}; {' and '.join(globs)} matches none of its "
             f"{len(source.entries)}, from {source.entries[0].name} on."
         )
+    state = {
+        entry.name: entry.read()[:vocab_size] if entry.name in _VOCABULARY else entry.read()
+        for entry in entries
+    }
     args = SimpleNamespace(**arguments_of(Path(path)))
     return MegatronCheckpoint(str(path), source.container, state, args)

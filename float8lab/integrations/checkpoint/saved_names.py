@@ -1,10 +1,10 @@
 """The names under which Transformers saves the tensors of its models, and by which it finds them.
 
 Since its release 5 models have parameters that their checkpoints do not: stacks of all experts, in
-place of each expert's matrices, and tensors of other names (Mixtral's ``block_sparse_moe``). Which
-they are differs between models and releases, so the installed one is asked, by the function that
-its ``save_pretrained`` calls. It is given stand-ins: the elements of a stack's say of which expert
-and of which rows they are.
+place of each expert's matrices, and tensors of other names (Mixtral's ``block_sparse_moe``). These
+differ between models and releases, so the installed release is asked, by the function that its
+``save_pretrained`` calls. The function is given stand-ins: a stack's has numbers as elements, which
+tell the expert and the rows.
 
 Source: Transformers, ``core_model_loading.py``, ``revert_weight_conversion``.
 """
@@ -15,12 +15,11 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from float8lab.checkpoints.experts import PARTS, is_stack
+from float8lab.checkpoints.experts import STACKED, is_stack, matrix_name
 
 __all__ = ["SavedNames", "saved_names"]
 
@@ -43,25 +42,22 @@ class SavedNames:
         """The name of a matrix of a stack; the usual one where Transformers says nothing."""
         if stack in self.matrices:
             return self.matrices[stack][expert][index]
-        prefix, _, local = stack.rpartition(".")
-        name = f"{expert}.{PARTS[local][index]}.weight"
-        return f"{prefix}.{name}" if prefix else name
+        return matrix_name(stack, expert, index)
 
-    def parts(self, stack: str) -> int:
+    def matrices_per_expert(self, stack: str) -> int:
         """How many matrices each expert of a stack has."""
         if stack in self.matrices:
             return len(self.matrices[stack][0])
-        return len(PARTS[stack.rpartition(".")[2]])
+        return len(STACKED[stack.rpartition(".")[2]])
 
     def to_model(self) -> dict[str, str]:
         """The names in the model, those of matrices as usual, by the names in checkpoints."""
         names_in_model = {saved: name for name, saved in self.renamed.items()}
-        usual = SavedNames()
         for stack, experts in self.matrices.items():
-            if stack.rpartition(".")[2] in PARTS:
+            if stack.rpartition(".")[2] in STACKED:
                 for expert, names in enumerate(experts):
                     names_in_model |= {
-                        n: usual.matrix(stack, expert, i) for i, n in enumerate(names)
+                        n: matrix_name(stack, expert, i) for i, n in enumerate(names)
                     }
         return {saved: name for saved, name in names_in_model.items() if saved != name}
 
@@ -92,11 +88,11 @@ def saved_names(model: nn.Module) -> SavedNames:
             start = stacks[name].stop
         else:
             given[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    saved: dict[str, Any] = revert_weight_conversion(model, given)
+    saved: dict[str, Tensor] = revert_weight_conversion(model, given)
     names = {id(value): name for name, value in saved.items()}
     renamed = {name: names[id(value)] for name, value in given.items() if id(value) in names}
-    same = {id(value) for value in given.values()}
-    matrices = _matrices(stacks, {n: v for n, v in saved.items() if id(v) not in same})
+    given_ids = {id(value) for value in given.values()}
+    matrices = _matrices(stacks, {n: v for n, v in saved.items() if id(v) not in given_ids})
     return SavedNames(
         renamed={name: saved_name for name, saved_name in renamed.items() if name != saved_name},
         matrices=matrices,
@@ -127,8 +123,8 @@ def _matrices(
         for count in (1, 2):
             step = _EACH // count
             names = [by_first.get(number) for number in numbers_of[::step]]
-            if all(known is not None and known[1] == rows // count for known in names):
-                flat = [known[0] for known in names if known is not None]
-                pairs = zip(*(flat[index::count] for index in range(count)), strict=True)
+            fitting = [named[0] for named in names if named and named[1] == rows // count]
+            if len(fitting) == len(names):
+                pairs = zip(*(fitting[index::count] for index in range(count)), strict=True)
                 result[stack] = tuple(pairs)
     return result

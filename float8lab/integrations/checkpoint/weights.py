@@ -1,7 +1,11 @@
-"""The weights of a model's FP8 products, and the bytes of these that the products use.
+"""The weights of a model's FP8 GEMMs, and the bytes of these that the GEMMs use.
 
 Bytes come from the very cast that modules run, with the scales in force: a weight in high precision
 has the bytes that a forward in evaluation would use now, and a weight stored in FP8 has its own.
+
+Nouns: a *GEMM weight* is one matrix, of one parameter or of several whose rows are joined. A
+*stacked weight* is a parameter with the matrices of experts, ``[E, N, K]``, in a layout of its own;
+a weight that its layer has transposed counts as a stack of one.
 """
 
 from __future__ import annotations
@@ -10,23 +14,24 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from float8lab.checkpoints.experts import PARTS
+from float8lab.checkpoints.experts import STACKED
 from float8lab.checkpoints.layouts import Stored, Weight
 from float8lab.formats import Float8Spec
 from float8lab.integrations.checkpoint.saved_names import SavedNames
-from float8lab.nn.casts import cast, cast_by, spec_of_experts
+from float8lab.nn.casts import spec_of_experts
 from float8lab.nn.convert import matches
 from float8lab.nn.convert.other_experts import ExpertWeight, experts_class
 from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.convert.walk import is_unseen
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
-from float8lab.nn.precision import Call, Precision, W, X, precisions
+from float8lab.nn.precision import Precision, W, X, call_under, precisions
+from float8lab.nn.quantize import quantize
 from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, Recipe
@@ -36,56 +41,65 @@ from float8lab.tensor.dispatch import fallback
 
 __all__ = [
     "FoundWeights",
-    "HeldWeight",
-    "Product",
+    "GemmWeight",
+    "StackedWeight",
     "find_weights",
-    "held_weights",
-    "products",
-    "spec_of_held",
+    "gemm_weights",
+    "spec_of_stacked",
+    "stacked_weights",
 ]
 
 
-class Product(NamedTuple):
-    """A product of a module, with the weight that some of its parameters form."""
+class GemmWeight(NamedTuple):
+    """The weight of a module's GEMM, a matrix that some of its parameters form."""
 
     module: nn.Module
     name: str
     """Qualified name of the module."""
-    parameters: tuple[str, ...]
-    """Their names in the module; they are concatenated along dimension 0."""
+    local_names: tuple[str, ...]
+    """The parameters' names in the module; they are concatenated along dimension 0."""
     precision: Precision | None
     """None for a plain ``torch.nn.Linear``."""
 
     @property
     def paths(self) -> tuple[str, ...]:
         """Qualified names of the parameters."""
-        return tuple(f"{self.name}.{p}" if self.name else p for p in self.parameters)
+        return tuple(_path(self.name, local) for local in self.local_names)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters; parametrized, their values."""
+        return [cast("Tensor", getattr(self.module, local)) for local in self.local_names]
 
 
-def products(model: nn.Module) -> list[Product]:
-    """The linear products of a model, in its order; a module that is used twice comes once.
+def _path(module: str, local: str) -> str:
+    return f"{module}.{local}" if module else local
+
+
+def gemm_weights(model: nn.Module) -> list[GemmWeight]:
+    """The weights of linear layers, in the model's order; a module that is used twice comes once.
 
     Layers of other libraries, such as Conv1D, are left out, since no reader has an FP8 form for
-    them, and so are the layers of experts, which are no single product.
+    them, and so are the layers of experts, which are no single GEMM.
     """
-    found = []
+    weights = []
     for name, module in model.named_modules():
         if isinstance(module, (OtherLinear, GroupedLinear, ExpertsBase)):
             continue
-        parts = [(part, p) for part, p in precisions(module) if _names(module, part)]
-        found += [Product(module, name, _names(module, part), p) for part, p in parts]
-        if not parts and isinstance(module, nn.Linear):
-            found.append(Product(module, name, ("weight",), None))
-    return found
+        gemms = [(_local_names(module, gemm), precision) for gemm, precision in precisions(module)]
+        gemms = [(names, precision) for names, precision in gemms if names]
+        weights += [GemmWeight(module, name, names, precision) for names, precision in gemms]
+        if not gemms and isinstance(module, nn.Linear):
+            weights.append(GemmWeight(module, name, ("weight",), None))
+    return weights
 
 
-def _names(module: nn.Module, part: str) -> tuple[str, ...]:
-    """The parameters that form the weight of a product."""
-    if part:
-        names: Sequence[str] = (f"{part}_weight",)
-    else:
-        prefixes: Any = getattr(module, "_prefixes", None) or getattr(module, "_names", ("",))
-        names = [f"{prefix}weight" for prefix in prefixes]
+def _local_names(module: nn.Module, gemm: str) -> tuple[str, ...]:
+    """The parameters that form the weight of a module's GEMM."""
+    names = [f"{gemm}_weight"]
+    if not gemm:
+        prefixes = getattr(module, "_prefixes", None) or getattr(module, "_names", ("",))
+        names = [f"{prefix}weight" for prefix in cast("Sequence[str]", prefixes)]
     return tuple(names) if all(name in module._parameters for name in names) else ()
 
 
@@ -121,17 +135,15 @@ def find_weights(
     Raises:
         ValueError: siblings that cannot share a scale.
     """
-    linears, held = products(model), list(held_weights(model))
-    converted = any(product.precision is not None for product in linears)
-    converted |= any(
-        weight.precision is not None or isinstance(weight.parameter(), Float8Tensor)
-        for weight in held
-    )
-    shared = _shared_with_others(model, linears, held)
+    gemms, stacks = gemm_weights(model), list(stacked_weights(model))
+    converted = any(gemm.precision is not None for gemm in gemms)
+    converted |= any(stack.precision is not None for stack in stacks)
+    converted |= any(isinstance(stack.parameter(), Float8Tensor) for stack in stacks)
+    used_otherwise = _used_otherwise(model, gemms, stacks)
     reasons: dict[str, str] = {}
 
-    def chosen_for(
-        layer: Product | HeldWeight, paths: Sequence[str], parameters: Sequence[Any]
+    def recipe_for(
+        layer: GemmWeight | StackedWeight, paths: Sequence[str], parameters: Sequence[Tensor]
     ) -> Recipe | None:
         """The recipe by which parameters in high precision are cast, or None and the reason."""
         chosen = _recipe(layer.precision, recipe, default)
@@ -144,7 +156,7 @@ def find_weights(
             reason = f"excluded by {pattern!r}"
         elif is_unseen(layer.module) and not unseen:
             reason = "its layer's forward did not run; unseen=True quantizes it"
-        elif any(id(parameter) in shared for parameter in parameters):
+        elif any(id(parameter) in used_otherwise for parameter in parameters):
             reason = "a module uses it in another way, too"
         else:
             return chosen
@@ -152,26 +164,26 @@ def find_weights(
         return None
 
     weights: list[Weight] = []
-    for product in linears:
-        parameters = [getattr(product.module, name) for name in product.parameters]
+    for gemm in gemms:
+        parameters = gemm.parameters
         if any(isinstance(parameter, Float8Tensor) for parameter in parameters):
-            if _excluded_by(product.name, exclude) is None:
-                weights += [_as_stored(product, i) for i in range(len(parameters))]
-        elif (chosen := chosen_for(product, product.paths, parameters)) is not None:
-            weights.append(_as_cast(product, chosen))
+            if _excluded_by(gemm.name, exclude) is None:
+                weights += [_stored_weight(gemm, i) for i in range(len(parameters))]
+        elif (chosen := recipe_for(gemm, gemm.paths, parameters)) is not None:
+            weights.append(_cast_weight(gemm, chosen))
     weights = _tie(weights, share_scales)
-    for weight in held:
-        if isinstance(weight.parameter(), Float8Tensor):
-            if _excluded_by(weight.name, exclude) is None:
-                weights.append(_held_weight(weight, None, names))
-        elif weight.precision is not None:
-            chosen = chosen_for(weight, (weight.path,), (weight.parameter(),))
-            if chosen is not None and spec_of_held(weight, chosen) is None:
-                reasons[weight.path] = (
-                    "blocks of its scales lie across matrices that are cast as one"
-                )
+    for stack in stacks:
+        parameter = stack.parameter()
+        if isinstance(parameter, Float8Tensor):
+            if _excluded_by(stack.name, exclude) is None:
+                weights.append(_stacked_weight(stack, parameter.spec, None, names))
+        elif stack.precision is not None:
+            chosen = recipe_for(stack, (stack.path,), (parameter,))
+            spec = None if chosen is None else spec_of_stacked(stack, chosen)
+            if spec is not None:
+                weights.append(_stacked_weight(stack, spec, chosen, names))
             elif chosen is not None:
-                weights.append(_held_weight(weight, chosen, names))
+                reasons[stack.path] = "blocks of its scales cross matrices that are cast as one"
     return FoundWeights(weights, reasons)
 
 
@@ -179,8 +191,8 @@ def _excluded_by(name: str, exclude: Sequence[str]) -> str | None:
     return next((pattern for pattern in exclude if matches(name, pattern)), None)
 
 
-class HeldWeight(NamedTuple):
-    """A parameter that is no ``torch.nn.Linear``'s weight, and how its module casts it."""
+class StackedWeight(NamedTuple):
+    """A parameter that its module casts as a stack of matrices, and how it does."""
 
     module: nn.Module
     name: str
@@ -190,11 +202,11 @@ class HeldWeight(NamedTuple):
     precision: Precision | None
     """None for modules that were not converted."""
     shape: tuple[int, ...]
-    """Of what is cast: the matrices of all experts, or of this one."""
-    take: Callable[[slice], Tensor]
-    """What is cast, of some experts."""
-    lay_out: Callable[[Any], Any]
-    """The cast of all that, laid out as the parameter is."""
+    """Shape of the stack: the matrices of all experts, or of this one."""
+    matrices: Callable[[slice], Tensor]
+    """The matrices of some experts."""
+    lay_out: Callable[[Tensor], Tensor]
+    """The cast of all matrices, laid out as the parameter is."""
     obstacle: str = ""
     """Why no format of another library has names for it; empty if one has."""
     first: int = 0
@@ -205,7 +217,7 @@ class HeldWeight(NamedTuple):
     @property
     def path(self) -> str:
         """Qualified name of the parameter."""
-        return f"{self.name}.{self.local}" if self.name else self.local
+        return _path(self.name, self.local)
 
     @property
     def castable(self) -> bool:
@@ -216,101 +228,122 @@ class HeldWeight(NamedTuple):
 
     def parameter(self) -> Tensor:
         """The parameter; parametrized, its value."""
-        parameter: Tensor = operator.attrgetter(self.local)(self.module)
-        return parameter
+        return _tensor(self.module, self.local)
 
 
-def held_weights(model: nn.Module) -> Iterator[HeldWeight]:
+def _tensor(module: nn.Module, path: str) -> Tensor:
+    tensor: Tensor = operator.attrgetter(path)(module)
+    return tensor
+
+
+def stacked_weights(model: nn.Module) -> Iterator[StackedWeight]:
     """The weights of layers of other libraries, and of experts: one, or all in a parameter."""
     for name, module in model.named_modules():
-        known = known_linear(type(module))
-        if known is not None:
-            if known is not nn.Linear:
-                yield _held_by_linear(name, module, known)
+        linear_class = known_linear(type(module))
+        if linear_class is not None:
+            if linear_class is not nn.Linear:
+                yield _stack_of_linear(name, module, linear_class)
         elif isinstance(module, GroupedLinear):
-            yield from _held_by_grouped(name, module)
+            yield from _stacks_of_grouped(name, module)
         else:
-            kind = experts_class(module)
-            if kind is not None:
-                descriptions = kind.weights(module)
-            elif isinstance(module, ExpertsBase):
-                descriptions = {f"{layer}_weight": ExpertWeight(layer) for layer in module.parts}
-            else:
-                stacks = ((local, module._parameters.get(local)) for local in PARTS)
-                descriptions = {
-                    local: ExpertWeight("")
-                    for local, stack in stacks
-                    if isinstance(stack, Float8Tensor) and stack.ndim == 3
-                }
-            for local, weight in descriptions.items():
-                yield _held_by_experts(name, module, local, weight)
+            for local, weight in _expert_weights(module).items():
+                yield _stack_of_experts(name, module, local, weight)
 
 
-def _held_by_linear(name: str, module: Any, known: type) -> HeldWeight:
-    kind = load_float8_class(known)
+def _expert_weights(module: nn.Module) -> dict[str, ExpertWeight]:
+    """The parameters with experts' matrices, by their names below the module."""
+    kind = experts_class(module)
+    if kind is not None:
+        return kind.weights(module)
+    if isinstance(module, ExpertsBase):
+        return {f"{layer}_weight": ExpertWeight(layer) for layer in module.parts}
+    stacks = ((local, module._parameters.get(local)) for local in STACKED)
+    return {
+        local: ExpertWeight("")
+        for local, stack in stacks
+        if isinstance(stack, Float8Tensor) and stack.ndim == 3
+    }
 
-    def take(experts: slice) -> Tensor:
+
+def _stack_of_linear(name: str, module: nn.Module, linear_class: type) -> StackedWeight:
+    kind = load_float8_class(linear_class)
+    precision = module._fp8 if isinstance(module, OtherLinear) else None
+    shape = (1, *kind.matrix(module).shape)
+    obstacle = f"no other library has an FP8 form of {linear_class.__name__}"
+
+    def matrices(experts: slice) -> Tensor:
         return kind.matrix(module).detach().unsqueeze(0)
 
-    return HeldWeight(
-        module, name, "weight", module._fp8 if isinstance(module, OtherLinear) else None,
-        (1, *kind.matrix(module).shape), take, lambda x: kind.from_matrix(x[0]),
-        f"no other library has an FP8 form of {known.__name__}",
-    )  # fmt: skip
+    def lay_out(stack: Tensor) -> Tensor:
+        return kind.from_matrix(stack[0])
+
+    return StackedWeight(module, name, "weight", precision, shape, matrices, lay_out, obstacle)
 
 
-def _held_by_grouped(name: str, module: GroupedLinear) -> Iterator[HeldWeight]:
-    locals_of = module._names["weight"]
-    obstacle = "no other library has names for the weights of GroupedLinear"
-    for index, local in enumerate(locals_of):
-        single = len(locals_of) == 1 and local == "weight"
+def _stacks_of_grouped(name: str, module: GroupedLinear) -> Iterator[StackedWeight]:
+    local_names = module._names["weight"]
+    for index, local in enumerate(local_names):
+        single = len(local_names) == 1 and local == "weight"
 
-        def take(experts: slice, local: str = local, single: bool = single) -> Tensor:
-            weight: Tensor = getattr(module, local).detach()
+        def matrices(experts: slice, local: str = local, single: bool = single) -> Tensor:
+            weight = _tensor(module, local).detach()
             return weight[experts] if single else weight.unsqueeze(0)
 
-        weight = getattr(module, local)
-        shape = tuple(weight.shape) if single else (1, *weight.shape)
-        yield HeldWeight(
-            module, name, local, module._fp8, shape, take,
-            _same if single else operator.itemgetter(0), obstacle, index,
-        )  # fmt: skip
+        shape = tuple(_tensor(module, local).shape)
+        shape, lay_out = (shape, _same) if single else ((1, *shape), operator.itemgetter(0))
+        obstacle = "no other library has names for the weights of GroupedLinear"
+        yield StackedWeight(
+            module, name, local, module._fp8, shape, matrices, lay_out, obstacle, index
+        )
 
 
-def _same(x: Any) -> Any:
+_T = TypeVar("_T")
+
+
+def _same(x: _T) -> _T:
     return x
 
 
-def _held_by_experts(name: str, module: nn.Module, local: str, weight: ExpertWeight) -> HeldWeight:
+def _stack_of_experts(
+    name: str, module: nn.Module, local: str, weight: ExpertWeight
+) -> StackedWeight:
     kind = experts_class(module)
-    parameter: Tensor = operator.attrgetter(local)(module)
-    experts = parameter.shape[0] if kind is None else kind.shapes(module)[0][0]
+    shape = _tensor(module, local).shape
+    experts = shape[0] if kind is None else kind.shapes(module)[0][0]
 
-    def matrices(parameter_name: str) -> Tensor:
-        value: Tensor = operator.attrgetter(parameter_name)(module).detach()
+    def stack_of(parameter: str) -> Tensor:
+        value = _tensor(module, parameter).detach()
         value = value.view(experts, -1, value.shape[-1]) if value.ndim == 2 else value
         return value.mT if weight.transposed else value
 
     joined = weight.joined or (local,)
-    rows = [matrices(sibling).shape[1] for sibling in joined]
-    first = sum(rows[: joined.index(local)])
-    own_rows = slice(first, first + matrices(local).shape[1])
+    counts = [stack_of(parameter).shape[1] for parameter in joined]
+    start = sum(counts[: joined.index(local)])
+    rows = slice(start, start + counts[joined.index(local)])
 
-    def take(which: slice) -> Tensor:
-        batches = [matrices(sibling)[which] for sibling in joined]
-        return batches[0] if len(batches) == 1 else torch.cat(batches, 1)
+    def matrices(numbers: slice) -> Tensor:
+        stacks = [stack_of(parameter)[numbers] for parameter in joined]
+        return stacks[0] if len(stacks) == 1 else torch.cat(stacks, 1)
 
-    def lay_out(x: Any) -> Any:
-        x = x[:, own_rows] if len(joined) > 1 else x
-        x = x.mT if weight.transposed else x
-        return x if x.shape == parameter.shape else x.reshape(parameter.shape)
+    def lay_out(stack: Tensor) -> Tensor:
+        stack = stack[:, rows] if len(joined) > 1 else stack
+        stack = stack.mT if weight.transposed else stack
+        return stack if stack.shape == shape else stack.reshape(shape)
 
-    precision = dict(precisions(module)).get(weight.part)
-    return HeldWeight(
-        module, name, local, precision if isinstance(module, ExpertsBase) else None,
-        (experts, sum(rows), matrices(local).shape[2]), take, lay_out,
-        _obstacle(module, local, weight), joined=len(joined) > 1,
-    )  # fmt: skip
+    states = dict(precisions(module)) if isinstance(module, ExpertsBase) else {}
+    stack_shape = (experts, sum(counts), stack_of(local).shape[2])
+    obstacle = _obstacle(module, local, weight)
+    return StackedWeight(
+        module,
+        name,
+        local,
+        states.get(weight.part),
+        stack_shape,
+        matrices,
+        lay_out,
+        obstacle,
+        joined=len(joined) > 1,
+    )
 
 
 def _obstacle(module: nn.Module, local: str, weight: ExpertWeight) -> str:
@@ -318,7 +351,7 @@ def _obstacle(module: nn.Module, local: str, weight: ExpertWeight) -> str:
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     down = parameters.get("down_proj")
     up = parameters.get("gate_up_proj", parameters.get("up_proj"))
-    if local not in PARTS or up is None or down is None or not up.ndim == down.ndim == 3:
+    if local not in STACKED or up is None or down is None or not up.ndim == down.ndim == 3:
         kind = getattr(module, "original", type(module)).__name__
         return f"no other library has names for the matrices of {kind}"
     if any(name.endswith("_bias") for name in parameters):
@@ -336,31 +369,30 @@ def _hollow(shape: tuple[int, ...], spec: Float8Spec) -> Float8Tensor:
     return Float8Tensor(data, scale, scale, spec, torch.float32)
 
 
-def spec_of_held(held: HeldWeight, recipe: Recipe) -> Float8Spec | None:
+def spec_of_stacked(stack: StackedWeight, recipe: Recipe) -> Float8Spec | None:
     """How a parameter is stored that holds the cast of its layer; None if no blocks say it."""
     with fallback("silent"):
-        laid_out = held.lay_out(_hollow(held.shape, spec_of_experts(recipe.linear.w)))
+        laid_out = stack.lay_out(_hollow(stack.shape, spec_of_experts(recipe.linear.w)))
     return laid_out.spec if isinstance(laid_out, Float8Tensor) else None
 
 
-def _cast_batch(
-    held: HeldWeight, recipe: Recipe, experts: slice = slice(None), *, amax: bool = False
+def _cast_stack(
+    stack: StackedWeight, recipe: Recipe, experts: slice = slice(None), *, amax: bool = False
 ) -> Float8Tensor:
     """Cast matrices as a forward in evaluation would now."""
-    x, spec = held.take(experts), recipe.linear.w
-    assert held.precision is not None, "of a converted module"
-    slots = _slots(held.precision, recipe, x.device)
+    x, spec = stack.matrices(experts), recipe.linear.w
+    slots = None if stack.precision is None else _slots(stack.precision, recipe, x.device)
     params = None
     with torch.no_grad():
         if slots is not None:
             factors = slots.scale_for(W, x, record=False).factors
             scale, encode = factors.scale.view(-1, 1, 1), factors.encode.view(-1, 1, 1)
-            start = held.first + (experts.start or 0)
             if scale.shape[0] > 1:
-                of = slice(start, start + x.shape[0])
-                scale, encode = scale[of], encode[of]
-            params = QuantParams(Factors(scale, encode), None)
-        qdata, scale = cast_by(x, spec, None, recipe.linear, params).rowwise
+                start = stack.first + (experts.start or 0)
+                numbers = slice(start, start + x.shape[0])
+                scale, encode = scale[numbers], encode[numbers]
+            params = QuantParams(Factors(scale, encode), None, True)
+        qdata, scale = quantize(x, spec, None, params, float(recipe.linear.epsilon)).rowwise
     batch = spec_of_experts(spec)
     counts = batch.scale_shape(tuple(x.shape))
     scale = scale.reshape(-1, 1, 1) if spec.per_tensor else scale[:, : counts[1], : counts[2]]
@@ -368,91 +400,103 @@ def _cast_batch(
     return Float8Tensor(qdata[:, : x.shape[1], : x.shape[2]], scale, amaxes, batch, x.dtype)
 
 
-def _held_weight(held: HeldWeight, recipe: Recipe | None, names: SavedNames) -> Weight:
+def _buffers(x: Tensor) -> Stored:
+    """The buffers of a Float8Tensor."""
+    stored = cast("Float8Tensor", x)
+    return Stored(stored.qdata, stored.scale, stored.amax)
+
+
+def _stacked_weight(
+    stack: StackedWeight, spec: Float8Spec, recipe: Recipe | None, names: SavedNames
+) -> Weight:
     """A parameter that is stored in FP8, if ``recipe`` is None, or cast by it.
 
     ``experts`` are each expert's matrices, as other libraries have them.
     """
-    parameter: Any = held.parameter()
-    spec = parameter.spec if recipe is None else spec_of_held(held, recipe)
-    assert spec is not None, "it was found before"
 
     def make(*, amax: bool = False) -> list[Stored]:
         if recipe is None:
-            stored: Any = held.parameter().detach()
-        else:
-            stored = held.lay_out(_cast_batch(held, recipe, amax=amax))
-        return [Stored(stored.qdata, stored.scale, stored.amax)]
+            return [_buffers(stack.parameter().detach())]
+        return [_buffers(stack.lay_out(_cast_stack(stack, recipe, amax=amax)))]
 
-    def make_part(expert: int, rows: slice, *, amax: bool = False) -> list[Stored]:
+    def make_matrix(expert: int, rows: slice, *, amax: bool = False) -> list[Stored]:
         if recipe is None:
-            matrix: Any = held.parameter().detach()[expert]
+            matrix = stack.parameter().detach()[expert]
         else:
-            matrix = _cast_batch(held, recipe, slice(expert, expert + 1), amax=amax)[0]
-        cut = matrix[rows]
-        return [Stored(cut.qdata, cut.scale, cut.amax)]
+            matrix = _cast_stack(stack, recipe, slice(expert, expert + 1), amax=amax)[0]
+        return [_buffers(matrix[rows])]
 
     def split() -> tuple[Weight, ...]:
-        return _split_experts(held, spec, make_part, names, stored=recipe is None)
+        return _split_experts(stack, spec, make_matrix, names, stored=recipe is None)
 
-    what = (held.path,), (tuple(parameter.shape),), held.path, spec
     return Weight(
-        *what, None, make, stored=recipe is None, obstacle=held.obstacle,
-        experts=None if held.obstacle else split,
-    )  # fmt: skip
+        (stack.path,),
+        (tuple(stack.parameter().shape),),
+        stack.path,
+        spec,
+        None,
+        make,
+        stored=recipe is None,
+        obstacle=stack.obstacle,
+        experts=None if stack.obstacle else split,
+    )
 
 
 def _split_experts(
-    held: HeldWeight,
+    stack: StackedWeight,
     spec: Float8Spec,
-    make_part: Callable[..., list[Stored]],
+    make_matrix: Callable[..., list[Stored]],
     names: SavedNames,
     *,
     stored: bool,
 ) -> tuple[Weight, ...]:
     """The matrices of the experts in a stack, under the names that other libraries read."""
-    experts, rows, columns = held.shape
-    if held.path in names.stacks:
-        saved = names.stacks[held.path]
+    experts, rows, columns = stack.shape
+    if stack.path in names.stacks:
+        saved = names.stacks[stack.path]
         raise ValueError(
-            f"{held.path} must be a stack that Transformers saves matrix by matrix, since it reads "
-            f"no other experts in FP8; it saves this one as {saved or 'something else'}. Leave "
-            f"the experts in high precision by exclude=[{held.name!r}], or a pattern such as "
-            f"{'*.' + held.name.rpartition('.')[2]!r}, or export the model in format='float8lab'."
+            f"{stack.path} must be a stack that Transformers saves matrix by matrix, since it "
+            f"reads no other experts in FP8; it saves this one as {saved or 'something else'}. "
+            f"Leave the experts in high precision by exclude=[{stack.name!r}], or a pattern such "
+            f"as {'*.' + stack.name.rpartition('.')[2]!r}, or export the model in "
+            "format='float8lab'."
         )
-    matrices = names.parts(held.path)
-    each, (height, width) = rows // matrices, spec.block[1:]
-    height = -1 if width == -1 and height in (-1, each) else height
-    if matrices > 1 and height > 1 and each % height:
+    count = names.matrices_per_expert(stack.path)
+    size, (height, width) = rows // count, spec.block[1:]
+    height = -1 if width == -1 and height in (-1, size) else height
+    if count > 1 and height > 1 and size % height:
         raise ValueError(
-            f"{held.path} must have a multiple of {height} rows for each of "
-            f"{' and '.join(PARTS[held.local])}, or blocks would lie across them; got {each}. "
+            f"{stack.path} must have a multiple of {height} rows for each of "
+            f"{' and '.join(STACKED[stack.local])}, or blocks would cross them; got {size}. "
             "Exclude it, or export it in format='float8lab'."
         )
-    matrix = replace(spec, block=(height, width))
     weights = []
     for expert in range(experts):
-        for index in range(matrices):
-            name = names.matrix(held.path, expert, index)
-            make = functools.partial(make_part, expert, slice(index * each, (index + 1) * each))
-            module = name.removesuffix(".weight")
-            weights.append(
-                Weight(
-                    (name,), ((each, columns),), module, matrix, None, make,
-                    stored=stored, parameters=(held.path,),
-                )
-            )  # fmt: skip
+        for index in range(count):
+            name = names.matrix(stack.path, expert, index)
+            of_matrix = slice(index * size, (index + 1) * size)
+            matrix = Weight(
+                (name,),
+                ((size, columns),),
+                name.removesuffix(".weight"),
+                replace(spec, block=(height, width)),
+                None,
+                functools.partial(make_matrix, expert, of_matrix),
+                stored=stored,
+                parameters=(stack.path,),
+            )
+            weights.append(matrix)
     return tuple(weights)
 
 
-def _shared_with_others(
-    model: nn.Module, linears: Sequence[Product], held: Sequence[HeldWeight]
+def _used_otherwise(
+    model: nn.Module, gemms: Sequence[GemmWeight], stacks: Sequence[StackedWeight]
 ) -> set[int]:
     """Parameters that some module uses in another way, as an embedding does."""
-    ours = {(id(p.module), name) for p in linears for name in p.parameters}
-    for weight in held:
-        below, _, local = weight.local.rpartition(".")
-        ours.add((id(weight.module.get_submodule(below)), local))
+    ours = {(id(gemm.module), name) for gemm in gemms for name in gemm.local_names}
+    for stack in stacks:
+        below, _, local = stack.local.rpartition(".")
+        ours.add((id(stack.module.get_submodule(below)), local))
     return {
         id(parameter)
         for module in model.modules()
@@ -472,66 +516,68 @@ def _recipe(precision: Precision | None, asked: Recipe | None, default: Recipe) 
     return asked or precision.recipe or sole or default
 
 
-def _as_stored(product: Product, index: int) -> Weight:
-    name = product.parameters[index]
-    weight: Any = getattr(product.module, name)
+def _stored_weight(gemm: GemmWeight, index: int) -> Weight:
+    """A parameter that is stored in FP8."""
+    weight = gemm.parameters[index]
     if not isinstance(weight, Float8Tensor):
         raise ValueError(
-            f"{product.name} must have all parts of its weight in FP8, or none; {name} is "
-            f"{weight.dtype}. Exclude it."
+            f"{gemm.name} must have all parts of its weight in FP8, or none; "
+            f"{gemm.local_names[index]} is {weight.dtype}. Exclude it."
         )
 
     def make(*, amax: bool = False) -> list[Stored]:
-        own: Any = weight.detach()
-        return [Stored(own.qdata, own.scale, own.amax)]
+        return [_buffers(weight.detach())]
 
-    precision = product.precision
-    activations = scale = None
-    if precision is not None and precision.recipe is not None:
-        activations = precision.recipe.linear.x
-        scale = _input_scale(precision, precision.recipe)
-    what = (product.paths[index],), (tuple(weight.shape),), product.name, weight.spec
-    return Weight(*what, activations, make, scale, stored=True)
+    recipe = None if gemm.precision is None else gemm.precision.recipe
+    return Weight(
+        (gemm.paths[index],),
+        (tuple(weight.shape),),
+        gemm.name,
+        weight.spec,
+        None if recipe is None else recipe.linear.x,
+        make,
+        _input_scale(gemm.precision, recipe),
+        stored=True,
+    )
 
 
-def _as_cast(product: Product, recipe: Recipe) -> Weight:
-    module, plan = product.module, recipe.linear
-    parameters = [getattr(module, name) for name in product.parameters]
-    shapes = tuple(tuple(parameter.shape) for parameter in parameters)
-    precision = product.precision or Precision(recipe)
-    scale = _input_scale(precision, recipe)
+def _cast_weight(gemm: GemmWeight, recipe: Recipe) -> Weight:
+    """Parameters in high precision that a recipe casts as one matrix."""
+    plan = recipe.linear
+    shapes = tuple(tuple(parameter.shape) for parameter in gemm.parameters)
+    precision = gemm.precision or Precision(recipe)
 
-    def make(given: Tensor | None = None, *, amax: bool = False) -> list[Stored]:
-        weights = [getattr(module, name).detach() for name in product.parameters]
-        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if given is None:
-            codes, scales = _cast(whole, precision, recipe)
+    def make(scale: Tensor | None = None, *, amax: bool = False) -> list[Stored]:
+        matrices = [parameter.detach() for parameter in gemm.parameters]
+        matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        if scale is None:
+            qdata, scales = _cast(matrix, precision, recipe)
         else:
-            scales = given.to(whole.device).reshape(1, 1)
-            codes, *_ = cast_op(
-                *("", (whole,), whole.dtype, plan.w.fp8_dtype, plan.w.block, "decode", 0.0, 1),
+            scales = scale.to(matrix.device).reshape(1, 1)
+            qdata, *_ = cast_op(
+                *("", (matrix,), matrix.dtype, plan.w.fp8_dtype, plan.w.block, "decode", 0.0, 1),
                 *(True, False, False, scales),
             )
-        amaxes = block_amax(whole, plan.w.block) if amax else None
-        return _split(Stored(codes, scales, amaxes), shapes, plan.w)
+        amaxes = block_amax(matrix, plan.w.block) if amax else scales
+        return _split(Stored(qdata, scales, amaxes), shapes, plan.w)
 
-    found = Weight(product.paths, shapes, product.name, plan.w, plan.x, make, scale)
     rows = plan.w.block[0]
     if rows > 1 and any(shape[0] % rows for shape in shapes[:-1]):
         raise ValueError(
-            f"{product.name} must have parts of a multiple of {rows} rows, since its weight is "
-            f"cast whole and blocks would lie across them; got {[s[0] for s in shapes]}. Exclude "
-            "it, or give a recipe with other blocks."
+            f"{gemm.name} must have parts of a multiple of {rows} rows, since its weight is cast "
+            f"whole and blocks would cross them; got {[s[0] for s in shapes]}. Exclude it, or give "
+            "a recipe with other blocks."
         )
-    return found
+    input_scale = _input_scale(precision, recipe)
+    return Weight(gemm.paths, shapes, gemm.name, plan.w, plan.x, make, input_scale)
 
 
 def _cast(weight: Tensor, precision: Precision, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Cast a weight as a forward in evaluation would now; codes and scales have no padding."""
+    """Cast a weight as a forward in evaluation would now; data and scales have no padding."""
     slots = _slots(precision, recipe, weight.device)
     spec = recipe.linear.w
     with torch.no_grad():
-        qdata, scale = cast(weight, spec, W, Call(recipe, slots, False)).rowwise
+        qdata, scale = call_under(recipe, slots).scales.quantize(weight, W, spec).rowwise
     rows, columns = spec.scale_shape(tuple(weight.shape))
     scale = scale.reshape(1, 1) if spec.per_tensor else scale[:rows, :columns]
     return qdata[: weight.shape[0], : weight.shape[1]], scale
@@ -545,9 +591,9 @@ def _slots(precision: Precision, recipe: Recipe, device: torch.device) -> Delaye
     return next(slots for (used, _), slots in precision.slots.items() if used == recipe)
 
 
-def _input_scale(precision: Precision, recipe: Recipe) -> Tensor | None:
+def _input_scale(precision: Precision | None, recipe: Recipe | None) -> Tensor | None:
     """The scale of the input under a delayed recipe; None unless the recipe has seen an input."""
-    for (used, _), slots in precision.slots.items():
+    for (used, _), slots in () if precision is None else precision.slots.items():
         if used == recipe:
             state = slots.tensors()
             if bool(state["seeded"][X] | (state["steps"][X] > 0)):
@@ -555,17 +601,14 @@ def _input_scale(precision: Precision, recipe: Recipe) -> Tensor | None:
     return None
 
 
-def _split(whole: Stored, shapes: Sequence[tuple[int, ...]], spec: Float8Spec) -> list[Stored]:
-    """Split a matrix into the parts of these shapes, along dimension 0."""
-    if len(shapes) == 1:
-        return [whole]
-    codes = whole.codes.split([shape[0] for shape in shapes])
+def _split(matrix: Stored, shapes: Sequence[tuple[int, ...]], spec: Float8Spec) -> list[Stored]:
+    """Split a matrix into matrices of these shapes, along dimension 0."""
+    data = matrix.qdata.split([shape[0] for shape in shapes])
     if spec.block[0] == -1:
-        return [Stored(part, whole.scale, whole.amax) for part in codes]
+        return [Stored(rows, matrix.scale, matrix.amax) for rows in data]
     counts = [spec.scale_shape(shape)[0] for shape in shapes]
-    scales = whole.scale.split(counts)
-    amaxes = [None] * len(counts) if whole.amax is None else whole.amax.split(counts)
-    return [Stored(*parts) for parts in zip(codes, scales, amaxes, strict=True)]
+    scales, amaxes = matrix.scale.split(counts), matrix.amax.split(counts)
+    return [Stored(*buffers) for buffers in zip(data, scales, amaxes, strict=True)]
 
 
 def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[Weight]:
@@ -590,11 +633,11 @@ def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[W
             )
         scales = functools.cache(functools.partial(_largest_scale, tuple(m.make for m in members)))
         if any(member.stored for member in members):
-            own = torch.cat([part.scale.view(1) for m in members for part in m.make()])
-            if not bool((own == own[0]).all()):
+            stored = torch.cat([matrix.scale.view(1) for m in members for matrix in m.make()])
+            if not bool((stored == stored[0]).all()):
                 raise ValueError(
                     f"share_scales must name layers that are not stored in FP8, or have one scale; "
-                    f"{names} have {own.tolist()}. Leave them out: stored bytes are not changed."
+                    f"{names} have {stored.tolist()}. Leave them out: stored bytes are not changed."
                 )
             continue
         for index, member in zip(indices, members, strict=True):
@@ -607,4 +650,4 @@ def _with_scale(weight: Weight, scale: Callable[[], Tensor], *, amax: bool = Fal
 
 
 def _largest_scale(makers: Sequence[Callable[..., list[Stored]]]) -> Tensor:
-    return torch.stack([part.scale.view(()) for make in makers for part in make()]).max()
+    return torch.stack([matrix.scale.view(()) for make in makers for matrix in make()]).max()

@@ -471,9 +471,9 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             query, key, value, leave = self._exchange(
                 (query, key, value), qkv_format, sequences, asks
             )
-            core_attention_bias = context.own_heads(core_attention_bias, -3)
+            core_attention_bias = context.local_heads(core_attention_bias, -3)
             if mask_type == "arbitrary":
-                attention_mask = context.own_heads(attention_mask, -3)
+                attention_mask = context.local_heads(attention_mask, -3)
         tokens = query.shape[0]
         if qkv_format == "thd":
             cu_seqlens_q, cu_seqlens_kv = lengths_of_packed(
@@ -584,14 +584,14 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             for name, x, its in zip(("query_layer", "key_layer"), (query, key), starts, strict=True)
         )
         if asks:
-            query, key, value = (context.like_whole(x, dim) for x in qkv)
+            query, key, value = (context.like_full(x, dim) for x in qkv)
         else:
             pairs = zip(qkv, (queries, keys, keys), strict=True)
-            query, key, value = (context.whole_sequence(x, dim, where) for x, where in pairs)
+            query, key, value = (context.full_sequence(x, dim, where) for x, where in pairs)
 
         def leave(out: Tensor) -> Tensor:
             heads = out.unflatten(-1, (-1, self.v_channels))
-            return context.own_tokens(heads, dim, queries).flatten(-2)
+            return context.local_tokens(heads, dim, queries).flatten(-2)
 
         return query, key, value, leave
 
@@ -602,7 +602,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             parallel: Any = self._fp8.parallel
             slopes = slopes.chunk(self.tp_size)[parallel.rank]
         context = self.context_parallel
-        return slopes if context is None else context.own_heads(slopes, -1)
+        return slopes if context is None else context.local_heads(slopes, -1)
 
     def _required_layer_number(self) -> int:
         if self.layer_number is None:

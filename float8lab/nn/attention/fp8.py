@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from float8lab.nn.attention.backends import Problem, why_a_matrix
-from float8lab.nn.casts import cast, show_cast
+from float8lab.nn.casts import show_cast
 from float8lab.nn.precision import Call, Precision
 from float8lab.ops import (
     LARGEST_HEAD,
@@ -105,7 +105,7 @@ def _cast(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
     first, second, third, size = laid_out.shape
     rows = laid_out.reshape(first * second, third * size)
     spec = call.plan.x.with_one_scale()
-    operand = cast(rows, spec, index, call, align=1).rowwise
+    operand = call.scales.quantize(rows, index, spec, align=1).rowwise
     if call.watched and not in_backward():  # where it is a repetition, by activation checkpointing
         show_cast(rows, operand, spec, index, call)
     return operand.data.view(laid_out.shape).permute(order), operand.scale

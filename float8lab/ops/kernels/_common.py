@@ -63,8 +63,8 @@ _PACK = """
 PACK_E4M3 = tl.constexpr(
     "{ .reg .b16 low, high;" + _PACK.replace("FORMAT", "e4m3") + "mov.b32 $0, {low, high}; }"
 )
-# Of 1.0, where a value is infinite, the high byte 0x3F: the bits that make the last six of
-# the largest number, 0x7B, those of an infinity, 0x7C.
+# A comparison gives 1.0 where a value is infinite. The high byte of 1.0, 0x3F, has the bits that
+# turn the last six bits of the largest number, 0x7B, into those of infinity, 0x7C.
 PACK_E5M2 = tl.constexpr(
     "{ .reg .b16 low, high; .reg .b32 word, infinite, is0, is1, is2, is3; .reg .f32 size;"
     + _PACK.replace("FORMAT", "e5m2")
@@ -73,6 +73,22 @@ PACK_E5M2 = tl.constexpr(
     prmt.b32 infinite, is0, is1, 0x0073;
     prmt.b32 infinite, infinite, is2, 0x0710;
     prmt.b32 infinite, infinite, is3, 0x7210;
+    mov.b32 word, {low, high};
+    lop3.b32 $0, word, infinite, 0x3C3C3C3C, 0xB8;
+}"""
+)
+# Hopper compares two bfloat16 at once. Rounded to zero, no finite float32 becomes infinite.
+PACK_E5M2_SM90 = tl.constexpr(
+    "{ .reg .b16 low, high; .reg .b32 word, infinity, infinite, is01, is23;"
+    "mov.b32 infinity, 0x7F807F80;"
+    + _PACK.replace("FORMAT", "e5m2")
+    + "".join(
+        f"cvt.rz.bf16x2.f32 is{pair}, ${6 + i}, ${5 + i}; abs.bf16x2 is{pair}, is{pair};"
+        f"set.eq.bf16x2.bf16x2 is{pair}, is{pair}, infinity;"
+        for i, pair in ((0, "01"), (2, "23"))
+    )
+    + """
+    prmt.b32 infinite, is01, is23, 0x7531;
     mov.b32 word, {low, high};
     lop3.b32 $0, word, infinite, 0x3C3C3C3C, 0xB8;
 }"""
@@ -249,7 +265,9 @@ def nan_for_infinity(x, dtype: tl.constexpr):
 def saturate(y, x, dtype: tl.constexpr):
     """Cast float32 ``y``, which is ``x`` times an encode factor, as ``round_to_fp8`` does.
 
-    ``x`` is float32 from ``nan_for_infinity``. The instruction does the clamping: cvt to e4m3x2 and
+    ``x`` is float32 from ``nan_for_infinity``. Where the encode factor is made of the amax of these
+    very values, only an infinity has an infinite product: callers then give ``y`` for ``x``, too,
+    which spares registers. The instruction does the clamping: cvt to e4m3x2 and
     e5m2x2 exists only with .satfinite, and NaN stays NaN (PTX ISA, "cvt"). Clamping first would
     cost four instructions an element, and as a NaN-propagating minimum and maximum it makes the
     compiler get transposed one-byte stores wrong
@@ -264,7 +282,12 @@ def saturate(y, x, dtype: tl.constexpr):
         q = tl.where(infinite, byte, q.to(tl.uint8, bitcast=True)).to(dtype, bitcast=True)
     else:
         q = tl.inline_asm_elementwise(
-            PACK_E5M2, "=r,f,f,f,f,f,f,f,f", [y, x], dtype=tl.uint8, is_pure=True, pack=4
+            PACK_E5M2_SM90 if tl.target_info.cuda_capability_geq(9, 0) else PACK_E5M2,
+            "=r,f,f,f,f,f,f,f,f",
+            [y, x],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
         ).to(dtype, bitcast=True)
     return q
 
@@ -285,7 +308,7 @@ def pack(y0, y1, y2, y3, x0, x1, x2, x3, dtype: tl.constexpr):
         )
     else:
         word = tl.inline_asm_elementwise(
-            PACK_E5M2,
+            PACK_E5M2_SM90 if tl.target_info.cuda_capability_geq(9, 0) else PACK_E5M2,
             "=r,f,f,f,f,f,f,f,f",
             [y0, y1, y2, y3, x0, x1, x2, x3],
             dtype=tl.int32,

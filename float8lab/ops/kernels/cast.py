@@ -403,13 +403,15 @@ def write_rows(
 
     if SINGLE:
         x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-        q = saturate(x * encode[:, None], x, q_ptr.dtype.element_ty)
+        y = x * encode[:, None]
+        q = saturate(y, y, q_ptr.dtype.element_ty)
         store_tile(q_ptr, q, rows, chunk, ROWS, COLUMNS)
     else:
         for start in range(0, COLUMNS, TILE_K):
             x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
             x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-            q = saturate(x * encode[:, None], x, q_ptr.dtype.element_ty)
+            y = x * encode[:, None]
+            q = saturate(y, y, q_ptr.dtype.element_ty)
             store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
 
 
@@ -464,7 +466,8 @@ def write_blocks(
     amaxes = block_amax(abs_bits(x), BM, BK)
     scale, encode = scale_from_amax(amaxes, tl.cast(eps, tl.float32), LIMIT, RULE)
     x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-    q = saturate(scale_tile(x, encode, BM, BK), x, q_ptr.dtype.element_ty)
+    y = scale_tile(x, encode, BM, BK)
+    q = saturate(y, y, q_ptr.dtype.element_ty)
     store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
     m = tile_m * (TILE_M // BM) + tl.arange(0, TILE_M // BM)
     k = tile_k * (TILE_K // BK) + tl.arange(0, TILE_K // BK)

@@ -104,25 +104,15 @@ def _nan_for_infinity(pairs, DTYPE: gl.constexpr, fp8: gl.constexpr):
 
 
 @gluon.jit
-def _fours(x):
-    """Every four neighbours in a column, each of them [rows / 4, columns]."""
-    ROWS: gl.constexpr = x.shape[0]
-    COLUMNS: gl.constexpr = x.shape[1]
-    fours = gl.permute(gl.reshape(x, [ROWS // 4, 2, 2, COLUMNS]), [0, 3, 1, 2])
-    even, odd = gl.split(fours)
-    x0, x2 = gl.split(even)
-    x1, x3 = gl.split(odd)
-    return x0, x1, x2, x3
-
-
-@gluon.jit
 def _words(x, encode, fp8: gl.constexpr):
     """FP8 of every four neighbours in a column, in one int32: [rows / 4, columns]."""
     ROWS: gl.constexpr = x.shape[0] * x.shape[1]
     COLUMNS: gl.constexpr = x.shape[2]
-    y0, y1, y2, y3 = _fours(gl.reshape(x * encode[:, None, :], [ROWS, COLUMNS]))
-    x0, x1, x2, x3 = _fours(gl.reshape(x, [ROWS, COLUMNS]))
-    return pack(y0, y1, y2, y3, x0, x1, x2, x3, fp8)
+    y = gl.reshape(x * encode[:, None, :], [ROWS // 4, 2, 2, COLUMNS])
+    even, odd = gl.split(gl.permute(y, [0, 3, 1, 2]))
+    y0, y2 = gl.split(even)
+    y1, y3 = gl.split(odd)
+    return pack(y0, y1, y2, y3, y0, y1, y2, y3, fp8)
 
 
 # Layouts. By rows, a row is with 16 lanes; by columns, 32 rows of a pair are with one thread.
@@ -169,9 +159,9 @@ def _write_rows(
     pairs = gl.convert_layout(pairs, BY_BLOCK, assert_trivial=True)
     fp8: gl.constexpr = q_ptr.dtype.element_ty
     pairs = _nan_for_infinity(pairs, DTYPE, fp8)
-    x0, x1 = _first(pairs, DTYPE), _second(pairs, DTYPE)
-    y = gl.reshape(gl.join(x0 * encode, x1 * encode), [128, 128])
-    q = saturate(y, gl.reshape(gl.join(x0, x1), [128, 128]), fp8)
+    both = gl.join(_first(pairs, DTYPE) * encode, _second(pairs, DTYPE) * encode)
+    y = gl.reshape(both, [128, 128])
+    q = saturate(y, y, fp8)
     q = gl.convert_layout(q, BY_ROW, assert_trivial=True)
     rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
     columns = gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))

@@ -329,7 +329,8 @@ def _write_rows_of_blocks(
     wide = widen(x)
     scale, encode = scale_from_amax(block_amax(abs_bits(wide), 1, BLOCK), eps, LIMIT, RULE)
     wide = nan_for_infinity(wide, q_ptr.dtype.element_ty)
-    q = saturate(scale_tile(wide, encode, 1, BLOCK), wide, q_ptr.dtype.element_ty)
+    y = scale_tile(wide, encode, 1, BLOCK)
+    q = saturate(y, y, q_ptr.dtype.element_ty)
     _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
     k = tile_k * (TILE_K // BLOCK) + tl.arange(0, TILE_K // BLOCK)
     mask = (row + local < limit)[:, None] & (k * BLOCK < COLUMNS)[None, :]

@@ -7,7 +7,7 @@ import pytest
 from float8lab.inspect.scale.mesh import Links, Mesh, meshes, parse
 from float8lab.inspect.scale.predict import COMPUTE, KINDS, Job, predict
 from float8lab.inspect.scale.published import PUBLISHED
-from float8lab.inspect.scale.search import RECIPES, best, by_tokens, fastest, products_of_rank
+from float8lab.inspect.scale.search import RECIPES, best, by_tokens, fastest, gemms_of_rank
 from float8lab.inspect.scale.sizes import KNOWN
 
 SMALL, LARGE, EXPERTS = (KNOWN[name] for name in ("llama-3-8b", "llama-3-70b", "qwen3-30b-a3b"))
@@ -112,14 +112,14 @@ def test_fp8_gains_less_from_fewer_tokens():
 
 
 def test_products_of_a_rank():
-    found = products_of_rank(LARGE, JOB, Mesh(tp=8), {"delayed": DELAYED})
+    found = gemms_of_rank(LARGE, JOB, Mesh(tp=8), {"delayed": DELAYED})
     assert [(p.N, p.K) for p in found] == [
         (1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584),
     ]  # fmt: skip
     assert all(p.gains["delayed"] > 1.4 for p in found)
 
 
-@pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: one.what)
+@pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: one.label)
 def test_published_gains_are_within_10_percent(one):
     assert 0.9 * one.least <= one.predicted() <= 1.1 * one.most
 

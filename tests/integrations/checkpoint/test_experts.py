@@ -314,7 +314,7 @@ def test_a_converted_layer_casts_a_4_bit_weight_again():
     float8lab.convert_to_float8(converted, exclude=["*gate"])
     report = load_fp8(checkpoint_of(model(), mxfp4), converted)
     assert len(report.fp4) == 3 * EXPERTS
-    assert "the recipe they have casts these weights again" in report.notes[0]
+    assert "the recipe they have requantizes these weights" in report.notes[0]
     with float8lab.count_gemms() as counts:
         run(converted, torch.randn(TOKENS, HIDDEN))
     assert counts.fp8 == 2 * 3 * EXPERTS

@@ -215,11 +215,11 @@ def test_static_scales_without_a_delayed_recipe_are_said():
     state = {"weight": q.qdata, "weight_scale": q.scale, "input_scale": torch.tensor([0.5])}
     report = load_fp8(state, nn.Linear(64, 32, bias=False))
     assert "input_scale: not used" in str(report)
-    layer = nn.Linear(64, 32, bias=False)  # one that casts these weights again, per tensor
+    layer = nn.Linear(64, 32, bias=False)  # one that requantizes these weights, per tensor
     float8lab.convert_to_float8(layer, recipes.DelayedScaling())
     report = load_fp8(state, layer)
     assert "not used" not in str(report)
-    assert "casts these weights again" in str(report)
+    assert "requantizes these weights" in str(report)
     (tensors,) = (slots.tensors() for slots in layer._fp8.slots.values())
     assert torch.equal(tensors["scale"][:2], torch.stack([torch.tensor(0.5), q.scale.max()]))
     with pytest.raises(ValueError, match=r"other\.input_scale is not in the model"):
@@ -274,7 +274,7 @@ def test_a_recipe_that_casts_again_is_kept_and_said(tmp_path):
     model = nn.Sequential(nn.Linear(128, 128))
     export(model, tmp_path / "out")
     float8lab.convert_to_float8(model, recipes.Float8RowwiseScaling())
-    assert "casts these weights again" in str(load_fp8(tmp_path / "out", model))
+    assert "requantizes these weights" in str(load_fp8(tmp_path / "out", model))
     assert model[0]._fp8.recipe == recipes.Float8RowwiseScaling()
 
 

@@ -1,10 +1,10 @@
-"""Checks of matrix products.  M rows, N rows of the other operand, K contraction."""
+"""Checks of GEMMs.  M rows, N rows of the other operand, K contraction."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
+from itertools import product as pairs
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from float8lab.inspect.selfcheck.grid import format_of, granularity, name_of
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
 from float8lab.ops import reference
 
-__all__ = ["GEMM_BOUND", "Product"]
+__all__ = ["GEMM_BOUND", "ExactGemm"]
 
 
 _BLOCKS: tuple[tuple[int, int], ...] = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32))
@@ -37,23 +37,23 @@ GEMM_BOUND = (
 )
 
 
-class Product:
+class ExactGemm:
     """``left @ right.mT`` in float64, and the unit in which its error is measured."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.exact = left @ right.mT
         self.size = (left.square() @ right.square().mT).sqrt()
-        """The root of the sum of the squared products. The error of a sum whose terms are each off
+        """The root of the sum of the squared terms. The error of a sum whose terms are each off
         at random is of this size, and so are its partial sums where signs are random."""
         self.K = left.shape[-1]
 
     def within(
         self, cases: Cases, got: Tensor, bias: Tensor | None, out_dtype: torch.dtype, native: bool
     ) -> None:
-        """Compare a result with the product, plus ``bias``, within the error of a correct kernel.
+        """Compare a result with the exact one plus ``bias``, within the error of a correct kernel.
 
-        A native product may be as far off as one of operands rounded to bfloat16, 2**-9 each: the
-        products are exact, but Hopper adds 128 of them with about 13 bits, and then in float32. An
+        A native GEMM may be as far off as one of operands rounded to bfloat16, 2**-9 each: the
+        terms are exact, but Hopper adds 128 of them with about 13 bits, and then in float32. An
         emulated one in bfloat16 on a GPU has such operands, and partial sums in bfloat16.
         All others have float32 operands, rounded as ``float32_matmul_precision`` allows.
         """
@@ -80,7 +80,7 @@ class Product:
 
 
 class _Pair:
-    """Two operands of a product, quantized on the CPU and copied to the device."""
+    """Two operands of a GEMM, quantized on the CPU and copied to the device."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class _Pair:
             q, scale, _ = reference.quantize(x, fp8_dtype, block, "fp32", 0.0, 1)
             self.operands.append((q.to(cases.device), scale.to(cases.device)))  # strides stay
             wide.append(reference.dequantize(q, scale, block, torch.float64).to(cases.device))
-        self.product = Product(*wide)
+        self.exact = ExactGemm(*wide)
         kinds = (
-            f"{format_of(one)} {granularity(block)}"
-            for one, block in zip(formats, blocks, strict=True)
+            f"{format_of(fp8_dtype)} {granularity(block)}"
+            for fp8_dtype, block in zip(formats, blocks, strict=True)
         )
         self.name = f"{left.shape[0]}x{right.shape[0]}x{left.shape[1]} {' by '.join(kinds)}"
 
@@ -125,13 +125,13 @@ class _Pair:
             got = ops.scaled_mm_op(*operands, out_dtype, fast_accum)
         else:
             ops.scaled_mm_into_op(got := into, *operands, fast_accum)
-        self.product.within(self.cases, got, bias, out_dtype, not self.why)
+        self.exact.within(self.cases, got, bias, out_dtype, not self.why)
 
 
-@checks("products", GEMM_BOUND, "scaled_mm_op")
+@checks("gemms", GEMM_BOUND, "scaled_mm_op")
 def _check_scaled_mm(cases: Cases) -> None:
-    for blocks in itertools.product(_BLOCKS, _BLOCKS):
-        for formats in itertools.product(FP8_DTYPES, FP8_DTYPES):
+    for blocks in pairs(_BLOCKS, _BLOCKS):
+        for formats in pairs(FP8_DTYPES, FP8_DTYPES):
             pair = _Pair(cases, cases.normal(37, 250), cases.normal(50, 250), blocks, formats)
             for out_dtype in HIGH_PRECISION_DTYPES:
                 for bias in (None, cases.normal(50)):
@@ -191,9 +191,9 @@ def _special_rows(cases: Cases) -> dict[str, Tensor]:
     return rows
 
 
-@checks("products", GEMM_BOUND, "scaled_mm_into_op")
+@checks("gemms", GEMM_BOUND, "scaled_mm_into_op")
 def _check_scaled_mm_into(cases: Cases) -> None:
-    for blocks in itertools.product(_BLOCKS, _BLOCKS):
+    for blocks in pairs(_BLOCKS, _BLOCKS):
         for M, N in ((64, 48), (37, 50)):
             pair = _Pair(cases, cases.normal(M, 272), cases.normal(N, 272), blocks)
             for out_dtype in HIGH_PRECISION_DTYPES:
@@ -201,23 +201,28 @@ def _check_scaled_mm_into(cases: Cases) -> None:
                 pair.compare(out_dtype, "into rows", into=room[3 : M + 3])
 
 
-@checks("products", GEMM_BOUND, "scaled_mm_op", name="scaled_bmm")
+@checks("gemms", GEMM_BOUND, "scaled_mm_op", name="scaled_bmm")
 def _check_scaled_bmm(cases: Cases) -> None:
-    for blocks in itertools.product(_BLOCKS, _BLOCKS):
+    for blocks in pairs(_BLOCKS, _BLOCKS):
         kinds = " by ".join(map(granularity, blocks))
         why = why_gemm_is_emulated(*blocks, cases.device)
         for B, M, N, K in ((3, 37, 48, 144), (2, 1, 1, 1), (1, 5, 7, 300), (2, 3, 0, 16)):
             operands, wide = [], []
             for rows, block in zip((M, N), blocks, strict=True):
-                parts = [
+                matrices_cast = [
                     reference.quantize(cases.normal(rows, K), E4M3, block, "fp32", 0.0, 1)
                     for _ in range(B)
                 ]
-                q, scale = (torch.stack([part[i] for part in parts]) for i in (0, 1))
-                each = [reference.dequantize(*part[:2], block, torch.float64) for part in parts]
+                q, scale = (
+                    torch.stack([matrix_cast[i] for matrix_cast in matrices_cast]) for i in (0, 1)
+                )
+                dequantized = [
+                    reference.dequantize(*matrix_cast[:2], block, torch.float64)
+                    for matrix_cast in matrices_cast
+                ]
                 operands.append((q.to(cases.device), scale.to(cases.device)))
-                wide.append(torch.stack(each).to(cases.device))
-            product = Product(*wide)
+                wide.append(torch.stack(dequantized).to(cases.device))
+            exact = ExactGemm(*wide)
             (a, a_scale), (b, b_scale) = operands
             by_column = b.view(torch.uint8).mT.contiguous().mT.view(b.dtype)
             for out_dtype in HIGH_PRECISION_DTYPES:
@@ -226,4 +231,4 @@ def _check_scaled_bmm(cases: Cases) -> None:
                     got = ops.scaled_mm_op(
                         a, a_scale, blocks[0], q, b_scale, blocks[1], None, out_dtype, False
                     )
-                    product.within(cases, got, None, out_dtype, not why)
+                    exact.within(cases, got, None, out_dtype, not why)

@@ -1,0 +1,252 @@
+"""Pickles that are never trusted with code: the names that each kind of them may use.
+
+A pickle names classes and functions, and loading it calls them. Every pickle of a checkpoint is
+loaded here, under the ``AllowedNames`` of its kind or by torch's ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pathlib
+import pickle
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from float8lab.checkpoints.source import CheckpointError, refusing
+
+__all__ = [
+    "DCP_METADATA",
+    "TRANSFORMER_ENGINE_STATE",
+    "Opaque",
+    "load_opaquely",
+    "load_restricted",
+    "load_safely",
+]
+
+
+class Opaque:
+    """A stand-in for an object of any class: it has its values, and none of its code."""
+
+    values: tuple[object, ...] = ()
+
+    def __init__(self, *values: object, **named: object) -> None:
+        self.values = values
+        self.__dict__.update(named)
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"values": (state,)})
+
+    def _ignore(self, *values: object) -> None:
+        """Leave out what a pickle puts into its own kind of list or dict."""
+
+    append = extend = add = __setitem__ = _ignore
+
+
+def _opaque_class(owner: object, name: str) -> type[Opaque]:
+    """A stand-in for a class's method that makes an object: the class."""
+    return owner if isinstance(owner, type) and issubclass(owner, Opaque) else Opaque
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Bytes, which old pickles have as text."""
+    return text.encode("latin1")
+
+
+def _load_storage(data: bytes) -> object:
+    """The elements of a tensor; torch's own function of this purpose loads any pickle."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+class AllowedNames(NamedTuple):
+    """The classes and functions that one kind of pickle may name.
+
+    Every kind may name dtypes, ``torch.Size`` and ``OrderedDict`` as well.
+    """
+
+    imported: tuple[str, ...] = ()
+    """Qualified names that are imported as they are."""
+    replaced: Mapping[str, object] = {}
+    """What stands for the names of a pattern: an object, or the name to import in their place."""
+    others_are_opaque: bool = False
+    """Whether a class derived from ``Opaque`` stands for each name beyond these."""
+    contents: str = ""
+    """What such a pickle holds, for the message about a name that is refused."""
+    advice: str = ""
+
+    def find(self, module: str, name: str) -> object:
+        """The object that a name stands for; None if the name is refused."""
+        qualified = f"{module}.{name}"
+        if qualified in self.imported:
+            return _import(qualified)
+        for pattern, value in self.replaced.items():
+            if fnmatchcase(qualified, pattern):
+                return _import(value) if isinstance(value, str) else value
+        return type(name, (Opaque,), {"__module__": module}) if self.others_are_opaque else None
+
+
+def _import(qualified: str) -> object:
+    module, _, name = qualified.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
+
+DCP_METADATA = AllowedNames(
+    imported=(
+        f"{_METADATA}.BytesStorageMetadata",
+        f"{_METADATA}.ChunkStorageMetadata",
+        f"{_METADATA}.Metadata",
+        f"{_METADATA}.MetadataIndex",
+        f"{_METADATA}.StorageMeta",
+        f"{_METADATA}.TensorProperties",
+        f"{_METADATA}.TensorStorageMetadata",
+        f"{_METADATA}._MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+    ),
+    replaced={
+        "pathlib*.*Path": pathlib.PurePosixPath,  # of another system, perhaps
+        # Megatron's class has one field more.
+        "megatron.core.dist_checkpointing.*.MCoreMetadata": f"{_METADATA}.Metadata",
+    },
+    contents="sizes and places of tensors",
+    advice="torch.distributed.checkpoint loads it, if you trust it.",
+)
+"""``.metadata`` of a directory by ``torch.distributed.checkpoint``."""
+TRANSFORMER_ENGINE_STATE = AllowedNames(
+    imported=(_REBUILD_TENSOR,),
+    replaced={
+        "torch.storage._load_from_bytes": _load_storage,
+        "transformer_engine.*": Opaque,
+        "transformer_engine_torch.*": Opaque,
+    },
+    contents="tensors and values of TransformerEngine",
+    advice="It is refused.",
+)
+"""The extra state of TransformerEngine's modules."""
+_ANY_NAME = AllowedNames(
+    imported=(_REBUILD_TENSOR, "torch._utils._rebuild_parameter"),
+    replaced={
+        "_io.BytesIO": io.BytesIO,
+        "_codecs.encode": _encode,
+        "builtins.getattr": _opaque_class,
+        "__builtin__.getattr": _opaque_class,  # as protocol 2 names it
+    },
+    others_are_opaque=True,
+)
+"""Files by ``torch.save`` with objects of other libraries, such as Megatron-LM's."""
+
+
+def _restricted_unpickler(allowed: AllowedNames, subject: str) -> type[pickle.Unpickler]:
+    class RestrictedUnpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            value: object = getattr(torch, name, None) if module == "torch" else None
+            if isinstance(value, torch.dtype) or value is torch.Size:
+                return value
+            if (module, name) == ("collections", "OrderedDict"):
+                return OrderedDict
+            value = allowed.find(module, name)
+            if value is None:
+                raise CheckpointError(
+                    f"{subject} must hold {allowed.contents}; it names {module}.{name}, and "
+                    f"loading that can run code. {allowed.advice}"
+                )
+            return value
+
+    return RestrictedUnpickler
+
+
+def load_restricted(file: IO[bytes], allowed: AllowedNames, subject: str) -> object:
+    """Load a pickle, or a file by ``torch.save``, that may use no other names than ``allowed``.
+
+    Raises:
+        CheckpointError: it names something else; ``subject`` is how the message calls the file.
+    """
+    is_archive = file.read(2) == b"PK"
+    file.seek(0)
+    if is_archive:
+        return _torch_load(file, _restricted_unpickler(allowed, subject))
+    return _restricted_unpickler(allowed, subject)(file).load()
+
+
+def _torch_load(
+    file: Path | IO[bytes], unpickler: type[pickle.Unpickler], *, mmap: bool = False
+) -> object:
+    # torch.load takes a module, of which it uses these.
+    module: Any = SimpleNamespace(
+        Unpickler=unpickler,
+        load=lambda file, **options: unpickler(file, **options).load(),
+        __name__="pickle",
+    )
+    return torch.load(file, "cpu", pickle_module=module, weights_only=False, mmap=mmap)
+
+
+@contextmanager
+def _checking_tensors() -> Iterator[None]:
+    """Have torch refuse sparse tensors with indices outside of their shape.
+
+    It would read them outside of their memory.
+    """
+    with torch.sparse.check_sparse_tensor_invariants(), warnings.catch_warnings():
+        # Torch 2.15 checks by itself, and warns that it takes time.
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
+        yield
+
+
+def load_opaquely(path: Path, *, mmap: bool) -> object:
+    """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class.
+
+    Nothing that the file names is imported or called, but for torch's makers of tensors.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    problem = f"{path} must be a file by torch.save; it is not one, or it is damaged"
+    with refusing(problem), _checking_tensors():
+        return _torch_load(path, _restricted_unpickler(_ANY_NAME, str(path)), mmap=mmap)
+
+
+def load_safely(file: Path | IO[bytes], subject: str, *, mmap: bool = False) -> object:
+    """``torch.load`` of tensors and plain data.
+
+    Raises:
+        CheckpointError: the file is damaged, or needs classes whose loading can run code;
+            ``subject`` is how the message calls it.
+    """
+    try:
+        with _checking_tensors():
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError:
+        raise
+    except Exception as error:  # unpickling damaged data raises any of them, says pickle's manual
+        unsafe = _unsafe_names(file) if isinstance(error, pickle.UnpicklingError) else []
+        if unsafe:
+            raise CheckpointError(
+                f"{subject} must hold tensors and plain data; it also names {', '.join(unsafe)}, "
+                "and loading those can run code. If you trust it, torch.load it with "
+                "weights_only=False, and torch.save its state_dict() alone."
+            ) from error
+        text = str(error).splitlines() or ["no message"]
+        if not isinstance(error, pickle.UnpicklingError):
+            text = [f"{type(error).__name__}: {text[0]}"]
+        raise CheckpointError(
+            f"{subject} must be a file by torch.save; it is not one, or it is damaged: {text[-1]}"
+        ) from error
+
+
+def _unsafe_names(file: Path | IO[bytes]) -> list[str]:
+    """The classes and functions that weights_only does not load; empty if there are none."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # as above; or it is no archive
+        return []

@@ -1,0 +1,165 @@
+"""Checks of casts of values computed inside the cast: norms, activations and their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import FP8_DTYPES
+from float8lab.inspect.selfcheck.casts import compare_sums
+from float8lab.inspect.selfcheck.grid import (
+    NORMS,
+    RECIPES,
+    all_to,
+    format_of,
+    given,
+    name_of,
+    with_infinities,
+)
+from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
+from float8lab.ops import reference
+
+__all__: list[str] = []
+
+
+_KINDS = (*NORMS, *reference.ACTIVATIONS, *(f"{name}_backward" for name in reference.ACTIVATIONS))
+_SOME_KINDS = (
+    ("layer_norm", BF16),
+    ("rms_norm", FP32),
+    ("swiglu", BF16),
+    ("gelu_backward", FP32),
+    ("geglu_backward", BF16),
+)
+"""Kinds that together cover every way in which the kernels load a prologue."""
+_SHAPES = ((63, 130), (300, 512), (0, 64))
+
+
+def _inputs(cases: Cases, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """A prologue of about this shape; gradients of gated activations have an even width."""
+    rows, columns = shape
+
+    def matrix(width: int) -> Tensor:
+        return (cases.normal(rows, width) * 3).to(dtype)
+
+    if kind in NORMS:
+        more = [cases.normal(rows), cases.normal(columns)] if kind == "layer_norm" else []
+        return [matrix(columns), cases.uniform(rows) + 0.5, cases.normal(columns), *more]
+    name = kind.removesuffix("_backward")
+    gated = reference.ACTIVATIONS[name][1]
+    if kind == name:
+        return [matrix(2 * columns if gated else columns)]
+    half = (columns + 1) // 2
+    return [matrix(2 * half), matrix(half)] if gated else [matrix(columns), matrix(columns)]
+
+
+@checks(
+    "prologues",
+    "the reference on the CPU: bit for bit, or where there is an exponential, float64",
+    "value_of_op",
+)
+def _check_value_of(cases: Cases) -> None:
+    """Compare values with the reference, or with float64 where there is an exponential.
+
+    An exponential is off by 2**-22, ``ex2.approx`` of the PTX manual, and by the rounding of its
+    argument of up to 2**7, 2**-17; the reciprocal is off by 2**-23; then there is one rounding.
+    """
+    for index, kind in enumerate(_KINDS):
+        function = reference.ACTIVATIONS.get(kind.removesuffix("_backward"), ("norm", False))[0]
+        for shape in (_SHAPES[index % 2], _SHAPES[2]):
+            dtype = (BF16, FP32)[index // 2 % 2]
+            cases.begin(f"{kind} {shape[0]}x{shape[1]} {name_of(dtype)}")
+            inputs = _inputs(cases, kind, shape, dtype)
+            got = ops.value_of_op(kind, all_to(cases, inputs), dtype)
+            if function in ("norm", "relu", "srelu"):
+                cases.same(got, reference.value_of(kind, inputs, dtype))
+                continue
+            size = math.prod(max(_largest_of(tensor), 1.0) for tensor in inputs)
+            exact = reference.value_of(kind, [tensor.double() for tensor in inputs], torch.float64)
+            bound = exact.abs() * (torch.finfo(dtype).eps + 2.0**-16) + 2.0**-20 * size
+            cases.within(got, exact, bound)
+
+
+def _largest_of(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+_COMPOSED = "the op of the written values, both on this device, bit for bit"
+
+
+def _prologues(cases: Cases) -> Iterator[tuple[ops.Prologue, Tensor, torch.dtype, int]]:
+    """Begin each case; yield a prologue and its values on the device, format and alignment."""
+    for kind, dtype in _SOME_KINDS:
+        for number, shape in enumerate(_SHAPES):
+            fp8_dtype, align = FP8_DTYPES[number % 2], (1, 16)[number % 2]
+            cases.begin(f"{kind} {shape[0]}x{shape[1]} {name_of(dtype)} {format_of(fp8_dtype)}")
+            inputs = _inputs(cases, kind, shape, dtype)
+            if number == 1:
+                inputs[0] = with_infinities(inputs[0])
+            prologue = ops.Prologue(kind, all_to(cases, inputs), dtype)
+            yield prologue, prologue.value(), fp8_dtype, align
+
+
+@checks("prologues", _COMPOSED, "amax_op", name="amax_of")
+def _check_amax_of(cases: Cases) -> None:
+    for prologue, value, _, _ in _prologues(cases):
+        cases.same(ops.amax_op(*given(prologue), (-1, -1)), ops.amax_op(*given(value), (-1, -1)))
+
+
+@checks("prologues", _COMPOSED, "cast_op", name="cast_of")
+def _check_cast_of(cases: Cases) -> None:
+    encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
+    for prologue, value, fp8_dtype, align in _prologues(cases):
+        options = (fp8_dtype, (-1, -1), "encode", 0.0, align)
+        for at, transposed in ((0, False), (3, True)):
+            arguments = (*given(prologue), *options, not transposed, transposed, False, encode)
+            slot, want_slot = (torch.full_like(encode, ops.NO_DATA) for _ in range(2))
+            got = ops.cast_op(*arguments, slot)
+            oriented = given(value.t() if transposed else value)
+            want = ops.cast_op(*oriented, *options, True, False, False, encode, want_slot)
+            cases.same((got[at], slot), (want[0], want_slot))
+            cases.same(ops.cast_op(*arguments)[at], want[0])
+
+
+@checks("prologues", f"{_COMPOSED}; column sums: float64", "cast_op", name="cast_pair_of")
+def _check_cast_pair_of(cases: Cases) -> None:
+    encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
+    for prologue, value, fp8_dtype, align in _prologues(cases):
+        options = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, True, encode)
+        got, want = ops.cast_op(*given(prologue), *options), ops.cast_op(*given(value), *options)
+        cases.same((got[0], got[3]), (want[0], want[3]))
+        compare_sums(cases, got[5], value.cpu())
+
+
+_RECIPES = ("per tensor", "per row", "1x128", "128x128", "1x32 e8m0")
+
+
+@checks("prologues", _COMPOSED, "cast_op", name="quantize_of")
+def _check_quantize_of(cases: Cases) -> None:
+    for index, (prologue, value, fp8_dtype, align) in enumerate(_prologues(cases)):
+        recipe = _RECIPES[index % len(_RECIPES)]
+        options = (fp8_dtype, *RECIPES[recipe], align)
+        rowwise = ops.cast_op(*given(prologue), *options, True, False, False)
+        cases.same(rowwise[:2], ops.cast_op(*given(value), *options, True, False, False)[:2])
+        columnwise = ops.cast_op(*given(prologue), *options, False, True, False)
+        want = ops.cast_op(*given(value.t()), *options, True, False, False)
+        cases.same(columnwise[3:5], want[:2])
+        if recipe == "per tensor":
+            amax = ops.amax_op(*given(prologue), (-1, -1))
+            cases.same(columnwise[2], amax)
+            requantized = ops.cast_op(*given(prologue), *options, False, True, False, amax)
+            cases.same(requantized[3:5], columnwise[3:5])
+
+
+@checks("prologues", f"{_COMPOSED}; column sums: float64", "cast_op", name="quantize_pair_of")
+def _check_quantize_pair_of(cases: Cases) -> None:
+    for index, (prologue, value, fp8_dtype, align) in enumerate(_prologues(cases)):
+        recipe = _RECIPES[index % len(_RECIPES)]
+        options = (fp8_dtype, *RECIPES[recipe], align)
+        q, scale, _, *transposed, sums = ops.cast_op(*given(prologue), *options, True, True, True)
+        want = ops.cast_op(*given(value), *options, True, True, False)
+        cases.same((q, scale, *transposed), (*want[:2], *want[3:5]))
+        compare_sums(cases, sums, value.cpu())

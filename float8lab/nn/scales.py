@@ -1,0 +1,232 @@
+"""Scale sources: where the scales of a layer's casts come from.  M rows, K columns.
+
+A call of a layer has one source, chosen when it begins, and its forward and backward ask nothing
+else. *Current* scales are made of the amaxes that the casts find; ranks that share a matrix
+*share* them. *Delayed* scales were made of the amaxes of earlier steps. In a compiled *graph*,
+delayed scales are looked up when it runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8lab.distributed.comm import TensorParallel
+from float8lab.formats import Spec
+from float8lab.nn.in_graph import GraphState, cast_in_graph
+from float8lab.nn.quantize import Matrix, quantize, quantize_shard, replayed_quantize
+from float8lab.ops import Groups
+from float8lab.ops.operand import Operand, Quantized
+from float8lab.ops.reference import ALIGN
+from float8lab.recipes.delayed import DelayedSlots, QuantParams
+
+__all__ = ["DY", "CurrentScales", "DelayedScales", "GraphScales", "ScaleSource", "W", "X"]
+
+X, W, DY = 0, 1, 2
+"""Indices of a linear layer's cast tensors."""
+
+SHORT_ROWS = 1024
+"""Inductor's reductions of up to so many are "persistent"."""
+
+
+class ScaleSource:
+    """Where the scales of one call's casts come from."""
+
+    __slots__ = ("epsilon", "parallel")
+
+    are_given = False
+    """Whether casts are given scales, and make none of the amaxes that they find."""
+
+    def __init__(self, epsilon: float, parallel: TensorParallel | None) -> None:
+        self.epsilon = epsilon
+        self.parallel = parallel
+
+    def params(self, index: int, x: Matrix) -> QuantParams | None:
+        """What is known of the scales of tensor ``index`` before ``x`` is cast."""
+        return None
+
+    def uses_amax(self, index: int) -> bool:
+        """Whether a cast of tensor ``index`` will look at the amax of all values first."""
+        return True
+
+    def quantize(
+        self,
+        x: Matrix,
+        index: int,
+        rowwise: Spec | None,
+        columnwise: Spec | None = None,
+        *,
+        dbias: bool = False,
+        align: int = ALIGN,
+        amax: Tensor | None = None,
+    ) -> Quantized:
+        """Cast tensor ``index`` of the call.
+
+        Args:
+            x: what is cast.
+            index: which of the layer's tensors it is.
+            rowwise: the spec of its rows; None where they are not wanted.
+            columnwise: the spec of its transpose; or None.
+            dbias: the sums over the rows of x are wanted, too.
+            align: the sizes of the result are multiples of it.
+            amax: of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
+        """
+        params = self.params(index, x)
+        run = quantize if self.parallel is None else replayed_quantize
+        made: Quantized = run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
+        return made
+
+
+class CurrentScales(ScaleSource):
+    """Each cast makes its scales of the amaxes that it finds."""
+
+    __slots__ = ()
+
+    def quantize(
+        self,
+        x: Matrix,
+        index: int,
+        rowwise: Spec | None,
+        columnwise: Spec | None = None,
+        *,
+        dbias: bool = False,
+        align: int = ALIGN,
+        amax: Tensor | None = None,
+    ) -> Quantized:
+        dim = None if self.parallel is None else self.parallel.sharded_dim(index)
+        if self.parallel is not None and dim is not None:
+            return quantize_shard(
+                x, rowwise, columnwise, self.parallel, dim, amax, self.epsilon, dbias, align
+            )
+        params = None
+        if torch.compiler.is_compiling() and isinstance(x, Tensor):
+            specs = (spec for spec in (rowwise, columnwise) if spec is not None)
+            if any(spec.shares_matrix_amax for spec in specs):
+                params = _amax_params(x, index)
+        run = quantize if self.parallel is None else replayed_quantize
+        made: Quantized = run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
+        return made
+
+
+def _amax_params(x: Tensor, index: int) -> QuantParams | None:
+    """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it.
+
+    A compiler finds it in the loop that computes the matrix; the op has to read the matrix for it.
+    By rows, as norms are, or the compiler makes two loops. A weight is computed by nothing. Short
+    rows make Inductor hold whole ones in registers: right for a norm, but a costly gradient, such
+    as that of rotary embedding, took three times as long on an H200.
+    """
+    is_short = index == DY and x.shape[1] <= SHORT_ROWS
+    if index == W or is_short or not x.numel():
+        return None
+    return QuantParams.of_amax(x.abs().amax(1).amax().float().view(1, 1))
+
+
+class DelayedScales(ScaleSource):
+    """Scales that a module's slots have from the amaxes of earlier steps.
+
+    They do not change during a call, but for one that has to be made of the first tensor that a
+    slot sees.
+    """
+
+    __slots__ = ("experts", "is_empty", "known", "record", "slots")
+
+    are_given = True
+
+    def __init__(
+        self,
+        epsilon: float,
+        parallel: TensorParallel | None,
+        slots: DelayedSlots,
+        *,
+        record: bool,
+        is_empty: bool,
+        experts: range | None,
+        known: list[QuantParams | None] | None = None,
+    ) -> None:
+        """Ask the slots for the scales that are known.
+
+        Args:
+            slots: of the module.
+            record: whether the amaxes that casts find are recorded.
+            is_empty: whether a call without rows has none on other ranks, either.
+            experts: which of the module's experts this rank has, if not all.
+            known: by tensor, in a recomputation: the scales of the call that it repeats.
+        """
+        super().__init__(epsilon, parallel)
+        self.slots = slots
+        self.record = record
+        self.is_empty = is_empty
+        self.experts = experts
+        if known is None:
+            known = slots.known(record=record, experts=experts)
+        self.known = known
+
+    def params(self, index: int, x: Matrix) -> QuantParams:
+        """The scale and encode factor of a tensor, and the slot for its amax."""
+        return self.known[index] or self._look_up(index, x)
+
+    def _look_up(self, index: int, x: Matrix) -> QuantParams:
+        params = self.slots.scale_for(
+            index, x, record=self.record, empty=self.is_empty, experts=self.experts
+        )
+        if self.slots.forward[index]:
+            self.known[index] = params
+        return params
+
+    def uses_amax(self, index: int) -> bool:
+        """Whether ``params`` will make the first scale of the values of ``x``."""
+        return self.known[index] is None and not self.slots.is_seeded(index)
+
+    def repetition(self) -> DelayedScales:
+        """The scales of a recomputation of the call: it records the amaxes of gradients alone."""
+        known = [params and params._replace(amax_slot=None) for params in self.known]
+        if self.record:
+            # Tied to the backward pass that the recomputation runs in, not to one inside of it.
+            self.slots.pack.await_backward()
+        return DelayedScales(
+            self.epsilon, self.parallel, self.slots, record=self.record, is_empty=self.is_empty,
+            experts=self.experts, known=known,
+        )  # fmt: skip
+
+
+class GraphScales(ScaleSource):
+    """Delayed scales in a compiled graph, which has an op that looks them up when it runs."""
+
+    __slots__ = ("state",)
+
+    are_given = True
+
+    def __init__(self, epsilon: float, parallel: TensorParallel | None, state: GraphState) -> None:
+        super().__init__(epsilon, parallel)
+        self.state = state
+
+    def uses_amax(self, index: int) -> bool:
+        return False
+
+    def quantize(
+        self,
+        x: Matrix,
+        index: int,
+        rowwise: Spec | None,
+        columnwise: Spec | None = None,
+        *,
+        dbias: bool = False,
+        align: int = ALIGN,
+        amax: Tensor | None = None,
+    ) -> Quantized:
+        if rowwise is not None and columnwise is not None and rowwise != columnwise:
+            first = self.quantize(x, index, rowwise, dbias=dbias, align=align)
+            second = self.quantize(x, index, None, columnwise, align=align)
+            return first._replace(columnwise=second.columnwise)
+        spec = rowwise or columnwise
+        assert spec is not None, "one of the two"
+        matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
+        made = cast_in_graph(
+            matrix, index, self.state, spec.fp8_dtype, align, rowwise is not None,
+            columnwise is not None, dbias, offs=x.offs if isinstance(x, Groups) else None,
+        )  # fmt: skip
+        scale, encode = made.scale, made.encode
+        if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
+            scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
+        return Quantized(Operand(made.q, scale), Operand(made.q_t, scale), encode, made.sums)
