@@ -18,6 +18,7 @@ RECIPES = {
     "rowwise": recipes.Float8RowwiseScaling(),
     "block": recipes.Float8BlockScaling(),
     "mx": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(),
 }
 """One of each."""
 
