@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import doctest
+import functools
 import importlib
 import importlib.util
 import re
@@ -59,7 +60,15 @@ def _need(path: Path) -> None:
         pytest.importorskip(library)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        # The whole self-check, each of whose checks is a quick test.
+        pytest.param(page, marks=[pytest.mark.slow] * (page_name(page) == "docs/selfcheck.md"))
+        for page in PAGES
+    ],
+    ids=page_name,
+)
 def test_page_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     _need(page)
     monkeypatch.chdir(tmp_path)
@@ -99,9 +108,8 @@ def test_troubleshooting_quotes_only_messages_that_are_raised():
     assert len(quoted) == len(raised) > 30
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_page_links_lead_to_files(page: Path):
-    for link in LINK.finditer(FENCED.sub("", page.read_text())):
+def test_page_links_lead_to_files():
+    for page, link in [(source, link) for source in PAGES for link in _links(source)]:
         target, _, anchor = link["target"].partition("#")
         if re.match(r"[a-z]+:", target):  # elsewhere: no test asks the network
             assert re.match(r"https://[\w.-]+\.[a-z]+(/|$)", target), f"{page}: {target}"
@@ -112,6 +120,11 @@ def test_page_links_lead_to_files(page: Path):
             assert anchor in _anchors(file), f"{page}: {file.name} has no heading #{anchor}"
 
 
+def _links(page: Path) -> list[re.Match[str]]:
+    return [*LINK.finditer(FENCED.sub("", page.read_text()))]
+
+
+@functools.cache
 def _anchors(page: Path) -> set[str]:
     """Of the headings of a page, as GitHub makes them; mkdocs.yml has the site make the same."""
     found: set[str] = set()
@@ -123,19 +136,33 @@ def _anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=page_name)
-def test_docstring_examples_run(path: Path):
-    if "kernels" in path.relative_to(ROOT).parts:
-        pytest.importorskip("triton")
-    _need(path)
+def _run_docstring_examples(path: Path) -> str:
+    """Run the examples of a module; what doctest reports of those that fail."""
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     report: list[str] = []
     finder = doctest.DocTestFinder()
+    torch.manual_seed(0)
     for example in finder.find(module, name, extraglobs={"float8lab": float8lab, "torch": torch}):
         runner.run(example, out=report.append)
-    assert runner.failures == 0, "".join(report)
+    return "".join(report) if runner.failures else ""
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if page_name(path) in NEEDS], ids=page_name
+)
+def test_docstring_examples_of_integrations_run(path: Path):
+    _need(path)
+    assert _run_docstring_examples(path) == ""
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=page_name)
+def test_docstring_examples_run(folder: Path):
+    if folder.name == "kernels":
+        pytest.importorskip("triton")
+    paths = [path for path in MODULES if path.parent == folder and page_name(path) not in NEEDS]
+    assert "".join(map(_run_docstring_examples, paths)) == ""
 
 
 def test_pictures_are_shown_and_made():

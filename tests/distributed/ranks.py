@@ -44,6 +44,7 @@ __all__ = [
     "check_names",
     "forks",
     "ranks_fixture",
+    "slow_check",
 ]
 
 PRELOAD = [
@@ -114,9 +115,22 @@ class Collectives(TorchDispatchMode):
         return [(dtype, size) for seen, dtype, size in self.seen if name in seen]
 
 
-def check_names(module: Any) -> list[str]:
-    """The checks of a test file."""
-    return [name for name in vars(module) if name.startswith("check_") and name != "check_names"]
+_SLOW: set[Any] = set()
+
+
+def slow_check(check: Any) -> Any:
+    """Mark a check ``slow``: a quick one proves the same on a smaller scale."""
+    _SLOW.add(check)
+    return check
+
+
+def check_names(module: Any) -> list[Any]:
+    """The checks of a test file, as parameters of its test."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (check in _SLOW))
+        for name, check in vars(module).items()
+        if name.startswith("check_") and name != "check_names"
+    ]
 
 
 def forks() -> BaseContext:

@@ -15,17 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import float8lab
-from float8lab import recipes
 from float8lab.distributed import offload
+from tests.nn import models
 
-RECIPES = {
-    "plain": None,
-    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
+RECIPES = {"plain": None, **models.RECIPES}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 

@@ -24,7 +24,14 @@ from float8lab.nn.parallel import ParameterShard, shards_of
 from float8lab.nn.precision import precisions
 from float8lab.ops import dequantize_op
 from float8lab.recipes.region import PROCESS
-from tests.distributed.ranks import RECIPES, Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import (
+    RECIPES,
+    Collectives,
+    Ranks,
+    check_names,
+    ranks_fixture,
+    slow_check,
+)
 from tests.integrations.checkpoint import layouts
 
 H, G, D = 8, 4, 8  # query heads, key/value heads, channels of a head
@@ -439,6 +446,7 @@ def check_the_group_comes_later(ranks: Ranks) -> None:
     assert torch.equal(whole(x), high)
 
 
+@slow_check  # quick: its layers in test_tensor_parallel.py
 def check_compiled(ranks: Ranks) -> None:
     """Collectives are in the graph; the numbers are those of eager mode."""
     torch.manual_seed(1)

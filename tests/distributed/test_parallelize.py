@@ -49,7 +49,7 @@ from float8lab.recipes import (
     Recipe,
 )
 from float8lab.recipes.region import PROCESS
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture, slow_check
 from tests.distributed.test_tensor_parallel import (
     DIMENSIONS,
     assert_summed_alike,
@@ -274,17 +274,25 @@ def check_what_travels(ranks: Ranks) -> None:
 
 
 def check_compiled(ranks: Ranks) -> None:
-    for kind, recipe in (("float8", RECIPES[0]), ("tensor", RECIPES[1])):
-        model = parallelized(ranks.mesh(), kind, recipe, hidden=150)
-        alone = Block(recipe, 150).to(ranks.device)
-        # Two of its layers: compiling takes long.
-        pair, pair_alone = (nn.Sequential(block.up, block.down) for block in (model, alone))
-        compiled = torch.compile(pair, backend="aot_eager", fullgraph=True)
-        for _ in range(2):
-            x, mine = inputs(ranks.mesh(), kind, 2, 8)
-            for one, other in zip(run(compiled, mine), run(pair_alone, x), strict=True):
-                assert torch.equal(one, other)
-        torch.compiler.reset()
+    compiled_equals_eager(ranks, "tensor", RECIPES[1])
+
+
+@slow_check  # the same collectives as the modules' own, which test_tensor_parallel.py compiles
+def check_compiled_styles(ranks: Ranks) -> None:
+    compiled_equals_eager(ranks, "float8", RECIPES[0])
+
+
+def compiled_equals_eager(ranks: Ranks, kind: str, recipe: Recipe) -> None:
+    model = parallelized(ranks.mesh(), kind, recipe, hidden=150)
+    alone = Block(recipe, 150).to(ranks.device)
+    # Two of its layers: compiling takes long.
+    pair, pair_alone = (nn.Sequential(block.up, block.down) for block in (model, alone))
+    compiled = torch.compile(pair, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        x, mine = inputs(ranks.mesh(), kind, 2, 8)
+        for one, other in zip(run(compiled, mine), run(pair_alone, x), strict=True):
+            assert torch.equal(one, other)
+    torch.compiler.reset()
 
 
 def check_fsdp_on_a_mesh_of_two_dimensions(ranks: Ranks) -> None:

@@ -44,7 +44,13 @@ def losses(command: str, folder: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
 
 
-@pytest.mark.parametrize("name", [name for name, _ in PROGRAMS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "train_accelerate"))
+        for name, _ in PROGRAMS
+    ],
+)
 def test_resumes_on_two_processes(name: str, tmp_path: Path) -> None:
     pytest.importorskip(name.removeprefix("train_"))
     (tmp_path / f"{name}.py").write_text(dict(PROGRAMS)[name])

@@ -41,10 +41,9 @@ def find(dotted: str):
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_public_name_is_in_the_reference(module: str):
+def test_every_public_name_is_in_the_reference():
     documented = {id(find(name)) for name in DIRECTIVES if not OTHERS.search(name)}
-    for name in find(module).__all__:
+    for module, name in [(owner, name) for owner in MODULES for name in find(owner).__all__]:
         value = find(f"{module}.{name}")
         if inspect.ismodule(value):
             assert (ROOT / "docs" / "api" / f"{name}.md").exists()
@@ -52,9 +51,9 @@ def test_every_public_name_is_in_the_reference(module: str):
             assert id(value) in documented, f"docs/api/ must have a line '::: {module}.{name}'"
 
 
-@pytest.mark.parametrize("name", [name for name in DIRECTIVES if not OTHERS.search(name)])
-def test_what_the_reference_shows_exists_and_has_a_docstring(name: str):
-    assert inspect.getdoc(find(name))
+def test_what_the_reference_shows_exists_and_has_a_docstring():
+    names = [name for name in DIRECTIVES if not OTHERS.search(name)]
+    assert [name for name in names if not inspect.getdoc(find(name))] == []
 
 
 class References(HTMLParser):

@@ -35,6 +35,7 @@ def check(folder: Path, *args: str) -> None:
     assert "4 records of repeated steps, 0 of them with other bytes" in printed
 
 
+@pytest.mark.slow
 def test_a_killed_worker_resumes_bit_for_bit(tmp_path: Path) -> None:
     check(tmp_path, "--batch", "1")
 

@@ -263,6 +263,7 @@ def test_model_cannot_see_the_future():
     torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
 
 
+@pytest.mark.slow
 def test_text_is_large_enough_and_source_code_is_larger():
     assert LOAD_TEXT is text.load_text
     prose, code = text.load_text(), text.load_text(code=True)

@@ -1,7 +1,9 @@
 """A mixture of experts, trained for a few steps in high precision and in FP8."""
 
+import email
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import text
@@ -13,6 +15,7 @@ def run(monkeypatch, *args):
     """A small job, on one thread."""
     small = replace(train_moe.PRESETS["tiny"], context=32, dim=64, ffn=48)
     training = replace(train_moe.TRAINING["tiny"], validation_windows=32, validations=1)
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(Path(email.__file__).parent))
     loaded, threads = text.load_text(), torch.get_num_threads()
     monkeypatch.setitem(train_moe.PRESETS, "tiny", small)
     monkeypatch.setitem(train_moe.TRAINING, "tiny", training)

@@ -50,22 +50,9 @@ def support():
     )
 
 
-def test_hopper(pretend):
-    pretend((9, 0))
-    assert_expected_inline(
-        support(),
-        """\
-DelayedScaling | native |
-Float8CurrentScaling | native |
-Float8RowwiseScaling | native |
-Float8BlockScaling | native |
-MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
-FP8 attention | native |""",
-    )
-
-
-def test_hopper_with_an_old_cuda(pretend):
-    pretend((9, 0), cuda=(12, 8))
+@pytest.mark.parametrize("cuda", [{}, {"cuda": (12, 8)}], ids=["", "an old CUDA"])
+def test_hopper(pretend, cuda):
+    pretend((9, 0), **cuda)
     assert_expected_inline(
         support(),
         """\

@@ -86,7 +86,8 @@ RETURNING = [
     (check.name, name)
     for check in CHECKS
     for name in check.ops
-    if not name.endswith(("many_op", "update_scales_op", "into_op"))
+    # scaled_mm_op leaves out a block in a test below, which fails the same check.
+    if not name.endswith(("many_op", "update_scales_op", "into_op", "scaled_mm_op"))
 ]
 
 

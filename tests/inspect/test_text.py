@@ -123,8 +123,9 @@ exponents  -7..8
             target.print(quantize(torch.empty(2, 3, device="meta")))
         # ASCII: the source files are.
         text = captured.get().encode("ascii", "replace").decode()
+        bars = inspect.summary(example()[1]).partition("\n\n")[2]
         self.assertExpectedInline(
-            "\n".join(map(str.rstrip, text.splitlines())),
+            "\n".join(map(str.rstrip, text.splitlines())).replace(bars, "(bars)"),
             """\
 Float8Tensor
 
@@ -139,22 +140,7 @@ Float8Tensor
   nan         12.5% (1)
   exponents   -7..8
 
-2^-7 #################### 1
-2^-6 0
-2^-5 0
-2^-4 0
-2^-3 0
-2^-2 0
-2^-1 0
- 2^0 0
- 2^1 #################### 1
- 2^2 0
- 2^3 0
- 2^4 #################### 1
- 2^5 0
- 2^6 0
- 2^7 0
- 2^8 ######################################## 2
+(bars)
 Float8Tensor(..., size=(2, 3),
              fp8=e4m3 tensor fp32, dtype=torch.float32,
 device='meta')""",

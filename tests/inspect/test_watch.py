@@ -26,16 +26,11 @@ from float8lab import recipes
 from float8lab.inspect import watch
 from float8lab.inspect.watch.records import Log, Record, Step
 from float8lab.recipes.region import PROCESS
+from tests.nn.models import DELAYED
+from tests.nn.models import UNDELAYED as RECIPES
 from tests.recorder import Ops, never_waiting
 
-RECIPES = {
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 ALL = RECIPES | {"delayed": DELAYED}
 
 
@@ -705,8 +700,14 @@ class Graphs:
         return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
 
 
-@pytest.mark.parametrize("passed", ["plain", "compiled", "in place"])
-@pytest.mark.parametrize("recipe", [DELAYED, RECIPES["block"]], ids=["delayed", "block"])
+@pytest.mark.parametrize(
+    ("recipe", "passed"),
+    [
+        pytest.param(DELAYED, "compiled", id="delayed-compiled"),
+        pytest.param(RECIPES["block"], "in place", id="block-in-place"),
+        pytest.param(DELAYED, "plain", id="delayed-plain", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_models(recipe, passed):
     def fresh():
         torch._dynamo.reset()

@@ -15,6 +15,7 @@ from torch import nn
 import float8lab
 from float8lab import recipes
 from float8lab.nn.attention import RotaryPositionEmbedding
+from tests.nn import models
 
 onnx = pytest.importorskip("onnx", reason="needs the extra 'onnx'")
 pytest.importorskip("onnxscript", reason="needs the extra 'onnx'")
@@ -25,14 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAME_DB, SEVERAL_DB = 80.0, 40.0
 HIDDEN, HEADS, S, B = 64, 4, 6, 2
-RECIPES = {
-    "high": None,
-    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
+RECIPES = {"high": None, **models.RECIPES}
 
 
 def norm_linear(**kwargs):

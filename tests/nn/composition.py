@@ -11,13 +11,11 @@ from torch.nn import functional as F
 import float8lab
 from float8lab import recipes
 from float8lab.nn.activation_function import activate
+from tests.nn.models import UNDELAYED
 
 RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=3, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
+    **UNDELAYED,
     "nvfp4": recipes.NVFP4BlockScaling(),
 }
 """One of each."""

@@ -9,15 +9,38 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 
-__all__ = ["GPT", "RECIPES", "Block", "Counted", "each_recipe", "same_gradients", "states"]
+__all__ = [
+    "DELAYED",
+    "GPT",
+    "RECIPES",
+    "UNDELAYED",
+    "Block",
+    "Counted",
+    "each_recipe",
+    "same_gradients",
+    "saved_bytes",
+    "states",
+    "with_slow",
+]
 
-RECIPES = {
-    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
+UNDELAYED = {
     "current": recipes.Float8CurrentScaling(),
     "rowwise": recipes.Float8RowwiseScaling(),
     "block": recipes.Float8BlockScaling(),
     "mx": recipes.MXFP8BlockScaling(),
 }
+DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+RECIPES = {"delayed": DELAYED, **UNDELAYED}
+
+
+def with_slow(quick, *names):
+    """``parametrize`` by name over these recipes, of which all but ``quick`` are ``slow``."""
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names],
+    )
+
+
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 
@@ -78,6 +101,26 @@ def states(model):
     """The delayed-scaling state of all layers."""
     state = float8lab.nn.ScalingState(model).state_dict()
     return {key: value.tolist() for key, value in state.items()}
+
+
+def saved_bytes(module, x, recipe=None):
+    """Bytes of activations that backward keeps, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    seen = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters and t.numel():
+            seen[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        float8lab.autocast(enabled=recipe is not None, recipe=recipe),
+    ):
+        y = module(x)
+    del y
+    return sum(seen.values())
 
 
 def same_gradients(a, b):

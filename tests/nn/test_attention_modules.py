@@ -16,18 +16,14 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 from float8lab.nn.precision import precisions_below
-from tests.nn import float64
+from tests.nn import composition, float64
 from tests.nn.float64 import EXACT, Rounding
 from tests.pairwise import pairwise
 
 HIDDEN, FFN, HEADS, GROUPS, B, S, SE = 64, 96, 4, 2, 4, 24, 20
 
 RECIPES = {
-    "delayed": recipes.DelayedScaling(amax_history_len=3, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
+    **composition.RECIPES,
     "delayed-dpa": recipes.DelayedScaling(
         fp8_dpa=True, amax_history_len=3, amax_compute_algo="max"
     ),

@@ -13,14 +13,9 @@ from float8lab.nn import gemm
 from float8lab.nn.casts import shared_cast
 from float8lab.recipes.recipe import GemmPlan, LinearPlan
 from float8lab.recipes.region import in_backward
+from tests.nn.models import UNDELAYED as RECIPES
 
-RECIPES = {
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 @pytest.fixture

@@ -19,7 +19,16 @@ from torch.nn import functional as F
 import float8lab
 from float8lab import recipes
 from float8lab.nn.handles import _Handles
-from tests.nn.models import GPT, RECIPES, Block, Counted, each_recipe, same_gradients, states
+from tests.nn.models import (
+    GPT,
+    RECIPES,
+    Block,
+    Counted,
+    each_recipe,
+    same_gradients,
+    states,
+    with_slow,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +63,10 @@ def compiled_twin(eager, recipe, **how):
     return eager, model, torch.compile(model, fullgraph=True, backend=backend, **how), backend
 
 
-@each_recipe
-def test_a_converted_gpt_compiles_once_and_once_more_for_other_lengths(recipe):
+@with_slow({"delayed", "block"}, *RECIPES)
+def test_a_converted_gpt_compiles_once_and_once_more_for_other_lengths(name):
     """With a block that is computed again; the next test has one that keeps its activations."""
-    eager, model, compiled, backend = compiled_twin(GPT(checkpointed=[True]), recipe)
+    eager, model, compiled, backend = compiled_twin(GPT(checkpointed=[True]), RECIPES[name])
     # 130 tokens and more: one block of scales alone would be a third case, size 1.
     for seed, (length, graphs) in enumerate(
         [(70, 1), (70, 1), (65, 2), (96, 2), (128, 2), (129, 2)]
@@ -68,16 +77,12 @@ def test_a_converted_gpt_compiles_once_and_once_more_for_other_lengths(recipe):
         assert backend.graphs == graphs
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(recipe, id=name, marks=[pytest.mark.slow] * (name == "current"))
-        for name, recipe in RECIPES.items()
-    ],
-)
-def test_dynamic_true_serves_every_length_from_the_first_on(recipe):
+@with_slow({"mx"}, *RECIPES)
+def test_dynamic_true_serves_every_length_from_the_first_on(name):
     """``dynamic=True`` makes an input of the graph of every number that a module reads."""
-    eager, model, compiled, backend = compiled_twin(GPT(checkpointed=[False]), recipe, dynamic=True)
+    eager, model, compiled, backend = compiled_twin(
+        GPT(checkpointed=[False]), RECIPES[name], dynamic=True
+    )
     counts = []
     for length in (70, 96, 65):
         assert torch.equal(train(compiled, tokens(length)), train(eager, tokens(length)))
@@ -86,9 +91,12 @@ def test_dynamic_true_serves_every_length_from_the_first_on(recipe):
     assert counts == counts[:1] * 3
 
 
-@each_recipe
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_autocast_inside_and_outside_the_compiled_function(recipe, where):
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [(name, "outside") for name in RECIPES] + [("delayed", "inside"), ("mx", "inside")],
+)
+def test_autocast_inside_and_outside_the_compiled_function(name, where):
+    recipe = RECIPES[name]
     layer = float8lab.Linear(32, 48, device="cpu")
 
     def step(x):
@@ -170,7 +178,7 @@ def saved_by(model, x):
     return saved
 
 
-@pytest.mark.parametrize("name", ["rowwise", "mx"])
+@with_slow({"mx"}, "rowwise", "mx")
 def test_weights_stored_in_fp8_save_no_more_than_others(name):
     """What these recipes cast again for dgrad they cast in backward."""
     recipe = RECIPES[name]
@@ -241,7 +249,7 @@ def test_inductor(name):
 
 
 def test_delayed_state_equals_that_of_eager():
-    eager = GPT()
+    eager = GPT(checkpointed=[True])
     float8lab.convert_to_float8(eager, RECIPES["delayed"])
     model = copy.deepcopy(eager)
     backend = Counted()
@@ -307,7 +315,7 @@ def test_delayed_state_of_a_layer_in_no_region_and_of_several_calls():
 
 
 def test_accumulated_microbatches_under_delayed_scaling_equal_eager():
-    eager = GPT()
+    eager = GPT(checkpointed=[False])
     float8lab.convert_to_float8(eager, RECIPES["delayed"])
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

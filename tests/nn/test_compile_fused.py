@@ -106,9 +106,13 @@ def check_same(actual, expected):
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        *((name, "delayed") for name in MODULES if name not in ("attention", "transformer")),
+        ("norm-linear", "delayed"),
+        pytest.param("mlp", "delayed", marks=pytest.mark.slow),  # quick with FP8 input
+        ("mlp-checkpoint", "delayed"),
+        ("mlp-fp8-input", "delayed"),
         ("attention", "delayed-dpa"),
-        ("transformer", "delayed-dpa"),
+        # Quick in test_transformer.py, where its attention is in FP8 under delayed scaling, too.
+        pytest.param("transformer", "delayed-dpa", marks=pytest.mark.slow),
         ("mlp-fp8-input", "current"),
     ],
 )
@@ -124,8 +128,18 @@ def test_equals_eager(name, recipe, device):
     assert all(moved) == any(moved) == recipe.startswith("delayed")
 
 
-@pytest.mark.parametrize("how", ["torch", "float8lab"])
-@pytest.mark.parametrize("name", ["mlp", "mlp-checkpoint", "attention"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=[pytest.mark.slow] * (how != quick))
+        for name, quick in (
+            ("mlp", "torch"),
+            ("mlp-checkpoint", "torch"),
+            ("attention", "float8lab"),
+        )
+        for how in ("torch", "float8lab")
+    ],
+)
 def test_checkpointed_under_delayed_scaling_equals_eager(name, how):
     recipe = RECIPES["delayed-dpa"]
     eager = Twice(name, how)

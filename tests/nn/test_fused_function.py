@@ -21,6 +21,7 @@ from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.tensor import Float8Tensor
 from tests.near_ties import by_multiplying, near_ties
 from tests.nn.composition import RECIPES, Composition, exact, perturb, sqnr, step
+from tests.nn.models import saved_bytes
 
 ALL = {"high": None, **RECIPES}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -237,25 +238,6 @@ def test_only_what_needs_a_gradient_gets_one(make: Any, recipe: Any) -> None:
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-def saved_bytes(module: nn.Module, x: torch.Tensor, recipe: Any) -> int:
-    """Bytes that backward keeps, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    seen = {}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in parameters and t.numel():
-            seen[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        float8lab.autocast(enabled=recipe is not None, recipe=recipe),
-    ):
-        module(x)
-    return sum(seen.values())
 
 
 @each_recipe
@@ -499,7 +481,11 @@ UNDELAYED = [name for name, recipe in ALL.items() if not (recipe and recipe.line
     [
         ("linear", "current"),
         ("mlp-rms-gated", "block"),
-        *(("mlp-checkpoint", r) for r in UNDELAYED),
+        *(
+            # Each is compiled quickly in test_compile.py.
+            pytest.param("mlp-checkpoint", r, marks=[pytest.mark.slow] * (r not in ("mx", "high")))
+            for r in UNDELAYED
+        ),
     ],
 )
 def test_compiles_without_breaks_and_equals_eager(name: str, recipe: Any) -> None:

@@ -14,15 +14,10 @@ from float8lab import recipes
 from float8lab.nn import gemm, scales
 from float8lab.recipes import Format
 from float8lab.tensor import Float8Tensor
+from tests.nn.models import UNDELAYED, saved_bytes
 from tests.recorder import hooked_as_by_megatron
 
-RECIPES = {
-    "delayed": recipes.DelayedScaling(),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
+RECIPES = {"delayed": recipes.DelayedScaling(), **UNDELAYED}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 # Stated in the README: SQNR in dB of output, dX and dW against float64 for normally distributed
@@ -221,26 +216,6 @@ def test_needs_input_grad_is_respected(recipe):
     with float8lab.count_gemms() as counts, float8lab.autocast(recipe=recipe), torch.no_grad():
         layer(x)
     assert counts.fp8 + counts.high_precision == 1
-
-
-def saved_bytes(module, x, recipe=None):
-    """Bytes of activations that backward keeps, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    seen = {}
-
-    def pack(t):
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in parameters and t.numel():
-            seen[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        float8lab.autocast(enabled=recipe is not None, recipe=recipe),
-    ):
-        y = module(x)
-    del y
-    return sum(seen.values())
 
 
 @each_recipe

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 import float8lab
 from float8lab import recipes
 from float8lab.nn import RotaryPositionEmbedding, TransformerLayer
+from tests.nn import models
+from tests.nn.models import with_slow
 
 HIDDEN, FFN, H, B, S, SE = 32, 48, 4, 2, 6, 5
 
@@ -371,11 +373,7 @@ def test_wrong_arguments_are_refused():
 # --- FP8; numbers against float64, and training loops, are in test_attention_modules.py ----------
 
 RECIPES = {
-    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
+    **models.RECIPES,
     "delayed-dpa": recipes.DelayedScaling(fp8_dpa=True),
     "current-dpa": recipes.Float8CurrentScaling(fp8_dpa=True),
 }
@@ -473,13 +471,19 @@ def test_fp8_equals_the_composition_of_modules(name, variant):
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        ("current", "default"),
-        ("rowwise", "default"),
-        ("block", "llama"),
-        ("mx", "default"),
-        ("current-dpa", "llama"),
-        ("delayed", "llama"),
         ("delayed-dpa", "default"),
+        ("block", "llama"),
+        # Each in quick tests of the layer's parts, compiled: fused modules and attention.
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("current", "default"),
+                ("rowwise", "default"),
+                ("mx", "default"),
+                ("current-dpa", "llama"),
+                ("delayed", "llama"),
+            )
+        ),
     ],
 )
 def test_compiled_without_breaks(name, variant):
@@ -503,7 +507,11 @@ def test_compiled_without_breaks(name, variant):
 
 @pytest.mark.parametrize(
     ("name", "mask_type"),
-    [("current-dpa", "causal"), ("current", "window"), ("current", "padding_causal")],
+    [
+        pytest.param("current-dpa", "causal", marks=pytest.mark.slow),
+        pytest.param("current", "window", marks=pytest.mark.slow),
+        ("current", "padding_causal"),
+    ],
 )
 def test_all_sequence_lengths_compile_at_most_twice(name, mask_type):
     torch._dynamo.reset()
@@ -541,7 +549,7 @@ def test_weights_stored_in_fp8():
     assert all(p.grad is not None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "current-dpa"])
+@with_slow({"delayed", "current-dpa"}, "delayed", "current", "block", "current-dpa")
 def test_a_small_model_learns(name):
     """Next-token prediction of a fixed sequence: the loss falls as it does in high precision."""
     losses = {}

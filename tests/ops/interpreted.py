@@ -1,5 +1,7 @@
 """Run under TRITON_INTERPRET=1 by test_kernels_interpreter.py: every kernel against the reference.
 
+With the argument ``--all``, in all combinations; without, each value of each axis.
+
 The interpreter rounds FP8 casts wrongly: it loses the carry into the exponent, which halves values
 that round up to a power of two. So FP8 data is compared within one step of the format, powers of
 two within their half; scales, amaxes and padding are compared exactly.
@@ -7,6 +9,7 @@ two within their half; scales, amaxes and padding are compared exactly.
 
 from __future__ import annotations
 
+import sys
 import unittest.mock
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +36,7 @@ from float8lab.ops.kernels.cast import amax_of, cast
 from float8lab.ops.kernels.dequantize import dequantize, transpose
 from tests.ops import forms, groups
 
+ALL = "--all" in sys.argv
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -79,7 +83,8 @@ def all_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
 
 
 def sums_close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-2)
+    largest = want.abs().max().item() if want.numel() else 0.0  # terms of others may cancel
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=max(1e-2, 1e-7 * largest))
 
 
 def check_quantize() -> None:
@@ -102,6 +107,8 @@ def check_quantize() -> None:
         # Indices do not depend on the format: in turn, each with every block and rule elsewhere.
         arguments = ((E4M3, E5M2)[index % 2], block, rule, eps, align)
         all_same(forms.quantize(cast, x, *arguments), reference.quantize(x, *arguments))
+        if x.shape[1] > 8192 and not ALL:  # many tiles of both orientations, each as any other
+            continue
         *got, sums = forms.quantize_pair(cast, x, *arguments, True)
         *want, sums_wanted = forms.quantize_pair(reference.cast, x, *arguments, True)
         all_same(got, want)
@@ -135,10 +142,10 @@ def check_quantize_many() -> None:
         ((1, 32), "e8m0", 0.0, BF16, E4M3),
         ((1, 96), "fp32", 0.0, FP32, E4M3),
     ]
-    for block, rule, eps, dtype, fp8_dtype in cases:
+    for block, rule, eps, dtype, fp8_dtype in cases if ALL else [*cases[:3], *cases[4:7]]:
         xs = [matrix(*shape, dtype) for shape in shapes]
         xs += [matrix(20, 64, dtype).t(), matrix(20, 64, dtype)[:, 16:48], matrix(6, 48).half()]
-        if block == (1, -1):
+        if block == (1, -1) and (ALL or dtype == BF16):
             xs.append(matrix(1, 8208, dtype))
         want = [reference.quantize(x, fp8_dtype, block, rule, eps, 1) for x in xs]
         got = [tuple(surrounded(tensor) for tensor in tensors) for tensors in want]
@@ -466,7 +473,7 @@ def check_groups() -> None:
                     reference.cast_groups(*arguments),
                     groups.used_columns(sizes),
                 )
-            for w in batch if all(wanted) else batch[:1]:
+            for w in batch if ALL and all(wanted) else batch[index % 2 :][:1]:
                 arguments = ("", [w], w.dtype, None, fp8_dtype, w_block, rule, 0.0, *wanted[:2])
                 same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
     same(grouped_cast.plan_groups(offs, len(x)), reference.plan_groups(offs, len(x)))
@@ -556,12 +563,13 @@ def check_fp8_norm() -> None:
     blocks = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (-1, 1), (3, 5))
     for rows, columns in ((5, 140), (67, 33), (3, 8200), (0, 4)):
         weight, dy = torch.randn(columns), matrix(rows, columns, FP32)
-        for block in blocks:
+        for index, block in enumerate(blocks if ALL or columns < 8200 else blocks[::3]):
             q = matrix(columns, rows, FP32).t().clamp(-400, 400).to(E5M2)
             scale = torch.rand(scale_shape((rows, columns), block)) + 0.5
             values = reference.dequantize(q, scale, block, FP32)
             size = values.abs().mean(1).max() if rows else torch.zeros(())
-            for bias in (torch.randn(columns), None):
+            biases = (torch.randn(columns), None)
+            for bias in biases if ALL else biases[index % 2 :][:1]:
                 center = bias is not None
                 arguments = (q, weight, bias, 1e-5, center, FP32, scale, block)
                 got, want = norm.norm(*arguments), reference.norm(*arguments)
@@ -631,9 +639,10 @@ def check_sources() -> None:
         blocks = [((-1, -1), "pow2"), ((1, -1), "fp32"), ((1, 128), "fp32")]
         if kind == "layer_norm":
             blocks += [((1, 32), "e8m0"), ((1, 96), "fp32")]
-        for block, rule in blocks:
+        for index, (block, rule) in enumerate(blocks):
             how = (computed, E4M3, block, rule, 0.0, 16)
-            for transposed in (False, True):
+            alternate = (index + len(kind)) % 2 == 1
+            for transposed in (False, True) if ALL else (alternate,):
                 got = forms.quantize(cast, *how, transposed=transposed)
                 want = forms.quantize(reference.cast, *how, transposed=transposed)
                 all_same(got[:2], want[:2])
@@ -661,25 +670,10 @@ def check_activations() -> None:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_num_threads(1)
     allow_run_time_loop_bounds()
-    check_quantize()
-    check_quantize_many()
-    check_cast_many()
-    check_special_values()
-    check_amax()
-    check_cast()
-    check_transpose_and_dequantize()
-    check_turned_values()
-    check_rotary()
-    check_update_scales()
-    check_norm()
-    check_fp8_norm()
-    check_sources()
-    check_activations()
-    check_groups()
-    check_permute()
-    check_router()
-    check_cross_entropy()
+    for name, check in [*globals().items()]:
+        if name.startswith("check_"):
+            torch.manual_seed(0)
+            check()

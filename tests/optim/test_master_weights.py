@@ -18,6 +18,7 @@ from float8lab.optim import MasterWeights
 from float8lab.optim.master_weights import write_parameters_
 from float8lab.tensor import Float8Tensor, dispatch, quantize
 from tests.near_ties import near_ties
+from tests.nn.models import with_slow
 from tests.recorder import Ops
 
 RECIPES = {
@@ -959,8 +960,9 @@ def high_precision_losses() -> list[float]:
     return fit(model, torch.optim.AdamW(model.parameters(), **ADAMW), None)
 
 
-@each_recipe
-def test_loss_follows_high_precision_with_masters_and_stalls_without(recipe, high_precision_losses):
+@with_slow({"delayed", "mx"}, *RECIPES)
+def test_loss_follows_high_precision_with_masters_and_stalls_without(name, high_precision_losses):
+    recipe = RECIPES[name]
     reference = last(high_precision_losses)
     model = make_student(recipe)
     losses = fit(model, MasterWeights(model.parameters(), torch.optim.AdamW, **ADAMW), recipe)

@@ -83,7 +83,7 @@ def assert_close_to_cast(out: Float8Tensor, values: Tensor) -> None:
 def check_lists(ranks: Ranks) -> None:
     sizes = {"equal": [8] * ranks.world, "uneven": [5, 0, 3, 8][: ranks.world]}
     for block in BLOCKS:
-        for rows in sizes.values():
+        for rows in [*sizes.values()][block != BLOCKS[0] :]:  # equal ones in one layout
             all_ = [of_rank(r, ranks.device, block, n) for r, n in enumerate(rows)]
             mine, root = all_[ranks.rank], ranks.world - 1
             at_root = ranks.rank == root

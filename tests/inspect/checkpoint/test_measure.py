@@ -266,7 +266,7 @@ def sparse_file(path, rows, columns, blocks):
 def test_memory_is_bounded(tmp_path):
     """Anonymous memory; the pages of a mapped file are the kernel's to drop."""
     pytest.importorskip("safetensors")
-    rows, columns = 96 * 256, 4096  # 96 MiB
+    rows, columns = 72 * 256, 4096  # 72 MiB
     kinds = ["blocks.safetensors", "one_scale.safetensors", "saved.pt", "dcp"]
     for name, count in (("small", 4096), ("large", rows)):
         folder = tmp_path / name

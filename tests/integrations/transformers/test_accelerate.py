@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import float8lab
 from float8lab import recipes
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture, slow_check
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its dependencies are deprecated for
@@ -137,7 +137,7 @@ def check_fsdp2_trains_as_ddp(ranks: Ranks) -> None:
     found = []
     for config in ("ddp.yaml", "fsdp2.yaml"):
         run = Run(ranks, recipes.Float8CurrentScaling(), config)
-        losses = [run.step(index) for index in range(3)]
+        losses = [run.step(index) for index in range(2)]
         found.append((losses, full_parameters(run.model)))
     (losses, expected), (others, got) = found
     assert others == losses
@@ -172,6 +172,7 @@ def trainer_resumes(ranks: Ranks, config: str) -> Any:
     return rest
 
 
+@slow_check  # quick: the Trainer under FSDP2, and DDP without it
 def check_trainer_under_ddp_resumes(ranks: Ranks) -> None:
     runner = trainer_resumes(ranks, "ddp.yaml")
     assert isinstance(runner.model_wrapped, torch.nn.parallel.DistributedDataParallel)
