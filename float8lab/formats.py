@@ -193,11 +193,13 @@ def _check_is_tuple(name: str, value: Any) -> None:
         )
 
 
+@functools.cache
 def is_packed_element(rule: str) -> bool:
     """Whether elements that are cast by this rule have 4 bits."""
     return rule.startswith("e2m1")
 
 
+@functools.cache
 def has_tensor_scale(rule: str) -> bool:
     """Whether scales by this rule have a second level: a float32 scale of the whole tensor."""
     return rule.endswith(" fp32")
@@ -274,17 +276,17 @@ class Spec:
 
     # Elements.
 
-    @property
+    @functools.cached_property
     def element_dtype(self) -> torch.dtype:
         """The format of an element, which may have fewer bits than ``fp8_dtype``."""
         return E2M1 if is_packed_element(self.scale_rule) else self.fp8_dtype
 
-    @property
+    @functools.cached_property
     def is_packed(self) -> bool:
         """Whether two elements share a byte."""
         return self.fp8_dtype == E2M1
 
-    @property
+    @functools.cached_property
     def packed_dim(self) -> int:
         """The dimension along which two elements share a byte."""
         return next(dim for dim, size in enumerate(self.block) if size != 1)
@@ -295,18 +297,18 @@ class Spec:
 
     # Scales.
 
-    @property
+    @functools.cached_property
     def scale_dtype(self) -> torch.dtype:
         """The format of a block's scale. An operand of a GEMM holds it in float32."""
         levels = self.scale_rule.removeprefix("e2m1 ")
         return _SCALE_DTYPES.get(levels.split()[0], torch.float32)
 
-    @property
+    @functools.cached_property
     def tensor_scale(self) -> bool:
         """Whether a float32 scale of the whole tensor multiplies those of the blocks."""
         return has_tensor_scale(self.scale_rule)
 
-    @property
+    @functools.cached_property
     def amax_block(self) -> tuple[int, ...]:
         """The patch whose amax must be known before any of its elements is cast.
 
@@ -317,7 +319,7 @@ class Spec:
             return self.block
         return self.block[:-2] + (-1,) * len(self.block[-2:])
 
-    @property
+    @functools.cached_property
     def shares_matrix_amax(self) -> bool:
         """Whether every element of a matrix depends on the amax of the whole of it."""
         return shares_matrix_amax(self.block, self.scale_rule)
@@ -337,17 +339,17 @@ class Spec:
         """Shape of the scales of a tensor of ``shape`` (see the function of the same name)."""
         return scale_shape(shape, self.block)
 
-    @property
+    @functools.cached_property
     def per_tensor(self) -> bool:
         """Whether one scale covers the whole tensor."""
         return all(b == -1 for b in self.block)
 
-    @property
+    @functools.cached_property
     def is_square(self) -> bool:
         """Whether the cast of a transpose is the transpose of the cast."""
         return self.block[-1] == self.block[-2]
 
-    @property
+    @functools.cached_property
     def rows_share_scales(self) -> bool:
         """Whether a block has elements of several rows."""
         return self.block[0] != 1
@@ -379,7 +381,7 @@ class Spec:
 
     # For people to read.
 
-    @property
+    @functools.cached_property
     def granularity(self) -> str:
         """The usual name of the block shape."""
         if self.per_tensor:
@@ -389,7 +391,7 @@ class Spec:
             self.block[-2:], "x".join("all" if b == -1 else str(b) for b in self.block)
         )
 
-    @property
+    @functools.cached_property
     def storage(self) -> str:
         """Format and granularity, such as ``e4m3 128x128``."""
         return f"{_NAMES[self.element_dtype]} {self.granularity}"
