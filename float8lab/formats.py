@@ -21,11 +21,14 @@ A *block* is the patch of a tensor that shares one scale, given as one size per 
 ``(128, 128)``, and ``(1, 32)`` for MX. A block cut off by the edge of the tensor is a block of its
 own.
 
-Elements of 4 bits are *packed*, two in a byte, and their blocks have scales of 8 bits
-(``Float4Spec``). In NVFP4 a float32 scale of the whole tensor comes on top:
-``x = e2m1 * scale * tensor_scale``, both decode factors. ``e2m1 * scale`` is exact in float32, so a
-value is rounded once at most. These are formats of weights in checkpoints, and of frozen weights in
-memory; no kernel multiplies them yet.
+A ``Spec`` says all of that for one tensor, and whatever depends on blocks asks it. Its scale rule
+names the *levels* of its scales, the innermost first: ``e2m1 e4m3 fp32`` (NVFP4) has e4m3 scales of
+blocks under one float32 scale of the tensor, and elements in e2m1:
+``x = e2m1 * scale * tensor_scale``, all decode factors. ``e2m1 * scale`` is exact in float32.
+
+Elements of 4 bits are *packed*, two in a byte, in checkpoints and in frozen weights
+(``Float4Tensor``). No kernel multiplies them yet, so an operand of a GEMM holds each in a byte of
+e4m3, which has all values of e2m1, and one float32 scale for each block: the GEMM is emulated.
 
 Sources: FP8 formats, arXiv:2209.05433; OCP Microscaling Formats (MX) v1.0 (MXFP4, e2m1, e8m0);
 NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference".
@@ -33,6 +36,7 @@ NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference".
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -57,9 +61,15 @@ __all__ = [
     "Float4Spec",
     "Float8Spec",
     "GemmSupport",
+    "Spec",
     "gemm_support",
+    "has_kernels",
+    "has_tensor_scale",
+    "is_packed_element",
     "largest",
     "scale_shape",
+    "scales_by_column",
+    "shares_matrix_amax",
 ]
 
 E4M3 = torch.float8_e4m3fn
@@ -77,15 +87,23 @@ DEQUANTIZED_DTYPES = (*HIGH_PRECISION_DTYPES, torch.float64)
 """Dtypes that a Float8Tensor may stand for. For float64 nothing runs in FP8."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
-SCALE_RULES = ("fp32", "pow2", "e8m0")
+SCALE_RULES = (
+    "fp32", "pow2", "e8m0",
+    "e2m1 e8m0", "e2m1 e8m0 fp32", "e2m1 e4m3", "e2m1 e4m3 fp32",
+)  # fmt: skip
 """How a scale follows from a block's amax.
 
 ``fp32``: the encode factor is ``largest / amax``. ``pow2``: that, rounded down to a power of two.
 ``e8m0``: the scale is ``amax / largest`` rounded up to a power of two, exponent in [-127, 127].
+``e4m3``: the scale is ``amax / largest`` rounded to e4m3. Rules that begin with ``e2m1`` cast
+elements to e2m1; a second level, ``fp32``, is a scale of the whole tensor on top.
 """
+_KERNEL_RULES = frozenset({"", "fp32", "pow2", "e8m0", "encode", "decode"})
+"""Rules that kernels know; the last two are those of casts that are given factors or scales."""
 
 _LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
-_NAMES = {E4M3: "e4m3", E5M2: "e5m2", E8M0: "e8m0"}
+_NAMES = {E4M3: "e4m3", E5M2: "e5m2", E8M0: "e8m0", E2M1: "e2m1"}
+_SCALE_DTYPES = {"e4m3": E4M3, "e8m0": E8M0}
 
 
 def largest(fp8_dtype: torch.dtype) -> float:
@@ -175,46 +193,64 @@ def _check_is_tuple(name: str, value: Any) -> None:
         )
 
 
-class _Blocks:
-    """A block shape and what follows from it, for any format of the elements."""
+@functools.cache
+def is_packed_element(rule: str) -> bool:
+    """Whether elements that are cast by this rule have 4 bits."""
+    return rule.startswith("e2m1")
 
-    block: tuple[int, ...]
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scales of a tensor of ``shape`` (see the function of the same name)."""
-        return scale_shape(shape, self.block)
+@functools.cache
+def has_tensor_scale(rule: str) -> bool:
+    """Whether scales by this rule have a second level: a float32 scale of the whole tensor."""
+    return rule.endswith(" fp32")
 
-    @property
-    def per_tensor(self) -> bool:
-        """Whether one scale covers the whole tensor."""
-        return all(b == -1 for b in self.block)
 
-    @property
-    def granularity(self) -> str:
-        """The usual name of the block shape, for people to read."""
-        if self.per_tensor:
-            return "tensor"
-        names: dict[tuple[int, ...], str] = {(1, -1): "row", (-1, 1): "column"}
-        return names.get(
-            self.block[-2:], "x".join("all" if b == -1 else str(b) for b in self.block)
-        )
+def shares_matrix_amax(block: Sequence[int], rule: str) -> bool:
+    """Whether every element of a matrix depends on the amax of the whole of it.
+
+    >>> shares_matrix_amax((-1, -1), "fp32"), shares_matrix_amax((1, 16), "e2m1 e4m3 fp32")
+    (True, True)
+    """
+    return all(size == -1 for size in block[-2:]) or has_tensor_scale(rule)
+
+
+def scales_by_column(block: Sequence[int]) -> bool:
+    """Whether the scales of a quantized matrix are stored column by column: those of 1xB blocks.
+
+    cuBLASLt reads them so; see "Scaling Factors Layouts" in the cuBLAS documentation.
+    """
+    return block[0] == 1 and block[1] > 1
+
+
+@functools.cache
+def has_kernels(block: tuple[int, ...], rule: str = "") -> bool:
+    """Whether GPU kernels cast, dequantize and multiply such blocks; else the reference does.
+
+    >>> has_kernels((1, 64), "pow2"), has_kernels((1, 48)), has_kernels((1, 16), "e2m1 e8m0")
+    (True, False, False)
+    """
+    sizes = all(size == -1 or (size <= 128 and size & (size - 1) == 0) for size in block)
+    return sizes and rule in _KERNEL_RULES
 
 
 @dataclass(frozen=True)
-class Float8Spec(_Blocks):
-    """How a tensor is stored in FP8: number format, block shape, scale rule.
+class Spec:
+    """How a tensor is stored: number format, block shape, and how scales follow from values.
 
-    Hashable and compared by value; a ``Float8Tensor`` carries one, a recipe is made of them.
+    Hashable and compared by value; a ``Float8Tensor`` or a ``Float4Tensor`` carries one, a recipe
+    is made of them. ``Float8Spec`` is another name of this class.
     """
 
     fp8_dtype: torch.dtype = E4M3
+    """The dtype of the data: FP8, or ``E2M1`` where two elements are packed in a byte."""
     block: tuple[int, ...] = (-1, -1)
     """Sizes of a block, one per dimension; -1 is the whole dimension."""
     scale_rule: str = "fp32"
     """One of ``SCALE_RULES``."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fp8_dtype, torch.dtype) or self.fp8_dtype not in FP8_DTYPES:
+        dtypes = (*FP8_DTYPES, E2M1)
+        if not isinstance(self.fp8_dtype, torch.dtype) or self.fp8_dtype not in dtypes:
             raise ValueError(
                 "fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
                 f"{shown(self.fp8_dtype)}. Choose one."
@@ -224,23 +260,115 @@ class Float8Spec(_Blocks):
                 f"scale_rule must be one of {SCALE_RULES}; got {shown(self.scale_rule)}. Choose "
                 "one."
             )
+        allowed = (E4M3, E2M1) if is_packed_element(self.scale_rule) else FP8_DTYPES
+        if self.fp8_dtype not in allowed:
+            raise ValueError(
+                f"scale_rule must be a rule for {self.fp8_dtype}; got {self.scale_rule!r}. "
+                "Elements in e2m1 are held in torch.float8_e4m3fn, or packed."
+            )
         _check_is_tuple("block", self.block)
-        if not all(isinstance(b, int) and (b > 0 or b == -1) for b in self.block):
+        if self.is_packed:
+            _check_packed_block(self.block)
+        elif not all(isinstance(b, int) and (b > 0 or b == -1) for b in self.block):
             raise ValueError(
                 f"block must hold positive sizes, or -1 for a whole dimension; got {self.block}."
             )
 
-    def transpose(self) -> Float8Spec:
+    # Elements.
+
+    @functools.cached_property
+    def element_dtype(self) -> torch.dtype:
+        """The format of an element, which may have fewer bits than ``fp8_dtype``."""
+        return E2M1 if is_packed_element(self.scale_rule) else self.fp8_dtype
+
+    @functools.cached_property
+    def is_packed(self) -> bool:
+        """Whether two elements share a byte."""
+        return self.fp8_dtype == E2M1
+
+    @functools.cached_property
+    def packed_dim(self) -> int:
+        """The dimension along which two elements share a byte."""
+        return next(dim for dim, size in enumerate(self.block) if size != 1)
+
+    def largest(self) -> float:
+        """Largest finite value of an element."""
+        return largest(self.element_dtype)
+
+    # Scales.
+
+    @functools.cached_property
+    def scale_dtype(self) -> torch.dtype:
+        """The format of a block's scale. An operand of a GEMM holds it in float32."""
+        levels = self.scale_rule.removeprefix("e2m1 ")
+        return _SCALE_DTYPES.get(levels.split()[0], torch.float32)
+
+    @functools.cached_property
+    def tensor_scale(self) -> bool:
+        """Whether a float32 scale of the whole tensor multiplies those of the blocks."""
+        return has_tensor_scale(self.scale_rule)
+
+    @functools.cached_property
+    def amax_block(self) -> tuple[int, ...]:
+        """The patch whose amax must be known before any of its elements is cast.
+
+        >>> NVFP4.amax_block, Spec(block=(1, 128)).amax_block
+        ((-1, -1), (1, 128))
+        """
+        if not self.tensor_scale:
+            return self.block
+        return self.block[:-2] + (-1,) * len(self.block[-2:])
+
+    @functools.cached_property
+    def shares_matrix_amax(self) -> bool:
+        """Whether every element of a matrix depends on the amax of the whole of it."""
+        return shares_matrix_amax(self.block, self.scale_rule)
+
+    def with_one_scale(self) -> Spec:
+        """The FP8 spec of a matrix that has one scale, as attention casts."""
+        rule = "fp32" if is_packed_element(self.scale_rule) else self.scale_rule
+        return Spec(self.fp8_dtype, (-1, -1), rule)
+
+    def rule_of(self, given: str) -> str:
+        """The rule of a cast that is ``given`` factors, ``"encode"``, or scales, ``"decode"``."""
+        return f"e2m1 {given}" if is_packed_element(self.scale_rule) else given
+
+    # Blocks.
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of a tensor of ``shape`` (see the function of the same name)."""
+        return scale_shape(shape, self.block)
+
+    @functools.cached_property
+    def per_tensor(self) -> bool:
+        """Whether one scale covers the whole tensor."""
+        return all(b == -1 for b in self.block)
+
+    @functools.cached_property
+    def is_square(self) -> bool:
+        """Whether the cast of a transpose is the transpose of the cast."""
+        return self.block[-1] == self.block[-2]
+
+    @functools.cached_property
+    def rows_share_scales(self) -> bool:
+        """Whether a block has elements of several rows."""
+        return self.block[0] != 1
+
+    def spans(self, dim: int) -> bool:
+        """Whether a block spans a dimension, but is not the whole matrix."""
+        return self.block[dim] == -1 and not self.per_tensor
+
+    def transpose(self) -> Spec:
         """The spec of the transposed matrix."""
         *leading, rows, columns = self.block
         return replace(self, block=(*leading, columns, rows))
 
-    def expand(self, ndim: int) -> Float8Spec:
+    def expand(self, ndim: int) -> Spec:
         """This matrix spec for a tensor of ``ndim`` dimensions.
 
         A per-tensor block covers the leading dimensions too; any other treats them as a batch.
 
-        >>> Float8Spec(block=(1, 128)).expand(3).block, Float8Spec().expand(3).block
+        >>> Spec(block=(1, 128)).expand(3).block, Spec().expand(3).block
         ((1, 1, 128), (-1, -1, -1))
         """
         extra = ndim - len(self.block)
@@ -251,86 +379,68 @@ class Float8Spec(_Blocks):
         lead = -1 if all(b == -1 for b in self.block) else 1
         return replace(self, block=(lead,) * extra + self.block)
 
-    @property
-    def element_dtype(self) -> torch.dtype:
-        """The format of an element, as a ``Float4Spec`` has it, too."""
-        return self.fp8_dtype
+    # For people to read.
 
-    @property
+    @functools.cached_property
+    def granularity(self) -> str:
+        """The usual name of the block shape."""
+        if self.per_tensor:
+            return "tensor"
+        names: dict[tuple[int, ...], str] = {(1, -1): "row", (-1, 1): "column"}
+        return names.get(
+            self.block[-2:], "x".join("all" if b == -1 else str(b) for b in self.block)
+        )
+
+    @functools.cached_property
     def storage(self) -> str:
         """Format and granularity, such as ``e4m3 128x128``."""
-        return f"{_NAMES[self.fp8_dtype]} {self.granularity}"
+        return f"{_NAMES[self.element_dtype]} {self.granularity}"
 
     def describe(self) -> str:
         """One short phrase, as reprs and reports print it.
 
-        >>> Float8Spec(block=(1, 128)).describe()
-        'e4m3 1x128 fp32'
+        >>> Spec(block=(1, 128)).describe(), NVFP4.describe(), MXFP4.describe()
+        ('e4m3 1x128 fp32', 'e2m1 1x16 e4m3 fp32', 'e2m1 1x32 e8m0')
         """
-        return f"{self.storage} {self.scale_rule}"
-
-    def largest(self) -> float:
-        """Largest finite value of the format."""
-        return largest(self.fp8_dtype)
+        return f"{self.storage} {self.scale_rule.removeprefix('e2m1 ')}"
 
 
-@dataclass(frozen=True)
-class Float4Spec(_Blocks):
+Float8Spec = Spec
+
+
+def _check_packed_block(block: tuple[int, ...]) -> None:
+    packed = [size for size in block if type(size) is not int or size != 1]
+    if not all(type(b) is int and b > 0 for b in block) or len(packed) != 1 or packed[0] % 2:
+        raise ValueError(
+            f"block must have one even size, and 1 in all other dimensions; got {block}. "
+            "Give (1, 16) for NVFP4, (1, 32) for MXFP4."
+        )
+
+
+def Float4Spec(
+    block: tuple[int, ...] = (1, 16), scale_dtype: torch.dtype = E4M3, tensor_scale: bool = True
+) -> Spec:
     """How a tensor is stored in packed 4 bits, e2m1: block shape, and scales of one or two levels.
 
-    Hashable and compared by value. ``NVFP4`` and ``MXFP4`` are the usual ones.
+    ``NVFP4`` and ``MXFP4`` are the usual ones.
+
+    Args:
+        block: one size for each dimension: 1 in all but that along which elements are packed.
+        scale_dtype: the format of a block's scale: ``E4M3`` or ``E8M0``.
+        tensor_scale: whether a float32 scale of the whole tensor multiplies those of the blocks.
 
     >>> Float4Spec((1, 1, 16)).scale_shape((8, 64, 128))
     (8, 64, 8)
     """
-
-    block: tuple[int, ...] = (1, 16)
-    """One size for each dimension: 1 in all but that along which elements are packed."""
-    scale_dtype: torch.dtype = E4M3
-    """The format of a block's scale: ``E4M3`` or ``E8M0``."""
-    tensor_scale: bool = True
-    """Whether a float32 scale of the whole tensor multiplies those of the blocks."""
-
-    def __post_init__(self) -> None:
-        _check_is_tuple("block", self.block)
-        packed = [size for size in self.block if type(size) is not int or size != 1]
-        if not all(type(b) is int and b > 0 for b in self.block) or (
-            len(packed) != 1 or packed[0] % 2
-        ):
-            raise ValueError(
-                f"block must have one even size, and 1 in all other dimensions; got {self.block}. "
-                "Give (1, 16) for NVFP4, (1, 32) for MXFP4."
-            )
-        if self.scale_dtype not in (E4M3, E8M0):
-            raise ValueError(
-                "scale_dtype must be torch.float8_e4m3fn or torch.float8_e8m0fnu; got "
-                f"{self.scale_dtype}."
-            )
-        if not isinstance(self.tensor_scale, bool):
-            raise ValueError(f"tensor_scale must be a bool; got {self.tensor_scale!r}.")
-
-    @property
-    def element_dtype(self) -> torch.dtype:
-        """``E2M1``."""
-        return E2M1
-
-    @property
-    def packed_dim(self) -> int:
-        """The dimension along which two elements share a byte."""
-        return next(dim for dim, size in enumerate(self.block) if size != 1)
-
-    def describe(self) -> str:
-        """One short phrase, as reports print it.
-
-        >>> NVFP4.describe(), MXFP4.describe()
-        ('e2m1 1x16 e4m3 fp32', 'e2m1 1x32 e8m0')
-        """
-        levels = " fp32" if self.tensor_scale else ""
-        return f"e2m1 {self.granularity} {_NAMES[self.scale_dtype]}{levels}"
-
-    def largest(self) -> float:
-        """Largest value of the format."""
-        return largest(E2M1)
+    _check_is_tuple("block", block)
+    _check_packed_block(block)
+    if scale_dtype not in (E4M3, E8M0):
+        raise ValueError(
+            f"scale_dtype must be torch.float8_e4m3fn or torch.float8_e8m0fnu; got {scale_dtype}."
+        )
+    if not isinstance(tensor_scale, bool):
+        raise ValueError(f"tensor_scale must be a bool; got {tensor_scale!r}.")
+    return Spec(E2M1, block, f"e2m1 {_NAMES[scale_dtype]}{' fp32' * tensor_scale}")
 
 
 NVFP4 = Float4Spec()

@@ -358,7 +358,7 @@ LIMITS = {
     "functions of more than 12 decisions": 41,
     "returns of more than 3 unnamed values": 36,
     "assert ... is not None": 46,
-    "annotations with Any": 1011,
+    "annotations with Any": 1016,
     "functions of more than 12 positional parameters": 3,
     "ops": 24,
     "fields of shared state": 6,
@@ -367,7 +367,7 @@ MOST_PRONOUNS = 28  # of 1,000 names that are assigned, or that functions take
 MOST_DECISIONS = 29  # in one function outside kernels
 MOST_LINES, MOST_LINES_OF_THE_CORE = 54_195, 38_042
 MOST_WORDS = {
-    "product (GEMM)": 89,
+    "product (GEMM)": 92,
     "copy engine (TMA)": 8,
     "mixture (MoE)": 6,
     "spread (tensor parallel, sharded, expanded)": 1,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from float8lab.checkpoints.item import Finding, Item, broadcast_box
 from float8lab.checkpoints.source import Box, Entry, dtype_name, whole_box
-from float8lab.formats import Float4Spec, Float8Spec
+from float8lab.formats import Spec
 
 __all__ = [
     "STACKED",
@@ -270,7 +270,7 @@ def _unread(entry: Entry | None) -> Entry | None:
     return None if entry is None else replace(entry, nbytes=0)
 
 
-def _joined_spec(items: Sequence[Item], rows: list[int]) -> Float8Spec | Float4Spec | None:
+def _joined_spec(items: Sequence[Item], rows: list[int]) -> Spec | None:
     """How the joined matrices are stored as one weight; None if no blocks say it."""
     spec = items[0].spec
     if spec is None or any(item.spec != spec or item.scale is None for item in items):

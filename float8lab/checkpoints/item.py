@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from float8lab.checkpoints.source import Box, Entry, whole_box
-from float8lab.formats import Float4Spec, Float8Spec
+from float8lab.formats import Spec
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.float4_tensor import decode_codes
 
@@ -41,7 +41,7 @@ class Item:
     """The convention that a quantized weight follows; empty for one without a scale, and for any
     other tensor."""
     scale: Entry | None = None
-    spec: Float8Spec | Float4Spec | None = None
+    spec: Spec | None = None
     """Format, blocks and scales of a quantized weight: one block for all of an FP8 weight whose
     scale cannot be used. None for any other tensor."""
     tensor_scale: Entry | None = None
@@ -55,14 +55,14 @@ class Item:
     @property
     def fp8(self) -> bool:
         """Whether it is a weight in FP8."""
-        return isinstance(self.spec, Float8Spec)
+        return self.spec is not None and not self.spec.is_packed
 
     @property
     def quantized(self) -> bool:
         """Whether it is a weight in FP8 or 4 bits."""
         return self.spec is not None
 
-    def describe(self, spec: Float8Spec | Float4Spec | None = None) -> str:
+    def describe(self, spec: Spec | None = None) -> str:
         """Describe the format in words, by ``spec`` if more is known than the names say."""
         spec = spec or self.spec
         if spec is None:
@@ -119,7 +119,7 @@ class Item:
             return value if value.dtype in (torch.float64, torch.complex128) else value.float()
         box = box or whole_box(self.entry.shape)
         data, scales = self.qdata(box), self.scales(box)
-        if isinstance(self.spec, Float4Spec):
+        if self.spec is not None and self.spec.is_packed:
             return decode_codes(data, self.block, scales, self.read_tensor_scale(box))
         data = data.view(self.spec.fp8_dtype)
         return data.float() * expand_scale(scales, self.block, data.shape)

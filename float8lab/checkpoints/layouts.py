@@ -38,9 +38,7 @@ from float8lab.checkpoints.safetensors import SPECS_KEY, Group, NewTensor
 from float8lab.checkpoints.source import CheckpointSource, Entry, dtype_name
 from float8lab.formats import E4M3, FP8_DTYPES, Float8Spec, scale_shape
 from float8lab.recipes.recipe import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
+    ALL,
     Recipe,
 )
 
@@ -145,7 +143,8 @@ def _stored(entry: Entry, entries: Mapping[str, Entry]) -> Item:
     item = _with_scale(name, entry, "float8lab", scale, None)
     spec = entry.spec
     if (
-        isinstance(spec, Float8Spec)
+        spec is not None
+        and not spec.is_packed
         and scale is not None
         and spec.scale_shape(entry.shape) == scale.shape
     ):
@@ -476,9 +475,9 @@ def _scheme(weight: Weight) -> dict[str, object]:
 FORMATS = {
     format.name: format
     for format in (
-        Format("block-fp8", Float8BlockScaling(), (_BLOCK, (-1, -1))),
-        Format("compressed-tensors", Float8RowwiseScaling(), ((-1, -1), (1, -1), _BLOCK)),
-        Format("float8lab", Float8CurrentScaling()),
+        Format("block-fp8", ALL["block"], (_BLOCK, (-1, -1))),
+        Format("compressed-tensors", ALL["rowwise"], ((-1, -1), (1, -1), _BLOCK)),
+        Format("float8lab", ALL["current"]),
     )
 }
 """The formats by name."""

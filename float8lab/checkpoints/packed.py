@@ -44,7 +44,7 @@ from torch import Tensor
 
 from float8lab.checkpoints.item import Finding, Item, sizes
 from float8lab.checkpoints.source import Box, Entry
-from float8lab.formats import E2M1, E4M3, E8M0, MXFP4, NVFP4, Float4Spec
+from float8lab.formats import E2M1, E4M3, E8M0, MXFP4, NVFP4, Float4Spec, Spec
 from float8lab.tensor.float4_tensor import unpack
 
 __all__ = ["find_packed"]
@@ -90,7 +90,7 @@ class _Packed(NamedTuple):
     layout: _Layout
 
     @property
-    def usual(self) -> Float4Spec:
+    def usual(self) -> Spec:
         """The usual format with scales of this dtype."""
         return NVFP4 if self.scale.dtype == E4M3 else MXFP4
 
@@ -101,7 +101,7 @@ class _Packed(NamedTuple):
         Only usual lengths fit: 16 under scales in e4m3, and 32 under powers of two.
         """
         shape, spec = self.data.shape, self.data.spec
-        if isinstance(spec, Float4Spec):
+        if spec is not None and spec.is_packed:
             unpacked = tuple(n * 2 if d == spec.packed_dim else n for d, n in enumerate(shape))
             fits = spec.scale_shape(unpacked) == self.scale.shape
             return spec.block[spec.packed_dim] if fits else None
@@ -169,9 +169,9 @@ def _item(packed: _Packed) -> Item:
     name, entry, scale, tensor_scale, layout = packed
     data = _join_blocks(entry) if layout.in_blocks else entry
     spec = entry.spec
-    if not isinstance(spec, Float4Spec):
+    if spec is None or not spec.is_packed:
         block = (1,) * max(len(scale.shape) - 1, 1) + packed.usual.block[-1:]
-        spec = replace(packed.usual, block=block, tensor_scale=tensor_scale is not None)
+        spec = Float4Spec(block, packed.usual.scale_dtype, tensor_scale is not None)
     factor = None
     findings: list[Finding] = []
     extras: tuple[Entry, ...] = ()
@@ -187,7 +187,7 @@ def _item(packed: _Packed) -> Item:
             shape = sizes(tensor_scale.shape)
             text = f"its scale {tensor_scale.name} is {tensor_scale.dtype_name} of shape {shape}"
             findings.append(Finding("bad-scale", text))
-            extras, spec = (tensor_scale,), replace(spec, tensor_scale=False)
+            extras, spec = (tensor_scale,), Float4Spec(spec.block, spec.scale_dtype, False)
     elif scale.dtype == E4M3 and layout.tensor_scale:
         text = f"no scale of the tensor, {name}{layout.tensor_scale}"
         findings.append(Finding("missing-scale", text))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import printable
-from float8lab.formats import Float4Spec, Float8Spec
+from float8lab.formats import Spec
 
 __all__ = [
     "BOX",
@@ -109,7 +109,7 @@ class Entry:
     file: str
     """Name of the file that holds it, below the path that was opened."""
     reader: Callable[[Box], Tensor]
-    spec: Float8Spec | Float4Spec | None = None
+    spec: Spec | None = None
     """Format, blocks and scales of quantized data, where the checkpoint itself holds them."""
 
     def read(self, box: Box | None = None) -> Tensor:

@@ -38,11 +38,11 @@ from float8lab.arguments import check_group, check_module
 from float8lab.distributed.overlap import gather_mm, is_worth_it, mm_scatter, sees_others
 from float8lab.distributed.ranks import all_gathered, all_reduced, rank_and_size
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.formats import Float8Spec
+from float8lab.formats import Float8Spec, scales_by_column
 from float8lab.ops import Offsets, amax_op, as_matrix, grouped_mm_op, scaled_mm_op
 from float8lab.ops.declare import planned
 from float8lab.ops.operand import Operand
-from float8lab.ops.reference import ALIGN, scales_by_column
+from float8lab.ops.reference import ALIGN
 from float8lab.recipes.recipe import GemmPlan, LinearPlan
 from float8lab.recipes.reduction import amax_over_ranks, channel
 from float8lab.tensor.differentiation import Float8Function
@@ -752,8 +752,8 @@ def shared_amaxes(
     amaxes: list[Tensor | None] = [None] * len(weights)
     groups: dict[TensorParallel, list[int]] = {}
     for i, (shard, value, spec) in enumerate(weights):
-        if spec.block[shard.dim - 2] == -1:
-            amaxes[i] = _amaxes(value, spec.block)
+        if spec.amax_block[shard.dim - 2] == -1:
+            amaxes[i] = _amaxes(value, spec.amax_block)
             groups.setdefault(shard.parallel, []).append(i)
     for parallel, indices in groups.items():
         local: Any = [amaxes[i] for i in indices]

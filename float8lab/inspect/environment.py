@@ -17,14 +17,7 @@ from float8lab.inspect.text import aligned
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
 from float8lab.ops.gemm import capability_of, may_multiply
-from float8lab.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from float8lab.recipes import ALL, Recipe
 
 __all__ = [
     "EXTRAS",
@@ -51,13 +44,6 @@ EXTRAS = {
 }
 """Optional parts of the package, and the packages that each needs."""
 
-_RECIPES: tuple[type[Recipe], ...] = (
-    DelayedScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    Float8BlockScaling,
-    MXFP8BlockScaling,
-)
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -165,7 +151,7 @@ def environment(device: torch.device | str | None = None) -> Environment:
         versions=_versions(),
         gpus=_gpus(),
         device=str(device),
-        support=[*(_support(kind(), device) for kind in _RECIPES), _attention(device)],
+        support=[*(_support(recipe, device) for recipe in ALL.values()), _attention(device)],
         extras={name: _missing(needed) for name, needed in EXTRAS.items()},
     )
 

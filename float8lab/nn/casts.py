@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.distributed.offload import WEIGHT_CASTS
-from float8lab.formats import Float8Spec
+from float8lab.formats import Spec
 from float8lab.nn.precision import Call
 from float8lab.nn.quantize import Matrix
 from float8lab.nn.scales import DY, DelayedScales, W, X
@@ -61,7 +61,7 @@ def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | No
     """
     plan, parallel = call.plan, call.comm.parallel
     assert parallel is not None, "of a sharded layer"
-    per_tensor = plan.x.block == plan.w.block == (-1, -1) and plan.fprop is not None
+    per_tensor = plan.x.per_tensor and plan.w.per_tensor and plan.fprop is not None
     alone = isinstance(weight, Float8Tensor) or call.first_microbatch is not None
     if not per_tensor or call.scales.are_given or alone or parallel.sharded_dim(X) is None:
         return None, None
@@ -161,7 +161,7 @@ def _forget_input(inp: weakref.ref[Tensor]) -> None:
 def show_cast(
     x: Matrix,
     operand: Operand,
-    spec: Float8Spec,
+    spec: Spec,
     index: int,
     call: Call,
     *,
@@ -179,9 +179,9 @@ def show_cast(
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
 
 
-def _by_row(x: Groups, operand: Operand, spec: Float8Spec) -> tuple[Operand, Float8Spec]:
+def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
     """The operand with a scale for each row, where it has one for each group."""
-    if spec.block != (-1, -1):
+    if not spec.per_tensor:
         return operand, spec
     assert x.offs is not None, "not a batch"
     of_rows = groups_of_rows(operand.data.shape[0], x.offs)
@@ -197,7 +197,7 @@ def show_input(x: Matrix, specs: Orientations, quantized: Quantized, call: Call)
         show_cast(x.t(), quantized.columnwise, specs.columnwise, X, call)
 
 
-def _show_weights(weight: Tensor, operand: Operand, spec: Float8Spec, call: Call) -> None:
+def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> None:
     """The weights of all experts below each other, unless a block would have rows of two."""
     (E, N, K), (q, scale), (high, wide) = weight.shape, operand, spec.block
     if isinstance(weight, Float8Tensor) or (high > 1 and N % high):
@@ -229,20 +229,20 @@ def plain(weight: Tensor, event: Tensor | None = None) -> Tensor:
     return weight.dequantize()
 
 
-def stored_as(weight: Tensor, spec: Float8Spec) -> TypeGuard[Float8Tensor]:
+def stored_as(weight: Tensor, spec: Spec) -> TypeGuard[Float8Tensor]:
     """Whether a weight's own bytes are the operand."""
     if not isinstance(weight, Float8Tensor):
         return False
     block = spec.block if len(weight.spec.block) == 2 else (1, *spec.block)  # of experts
-    return (weight.spec.block, weight.spec.fp8_dtype) == (block, spec.fp8_dtype)
+    return (weight.spec.block, weight.spec.element_dtype) == (block, spec.element_dtype)
 
 
-def spec_of_experts(spec: Float8Spec) -> Float8Spec:
+def spec_of_experts(spec: Spec) -> Spec:
     """How the weights of all experts, ``[E, N, K]``, are stored where each is cast as ``spec``."""
     return replace(spec, block=(1, *spec.block))
 
 
-def recast(weight: Tensor, spec: Float8Spec) -> str | None:
+def recast(weight: Tensor, spec: Spec) -> str | None:
     """From what to what a weight that is stored in FP8 is cast; None if it is not cast."""
     if not isinstance(weight, Float8Tensor) or stored_as(weight, spec):
         return None

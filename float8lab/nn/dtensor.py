@@ -122,6 +122,8 @@ class WeightPlacement:
     def shares_blocks(self, spec: Float8Spec) -> tuple[bool, ProcessGroup | None]:
         """Whether no block of a size crosses shards, and the group that shares blocks without."""
         block = spec.block[self._dim]
+        if self.features is not None and spec.tensor_scale:
+            return False, None
         if self.features is None or self.parallel is None or block == 1:
             return True, None
         if block == -1:

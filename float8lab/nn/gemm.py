@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from float8lab.distributed.comm import Gemm, GemmTask, OneGpu, TokenShard
 from float8lab.distributed.offload import WEIGHT_CASTS
+from float8lab.formats import E8M0
 from float8lab.nn.casts import (
     WeightSource,
     amaxes_of_shards,
@@ -169,14 +170,12 @@ def save_policy(
     fp8_wgrad = needs_dw and plan.wgrad is not None
     w = Keep.NOTHING
     reuses_w = needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
-    if plan.w.block[0] == plan.w.block[1] and (reuses_w or (recomputes and plan.fprop is not None)):
+    if plan.w.is_square and (reuses_w or (recomputes and plan.fprop is not None)):
         w = Keep.REQUANTIZE if requantizes_weight else Keep.FP8_DATA
     if keeps_gathered and fp8_wgrad:
         x = Keep.GATHERED
     elif is_prologue:
-        has_use = plan.x.block == (-1, -1) and (
-            fp8_wgrad or (recomputes and plan.fprop is not None)
-        )
+        has_use = plan.x.per_tensor and (fp8_wgrad or (recomputes and plan.fprop is not None))
         x = Keep.REQUANTIZE if has_use else Keep.NOTHING
     elif fp8_wgrad and not gathers_before_cast:
         x = Keep.FP8_DATA
@@ -329,7 +328,7 @@ def _saved(
         scale, requant = done.x.rowwise.scale, done.x.requant
     elif policy.x is Keep.FP8_DATA:
         data, scale = done.x.columnwise
-        if plan.wgrad is not None and plan.wgrad.right.scale_rule == "e8m0":
+        if plan.wgrad is not None and plan.wgrad.right.scale_dtype == E8M0:
             scale = scale.to(torch.float8_e8m0fnu)  # exact, and one byte each
     elif policy.x is Keep.HIGH_PRECISION:
         assert isinstance(x, Tensor), "a prologue is there in backward"

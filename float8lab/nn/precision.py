@@ -243,6 +243,8 @@ class Precision:
             return None
         if self.parallel is not None and self.parallel.misfit(plan) is not None:
             return None
+        if self.parallel is not None and plan.w.tensor_scale:
+            return None  # the amax of a shard's tensor is not that of the ranks that hold rows
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
         return WeightCast(plan.w, plan.amax_epsilon, headroom)
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.distributed.comm import TensorParallel
-from float8lab.formats import Float8Spec
+from float8lab.formats import Spec
 from float8lab.ops import (
     Groups,
     Prologue,
@@ -47,8 +47,8 @@ Matrix = Tensor | Prologue | Groups
 
 def quantize(
     x: Matrix,
-    rowwise: Float8Spec | None,
-    columnwise: Float8Spec | None,
+    rowwise: Spec | None,
+    columnwise: Spec | None,
     params: QuantParams | None = None,
     epsilon: float = 0.0,
     dbias: bool = False,
@@ -89,8 +89,7 @@ def quantize(
         prologue, inputs, dtype, offs, tiles = x
     if params is not None:
         (scale, factor, _), slot, is_given = params
-    has_one_scale = spec.block == (-1, -1)
-    if not (has_one_scale or is_given):
+    if not (is_given or spec.shares_matrix_amax):
         factor = None
     rule = "encode" if is_given else spec.scale_rule
     wanted = rowwise is not None, columnwise is not None, dbias
@@ -107,7 +106,7 @@ def quantize(
     q, q_scale, amax, q_t, q_t_scale, sums = results
     if is_given:
         q_scale = q_t_scale = scale
-    elif not has_one_scale:
+    elif not spec.per_tensor:
         factor = None
     elif factor is None:
         factor = amax
@@ -123,8 +122,8 @@ _planned_quantize = planned(quantize)
 
 def replayed_quantize(
     x: Matrix,
-    rowwise: Float8Spec | None,
-    columnwise: Float8Spec | None,
+    rowwise: Spec | None,
+    columnwise: Spec | None,
     params: QuantParams | None,
     epsilon: float,
     dbias: bool,
@@ -144,8 +143,8 @@ def value_of(x: Matrix) -> Tensor:
 
 def quantize_shard(
     x: Matrix,
-    rowwise: Float8Spec | None,
-    columnwise: Float8Spec | None,
+    rowwise: Spec | None,
+    columnwise: Spec | None,
     parallel: TensorParallel,
     dim: int,
     amax: Tensor | None,
@@ -164,7 +163,7 @@ def quantize_shard(
         amax: of the unsharded matrix, ``[1, 1]``, if it is known.
     """
     params: QuantParams | None = None
-    if any(spec is not None and spec.block == (-1, -1) for spec in (rowwise, columnwise)):
+    if any(spec is not None and spec.shares_matrix_amax for spec in (rowwise, columnwise)):
         params = QuantParams.of_amax(parallel.amax(own_amax(x)) if amax is None else amax)
     context = params, epsilon
     rows_span, columns_span = _spans(rowwise, dim), _spans(columnwise, 1 - dim)
@@ -189,14 +188,14 @@ def _shape(x: Tensor | Prologue) -> tuple[int, ...]:
     return prologue_shape(*x[:2]) if isinstance(x, Prologue) else tuple(x.shape)
 
 
-def _spans(spec: Float8Spec | None, dim: int) -> bool:
+def _spans(spec: Spec | None, dim: int) -> bool:
     """Whether blocks, other than of the whole matrix, span a dimension of the operand."""
-    return spec is not None and spec.block != (-1, -1) and spec.block[dim] == -1
+    return spec is not None and spec.spans(dim)
 
 
 def _quantize_spanning(
     x: Matrix,
-    spec: Float8Spec,
+    spec: Spec,
     parallel: TensorParallel,
     epsilon: float,
     align: int,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from float8lab.distributed.comm import TensorParallel
-from float8lab.formats import Float8Spec
+from float8lab.formats import Spec
 from float8lab.nn.in_graph import GraphState, cast_in_graph
 from float8lab.nn.quantize import Matrix, quantize, quantize_shard, replayed_quantize
 from float8lab.ops import Groups
@@ -54,8 +54,8 @@ class ScaleSource:
         self,
         x: Matrix,
         index: int,
-        rowwise: Float8Spec | None,
-        columnwise: Float8Spec | None = None,
+        rowwise: Spec | None,
+        columnwise: Spec | None = None,
         *,
         dbias: bool = False,
         align: int = ALIGN,
@@ -85,8 +85,8 @@ class CurrentScales(ScaleSource):
         self,
         x: Matrix,
         index: int,
-        rowwise: Float8Spec | None,
-        columnwise: Float8Spec | None = None,
+        rowwise: Spec | None,
+        columnwise: Spec | None = None,
         *,
         dbias: bool = False,
         align: int = ALIGN,
@@ -100,7 +100,7 @@ class CurrentScales(ScaleSource):
         params = None
         if torch.compiler.is_compiling() and isinstance(x, Tensor):
             specs = (spec for spec in (rowwise, columnwise) if spec is not None)
-            if any(spec.block == (-1, -1) for spec in specs):
+            if any(spec.shares_matrix_amax for spec in specs):
                 params = _amax_params(x, index)
         return self._run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
 
@@ -205,8 +205,8 @@ class GraphScales(ScaleSource):
         self,
         x: Matrix,
         index: int,
-        rowwise: Float8Spec | None,
-        columnwise: Float8Spec | None = None,
+        rowwise: Spec | None,
+        columnwise: Spec | None = None,
         *,
         dbias: bool = False,
         align: int = ALIGN,

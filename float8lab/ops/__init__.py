@@ -34,7 +34,6 @@ from float8lab.ops.reference import (
     round_to_fp8,
     round_up,
     scale_from_amax,
-    scales_by_column,
 )
 from float8lab.ops.rotary import rotate_op
 from float8lab.ops.router import SCORE_FUNCTIONS, route_backward_op, route_op
@@ -77,7 +76,6 @@ __all__ = [
     "scale_from_amax",
     "scaled_mm_into_op",
     "scaled_mm_op",
-    "scales_by_column",
     "scatter_rows_op",
     "transpose_op",
     "update_scales_op",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.formats import SCALE_RULES, scale_shape
+from float8lab.formats import SCALE_RULES, scale_shape, scales_by_column
 from float8lab.ops import reference
 from float8lab.ops.declare import declare
 from float8lab.ops.reference import round_up
@@ -35,7 +35,7 @@ def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor
     Scales of 1xB blocks are stored column by column, as cuBLASLt reads them; all others by row.
     """
     rows, columns = scale_shape(tuple(shape), tuple(block))
-    if reference.scales_by_column(block):
+    if scales_by_column(block):
         return x.new_empty((columns, rows), dtype=torch.float32).t()
     return x.new_empty((rows, columns), dtype=torch.float32)
 

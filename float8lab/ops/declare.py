@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from float8lab.formats import has_kernels
 from float8lab.ops.sharding import Rule, takes_dtensors
 
 __all__ = ["RECORDING", "announce", "compute_intensive_ops", "declare", "planned"]
@@ -65,6 +66,27 @@ def _load(path: str) -> Callable[..., Any]:
 def _lazy(path: str) -> Callable[..., Any]:
     """The function that ``path`` names, imported by the first call."""
     return lambda *args: _load(path)(*args)
+
+
+def _or_reference(
+    launcher: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``launcher``, or the reference on the GPU for blocks and scale rules that no kernel knows.
+
+    It finds them by the names of the arguments: ``rule``, and those that end with ``block``.
+    """
+    names = list(inspect.signature(reference).parameters)
+    blocks = [index for index, name in enumerate(names) if name.endswith("block")]
+    rule = names.index("rule") if "rule" in names else len(names)
+
+    def call(*args: Any) -> Any:
+        rules = args[rule : rule + 1]
+        for index in blocks:
+            if index < len(args) and not has_kernels(tuple(args[index]), *rules):
+                return reference(*args)
+        return launcher(*args)
+
+    return call if blocks else launcher
 
 
 _TYPES = {
@@ -133,7 +155,7 @@ def declare(
     whole = _untraced(_complete(exact))
     implementations = {"CompositeExplicitAutograd": whole}
     if cuda is not None:
-        on_gpu = _exact(_lazy(cuda), "cuda")
+        on_gpu = _exact(_or_reference(_lazy(cuda), function), "cuda")
         implementations = {"CPU": whole, "CUDA": _untraced(_complete(on_gpu))}
 
     def define(name: str, schema: str) -> Any:
@@ -344,7 +366,7 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
             return overload(*args)
         if x.is_cuda:
             if type(launcher) is str:
-                launcher = _load(launcher)
+                launcher = _or_reference(_load(launcher), reference)
             if torch.is_autocast_enabled("cuda"):
                 return _exact(launcher, "cuda")(*args)
             return launcher(*args)

@@ -459,10 +459,10 @@ def _shares_blocks(p: Tensor) -> bool:
         return False
     layout = layout_of(p) if hasattr(local, "weight") else None
     if layout is not None:  # sent by FSDP2, of the rows or columns that tensor parallelism gives
-        return layout.spec.block[0] != 1 or layout.group is not None
+        return layout.spec.amax_block[0] != 1 or layout.group is not None
     *replicas, last = cast("DTensor", p).placements
     by_rows = bool(last.is_shard(0)) and all(r.is_replicate() for r in replicas)
-    return by_rows and layout_of(p).spec.block[0] != 1
+    return by_rows and layout_of(p).spec.amax_block[0] != 1
 
 
 def _is_16_bit(x: Tensor) -> bool:

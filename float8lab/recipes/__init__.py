@@ -2,6 +2,7 @@
 
 from float8lab.recipes.auto import Auto
 from float8lab.recipes.recipe import (
+    ALL,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -9,6 +10,7 @@ from float8lab.recipes.recipe import (
     Format,
     LinearPlan,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 from float8lab.recipes.state import (
@@ -19,6 +21,7 @@ from float8lab.recipes.state import (
 )
 
 __all__ = [
+    "ALL",
     "Auto",
     "DelayedScaling",
     "Float8BlockScaling",
@@ -27,6 +30,7 @@ __all__ = [
     "Format",
     "LinearPlan",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Recipe",
     "autocast",
     "fp8_autocast",

@@ -14,13 +14,7 @@ from dataclasses import dataclass, fields
 
 from float8lab.arguments import check_choice, check_size
 from float8lab.recipes.cost import MODES, Times, estimate, has_rates
-from float8lab.recipes.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    Recipe,
-)
+from float8lab.recipes.recipe import ALL, Recipe
 
 __all__ = ["TIE", "Auto", "Prediction", "choose", "explain", "predict"]
 
@@ -126,12 +120,7 @@ class Auto:
     mode: str = "eager"
     """How the model will run: ``"eager"``, ``"compile"``, or in a ``"cuda_graph"``, which takes no
     CPU time."""
-    candidates: tuple[Recipe, ...] = (
-        Float8BlockScaling(),
-        Float8RowwiseScaling(),
-        Float8CurrentScaling(),
-        DelayedScaling(amax_history_len=16, amax_compute_algo="max"),
-    )
+    candidates: tuple[Recipe, ...] = tuple(r for r in reversed(ALL.values()) if has_rates(r))
     """Recipes to choose from. Of those within 2 % of the fastest the first is taken."""
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Recipes: how the three GEMMs of a linear layer are cast to FP8, as plain frozen data.
 
 ``y = x @ w.T`` (fprop), ``dx = dy @ w`` (dgrad), ``dw = dy.T @ x`` (wgrad). A recipe says of each
-whether it runs in FP8, and how its two operands are cast then: six ``Float8Spec``. It also says
+whether it runs in FP8, and how its two operands are cast then: six ``Spec``. It also says
 where the amax comes from. ``Recipe.linear`` holds exactly that; modules read it and never ask for a
 recipe's class.
 """
@@ -17,9 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from float8lab.arguments import check_instance
-from float8lab.formats import Float4Spec, Float8Spec, largest
+from float8lab.formats import Spec, largest
 
 __all__ = [
+    "ALL",
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -28,6 +29,7 @@ __all__ = [
     "GemmPlan",
     "LinearPlan",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Recipe",
     "check_recipe",
     "recipe_numbered",
@@ -63,8 +65,8 @@ class Format(Enum):
 class GemmPlan(NamedTuple):
     """The casts of the operands of one GEMM, ``left @ right.T``, each in blocks of its own rows."""
 
-    left: Float8Spec
-    right: Float8Spec
+    left: Spec
+    right: Spec
     fast_accum: bool
     """Let the tensor cores accumulate with fewer bits."""
 
@@ -81,10 +83,10 @@ class LinearPlan(NamedTuple):
     """dy by w transposed."""
     wgrad: GemmPlan | None
     """dy transposed by x transposed."""
-    x: Float8Spec
+    x: Spec
     """The cast of x for fprop, or for what runs in FP8; also of an x that is stored so."""
-    w: Float8Spec
-    dy: Float8Spec
+    w: Spec
+    dy: Spec
     delayed: bool
     """Scales come from the amax history; else from the tensor itself."""
     epsilon: str
@@ -138,7 +140,7 @@ class Recipe:
             value = getattr(self, field.name)
             if isinstance(field.default, bool):
                 self._require(isinstance(value, bool), field.name, "a bool")
-        if isinstance(self.fp8_format, Float4Spec):
+        if isinstance(self.fp8_format, Spec):
             raise _packed("fp8_format", self.fp8_format)
         self._require(isinstance(self.fp8_format, Format), "fp8_format", "a recipes.Format")
         self._check()
@@ -157,7 +159,7 @@ class Recipe:
         for gemm, found in plan.gemms().items():
             casts |= {} if found is None else {f"{gemm}'s {s}": getattr(found, s) for s in _SIDES}
         for operand, spec in casts.items():
-            if isinstance(spec, Float4Spec):
+            if spec.is_packed:
                 raise _packed(f"the cast of {operand}", spec)
         object.__setattr__(self, "linear", plan)
         object.__setattr__(self, "number", self._numbers.setdefault(self, len(self._numbers)))
@@ -197,8 +199,8 @@ class Recipe:
         amax_epsilon: float = 0.0,
     ) -> LinearPlan:
         forward, backward = self.fp8_format.value
-        x_spec, w_spec = (Float8Spec(forward, block, scale_rule) for block in (x, w))
-        dy_spec = Float8Spec(backward, x, scale_rule)
+        x_spec, w_spec = (Spec(forward, block, scale_rule) for block in (x, w))
+        dy_spec = Spec(backward, x, scale_rule)
         pairs = ((x_spec, w_spec), (dy_spec, w_spec), (dy_spec, x_spec))
         high = self.override_linear_precision
         fprop, dgrad, of_weight = (
@@ -227,12 +229,12 @@ class Recipe:
 
 def check_recipe(name: str, value: Any) -> None:
     """Raise unless ``value`` is a recipe or None."""
-    if isinstance(value, Float4Spec):
+    if isinstance(value, Spec):
         raise _packed(name, value)
     check_instance(name, value, Recipe, "one of float8lab.recipes", optional=True)
 
 
-def _packed(name: str, spec: Float4Spec) -> NotImplementedError:
+def _packed(name: str, spec: Spec) -> NotImplementedError:
     return NotImplementedError(
         f"{name} must be made of formats that GEMMs take; got {spec.describe()}, for which there "
         "is no kernel yet. Choose an FP8 recipe; a frozen weight stored in 4 bits is dequantized "
@@ -401,6 +403,36 @@ class MXFP8BlockScaling(Recipe):
         return self._make_plan(x=(1, 32), w=(1, 32), scale_rule="e8m0")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class NVFP4BlockScaling(Recipe):
+    """e2m1 in 1x16 blocks, whose e4m3 scales are under one float32 scale of the tensor.
+
+    Weights have 16x16 blocks, so that backward multiplies by the very weight that forward did. A
+    block that holds a value that is not finite gets the scale NaN.
+
+    No kernel multiplies 4 bits yet: operands are quantized, dequantized and multiplied in high
+    precision, and reports say so. An element takes a byte meanwhile, and the two scales of a block
+    are held as their float32 product. Attention under ``fp8_dpa`` is in ``fp8_format``.
+
+    Left out of NVIDIA's training recipe: random Hadamard transforms of the operands of wgrad, and
+    stochastic rounding of gradients.
+
+    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
+    """
+
+    fp8_format: Format = Format.E4M3
+    fast_accum: tuple[bool, bool, bool] = (False, False, False)
+    disable_2d_quantization: bool = False
+    """Weights have 1x16 blocks, too, and their transpose scales of its own."""
+
+    def _check(self) -> None:
+        self._require(self.fp8_format is Format.E4M3, "fp8_format", "Format.E4M3")
+
+    def _plan(self) -> LinearPlan:
+        weight = (1, 16) if self.disable_2d_quantization else (16, 16)
+        return self._make_plan(x=(1, 16), w=weight, scale_rule="e2m1 e4m3 fp32")
+
+
 def _require_no_pure_e5m2(recipe: Recipe) -> None:
     recipe._require(
         recipe.fp8_format is not Format.E5M2,
@@ -412,3 +444,15 @@ def _require_no_pure_e5m2(recipe: Recipe) -> None:
 def _require_epsilon(recipe: Recipe, value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     recipe._require(number and 0 <= value < float("inf"), "amax_epsilon", "a finite number >= 0")
+
+
+ALL: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=16, amax_compute_algo="max"),
+    "current": Float8CurrentScaling(),
+    "rowwise": Float8RowwiseScaling(),
+    "block": Float8BlockScaling(),
+    "mx": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+"""The recipes by short names, with usual fields: what chooses, reports or compares recipes has them
+from here. Those with measured speed are in the order of their numerics, the coarsest first."""

@@ -13,14 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from float8lab.formats import Float8Spec, scale_shape
+from float8lab.formats import FLOAT32_MAX, Spec, scale_shape, scales_by_column
 from float8lab.ops import (
     cast_many_op,
     cast_op,
     dequantize_op,
     factors_from_amax,
     round_to_fp8,
-    scales_by_column,
 )
 
 __all__ = [
@@ -35,9 +34,6 @@ __all__ = [
     "requantize_blocks",
     "stores_scales_by_column",
 ]
-
-_OP_SIZES = (-1, 1, 32, 128)
-"""Block sizes that the matrix ops have kernels for; other blocks run plain PyTorch here."""
 
 
 def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -90,7 +86,7 @@ def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
     return by_block(x.float().abs(), block, torch.amax, 0.0)
 
 
-def _matrix_block(spec: Float8Spec, ndim: int) -> tuple[int, int] | None:
+def _matrix_block(spec: Spec, ndim: int) -> tuple[int, int] | None:
     """The block of the [rows, last dimension] form of a tensor, where that form is quantized alike.
 
     None if blocks span more than the last dimension, and the tensor is neither a matrix nor scaled
@@ -99,14 +95,12 @@ def _matrix_block(spec: Float8Spec, ndim: int) -> tuple[int, int] | None:
     if spec.per_tensor:
         return (-1, -1)
     block = (1,) * (2 - ndim) + spec.block
-    if any(size not in _OP_SIZES for size in block[-2:]):
-        return None
     if len(block) == 2 or all(size == 1 for size in block[:-1]):
         return (block[-2], block[-1])
     return None
 
 
-def stores_scales_by_column(spec: Float8Spec) -> bool:
+def stores_scales_by_column(spec: Spec) -> bool:
     """Whether ``quantize_blocks`` stores the scales of ``spec`` column by column."""
     block = _matrix_block(spec, len(spec.block))
     return block is not None and scales_by_column(block)
@@ -114,7 +108,7 @@ def stores_scales_by_column(spec: Float8Spec) -> bool:
 
 def quantize_blocks(
     x: Tensor,
-    spec: Float8Spec,
+    spec: Spec,
     *,
     scale: Tensor | None = None,
     amax_epsilon: float = 0.0,
@@ -145,10 +139,13 @@ def quantize_blocks(
             *("", (matrix,), x.dtype, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1),
             *(True, False, False, None if known_amax is None else _as_matrix(known_amax)),
         )
-        amax = amax if known_amax is None else known_amax
+        if spec.tensor_scale:  # what is known is that of the whole
+            amax = block_amax(x, spec.block)
+        elif known_amax is not None:
+            amax = known_amax
     else:
         q, *_ = cast_op(
-            *("", (matrix,), x.dtype, spec.fp8_dtype, block, "decode", 0.0, 1),
+            *("", (matrix,), x.dtype, spec.fp8_dtype, block, spec.rule_of("decode"), 0.0, 1),
             *(True, False, False, _as_matrix(scale)),
         )
         amax, scale = scale * spec.largest(), scale.clone()
@@ -162,14 +159,14 @@ def _as_matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x.reshape(1, 1)
 
 
-def _is_batch(x: Tensor, spec: Float8Spec) -> bool:
+def _is_batch(x: Tensor, spec: Spec) -> bool:
     """Whether a tensor that has no matrix form has parts along its first dimension."""
     return x.ndim > 2 and spec.block[0] == 1 and x.shape[0] > 0
 
 
 def _by_matrix(
     x: Tensor,
-    spec: Float8Spec,
+    spec: Spec,
     scale: Tensor | None,
     amax_epsilon: float,
     known_amax: Tensor | None,
@@ -190,7 +187,7 @@ def _by_matrix(
 
 
 def _by_arithmetic(
-    x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
+    x: Tensor, spec: Spec, scale: Tensor | None, amax_epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     if scale is None:
         amax = block_amax(x, spec.block)
@@ -199,22 +196,25 @@ def _by_arithmetic(
     else:
         amax, scale = scale * spec.largest(), scale.clone()
         value = x.float() / expand_scale(scale, spec.block, x.shape)
-    return round_to_fp8(value, x, spec.fp8_dtype), scale, amax
+    return round_to_fp8(value, x, spec.fp8_dtype, spec.scale_rule), scale, amax
 
 
-def requantize_blocks(x: Tensor, spec: Float8Spec, scale: Tensor, amax: Tensor) -> Tensor:
+def requantize_blocks(x: Tensor, spec: Spec, scale: Tensor, amax: Tensor) -> Tensor:
     """FP8 data of ``x`` by the same cast that gave these scales and amaxes, one per block.
 
     Where a scale follows from its amax, ``x`` is multiplied by the encode factor of that amax;
     where it does not, it was given, and ``x`` is divided by it. A scale that was made with an
     ``amax_epsilon`` above the amax is taken for a given one.
     """
+    if spec.tensor_scale:  # whose encode factors follow from the scales
+        encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, x.shape)
+        return round_to_fp8(x.float() * encode, x, spec.fp8_dtype, spec.scale_rule)
     own, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule)
     found, encode, scale = (
         expand_scale(t, spec.block, x.shape) for t in (own == scale, encode, scale)
     )
     value = torch.where(found, x.float() * encode, x.float() / scale)
-    return round_to_fp8(value, x, spec.fp8_dtype)
+    return round_to_fp8(value, x, spec.fp8_dtype, spec.scale_rule)
 
 
 _Stored = tuple[Tensor, Tensor, Tensor]
@@ -224,7 +224,7 @@ _Kind = tuple[torch.dtype, torch.device, torch.dtype, tuple[int, int], str]
 
 
 def quantize_blocks_(
-    values: Sequence[Tensor], specs: Sequence[Float8Spec], targets: Sequence[_Stored]
+    values: Sequence[Tensor], specs: Sequence[Spec], targets: Sequence[_Stored]
 ) -> None:
     """Write ``quantize_blocks`` of many tensors into tensors that exist.
 
@@ -259,9 +259,7 @@ def quantize_blocks_(
     torch.autograd.graph.increment_version([tensor for target in targets for tensor in target])
 
 
-def _matrices(
-    value: Tensor, spec: Float8Spec, stored: _Stored
-) -> Iterator[tuple[Tensor, Float8Spec, _Stored]]:
+def _matrices(value: Tensor, spec: Spec, stored: _Stored) -> Iterator[tuple[Tensor, Spec, _Stored]]:
     """Yield the parts of a tensor that ``quantize_blocks`` quantizes one by one, or the tensor."""
     if _matrix_block(spec, value.ndim) is None and _is_batch(value, spec):
         part = replace(spec, block=spec.block[1:])
@@ -272,7 +270,7 @@ def _matrices(
 
 
 def dequantize_blocks(
-    q: Tensor, scale: Tensor, spec: Float8Spec, dtype: torch.dtype, *, event: Tensor | None = None
+    q: Tensor, scale: Tensor, spec: Spec, dtype: torch.dtype, *, event: Tensor | None = None
 ) -> Tensor:
     """``q * scale``, multiplied in float32 and rounded once to ``dtype``; exact in float64.
 
@@ -281,7 +279,7 @@ def dequantize_blocks(
     """
     if dtype == torch.float64:
         return q.double() * expand_scale(scale, spec.block, q.shape)
-    if q.ndim == 2 and all(size in _OP_SIZES for size in spec.block):
+    if q.ndim == 2:
         result: Tensor = dequantize_op(q, scale, spec.block, dtype, event)
         return result
     return (q.float() * expand_scale(scale, spec.block, q.shape)).to(dtype)

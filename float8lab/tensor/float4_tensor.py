@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from float8lab.arguments import check_dtype, check_instance, check_tensor
-from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, Float4Spec
+from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, Float4Spec, Spec
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.dispatch import announce_address, run_fallback, storage_without_memory
 
@@ -91,7 +91,7 @@ class Float4Tensor(Tensor):
     packed: Tensor
     scale: Tensor
     tensor_scale: Tensor | None
-    spec: Float4Spec
+    spec: Spec
     _readable: Tensor | None = None
     """The dequantized copy of which ``data_ptr`` gave the address."""
 
@@ -100,11 +100,15 @@ class Float4Tensor(Tensor):
         packed: Tensor,
         scale: Tensor,
         tensor_scale: Tensor | None,
-        spec: Float4Spec,
+        spec: Spec,
         dtype: torch.dtype,
     ) -> Float4Tensor:
         """Make a tensor of these."""
-        check_instance("spec", spec, Float4Spec, "a Float4Spec")
+        check_instance("spec", spec, Spec, "a Float4Spec")
+        if not spec.is_packed:
+            raise ValueError(
+                f"spec must be one of packed elements; got {spec.describe()}. Use Float4Spec."
+            )
         check_dtype("dtype", dtype, DEQUANTIZED_DTYPES, optional=False)
         check_tensor("packed", packed)
         check_tensor("scale", scale)
@@ -123,7 +127,7 @@ class Float4Tensor(Tensor):
         packed: Tensor,
         scale: Tensor,
         tensor_scale: Tensor | None,
-        spec: Float4Spec,
+        spec: Spec,
         dtype: torch.dtype,
     ) -> None:
         """Check the parts; ``__new__`` has set all.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec, gemm_support
+from float8lab.formats import HIGH_PRECISION_DTYPES, Spec, gemm_support, scales_by_column
 from float8lab.ops import cast_groups_op, cast_op, grouped_mm_op, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale
 from float8lab.tensor.dispatch import implements, implements_composite, run_fallback
@@ -85,11 +85,11 @@ def _matrix(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Ope
         q = transpose_op(q.t(), 1) if q.t().is_contiguous() else q.contiguous()
     if rows != block[0]:
         scale = refine_scale(scale, q.shape[0], rows, block[0], 0)
-    by_column = block[0] == 1 and block[1] > 1
+    by_column = scales_by_column(block)
     return _Operand(q, scale.t().contiguous().t() if by_column else scale.contiguous(), block)
 
 
-def _spec_of(x: Tensor) -> Float8Spec:
+def _spec_of(x: Tensor) -> Spec:
     assert isinstance(x, Float8Tensor), "one operand at least is in FP8"
     return x.spec
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor, shown
-from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Float4Spec, Float8Spec, largest
+from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Spec, largest
 from float8lab.tensor.blocks import by_block, expand_scale
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
@@ -147,7 +147,7 @@ class TensorStats(_Shares[float]):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    spec: Float8Spec | Float4Spec
+    spec: Spec
     amax: float
     """Largest of the amaxes of the blocks, from before quantization."""
     scale_min: float
@@ -169,7 +169,7 @@ class TensorStats(_Shares[float]):
         ``kind`` is ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or ``"inf"``.
         """
         check_choice("kind", kind, KINDS)
-        flags = _code_kinds(self.spec.element_dtype)[kind]
+        flags = _code_kinds(self.spec.fp8_dtype)[kind]
         return sum(n for n, flag in zip(self.codes, flags, strict=True) if flag)
 
     def share(self, kind: str) -> float:
@@ -179,7 +179,7 @@ class TensorStats(_Shares[float]):
     @property
     def exponents(self) -> tuple[int, int] | None:
         """Smallest and largest ``floor(log2(|code|))`` of nonzero finite codes; None if none."""
-        exponents = _code_exponents(self.spec.element_dtype)
+        exponents = _code_exponents(self.spec.fp8_dtype)
         used = [e for n, e in zip(self.codes, exponents, strict=True) if n and e is not None]
         return (min(used), max(used)) if used else None
 
@@ -206,7 +206,7 @@ class TensorStats(_Shares[float]):
     def histogram(self, by: str = "code") -> Histogram:
         """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
         _check_bins(by)
-        dtype = self.spec.element_dtype
+        dtype = self.spec.fp8_dtype
         if by == "code":
             return Histogram(by, code_values(dtype), torch.tensor(self.codes))
         exponents = _code_exponents(dtype)
@@ -252,7 +252,7 @@ class TensorStats(_Shares[float]):
 class BlockStats(_Shares[Tensor]):
     """Statistics of each block: tensors of the shape of the scales, on the tensor's device."""
 
-    spec: Float8Spec
+    spec: Spec
     numel: Tensor
     """int64: elements of each block, fewer at an edge."""
     amax: Tensor
@@ -415,7 +415,8 @@ def health(found: TensorStats) -> str:
 
 def _is_stored_in_fp8(x: Any) -> bool:
     """Whether ``x`` is a Float8Tensor. Its class imports this file, so this file cannot."""
-    return isinstance(x, Tensor) and isinstance(getattr(x, "spec", None), Float8Spec)
+    spec = getattr(x, "spec", None)
+    return isinstance(x, Tensor) and isinstance(spec, Spec) and not spec.is_packed
 
 
 def _advice_for(x: Any) -> str:
@@ -633,7 +634,7 @@ class Errors:
     flushed: Tensor
 
     @staticmethod
-    def of(qdata: Tensor, scale: Tensor, spec: Float8Spec, source: Tensor) -> Errors:
+    def of(qdata: Tensor, scale: Tensor, spec: Spec, source: Tensor) -> Errors:
         wide = source if source.dtype == torch.float64 else source.float()
         value = qdata.float() * expand_scale(scale, spec.block, qdata.shape)
         finite = value.isfinite() & wide.isfinite()

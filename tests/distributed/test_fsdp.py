@@ -33,6 +33,7 @@ from float8lab.recipes import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
 )
 from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture, slow_check
 
@@ -42,6 +43,7 @@ RECIPES = [
     Float8RowwiseScaling(),
     Float8BlockScaling(),
     MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
     DelayedScaling(margin=1),
 ]
 

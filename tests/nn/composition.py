@@ -16,6 +16,7 @@ from tests.nn.models import UNDELAYED
 RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=3, amax_compute_algo="max"),
     **UNDELAYED,
+    "nvfp4": recipes.NVFP4BlockScaling(),
 }
 """One of each."""
 

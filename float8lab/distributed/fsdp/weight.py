@@ -221,6 +221,12 @@ def _set_scales(
         every, amaxes = reduced_amaxes([w.layout for w in weights], shards, device, mesh)
         sizes = [weight.layout.numbers for weight in weights]
         for i, (weight, amax) in enumerate(zip(weights, amaxes, strict=True)):
+            weight.amax = amax
+            if weight.rule is not None and weight.layout.spec.tensor_scale:  # of this weight alone
+                fp8_dtype, scale_rule, epsilon, _ = weight.rule
+                made_alone = factors_from_amax(amax, fp8_dtype, scale_rule, epsilon)
+                weight.scale, weight.factor = made_alone
+                continue
             if weight.rule not in made:
                 scale, factor = every, every
                 if weight.rule is not None:
@@ -232,7 +238,6 @@ def _set_scales(
             weight.scale, weight.factor = (
                 parts[i][: amax.numel()].view(amax.shape) for parts in made[weight.rule]
             )
-            weight.amax = amax
 
 
 def reduced_amaxes(
@@ -306,12 +311,12 @@ def _largest_scales(rows: Float8Tensor, block: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
     """FP8 data of some rows of a shard; ``factor`` is their scales if they are stored in FP8."""
-    rule = "encode"
+    rule = spec.rule_of("encode")
     if isinstance(rows, Float8Tensor):
-        if spec.block[0] == 1 and rows.spec == spec:
+        if not spec.rows_share_scales and rows.spec == spec:
             return rows.qdata  # no block is shared
         rows = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
-        rule = "decode"
+        rule = spec.rule_of("decode")
     if rows.ndim == 3:
         return _cast_experts(rows, factor, spec)
     q: Tensor = cast_op(
@@ -325,7 +330,7 @@ def _cast_experts(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
     """FP8 data of some experts' weights in high precision."""
     E, N, K = rows.shape
     if spec.block == (1, -1, -1):
-        how = spec.fp8_dtype, (-1, -1), "encode", 0.0, True, False, False, factor
+        how = spec.fp8_dtype, (-1, -1), spec.rule_of("encode"), 0.0, True, False, False, factor
         q: Tensor = cast_groups_op("", (rows,), rows.dtype, None, *how)[0]
         return q[:, :N, :K].contiguous()
     inner, matrices = replace(spec, block=spec.block[1:]), _as_matrices(rows, spec.block)
@@ -384,15 +389,15 @@ def _write(each: Sequence[tuple[ShardedWeight, Any, Tensor]]) -> None:
     rows = [w.layout.block_rows(x.spec.block[0], x.device) for w, x, _ in each]
     groups: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for _, local, value in each:
-        kind = (value.dtype, local.qdata.dtype, local.spec.block)
+        kind = (value.dtype, local.spec)
         groups.setdefault(kind, []).append((value, local.scale, local.qdata))
     # The encode factors go where the scales will be, since the op keeps its table of addresses for
     # memory that stays.
     torch._foreach_copy_(scales, [w.factor[r] for (w, *_), r in zip(each, rows, strict=True)])
-    for (*_, block), group in groups.items():
+    for (_, spec), group in groups.items():
         values, encodes, data = (list(tensors) for tensors in zip(*group, strict=True))
         # Each block of the shard lies in one block of the weight, and has its factor by now.
-        cast_many_op(values, data, block, "encode", 0.0, [], [], encodes)
+        cast_many_op(values, data, spec.block, spec.rule_of("encode"), 0.0, [], [], encodes)
         torch.autograd.graph.increment_version(data)
     new = [w.scale[r] for (w, *_), r in zip(each, rows, strict=True)]
     new += [w.amax[r] for (w, *_), r in zip(each, rows, strict=True)]

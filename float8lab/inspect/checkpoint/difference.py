@@ -327,7 +327,7 @@ def _same_format(a: Item, b: Item) -> bool:
 
 def _bits(item: Item) -> torch.dtype | None:
     """The format of an element."""
-    return item.entry.dtype if item.spec is None else item.spec.element_dtype
+    return item.entry.dtype if item.spec is None else item.spec.fp8_dtype
 
 
 def _same_levels(a: Item, b: Item) -> bool:

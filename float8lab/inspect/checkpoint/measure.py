@@ -15,7 +15,7 @@ from torch import Tensor
 
 from float8lab.checkpoints.item import Finding, Item, blocks_of_box
 from float8lab.checkpoints.source import Box, boxes
-from float8lab.formats import E2M1, E4M3, E5M2, Float4Spec, Float8Spec, scale_shape
+from float8lab.formats import E2M1, E4M3, E5M2, Spec, scale_shape
 from float8lab.tensor.statistics import TensorStats, code_values
 
 __all__ = ["Measured", "PlainStats", "ScaleStats", "measure"]
@@ -90,10 +90,10 @@ def measure(item: Item, step: Step) -> Measured:
 class _Blocks:
     """Counts over the blocks of a tensor, to which blocks are added once they were read whole."""
 
-    def __init__(self, spec: Float8Spec | Float4Spec) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.top = {E4M3: 0x7E, E5M2: 0x7B, E2M1: 0x07}[spec.element_dtype]
-        self.sizes = code_values(spec.element_dtype).abs()
+        self.top = {E4M3: 0x7E, E5M2: 0x7B, E2M1: 0x07}[spec.fp8_dtype]
+        self.sizes = code_values(spec.fp8_dtype).abs()
         self.blocks = self.saturated = self.idle = self.zero_lost = self.bad = 0
         self.zero_scales = 0
         self.amax = 0.0
@@ -175,7 +175,7 @@ def _measured(item: Item, blocks: _Blocks, counts: tuple[int, ...]) -> Measured:
     """The result for a quantized weight, of its blocks and how many elements have each byte."""
     spec = blocks.spec
     several = item.scale is not None and blocks.blocks > 1
-    if isinstance(spec, Float8Spec) and spec.scale_rule == "fp32" and blocks.pow2 and several:
+    if spec.scale_rule == "fp32" and blocks.pow2 and several:
         spec = replace(spec, scale_rule="pow2")
     has_scales = blocks.low <= blocks.high
     stats = TensorStats(

@@ -8,23 +8,11 @@ from dataclasses import dataclass, replace
 from float8lab.inspect.scale.mesh import Mesh, meshes
 from float8lab.inspect.scale.predict import Job, Step, predict
 from float8lab.inspect.scale.sizes import ModelSize
-from float8lab.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    Recipe,
-    cost,
-)
+from float8lab.recipes import ALL, Recipe, cost
 
 __all__ = ["RECIPES", "Gemm", "best", "by_tokens", "fastest", "gemms_of_rank"]
 
-RECIPES: dict[str, Recipe] = {
-    "delayed": DelayedScaling(amax_history_len=16, amax_compute_algo="max"),
-    "current": Float8CurrentScaling(),
-    "rowwise": Float8RowwiseScaling(),
-    "block": Float8BlockScaling(),
-}
+RECIPES: dict[str, Recipe] = {name: r for name, r in ALL.items() if cost.has_rates(r)}
 """Recipes whose speed is known, by name."""
 _FEWEST_TOKENS = 64
 

@@ -28,7 +28,7 @@ from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.source import CheckpointError, CheckpointSource, boxes
-from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float4Spec, Float8Spec
+from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Spec
 from float8lab.integrations.checkpoint.saved_names import saved_names
 from float8lab.integrations.checkpoint.weights import (
     GemmWeight,
@@ -42,27 +42,19 @@ from float8lab.nn.convert.other_experts import routers
 from float8lab.nn.convert.report import conversion_report, explain_layer
 from float8lab.nn.convert.walk import has_recipe, walk_model
 from float8lab.nn.precision import Precision, W, X, precisions
-from float8lab.recipes.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from float8lab.recipes.recipe import ALL, DelayedScaling, Float8CurrentScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.float4_tensor import pack
 
 __all__ = ["LoadReport", "load_fp8"]
 
-_RECIPES: dict[tuple[int, ...], Recipe] = {
-    (-1, -1): Float8CurrentScaling(),
-    (1, -1): Float8RowwiseScaling(),
-    (128, 128): Float8BlockScaling(),
-    (1, 32): MXFP8BlockScaling(),
+_RECIPES = {
+    (recipe.linear.w.block, recipe.linear.w.element_dtype): recipe
+    for recipe in ALL.values()
+    if not recipe.linear.delayed
 }
-"""The recipe that uses a weight of these blocks as it is stored."""
+"""The recipe that uses a weight of these blocks and elements as it is stored."""
 _STATIC = DelayedScaling()
 """Recipe of layers for which the checkpoint has a scale of activations: in evaluation it stays as
 it is."""
@@ -415,7 +407,7 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
     spec, device = item.spec, _device_of(target)
     if spec is None:
         raise TypeError(f"{item.name} must be quantized to be stored as the checkpoint has it.")
-    if isinstance(spec, Float4Spec):
+    if spec.is_packed:
         return nn.Parameter(_packed(item, spec, target.dtype, device), requires_grad=False)
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
     for box in boxes(item.entry.shape, item.block):
@@ -428,7 +420,7 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
     return nn.Parameter(stored, requires_grad=False)
 
 
-def _packed(item: Item, spec: Float4Spec, dtype: torch.dtype, device: torch.device) -> Float4Tensor:
+def _packed(item: Item, spec: Spec, dtype: torch.dtype, device: torch.device) -> Float4Tensor:
     """The bytes of a weight in 4 bits; in memory the packed dimension comes last."""
     dim = spec.packed_dim
     shape = [n // 2 if d == dim else n for d, n in enumerate(item.entry.shape)]
@@ -502,7 +494,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
 def _choose_for_gemm(
     choice: _Choice,
     gemm: GemmWeight,
-    specs: Collection[Float8Spec | Float4Spec],
+    specs: Collection[Spec],
     input_scales: Container[str],
 ) -> None:
     """Choose the recipe of a linear layer whose weight is stored in these formats."""
@@ -510,7 +502,7 @@ def _choose_for_gemm(
     if precision is not None and (precision.recipe is not None or precision.pinned):
         if not _casts_to(precision.recipe, specs):
             choice.requantized.append(gemm.name)
-    elif all(isinstance(spec, Float8Spec) for spec in specs):  # else in high precision
+    elif all(not spec.is_packed for spec in specs):  # else in high precision
         recipe = _recipe_for(specs)
         static = any(_stem(name) in input_scales for name in gemm.paths)
         if recipe is None:
@@ -521,10 +513,10 @@ def _choose_for_gemm(
             choice.recipes[gemm.name] = recipe
 
 
-def _casts_to(recipe: Recipe | None, specs: Collection[Float8Spec | Float4Spec]) -> bool:
+def _casts_to(recipe: Recipe | None, specs: Collection[Spec]) -> bool:
     """Whether a recipe's cast of a weight has the blocks of one of these FP8 formats."""
     blocks = {spec.block for spec in specs}
-    packed = any(isinstance(spec, Float4Spec) for spec in specs)
+    packed = any(spec.is_packed for spec in specs)
     return recipe is not None and not packed and recipe.linear.w.block in blocks
 
 
@@ -574,7 +566,9 @@ def _fits(weight: StackedWeight, item: Item | None, recipe: Recipe) -> bool:
     if spec is None or spec.element_dtype != E4M3:
         return False
     cast_spec = spec_of_stacked(weight, recipe)
-    return cast_spec is not None and cast_spec.block == spec.block
+    if cast_spec is None or cast_spec.element_dtype != spec.element_dtype:
+        return False
+    return cast_spec.block == spec.block
 
 
 def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
@@ -604,10 +598,10 @@ def _convert(model: nn.Module, recipe: Recipe, layers: Container[str]) -> list[s
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
 
 
-def _recipe_for(specs: Iterable[Float8Spec | Float4Spec]) -> Recipe | None:
+def _recipe_for(specs: Iterable[Spec]) -> Recipe | None:
     """The recipe that uses weights stored in this way as they are; None if there is none."""
-    blocks = {spec.block for spec in specs if spec.element_dtype == E4M3}
-    return _RECIPES.get(blocks.pop()) if len(blocks) == 1 else None
+    kinds = {(spec.block, spec.element_dtype) for spec in specs if spec.element_dtype == E4M3}
+    return _RECIPES.get(kinds.pop()) if len(kinds) == 1 else None
 
 
 def _stem(name: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.formats import Float8Spec
 from float8lab.nn.attention.backends import Problem, why_a_matrix
 from float8lab.nn.casts import show_cast
 from float8lab.nn.precision import Call, Precision
@@ -105,7 +104,7 @@ def _cast(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
     laid_out, order = _as_in_memory(x)
     first, second, third, size = laid_out.shape
     rows = laid_out.reshape(first * second, third * size)
-    spec = Float8Spec(call.plan.x.fp8_dtype, (-1, -1), call.plan.x.scale_rule)
+    spec = call.plan.x.with_one_scale()
     operand = call.scales.quantize(rows, index, spec, align=1).rowwise
     if call.watched and not in_backward():  # where it is a repetition, by activation checkpointing
         show_cast(rows, operand, spec, index, call)

@@ -19,7 +19,7 @@ from float8lab.distributed.fsdp.shards import (
     sharded_by_fsdp,
 )
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.formats import HIGH_PRECISION_DTYPES, Float4Spec
+from float8lab.formats import HIGH_PRECISION_DTYPES, Spec
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.casts import recast
 from float8lab.nn.convert.names import ADAPTERS, matches
@@ -113,7 +113,7 @@ def checked_choice(name: str, choice: Any) -> _Choice:
         return Auto()
     if isinstance(choice, (Recipe, Auto)):
         return choice
-    if isinstance(choice, Float4Spec):
+    if isinstance(choice, Spec):
         check_recipe(name, choice)  # raises, and says why
     got = repr(choice) if isinstance(choice, str) else type(choice).__name__
     raise TypeError(

@@ -19,7 +19,6 @@ from float8lab.ops.reference.cast import (
     round_to_fp8,
     round_up,
     scale_from_amax,
-    scales_by_column,
     transpose,
 )
 from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
@@ -61,7 +60,6 @@ __all__ = [
     "scale_from_amax",
     "scaled_mm",
     "scaled_mm_into",
-    "scales_by_column",
     "transpose",
     "update_scales_",
     "value_of",

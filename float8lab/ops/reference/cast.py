@@ -17,7 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.formats import FLOAT32_MAX
+from float8lab.formats import (
+    E2M1,
+    E4M3,
+    FLOAT32_MAX,
+    SCALE_RULES,
+    has_tensor_scale,
+    is_packed_element,
+    largest,
+    scales_by_column,
+)
 from float8lab.ops.reference.prologue import value_of
 
 __all__ = [
@@ -37,7 +46,6 @@ __all__ = [
     "round_to_fp8",
     "round_up",
     "scale_from_amax",
-    "scales_by_column",
     "transpose",
 ]
 
@@ -64,14 +72,6 @@ def round_up(size: int, align: int) -> int:
     (32, 0)
     """
     return -(-size // align) * align
-
-
-def scales_by_column(block: Sequence[int]) -> bool:
-    """Whether the scales of a quantized matrix are stored column by column: those of 1xB blocks.
-
-    cuBLASLt reads them so; see "Scaling Factors Layouts" in the cuBLAS documentation.
-    """
-    return block[0] == 1 and block[1] > 1
 
 
 # Scales.
@@ -121,9 +121,16 @@ def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool)
 
 
 def factors_from_amax(
-    amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0
+    amax: Tensor,
+    fp8_dtype: torch.dtype,
+    rule: str,
+    eps: float = 0.0,
+    matrix_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
+
+    A rule of elements with 4 bits has ``_factors_of_packed``, and may depend on the amax of the
+    matrix; if that is not given, ``amax`` holds all blocks of a matrix in its last dimensions.
 
     ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1. The scale is 1 over the
     encode factor, rounded to float32, from which the encode factor cannot be found again: a cast
@@ -132,6 +139,8 @@ def factors_from_amax(
     >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
     (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
     """
+    if is_packed_element(rule):
+        return _factors_of_packed(amax.clamp(min=eps), rule, matrix_amax)
     raised = amax.clamp(min=eps)
     usable = (raised > 0) & (raised < torch.inf)
     limit = torch.finfo(fp8_dtype).max
@@ -144,6 +153,41 @@ def factors_from_amax(
         encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
         scale = 1.0 / encode
     return torch.where(usable, scale, 1.0), torch.where(usable, encode, 1.0)
+
+
+def _factors_of_packed(
+    amax: Tensor, rule: str, matrix_amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``factors_from_amax`` of elements in e2m1: scales that formats of 4 bits have.
+
+    A block whose amax is 0 has the scale 0 if scales are in e4m3; one that holds a value that is
+    not finite has the scale NaN. The scale of a matrix is 1 where no finite amax above 0 makes one.
+
+    >>> factors_from_amax(torch.tensor([[2688.0, 6.0, 0.0, torch.inf]]), E4M3, "e2m1 e4m3 fp32")[0]
+    tensor([[448.,   1.,   0.,  nan]])
+
+    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, appendix on
+    quantization; OCP Microscaling Formats v1.0 for e8m0.
+    """
+    limit = torch.full_like(amax, largest(E2M1))
+    if "e8m0" in rule:
+        bits = (amax / limit).view(torch.int32)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
+        scale = torch.where(amax > 0, (exponent << 23).view(torch.float32), 1.0)
+    else:
+        scale = amax / limit
+        decode = torch.ones_like(scale)
+        if has_tensor_scale(rule):
+            if matrix_amax is None:
+                matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
+            product = torch.full_like(matrix_amax, largest(E2M1) * largest(E4M3))
+            encode = (product / matrix_amax).clamp(max=FLOAT32_MAX)
+            usable = (matrix_amax > 0) & (matrix_amax < torch.inf)
+            encode = torch.where(usable, encode, 1.0)
+            scale, decode = scale * encode, 1.0 / encode
+        scale = scale.clamp(max=largest(E4M3)).to(E4M3).float() * decode
+    scale = torch.where(amax < torch.inf, scale, torch.nan)
+    return scale, (1.0 / scale).clamp(max=FLOAT32_MAX)
 
 
 def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
@@ -167,8 +211,21 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
 # Casts.
 
 
-def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """The nearest FP8 numbers to ``value``, which is ``x`` over its scale.
+def _round_to_packed(value: Tensor) -> Tensor:
+    """The nearest values of e2m1, in e4m3; ties go to an even mantissa, and NaN to 0.
+
+    >>> _round_to_packed(torch.tensor([0.25, 0.75, 2.5, -5.0, 9.0, torch.nan])).float()
+    tensor([ 0.,  1.,  2., -4.,  6.,  0.])
+    """
+    limit = largest(E2M1)
+    value = value.nan_to_num(0.0).clamp(-limit, limit)
+    size = value.abs()
+    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
+    return ((value / step).round() * step).to(E4M3)
+
+
+def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "") -> Tensor:
+    """The nearest FP8 numbers to ``value``, which is ``x`` over its scale; of e2m1 by its rules.
 
     A finite ``x`` saturates, also where ``value`` overflows float32. An infinite ``x`` stays
     visible whatever its scale is: as an infinity in e5m2, and in e4m3, which has none, as NaN.
@@ -177,6 +234,8 @@ def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     >>> round_to_fp8(x, x, torch.float8_e4m3fn).float()
     tensor([448.,  nan])
     """
+    if is_packed_element(rule):
+        return _round_to_packed(value)
     limit = torch.finfo(fp8_dtype).max
     visible: float | Tensor = torch.nan
     if fp8_dtype == torch.float8_e5m2:  # over a scale of 0, infinity or NaN it may be NaN
@@ -201,22 +260,24 @@ def quantize(
     """
     if x.shape[0] % align or x.shape[1] % align:
         x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
-    M, K = x.shape
+    (M, K), matrix_amax = x.shape, None
+    if has_tensor_scale(rule) and given is not None and given.numel() == 1:
+        given, matrix_amax = None, given
     if given is not None and given.numel() == 1:
         x, given = x[None, :, None], given.view(1, 1)  # the whole is one block
     else:
         x = in_blocks(x, block)
     wide = x.float()
     scale, factor, found = None, given, None
-    if rule not in ("encode", "decode"):
+    if rule in SCALE_RULES:
         found = wide.abs().amax((1, 3)) if given is None else given
-        if block[0] == 1 and block[1] > 1:  # scales_by_column
+        if scales_by_column(block):
             found = found.t().contiguous().t()
-        scale, factor = factors_from_amax(found, fp8_dtype, rule, eps)
+        scale, factor = factors_from_amax(found, fp8_dtype, rule, eps, matrix_amax)
     assert factor is not None, "given by a rule that finds none"
     factor = factor[:, None, :, None]
-    value = wide / factor if rule == "decode" else wide * factor
-    q = round_to_fp8(value, x, fp8_dtype).flatten(2).flatten(0, 1)[:M, :K]
+    value = wide / factor if rule.endswith("decode") else wide * factor
+    q = round_to_fp8(value, x, fp8_dtype, rule).flatten(2).flatten(0, 1)[:M, :K]
     return q.clone(memory_format=torch.contiguous_format), scale, found
 
 
@@ -249,7 +310,8 @@ def cast(
             values are multiplied by the factors ``given``; or ``"decode"``: they are divided by the
             scales ``given``, by somebody who knows no encode factors. Both are one float32
             operation with IEEE rounding, whose result is what ``round_to_fp8`` rounds. For powers
-            of two the two are the same.
+            of two the two are the same. For elements in e2m1, ``"e2m1 encode"`` and
+            ``"e2m1 decode"``.
         eps: the least amax that a scale is found from.
         align: the result's sizes are multiples of it.
         straight: the matrix is wanted in FP8.
@@ -257,7 +319,8 @@ def cast(
         column_sum: the sums over its rows are wanted.
         given: factors or scales, one or one per block; for both orientations, the same transposed.
             Where scales are found: the amaxes from which they are, one per block of the padded
-            result, if they are known. In both orientations, only if blocks are square.
+            result, if they are known. In both orientations, only if blocks are square. Where scales
+            have a second level, one element is the amax of the matrix.
         slot: one element, which becomes the larger of its content and the matrix's amax.
 
     Returns:
@@ -274,7 +337,7 @@ def cast(
     q, scale, found = quantize(x if straight else x.t(), *how, given)
     if straight and transposed:
         if block[0] != block[1] and scale is not None:
-            q_t, scale_t, _ = quantize(x.t(), *how)
+            q_t, scale_t, _ = quantize(x.t(), *how, given if has_tensor_scale(rule) else None)
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return q, scale, None, q_t, scale_t, total

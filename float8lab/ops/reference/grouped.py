@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from float8lab.formats import SCALE_RULES, shares_matrix_amax
 from float8lab.ops.reference.cast import ALIGN, factors_from_amax, quantize, round_up
 from float8lab.ops.reference.gemm import scaled_mm
 from float8lab.ops.reference.prologue import value_of
@@ -150,6 +151,12 @@ def cast_groups(
             places = [(place, place + end - start, place) for start, end, place in bounds]
             known = amax if amax is not None else given
             q_t = _cast_groups_per_tensor(padded, places, how, known)[0].t().contiguous()
+    elif shares_matrix_amax(how[1], rule):
+        q, scale = _cast_blocks_of_groups(x, [b[:2] for b in bounds], how, given)
+        q_t = scale_t = None
+        if padded is not None:
+            spans = [(place, place + round_up(end - start, SPAN)) for start, end, place in bounds]
+            q_t, scale_t = _cast_blocks_of_groups(padded, spans, how, given, transposed=True)
     else:
         q, scale, _ = quantize(x, *how)
         q_t = scale_t = None
@@ -189,7 +196,7 @@ def _cast_groups_per_tensor(
     E = len(bounds)
     q = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(fp8_dtype)
     scale = amax = None
-    if rule not in ("encode", "decode"):
+    if rule in SCALE_RULES:
         known = given
         if known is None:
             known = amax = x.new_zeros((E, 1, 1), dtype=torch.float32)
@@ -210,9 +217,34 @@ def _cast_one(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Data and scales of one orientation that needs no padding; its amax, found for the whole."""
     fp8_dtype, block, rule, eps = how
-    whole = block == (-1, -1)
-    q, scale, found = quantize(x, fp8_dtype, block, rule, eps, given=given if whole else None)
-    return q, scale, found if whole and given is None else None
+    given = given if shares_matrix_amax(block, rule) else None
+    q, scale, found = quantize(x, fp8_dtype, block, rule, eps, given=given)
+    return q, scale, found if block == (-1, -1) and given is None else None
+
+
+def _cast_blocks_of_groups(
+    x: Tensor,
+    bounds: Sequence[tuple[int, int]],
+    how: _How,
+    given: Tensor | None,
+    *,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Data and scales of groups, in blocks that depend on the amax of their group; zeros beyond."""
+    fp8_dtype, block, rule, eps = how
+    rows = x.t() if transposed else x
+    q, scale, _ = quantize(torch.zeros_like(rows), fp8_dtype, block, rule, eps)
+    for index, (start, end) in enumerate(bounds):
+        if end == start:
+            continue
+        amax = None if given is None else given.reshape(-1)[index if given.numel() > 1 else 0]
+        part = quantize(x[start:end].t() if transposed else x[start:end], *how, given=amax)
+        if transposed:
+            first = start // block[1]
+            q[:, start:end], scale[:, first : first + part[1].shape[1]] = part[:2]
+        else:
+            q[start:end], scale[start:end] = part[:2]
+    return q, scale
 
 
 def _cast_rows_of_groups(
