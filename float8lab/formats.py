@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -193,13 +193,11 @@ def _check_is_tuple(name: str, value: Any) -> None:
         )
 
 
-@functools.cache
 def is_packed_element(rule: str) -> bool:
     """Whether elements that are cast by this rule have 4 bits."""
     return rule.startswith("e2m1")
 
 
-@functools.cache
 def has_tensor_scale(rule: str) -> bool:
     """Whether scales by this rule have a second level: a float32 scale of the whole tensor."""
     return rule.endswith(" fp32")
@@ -248,6 +246,21 @@ class Spec:
     scale_rule: str = "fp32"
     """One of ``SCALE_RULES``."""
 
+    element_dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    """The format of an element, which may have fewer bits than ``fp8_dtype``."""
+    is_packed: bool = field(init=False, repr=False, compare=False)
+    """Whether two elements share a byte."""
+    scale_dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    """The format of a block's scale. An operand of a GEMM holds it in float32."""
+    tensor_scale: bool = field(init=False, repr=False, compare=False)
+    """Whether a float32 scale of the whole tensor multiplies those of the blocks."""
+    per_tensor: bool = field(init=False, repr=False, compare=False)
+    """Whether one scale covers the whole tensor."""
+    shares_matrix_amax: bool = field(init=False, repr=False, compare=False)
+    """Whether every element of a matrix depends on the amax of the whole of it."""
+    amax_block: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The patch whose amax must be known before any of its elements is cast."""
+
     def __post_init__(self) -> None:
         dtypes = (*FP8_DTYPES, E2M1)
         if not isinstance(self.fp8_dtype, torch.dtype) or self.fp8_dtype not in dtypes:
@@ -267,62 +280,53 @@ class Spec:
                 "Elements in e2m1 are held in torch.float8_e4m3fn, or packed."
             )
         _check_is_tuple("block", self.block)
-        if self.is_packed:
+        if self.fp8_dtype == E2M1:
             _check_packed_block(self.block)
         elif not all(isinstance(b, int) and (b > 0 or b == -1) for b in self.block):
             raise ValueError(
                 f"block must hold positive sizes, or -1 for a whole dimension; got {self.block}."
             )
+        self._derive()
 
-    # Elements.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in ("fp8_dtype", "block", "scale_rule"):
+            object.__setattr__(self, name, state[name])
+        self._derive()
 
-    @functools.cached_property
-    def element_dtype(self) -> torch.dtype:
-        """The format of an element, which may have fewer bits than ``fp8_dtype``."""
-        return E2M1 if is_packed_element(self.scale_rule) else self.fp8_dtype
+    def _derive(self) -> None:
+        """Set what follows from the fields, and is asked for in every step."""
+        rule, block = self.scale_rule, self.block
+        tensor_scale, matrix = has_tensor_scale(rule), (-1,) * len(block[-2:])
+        derived: dict[str, object] = {
+            "element_dtype": E2M1 if is_packed_element(rule) else self.fp8_dtype,
+            "is_packed": self.fp8_dtype == E2M1,
+            "scale_dtype": _SCALE_DTYPES.get(rule.removeprefix("e2m1 ").split()[0], torch.float32),
+            "tensor_scale": tensor_scale,
+            "per_tensor": all(size == -1 for size in block),
+            "shares_matrix_amax": shares_matrix_amax(block, rule),
+            "amax_block": (*block[:-2], *matrix) if tensor_scale else block,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
-    @functools.cached_property
-    def is_packed(self) -> bool:
-        """Whether two elements share a byte."""
-        return self.fp8_dtype == E2M1
-
-    @functools.cached_property
+    @property
     def packed_dim(self) -> int:
         """The dimension along which two elements share a byte."""
         return next(dim for dim, size in enumerate(self.block) if size != 1)
 
+    @property
+    def is_square(self) -> bool:
+        """Whether the cast of a transpose is the transpose of the cast."""
+        return self.block[-1] == self.block[-2]
+
+    @property
+    def rows_share_scales(self) -> bool:
+        """Whether a block has elements of several rows."""
+        return self.block[0] != 1
+
     def largest(self) -> float:
         """Largest finite value of an element."""
         return largest(self.element_dtype)
-
-    # Scales.
-
-    @functools.cached_property
-    def scale_dtype(self) -> torch.dtype:
-        """The format of a block's scale. An operand of a GEMM holds it in float32."""
-        levels = self.scale_rule.removeprefix("e2m1 ")
-        return _SCALE_DTYPES.get(levels.split()[0], torch.float32)
-
-    @functools.cached_property
-    def tensor_scale(self) -> bool:
-        """Whether a float32 scale of the whole tensor multiplies those of the blocks."""
-        return has_tensor_scale(self.scale_rule)
-
-    @functools.cached_property
-    def amax_block(self) -> tuple[int, ...]:
-        """The patch whose amax must be known before any of its elements is cast.
-
-        >>> NVFP4.amax_block, Spec(block=(1, 128)).amax_block
-        ((-1, -1), (1, 128))
-        """
-        if not self.tensor_scale:
-            return self.block
-        return self.block[:-2] + (-1,) * len(self.block[-2:])
-
-    @functools.cached_property
-    def shares_matrix_amax(self) -> bool:
-        """Whether every element of a matrix depends on the amax of the whole of it."""
-        return shares_matrix_amax(self.block, self.scale_rule)
 
     def with_one_scale(self) -> Spec:
         """The FP8 spec of a matrix that has one scale, as attention casts."""
@@ -333,26 +337,9 @@ class Spec:
         """The rule of a cast that is ``given`` factors, ``"encode"``, or scales, ``"decode"``."""
         return f"e2m1 {given}" if is_packed_element(self.scale_rule) else given
 
-    # Blocks.
-
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scales of a tensor of ``shape`` (see the function of the same name)."""
         return scale_shape(shape, self.block)
-
-    @functools.cached_property
-    def per_tensor(self) -> bool:
-        """Whether one scale covers the whole tensor."""
-        return all(b == -1 for b in self.block)
-
-    @functools.cached_property
-    def is_square(self) -> bool:
-        """Whether the cast of a transpose is the transpose of the cast."""
-        return self.block[-1] == self.block[-2]
-
-    @functools.cached_property
-    def rows_share_scales(self) -> bool:
-        """Whether a block has elements of several rows."""
-        return self.block[0] != 1
 
     def spans(self, dim: int) -> bool:
         """Whether a block spans a dimension, but is not the whole matrix."""
@@ -381,7 +368,7 @@ class Spec:
 
     # For people to read.
 
-    @functools.cached_property
+    @property
     def granularity(self) -> str:
         """The usual name of the block shape."""
         if self.per_tensor:
@@ -391,7 +378,7 @@ class Spec:
             self.block[-2:], "x".join("all" if b == -1 else str(b) for b in self.block)
         )
 
-    @functools.cached_property
+    @property
     def storage(self) -> str:
         """Format and granularity, such as ``e4m3 128x128``."""
         return f"{_NAMES[self.element_dtype]} {self.granularity}"

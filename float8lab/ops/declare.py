@@ -73,10 +73,15 @@ def _or_reference(
 ) -> Callable[..., Any]:
     """``launcher``, or the reference on the GPU for blocks and scale rules that no kernel knows.
 
-    It finds them by the names of the arguments: ``rule``, and those that end with ``block``.
+    It finds them by the names of the arguments: ``rule``, and sizes whose names end with ``block``.
     """
-    names = list(inspect.signature(reference).parameters)
-    blocks = [index for index, name in enumerate(names) if name.endswith("block")]
+    hints = inspect.get_annotations(reference)
+    names = list(hints)
+    blocks = [
+        index
+        for index, (name, hint) in enumerate(hints.items())
+        if name.endswith("block") and hint == "Sequence[int]"
+    ]
     rule = names.index("rule") if "rule" in names else len(names)
 
     def call(*args: Any) -> Any:
