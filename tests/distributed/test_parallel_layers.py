@@ -633,6 +633,8 @@ def check_grouped_linear(ranks: Ranks) -> None:
 
         column = mode == "column"
         results, seen = [], []
+        # Hopper sums FP8 products in 14 bits, on each rank in an order of its own.
+        unit = 2.0**-12 if recipe is not None and x.is_cuda else 32 * torch.finfo(x.dtype).eps
         for step in range(3 if recipe is DELAYED else 1):
             for layer, inp, grad in (
                 (alone, x, dy), (spread, part(x, not column), part(dy, column)),
@@ -659,7 +661,7 @@ def check_grouped_linear(ranks: Ranks) -> None:
             for name, grad in grads.items():
                 pairs.append((shards[name].shard(grad) if name in shards else grad, my_grads[name]))
             for number, (want, got) in enumerate(pairs):
-                bound = 32 * torch.finfo(want.dtype).eps * want.norm()
+                bound = unit * want.norm()
                 assert (got - want).norm() <= bound, (recipe, mode, features, step, number)
             if recipe is None:
                 continue
