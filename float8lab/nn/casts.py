@@ -95,7 +95,7 @@ def input_source(
     """
     if not any(specs):
         return InputSource()
-    if torch.compiler.is_compiling():
+    if call.in_graph:
         return InputSource(quantized=call.scales.quantize(x, X, *specs, amax=amax))
     key = None
     if inp is not None and not call.scales.are_given and all(specs):
@@ -293,14 +293,13 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
     tells that reliably: fused optimizers and ``weight.data`` leave the version counter alone.
     ``is_first_microbatch`` does: True casts and keeps, False reuses.
     """
-    graph, is_sharded = torch.compiler.is_compiling(), call.shards is not None
     if isinstance(weight, Float8Tensor):
         if stored_as(weight, call.plan.w):
             return WeightSource(quantized=Quantized(_stored(weight)))
-        if not graph:
+        if not call.in_graph:
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
-    if graph or (is_sharded and call.first_microbatch is None):
+    if call.in_graph or (call.shards is not None and call.first_microbatch is None):
         return WeightSource(quantized=call.scales.quantize(weight, W, call.plan.w, amax=amax))
     if call.first_microbatch is None:
         scales = call.scales

@@ -32,7 +32,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import Saved, backward, forward, output_dtype
 from float8lab.nn.main_grad import fused_weight
-from float8lab.nn.precision import Call
+from float8lab.nn.precision import Call, CallOptions
 from float8lab.ops import as_matrix
 from float8lab.recipes.recipe import LinearPlan
 from float8lab.tensor import Float8Tensor
@@ -170,12 +170,13 @@ class WeightPlacement:
         placed = _place(self, x, weight, plan, layer.output_layout)
         if tuple(x.placements) != placed.x:
             x = x.redistribute(placements=placed.x)
-        call = layer._fp8.begin(
-            x.to_local(), training=layer.training, first_microbatch=first_microbatch,
-            fused_weight=fused_weight(layer, weight) if layer.fuse_wgrad_accumulation else None,
-            parallel=self.parallel_of_token_shards if placed.tokens is not None else None,
-            tokens=placed.tokens,
-        )  # fmt: skip
+        options = CallOptions(
+            first_microbatch,
+            fused_weight(layer, weight) if layer.fuse_wgrad_accumulation else None,
+            placed.tokens,
+            self.parallel_of_token_shards if placed.tokens is not None else None,
+        )
+        call = layer._fp8.begin(x.to_local(), training=layer.training, options=options)
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
             return self._run_in_high_precision(layer, x, weight, bias)
         y = _Linear.run(x, weight, bias, call, placed)

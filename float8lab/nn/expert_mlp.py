@@ -32,7 +32,7 @@ from float8lab.nn.grouped_linear import offsets_of
 from float8lab.nn.layer import GemmDef, GemmModule
 from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parameters import InitMethod
-from float8lab.nn.precision import Call, Precision
+from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
 from float8lab.nn.storage import MovedInPlace
 from float8lab.ops import as_matrix
 from float8lab.recipes.state import autocast
@@ -119,10 +119,11 @@ class ExpertsBase(MovedInPlace):
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
     ) -> Call | None:
         fused, held = fused_weight(self, weight), self._held_experts()
-        call = precision.begin(
-            x, training=self.training, first_microbatch=first_microbatch,
-            fused_weight=None if fused is None else (fused,), experts=held,
-        )  # fmt: skip
+        options = NO_OPTIONS
+        if any(option is not None for option in (first_microbatch, fused, held)):
+            weights = None if fused is None else (fused,)
+            options = CallOptions(first_microbatch, weights, experts=held)
+        call = precision.begin(x, training=self.training, options=options)
         if call is not None and call.plan.delayed:
             check_held_experts(weight.shape[0], precision.experts, held)
         return call if weight.dtype in HIGH_PRECISION_DTYPES else None

@@ -142,6 +142,9 @@ class SavePolicy(NamedTuple):
     """Whether the weight is saved as the caller gave it, beside ``w``."""
 
 
+_SAVES_NOTHING = SavePolicy(Keep.NOTHING, Keep.NOTHING, False)
+
+
 def save_policy(
     plan: LinearPlan,
     needs: tuple[bool, bool],
@@ -186,17 +189,33 @@ def save_policy(
     return SavePolicy(x, w, (needs_dx or recomputes) and not has_data)
 
 
-class _Decisions(NamedTuple):
-    """The decisions of a forward: the casts of its operands, and the forms that are saved."""
+class _Decisions:
+    """The decisions of a forward: the casts of its operands, and the forms that are saved.
 
-    policy: SavePolicy
-    x: Orientations
-    """Rowwise for fprop, columnwise for wgrad if that is saved."""
-    casts_weight: bool
+    There is one object for each combination: what repeats launches compares it by identity.
+
+    Attributes:
+        recipe: how to cast.
+        specs: how x is cast: rowwise for fprop, columnwise for wgrad if that is saved.
+        policy: what is saved.
+        casts_weight: whether the weight is cast.
+    """
+
+    __slots__ = ("casts_weight", "policy", "recipe", "specs")
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        specs: Orientations,
+        policy: SavePolicy = _SAVES_NOTHING,
+        casts_weight: bool = False,
+    ) -> None:
+        self.recipe, self.specs = recipe, specs
+        self.policy, self.casts_weight = policy, casts_weight
 
 
 def _decide(
-    plan: LinearPlan,
+    recipe: Recipe,
     needs: tuple[bool, bool],
     is_prologue: bool,
     recomputes: bool,
@@ -205,6 +224,7 @@ def _decide(
     gathers_before_cast: bool,
 ) -> _Decisions:
     """Decide how ``forward`` casts and saves; the arguments are those of ``save_policy``."""
+    plan = recipe.linear
     policy = save_policy(
         plan, needs, is_prologue=is_prologue, recomputes=recomputes,
         requantizes_weight=requantizes_weight, keeps_gathered=keeps_gathered,
@@ -213,16 +233,16 @@ def _decide(
     casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     if is_prologue:
         rowwise = plan.x if plan.fprop or policy.x is Keep.REQUANTIZE else None
-        return _Decisions(policy, Orientations(rowwise, None), casts_weight)
+        return _Decisions(recipe, Orientations(rowwise, None), policy, casts_weight)
     columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
     rowwise = None if plan.fprop is None else plan.fprop.left
-    return _Decisions(policy, Orientations(rowwise, columnwise), casts_weight)
+    return _Decisions(recipe, Orientations(rowwise, columnwise), policy, casts_weight)
 
 
 @functools.lru_cache(maxsize=1024)
 def _decide_once(recipe: int, needs: tuple[bool, bool], *flags: bool) -> _Decisions:
     """``_decide`` in eager mode, once for every recipe, by the number that it has."""
-    return _decide(recipe_numbered(recipe).linear, needs, *flags)
+    return _decide(recipe_numbered(recipe), needs, *flags)
 
 
 # fprop.
@@ -273,9 +293,10 @@ def forward(
     requantizes = save_memory and not outlives_step(weight, call)
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
-        policy, specs, casts_weight = _decide(plan, needs, *flags)
+        decisions = _decide(call.recipe, needs, *flags)
     else:
-        policy, specs, casts_weight = _decide_once(call.recipe.number, needs, *flags)
+        decisions = _decide_once(call.recipe.number, needs, *flags)
+    specs, policy = decisions.specs, decisions.policy
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = matrix
@@ -285,13 +306,13 @@ def forward(
     # Whatever depends on the state of the module comes before the GEMM, or after it.
     amaxes = amaxes_of_shards(value, weight, call) if comm.is_sharded else (None, None)
     source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
-    w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
+    w_source = weight_source(weight, call, amaxes[1]) if decisions.casts_weight else WeightSource()
     run: Any = _fprop
     if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda:
         run = _fprop if comm.is_sharded or call.watched else _planned_fprop
     done: _Fprop = run(
-        value, specs, source.params, source.quantized, w_source, bias, weight.shape[-2],
-        call.recipe, dtype, comm, policy.x is Keep.GATHERED or call.watched,
+        value, decisions, source.params, source.quantized, w_source, bias, weight.shape[-2],
+        dtype, comm, policy.x is Keep.GATHERED or call.watched,
     )  # fmt: skip
     if source.key is not None:
         remember_input(inp, source.key, done.x)
@@ -343,13 +364,12 @@ def _saved(
 
 def _fprop(
     x: Matrix,
-    specs: Orientations,
+    decisions: _Decisions,
     x_params: QuantParams | None,
     x_quantized: Quantized | None,
     weight: WeightSource,
     bias: Tensor | None,
     features: int,
-    recipe: Recipe,
     dtype: torch.dtype,
     comm: OneGpu,
     keep_gathered: bool,
@@ -358,18 +378,17 @@ def _fprop(
 
     Args:
         x: what is cast.
-        specs: how it is cast in each orientation.
+        decisions: how it is cast in each orientation.
         x_params: its quantization parameters.
         x_quantized: its cast, where that is known.
         weight: the weight; empty if it is not wanted in FP8.
         bias: ``[N]`` or None.
         features: N.
-        recipe: how to cast.
         dtype: of the output.
         comm: what the call sends.
         keep_gathered: x is wanted as multiplied, gathered over ranks.
     """
-    plan, (rowwise, columnwise) = recipe.linear, specs
+    plan, (rowwise, columnwise) = decisions.recipe.linear, decisions.specs
     epsilon = float(plan.epsilon)
     if x_quantized is None:
         x_quantized = Quantized()
@@ -438,9 +457,10 @@ def recompute_forward(
             source = weight_source(saved.weight, call)
         else:
             source = WeightSource(plain(saved.weight), params)
+    decisions = _Decisions(call.recipe, Orientations(None, None))
     done = _fprop(
-        value, Orientations(None, None), None, x_quantized, source, bias, features, call.recipe,
-        x.dtype, call.comm, call.watched,
+        value, decisions, None, x_quantized, source, bias, features, x.dtype, call.comm,
+        call.watched,
     )  # fmt: skip
     if call.watched:
         show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
@@ -534,13 +554,18 @@ class _DgradWeight(NamedTuple):
     """The weight that is cast, or multiplied in high precision."""
     data: Tensor | None
     """The rowwise FP8 data of forward, which are transposed."""
+    scale: Tensor | None
+    """The scale of these data."""
     params: QuantParams | None
-    """The scale of these data, or what requantizes the weight to them."""
+    """What requantizes the weight to them."""
     columnwise: Operand | None
     """The operand itself."""
-    has_forward_bytes: bool
-    """Whether the operand is a transpose of forward's."""
     dtype: torch.dtype
+
+    @property
+    def has_forward_bytes(self) -> bool:
+        """Whether the operand is a transpose of forward's."""
+        return self.scale is not None or self.params is not None
 
 
 class _WgradInput(NamedTuple):
@@ -549,8 +574,10 @@ class _WgradInput(NamedTuple):
     prologue: Prologue | None
     data: Tensor | None
     """The columnwise FP8 data, or the matrix in high precision; else there is a prologue."""
-    params: QuantParams
-    """The scale of these data, or what requantizes the prologue."""
+    scale: Tensor | None
+    """The scale of these data."""
+    params: QuantParams | None
+    """What requantizes the prologue."""
     operand: Operand | TokenShard | None
     """The operand itself, of a sharded layer."""
     dtype: torch.dtype
@@ -609,7 +636,8 @@ def backward(
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
             operand = _wgrad_operand(x, saved, call)
         dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
-        for_dw = _WgradInput(x, saved.x, saved.x_params(call.scales), operand, dw_dtype)
+        params = None if x is None else saved.x_params(call.scales)
+        for_dw = _WgradInput(x, saved.x, saved.x_scale, params, operand, dw_dtype)
     if needs[0]:
         for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=offsets is not None)
     db_dtype = dtypes[2] if needs[2] else None
@@ -620,11 +648,11 @@ def backward(
         made = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
         made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, offsets)
-    dx, dw, db = made
-    if call.fused_weight is not None and dw is not None:
+    if call.fused_weight is not None and made.dw is not None:
         overwrite = call.first_microbatch is True
-        dw = accumulate(call.fused_weight, dw, overwrite=overwrite, wanted=wanted)
-    return _Gradients(dx, dw, db)
+        dw = accumulate(call.fused_weight, made.dw, overwrite=overwrite, wanted=wanted)
+        made = made._replace(dw=dw)
+    return made
 
 
 def _main_grad_dtype(weights: Any) -> torch.dtype:
@@ -670,20 +698,20 @@ def _dgrad_weight(
     dy: Tensor | Gradient, saved: Saved, call: Call, dtype: torch.dtype, *, in_groups: bool
 ) -> _DgradWeight:
     """The weight as dgrad will take it; cast now, where other ranks or a graph take part."""
-    plan, params = call.plan, saved.w_params(call.scales)
-    data, has_forward_bytes = saved.w, params is not None
+    plan, data, scale = call.plan, saved.w, saved.w_scale
     high = None if data is not None and plan.dgrad else saved.weight
-    shards_cast = params is None and call.shards is not None
-    columnwise = None
-    if plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
-        has_cast = isinstance(dy, Gradient) and dy.rowwise is not None
-        event = dy.rowwise.scale if has_cast else None  # type: ignore[union-attr]
-        high, params, columnwise = _columnwise_weight(high, data, params, call, event=event)
+    shards_cast = scale is None and call.shards is not None
+    params = columnwise = None
+    if data is None:
+        params, scale = saved.w_params(call.scales), None
+    if isinstance(dy, Gradient) and plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
+        event = None if dy.rowwise is None else dy.rowwise.scale
+        high, params, columnwise = _columnwise_weight(high, data, scale, params, call, event=event)
     elif in_groups and data is not None and call.first_microbatch is not None:
-        columnwise = kept_transpose(data, saved.w_scale, call)
+        columnwise = kept_transpose(data, scale, call)
     elif isinstance(high, (Float8Tensor, Float4Tensor)):
         high = plain(high, dy if isinstance(dy, Tensor) else dy.high_precision)
-    return _DgradWeight(high, data, params, columnwise, has_forward_bytes, dtype)
+    return _DgradWeight(high, data, scale, params, columnwise, dtype)
 
 
 def _gradients_of_cast(
@@ -816,6 +844,7 @@ def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
 def _columnwise_weight(
     weight: Tensor | None,
     data: Tensor | None,
+    scale: Tensor | None,
     params: QuantParams | None,
     call: Call,
     *,
@@ -827,11 +856,9 @@ def _columnwise_weight(
     a backward that gives ``event``, a tensor of its own.
     """
     assert call.plan.dgrad is not None, "in FP8"
-    if data is not None:
-        assert params is not None, "saved by the forward"
-        scale = params.factors.scale
+    if data is not None and scale is not None:
         scale = scale if scale.ndim == 1 else scale.mT
-        return None, params, Operand(transpose_op(data, 1, event), scale)
+        return None, None, Operand(transpose_op(data, 1, event), scale)
     assert weight is not None, "the policy keeps it"
     high = plain(weight, event)
     if params is None:
@@ -868,9 +895,8 @@ def _dgrad(
         return Gemm(comm.reduce(dx, backward=True), dy)
     assert plan.dgrad is not None, "cast for it"
     operand = weight.columnwise
-    if operand is None and weight.data is not None:
-        assert weight.params is not None, "saved by the forward"
-        scale = weight.params.factors.scale
+    if operand is None and weight.data is not None and weight.scale is not None:
+        scale = weight.scale
         has_one = scale.ndim == 1 or scale.shape[-2:] == (1, 1)
         operand = Operand(transpose_op(weight.data, 1, None), scale if has_one else scale.mT)
     elif operand is None:
@@ -909,9 +935,8 @@ def _wgrad(
         return (dy.t() @ high.to(dy.dtype)).to(x.dtype)
     assert plan.wgrad is not None, "cast for it"
     operand: Any = x.operand
-    if operand is None and x.prologue is None:
-        assert x.data is not None, "the policy keeps it"
-        operand = Operand(x.data, x.params.factors.scale.float())
+    if operand is None and x.data is not None and x.scale is not None:
+        operand = Operand(x.data, x.scale.float())
     elif operand is None:
         matrix = x.prologue if offsets is None else Groups.of(x.prologue, offsets)  # type: ignore[arg-type]
         made = quantize(matrix, None, plan.wgrad.right, x.params, float(plan.epsilon))  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ from float8lab.nn.layer import GemmDef, GemmModule
 from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import parallel_size, share_of
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, draw_from_tracker
-from float8lab.nn.precision import Call, Precision
+from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
 from float8lab.ops import as_matrix
 from float8lab.recipes.region import capturing
 from float8lab.tensor import Float8Tensor
@@ -300,10 +300,10 @@ class GroupedLinear(GemmModule):
         at_once = bool(fused) and len(fused) == len(weights)
         if at_once and not (self.single_grouped_weight or torch.compiler.is_compiling()):
             at_once = bool(self._stacked("weight", weights)[1])
-        call = self._fp8.begin(
-            x, training=self.training, first_microbatch=first_microbatch,
-            fused_weight=fused if at_once else None, experts=held,
-        )  # fmt: skip
+        options = NO_OPTIONS
+        if at_once or first_microbatch is not None or held is not None:
+            options = CallOptions(first_microbatch, fused if at_once else None, experts=held)
+        call = self._fp8.begin(x, training=self.training, options=options)
         if weights[0].dtype not in HIGH_PRECISION_DTYPES:
             call = None
         if call is None and (self.fuse_wgrad_accumulation or type(weights[0]) not in _PLAIN):

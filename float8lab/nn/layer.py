@@ -47,7 +47,7 @@ from float8lab.nn.parallel import (
     share_of,
 )
 from float8lab.nn.parameters import InitMethod, default_device, initialise, materialize
-from float8lab.nn.precision import Call, Precision, place_precisions
+from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision, place_precisions
 from float8lab.nn.storage import MovedInPlace, store_in_fp8
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
@@ -298,11 +298,11 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelGroup):
         tokens: ShardMap | None,
     ) -> Call | None:
         """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
-        call = precision.begin(
-            x, training=self.training, first_microbatch=first_microbatch,
-            fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
-            tokens=tokens,
-        )  # fmt: skip
+        options = NO_OPTIONS
+        if self.fuse_wgrad_accumulation or first_microbatch is not None or tokens is not None:
+            fused = fused_weight(self, weight) if self.fuse_wgrad_accumulation else None
+            options = CallOptions(first_microbatch, fused, tokens)
+        call = precision.begin(x, training=self.training, options=options)
         return call if weight.dtype in HIGH_PRECISION_DTYPES else None
 
     def extra_repr(self) -> str:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from float8lab.arguments import PARAMETER_DTYPES, check_input, check_size
-from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import GemmDef, GemmModule, linear_in_high_precision
-from float8lab.nn.main_grad import fused_weight, plain_weight
+from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.parallel import parallel_size
 from float8lab.nn.parameters import (
     GetRngStateTracker,
@@ -175,12 +174,8 @@ class Linear(GemmModule, nn.Linear):
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         parallel = self._fp8.parallel
         tokens = None if parallel is None else parallel.tokens_of(x)
-        call = self._fp8.begin(
-            x, training=self.training, first_microbatch=is_first_microbatch,
-            fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
-            tokens=tokens,
-        )  # fmt: skip
-        if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
+        call = self._begin(self._fp8, x, weight, is_first_microbatch, tokens)
+        if call is None:
             if x.dtype not in PARAMETER_DTYPES:
                 check_input("inp", x, (self.in_features,), "in_features")
             plain = plain_weight(self, weight, is_first_microbatch)

@@ -47,6 +47,7 @@ from float8lab.recipes.region import (
 
 __all__ = [
     "DY",
+    "NO_OPTIONS",
     "Call",
     "CallOptions",
     "Precision",
@@ -77,7 +78,7 @@ class CallOptions(NamedTuple):
     """Which of the module's experts this rank holds, if not all."""
 
 
-_NO_OPTIONS = CallOptions()
+NO_OPTIONS = CallOptions()
 
 
 class Call:
@@ -90,6 +91,7 @@ class Call:
         shards: how ranks share what is cast, if they do.
         comm: what the GEMMs send, unless the caller sees to that.
         is_region: the call records outside of all regions, and ``end`` closes it.
+        in_graph: a compiled graph is traced.
         watched: whether an observer sees it; a compiled graph has no trace of one.
     """
 
@@ -97,6 +99,7 @@ class Call:
         "comm",
         "first_microbatch",
         "fused_weight",
+        "in_graph",
         "is_region",
         "plan",
         "precision",
@@ -125,7 +128,8 @@ class Call:
         self.first_microbatch = options.first_microbatch
         self.fused_weight = options.fused_weight
         self.is_region = is_region
-        self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
+        self.in_graph = torch.compiler.is_compiling()
+        self.watched = not self.in_graph and PROCESS.observer is not None
 
     def repetition(self, options: CallOptions) -> Call:
         """A recomputation of this call by activation checkpointing."""
@@ -248,23 +252,20 @@ class Precision:
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
         return WeightCast(plan.w, plan.amax_epsilon, headroom)
 
-    def begin(self, x: Tensor, *, training: bool, **options: Any) -> Call | None:
+    def begin(self, x: Tensor, *, training: bool, options: CallOptions = NO_OPTIONS) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
 
         Args:
             x: the module's input.
             training: of the module.
-            options: what the caller says of this call, see ``CallOptions``.
+            options: what the caller says of this call.
         """
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
-        said = _NO_OPTIONS
-        if any(option is not None for option in options.values()):
-            said = CallOptions(**options)
-        if said.first_microbatch is not None:
-            check_flags(is_first_microbatch=said.first_microbatch)
+        if options.first_microbatch is not None:
+            check_flags(is_first_microbatch=options.first_microbatch)
         if torch.compiler.is_compiling():
-            return self._begin_in_graph(x, training, said)
+            return self._begin_in_graph(x, training, options)
         recording = None
         original = CHECKPOINTS.replay
         hooks = _saved_tensors_hooks(True)
@@ -272,9 +273,9 @@ class Precision:
             recording, followed = _torch_recordings(hooks)
             original = original or followed
         if original is not None or _graph_task() != NO_BACKWARD:
-            call = self._begin_recomputation(original, x.device, said)
+            call = self._begin_recomputation(original, x.device, options)
         else:
-            call = self._last = self._begin_forward(x, training, said)
+            call = self._last = self._begin_forward(x, training, options)
         for checkpoint in CHECKPOINTS.recordings:
             checkpoint.add(self, call)
         if recording is not None:
@@ -296,11 +297,11 @@ class Precision:
             region.fp8_calls += 1
         if not recipe.linear.delayed:
             call = self._shared  # calls that have nothing of their own are one
-            is_own = options is not _NO_OPTIONS or call is None or call.recipe is not recipe
+            is_own = options is not NO_OPTIONS or call is None or call.recipe is not recipe
             if not is_own and call.watched == (PROCESS.observer is not None):  # type: ignore[union-attr]
                 return call
             call = self._new_call(recipe, options)
-            self._shared = call if options is _NO_OPTIONS else None
+            self._shared = call if options is NO_OPTIONS else None
             return call
         record = training or STATE.autocast.calibrating
         call = self._new_call(
@@ -508,7 +509,7 @@ class Precision:
 
 def call_under(recipe: Recipe, slots: DelayedSlots | None = None) -> Call:
     """A call of no module: under current scales, or those of ``slots``, which record nothing."""
-    return Precision(recipe, key="")._new_call(recipe, _NO_OPTIONS, slots)
+    return Precision(recipe, key="")._new_call(recipe, NO_OPTIONS, slots)
 
 
 def place_precisions(module: nn.Module) -> None:
