@@ -25,7 +25,14 @@ from torch.nn import Parameter
 from float8lab.formats import has_kernels
 from float8lab.ops.sharding import Rule, takes_dtensors
 
-__all__ = ["RECORDING", "announce", "compute_intensive_ops", "declare", "planned"]
+__all__ = [
+    "RECORDING",
+    "announce",
+    "called_by_ops",
+    "compute_intensive_ops",
+    "declare",
+    "planned",
+]
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
 
@@ -128,7 +135,8 @@ def declare(
     ``function`` or a launcher gives as None is an empty tensor where the dispatcher returns it.
 
     Args:
-        function: specifies the op, and is its CPU implementation. Without ``cuda`` it is called on
+        function: specifies the op, and is its CPU implementation. The op takes by position what it
+            takes by keyword alone. Without ``cuda`` it is called on
             any device, through the dispatcher alone and with Python's state as it is then; the
             result is the overload, and what the function changes besides its arguments is hidden
             from a compiler.
@@ -155,6 +163,7 @@ def declare(
         given = dict(zip(parameters, args, strict=False))
         return _filled(outputs(SimpleNamespace(**{**defaults, **given, **kwargs})), args)
 
+    function = _by_position(function)
     exact = function if cuda is None else _exact(function)
     # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
     whole = _untraced(_complete(exact))
@@ -187,6 +196,21 @@ def declare(
         return overload
     call = _direct(through, cuda, function)
     call.overload = overload
+    return call
+
+
+def _by_position(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which may take arguments by keyword alone, with all of them by position."""
+    parameters = inspect.signature(function).parameters
+    names = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    if not names:
+        return function
+    count = len(parameters) - len(names)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args[:count], **dict(zip(names, args[count:], strict=False)))
+
     return call
 
 
@@ -378,6 +402,16 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
         if x.is_cpu and not torch.is_autocast_enabled("cpu"):
             return reference(*args)
         return overload(*args)
+
+    return call
+
+
+def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any]:
+    """What calls a launcher, or on a CPU its reference, for the bodies of ops: no graph sees it."""
+
+    def call(x: Tensor, *args: Any) -> Any:
+        run = _load(cuda) if x.is_cuda else reference
+        return _exact(run, x.device.type)(x, *args)
 
     return call
 

@@ -13,33 +13,39 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from float8lab.formats import E4M3, E5M2, gemm_support
 from float8lab.ops import reference
-from float8lab.ops.declare import declare
+from float8lab.ops.declare import called_by_ops, declare
 
-__all__ = ["capability_of", "is_cublas_gemm", "may_multiply", "scaled_mm_into_op", "scaled_mm_op"]
-
-
-def _flops(a: Sequence[int], _: Any, __: Any, b: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    """A multiplication and an addition for each element of the contraction of each output."""
-    return 2 * math.prod(a) * b[-2]
+__all__ = ["capability_of", "is_cublas_gemm", "may_multiply", "scaled_mm_into", "scaled_mm_op"]
 
 
-scaled_mm_op = declare(
-    reference.scaled_mm,
-    cuda="gemm:scaled_mm",
-    outputs=lambda of: of.a.new_empty((*of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype),
-    flops=_flops,
-)
-# For callers that multiply an operand part by part, each as it arrives.
-scaled_mm_into_op = declare(
-    reference.scaled_mm_into,
-    cuda="gemm:scaled_mm_into",
-    outputs=lambda of: None,
-    mutates=("out",),
-    flops=lambda out, *rest, **kwargs: _flops(*rest, **kwargs),
-)
+def _flops(
+    a: Sequence[int], scale: Any, _: Any, b: Sequence[int], __: Any, ___: Any, bias: Any,
+    out_dtype: Any, fast_accum: Any, offs: Sequence[int] | None = None, *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """A multiplication and an addition for each element of the contraction of each output.
+
+    A contraction in groups of FP8 counts without the padding between them, to within one span.
+    """
+    contraction = a[-1]
+    if offs is not None and len(b) == 2 and scale is not None:
+        padding = (offs[0] + 1) * (reference.SPAN - 1)
+        contraction = max(contraction - padding, contraction // reference.SPAN)
+    return 2 * math.prod(a[:-1]) * contraction * b[-2]
+
+
+def _outputs(of: Any) -> Tensor:
+    groups = of.offs.shape if of.offs is not None and of.b.ndim == 2 else ()
+    y: Tensor = of.a.new_empty((*groups, *of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype)
+    return y
+
+
+scaled_mm_op = declare(reference.scaled_mm, cuda="gemm:scaled_mm", outputs=_outputs, flops=_flops)
+scaled_mm_into = called_by_ops(reference.scaled_mm_into, cuda="gemm:scaled_mm_into")
+"""For ops that multiply an operand shard by shard, each as it arrives."""
 
 
 def may_multiply(

@@ -52,6 +52,7 @@ from float8lab.ops.kernels._launch import Launched
 from float8lab.ops.kernels.cast import cast
 from float8lab.ops.kernels.dequantize import dequantize, transpose
 from tests.ops import forms
+from tests.ops.groups import cast_groups
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -281,7 +282,7 @@ def groups(
     slot = None if given is None else slots[: given.numel()]
     rest = (y.dtype, ends, E4M3, block, rule, 0.0, *wanted[: 2 + (not batch)])
     rest = (*rest, *[False] * batch, given, slot)
-    return lambda: grouped_cast.cast_groups(prologue, inputs, *rest)
+    return lambda: cast_groups(cast, prologue, inputs, *rest)
 
 
 LAUNCHES: dict[str, Callable[[], Any]] = {

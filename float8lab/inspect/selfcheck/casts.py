@@ -139,8 +139,10 @@ def _check_blocks_and_slots(cases: Cases) -> None:
                 slots = _slots(start, cases.device)
                 factor_rule = "decode" if number % 3 == 1 else "encode"
                 options = (fp8_dtype, block, factor_rule, 0.0, align, True, False, False)
-                got = ops.cast_op(*given(there), *options, factors.to(cases.device), slots[0])
-                want = _cast(*given(x_cpu), *options, factors, slots[1])
+                got = ops.cast_op(
+                    *given(there), *options, factors.to(cases.device), None, None, slots[0]
+                )
+                want = _cast(*given(x_cpu), *options, factors, slot=slots[1])
                 cases.same(got[0], want[0])
                 if slots[0] is not None and slots[1] is not None:
                     cases.same(slots[0], slots[1])
@@ -199,8 +201,9 @@ def _check_cast_pair(cases: Cases) -> None:
             there, x_cpu = laid_out(x, number, cases.device)
             slot, slot_cpu = _slots(start, cases.device)
             options = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True)
-            got = ops.cast_op(*given(there), *options, True, encode.to(cases.device), slot)
-            want = _cast(*given(x_cpu), *options, False, encode, slot_cpu)
+            last = encode.to(cases.device), None, None, slot
+            got = ops.cast_op(*given(there), *options, True, *last)
+            want = _cast(*given(x_cpu), *options, False, encode, slot=slot_cpu)
             cases.same((got[0], got[3]), (want[0], want[3]))
             compare_sums(cases, got[5], x_cpu)
             if slot is not None and slot_cpu is not None:

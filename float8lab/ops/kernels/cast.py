@@ -52,6 +52,7 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
 from float8lab.ops.kernels.dequantize import transpose
+from float8lab.ops.kernels.grouped_cast import cast_groups
 from float8lab.ops.kernels.prologue import (
     arguments_of,
     has_kernel,
@@ -61,6 +62,7 @@ from float8lab.ops.kernels.prologue import (
     tile_of_program,
     value_of,
 )
+from float8lab.ops.kernels.scaling import SCALES, scales_kernel
 from float8lab.ops.reference import prologue_shape, round_up
 
 __all__ = [
@@ -88,8 +90,6 @@ _PROLOGUE_PROGRAMS = 512
 """Programs that find the amax of what a prologue computes."""
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers between its amax and its cast."""
-_SCALES = 256
-"""Scales that one program makes."""
 
 _Matrix = tuple[str, Sequence[Tensor], torch.dtype]
 """A prologue, its inputs and the dtype of its values."""
@@ -194,24 +194,6 @@ def _amax_rows_columns_kernel(
         tl.atomic_max(amax_ptr + ROWS + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
 
 
-@launched
-def _scales_kernel(
-    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, which make room for encode factors
-    scale_ptr,  # [ROWS] fp32
-    scale_t_ptr,  # [COLUMNS] fp32
-    ROWS, COLUMNS, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    bits = tl.load(amax_ptr + index, mask=index < ROWS + COLUMNS, other=0)
-    eps = tl.cast(eps, tl.float32)
-    scale, encode = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
-    tl.store(amax_ptr + index, encode.to(tl.int32, bitcast=True), mask=index < ROWS + COLUMNS)
-    tl.store(scale_ptr + index, scale, mask=index < ROWS)
-    column = index - ROWS
-    tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
-
-
 def _amax_rows_columns(
     matrix: _Matrix, amaxes: Tensor, rows: int, tile: Tile, write: bool, transpose: bool
 ) -> None:
@@ -243,9 +225,9 @@ def _scales_of_rows(
         amaxes[rows:].view(torch.float32).copy_(given.view(-1))
     scale = first.new_empty((rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((columns, 1), dtype=torch.float32)
-    _scales_kernel[(ceil_div(rows + columns, _SCALES),)](
+    scales_kernel[(ceil_div(rows + columns, SCALES),)](
         amaxes, scale, scale_t, rows, columns, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
     return scale, scale_t, amaxes.view(torch.float32)
 
@@ -534,8 +516,8 @@ def _cast_straight(
     M, K = prologue_shape(prologue, inputs)
     if K == 1 or (finds and block not in ((-1, -1), (1, -1)) and not divides_a_tile(block)):
         x = value_of(*matrix) if prologue else first
-        rest = (fp8_dtype, block, rule, eps, align, True, False, False, given, slot)
-        q, scale, amax, *_ = reference.cast("", [x], x.dtype, *rest)
+        rest = (*how, True, False, False, given)
+        q, scale, amax, *_ = reference.cast("", [x], x.dtype, *rest, slot=slot)
         assert q is not None, "asked for"
         return q, scale, amax
     q = first.new_empty((round_up(M, align), round_up(K, align)), dtype=fp8_dtype)
@@ -547,9 +529,9 @@ def _cast_straight(
         scale, encode = (empty_scale(first, q.shape, block) for _ in range(2))
         encode.copy_(given)
         count = encode.numel()
-        _scales_kernel[(ceil_div(count, _SCALES),)](
+        scales_kernel[(ceil_div(count, SCALES),)](
             encode.view(torch.int32), scale, scale, count, 0, eps,
-            LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+            LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
         )  # fmt: skip
         _cast(matrix, q, encode, block, "encode", eps)
         return q, scale, None
@@ -685,40 +667,47 @@ def cast(
     rule: str,
     eps: float = 0.0,
     align: int = 1,
-    straight: bool = True,
-    transposed: bool = False,
-    column_sum: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    dbias: bool = False,
     given: Tensor | None = None,
+    offs: Tensor | None = None,
+    plan: Tensor | None = None,
     slot: Tensor | None = None,
 ) -> tuple[Any, ...]:
+    if offs is not None or inputs[0].ndim == 3:
+        return cast_groups(
+            (prologue, inputs, dtype), offs, plan, (fp8_dtype, tuple(block), rule, eps),
+            rowwise, columnwise, dbias, given, slot,
+        )  # fmt: skip
     matrix, first, block = (prologue, inputs, dtype), inputs[0], tuple(block)
-    finds, both = rule in SCALE_RULES, straight and transposed
+    finds, both = rule in SCALE_RULES, rowwise and columnwise
     how = (fp8_dtype, block, rule, eps, align)
     if not has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
-        rest: Any = (straight, transposed, column_sum, given, slot)
-        return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *rest)
+        rest: Any = (rowwise, columnwise, dbias, given)
+        return reference.cast(*matrix, *how, *rest, slot=slot)
     grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
-    if both or (transposed and (prologue or grid)):
+    if both or (columnwise and (prologue or grid)):
         tiles = has_tiles if prologue else takes_tiles
         if finds and not grid and tiles(first, dtype, block, align):
-            return cast_tiles(matrix, *how, write=straight, column_sum=column_sum)
+            return cast_tiles(matrix, *how, write=rowwise, column_sum=dbias)
         whole = block == (-1, -1) and rule != "decode"
         whole_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
         if whole_words and (whole or (finds and block == (1, -1))):
-            return _cast_words(matrix, how, given, slot, write=straight, column_sum=column_sum)
+            return _cast_words(matrix, how, given, slot, write=rowwise, column_sum=dbias)
     # Each orientation is cast on its own, or the one that has the same bytes is transposed.
     turns = both and (block[0] == block[1] or not finds)
-    if prologue and (column_sum or (transposed and not turns)):
+    if prologue and (dbias or (columnwise and not turns)):
         first = value_of(*matrix)
         matrix = "", [first], dtype
-    total = first.sum(0, dtype=torch.float32) if column_sum else None
+    total = first.sum(0, dtype=torch.float32) if dbias else None
     other = "", [first.t()], first.dtype
-    q, scale, amax = _cast_straight(matrix if straight else other, how, given, slot)
+    q, scale, amax = _cast_straight(matrix if rowwise else other, how, given, slot)
     if turns:
         scale_t = None if scale is None else scale.t().clone(memory_format=torch.contiguous_format)
         return q, scale, None, transpose(q), scale_t, total
     if both:
         return q, scale, None, *_cast_straight(other, how)[:2], total
     amax = amax if reference.has_amax(prologue, block, given) else None
-    one = (q, scale, amax, None, None) if straight else (None, None, amax, q, scale)
+    one = (q, scale, amax, None, None) if rowwise else (None, None, amax, q, scale)
     return *one, total

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as torch_scaled_mm
 
+from float8lab.ops import reference
 from float8lab.ops.gemm import is_cublas_gemm, may_multiply
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize, transpose
+from float8lab.ops.kernels.grouped_gemm import grouped_mm
 from float8lab.ops.kernels.hopper_gemm import multiply_tiles
 from float8lab.ops.reference import ALIGN, round_up
 
@@ -40,15 +42,24 @@ class _Operand(NamedTuple):
 @replayed
 def scaled_mm(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     a_block: Sequence[int],
     b: Tensor,
-    b_scale: Tensor,
+    b_scale: Tensor | None,
     b_block: Sequence[int],
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    offs: Tensor | None = None,
+    plan: Tensor | None = None,
 ) -> Tensor:
+    if offs is not None:
+        return grouped_mm(
+            a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, fast_accum, offs, plan
+        )
+    if a_scale is None or b_scale is None:
+        high = (a, a_scale, (), b, b_scale, ())
+        return reference.scaled_mm(*high, bias, out_dtype, fast_accum)
     left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
     if a.ndim == 3:
         return _each_product(left, right, out_dtype)

@@ -42,9 +42,9 @@ from float8lab.ops.kernels._common import (
 )
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels.cast import _scales_kernel as make_scales
 from float8lab.ops.kernels.cast_hopper import has_tiles, launch_tiles, takes_tiles
 from float8lab.ops.kernels.prologue import arguments_of, has_kernel, load, tile_of_program
+from float8lab.ops.kernels.scaling import SCALES, scales_kernel
 from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
 
 __all__ = ["cast_groups", "plan_groups"]
@@ -57,8 +57,6 @@ _NARROW_OF_PROLOGUE = Tile(rows=128, columns=64, warps=8)
 _AMAX_TILE = Tile(rows=64, columns=128, warps=8)
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of all there is."""
-_SCALES = 256
-"""Scales that one program of ``make_scales`` makes."""
 _SUMS = 128
 """Columns that one program sums."""
 
@@ -499,37 +497,23 @@ def _has_kernel(
     return fits and known
 
 
-@replayed
 def cast_groups(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    offs: Tensor | None,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float = 0.0,
-    straight: bool = True,
-    transposed: bool = False,
-    column_sum: bool = False,
-    given: Tensor | None = None,
-    slot: Tensor | None = None,
-    plan: Tensor | None = None,
-) -> tuple[Any, ...]:
-    first, block = inputs[0], tuple(block)
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], offs: Tensor | None, plan: Tensor | None,
+    how: tuple[torch.dtype, tuple[int, ...], str, float], rowwise: bool, columnwise: bool,
+    dbias: bool, given: Tensor | None, slot: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The results of ``cast`` for groups, or without ``offs`` for a batch."""
+    (prologue, inputs, dtype), (fp8_dtype, block, rule, eps) = matrix, how
+    first = inputs[0]
     if not _has_kernel(prologue, inputs, dtype, offs, block, rule):
-        rest: Any = (straight, transposed, column_sum, given, slot)
-        return reference.cast_groups(
-            prologue, inputs, dtype, offs, fp8_dtype, block, rule, eps, *rest
-        )
-    if offs is not None and transposed and slot is None:
+        rest: Any = (*how, ALIGN, rowwise, columnwise, dbias, given)
+        return reference.cast(*matrix, *rest, offs=offs, slot=slot)
+    if offs is not None and columnwise and slot is None:
         x_fits = has_tiles if prologue else takes_tiles
         if x_fits(first, dtype, block, ALIGN):
-            how = fp8_dtype, block, rule, eps
             return cast_tiles_of_groups(
-                (prologue, inputs, dtype), offs, how, write=straight, column_sum=column_sum,
-                plan=plan,
-            )  # fmt: skip
+                matrix, offs, how, write=rowwise, column_sum=dbias, plan=plan
+            )
     batch: tuple[int, ...] = ()
     stride, source = 0, inputs
     if offs is None:
@@ -554,23 +538,23 @@ def cast_groups(
         found, scale, scale_t, factors = _factors(matrix, where, fp8_dtype, rule, eps, given, plan)
         amax = found if given is None else None
         given, given_stride = factors, 1
-        if not (straight or transposed or column_sum or slot is not None):
+        if not (rowwise or columnwise or dbias or slot is not None):
             return None, None, amax, None, None, None
     elif per_row:
         scale, scale_t, given = _scales_of_rows(
             matrix, where, (*batch, rows, columns), fp8_dtype, rule, eps,
-            write=straight, transpose=transposed,
+            write=rowwise, transpose=columnwise,
         )  # fmt: skip
-    if straight:
+    if rowwise:
         q = first.new_empty((*batch, rows, columns), dtype=fp8_dtype)
         scale = _empty_scale(first, batch, (rows, columns), block) if blocks else scale
-    if transposed:
+    if columnwise:
         q_t = first.new_empty((*batch, columns, across), dtype=fp8_dtype)
         scale_t = _empty_scale(first, batch, (columns, across), block) if blocks else scale_t
-    if column_sum:
+    if dbias:
         sums = first.new_empty((tiles, K), dtype=torch.float32)
     of_blocks = [
-        x if blocks and wanted else None for x, wanted in ((scale, straight), (scale_t, transposed))
+        x if blocks and wanted else None for x, wanted in ((scale, rowwise), (scale_t, columnwise))
     ]
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
     narrow = _NARROW_OF_PROLOGUE if prologue else _NARROW
@@ -580,15 +564,15 @@ def cast_groups(
         *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *where[1:], rows, columns, across,
         rows * (E if batch else 1), given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
-        SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=straight,
-        TRANSPOSE=transposed, COLUMN_SUM=column_sum,
+        SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=rowwise,
+        TRANSPOSE=columnwise, COLUMN_SUM=dbias,
         # Of what the amax's kernel has just read, the last part is in the cache.
         FROM_END=rule in SCALE_RULES and not blocks and not prologue,
         COUNT=next_power_of_2(E + 1), **constants,
     )  # fmt: skip
     if sums is not None:
         total = _sums_of_groups(sums, offs)
-    return q, scale if straight else None, amax, q_t, scale_t if transposed else None, total
+    return q, scale if rowwise else None, amax, q_t, scale_t if columnwise else None, total
 
 
 def _sums_of_groups(partial: Tensor, offs: Tensor | None) -> Tensor:
@@ -676,9 +660,9 @@ def _scales_of_rows(
     )  # fmt: skip
     scale = first.new_empty((*batch, rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((E, columns, 1), dtype=torch.float32)
-    make_scales[(ceil_div(all_rows + E * columns, _SCALES),)](
+    scales_kernel[(ceil_div(all_rows + E * columns, SCALES),)](
         amaxes, scale, scale_t, all_rows, E * columns, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
     return scale, scale_t, amaxes.view(torch.float32)
 

@@ -18,7 +18,6 @@ from float8lab.ops.gemm import capability_of
 from float8lab.ops.grouped import groups_of_rows
 from float8lab.ops.kernels._common import ceil_div
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.kernels.grouped_cast import plan_groups
 from float8lab.ops.kernels.hopper_gemm import (
@@ -56,7 +55,6 @@ def mode_of(
     return None
 
 
-@replayed
 def grouped_mm(
     a: Tensor,
     a_scale: Tensor | None,
@@ -65,11 +63,12 @@ def grouped_mm(
     b_scale: Tensor | None,
     b_block: Sequence[int],
     bias: Tensor | None,
-    offs: Tensor,
     out_dtype: torch.dtype,
     fast_accum: bool,
-    plan: Tensor | None = None,
+    offs: Tensor,
+    plan: Tensor | None,
 ) -> Tensor:
+    """``scaled_mm`` of groups."""
     if 0 in a.shape or 0 in b.shape or not offs.shape[0] or a_scale is None or b_scale is None:
         return _in_high_precision(a, b, bias, offs, out_dtype)
     mode = mode_of(a, tuple(a_block), b, tuple(b_block), out_dtype, fast_accum)
@@ -118,7 +117,7 @@ def _in_high_precision(
     known = a.dtype == out_dtype == torch.bfloat16 and capability_of(a.device) >= (9, 0)
     if not known or not all(x.numel() and _has_torch_strides(x) for x in (a, b)):
         high = (a.to(out_dtype), None, (), b.to(out_dtype), None, ())
-        return reference.grouped_mm(*high, bias, offs, out_dtype, False)
+        return reference.scaled_mm(*high, bias, out_dtype, False, offs)
     y = torch._grouped_mm(a, b.mT, offs=offs.to(torch.int32), out_dtype=out_dtype)
     if bias is not None:
         y += bias[groups_of_rows(a.shape[0], offs)]
@@ -173,8 +172,8 @@ def _dequantized(
 ) -> Tensor:  # fmt: skip
     """In bfloat16 where that is wanted, else in float32 by the reference, which waits."""
     if out_dtype != torch.bfloat16 or (b.ndim == 2 and -1 in (a_block[1], b_block[1])):
-        return reference.grouped_mm(
-            a, a_scale, a_block, b, b_scale, b_block, bias, offs, out_dtype, False
+        return reference.scaled_mm(
+            a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, False, offs
         )
     if a_scale.ndim == 3:  # of each group: one for each of its rows
         a_scale, a_block = a_scale.view(-1, 1)[groups_of_rows(a.shape[0], offs)], (1, -1)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from float8lab.ops.reference.cast import amax, as_matrix, dequantize
+from float8lab.ops.reference.blocks import amax, as_matrix
+from float8lab.ops.reference.cast import dequantize
 from float8lab.ops.reference.prologue import apply_norm, widen
 
 __all__ = ["norm", "norm_backward"]
