@@ -15,7 +15,6 @@ from float8lab.ops.cast import (
     amax_op,
     cast_many_op,
     cast_op,
-    dequantize_op,
     transpose_op,
     value_of_op,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "compute_intensive_ops",
     "cross_entropy_backward_op",
     "cross_entropy_statistics_op",
-    "dequantize_op",
     "encode_from_amax",
     "factors_from_amax",
     "fp8_attention_backward_op",

@@ -23,7 +23,6 @@ __all__ = [
     "cast_many_op",
     "cast_op",
     "cast_outputs",
-    "dequantize_op",
     "empty_scale",
     "transpose_op",
     "value_of_op",
@@ -131,16 +130,11 @@ def _transpose_outputs(of: Any) -> Tensor:
         E, M, K = of.q.shape
         matrices: Tensor = of.q.new_empty((K, E, M)).transpose(0, 1)
         return matrices
-    turned: Tensor = of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]])
-    return turned
+    transposed: Tensor = of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]])
+    return transposed
 
 
 transpose_op = declare(reference.transpose, cuda="dequantize:transpose", outputs=_transpose_outputs)
-dequantize_op = declare(
-    reference.dequantize,
-    cuda="dequantize:dequantize",
-    outputs=lambda of: of.q.new_empty(of.q.shape, dtype=of.dtype),
-)
 
 
 class Prologue(NamedTuple):

@@ -4,7 +4,7 @@ The CUDA launcher is named by a string, ``"module:function"`` inside ``float8lab
 imported on its first call: importing float8lab must not import triton.
 
 A call of an op takes torch's dispatcher some 10 us, as long as all that the launcher does. So where
-nobody but the implementation would see the call, it is called without the dispatcher.
+only the implementation would see the call, it is called without the dispatcher.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def declare(
             compiler that may not choose them copies an input that it has not written yet for each
             op that reads it.
         flops: floating-point operations of a call, from its arguments with a shape in place of each
-            tensor. An op that has one is worth saving rather than computing again.
+            tensor. An op that has one is worth saving rather than recomputing.
         sharding: of DTensors, which placements of arguments give which placements of the results on
             one dimension of a device mesh: from the arguments with the shapes of whole tensors.
             Without it every rank computes the whole.
@@ -250,9 +250,9 @@ def _either(
 
 
 def _exact(function: Callable[..., Any], device: str = "cpu") -> Callable[..., Any]:
-    """An implementation without torch.autocast, which would multiply in another dtype than it says.
+    """An implementation without torch.autocast, which would multiply in a dtype of its own.
 
-    Products of FP8 codes overflow float16, and torch.stack raises for FP8 on a CPU there.
+    GEMMs of FP8 data overflow float16, and torch.stack raises for FP8 on a CPU there.
     """
 
     def call(*args: Any) -> Any:
@@ -312,10 +312,10 @@ _OPS = _Ops()
 
 
 def compute_intensive_ops() -> list[torch._ops.OpOverload]:
-    """The overloads of FP8 matrix products and attention, for lists of what is worth saving.
+    """The overloads of FP8 GEMMs and attention, for lists of ops that are worth saving.
 
     Selective activation checkpointing recomputes every op that is not in such a list, and knows
-    only torch's own products.
+    only torch's own GEMMs.
 
     >>> torch.ops.float8lab.scaled_mm.default in float8lab.compute_intensive_ops()
     True
@@ -358,7 +358,7 @@ def _tell_dtensor(module: Any) -> None:
 _PLAIN = frozenset(
     {Tensor, Parameter, type(None), torch.dtype, torch.Size, tuple, list, int, float, bool, str}
 )
-"""Types whose values the dispatcher hands on as they are. A list's elements are asked for anew."""
+"""Types whose values the dispatcher hands on as they are. Those of a list's elements are asked for."""
 
 _is_watched_by_a_mode = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack

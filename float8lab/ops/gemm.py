@@ -1,4 +1,4 @@
-"""The FP8 matrix product ``y = a @ b.T``.  M rows of a, N rows of b, K contraction, B batch.
+"""The FP8 GEMM ``y = a @ b.T``.  M rows of a, N rows of b, K contraction, B batch.
 
 All three GEMMs of a linear layer have this one form, both operands contiguous along K, which is
 the only one Hopper's FP8 tensor cores take: ``y = x @ w.T``, ``dx = dy @ (w.T).T`` and
@@ -56,7 +56,7 @@ def may_multiply(
     a_dtype: torch.dtype = E4M3,
     b_dtype: torch.dtype = E4M3,
 ) -> bool:
-    """Whether the product runs in FP8 on this device, not as dequantize + high-precision GEMM.
+    """Whether the GEMM runs in FP8 on this device, not as dequantize + high-precision GEMM.
 
     ``formats.gemm_support`` has the table of blocks; no GPU multiplies e5m2 by e5m2. A device other
     than CUDA answers as a Hopper GPU would: it runs the reference of that.
@@ -66,20 +66,20 @@ def may_multiply(
     >>> may_multiply((1, 32), (1, 32), torch.device("cpu"))
     False
     """
-    product = gemm_support(a_block, b_block)
-    if product is None or a_dtype == b_dtype == E5M2:
+    support = gemm_support(a_block, b_block)
+    if support is None or a_dtype == b_dtype == E5M2:
         return False
     capability = capability_of(device) if device.type == "cuda" else (9, 0)
-    return product.since <= capability < product.before
+    return support.since <= capability < support.before
 
 
 def is_cublas_gemm(
     a_block: Sequence[int], b_block: Sequence[int], a_dtype: torch.dtype, b_dtype: torch.dtype
 ) -> bool:
-    """Whether a product of blocks that Hopper multiplies is cuBLASLt's: e4m3, since CUDA 12.9."""
-    product = gemm_support(a_block, b_block)
-    known = product is not None and product.cublas and a_dtype == b_dtype == E4M3
-    return known and _cuda_version() >= (12, 9)
+    """Whether cuBLASLt has a GEMM of blocks that Hopper multiplies: in e4m3, since CUDA 12.9."""
+    support = gemm_support(a_block, b_block)
+    has_gemm = support is not None and support.cublas and a_dtype == b_dtype == E4M3
+    return has_gemm and _cuda_version() >= (12, 9)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

@@ -41,7 +41,7 @@ plan_groups_op = declare(
 
 
 class Offsets(NamedTuple):
-    """Where the rows of groups end, and the plan of their products."""
+    """Offsets of the rows of groups, and the plan of their GEMMs."""
 
     offs: Tensor
     """``[E]``."""
@@ -49,7 +49,7 @@ class Offsets(NamedTuple):
 
     @staticmethod
     def of(offs: Tensor, rows: int) -> Offsets:
-        """The ends of groups of a matrix of so many rows, with their plan."""
+        """The offsets of a matrix of so many rows, with the plan of its GEMMs."""
         return Offsets(offs, plan_groups_op(offs, rows))
 
 
@@ -66,9 +66,9 @@ class Groups(NamedTuple):
     inputs: Sequence[Tensor]
     dtype: torch.dtype
     offs: Tensor | None
-    """Ends of the groups, ``[E]``; None for a batch, ``[E, N, K]``."""
+    """Offsets of the groups, ``[E]``; None for a batch, ``[E, N, K]``."""
     plan: Tensor | None = None
-    """The plan of the groups' products, where several share it."""
+    """The plan of the groups' GEMMs, where several share it."""
 
     @staticmethod
     def of(x: Tensor | Prologue, offsets: Offsets) -> Groups:
@@ -76,12 +76,12 @@ class Groups(NamedTuple):
         return Groups(*(("", (x,), x.dtype) if isinstance(x, Tensor) else x[:3]), *offsets)
 
     def value(self) -> Tensor:
-        """The matrix, with what it has in rows that belong to nobody."""
+        """The matrix, with whatever its padding rows hold."""
         x = self.inputs[0]
         return Prologue(*self[:3]).value() if self.prologue else x
 
     def owned(self) -> Tensor:
-        """The matrix, with zeros in rows that belong to nobody."""
+        """The matrix, with zeros in its padding rows."""
         x = self.value()
         assert self.offs is not None, "not a batch"
         inside = torch.arange(x.shape[0], device=x.device)[:, None] < self.offs[-1:]

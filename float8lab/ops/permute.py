@@ -14,7 +14,7 @@ __all__ = ["empty_row_map", "gather_rows_op", "row_map_op", "scatter_outputs", "
 
 
 def empty_row_map(of: Any) -> tuple[Tensor, Tensor]:
-    """Room for the row map of a routing map, and for the ends of the experts' rows."""
+    """Room for the row map of a routing map, and for the offsets of the experts' rows."""
     T, S = of.routing_map.shape
     row_map = of.routing_map.new_empty((T, S + 1), dtype=torch.int32)
     return row_map, row_map.new_empty(of.experts or S)

@@ -139,7 +139,7 @@ def _tensors(given: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
 
 
 def _map(given: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """``given`` with each tensor replaced by what ``function`` makes of it."""
+    """``given`` with each tensor replaced by ``function``'s result for it."""
 
     def change(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):

@@ -303,8 +303,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "batch-tensor": groups((-1, -1), batch=True),
     "batch-given": groups((-1, -1), "encode", given=slots[:2], batch=True),
     "batch-row": groups((1, -1), batch=True),
-    "clear-rows": lambda: grouped_gemm.clear_nobodys(x, torch.tensor([3, 7])),
-    "clear-products": lambda: grouped_gemm.clear_nobodys(x.view(2, 128, 512), torch.tensor([3, 7])),
+    "clear-rows": lambda: grouped_gemm.zero_padding_rows(x, torch.tensor([3, 7])),
+    "clear-products": lambda: grouped_gemm.zero_padding_rows(
+        x.view(2, 128, 512), torch.tensor([3, 7])
+    ),
     "route-softmax": routed("softmax", 128, False, 1, 0, 1.0, False),
     "route-sigmoid-groups": routed("sigmoid", 256, False, 8, 4, 2.5, False),
     "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),

@@ -400,7 +400,7 @@ def test_dequantize(block: tuple[int, int], layout: Any, dtype: torch.dtype) -> 
         q = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(300, 2)
         q = layout(q[:, :500]).view(fp8_dtype)
         scale = torch.randn(scale_shape(tuple(q.shape), block)).exp()
-        got = ops.dequantize_op(q, scale.cuda(), block, dtype)
+        got = ops.value_of_op("dequantize", (q, scale.cuda()), dtype, block)
         same(got, reference.dequantize(q.cpu(), scale, block, dtype))
 
 
@@ -428,7 +428,9 @@ def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
     assert torch.equal(q.view(torch.uint8), q_only.view(torch.uint8))
     assert torch.equal(scale, scale_only)
     assert amax.max() == 100
-    back = ops.dequantize_op(q[-128:], scale if block[0] == -1 else scale[-128:], block, x.dtype)
+    back = ops.value_of_op(
+        "dequantize", (q[-128:], scale if block[0] == -1 else scale[-128:]), x.dtype, block
+    )
     for chunk in (slice(0, 128), slice(20_480, 20_608), slice(rows - 128, rows)):
         of_chunk = scale if block[0] == -1 else scale[chunk]
         amax_of_chunk = (amax if block[0] == -1 else amax[chunk]).cpu()

@@ -140,9 +140,9 @@ def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: to
     check(ops.transpose_op, q, align)
     check(ops.transpose_op, q, align, event)
     check(ops.transpose_op, torch.stack((q, q)), 1, event)
-    check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16)
-    check(ops.dequantize_op, q.t(), one, (-1, -1), torch.float16)
-    check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16, event)
+    check(ops.value_of_op, "dequantize", (q, one), torch.bfloat16, (-1, -1))
+    check(ops.value_of_op, "dequantize", (q.t(), one), torch.float16, (-1, -1))
+    check(ops.value_of_op, "dequantize", (q, one), torch.bfloat16, (-1, -1), event)
 
 
 @pytest.mark.parametrize(

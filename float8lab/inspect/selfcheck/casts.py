@@ -256,14 +256,14 @@ def _check_transpose(cases: Cases) -> None:
                 cases.same(got.view(torch.uint8), want.view(torch.uint8))
 
 
-@checks("casts", _TABLE, "dequantize_op")
+@checks("casts", _TABLE, "value_of_op", name="dequantize")
 def _check_dequantize(cases: Cases) -> None:
     unit_scale = torch.ones(1, 1, dtype=FP32, device=cases.device)
     all_bytes = torch.arange(256, dtype=torch.uint8, device="cpu").view(16, 16)
     for fp8_dtype in FP8_DTYPES:
         cases.begin(f"every {format_of(fp8_dtype)}")
-        got = ops.dequantize_op(
-            all_bytes.view(fp8_dtype).to(cases.device), unit_scale, (-1, -1), FP32
+        got = ops.value_of_op(
+            "dequantize", (all_bytes.view(fp8_dtype).to(cases.device), unit_scale), FP32, (-1, -1)
         )
         cases.same(got, values_of(fp8_dtype).view(16, 16).float())
         for index, (recipe, (block, _, _)) in enumerate(RECIPES.items()):
@@ -274,5 +274,7 @@ def _check_dequantize(cases: Cases) -> None:
             scale = cases.normal(*scale_shape((300, 500), block)).exp()
             there = lay_out(q.to(cases.device)).view(fp8_dtype)
             event = torch.empty(0, device=cases.device) if index % 2 else None
-            got = ops.dequantize_op(there, scale.to(cases.device), block, dtype, event)
+            got = ops.value_of_op(
+                "dequantize", (there, scale.to(cases.device)), dtype, block, event
+            )
             cases.same(got, reference.dequantize(q.view(fp8_dtype), scale, block, dtype))

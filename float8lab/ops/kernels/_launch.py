@@ -1,6 +1,6 @@
-"""Launching a kernel again without what Triton does in Python before every launch.
+"""Repeated launches of a kernel, without what Triton does in Python before every launch.
 
-Triton works out anew at each launch which compiled kernel serves the arguments, and calls its hooks
+Triton works out at each launch which compiled kernel serves the arguments, and calls its hooks
 even if there are none: some 20 us, which is longer than a small kernel runs. Here the kernel that
 Triton chose is remembered under all that the choice depends on.
 """
@@ -156,7 +156,7 @@ def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 def has_hooks() -> bool:
-    """Whether somebody, such as a profiler, is to be called around Triton's launches."""
+    """Whether a hook, such as a profiler's, is to be called around Triton's launches."""
     # A hook is a function, or a chain of those that were added.
     enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -168,8 +168,8 @@ def _key_of(
     """All that Triton's choice of a kernel depends on, or more; None for other kinds of arguments.
 
     A kernel differs for an integer that is 1, divisible by 16, or above 32 bits: hence its value.
-    Of tensors it knows the dtype and whether the address is divisible by 16, of descriptors for the
-    copy engine the dtype and what is copied at a time, of others the type.
+    Of tensors it knows the dtype and whether the address is divisible by 16, of TMA
+    descriptors the dtype and the box that is copied, of others the type.
     """
     key = [device, len(constants), *constants, *constants.values()]
     for arg in args:

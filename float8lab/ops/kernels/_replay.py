@@ -1,4 +1,4 @@
-"""Running a function again without its Python: its allocations and launches, as recorded.
+"""Repeating a function without its Python: its allocations and launches, as recorded.
 
 What a launcher does, or a function that calls several, follows from the shapes, strides, dtypes and
 alignments of its tensors and from its other arguments: which outputs and which room to work in it
@@ -6,7 +6,7 @@ allocates, and which kernels it launches with which sizes. The second call with 
 these is recorded; from then on only the allocations and launches are done, on the tensors of the
 call. It is a list of steps, not a CUDA graph: every call gets fresh outputs, on the current stream,
 and a CUDA graph can capture it. Memory is allocated when it is first needed and given back when it
-has served, as the function itself would have done between its products.
+has served, as the function itself would have done between its GEMMs.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class _Recording(TorchDispatchMode):
         return self._take(_VIEWS[func], args, kwargs, tensor)
 
     def _describe(self, descriptor: Any) -> int:
-        """A step that makes a descriptor for the copy engine anew, and its number."""
+        """A step that makes a descriptor for TMA, and its number."""
         base = _Number(self._number(descriptor.base, as_it_is=False))
         self.fits &= base != -1
         made = functools.partial(_described_as, _described_as(descriptor, None))
@@ -350,8 +350,8 @@ class _Recording(TorchDispatchMode):
             # A view over all of what was allocated may be allocated as it is.
             as_it_is = number in seen or number in returned or not self._is_whole(one, number)
             numbers.append(self._number(one, as_it_is=as_it_is))
-        apart = len(set(numbers)) == len({id(one) for one in outputs})
-        if not self.fits or not self.steps or not apart or -1 in numbers:
+        are_distinct = len(set(numbers)) == len({id(one) for one in outputs})
+        if not self.fits or not self.steps or not are_distinct or -1 in numbers:
             return None
         tensors = [*self.tensors]
         for number, out in zip(numbers, outputs, strict=True):
@@ -376,7 +376,7 @@ class _Recording(TorchDispatchMode):
 def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]]:
     """The tensors, and None, of a result in their order, and what makes such a result of others.
 
-    A result is a tensor, None, or a tuple of results; a NamedTuple is made anew as what it is.
+    A result is a tensor, None, or a tuple of results; a NamedTuple is rebuilt as its own type.
     """
     if not isinstance(result, tuple):
         return (result,), operator.itemgetter(0)
@@ -403,7 +403,7 @@ def _with_lists(
 
 
 def _described_as(descriptor: Any, base: Tensor | None) -> Any:
-    """The same descriptor of another tensor, without checking it again."""
+    """The same descriptor of another tensor, without another check."""
     copy = object.__new__(type(descriptor))
     copy.__dict__.update(descriptor.__dict__)
     copy.base = base
@@ -446,7 +446,7 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_device(
-    launcher: Callable[..., Any], again: Callable[..., Any], args: tuple[Any, ...]
+    launcher: Callable[..., Any], repeat: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     """Launch on the GPU of the first tensor: Triton launches on the current one."""
     x = _first_tensor(args)
@@ -454,7 +454,7 @@ def _on_device(
     if is_on_current_device(x):
         return launcher(*args)
     with torch.cuda.device(x.device):
-        return again(*args)
+        return repeat(*args)
 
 
 def _first_tensor(args: Iterable[Any]) -> Tensor | None:
@@ -477,7 +477,7 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     tensors: list[Tensor] = []
     append = key.append
     left = [*args]
-    for arg in left:  # which grows by what tuples and lists hold
+    for arg in left:  # it grows by the elements of tuples and lists
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
             address, where = arg.data_ptr(), arg.get_device()

@@ -7,9 +7,9 @@ one is being stored. While a group computes the probabilities of one tile of key
 multiply the next tile's scores, then the first half of the probabilities by their values, and the
 other group's whatever is due there. Softmax is online: probabilities are rounded relative to the
 largest score so far, not to the row's largest, which is the one difference from the reference
-besides the order of sums and the tensor cores' accumulator (14 bits of each sum of 32 products).
+besides the order of sums and the tensor cores' accumulator (14 bits of each sum of 32 terms).
 
-The second product contracts over the keys, and FP8 operands must be contiguous along a contraction:
+The second GEMM contracts over the keys, and FP8 operands must be contiguous along a contraction:
 ``_turn_kernel`` transposes the values first. It also orders the keys of every 16 such that the four
 probabilities of a thread that become one 32-bit register are those which the tensor cores expect
 there; the sum over the keys does not mind.
@@ -40,8 +40,8 @@ from float8lab.ops.kernels._common import (
     next_power_of_2,
     on_device_of_first,
 )
-from float8lab.ops.kernels._copy_engine import async_load
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import attention as plain
 from float8lab.ops.reference import round_up
@@ -218,7 +218,7 @@ def _exponents(s, largest, factor):
 
 @gluon.jit
 def _add_values(x, rescale, total, out, v_tiles, stage):
-    """The products of a tile's probabilities and values, in flight, and the new total.
+    """The GEMM of a tile's probabilities and values, in flight, and the new total.
 
     While the tensor cores multiply one half, the other half's exponentials are computed.
     """
@@ -286,7 +286,7 @@ def _attend(  # noqa: PLR0915
             k = k_tiles.index(ahead).permute((1, 0))
             s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
             # As early as this, because the branch in a wait keeps ptxas from moving exponentials
-            # ahead of the scores' product.
+            # ahead of the scores' GEMM.
             mbarrier.wait(v_full.index(stage), phase)
             out, total = _add_values(x, rescale, total, out, v_tiles, stage)
             s = warpgroup_mma_wait(2, (s,))
@@ -402,7 +402,7 @@ def _has_kernel(q: Tensor, v: Tensor, scale: float) -> bool:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """The same, as the copy engine takes it; more columns of zeros do not change a score."""
+    """The same, as TMA takes it; more columns of zeros do not change a score."""
     columns = round_up(x.shape[-1], 16)
     if x.shape[-1] != columns:
         x = torch.nn.functional.pad(x.view(torch.uint8), (0, columns - x.shape[-1])).view(x.dtype)

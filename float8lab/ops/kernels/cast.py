@@ -508,7 +508,7 @@ def _cast_straight(
 ) -> _One:
     """One orientation of a matrix that is not empty.
 
-    A block that is neither -1 nor a power of two up to 128 (nobody's recipe) takes the reference,
+    A block that is neither -1 nor a power of two up to 128 (no recipe has one) takes the reference,
     which is plain PyTorch and runs on the GPU as it is; so does a matrix of one column.
     """
     (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, how
@@ -685,7 +685,7 @@ def cast(
     how = (fp8_dtype, block, rule, eps, align)
     if not has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
         rest: Any = (rowwise, columnwise, dbias, given)
-        return reference.cast(*matrix, *how, *rest, slot=slot)
+        return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *rest, slot=slot)
     grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
     if both or (columnwise and (prologue or grid)):
         tiles = has_tiles if prologue else takes_tiles
@@ -696,14 +696,14 @@ def cast(
         if whole_words and (whole or (finds and block == (1, -1))):
             return _cast_words(matrix, how, given, slot, write=rowwise, column_sum=dbias)
     # Each orientation is cast on its own, or the one that has the same bytes is transposed.
-    turns = both and (block[0] == block[1] or not finds)
-    if prologue and (dbias or (columnwise and not turns)):
+    transposes = both and (block[0] == block[1] or not finds)
+    if prologue and (dbias or (columnwise and not transposes)):
         first = value_of(*matrix)
         matrix = "", [first], dtype
     total = first.sum(0, dtype=torch.float32) if dbias else None
     other = "", [first.t()], first.dtype
     q, scale, amax = _cast_straight(matrix if rowwise else other, how, given, slot)
-    if turns:
+    if transposes:
         scale_t = None if scale is None else scale.t().clone(memory_format=torch.contiguous_format)
         return q, scale, None, transpose(q), scale_t, total
     if both:

@@ -156,7 +156,7 @@ def _table_of(key: _Key) -> Tensor | None:
 
     Any stream may read a table that is found: the copy has ended when it is first returned, and the
     allocator is told of every stream that has read it. A graph reads its tables whenever it is
-    replayed, which nobody here can see, so these are kept for good (80 bytes a matrix).
+    replayed, which this code cannot see, so these are kept for good (80 bytes a matrix).
     """
     device, rows = key
     in_graph = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -240,7 +240,7 @@ def _launch(jobs: list[_Job], block: tuple[int, ...], rule: str, eps: float) -> 
     left: list[_Job] = []
     for job in jobs:
         (taken if job.is_like(jobs[0]) and job.has_kernel() else left).append(job)
-    # Apart, for else one odd matrix would keep all others from wide accesses.
+    # Separately, for else one odd matrix would keep all others from wide accesses.
     for aligned in (True, False):
         alike = [job for job in taken if job.is_aligned() == aligned]
         if alike and not _launch_alike(alike[0].x, alike, aligned, block, rule, eps):

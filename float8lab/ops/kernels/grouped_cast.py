@@ -2,10 +2,10 @@
 
 M rows, K columns of what is cast, E groups or matrices; ROWS, COLUMNS the same after padding, and
 ACROSS the columns of a transpose. A program has a tile of 128 rows and 128 columns, and no tile has
-rows of two groups: it finds out from the ends of the groups, on the device, where its rows are. In
+rows of two groups: it finds from the groups' offsets, on the device, where its rows are. In
 a transpose tile i has the columns from 128 i on: the layout of ``ops/reference/grouped.py``. Behind
-the groups come the tiles of the rows that belong to nobody, which read nothing and write zeros; in
-a transpose, where no product reads them, nothing.
+the groups come the tiles of the padding rows, which read nothing and write zeros; in
+a transpose, where no GEMM reads them, nothing.
 
 Tiles are read by words, as ``prologue.load_words`` says.
 """
@@ -68,24 +68,24 @@ def group_of_tile(tile, offs_ptr, M, E, COUNT: tl.constexpr):
     Group E has the rows beyond the last end; a tile beyond all rows begins at its own end.
     """
     index = tl.arange(0, COUNT)
-    ends = tl.load(offs_ptr + index, mask=index < E, other=0).to(tl.int32)
+    stops = tl.load(offs_ptr + index, mask=index < E, other=0).to(tl.int32)
     starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= E), other=0).to(tl.int32)
-    ends = tl.where(index < E, ends, M)
+    stops = tl.where(index < E, stops, M)
     starts = tl.where(index <= E, starts, M)
-    last = tl.cumsum((tl.maximum(ends - starts, 0) + 127) // 128, 0)
+    last = tl.cumsum((tl.maximum(stops - starts, 0) + 127) // 128, 0)
     is_past = last <= tile
     group = tl.sum(is_past.to(tl.int32), 0)
     first = tl.max(tl.where(is_past, last, 0), 0)
     found = index == group
     start = tl.sum(tl.where(found, starts, 0), 0)
-    end = tl.sum(tl.where(found, ends, 0), 0)
+    end = tl.sum(tl.where(found, stops, 0), 0)
     row = tl.where(group < COUNT, start + (tile - first) * 128, end).to(tl.int64)
     return group, row, end.to(tl.int64)
 
 
 @launched
 def _plan_kernel(
-    offs_ptr,  # [E] ends of groups, int32 or int64
+    offs_ptr,  # [E] offsets of groups, int32 or int64
     plan_ptr,  # [E + 1 + tiles, 4] int32
     M, E,
     COUNT: tl.constexpr,
@@ -93,12 +93,12 @@ def _plan_kernel(
     """The groups from the largest on, and their tiles; how many tiles there are; where each is."""
     index = tl.program_id(0)
     offsets = tl.arange(0, COUNT)
-    ends = tl.load(offs_ptr + offsets, mask=offsets < E, other=0).to(tl.int32)
+    stops = tl.load(offs_ptr + offsets, mask=offsets < E, other=0).to(tl.int32)
     inside = (offsets > 0) & (offsets <= E)
     starts = tl.load(offs_ptr + offsets - 1, mask=inside, other=0).to(tl.int32)
-    ends = tl.where(offsets < E, ends, M)
+    stops = tl.where(offsets < E, stops, M)
     starts = tl.where(offsets <= E, starts, M)
-    of_group = (tl.maximum(ends - starts, 0) + 127) // 128
+    of_group = (tl.maximum(stops - starts, 0) + 127) // 128
     plan_ptr += 4 * index
     if index > E:
         group, row, end = group_of_tile(index - E - 1, offs_ptr, M, E, COUNT)
@@ -356,7 +356,7 @@ def _column_factors(
 @launched(do_not_specialize_on_alignment=["slot_ptr"])
 def _cast_groups_kernel(  # noqa: PLR0915
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    offs_ptr,  # [E] ends of groups, int32 or int64; None for a batch
+    offs_ptr,  # [E] offsets of groups, int32 or int64; None for a batch
     given_ptr,  # fp32 encode factors: one, or one per group or matrix; PER_ROW: rows, then columns
     slot_ptr,  # fp32: one per group or matrix
     q_ptr,  # [ROWS, COLUMNS] fp8, or E of these
@@ -463,10 +463,10 @@ def _sum_groups_kernel(
     group = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     index = tl.arange(0, COUNT)
-    ends = tl.load(offs_ptr + index, mask=index <= group, other=0).to(tl.int32)
+    stops = tl.load(offs_ptr + index, mask=index <= group, other=0).to(tl.int32)
     inside = (index > 0) & (index <= group)
     starts = tl.load(offs_ptr + index - 1, mask=inside, other=0).to(tl.int32)
-    tiles = (tl.maximum(ends - starts, 0) + 127) // 128
+    tiles = (tl.maximum(stops - starts, 0) + 127) // 128
     last = tl.sum(tiles, 0)
     first = last - tl.sum(tl.where(index == group, tiles, 0), 0)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -484,7 +484,7 @@ def _has_kernel(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, offs: Tensor | None,
     block: tuple[int, ...], rule: str,
 ) -> bool:  # fmt: skip
-    """Else the reference runs on the GPU as it is, which waits for the ends of the groups."""
+    """Else the reference runs on the GPU as it is, which waits for the offsets of the groups."""
     if offs is None:
         x = inputs[0]
         fits = x.numel() > 0 and x.shape[2] > 1 and x.dtype != torch.float64

@@ -1,7 +1,7 @@
-"""The products of a mixture of experts on Hopper's tensor cores.  E groups, or experts.
+"""The GEMMs of MoE experts on Hopper's tensor cores.  E groups, or experts.
 
 ``y = a @ b.T`` where each group of a's rows has its own b, ``[M, N]``, or where each group of the
-contraction gives a product of its own, ``[E, N, K]``: ``hopper_gemm.py``, with a plan of the tiles.
+contraction gives a result of its own, ``[E, N, K]``: ``hopper_gemm.py``, with a plan of the tiles.
 Operands in other formats, and other GPUs, take bfloat16 by torch._grouped_mm.
 """
 
@@ -84,14 +84,14 @@ def multiply_groups(
     offs: Tensor, out_dtype: torch.dtype, plan: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """The product of operands that have a mode; ``config`` in place of the one in the table."""
+    """The GEMM of operands that have a mode; ``config`` in place of the one in the table."""
     contracts, E, (M, K), N = b.ndim == 2, offs.shape[0], a.shape, b.shape[-2]
     a = a if a.is_contiguous() else a.contiguous()
     b_rows = b_columns = 0
     if not contracts:
-        turned = b.transpose(0, 1)
-        if turned.is_contiguous() and K % STEP.value == 0 and not b.is_contiguous():
-            b, b_columns = turned.reshape(N, E * K), K
+        transposed = b.transpose(0, 1)
+        if transposed.is_contiguous() and K % STEP.value == 0 and not b.is_contiguous():
+            b, b_columns = transposed.reshape(N, E * K), K
         else:
             b, b_rows = b.reshape(E * N, K), N
     elif not b.is_contiguous():
@@ -121,14 +121,14 @@ def _in_high_precision(
     y = torch._grouped_mm(a, b.mT, offs=offs.to(torch.int32), out_dtype=out_dtype)
     if bias is not None:
         y += bias[groups_of_rows(a.shape[0], offs)]
-    return clear_nobodys(y, offs)
+    return zero_padding_rows(y, offs)
 
 
 _CLEAR = 1024
 """Elements that a program clears at a time."""
 
 
-def clear_nobodys(y: Tensor, offs: Tensor) -> Tensor:
+def zero_padding_rows(y: Tensor, offs: Tensor) -> Tensor:
     """``y`` with zeros where torch leaves what it finds: what no group has given."""
     matrix = y if y.ndim == 2 else y.view(y.shape[0], -1)
     _clear_kernel[(matrix.shape[0], min(ceil_div(matrix.shape[1], _CLEAR), 64))](
@@ -144,7 +144,7 @@ def _clear_kernel(
     N, E,
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the rows beyond the last end, or in the products of groups without rows."""
+    """Zeros in the rows beyond the last end, or in the results of groups without rows."""
     row = tl.program_id(0)
     if ROWS:
         beyond = row >= tl.load(offs_ptr + E - 1)
@@ -190,5 +190,5 @@ def _dequantized(
         return _in_high_precision(left, right, bias, offs, out_dtype)
     right = dequantize(b, b_scale, b_block, out_dtype)
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    ends = ((sizes + (SPAN - 1)) // SPAN * SPAN).cumsum(0).to(offs.dtype)
-    return _in_high_precision(left, right, None, ends, out_dtype)
+    spans = ((sizes + (SPAN - 1)) // SPAN * SPAN).cumsum(0).to(offs.dtype)
+    return _in_high_precision(left, right, None, spans, out_dtype)

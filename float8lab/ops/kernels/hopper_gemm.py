@@ -2,21 +2,21 @@
 
 M rows of a, N rows of b, K contraction, E groups. A program takes tiles of 128 x 256 of y, one
 after the other. Where there are groups, the rows that a tile has, and of which group, are looked up
-in a plan that a small kernel makes of the ends of the groups (``grouped_gemm.py``), so the host
+in a plan that a small kernel makes of the offsets of the groups (``grouped_gemm.py``), so the host
 knows none of it. A warp loads 128 of the contraction at a time through a ring of buffers; two
 groups of four warps have half of the tile each.
 
 - "fast" leaves the sums to the tensor cores, 64 x 256 a group;
-- "precise" adds the products of every 128 to sums in float32, 64 x 128 at a time, a quarter;
-- "block" and "rows" scale these products, of 1x128 blocks by 128x128 or 1x128 ones, where they are
+- "precise" adds the sums over every 128 to sums in float32, 64 x 128 at a time, a quarter;
+- "block" and "rows" scale these sums, of 1x128 blocks by 128x128 or 1x128 ones, where they are
   added, while the other group's quarter runs.
 
 A thread has two rows but 32 columns of a quarter. So where each row of b has a scale, reading these
 is what costs: the quarters of a group are below each other then, and their scales come from shared
 memory once for both. Else they are side by side.
 
-The last tile of a group ends where the group ends: such rows are stored by themselves, all others
-by the copy engine. Rows that belong to nobody are a group without a contraction, so they are zeros.
+The last tile of a group stops where the group stops: such rows are stored by themselves, all others
+by TMA. Padding rows are a group without a contraction, so they are zeros.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from float8lab.ops.kernels._common import ceil_div, multiprocessors
-from float8lab.ops.kernels._copy_engine import async_load, async_store
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._tma import async_load, async_store
 
 __all__ = [
     "CONFIGS",
@@ -64,7 +64,7 @@ DENSE = gl.constexpr(0)
 GROUPED_ROWS = gl.constexpr(1)
 """Each group of a's rows has a matrix b of its own."""
 GROUPED_SUMS = gl.constexpr(2)
-"""Each group of the contraction gives a product of its own."""
+"""Each group of the contraction gives a result of its own."""
 
 
 class Config(NamedTuple):
@@ -156,7 +156,7 @@ def _find(tile, where, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _row_in_y(group, row, M, GROUPS: gl.constexpr):
-    """The row in y of a row of a: products of groups of the sum are below each other."""
+    """The row in y of a row of a: the results of groups of the sum are below each other."""
     if GROUPS == GROUPED_SUMS:
         row += group * M
     return row
@@ -178,7 +178,7 @@ def _product(
 @gluon.jit
 def _add_part(sums, part, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: gl.constexpr = True):
     """``b_scale``, of each column, only if ``B_BY_ROW``; else ``a_scale`` is times b's."""
-    # As volatile assembly, because LLVM moves its own behind the next product, whose results would
+    # As volatile assembly, because LLVM moves its own behind the next GEMM, whose results would
     # then be there at the same time, and spill.
     if not SCALED:
         sums = gl.inline_asm_elementwise(
@@ -276,7 +276,7 @@ def _scale(sums, scales, group, row, column, M, N):
 
 @gluon.jit
 def _add_bias(sums, scales, group, column, steps, N):
-    """The sums of a part plus the biases of its columns; not in rows that belong to nobody."""
+    """The sums of a part plus the biases of its columns; not in padding rows."""
     _, _, _, _, _, _, _, bias_ptr, _ = scales
     columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
     columns = gl.minimum(columns, N - 1)
@@ -391,7 +391,7 @@ def _multiply_parts(  # noqa: PLR0915
             scale1 = 0.0
             b_scale = 0.0
             if BLOCK:
-                # The next step's arrive while the tensor cores work; after the last nobody looks.
+                # The next step's arrive while the tensor cores work; the last ones are unused.
                 ahead = gl.minimum(step + 1, steps - 1)
                 b_scale = next_b0
                 if B_BY_ROW:

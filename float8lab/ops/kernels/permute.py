@@ -89,17 +89,17 @@ def _row_map_kernel(
     counts = _counts_of(map_ptr, tokens, T, S, stride_t, stride_s, INDEX, TOKENS, EXPERTS)
     at = experts * tiles + tile
     begin = tl.load(sums_ptr + at, mask=experts < E) - tl.load(counts_ptr + at, mask=experts < E)
-    ends = begin + tl.cumsum(counts, 0)  # up to each token
+    offsets = begin + tl.cumsum(counts, 0)  # up to each token
     if INDEX:
-        ends -= counts
+        offsets -= counts
         for place in range(S):
             of = tokens * stride_t + place * stride_s
             here = tl.load(map_ptr + of, mask=tokens < T, other=-1) == experts
-            ends += here.to(tl.int32)
-            rows = tl.max(tl.where(here & (experts < E), ends, 0), 1, keep_dims=True) - 1
+            offsets += here.to(tl.int32)
+            rows = tl.max(tl.where(here & (experts < E), offsets, 0), 1, keep_dims=True) - 1
             tl.store(row_map_ptr + tokens * (S + 1) + place, rows, mask=tokens < T)
     else:
-        rows = tl.where(counts != 0, ends, 0) - 1
+        rows = tl.where(counts != 0, offsets, 0) - 1
         inside = (tokens < T) & (experts < S)
         tl.store(row_map_ptr + tokens * (S + 1) + experts, rows, mask=inside)
     filled = tl.load(sums_ptr + E * tiles - 1) + tl.zeros((TOKENS, 1), dtype=tl.int32)
@@ -114,9 +114,9 @@ def _row_map_kernel(
 def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
     T, S = routing_map.shape
     E = experts or S
-    row_map, ends = empty_row_map(SimpleNamespace(routing_map=routing_map, experts=experts))
+    row_map, offsets = empty_row_map(SimpleNamespace(routing_map=routing_map, experts=experts))
     if not routing_map.numel():
-        return row_map.zero_(), ends.zero_()
+        return row_map.zero_(), offsets.zero_()
     block = next_power_of_2(E)
     tile = {"TOKENS": max(_MAP_ELEMENTS // block, 1), "EXPERTS": block, "INDEX": experts > 0}
     tiles = ceil_div(T, tile["TOKENS"])
@@ -127,9 +127,9 @@ def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
     _count_kernel[(tiles,)](routing_map, counts, *sizes, **tile, num_warps=4)
     sums = counts.view(-1).cumsum(0, dtype=torch.int32)
     _row_map_kernel[(tiles,)](
-        routing_map, counts, sums, row_map, ends, *sizes, **tile, num_warps=4
+        routing_map, counts, sums, row_map, offsets, *sizes, **tile, num_warps=4
     )  # fmt: skip
-    return row_map, ends
+    return row_map, offsets
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from float8lab.ops.reference import rotary as reference
 __all__ = ["rotate"]
 
 _ELEMENTS = 4096
-"""Elements that a program turns: all features of some heads of a token."""
+"""Elements that a program rotates: all features of some heads of a token."""
 
 
 @launched

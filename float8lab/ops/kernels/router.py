@@ -60,7 +60,7 @@ def _sigmoid(z):
 
 @triton.jit
 def _softplus(z):
-    """max(z, 0) + log1p(u) of u = exp(-abs(z)) by 2 atanh(u / (2 + u)), whose series ends early."""
+    """max(z, 0) + log1p(u) of u = exp(-abs(z)) by 2 atanh(u / (2 + u)), whose series is short."""
     u = tl.exp(-tl.abs(z))
     s = tl.div_rn(u, 2.0 + u)
     q = s * s

@@ -19,14 +19,13 @@ from float8lab.ops.reference.cast import (
     amax_of,
     cast,
     cast_many_,
-    dequantize,
     has_amax,
     transpose,
 )
 from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
 from float8lab.ops.reference.grouped import SPAN, padded_rows, plan_groups
 from float8lab.ops.reference.norm import norm, norm_backward
-from float8lab.ops.reference.prologue import ACTIVATIONS, prologue_shape, value_of
+from float8lab.ops.reference.prologue import ACTIVATIONS, dequantize, prologue_shape, value_of
 from float8lab.ops.reference.scaling import NO_DATA, update_scales_
 
 __all__ = [

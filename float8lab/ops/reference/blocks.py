@@ -112,8 +112,8 @@ def factors_from_amax(
     matrix; if that is not given, ``amax`` holds all blocks of a matrix in its last dimensions.
 
     ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1. The scale is 1 over the
-    encode factor, rounded to float32, from which the encode factor cannot be found again: a cast
-    that is made apart from finding its scale needs the encode factor, or the amax.
+    encode factor, rounded to float32, from which the encode factor cannot be recovered: a cast
+    that is made after its scale was made needs the encode factor, or the amax.
 
     >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
     (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
@@ -159,8 +159,8 @@ def _factors_of_packed(
         if has_tensor_scale(rule):
             if matrix_amax is None:
                 matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
-            product = torch.full_like(matrix_amax, largest(E2M1) * largest(E4M3))
-            encode = (product / matrix_amax).clamp(max=FLOAT32_MAX)
+            limits = torch.full_like(matrix_amax, largest(E2M1) * largest(E4M3))
+            encode = (limits / matrix_amax).clamp(max=FLOAT32_MAX)
             usable = (matrix_amax > 0) & (matrix_amax < torch.inf)
             encode = torch.where(usable, encode, 1.0)
             scale, decode = scale * encode, 1.0 / encode

@@ -1,4 +1,4 @@
-"""Cast matrices to FP8, and back; transpose them.  M rows, K columns, E groups.
+"""Cast matrices to FP8; transpose them.  M rows, K columns, E groups.
 
 Casts can pad: both dimensions of the result are rounded up to a multiple of ``align``, and
 everything, scales included, is as if the input had been padded with zeros first.
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.formats import has_tensor_scale
-from float8lab.ops.reference.blocks import amax, expand_scale, quantize
+from float8lab.ops.reference.blocks import amax, quantize
 from float8lab.ops.reference.grouped import cast_batch, cast_groups
 from float8lab.ops.reference.prologue import value_of
 
@@ -25,7 +25,6 @@ __all__ = [
     "amax_of",
     "cast",
     "cast_many_",
-    "dequantize",
     "has_amax",
     "transpose",
 ]
@@ -153,9 +152,6 @@ def cast_many_(
             output.copy_(result)
 
 
-# The other ways.
-
-
 def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     """The transposed matrix of one-byte elements, contiguous and zero-padded.
 
@@ -172,16 +168,3 @@ def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     if q.shape[0] % align or q.shape[1] % align:
         raw = F.pad(raw, (0, -q.shape[1] % align, 0, -q.shape[0] % align))
     return _transposed(raw).view(q.dtype)
-
-
-def dequantize(
-    q: Tensor,
-    scale: Tensor,
-    block: Sequence[int],
-    dtype: torch.dtype,
-    event: Tensor | None = None,
-) -> Tensor:
-    """``q * scale``, multiplied in float32 and rounded once; ``event`` is that of ``transpose``."""
-    if block[0] > 1 or block[1] > 1:
-        scale = expand_scale(scale, block, q.shape)
-    return (q.float() * scale).to(dtype).contiguous()

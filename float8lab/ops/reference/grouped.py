@@ -1,18 +1,18 @@
 """Groups of rows: their layout, and their casts.  M rows, K columns, E groups, N rows of a weight.
 
 A matrix whose rows are in groups has the tokens of one expert after those of the one before;
-``offs``, ``[E]``, are the ends of the groups. Rows beyond the last end belong to nobody: they are
-taken for zeros, whatever they hold. A batch of matrices, ``[E, N, K]``, are the experts' weights,
-each of which is cast alone; ``offs`` is None then.
+``offs``, ``[E]``, are the offsets behind the groups. Rows beyond the last offset are padding rows:
+they are taken for zeros, whatever they hold. A batch of matrices, ``[E, N, K]``, are the experts'
+weights, each of which is cast alone; ``offs`` is None then.
 
 A matrix in groups is cast to rows where they are, ``[M, K]``, whose columns are padded to a
 multiple of ``ALIGN``. Its transpose is what the weight gradient contracts over the tokens of each
 group. There each group starts at a multiple of ``SPAN`` columns, zeros follow it, and so does a
-group of zeros for the rows that belong to nobody. So a block of up to 128 tokens never has two
-experts' tokens, the contraction of a group is a whole number of the tensor cores' steps without any
-mask, and the copy engine reads whole boxes. What it costs: ``padded_rows`` is known without the
-ends, on the host, so it allows every group 127 columns too many. Starts at multiples of 16 would
-need a mask on both operands in the last step of each group, since 0 times NaN is NaN.
+group of zeros for the padding rows. So a block of up to 128 tokens never has two experts' tokens,
+the contraction of a group is a whole number of the tensor cores' steps without any mask, and TMA
+reads whole boxes. What it costs: ``padded_rows`` is known without the offsets, on the host, so it
+allows every group 127 columns too many. Starts at multiples of 16 would need a mask on both
+operands in the last step of each group, since 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPAN = 128
 def padded_rows(rows: int, groups: int) -> int:
     """Columns of the transpose of so many rows: enough for any sizes of the groups.
 
-    No more groups than rows are not empty, and one is that of the rows that belong to nobody.
+    At most ``min(groups + 1, rows)`` groups have rows; the one more is that of the padding rows.
 
     >>> padded_rows(1000, 3), padded_rows(2, 100)
     (1408, 256)
@@ -56,7 +56,7 @@ def plan_groups(offs: Tensor, rows: int | torch.SymInt) -> Tensor:
     """Which tile of ``SPAN`` rows has which rows of which group: what the kernels look up.
 
     Args:
-        offs: ends of the groups, ``[E]``, int32 or int64.
+        offs: offsets of the groups, ``[E]``, int32 or int64.
         rows: of the matrix; those beyond the last end are group E.
 
     Returns:
@@ -64,10 +64,10 @@ def plan_groups(offs: Tensor, rows: int | torch.SymInt) -> Tensor:
         tile, how many it has and which group it is; how many tiles there are, and how many group E
         has; then of each tile its group, its first row and the group's end. All else is 0.
     """
-    starts, ends = [0, *offs.tolist()], [*offs.tolist(), int(rows)]
+    starts, stops = [0, *offs.tolist()], [*offs.tolist(), int(rows)]
     groups: list[list[int]] = []
     tiles: list[list[int]] = []
-    for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
+    for group, (start, end) in enumerate(zip(starts, stops, strict=True)):
         groups.append([len(tiles), -(-max(end - start, 0) // SPAN), group, 0])
         tiles += [[group, row, end, 0] for row in range(start, end, SPAN)]
     *groups, (_, beyond, _, _) = groups

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from float8lab.ops.reference.blocks import amax, as_matrix
-from float8lab.ops.reference.cast import dequantize
-from float8lab.ops.reference.prologue import apply_norm, widen
+from float8lab.ops.reference.prologue import apply_norm, dequantize, widen
 
 __all__ = ["norm", "norm_backward"]
 

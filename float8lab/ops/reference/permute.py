@@ -26,7 +26,7 @@ def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
 
     Returns:
         - ``[T, S + 1]`` int32: the row map.
-        - ``[E]`` int32: where the rows of each expert end.
+        - ``[E]`` int32: the offset behind the rows of each expert.
     """
     T, S = routing_map.shape
     if experts:
@@ -41,11 +41,11 @@ def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
         by_expert = goes.t().reshape(-1)
         rows = (by_expert.cumsum(0) * by_expert - 1).view(S, T).t()
         counts = goes.sum(0)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    row_map = ends.new_empty((T, S + 1))
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    row_map = offsets.new_empty((T, S + 1))
     row_map[:, :-1] = rows
     row_map[:, -1] = counts.sum()
-    return row_map, ends
+    return row_map, offsets
 
 
 def _moves(row_map: Tensor, rows: int | torch.SymInt) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +79,7 @@ def scatter_rows(
     Returns:
         - ``[R, H]``: the rows; times ``probs`` with ``merged``.
         - ``[R]``: the probabilities of the rows, 0 where nothing is; with ``merged``, ``[T, S]``:
-          the products of ``x`` and ``merged``, summed in float32, 0 where nothing went. None
+          ``x`` times ``merged``, summed over H in float32, 0 where nothing went. None
           without ``probs``.
         - ``[R, B]``: scales of the rows, 1 where nothing is. None without ``scale``.
         - ``[R, B]``: amaxes of the rows, 0 where nothing is. None without ``scale``.
