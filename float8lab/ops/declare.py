@@ -166,11 +166,11 @@ def declare(
     function = _by_position(function)
     exact = function if cuda is None else _exact(function)
     # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
-    whole = _untraced(_complete(exact))
-    implementations = {"CompositeExplicitAutograd": whole}
+    on_any_device = _untraced(_complete(exact))
+    implementations = {"CompositeExplicitAutograd": on_any_device}
     if cuda is not None:
         on_gpu = _exact(_or_reference(_lazy(cuda), function), "cuda")
-        implementations = {"CPU": whole, "CUDA": _untraced(_complete(on_gpu))}
+        implementations = {"CPU": on_any_device, "CUDA": _untraced(_complete(on_gpu))}
 
     def define(name: str, schema: str) -> Any:
         tags = [torch.Tag.pt2_compliant_tag, *[torch.Tag.flexible_layout] * any_strides]
@@ -281,7 +281,7 @@ def _filled(results: Any, args: Sequence[Any]) -> Any:
         return results
     like = args[type(args[0]) is str]  # a prologue comes before its inputs
     like = like if isinstance(like, Tensor) else like[0]
-    return tuple(like.new_empty(0) if one is None else one for one in results)
+    return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
 class _Declared(NamedTuple):
@@ -358,7 +358,7 @@ def _tell_dtensor(module: Any) -> None:
 _PLAIN = frozenset(
     {Tensor, Parameter, type(None), torch.dtype, torch.Size, tuple, list, int, float, bool, str}
 )
-"""Types whose values the dispatcher hands on as they are. Those of a list's elements are asked for."""
+"""Types whose values the dispatcher hands on as they are, also as elements of a list."""
 
 _is_watched_by_a_mode = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack

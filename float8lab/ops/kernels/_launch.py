@@ -97,21 +97,21 @@ class Launched:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        known = None
+        memo = None
         if ENABLED and self._known and not (has_hooks() or self.function.pre_run_hooks):
             device = current_device()
-            known = self._known.get(_key_of(device, args, constants))
-        if known is None:
+            memo = self._known.get(_key_of(device, args, constants))
+        if memo is None:
             kernel = self.function[grid](*args, **{**_OPTIONS, **constants})
             if ENABLED:
-                known = self._remember(kernel, args, constants)
+                memo = self._remember(kernel, args, constants)
         else:
-            run, first, values, _ = known
+            run, first, values, _ = memo
             x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
             run(x, y, z, current_stream(device), *first, *args, *values)
         tell = getattr(RECORDING, "launch", None)
         if tell is not None:
-            tell(grid, args, known)
+            tell(grid, args, memo)
 
     def _remember(
         self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
@@ -134,9 +134,9 @@ class Launched:
             self._known.clear()
         values = tuple(constants[name] for name in self._constants)
         # With the kernel itself, whose end may be that of its function.
-        known = (*_launcher_of(kernel), values, kernel)
-        self._known[key] = known
-        return known
+        memo = (*_launcher_of(kernel), values, kernel)
+        self._known[key] = memo
+        return memo
 
 
 def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:

@@ -159,8 +159,8 @@ def _write_rows(
     pairs = gl.convert_layout(pairs, BY_BLOCK, assert_trivial=True)
     fp8: gl.constexpr = q_ptr.dtype.element_ty
     pairs = _nan_for_infinity(pairs, DTYPE, fp8)
-    both = gl.join(_first(pairs, DTYPE) * encode, _second(pairs, DTYPE) * encode)
-    y = gl.reshape(both, [128, 128])
+    encoded = gl.join(_first(pairs, DTYPE) * encode, _second(pairs, DTYPE) * encode)
+    y = gl.reshape(encoded, [128, 128])
     q = saturate(y, y, fp8)
     q = gl.convert_layout(q, BY_ROW, assert_trivial=True)
     rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))

@@ -58,8 +58,8 @@ def scaled_mm(
             a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, fast_accum, offs, plan
         )
     if a_scale is None or b_scale is None:
-        high = (a, a_scale, (), b, b_scale, ())
-        return reference.scaled_mm(*high, bias, out_dtype, fast_accum)
+        high_precision = (a, a_scale, (), b, b_scale, ())
+        return reference.scaled_mm(*high_precision, bias, out_dtype, fast_accum)
     left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
     if a.ndim == 3:
         return _mm_batch(left, right, out_dtype)
@@ -197,8 +197,8 @@ def _multiply_rows(
     """Scales [M, 1] and [N, 1]; bfloat16 is the one output that every GPU and version supports."""
     if out_dtype == torch.bfloat16:
         return _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)
-    one = a_scale.new_ones(1)
-    out = _multiply(a, one, b, one, None, torch.float32, fast_accum)
+    unit_scale = a_scale.new_ones(1)
+    out = _multiply(a, unit_scale, b, unit_scale, None, torch.float32, fast_accum)
     out.mul_(a_scale).mul_(b_scale.t())
     return (out if bias is None else out.add_(bias)).to(out_dtype)
 
@@ -221,8 +221,10 @@ def _multiply_blocks(
             a, b.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=out_dtype
         )
     # The function has no ``out``; no swizzle, no bias.
-    how: Any = [([scale], [kind.value], []) for scale, kind in zip(scales, kinds, strict=True)]
-    return torch.ops.aten._scaled_mm_v2.out(a, b.t(), *how[0], *how[1], None, out_dtype, out=into)
+    scalings: Any = [([scale], [kind.value], []) for scale, kind in zip(scales, kinds, strict=True)]
+    return torch.ops.aten._scaled_mm_v2.out(
+        a, b.t(), *scalings[0], *scalings[1], None, out_dtype, out=into
+    )
 
 
 # What cuBLASLt wants to see; each returns its input when that is it already.

@@ -114,10 +114,10 @@ def _in_high_precision(
     E, M, N = offs.shape[0], a.shape[0], b.shape[-2]
     if bias is None and 0 in (E, M, N, a.shape[1]):
         return a.new_zeros((M, N) if b.ndim == 3 else (E, M, N), dtype=out_dtype)
-    known = a.dtype == out_dtype == torch.bfloat16 and capability_of(a.device) >= (9, 0)
-    if not known or not all(x.numel() and _has_torch_strides(x) for x in (a, b)):
-        high = (a.to(out_dtype), None, (), b.to(out_dtype), None, ())
-        return reference.scaled_mm(*high, bias, out_dtype, False, offs)
+    is_native = a.dtype == out_dtype == torch.bfloat16 and capability_of(a.device) >= (9, 0)
+    if not is_native or not all(x.numel() and _has_torch_strides(x) for x in (a, b)):
+        high_precision = (a.to(out_dtype), None, (), b.to(out_dtype), None, ())
+        return reference.scaled_mm(*high_precision, bias, out_dtype, False, offs)
     y = torch._grouped_mm(a, b.mT, offs=offs.to(torch.int32), out_dtype=out_dtype)
     if bias is not None:
         y += bias[groups_of_rows(a.shape[0], offs)]

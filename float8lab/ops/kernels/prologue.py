@@ -339,7 +339,7 @@ def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> b
     For a matrix of one column ptxas crashes (CUDA 12.8's, in triton 3.6).
     """
     *rows, columns = prologue_shape(prologue, inputs)
-    wide = torch.float64 in (dtype, *(one.dtype for one in inputs))
+    wide = torch.float64 in (dtype, *(tensor.dtype for tensor in inputs))
     return 0 not in rows and columns > 1 and not wide
 
 

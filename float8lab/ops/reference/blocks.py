@@ -247,14 +247,14 @@ def quantize(
     else:
         x = in_blocks(x, block)
     wide = x.float()
-    scale, factor, found = None, given, None
+    scale, factor, amaxes = None, given, None
     if rule in SCALE_RULES:
-        found = wide.abs().amax((1, 3)) if given is None else given
+        amaxes = wide.abs().amax((1, 3)) if given is None else given
         if scales_by_column(block):
-            found = found.t().contiguous().t()
-        scale, factor = factors_from_amax(found, fp8_dtype, rule, eps, matrix_amax)
+            amaxes = amaxes.t().contiguous().t()
+        scale, factor = factors_from_amax(amaxes, fp8_dtype, rule, eps, matrix_amax)
     assert factor is not None, "given by a rule that finds none"
     factor = factor[:, None, :, None]
     value = wide / factor if rule.endswith("decode") else wide * factor
     q = round_to_fp8(value, x, fp8_dtype, rule).flatten(2).flatten(0, 1)[:M, :K]
-    return q.clone(memory_format=torch.contiguous_format), scale, found
+    return q.clone(memory_format=torch.contiguous_format), scale, amaxes

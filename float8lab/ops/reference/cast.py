@@ -103,11 +103,11 @@ def cast(
     if slot is not None and x.numel():
         slot.copy_(torch.maximum(slot, x.abs().max().float()))
     sums = x.float().sum(0) if dbias else None
-    how = (fp8_dtype, block, rule, eps, align)
-    q, scale, amaxes = quantize(x if rowwise else x.t(), *how, given)
+    options = (fp8_dtype, block, rule, eps, align)
+    q, scale, amaxes = quantize(x if rowwise else x.t(), *options, given)
     if rowwise and columnwise:
         if block[0] != block[1] and scale is not None:
-            q_t, scale_t, _ = quantize(x.t(), *how, given if has_tensor_scale(rule) else None)
+            q_t, scale_t, _ = quantize(x.t(), *options, given if has_tensor_scale(rule) else None)
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return q, scale, None, q_t, scale_t, sums
@@ -144,9 +144,9 @@ def cast_many_(
     With ``"encode"`` for a rule by its ``given`` factors. Else scales are found, and go with their
     amaxes into the ``scale`` and ``amax`` that are there.
     """
-    for index, (one, data) in enumerate(zip(x, q, strict=True)):
-        own = given[index] if given else None
-        results = quantize(one, data.dtype, block, rule, eps, given=own)
+    for index, (matrix, data) in enumerate(zip(x, q, strict=True)):
+        factor = given[index] if given else None
+        results = quantize(matrix, data.dtype, block, rule, eps, given=factor)
         outputs = (data,) if given else (data, scale[index], amax[index])
         for output, result in zip(outputs, results[: len(outputs)], strict=True):
             output.copy_(result)

@@ -84,7 +84,7 @@ _How = tuple[torch.dtype, tuple[int, ...], str, float]
 def cast_groups(
     x: Tensor,
     offs: Tensor,
-    how: _How,
+    options: _How,
     rowwise: bool,
     columnwise: bool,
     dbias: bool,
@@ -104,7 +104,7 @@ def cast_groups(
         whose columns behind the last group may hold anything; its scales ``[E, 1, 1]``,
         ``[E, K, 1]`` or ``[K, blocks]``; sums ``[E, K]``. K is padded to ``ALIGN``.
     """
-    _, block, rule, _ = how
+    _, block, rule, _ = options
     bounds = list(bounds_of(offs))
     (M, K), used = x.shape, bounds[-1][1] if bounds else 0
     x = F.pad(x[:used], (0, -K % ALIGN, 0, M - used))
@@ -117,25 +117,25 @@ def cast_groups(
             padded[place : place + end - start] = x[start:end]
     amax: Tensor | None = None
     if block == (-1, -1):
-        q, scale, amax = _cast_groups_per_tensor(x, bounds, how, given)
+        q, scale, amax = _cast_groups_per_tensor(x, bounds, options, given)
         q_t, scale_t = None, None if scale is None else scale.clone()
         if padded is not None:
             places = [(place, place + end - start, place) for start, end, place in bounds]
-            known = amax if amax is not None else given
-            q_t = _cast_groups_per_tensor(padded, places, how, known)[0].t().contiguous()
+            amaxes = amax if amax is not None else given
+            q_t = _cast_groups_per_tensor(padded, places, options, amaxes)[0].t().contiguous()
     elif shares_matrix_amax(block, rule):
-        q, scale = _cast_blocks_of_groups(x, [b[:2] for b in bounds], how, given)
+        q, scale = _cast_blocks_of_groups(x, [b[:2] for b in bounds], options, given)
         q_t = scale_t = None
         if padded is not None:
             spans = [(place, place + round_up(end - start, SPAN)) for start, end, place in bounds]
-            q_t, scale_t = _cast_blocks_of_groups(padded, spans, how, given, transposed=True)
+            q_t, scale_t = _cast_blocks_of_groups(padded, spans, options, given, transposed=True)
     else:
-        q, scale, _ = quantize(x, *how)
+        q, scale, _ = quantize(x, *options)
         q_t = scale_t = None
         if padded is not None and block == (1, -1):
-            q_t, scale_t = _cast_rows_of_groups(padded, bounds, how)
+            q_t, scale_t = _cast_rows_of_groups(padded, bounds, options)
         elif padded is not None:
-            q_t, scale_t, _ = quantize(padded.t(), *how)
+            q_t, scale_t, _ = quantize(padded.t(), *options)
     sums = None
     if dbias:
         sums = x.new_zeros((len(bounds), K), dtype=torch.float32)
@@ -157,22 +157,22 @@ def _record_amaxes(x: Tensor, bounds: Sequence[tuple[int, int, int]], slot: Tens
 
 
 def _cast_groups_per_tensor(
-    x: Tensor, bounds: Sequence[tuple[int, int, int]], how: _How, given: Tensor | None
+    x: Tensor, bounds: Sequence[tuple[int, int, int]], options: _How, given: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Data of all groups, and the scale and the amax of each where they are found; zeros beyond."""
-    fp8_dtype, block, rule, eps = how
+    fp8_dtype, block, rule, eps = options
     E = len(bounds)
     q = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(fp8_dtype)
     scale = amax = None
     if rule in SCALE_RULES:
-        known = given
-        if known is None:
-            known = amax = x.new_zeros((E, 1, 1), dtype=torch.float32)
+        amaxes = given
+        if amaxes is None:
+            amaxes = amax = x.new_zeros((E, 1, 1), dtype=torch.float32)
             for index, (start, end, _) in enumerate(bounds):
                 if end > start and x.shape[1]:
                     amax[index] = x[start:end].abs().max().float()
-        scale, _ = factors_from_amax(known.reshape(-1, 1, 1).expand(E, 1, 1), fp8_dtype, rule, eps)
-        given = known
+        scale, _ = factors_from_amax(amaxes.reshape(-1, 1, 1).expand(E, 1, 1), fp8_dtype, rule, eps)
+        given = amaxes
     assert given is not None, "given by a rule that finds none"
     for index, (start, end, _) in enumerate(bounds):
         factor = given.reshape(-1)[index if given.numel() > 1 else 0]
@@ -181,55 +181,55 @@ def _cast_groups_per_tensor(
 
 
 def _cast_one(
-    x: Tensor, how: _How, given: Tensor | None
+    x: Tensor, options: _How, given: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Data and scales of one orientation that needs no padding; its amax, found for the whole."""
-    fp8_dtype, block, rule, eps = how
+    fp8_dtype, block, rule, eps = options
     given = given if shares_matrix_amax(block, rule) else None
-    q, scale, found = quantize(x, fp8_dtype, block, rule, eps, given=given)
-    return q, scale, found if block == (-1, -1) and given is None else None
+    q, scale, amaxes = quantize(x, fp8_dtype, block, rule, eps, given=given)
+    return q, scale, amaxes if block == (-1, -1) and given is None else None
 
 
 def _cast_blocks_of_groups(
     x: Tensor,
     bounds: Sequence[tuple[int, int]],
-    how: _How,
+    options: _How,
     given: Tensor | None,
     *,
     transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Data and scales of groups, in blocks that depend on the amax of their group; zeros beyond."""
-    fp8_dtype, block, rule, eps = how
+    fp8_dtype, block, rule, eps = options
     rows = x.t() if transposed else x
     q, scale, _ = quantize(torch.zeros_like(rows), fp8_dtype, block, rule, eps)
     for index, (start, end) in enumerate(bounds):
         if end == start:
             continue
         amax = None if given is None else given.reshape(-1)[index if given.numel() > 1 else 0]
-        part = quantize(x[start:end].t() if transposed else x[start:end], *how, given=amax)
+        results = quantize(x[start:end].t() if transposed else x[start:end], *options, given=amax)
         if transposed:
             first = start // block[1]
-            q[:, start:end], scale[:, first : first + part[1].shape[1]] = part[:2]
+            q[:, start:end], scale[:, first : first + results[1].shape[1]] = results[:2]
         else:
-            q[start:end], scale[start:end] = part[:2]
+            q[start:end], scale[start:end] = results[:2]
     return q, scale
 
 
 def _cast_rows_of_groups(
-    padded: Tensor, bounds: Sequence[tuple[int, int, int]], how: _How
+    padded: Tensor, bounds: Sequence[tuple[int, int, int]], options: _How
 ) -> tuple[Tensor, Tensor]:
     """The transpose in rows, each with a scale in every group."""
-    q = torch.zeros(padded.shape[::-1], dtype=torch.uint8, device=padded.device).view(how[0])
+    q = torch.zeros(padded.shape[::-1], dtype=torch.uint8, device=padded.device).view(options[0])
     scale = padded.new_ones((len(bounds), padded.shape[1], 1), dtype=torch.float32)
     for index, (start, end, place) in enumerate(bounds):
-        part = padded[place : place + end - start].t()
-        q[:, place : place + end - start], scale[index], _ = quantize(part, *how)
+        columns = padded[place : place + end - start].t()
+        q[:, place : place + end - start], scale[index], _ = quantize(columns, *options)
     return q, scale
 
 
 def cast_batch(
     x: Tensor,
-    how: _How,
+    options: _How,
     rowwise: bool,
     columnwise: bool,
     given: Tensor | None,
@@ -243,11 +243,13 @@ def cast_batch(
     if slot is not None and x.numel():
         slot.copy_(torch.maximum(slot, x.abs().amax((1, 2)).float().view_as(slot)))
     matrices = F.pad(x, (0, -K % ALIGN, 0, -N % ALIGN)).unbind() or [x.new_zeros(N, K)]
-    known = [None] * len(matrices) if given is None else given.reshape(len(matrices), -1).unbind()
+    given_of_each = (
+        [None] * len(matrices) if given is None else given.reshape(len(matrices), -1).unbind()
+    )
 
     def cast(transposed: bool) -> list[Tensor | None]:
-        pairs = zip(matrices, known, strict=True)
-        casts = [_cast_one(w.t() if transposed else w, how, factor) for w, factor in pairs]
+        pairs = zip(matrices, given_of_each, strict=True)
+        casts = [_cast_one(w.t() if transposed else w, options, factor) for w, factor in pairs]
         columns = zip(*casts, strict=True)
         return [torch.stack(of)[:E] if of[0] is not None else None for of in columns]
 

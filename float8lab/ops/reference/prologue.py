@@ -190,11 +190,11 @@ def value_of(
     if prologue == "permute":
         x, token = inputs
         value = x.new_zeros((token.shape[0], x.shape[1]))
-        own = token >= 0
-        value[own] = x[token[own].long()]
+        is_filled = token >= 0
+        value[is_filled] = x[token[is_filled].long()]
     elif prologue.endswith("_norm"):
-        x, rstd, weight, *rest = inputs
-        mean, bias = rest or (None, None)
+        x, rstd, weight, *statistics = inputs
+        mean, bias = statistics or (None, None)
         value = apply_norm(x, rstd, weight, mean, bias)
     elif prologue.endswith("_backward"):
         h, dy = inputs

@@ -24,13 +24,13 @@ def rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -
         Shape and dtype of ``t``, contiguous; rotated in float32. Features from R on are copied.
     """
     R = cos.shape[-1]
-    rotated, rest = t[..., :R].float(), t[..., R:]
+    rotated, copied = t[..., :R].float(), t[..., R:]
     if back:
         rotated = rotated * cos - _rotate_quarter(rotated * sin, interleaved)
     else:
         rotated = rotated * cos + _rotate_quarter(rotated, interleaved) * sin
     rotated = rotated.to(t.dtype)
-    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated.contiguous()
+    return torch.cat((rotated, copied), dim=-1) if copied.shape[-1] else rotated.contiguous()
 
 
 def _rotate_quarter(x: Tensor, interleaved: bool) -> Tensor:
