@@ -675,7 +675,7 @@ def _scales_of_rows(
 def _empty_scale(
     like: Tensor, batch: tuple[int, ...], shape: Sequence[int], block: Sequence[int]
 ) -> Tensor:
-    """Room for the scales of blocks, as ``ops/grouped.py`` lays them out."""
+    """Room for the scales of blocks, as ``ops/cast.py`` lays them out."""
     if not batch:
         return empty_scale(like, shape, block)
     down, across = (ceil_div(size, of_block) for size, of_block in zip(shape, block, strict=True))

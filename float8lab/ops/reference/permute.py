@@ -126,7 +126,7 @@ def gather_rows(
 
     Returns:
         - ``[T, H]``: the sums in ``dtype``; 0 for a token that went nowhere.
-        - ``[T, S]``: ``row_values`` of the row of each place, 0 where nothing went. None without it.
+        - ``[T, S]``: ``row_values`` at the row of a place, 0 where nothing went; None without it.
     """
     token, place, row = _moves(row_map, y.shape[0])
     wide = torch.promote_types(dtype, torch.float32)
