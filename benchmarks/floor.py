@@ -73,7 +73,7 @@ class GemmOperands:
         """The product of the same values in float64."""
         left, right = (
             x.double() if spec is None or scale is None
-            else ops.dequantize_op(x, scale, spec.block, torch.float32).double()
+            else ops.value_of_op("dequantize", (x, scale), torch.float32, spec.block).double()
             for (x, scale), spec in ((self.a, self.gemm.a), (self.b, self.gemm.b))
         )  # fmt: skip
         return left @ right.t()

@@ -185,10 +185,10 @@ def gemms(setting: Setting, shapes: Sequence[Experts], *, tune: bool = False) ->
         x, w, dy = new(M, K), new(E, N, K), new(M, N)
         offs = torch.tensor(shape.sizes(setting.seed), device=setting.device).cumsum(0).int()
         for name, (block, w_block, fast) in _GEMMS.items():
-            how = (E4M3, block, "fp32", 0.0)
-            x_q = ops.cast_groups_op("", [x], x.dtype, offs, *how, True, True)
-            dy_q = ops.cast_groups_op("", [dy], x.dtype, offs, *how, True, True)
-            w_q = ops.cast_groups_op("", [w], x.dtype, None, E4M3, w_block, "fp32", 0.0, True, True)
+            both = ("fp32", 0.0, 16, True, True)
+            how = (x.dtype, E4M3, block, *both, False, None, offs)
+            x_q, dy_q = (ops.cast_op("", [rows], *how) for rows in (x, dy))
+            w_q = ops.cast_op("", [w], x.dtype, E4M3, w_block, *both)
             for kind, a, b, blocks in (
                 ("fprop", x_q[:2], w_q[:2], (block, w_block)),
                 ("dgrad", dy_q[:2], w_q[3:5], (block, w_block)),
@@ -200,9 +200,9 @@ def gemms(setting: Setting, shapes: Sequence[Experts], *, tune: bool = False) ->
                     *b,
                     blocks[1],
                     None,
-                    offs,
                     x.dtype,
                     fast,
+                    offs,
                 )
                 for label, run in _ways(operands, tune=tune):
                     yield Row(
@@ -219,12 +219,12 @@ def gemms(setting: Setting, shapes: Sequence[Experts], *, tune: bool = False) ->
 
 def _ways(operands: tuple[Any, ...], *, tune: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     if not tune:
-        yield "", partial(ops.grouped_mm_op, *operands)
+        yield "", partial(ops.scaled_mm_op, *operands)
         return
     rooms = "float8lab.ops.kernels."  # which only GPUs have
     kernels = importlib.import_module(f"{rooms}grouped_gemm")
     hopper = importlib.import_module(f"{rooms}hopper_gemm")
-    a, a_scale, a_block, b, b_scale, b_block, bias, offs, dtype, fast = operands
+    a, a_scale, a_block, b, b_scale, b_block, bias, dtype, fast, offs = operands
     mode = kernels.mode_of(a, tuple(a_block), b, tuple(b_block), dtype, fast)
     base = hopper.CONFIGS[mode, dtype.itemsize]
     for label, change in _CONFIGS.items():

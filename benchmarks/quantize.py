@@ -86,6 +86,12 @@ class Case:
         return self.passes * inputs + sum(t.nbytes for t in _each(outputs))
 
 
+def _reference_cast(*arguments: Any) -> Outputs:
+    """The reference, called by position as the op is."""
+    named = dict(zip(("offs", "plan", "slot"), arguments[12:], strict=False))
+    return reference.cast(*arguments[:12], **named)
+
+
 def _each(outputs: Outputs) -> tuple[Tensor, ...]:
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     return tuple(one for one in outputs if one is not None)
@@ -138,7 +144,7 @@ def cases(x: Tensor) -> Iterable[Case]:
     """Every cast on one matrix, after a copy."""
     yield Case("copy", torch.clone, torch.clone, (x,))
     per_tensor, rule, matrix = (-1, -1), "fp32", ("", [x], x.dtype)
-    cast = partial(Case, op=ops.cast_op, reference=reference.cast, inexact=_SUMS)
+    cast = partial(Case, op=ops.cast_op, reference=_reference_cast, inexact=_SUMS)
     blocks = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
     for name, block in blocks.items():
         arguments: Any = (*matrix, E4M3, block, rule, 0.0, ALIGN)
@@ -160,15 +166,15 @@ def cases(x: Tensor) -> Iterable[Case]:
         ("cast pair", E4M3, (True, True, False)),
         ("cast pair + column sums", E5M2, (True, True, True)),
     ):
-        how = (fp8_dtype, per_tensor, "encode", 0.0, ALIGN, *wanted, encode, slot)
+        how = (fp8_dtype, per_tensor, "encode", 0.0, ALIGN, *wanted, encode, None, None, slot)
         yield cast(name, arguments=(*matrix, *how))
     q, scale, _ = reference.quantize(x, E4M3, per_tensor, rule, 0.0, ALIGN)
     yield Case("transpose", ops.transpose_op, reference.transpose, (q, ALIGN))
     yield Case(
         "dequantize tensor",
-        ops.dequantize_op,
-        reference.dequantize,
-        (q, scale, per_tensor, x.dtype),
+        ops.value_of_op,
+        reference.value_of,
+        ("dequantize", (q, scale), x.dtype, per_tensor),
     )
     yield Case("amax tensor", ops.amax_op, reference.amax_of, matrix)
 
@@ -179,11 +185,11 @@ def source_cases(source: ops.Prologue, fp8_dtype: torch.dtype) -> Iterable[Case]
     """
     computed = source[:3]
     encode = reference.factors_from_amax(source.amax(), fp8_dtype, "pow2")[1].view(1)
-    slot = torch.full((1,), ops.NO_DATA, device=encode.device)
+    last = encode, None, None, torch.full((1,), ops.NO_DATA, device=encode.device)
 
     def of_values(prologue: str, inputs: list[Tensor], dtype: torch.dtype, *how: Any) -> Outputs:
         value = ops.value_of_op(prologue, inputs, dtype)
-        outputs = list(reference.cast("", [value], dtype, *how))
+        outputs = list(_reference_cast("", [value], dtype, *how))
         if not reference.has_amax(prologue, how[1], None):
             outputs[2] = None
         return tuple(outputs)
@@ -192,7 +198,7 @@ def source_cases(source: ops.Prologue, fp8_dtype: torch.dtype) -> Iterable[Case]
     yield Case("values", ops.value_of_op, reference.value_of, computed, {0: ROUNDING_FLOOR_DB})
     for sums in (False, True):
         more = " + column sums" if sums else ""
-        how: Any = (fp8_dtype, (-1, -1), "encode", 0.0, ALIGN, True, True, sums, encode, slot)
+        how: Any = (fp8_dtype, (-1, -1), "encode", 0.0, ALIGN, True, True, sums, *last)
         yield cast(f"cast pair{more}", arguments=(*computed, *how))
         for name, block, passes in (("tensor", (-1, -1), 2), ("1x128", (1, 128), 1)):
             how = (fp8_dtype, block, "fp32", 0.0, ALIGN, True, True, sums)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from float8lab.ops.kernels._copy_engine import async_load
+from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.kernels.hopper_gemm import place, store_part
 
 __all__ = ["gemm"]

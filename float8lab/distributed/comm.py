@@ -39,7 +39,7 @@ from float8lab.distributed.overlap import gather_mm, is_worth_it, mm_scatter, se
 from float8lab.distributed.ranks import all_gathered, all_reduced, rank_and_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec, scales_by_column
-from float8lab.ops import Offsets, amax_op, as_matrix, grouped_mm_op, scaled_mm_op
+from float8lab.ops import Offsets, amax_op, as_matrix, scaled_mm_op
 from float8lab.ops.declare import planned
 from float8lab.ops.operand import Operand
 from float8lab.ops.reference import ALIGN
@@ -419,10 +419,7 @@ def _mm(
     if bias is not None and bias.shape[-1] != b.data.shape[-2]:
         bias = F.pad(bias, (0, b.data.shape[-2] - bias.shape[-1]))
     operands = *a, gemm.left.block, *b, gemm.right.block, bias
-    if offsets is None:
-        y: Tensor = scaled_mm_op(*operands, dtype, gemm.fast_accum)
-    else:
-        y = grouped_mm_op(*operands, offsets.offs, dtype, gemm.fast_accum, offsets.plan)
+    y: Tensor = scaled_mm_op(*operands, dtype, gemm.fast_accum, *(offsets or ()))
     # Without padding. A compiled graph always crops: asking whether it must would fix the number
     # of tokens.
     if torch.compiler.is_compiling() or y.shape[-2:] != shape:

@@ -42,7 +42,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from float8lab.distributed.ranks import all_gathered
-from float8lab.ops import scaled_mm_into_op
+from float8lab.ops import scaled_mm_into
 from float8lab.ops.declare import declare
 from float8lab.recipes.reduction import group_named
 
@@ -312,14 +312,14 @@ def _gather_mm(
     outs, codes = y.unbind(), whole[0].unbind()
     scales = whole[1].unbind() if by_row else ()
     how = a_block, b[0], b[1], b_block, b[2] if len(b) > 2 else None, fast_accum
-    scaled_mm_into_op(outs[me], q, scale, *how)
+    scaled_mm_into(outs[me], q, scale, *how)
     for rank in order:
         if arrivals is not None:
             arrivals.arrived[rank].wait(arrivals.current)
         its_scale = scale
         if by_row:
             its_scale = scales[rank].t() if turned else scales[rank]
-        scaled_mm_into_op(outs[rank], codes[rank], its_scale, *how)
+        scaled_mm_into(outs[rank], codes[rank], its_scale, *how)
     if arrivals is not None:
         arrivals.last.wait(arrivals.current)
     all_codes = all_scales = None
@@ -368,7 +368,7 @@ def _mm_scatter(
 
     def multiply(out: Tensor, start: int) -> None:
         here = slice(start, start + out.shape[0])
-        scaled_mm_into_op(out, q[here], scale if a_block[0] == -1 else scale[here], *how)
+        scaled_mm_into(out, q[here], scale if a_block[0] == -1 else scale[here], *how)
 
     near = window_of(ranks, q.device, first + M * N * out_dtype.itemsize)
     if near is None:

@@ -33,7 +33,7 @@ _HIGH_PRECISION = _overloads(
     "_grouped_mm",
 )  # fmt: skip
 _SCALED = _overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
-_FP8 = frozenset((torch.ops.float8lab.scaled_mm.default, torch.ops.float8lab.grouped_mm.default))
+_FP8 = frozenset((torch.ops.float8lab.scaled_mm.default,))
 GEMM_OPS = _HIGH_PRECISION | _SCALED | _FP8
 """The overloads that count as a GEMM."""
 

@@ -36,9 +36,9 @@ from float8lab.ops import (
     Prologue,
     as_matrix,
     cast_op,
-    dequantize_op,
     gather_rows_op,
     scatter_rows_op,
+    value_of_op,
 )
 from float8lab.tensor.differentiation import (
     Float8Function,
@@ -355,7 +355,7 @@ class _Mlp(Float8Function):
         offsets = Offsets(front[0], front[1]) if call.norm is None else None
         (shape1, shape2), (dtypes1, dtypes2) = ctx.shapes, ctx.dtypes
         if h_scale is not None:
-            h = dequantize_op(h, h_scale, _BLOCK_OF_SAVED, ctx.dtype)
+            h = value_of_op("dequantize", (h, h_scale), ctx.dtype, _BLOCK_OF_SAVED)
         elif h is None and call.checkpoint and source is not None and source.inputs:
             h = recompute_forward(source, fc1_bias, saved1, call.fc1, shape1[1])
         activated = Prologue(call.activation, [] if h is None else [h], ctx.dtype)

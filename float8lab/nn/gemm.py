@@ -57,7 +57,7 @@ from float8lab.ops import (
     Offsets,
     Prologue,
     as_matrix,
-    grouped_mm_op,
+    scaled_mm_op,
     transpose_op,
 )
 from float8lab.ops.declare import planned
@@ -428,8 +428,8 @@ def _in_high_precision(
 def _mm_in_groups(
     a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """``grouped_mm`` in high precision."""
-    y: Tensor = grouped_mm_op(a, None, (), b, None, (), bias, offs, dtype, False)
+    """``scaled_mm`` of groups in high precision."""
+    y: Tensor = scaled_mm_op(a, None, (), b, None, (), bias, dtype, False, offs)
     return y
 
 

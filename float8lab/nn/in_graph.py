@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from float8lab.nn.handles import owner_of
-from float8lab.ops import Groups, Prologue, cast_groups_op, cast_op, prologue_shape, round_up
+from float8lab.nn.quantize import Matrix
+from float8lab.ops import Groups, Prologue, cast_op
+from float8lab.ops.cast import cast_outputs
 from float8lab.ops.declare import declare
-from float8lab.ops.grouped import outputs_of_groups
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph
@@ -120,45 +121,37 @@ def _cast(
     number: int,
     fp8_dtype: torch.dtype,
     align: int,
-    straight: bool,
-    transposed: bool,
-    column_sum: bool,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    dbias: bool,
     offs: Tensor | None = None,
     first_expert: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    found = recipe_numbered(recipe), group_named(group)
-    if offs is not None or inputs[0].ndim == 3:
-        groups = Groups(prologue, inputs, dtype, offs)
-        experts = range(first_expert, first_expert + (inputs[0] if offs is None else offs).shape[0])
-        grouped = groups if offs is not None else inputs[0]
-        factors, slot, _ = owner_of(handle).scale_in_graph(*found, index, record, grouped, experts)
-        q, _, _, q_t, _, total = cast_groups_op(
-            *(*groups[:4], fp8_dtype, (-1, -1), "encode", 0.0),
-            *(straight, transposed, column_sum, factors.encode, slot),
-        )
-        assert factors.pair is not None, "of this cast alone"
-        return q, factors.pair.view(2, -1), q_t, total
-    x = Prologue(prologue, inputs, dtype) if prologue else inputs[0]
-    factors, slot, _ = owner_of(handle).scale_in_graph(*found, index, record, x)
-    q, _, _, q_t, _, total = cast_op(
-        *(prologue, inputs, dtype, fp8_dtype, (-1, -1), "encode", 0.0),
-        *(align, straight, transposed, column_sum, factors.encode, slot),
-    )
-    return q, factors.pair, q_t, total
+    x: Matrix = Prologue(prologue, inputs, dtype) if prologue else inputs[0]
+    experts = None
+    if offs is not None:
+        x, experts = Groups(prologue, inputs, dtype, offs), offs.shape[0]
+    elif inputs[0].ndim == 3:
+        experts = inputs[0].shape[0]
+    numbers = None if experts is None else range(first_expert, first_expert + experts)
+    recipe_and_group = recipe_numbered(recipe), group_named(group)
+    factors, slot, _ = owner_of(handle).scale_in_graph(*recipe_and_group, index, record, x, numbers)
+    q, _, _, q_t, _, sums = cast_op(
+        prologue, inputs, dtype, fp8_dtype, (-1, -1), "encode", 0.0, align,
+        rowwise, columnwise, dbias, factors.encode, offs, None, slot,
+    )  # fmt: skip
+    assert factors.pair is not None, "of this cast alone"
+    return q, factors.pair if experts is None else factors.pair.view(2, -1), q_t, sums
 
 
 def _outputs(of: Any) -> tuple[Tensor | None, ...]:
-    if of.offs is not None or of.inputs[0].ndim == 3:
-        of.block, of.rule = (-1, -1), "encode"
-        q, _, _, q_t, _, total = outputs_of_groups(of)
-        pair = 2, (of.inputs[0] if of.offs is None else of.offs).shape[0]
-        return q, of.inputs[0].new_empty(pair, dtype=torch.float32), q_t, total
-    x, (M, K) = of.inputs[0], prologue_shape(of.prologue, of.inputs)
-    rows, columns = round_up(M, of.align), round_up(K, of.align)
-    q = x.new_empty((rows, columns), dtype=of.fp8_dtype) if of.straight else None
-    q_t = x.new_empty((columns, rows), dtype=of.fp8_dtype) if of.transposed else None
-    total = x.new_empty(K, dtype=torch.float32) if of.column_sum else None
-    return q, x.new_empty(2, dtype=torch.float32), q_t, total
+    of.block, of.rule = (-1, -1), "encode"
+    q, _, _, q_t, _, sums = cast_outputs(of)
+    experts = [of.inputs[0]] if of.inputs[0].ndim == 3 else []
+    groups = [of.offs] if of.offs is not None else experts
+    pair = of.inputs[0].new_empty((2, *(x.shape[0] for x in groups)), dtype=torch.float32)
+    return q, pair, q_t, sums
 
 
 _cast_op = declare(_cast, name="cast.delayed", outputs=_outputs, any_strides=True)

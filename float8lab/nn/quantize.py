@@ -29,7 +29,6 @@ from float8lab.ops import (
     Groups,
     Prologue,
     amax_op,
-    cast_groups_op,
     cast_op,
     prologue_shape,
     round_up,
@@ -79,7 +78,7 @@ def quantize(
         second = quantize(x, None, columnwise, params, epsilon, False, align)
         return first._replace(columnwise=second.columnwise)
     offs = factor = scale = slot = tiles = None
-    is_given, is_batch = False, isinstance(x, Tensor) and x.ndim == 3
+    is_given = False
     inputs: Sequence[Tensor]
     if isinstance(x, Tensor):
         prologue, inputs, dtype = "", (x,), x.dtype
@@ -92,18 +91,10 @@ def quantize(
     if not (is_given or spec.shares_matrix_amax):
         factor = None
     rule = "encode" if is_given else spec.scale_rule
-    wanted = rowwise is not None, columnwise is not None, dbias
-    if is_batch or offs is not None:
-        results = cast_groups_op(
-            prologue, inputs, dtype, offs, spec.fp8_dtype, spec.block, rule, epsilon, *wanted,
-            factor, slot, tiles,
-        )  # fmt: skip
-    else:
-        results = cast_op(
-            prologue, inputs, dtype, spec.fp8_dtype, spec.block, rule, epsilon, align, *wanted,
-            factor, slot,
-        )  # fmt: skip
-    q, q_scale, amax, q_t, q_t_scale, sums = results
+    q, q_scale, amax, q_t, q_t_scale, sums = cast_op(
+        prologue, inputs, dtype, spec.fp8_dtype, spec.block, rule, epsilon, align,
+        rowwise is not None, columnwise is not None, dbias, factor, offs, tiles, slot,
+    )  # fmt: skip
     if is_given:
         q_scale = q_t_scale = scale
     elif not spec.per_tensor:
@@ -228,7 +219,7 @@ def _quantize_spanning(
     q, scale, _, q_t, scale_t, _ = cast_op(
         prologue, inputs, dtype, spec.fp8_dtype, spec.block, spec.scale_rule,
         epsilon, align, not is_columnwise, is_columnwise, False,
-        F.pad(amaxes, pad), None,
+        F.pad(amaxes, pad),
     )  # fmt: skip
     return Operand(q_t, scale_t) if is_columnwise else Operand(q, scale)
 

@@ -15,14 +15,13 @@ from float8lab.ops.cast import (
     amax_op,
     cast_many_op,
     cast_op,
-    dequantize_op,
     transpose_op,
     value_of_op,
 )
 from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.ops.declare import announce, compute_intensive_ops
-from float8lab.ops.gemm import scaled_mm_into_op, scaled_mm_op
-from float8lab.ops.grouped import Groups, Offsets, cast_groups_op, grouped_mm_op, plan_groups_op
+from float8lab.ops.gemm import scaled_mm_into, scaled_mm_op
+from float8lab.ops.grouped import Groups, Offsets, plan_groups_op
 from float8lab.ops.norm import norm_backward_op, norm_op
 from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.ops.reference import (
@@ -49,19 +48,16 @@ __all__ = [
     "Prologue",
     "amax_op",
     "as_matrix",
-    "cast_groups_op",
     "cast_many_op",
     "cast_op",
     "compute_intensive_ops",
     "cross_entropy_backward_op",
     "cross_entropy_statistics_op",
-    "dequantize_op",
     "encode_from_amax",
     "factors_from_amax",
     "fp8_attention_backward_op",
     "fp8_attention_op",
     "gather_rows_op",
-    "grouped_mm_op",
     "has_fp8_attention",
     "norm_backward_op",
     "norm_op",
@@ -74,7 +70,7 @@ __all__ = [
     "route_op",
     "row_map_op",
     "scale_from_amax",
-    "scaled_mm_into_op",
+    "scaled_mm_into",
     "scaled_mm_op",
     "scatter_rows_op",
     "transpose_op",

@@ -37,7 +37,7 @@ def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **k
 def _flops_backward(
     dout: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    """Scores again, and the gradients of probabilities, values, queries and keys."""
+    """Scores, recomputed, and the gradients of probabilities, values, queries and keys."""
     return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 

@@ -22,7 +22,7 @@ __all__ = [
     "amax_op",
     "cast_many_op",
     "cast_op",
-    "dequantize_op",
+    "cast_outputs",
     "empty_scale",
     "transpose_op",
     "value_of_op",
@@ -40,28 +40,48 @@ def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor
     return x.new_empty((rows, columns), dtype=torch.float32)
 
 
-def _cast_outputs(of: Any) -> tuple[Tensor | None, ...]:
-    x, (M, K) = of.inputs[0], reference.prologue_shape(of.prologue, of.inputs)
-    shape = round_up(M, of.align), round_up(K, of.align)
-    amax = None
-    written: list[Tensor | None] = []
-    for wanted, oriented in ((of.straight, shape), (of.transposed, shape[::-1])):
-        finds = wanted and of.rule in SCALE_RULES
-        written.append(x.new_empty(oriented, dtype=of.fp8_dtype) if wanted else None)
-        written.append(empty_scale(x, oriented, of.block) if finds else None)
-        if finds and reference.has_amax(of.prologue, of.block, of.given):
-            amax = empty_scale(x, oriented, of.block)
-    if of.straight and of.transposed:
-        amax = None
-    q, scale, q_t, scale_t = written
-    total = x.new_empty(K, dtype=torch.float32) if of.column_sum else None
-    return q, scale, amax, q_t, scale_t, total
+def cast_outputs(of: Any) -> tuple[Tensor | None, ...]:
+    """Room for the results of ``cast``, whose arguments are the attributes of ``of``."""
+    x, block, offs = of.inputs[0], tuple(of.block), of.offs
+    is_batch = offs is None and x.ndim == 3
+    *batch, M, K = x.shape if is_batch else reference.prologue_shape(of.prologue, of.inputs)
+    lead = batch if offs is None else offs.shape
+    align = reference.ALIGN if is_batch or offs is not None else of.align
+    rows, columns = M if offs is not None else round_up(M, align), round_up(K, align)
+    padded = rows if offs is None else reference.padded_rows(M, offs.shape[0])
+    makes_scales, per_tensor = of.rule in SCALE_RULES, block == (-1, -1)
+
+    def scales(shape: tuple[int, int], by_group: bool) -> Tensor:
+        if is_batch or (offs is not None and by_group):
+            return x.new_empty((*lead, *scale_shape(shape, block)), dtype=torch.float32)
+        return empty_scale(x, shape, block)
+
+    q = scale = amax = q_t = scale_t = sums = None
+    if of.rowwise:
+        q = x.new_empty((*batch, rows, columns), dtype=of.fp8_dtype)
+        scale = scales((rows, columns), per_tensor) if makes_scales else None
+    if of.columnwise:
+        q_t = x.new_empty((*batch, columns, padded), dtype=of.fp8_dtype)
+        by_group = per_tensor or block == (1, -1)
+        scale_t = scales((columns, padded), by_group) if makes_scales else None
+    if is_batch or offs is not None:
+        if makes_scales and per_tensor and of.given is None:
+            amax = x.new_empty((*lead, 1, 1), dtype=torch.float32)
+    elif (
+        makes_scales
+        and of.rowwise != of.columnwise
+        and reference.has_amax(of.prologue, block, of.given)
+    ):
+        amax = empty_scale(x, (rows, columns) if of.rowwise else (columns, rows), block)
+    if of.dbias:
+        sums = x.new_empty((*lead, K), dtype=torch.float32)
+    return q, scale, amax, q_t, scale_t, sums
 
 
 cast_op = declare(
     reference.cast,
     cuda="cast:cast",
-    outputs=_cast_outputs,
+    outputs=cast_outputs,
     mutates=("slot",),
     any_strides=True,
 )
@@ -110,16 +130,11 @@ def _transpose_outputs(of: Any) -> Tensor:
         E, M, K = of.q.shape
         matrices: Tensor = of.q.new_empty((K, E, M)).transpose(0, 1)
         return matrices
-    turned: Tensor = of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]])
-    return turned
+    transposed: Tensor = of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]])
+    return transposed
 
 
 transpose_op = declare(reference.transpose, cuda="dequantize:transpose", outputs=_transpose_outputs)
-dequantize_op = declare(
-    reference.dequantize,
-    cuda="dequantize:dequantize",
-    outputs=lambda of: of.q.new_empty(of.q.shape, dtype=of.dtype),
-)
 
 
 class Prologue(NamedTuple):

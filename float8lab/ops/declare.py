@@ -4,7 +4,7 @@ The CUDA launcher is named by a string, ``"module:function"`` inside ``float8lab
 imported on its first call: importing float8lab must not import triton.
 
 A call of an op takes torch's dispatcher some 10 us, as long as all that the launcher does. So where
-nobody but the implementation would see the call, it is called without the dispatcher.
+only the implementation would see the call, it is called without the dispatcher.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from torch.nn import Parameter
 from float8lab.formats import has_kernels
 from float8lab.ops.sharding import Rule, takes_dtensors
 
-__all__ = ["RECORDING", "announce", "compute_intensive_ops", "declare", "planned"]
+__all__ = [
+    "RECORDING",
+    "announce",
+    "called_by_ops",
+    "compute_intensive_ops",
+    "declare",
+    "planned",
+]
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
 
@@ -128,7 +135,8 @@ def declare(
     ``function`` or a launcher gives as None is an empty tensor where the dispatcher returns it.
 
     Args:
-        function: specifies the op, and is its CPU implementation. Without ``cuda`` it is called on
+        function: specifies the op, and is its CPU implementation. The op takes by position what it
+            takes by keyword alone. Without ``cuda`` it is called on
             any device, through the dispatcher alone and with Python's state as it is then; the
             result is the overload, and what the function changes besides its arguments is hidden
             from a compiler.
@@ -141,7 +149,7 @@ def declare(
             compiler that may not choose them copies an input that it has not written yet for each
             op that reads it.
         flops: floating-point operations of a call, from its arguments with a shape in place of each
-            tensor. An op that has one is worth saving rather than computing again.
+            tensor. An op that has one is worth saving rather than recomputing.
         sharding: of DTensors, which placements of arguments give which placements of the results on
             one dimension of a device mesh: from the arguments with the shapes of whole tensors.
             Without it every rank computes the whole.
@@ -155,13 +163,14 @@ def declare(
         given = dict(zip(parameters, args, strict=False))
         return _filled(outputs(SimpleNamespace(**{**defaults, **given, **kwargs})), args)
 
+    function = _by_position(function)
     exact = function if cuda is None else _exact(function)
     # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
-    whole = _untraced(_complete(exact))
-    implementations = {"CompositeExplicitAutograd": whole}
+    on_any_device = _untraced(_complete(exact))
+    implementations = {"CompositeExplicitAutograd": on_any_device}
     if cuda is not None:
         on_gpu = _exact(_or_reference(_lazy(cuda), function), "cuda")
-        implementations = {"CPU": whole, "CUDA": _untraced(_complete(on_gpu))}
+        implementations = {"CPU": on_any_device, "CUDA": _untraced(_complete(on_gpu))}
 
     def define(name: str, schema: str) -> Any:
         tags = [torch.Tag.pt2_compliant_tag, *[torch.Tag.flexible_layout] * any_strides]
@@ -187,6 +196,21 @@ def declare(
         return overload
     call = _direct(through, cuda, function)
     call.overload = overload
+    return call
+
+
+def _by_position(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which may take arguments by keyword alone, with all of them by position."""
+    parameters = inspect.signature(function).parameters
+    names = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    if not names:
+        return function
+    count = len(parameters) - len(names)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args[:count], **dict(zip(names, args[count:], strict=False)))
+
     return call
 
 
@@ -226,9 +250,9 @@ def _either(
 
 
 def _exact(function: Callable[..., Any], device: str = "cpu") -> Callable[..., Any]:
-    """An implementation without torch.autocast, which would multiply in another dtype than it says.
+    """An implementation without torch.autocast, which would multiply in a dtype of its own.
 
-    Products of FP8 codes overflow float16, and torch.stack raises for FP8 on a CPU there.
+    GEMMs of FP8 data overflow float16, and torch.stack raises for FP8 on a CPU there.
     """
 
     def call(*args: Any) -> Any:
@@ -257,7 +281,7 @@ def _filled(results: Any, args: Sequence[Any]) -> Any:
         return results
     like = args[type(args[0]) is str]  # a prologue comes before its inputs
     like = like if isinstance(like, Tensor) else like[0]
-    return tuple(like.new_empty(0) if one is None else one for one in results)
+    return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
 class _Declared(NamedTuple):
@@ -288,10 +312,10 @@ _OPS = _Ops()
 
 
 def compute_intensive_ops() -> list[torch._ops.OpOverload]:
-    """The overloads of FP8 matrix products and attention, for lists of what is worth saving.
+    """The overloads of FP8 GEMMs and attention, for lists of ops that are worth saving.
 
     Selective activation checkpointing recomputes every op that is not in such a list, and knows
-    only torch's own products.
+    only torch's own GEMMs.
 
     >>> torch.ops.float8lab.scaled_mm.default in float8lab.compute_intensive_ops()
     True
@@ -334,7 +358,7 @@ def _tell_dtensor(module: Any) -> None:
 _PLAIN = frozenset(
     {Tensor, Parameter, type(None), torch.dtype, torch.Size, tuple, list, int, float, bool, str}
 )
-"""Types whose values the dispatcher hands on as they are. A list's elements are asked for anew."""
+"""Types whose values the dispatcher hands on as they are, also as elements of a list."""
 
 _is_watched_by_a_mode = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -380,6 +404,16 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
         if x.is_cpu and not torch.is_autocast_enabled("cpu"):
             return reference(*args)
         return overload(*args)
+
+    return call
+
+
+def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any]:
+    """What calls a launcher, or on a CPU its reference, for the bodies of ops: no graph sees it."""
+
+    def call(x: Tensor, *args: Any) -> Any:
+        run = _load(cuda) if x.is_cuda else reference
+        return _exact(run, x.device.type)(x, *args)
 
     return call
 

@@ -1,4 +1,4 @@
-"""The FP8 matrix product ``y = a @ b.T``.  M rows of a, N rows of b, K contraction, B batch.
+"""The FP8 GEMM ``y = a @ b.T``.  M rows of a, N rows of b, K contraction, B batch.
 
 All three GEMMs of a linear layer have this one form, both operands contiguous along K, which is
 the only one Hopper's FP8 tensor cores take: ``y = x @ w.T``, ``dx = dy @ (w.T).T`` and
@@ -13,33 +13,39 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from float8lab.formats import E4M3, E5M2, gemm_support
 from float8lab.ops import reference
-from float8lab.ops.declare import declare
+from float8lab.ops.declare import called_by_ops, declare
 
-__all__ = ["capability_of", "is_cublas_gemm", "may_multiply", "scaled_mm_into_op", "scaled_mm_op"]
-
-
-def _flops(a: Sequence[int], _: Any, __: Any, b: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    """A multiplication and an addition for each element of the contraction of each output."""
-    return 2 * math.prod(a) * b[-2]
+__all__ = ["capability_of", "is_cublas_gemm", "may_multiply", "scaled_mm_into", "scaled_mm_op"]
 
 
-scaled_mm_op = declare(
-    reference.scaled_mm,
-    cuda="gemm:scaled_mm",
-    outputs=lambda of: of.a.new_empty((*of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype),
-    flops=_flops,
-)
-# For callers that multiply an operand part by part, each as it arrives.
-scaled_mm_into_op = declare(
-    reference.scaled_mm_into,
-    cuda="gemm:scaled_mm_into",
-    outputs=lambda of: None,
-    mutates=("out",),
-    flops=lambda out, *rest, **kwargs: _flops(*rest, **kwargs),
-)
+def _flops(
+    a: Sequence[int], scale: Any, _: Any, b: Sequence[int], __: Any, ___: Any, bias: Any,
+    out_dtype: Any, fast_accum: Any, offs: Sequence[int] | None = None, *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """A multiplication and an addition for each element of the contraction of each output.
+
+    A contraction in groups of FP8 counts without the padding between them, to within one span.
+    """
+    contraction = a[-1]
+    if offs is not None and len(b) == 2 and scale is not None:
+        padding = (offs[0] + 1) * (reference.SPAN - 1)
+        contraction = max(contraction - padding, contraction // reference.SPAN)
+    return 2 * math.prod(a[:-1]) * contraction * b[-2]
+
+
+def _outputs(of: Any) -> Tensor:
+    groups = of.offs.shape if of.offs is not None and of.b.ndim == 2 else ()
+    y: Tensor = of.a.new_empty((*groups, *of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype)
+    return y
+
+
+scaled_mm_op = declare(reference.scaled_mm, cuda="gemm:scaled_mm", outputs=_outputs, flops=_flops)
+scaled_mm_into = called_by_ops(reference.scaled_mm_into, cuda="gemm:scaled_mm_into")
+"""For ops that multiply an operand shard by shard, each as it arrives."""
 
 
 def may_multiply(
@@ -50,7 +56,7 @@ def may_multiply(
     a_dtype: torch.dtype = E4M3,
     b_dtype: torch.dtype = E4M3,
 ) -> bool:
-    """Whether the product runs in FP8 on this device, not as dequantize + high-precision GEMM.
+    """Whether the GEMM runs in FP8 on this device, not as dequantize + high-precision GEMM.
 
     ``formats.gemm_support`` has the table of blocks; no GPU multiplies e5m2 by e5m2. A device other
     than CUDA answers as a Hopper GPU would: it runs the reference of that.
@@ -60,20 +66,20 @@ def may_multiply(
     >>> may_multiply((1, 32), (1, 32), torch.device("cpu"))
     False
     """
-    product = gemm_support(a_block, b_block)
-    if product is None or a_dtype == b_dtype == E5M2:
+    support = gemm_support(a_block, b_block)
+    if support is None or a_dtype == b_dtype == E5M2:
         return False
     capability = capability_of(device) if device.type == "cuda" else (9, 0)
-    return product.since <= capability < product.before
+    return support.since <= capability < support.before
 
 
 def is_cublas_gemm(
     a_block: Sequence[int], b_block: Sequence[int], a_dtype: torch.dtype, b_dtype: torch.dtype
 ) -> bool:
-    """Whether a product of blocks that Hopper multiplies is cuBLASLt's: e4m3, since CUDA 12.9."""
-    product = gemm_support(a_block, b_block)
-    known = product is not None and product.cublas and a_dtype == b_dtype == E4M3
-    return known and _cuda_version() >= (12, 9)
+    """Whether cuBLASLt has a GEMM of blocks that Hopper multiplies: in e4m3, since CUDA 12.9."""
+    support = gemm_support(a_block, b_block)
+    has_gemm = support is not None and support.cublas and a_dtype == b_dtype == E4M3
+    return has_gemm and _cuda_version() >= (12, 9)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

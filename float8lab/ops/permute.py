@@ -14,7 +14,7 @@ __all__ = ["empty_row_map", "gather_rows_op", "row_map_op", "scatter_outputs", "
 
 
 def empty_row_map(of: Any) -> tuple[Tensor, Tensor]:
-    """Room for the row map of a routing map, and for the ends of the experts' rows."""
+    """Room for the row map of a routing map, and for the offsets of the experts' rows."""
     T, S = of.routing_map.shape
     row_map = of.routing_map.new_empty((T, S + 1), dtype=torch.int32)
     return row_map, row_map.new_empty(of.experts or S)
@@ -22,18 +22,18 @@ def empty_row_map(of: Any) -> tuple[Tensor, Tensor]:
 
 def scatter_outputs(of: Any) -> tuple[Tensor | None, ...]:
     """Room for the rows, for what moves beside them, and for their scales and amaxes."""
-    beside = scale = amax = None
+    row_values = scale = amax = None
     if of.probs is not None:
-        beside = of.probs.new_empty((of.rows,) if of.merged is None else of.probs.shape)
+        row_values = of.probs.new_empty((of.rows,) if of.merged is None else of.probs.shape)
     if of.scale is not None:
         scale, amax = (of.scale.new_empty((of.scale.shape[1], of.rows)).t() for _ in range(2))
-    return of.x.new_empty((of.rows, of.x.shape[1])), beside, scale, amax
+    return of.x.new_empty((of.rows, of.x.shape[1])), row_values, scale, amax
 
 
 def _gather_outputs(of: Any) -> tuple[Tensor | None, ...]:
     T, S = of.row_map.shape[0], of.row_map.shape[1] - 1
-    beside = None if of.beside is None else of.beside.new_empty((T, S))
-    return of.y.new_empty((T, of.y.shape[1]), dtype=of.dtype), beside
+    row_values = None if of.row_values is None else of.row_values.new_empty((T, S))
+    return of.y.new_empty((T, of.y.shape[1]), dtype=of.dtype), row_values
 
 
 row_map_op = declare(

@@ -66,15 +66,15 @@ def _call(
     rule: Rule | None,
 ) -> Any:
     mesh = next(x.device_mesh for _, x in _tensors(given) if isinstance(x, dtensor.DTensor))
-    whole = _map(given, lambda _, x: torch.empty_strided(
+    unsharded = _map(given, lambda _, x: torch.empty_strided(
         x.shape, x.stride(), dtype=x.dtype, device="meta"
     ))  # fmt: skip
-    results = outputs(*whole.values())
+    results = outputs(*unsharded.values())
     single = not isinstance(results, tuple)
     if single:
         results = (results,)
-    ways: list[tuple[Sequence[Placing], Mapping[str, Placing]]] = [((None,) * len(results), {})]
-    ways += rule(SimpleNamespace(**whole)) if rule is not None else ()
+    choices: list[tuple[Sequence[Placing], Mapping[str, Placing]]] = [((None,) * len(results), {})]
+    choices += rule(SimpleNamespace(**unsharded)) if rule is not None else ()
 
     def placement(placing: Placing, x: Tensor) -> Any:
         # A result that was not wanted is empty and of one dimension, here and as an argument.
@@ -94,34 +94,38 @@ def _call(
             )
         return [dtensor.Replicate()] * mesh.ndim  # the same on all ranks
 
-    def bytes_moved(axis: int, way: tuple[Any, Mapping[str, Placing]]) -> int:
+    def bytes_moved(axis: int, choice: tuple[Any, Mapping[str, Placing]]) -> int:
         moved = 0
         for name, x in _tensors(given):
-            now, wanted = before(x)[axis], placement(way[1].get(name), x)
-            if now != wanted and not now.is_replicate():
+            now, target = before(x)[axis], placement(choice[1].get(name), x)
+            if now != target and not now.is_replicate():
                 moved += x.numel() * x.itemsize
         return moved
 
-    chosen = [min(ways, key=lambda way: bytes_moved(axis, way)) for axis in range(mesh.ndim)]
+    chosen = [
+        min(choices, key=lambda choice: bytes_moved(axis, choice)) for axis in range(mesh.ndim)
+    ]
 
     def local(name: str, x: Tensor) -> Tensor:
-        wanted = [placement(way[1].get(name), x) for way in chosen]
+        target = [placement(choice[1].get(name), x) for choice in chosen]
         if not isinstance(x, dtensor.DTensor):
-            if all(one.is_replicate() for one in wanted):
+            if all(shards.is_replicate() for shards in target):
                 return x
             x = dtensor.DTensor.from_local(x, mesh, before(x), run_check=False)
         there: Any = x
-        if tuple(wanted) != tuple(there.placements):
+        if tuple(target) != tuple(there.placements):
             if not torch.is_grad_enabled():
                 there = there.detach()  # torch 2.11 fails where a parameter is redistributed then
-            there = there.redistribute(mesh, wanted)
+            there = there.redistribute(mesh, target)
         shard: Tensor = there.to_local()
         return shard
 
-    mine = overload(*_map(given, local).values())
+    shard_results = overload(*_map(given, local).values())
     made = []
-    for i, (result, shard) in enumerate(zip(results, (mine,) if single else mine, strict=True)):
-        placements = [placement(way[0][i], shard) for way in chosen]
+    for i, (result, shard) in enumerate(
+        zip(results, (shard_results,) if single else shard_results, strict=True)
+    ):
+        placements = [placement(choice[0][i], shard) for choice in chosen]
         made.append(
             dtensor.DTensor.from_local(
                 shard, mesh, placements, run_check=False, shape=result.shape, stride=result.stride()
@@ -139,7 +143,7 @@ def _tensors(given: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
 
 
 def _map(given: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """``given`` with each tensor replaced by what ``function`` makes of it."""
+    """``given`` with each tensor replaced by ``function``'s result for it."""
 
     def change(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):

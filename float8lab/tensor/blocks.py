@@ -17,9 +17,9 @@ from float8lab.formats import FLOAT32_MAX, Spec, scale_shape, scales_by_column
 from float8lab.ops import (
     cast_many_op,
     cast_op,
-    dequantize_op,
     factors_from_amax,
     round_to_fp8,
+    value_of_op,
 )
 
 __all__ = [
@@ -280,7 +280,7 @@ def dequantize_blocks(
     if dtype == torch.float64:
         return q.double() * expand_scale(scale, spec.block, q.shape)
     if q.ndim == 2:
-        result: Tensor = dequantize_op(q, scale, spec.block, dtype, event)
+        result: Tensor = value_of_op("dequantize", (q, scale), dtype, spec.block, event)
         return result
     return (q.float() * expand_scale(scale, spec.block, q.shape)).to(dtype)
 

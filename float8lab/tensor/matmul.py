@@ -18,7 +18,8 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 
 from float8lab.formats import HIGH_PRECISION_DTYPES, Spec, gemm_support, scales_by_column
-from float8lab.ops import cast_groups_op, cast_op, grouped_mm_op, scaled_mm_op, transpose_op
+from float8lab.ops import cast_op, scaled_mm_op, transpose_op
+from float8lab.ops.reference import ALIGN
 from float8lab.tensor.blocks import quantize_blocks, refine_scale
 from float8lab.tensor.dispatch import implements, implements_composite, run_fallback
 from float8lab.tensor.float8_tensor import PLAIN, Float8Tensor
@@ -205,11 +206,12 @@ def _fp8_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor | None:
         left = _matrix(a, block, b, False)
     else:
         spec = _spec_of(b)
-        q, scale, *_ = cast_groups_op(
-            "", (a,), a.dtype, offs, spec.fp8_dtype, block, spec.scale_rule
-        )
+        q, scale, *_ = cast_op(
+            "", (a,), a.dtype, spec.fp8_dtype, block, spec.scale_rule,
+            0.0, ALIGN, True, False, False, None, offs,
+        )  # fmt: skip
         left = _Operand(q[:, : a.shape[1]], scale, block)
-    out: Tensor = grouped_mm_op(*left, *right, None, offs, a.dtype, False)
+    out: Tensor = scaled_mm_op(*left, *right, None, a.dtype, False, offs)
     return out
 
 

@@ -22,7 +22,7 @@ from float8lab.nn.attention.fp8 import AttentionPrecision
 from float8lab.nn.casts import plain
 from float8lab.nn.parallel import ParameterShard, shards_of
 from float8lab.nn.precision import precisions
-from float8lab.ops import dequantize_op
+from float8lab.ops import value_of_op
 from float8lab.recipes.region import PROCESS
 from tests.distributed.ranks import (
     RECIPES,
@@ -73,7 +73,7 @@ def decoded(q: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     if scale.ndim > q.ndim:
         return q.float() * scale
     if q.ndim == 2:
-        return dequantize_op(q, scale, block, torch.float32)
+        return value_of_op("dequantize", (q, scale), torch.float32, block)
     return torch.stack([decoded(*one, block) for one in zip(q, scale, strict=True)])
 
 

@@ -37,6 +37,11 @@ def _sums(total: Tensor | None, x: Tensor | Prologue) -> Tensor:
     return like.new_empty(0, dtype=torch.float32) if total is None else total
 
 
+def _last(factor: Tensor, slot: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The last arguments of a cast, by position."""
+    return (factor,) if slot is None else (factor, None, None, slot)
+
+
 def amax(find: Cast, x: Tensor | Prologue, block: Sequence[int] = (-1, -1)) -> Tensor:
     """The amax of each block."""
     found: Tensor = find(*_matrix(x), block)
@@ -114,7 +119,17 @@ def encode(
 ) -> Tensor:
     """FP8 data of one orientation by factors, or by scales that ``divide``."""
     rule = "decode" if divide else "encode"
-    how = (fp8_dtype, block, rule, 0.0, align, not transposed, transposed, False, factor, slot)
+    how = (
+        fp8_dtype,
+        block,
+        rule,
+        0.0,
+        align,
+        not transposed,
+        transposed,
+        False,
+        *_last(factor, slot),
+    )
     q, _, _, q_t, *_ = cast(*_matrix(x), *how)
     data: Tensor = q_t if transposed else q
     return data
@@ -130,6 +145,6 @@ def encode_pair(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FP8 data of both orientations by one factor, and the column sums, empty if not wanted."""
-    how = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, column_sum, factor, slot)
+    how = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, column_sum, *_last(factor, slot))
     q, _, _, q_t, _, total = cast(*_matrix(x), *how)
     return q, q_t, _sums(total, x)

@@ -1,18 +1,19 @@
-"""Groups of rows for tests: what ``cast_groups`` and ``grouped_mm`` are asked, and the answer.
+"""Groups of rows for tests: what casts and GEMMs of groups are asked, and the answer.
 
 M rows, K columns, E groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3
 from float8lab.ops import reference
-from float8lab.ops.reference import SPAN, round_up
+from float8lab.ops.reference import ALIGN, SPAN, round_up
 
 SIZES = {
     "ragged": [0, 1, 15, 17, 128, 0, 130],
@@ -28,6 +29,38 @@ CASTS = {
     "mx": ((1, 32), (1, 32), "e8m0"),
 }
 """Blocks of the rows and of the weights, and the rule."""
+
+
+def cast_arguments(
+    prologue: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    offs: Tensor | None,
+    fp8_dtype: torch.dtype,
+    block: tuple[int, int],
+    rule: str,
+    eps: float = 0.0,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    dbias: bool = False,
+    given: Tensor | None = None,
+    slot: Tensor | None = None,
+    plan: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """The arguments of a cast of groups, or without ``offs`` of a batch, by position."""
+    matrix = prologue, inputs, dtype, fp8_dtype, block, rule, eps, ALIGN
+    return *matrix, rowwise, columnwise, dbias, given, offs, plan, slot
+
+
+def cast_groups(cast: Callable[..., Any], *arguments: Any) -> Any:
+    """``cast`` of groups: the op or its launcher."""
+    return cast(*cast_arguments(*arguments))
+
+
+def grouped_mm(mm: Callable[..., Any], *arguments: Any) -> Any:
+    """``mm`` of seven that are the operands and the bias, of offsets, a dtype, speed and a plan."""
+    *operands, offs, out_dtype, fast_accum = arguments[:10]
+    return mm(*operands, out_dtype, fast_accum, offs, *arguments[10:])
 
 
 def ends(sizes: list[int], device: torch.device | str = "cpu", dtype=torch.int32) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from float8lab import ops
 from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import Prologue, reference
 from float8lab.ops.kernels import (
@@ -162,7 +163,7 @@ def check_cast_many() -> None:
         xs = [matrix(*shape, dtype) * 1e-2 for shape in shapes]
         factors = [torch.rand(scale_shape(tuple(x.shape), block)) / 3 for x in xs]
         want = [
-            forms.encode(reference.cast, x, one, None, E4M3, block, 1)
+            forms.encode(ops.cast_op, x, one, None, E4M3, block, 1)
             for x, one in zip(xs, factors, strict=True)
         ]
         got = [surrounded(q) for q in want]
@@ -236,14 +237,14 @@ def check_cast() -> None:
                 got, want = (None if start is None else torch.full((1,), start) for _ in range(2))
                 same(
                     forms.encode(cast, x * 1e-2, factor, got, E4M3, block, 16, divide),
-                    forms.encode(reference.cast, x * 1e-2, factor, want, E4M3, block, 16, divide),
+                    forms.encode(ops.cast_op, x * 1e-2, factor, want, E4M3, block, 16, divide),
                 )
                 same(got, want)
     for y, align in ((x, 16), (x.t(), 1), (torch.zeros(0, 4), 16)):
         got, want = torch.full((1,), -1.0), torch.full((1,), -1.0)
         *data, sums = forms.encode_pair(cast, y, torch.tensor(0.05), got, E5M2, align, True)
         *wanted, sums_wanted = forms.encode_pair(
-            reference.cast, y, torch.tensor(0.05), want, E5M2, align, True
+            ops.cast_op, y, torch.tensor(0.05), want, E5M2, align, True
         )
         all_same(data, wanted)
         same(got, want)
@@ -469,13 +470,16 @@ def check_groups() -> None:
                 one = inputs[0]
                 arguments = (kind, inputs, one.dtype, offs, fp8_dtype, block, rule, 0.0, *wanted)
                 same_casts(
-                    grouped_cast.cast_groups(*arguments),
-                    reference.cast_groups(*arguments),
+                    groups.cast_groups(cast, *arguments),
+                    groups.cast_groups(ops.cast_op, *arguments),
                     groups.used_columns(sizes),
                 )
             for w in batch if ALL and all(wanted) else batch[index % 2 :][:1]:
                 arguments = ("", [w], w.dtype, None, fp8_dtype, w_block, rule, 0.0, *wanted[:2])
-                same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
+                same_casts(
+                    groups.cast_groups(cast, *arguments),
+                    groups.cast_groups(ops.cast_op, *arguments),
+                )
     same(grouped_cast.plan_groups(offs, len(x)), reference.plan_groups(offs, len(x)))
     how = (E4M3, (-1, -1))
     factors = torch.rand(5, 8)[:, 0]
@@ -486,8 +490,8 @@ def check_groups() -> None:
         slots = [torch.full((5,), -1.0) if rule == "encode" else None for _ in range(2)]
         rest = (offs, *how, rule, 0.0, True, True, False, given)
         same_casts(
-            grouped_cast.cast_groups("", [x], BF16, *rest, slots[0]),
-            reference.cast_groups("", [x], BF16, *rest, slots[1]),
+            groups.cast_groups(cast, "", [x], BF16, *rest, slots[0]),
+            groups.cast_groups(ops.cast_op, "", [x], BF16, *rest, slots[1]),
             groups.used_columns(sizes),
         )
         same(*slots)
@@ -498,15 +502,15 @@ def check_groups() -> None:
     with unittest.mock.patch.object(grouped_cast, "_AMAX_PROGRAMS", many):
         for known in (None, plan):
             arguments = ("", [x], BF16, offs, *how, "fp32", 0.0, False, False, False, None, None)
-            got = grouped_cast.cast_groups(*arguments, known)
-            same(got[2], reference.cast_groups(*arguments)[2])
+            got = groups.cast_groups(cast, *arguments, known)
+            same(got[2], groups.cast_groups(ops.cast_op, *arguments)[2])
             assert got.count(None) == 5
     factors = torch.rand(2, 8)[:, 0]
     slots = [torch.full((2,), -1.0) for _ in range(2)]
     rest = (None, *how, "encode", 0.0, True, True, False, factors)
     same_casts(
-        grouped_cast.cast_groups("", batch[:1], FP32, *rest, slots[0]),
-        reference.cast_groups("", batch[:1], FP32, *rest, slots[1]),
+        groups.cast_groups(cast, "", batch[:1], FP32, *rest, slots[0]),
+        groups.cast_groups(ops.cast_op, "", batch[:1], FP32, *rest, slots[1]),
     )
     same(*slots)
 
@@ -628,12 +632,12 @@ def check_sources() -> None:
             how = (E4M3, (-1, -1), 16)
             same(
                 forms.encode(cast, computed, encode, got, *how, transposed=transposed),
-                forms.encode(reference.cast, computed, encode, want, *how, transposed=transposed),
+                forms.encode(ops.cast_op, computed, encode, want, *how, transposed=transposed),
             )
             same(got, want)
         arguments = (computed, encode, None, E5M2, 16, True)
         *got, sums = forms.encode_pair(cast, *arguments)
-        *want, sums_wanted = forms.encode_pair(reference.cast, *arguments)
+        *want, sums_wanted = forms.encode_pair(ops.cast_op, *arguments)
         all_same(got, want)
         sums_close(sums, sums_wanted)
         blocks = [((-1, -1), "pow2"), ((1, -1), "fp32"), ((1, 128), "fp32")]

@@ -52,6 +52,7 @@ from float8lab.ops.kernels._launch import Launched
 from float8lab.ops.kernels.cast import cast
 from float8lab.ops.kernels.dequantize import dequantize, transpose
 from tests.ops import forms
+from tests.ops.groups import cast_groups
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -281,7 +282,7 @@ def groups(
     slot = None if given is None else slots[: given.numel()]
     rest = (y.dtype, ends, E4M3, block, rule, 0.0, *wanted[: 2 + (not batch)])
     rest = (*rest, *[False] * batch, given, slot)
-    return lambda: grouped_cast.cast_groups(prologue, inputs, *rest)
+    return lambda: cast_groups(cast, prologue, inputs, *rest)
 
 
 LAUNCHES: dict[str, Callable[[], Any]] = {
@@ -302,8 +303,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "batch-tensor": groups((-1, -1), batch=True),
     "batch-given": groups((-1, -1), "encode", given=slots[:2], batch=True),
     "batch-row": groups((1, -1), batch=True),
-    "clear-rows": lambda: grouped_gemm.clear_nobodys(x, torch.tensor([3, 7])),
-    "clear-products": lambda: grouped_gemm.clear_nobodys(x.view(2, 128, 512), torch.tensor([3, 7])),
+    "clear-rows": lambda: grouped_gemm.zero_padding_rows(x, torch.tensor([3, 7])),
+    "clear-products": lambda: grouped_gemm.zero_padding_rows(
+        x.view(2, 128, 512), torch.tensor([3, 7])
+    ),
     "route-softmax": routed("softmax", 128, False, 1, 0, 1.0, False),
     "route-sigmoid-groups": routed("sigmoid", 256, False, 8, 4, 2.5, False),
     "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),

@@ -18,6 +18,7 @@ from float8lab.ops import gemm, reference
 from float8lab.ops.gemm import may_multiply
 from tests.near_ties import by_multiplying, near_ties
 from tests.ops import forms
+from tests.ops.groups import cast_groups, grouped_mm
 
 pytestmark = pytest.mark.gpu
 
@@ -204,7 +205,7 @@ def test_special_values(dtype: torch.dtype, fp8_dtype: torch.dtype, values: list
             got = forms.encode(ops.cast_op, x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, divide)
             same(
                 got,
-                forms.encode(reference.cast, x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, divide),
+                forms.encode(ops.cast_op, x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, divide),
             )
 
 
@@ -239,13 +240,13 @@ def test_infinities_anywhere(dtype: torch.dtype, fp8_dtype: torch.dtype, layout:
             slot, wanted_slot = torch.zeros(1, device="cuda"), torch.zeros(1)
             how = (fp8_dtype, align, False)
             *got, _ = forms.encode_pair(ops.cast_op, x, factor.cuda(), slot, *how)
-            want = forms.encode_pair(reference.cast, x.cpu(), factor, wanted_slot, *how)
+            want = forms.encode_pair(ops.cast_op, x.cpu(), factor, wanted_slot, *how)
             all_same(got, want[:2])
             same(slot, wanted_slot)
             for divide in (False, True):
                 how = (fp8_dtype, (-1, -1), align, divide)
                 got = forms.encode(ops.cast_op, x, factor.cuda(), None, *how)
-                same(got, forms.encode(reference.cast, x.cpu(), factor, None, *how))
+                same(got, forms.encode(ops.cast_op, x.cpu(), factor, None, *how))
 
 
 @pytest.mark.parametrize("prologue", ["", "relu", "reglu"])
@@ -261,16 +262,16 @@ def test_infinities_in_groups(dtype: torch.dtype, fp8_dtype: torch.dtype, prolog
     for block, rule in recipes:
         for wanted in ((True, True, False), (True, False, False), (False, True, False)):
             how = (fp8_dtype, block, rule, 0.0, *wanted)
-            got = ops.cast_groups_op(prologue, [x], dtype, offs.cuda(), *how)
-            want = reference.cast_groups(prologue, [x.cpu()], dtype, offs, *how)
+            got = cast_groups(ops.cast_op, prologue, [x], dtype, offs.cuda(), *how)
+            want = cast_groups(ops.cast_op, prologue, [x.cpu()], dtype, offs, *how)
             same_groups(got, want, used)
             if not prologue:
-                got = ops.cast_groups_op("", [batch], dtype, None, *how)
-                same_groups(got, reference.cast_groups("", [batch.cpu()], dtype, None, *how))
+                got = cast_groups(ops.cast_op, "", [batch], dtype, None, *how)
+                same_groups(got, cast_groups(ops.cast_op, "", [batch.cpu()], dtype, None, *how))
     how = (fp8_dtype, (-1, -1), "encode", 0.0, True, True, False)
     there = slot.cuda()
-    got = ops.cast_groups_op(prologue, [x], dtype, offs.cuda(), *how, factor.cuda(), there)
-    want = reference.cast_groups(prologue, [x.cpu()], dtype, offs, *how, factor, slot)
+    got = cast_groups(ops.cast_op, prologue, [x], dtype, offs.cuda(), *how, factor.cuda(), there)
+    want = cast_groups(ops.cast_op, prologue, [x.cpu()], dtype, offs, *how, factor, slot)
     same_groups(got, want, used)
     same(there, slot)
 
@@ -293,10 +294,10 @@ def test_every_float16_casts_as_the_reference_does(fp8_dtype: torch.dtype) -> No
     for scale in (1.0, 0.37, 2.0**-7):
         factor = torch.tensor(scale)
         got = forms.encode_pair(ops.cast_op, x, factor.cuda(), None, fp8_dtype, 1, False)
-        want = forms.encode_pair(reference.cast, x.cpu(), factor, None, fp8_dtype, 1, False)
+        want = forms.encode_pair(ops.cast_op, x.cpu(), factor, None, fp8_dtype, 1, False)
         all_same(got[:2], want[:2])
         got = forms.encode(ops.cast_op, x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, True)
-        same(got, forms.encode(reference.cast, x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, True))
+        same(got, forms.encode(ops.cast_op, x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, True))
 
 
 @pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (-1, -1)], ids=str)
@@ -316,9 +317,7 @@ def test_bytes_are_those_of_the_encode_factor(dtype: torch.dtype, block: tuple[i
             (True, scale),
         ):
             got = forms.encode(ops.cast_op, x, factor.cuda(), None, E4M3, block, align, divide)
-            same(
-                got, forms.encode(reference.cast, x.cpu(), factor, None, E4M3, block, align, divide)
-            )
+            same(got, forms.encode(ops.cast_op, x.cpu(), factor, None, E4M3, block, align, divide))
 
 
 def test_near_ties() -> None:
@@ -328,7 +327,7 @@ def test_near_ties() -> None:
         q, scale, _ = forms.quantize(ops.cast_op, x.cuda(), E4M3, block, "fp32", 0.0, 1)
         assert torch.equal(q.view(torch.uint8).cpu(), wanted)
         got = forms.encode(ops.cast_op, x.cuda(), scale, None, E4M3, block, 1, True)
-        same(got, forms.encode(reference.cast, x, scale.cpu(), None, E4M3, block, 1, True))
+        same(got, forms.encode(ops.cast_op, x, scale.cpu(), None, E4M3, block, 1, True))
     _, _, q_t, _, _ = forms.quantize_pair(
         ops.cast_op, x.t().cuda(), E4M3, (1, -1), "fp32", 0.0, 16, False
     )
@@ -363,16 +362,16 @@ def test_cast_and_its_amax(
         slot = None if start is None else torch.tensor([start], device="cuda")
         if pair:
             *got, sums = forms.encode_pair(ops.cast_op, x, scale.cuda(), slot, E4M3, align, True)
-            want = forms.encode_pair(
-                reference.cast, x.cpu(), scale, wanted_slot, E4M3, align, True
-            )[:2]
+            want = forms.encode_pair(ops.cast_op, x.cpu(), scale, wanted_slot, E4M3, align, True)[
+                :2
+            ]
             all_same(got, want)
             sums_close(sums, x)
         else:
             got = forms.encode(ops.cast_op, x, scale.cuda(), slot, E4M3, (-1, -1), align)
             same(
                 got,
-                forms.encode(reference.cast, x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align),
+                forms.encode(ops.cast_op, x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align),
             )
         same(slot, wanted_slot)
 
@@ -390,7 +389,7 @@ def test_cast_by_block(block: tuple[int, int], layout: Any, align: int) -> None:
     scale = torch.rand(scale_shape(shape, block)) + 0.1
     for one in (scale, scale.t().contiguous().t()):
         got = forms.encode(ops.cast_op, x, one.cuda(), None, E5M2, block, align)
-        same(got, forms.encode(reference.cast, x.cpu(), one, None, E5M2, block, align))
+        same(got, forms.encode(ops.cast_op, x.cpu(), one, None, E5M2, block, align))
 
 
 @each_dtype
@@ -401,7 +400,7 @@ def test_dequantize(block: tuple[int, int], layout: Any, dtype: torch.dtype) -> 
         q = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(300, 2)
         q = layout(q[:, :500]).view(fp8_dtype)
         scale = torch.randn(scale_shape(tuple(q.shape), block)).exp()
-        got = ops.dequantize_op(q, scale.cuda(), block, dtype)
+        got = ops.value_of_op("dequantize", (q, scale.cuda()), dtype, block)
         same(got, reference.dequantize(q.cpu(), scale, block, dtype))
 
 
@@ -429,12 +428,14 @@ def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
     assert torch.equal(q.view(torch.uint8), q_only.view(torch.uint8))
     assert torch.equal(scale, scale_only)
     assert amax.max() == 100
-    back = ops.dequantize_op(q[-128:], scale if block[0] == -1 else scale[-128:], block, x.dtype)
+    back = ops.value_of_op(
+        "dequantize", (q[-128:], scale if block[0] == -1 else scale[-128:]), x.dtype, block
+    )
     for chunk in (slice(0, 128), slice(20_480, 20_608), slice(rows - 128, rows)):
         of_chunk = scale if block[0] == -1 else scale[chunk]
         amax_of_chunk = (amax if block[0] == -1 else amax[chunk]).cpu()
         encode = reference.factors_from_amax(amax_of_chunk, E4M3, "fp32")[1]
-        want = forms.encode(reference.cast, x[chunk].cpu(), encode, None, E4M3, block, 1)
+        want = forms.encode(ops.cast_op, x[chunk].cpu(), encode, None, E4M3, block, 1)
         same(q[chunk], want)
         if block == (-1, -1):
             same(q_t[:, chunk].t().contiguous(), want)
@@ -511,7 +512,7 @@ def test_scaled_mm(
         budget = 2 * ((in_bf16 - exact).abs().max() + rounding)
         assert (got - exact).abs().max() <= budget
         into = torch.zeros_like(got)
-        ops.scaled_mm_into_op(into, *operands, bias, fast_accum)
+        ops.scaled_mm_into(into, *operands, bias, fast_accum)
         assert torch.equal(into, got)
 
 
@@ -658,9 +659,9 @@ def test_groups_of_the_sum_are_products_alone(sizes: list[int], block: tuple[int
     def multiply(x: Tensor, dy: Tensor, sizes: list[int]) -> Tensor:
         offs = torch.tensor(sizes, device="cuda").cumsum(0).int()
         how = (offs, E4M3, block, "fp32", 0.0, False, True, False)
-        turned = [ops.cast_groups_op("", [part], part.dtype, *how)[3:5] for part in (x, dy)]
-        return ops.grouped_mm_op(
-            *turned[0], block, *turned[1], block, None, offs, torch.float32, False
+        turned = [cast_groups(ops.cast_op, "", [part], part.dtype, *how)[3:5] for part in (x, dy)]
+        return grouped_mm(
+            ops.scaled_mm_op, *turned[0], block, *turned[1], block, None, offs, torch.float32, False
         )
 
     product = multiply(x, dy, sizes)
@@ -692,20 +693,22 @@ def test_each_group_of_rows_has_a_scale(kind: str) -> None:
         x[sum(JAGGED) :] = torch.nan
     for rule, plan in (("fp32", None), ("pow2", ops.plan_groups_op(offs, M))):
         how = (x.dtype, offs, E4M3, (-1, -1), rule, 0.0)
-        got = ops.cast_groups_op(kind, inputs, *how, True, True, False, None, None, plan)
-        want = reference.cast_groups(
-            "", [value.cpu()], x.dtype, offs.cpu(), *how[2:], True, True, False
+        got = cast_groups(ops.cast_op, kind, inputs, *how, True, True, False, None, None, plan)
+        want = cast_groups(
+            ops.cast_op, "", [value.cpu()], x.dtype, offs.cpu(), *how[2:], True, True, False
         )
         used = sum(-(-rows // 128) * 128 for rows in JAGGED)
         all_same([*got[:3], got[3][:, :used], got[4]], [*want[:3], want[3][:, :used], want[4]])
-        (amax,) = [t for t in ops.cast_groups_op(kind, inputs, *how, False, False) if t is not None]
+        (amax,) = [
+            t for t in cast_groups(ops.cast_op, kind, inputs, *how, False, False) if t is not None
+        ]
         all_same([amax], [want[2]])
     factors = torch.rand(E, 8, device="cuda")[:, 0]
     slots = [torch.full((E,), ops.NO_DATA, device=device) for device in ("cuda", "cpu")]
     how = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
-    got = ops.cast_groups_op(kind, inputs, x.dtype, offs, *how, factors, slots[0])
-    want = reference.cast_groups(
-        "", [value.cpu()], x.dtype, offs.cpu(), *how, factors.cpu(), slots[1]
+    got = cast_groups(ops.cast_op, kind, inputs, x.dtype, offs, *how, factors, slots[0])
+    want = cast_groups(
+        ops.cast_op, "", [value.cpu()], x.dtype, offs.cpu(), *how, factors.cpu(), slots[1]
     )
     all_same([got[0], got[3][:, :used], slots[0]], [want[0], want[3][:, :used], slots[1]])
 
@@ -722,9 +725,9 @@ def test_rows_of_groups_are_products_alone() -> None:
     w, bias = torch.randn(E, 384, 512, device="cuda").bfloat16(), torch.randn(E, 384, device="cuda")
 
     def multiply(x: Tensor, w: Tensor, bias: Tensor, offs: Tensor, *, fast: bool) -> Tensor:
-        left = ops.cast_groups_op("", [x], x.dtype, offs, E4M3, block, "fp32")[:2]
-        right = ops.cast_groups_op("", [w], w.dtype, None, E4M3, block, "fp32")[:2]
-        return ops.grouped_mm_op(*left, block, *right, block, bias, offs, x.dtype, fast)
+        left = cast_groups(ops.cast_op, "", [x], x.dtype, offs, E4M3, block, "fp32")[:2]
+        right = cast_groups(ops.cast_op, "", [w], w.dtype, None, E4M3, block, "fp32")[:2]
+        return grouped_mm(ops.scaled_mm_op, *left, block, *right, block, bias, offs, x.dtype, fast)
 
     for fast in (False, True):
         y = multiply(x, w, bias, offs, fast=fast)

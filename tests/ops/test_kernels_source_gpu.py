@@ -237,7 +237,7 @@ def test_fp8_norm(
     weight = torch.randn(shape[1], device="cuda")
     bias = torch.randn(shape[1], device="cuda") if center else None
     *got, _ = ops.norm_op(q, weight, bias, 1e-5, center, dtype, scale, block)
-    value = ops.dequantize_op(q, scale, block, dtype)
+    value = ops.value_of_op("dequantize", (q, scale), dtype, block)
     check_norm(got, value, weight, bias)
     _, mean, rstd = got
     dy = torch.randn(shape[::-1], device="cuda").to(dtype).t()

@@ -57,7 +57,9 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "quantize-pair-of": lambda x: forms.quantize_pair(
         ops.cast_op, _gelu(x), E4M3, (1, 128), "fp32", 0.0, 16, False
     ),
-    "dequantize": lambda x: ops.dequantize_op(x.to(E4M3), _scale(x), (-1, -1), torch.bfloat16),
+    "dequantize": lambda x: ops.value_of_op(
+        "dequantize", (x.to(E4M3), _scale(x)), torch.bfloat16, (-1, -1)
+    ),
     "transpose": lambda x: ops.transpose_op(x.to(E4M3), 16),
     "norm": lambda x: ops.norm_op(
         x, x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]), 1e-5, True, torch.bfloat16

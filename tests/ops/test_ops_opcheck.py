@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, scale_shape
 from tests.ops import forms
+from tests.ops.groups import cast_arguments, cast_groups
 from tests.pairwise import pairwise
 
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (1, 96), (5, -1)]
@@ -33,7 +34,8 @@ def check(op: Any, *arguments: Any, whole: bool = True) -> None:
         # It compares inputs before and after by torch.allclose, which has no FP8 kernel.
         utilities = tuple(name for name in utilities if name != "test_schema")
     torch.library.opcheck(op.overload, arguments, test_utils=utilities)
-    if op is ops.cast_op and len(arguments) < 10:
+    if op is ops.cast_op and (len(arguments) < 15 or arguments[14] is None):
+        arguments = arguments[:14]
         torch.library.opcheck(torch.ops.float8lab.cast.pure, arguments, test_utils=utilities)
 
 
@@ -89,7 +91,22 @@ def test_cast_with_a_slot(
 ) -> None:
     x, scale = torch.randn(shape, device=device), torch.ones((), device=device)
     slot = torch.full((1,), ops.NO_DATA, device=device)
-    how = ("", [x], x.dtype, E4M3, (-1, -1), "encode", 0.0, 16, *wanted, True, scale, slot)
+    how = (
+        "",
+        [x],
+        x.dtype,
+        E4M3,
+        (-1, -1),
+        "encode",
+        0.0,
+        16,
+        *wanted,
+        True,
+        scale,
+        None,
+        None,
+        slot,
+    )
     check(ops.cast_op, *how)
 
 
@@ -123,9 +140,9 @@ def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: to
     check(ops.transpose_op, q, align)
     check(ops.transpose_op, q, align, event)
     check(ops.transpose_op, torch.stack((q, q)), 1, event)
-    check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16)
-    check(ops.dequantize_op, q.t(), one, (-1, -1), torch.float16)
-    check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16, event)
+    check(ops.value_of_op, "dequantize", (q, one), torch.bfloat16, (-1, -1))
+    check(ops.value_of_op, "dequantize", (q.t(), one), torch.float16, (-1, -1))
+    check(ops.value_of_op, "dequantize", (q, one), torch.bfloat16, (-1, -1), event)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +167,7 @@ def test_scaled_mm(
     bias = torch.randn(33, device=device) if with_bias else None
     check(ops.scaled_mm_op, *operands, bias, out_dtype, False)
     out = torch.zeros(20, 33, device=device, dtype=out_dtype)
-    check(ops.scaled_mm_into_op, out, *operands, bias, False)
-    ops.scaled_mm_into_op(out, *operands, bias, False)
+    ops.scaled_mm_into(out, *operands, bias, False)
     assert torch.equal(out, ops.scaled_mm_op(*operands, bias, out_dtype, False))
 
 
@@ -299,14 +315,16 @@ def test_groups(block: tuple[int, int], device: torch.device) -> None:
     for wanted in ((True, True, True), (True, False, False), (False, True, False)):
         # On a GPU nothing is written behind the last group of a transpose.
         whole = device.type == "cpu" or not wanted[1]
-        check(ops.cast_groups_op, "", [x], x.dtype, offs, *how, *wanted, whole=whole)
-        check(ops.cast_groups_op, "", [w], w.dtype, None, *how, *wanted[:2])
-    q, scale, _, q_t, scale_t, _ = ops.cast_groups_op("", [x], x.dtype, offs, *how, True, True)
-    w_q, w_scale, *_ = ops.cast_groups_op("", [w], w.dtype, None, *how)
-    rest = (offs, torch.bfloat16, False)
+        check(ops.cast_op, *cast_arguments("", [x], x.dtype, offs, *how, *wanted), whole=whole)
+        check(ops.cast_op, *cast_arguments("", [w], w.dtype, None, *how, *wanted[:2]))
+    q, scale, _, q_t, scale_t, _ = cast_groups(
+        ops.cast_op, "", [x], x.dtype, offs, *how, True, True
+    )
+    w_q, w_scale, *_ = cast_groups(ops.cast_op, "", [w], w.dtype, None, *how)
+    rest = (torch.bfloat16, False, offs)
     bias = torch.randn(3, 32, device=device)
-    check(ops.grouped_mm_op, q, scale, block, w_q, w_scale, block, bias, *rest)
-    check(ops.grouped_mm_op, q_t, scale_t, block, q_t, scale_t, block, None, *rest)
+    check(ops.scaled_mm_op, q, scale, block, w_q, w_scale, block, bias, *rest)
+    check(ops.scaled_mm_op, q_t, scale_t, block, q_t, scale_t, block, None, *rest)
     check(ops.plan_groups_op, offs, len(x))
 
 
@@ -316,9 +334,10 @@ def test_groups_by_what_is_given(device: torch.device) -> None:
     one, wanted = torch.ones(1, device=device), (0.0, True, True, False)
     x_in_groups, whole = ("", [x], x.dtype, offs, *how), device.type == "cpu"
     for factors in (one, torch.rand(2, 1, 1, device=device)):
-        check(ops.cast_groups_op, *x_in_groups, "encode", *wanted, factors, slot, whole=whole)
-    check(ops.cast_groups_op, *x_in_groups, "fp32", 0.0, False, False)  # amaxes alone
-    arguments = ("swiglu", *x_in_groups[1:], "pow2", *wanted, one.view(1, 1))
-    check(ops.cast_groups_op, *arguments, whole=whole)
-    check(ops.grouped_mm_op, x, None, (), torch.randn(2, 8, 48, device=device), None, (), None,
-          offs, x.dtype, False)  # fmt: skip
+        arguments = cast_arguments(*x_in_groups, "encode", *wanted, factors, slot)
+        check(ops.cast_op, *arguments, whole=whole)
+    check(ops.cast_op, *cast_arguments(*x_in_groups, "fp32", 0.0, False, False))  # amaxes alone
+    arguments = cast_arguments("swiglu", *x_in_groups[1:], "pow2", *wanted, one.view(1, 1))
+    check(ops.cast_op, *arguments, whole=whole)
+    check(ops.scaled_mm_op, x, None, (), torch.randn(2, 8, 48, device=device), None, (), None,
+          x.dtype, False, offs)  # fmt: skip

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FLOAT32_MAX, largest, scale_shape, scales_by_column
 from float8lab.ops import NO_DATA, reference
-from float8lab.ops.reference.cast import expand_scale
+from float8lab.ops.reference.blocks import expand_scale
 from tests.near_ties import by_multiplying, near_ties
 from tests.ops import forms
+from tests.ops.groups import grouped_mm
 
 INF, NAN = math.inf, math.nan
 SUBNORMAL = 2.0**-140  # of float32
@@ -278,13 +280,11 @@ def test_empty(shape: tuple[int, int], block: tuple[int, int]) -> None:
 def test_amax_slot_keeps_the_larger() -> None:
     slot = torch.full((1,), NO_DATA)
     for x, expected in ((torch.zeros(2, 2), 0.0), (-torch.ones(2, 2), 1.0), (torch.zeros(2, 2), 1)):
-        forms.encode(reference.cast, x, torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
+        forms.encode(ops.cast_op, x, torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
         assert slot.item() == expected
-    forms.encode(reference.cast, torch.ones(0, 2), torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
+    forms.encode(ops.cast_op, torch.ones(0, 2), torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
     assert slot.item() == 1
-    forms.encode(
-        reference.cast, torch.full((1, 1), NAN), torch.tensor(1.0), slot, E4M3, (-1, -1), 1
-    )
+    forms.encode(ops.cast_op, torch.full((1, 1), NAN), torch.tensor(1.0), slot, E4M3, (-1, -1), 1)
     assert slot.isnan().all()
 
 
@@ -343,10 +343,10 @@ def test_autocast_does_not_reach_the_gemms(device: str) -> None:
         assert torch.equal(y, torch.full_like(y, 16 * 448.0**2))
     high = a.float(), None, ()
     with torch.autocast(device, torch.float16):
-        rows = reference.grouped_mm(
-            *high, a.float()[None], None, (), None, offs, torch.float32, False
+        rows = grouped_mm(
+            reference.scaled_mm, *high, a.float()[None], None, (), None, offs, torch.float32, False
         )
-        sums = reference.grouped_mm(*high, *high, None, offs, torch.float32, False)
+        sums = grouped_mm(reference.scaled_mm, *high, *high, None, offs, torch.float32, False)
     assert torch.equal(rows, y)
     assert torch.equal(sums[0], y)
 

@@ -89,8 +89,8 @@ def test_a_value_that_is_not_finite_makes_its_block_nan(bad: float) -> None:
 
 def test_groups_are_cast_as_their_rows_alone() -> None:
     x, offs = torch.randn(50, 32), torch.tensor([20, 20, 47])
-    q, scale, _, q_t, scale_t, _ = ops.cast_groups_op(
-        "", (x,), x.dtype, offs, E4M3, (1, 16), RULE, 0.0, True, True
+    q, scale, _, q_t, scale_t, _ = ops.cast_op(
+        "", (x,), x.dtype, E4M3, (1, 16), RULE, 0.0, 16, True, True, False, None, offs
     )
     for start, end, place in ((0, 20, 0), (20, 47, 128)):
         values, scales = published(x[start:end])

@@ -30,12 +30,12 @@ from float8lab.formats import Float8Spec
 from float8lab.ops import (
     Groups,
     amax_op,
-    cast_groups_op,
     cast_many_op,
     cast_op,
     factors_from_amax,
     round_up,
 )
+from float8lab.ops.reference import ALIGN
 from float8lab.recipes.reduction import AmaxChannel, amax_over_ranks, channel
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
@@ -330,8 +330,10 @@ def _cast_experts(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
     """FP8 data of some experts' weights in high precision."""
     E, N, K = rows.shape
     if spec.block == (1, -1, -1):
-        how = spec.fp8_dtype, (-1, -1), spec.rule_of("encode"), 0.0, True, False, False, factor
-        q: Tensor = cast_groups_op("", (rows,), rows.dtype, None, *how)[0]
+        q: Tensor = cast_op(
+            "", (rows,), rows.dtype, spec.fp8_dtype, (-1, -1), spec.rule_of("encode"), 0.0, ALIGN,
+            True, False, False, factor,
+        )[0]  # fmt: skip
         return q[:, :N, :K].contiguous()
     inner, matrices = replace(spec, block=spec.block[1:]), _as_matrices(rows, spec.block)
     factors = factor.reshape(len(matrices), -1, factor.shape[-1])

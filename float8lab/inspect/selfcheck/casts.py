@@ -139,8 +139,10 @@ def _check_blocks_and_slots(cases: Cases) -> None:
                 slots = _slots(start, cases.device)
                 factor_rule = "decode" if number % 3 == 1 else "encode"
                 options = (fp8_dtype, block, factor_rule, 0.0, align, True, False, False)
-                got = ops.cast_op(*given(there), *options, factors.to(cases.device), slots[0])
-                want = _cast(*given(x_cpu), *options, factors, slots[1])
+                got = ops.cast_op(
+                    *given(there), *options, factors.to(cases.device), None, None, slots[0]
+                )
+                want = _cast(*given(x_cpu), *options, factors, slot=slots[1])
                 cases.same(got[0], want[0])
                 if slots[0] is not None and slots[1] is not None:
                     cases.same(slots[0], slots[1])
@@ -199,8 +201,9 @@ def _check_cast_pair(cases: Cases) -> None:
             there, x_cpu = laid_out(x, number, cases.device)
             slot, slot_cpu = _slots(start, cases.device)
             options = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True)
-            got = ops.cast_op(*given(there), *options, True, encode.to(cases.device), slot)
-            want = _cast(*given(x_cpu), *options, False, encode, slot_cpu)
+            last = encode.to(cases.device), None, None, slot
+            got = ops.cast_op(*given(there), *options, True, *last)
+            want = _cast(*given(x_cpu), *options, False, encode, slot=slot_cpu)
             cases.same((got[0], got[3]), (want[0], want[3]))
             compare_sums(cases, got[5], x_cpu)
             if slot is not None and slot_cpu is not None:
@@ -253,14 +256,14 @@ def _check_transpose(cases: Cases) -> None:
                 cases.same(got.view(torch.uint8), want.view(torch.uint8))
 
 
-@checks("casts", _TABLE, "dequantize_op")
+@checks("casts", _TABLE, "value_of_op", name="dequantize")
 def _check_dequantize(cases: Cases) -> None:
     unit_scale = torch.ones(1, 1, dtype=FP32, device=cases.device)
     all_bytes = torch.arange(256, dtype=torch.uint8, device="cpu").view(16, 16)
     for fp8_dtype in FP8_DTYPES:
         cases.begin(f"every {format_of(fp8_dtype)}")
-        got = ops.dequantize_op(
-            all_bytes.view(fp8_dtype).to(cases.device), unit_scale, (-1, -1), FP32
+        got = ops.value_of_op(
+            "dequantize", (all_bytes.view(fp8_dtype).to(cases.device), unit_scale), FP32, (-1, -1)
         )
         cases.same(got, values_of(fp8_dtype).view(16, 16).float())
         for index, (recipe, (block, _, _)) in enumerate(RECIPES.items()):
@@ -271,5 +274,7 @@ def _check_dequantize(cases: Cases) -> None:
             scale = cases.normal(*scale_shape((300, 500), block)).exp()
             there = lay_out(q.to(cases.device)).view(fp8_dtype)
             event = torch.empty(0, device=cases.device) if index % 2 else None
-            got = ops.dequantize_op(there, scale.to(cases.device), block, dtype, event)
+            got = ops.value_of_op(
+                "dequantize", (there, scale.to(cases.device)), dtype, block, event
+            )
             cases.same(got, reference.dequantize(q.view(fp8_dtype), scale, block, dtype))

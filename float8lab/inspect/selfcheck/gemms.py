@@ -124,7 +124,7 @@ class _Pair:
         if into is None:
             got = ops.scaled_mm_op(*operands, out_dtype, fast_accum)
         else:
-            ops.scaled_mm_into_op(got := into, *operands, fast_accum)
+            ops.scaled_mm_into(got := into, *operands, fast_accum)
         self.exact.within(self.cases, got, bias, out_dtype, not self.why)
 
 
@@ -191,7 +191,7 @@ def _special_rows(cases: Cases) -> dict[str, Tensor]:
     return rows
 
 
-@checks("gemms", GEMM_BOUND, "scaled_mm_into_op")
+@checks("gemms", GEMM_BOUND, "scaled_mm_into")
 def _check_scaled_mm_into(cases: Cases) -> None:
     for blocks in pairs(_BLOCKS, _BLOCKS):
         for M, N in ((64, 48), (37, 50)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from float8lab.inspect.selfcheck.grid import (
 )
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
 from float8lab.ops import reference
-from float8lab.ops.reference import SPAN, round_up
+from float8lab.ops.reference import ALIGN, SPAN, round_up
 
 __all__: list[str] = []
+
+_cast: Any = reference.cast  # called with arguments in tuples
 
 _SIZES = {
     "ragged groups": (0, 1, 15, 17, 128, 0, 130),
@@ -63,27 +66,27 @@ def _groups(cases: Cases) -> Iterator[tuple[str, tuple[int, ...], Tensor, Tensor
         yield f"{name} {name_of(dtype)}", sizes, with_infinities(x) if index % 2 else x, offs
 
 
-@checks("casts", REFERENCE, "cast_groups_op")
+@checks("casts", REFERENCE, "cast_op", name="cast_groups")
 def _check_cast_groups(cases: Cases) -> None:
     for index, (scaling, (block, w_block, rule)) in enumerate(_CASTS.items()):
         fp8_dtype = FP8_DTYPES[index % 2]
         for orientation, flags in _WANTED.items():
             for name, sizes, x, offs in _groups(cases):
                 cases.begin(f"{name} {scaling} {format_of(fp8_dtype)} {orientation}")
-                arguments = (fp8_dtype, block, rule, 0.0, *flags)
-                got = ops.cast_groups_op(
-                    "", [x.to(cases.device)], x.dtype, offs.to(cases.device), *arguments
+                options = (fp8_dtype, block, rule, 0.0, ALIGN, *flags, False, None)
+                got = ops.cast_op(
+                    "", [x.to(cases.device)], x.dtype, *options, offs.to(cases.device)
                 )
-                want = reference.cast_groups("", [x], x.dtype, offs, *arguments)
+                want = _cast("", [x], x.dtype, *options, offs=offs)
                 _compare(cases, got, want, sizes)
             for name, w in (
                 ("3x40x140", cases.normal(3, 40, 140)),
                 ("2x130x48 transposed", cases.normal(2, 48, 130).to(BF16).mT),
             ):
                 cases.begin(f"batch {name} {scaling} {format_of(fp8_dtype)} {orientation}")
-                arguments = (fp8_dtype, w_block, rule, 0.0, *flags)
-                got = ops.cast_groups_op("", [w.to(cases.device)], w.dtype, None, *arguments)
-                _compare(cases, got, reference.cast_groups("", [w], w.dtype, None, *arguments))
+                of_batch = (fp8_dtype, w_block, rule, 0.0, ALIGN, *flags)
+                got = ops.cast_op("", [w.to(cases.device)], w.dtype, *of_batch)
+                _compare(cases, got, _cast("", [w], w.dtype, *of_batch))
     _check_what_is_given(cases)
 
 
@@ -93,24 +96,19 @@ def _check_what_is_given(cases: Cases) -> None:
         cases.begin(f"{name} by factors, with slots")
         slots = [torch.full((len(sizes),), -1.0, device=at) for at in (cases.device, "cpu")]
         factor = 0.3 + torch.arange(len(sizes), device="cpu") / 7
-        arguments = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
-        got = ops.cast_groups_op(
-            "", [x.to(cases.device)], x.dtype, offs.to(cases.device), *arguments,
-            factor.to(cases.device), slots[0],
-        )  # fmt: skip
-        _compare(
-            cases, got,
-            reference.cast_groups("", [x], x.dtype, offs, *arguments, given=factor, slot=slots[1]),
-            sizes,
-        )  # fmt: skip
+        options = (E5M2, (-1, -1), "encode", 0.0, ALIGN, True, True, False)
+        there = factor.to(cases.device), offs.to(cases.device)
+        got = ops.cast_op("", [x.to(cases.device)], x.dtype, *options, *there, None, slots[0])
+        want = _cast("", [x], x.dtype, *options, factor, offs=offs, slot=slots[1])
+        _compare(cases, got, want, sizes)
         cases.same(slots[0], slots[1])
         cases.begin(f"{name} of an activation, as of its written values, with sums")
         h, offsets = x.to(cases.device), offs.to(cases.device)
         h = h[:, : h.shape[1] // 2 * 2]
         value = ops.value_of_op("swiglu", [h], h.dtype)
-        arguments = (E4M3, (1, 128), "fp32", 0.0, True, True, True)
-        *got, sums = ops.cast_groups_op("swiglu", [h], h.dtype, offsets, *arguments)
-        *want, want_sums = ops.cast_groups_op("", [value], h.dtype, offsets, *arguments)
+        in_blocks = (h.dtype, E4M3, (1, 128), "fp32", 0.0, ALIGN, True, True, True, None, offsets)
+        *got, sums = ops.cast_op("swiglu", [h], *in_blocks)
+        *want, want_sums = ops.cast_op("", [value], *in_blocks)
         _compare(cases, got, [None if t is None else t.cpu() for t in want], sizes)
         exact = value.double().cpu()
         exact_sums = torch.stack([group.sum(0) for group in _split(exact, offs)])
@@ -158,7 +156,7 @@ def _check_plan_groups(cases: Cases) -> None:
             cases.same(got.to(offs.device), reference.plan_groups(offs, sum(sizes) + more))
 
 
-@checks("gemms", GEMM_BOUND, "grouped_mm_op")
+@checks("gemms", GEMM_BOUND, "scaled_mm_op", name="grouped_mm")
 def _check_grouped_mm(cases: Cases) -> None:
     many = {"many groups": _MANY} if cases.device.type == "cuda" else {}
     for scaling, (block, w_block, rule) in _CASTS.items():
@@ -169,20 +167,17 @@ def _check_grouped_mm(cases: Cases) -> None:
             beyond = 60 * SPAN if name in many else 9
             x, dy = (_rows(cases, sizes, columns, FP32, beyond) for columns in (144, 272))
             w = cases.normal(len(sizes), 272, 144)
+            both = rule, 0.0, ALIGN, True, True
             operands = {
-                "x": reference.cast_groups("", [x], FP32, offs, E4M3, block, rule, 0.0, True, True),
-                "dy": reference.cast_groups(
-                    "", [dy], FP32, offs, FP8_DTYPES[index % 2], block, rule, 0.0, True, True
-                ),
-                "w": reference.cast_groups(
-                    "", [w], FP32, None, E4M3, w_block, rule, 0.0, True, True
-                ),
+                "x": _cast("", [x], FP32, E4M3, block, *both, offs=offs),
+                "dy": _cast("", [dy], FP32, FP8_DTYPES[index % 2], block, *both, offs=offs),
+                "w": _cast("", [w], FP32, E4M3, w_block, *both),
             }
             bias = cases.normal(len(sizes), 272)
             kinds = (BF16, False), (BF16, True), (FP32, False)
             for out_dtype, fast in kinds[:1] if name in many else kinds:
                 kind = f"{name} {scaling} {name_of(out_dtype)}{' fast_accum' * fast}"
-                formats = {key: operand[0].dtype for key, operand in operands.items()}  # type: ignore[union-attr]
+                formats = {key: operand[0].dtype for key, operand in operands.items()}
                 for left, right, blocks, added in (
                     ("x", "w", (block, w_block), None if index % 2 else bias),
                     ("dy", "w'", (block, w_block), None),
@@ -214,9 +209,9 @@ def _multiply(
     assert b is not None, "cast"
     (a_d, a_s), (b_d, b_s) = all_to(cases, (a, a_scale)), all_to(cases, (b, b_scale))
     added = None if bias is None else bias.to(cases.device)
-    got = ops.grouped_mm_op(
-        a_d, a_s, blocks[0], b_d, b_s, blocks[1], added, offs.to(cases.device), out_dtype,
-        fast_accum,
+    got = ops.scaled_mm_op(
+        a_d, a_s, blocks[0], b_d, b_s, blocks[1], added, out_dtype, fast_accum,
+        offs.to(cases.device),
     )  # fmt: skip
     start = place = 0
     for index, end in enumerate(offs.tolist()):

@@ -117,9 +117,10 @@ def _check_cast_of(cases: Cases) -> None:
         for at, transposed in ((0, False), (3, True)):
             arguments = (*given(prologue), *options, not transposed, transposed, False, encode)
             slot, want_slot = (torch.full_like(encode, ops.NO_DATA) for _ in range(2))
-            got = ops.cast_op(*arguments, slot)
+            got = ops.cast_op(*arguments, None, None, slot)
             oriented = given(value.t() if transposed else value)
-            want = ops.cast_op(*oriented, *options, True, False, False, encode, want_slot)
+            rowwise = True, False, False, encode, None, None, want_slot
+            want = ops.cast_op(*oriented, *options, *rowwise)
             cases.same((got[at], slot), (want[0], want_slot))
             cases.same(ops.cast_op(*arguments)[at], want[0])
 

@@ -18,7 +18,7 @@ from float8lab.arguments import (
     shown,
 )
 from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES
-from float8lab.ops import cast_op, dequantize_op
+from float8lab.ops import cast_op, value_of_op
 
 __all__ = ["InferenceParams", "Step", "positions_reached"]
 
@@ -76,7 +76,7 @@ class _Store:
         data = self.data.view(torch.uint8)[rows, :, :length].view(self.dtype)
         flat = data.reshape(-1, data.shape[-1])
         scale = self.scale[rows, :, :length].reshape(-1, 1)
-        out: Tensor = dequantize_op(flat, scale, (1, -1), dtype)
+        out: Tensor = value_of_op("dequantize", (flat, scale), dtype, (1, -1))
         return out.view(data.shape)
 
     def reorder(self, rows: Tensor) -> None:

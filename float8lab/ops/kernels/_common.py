@@ -266,7 +266,7 @@ def saturate(y, x, dtype: tl.constexpr):
     """Cast float32 ``y``, which is ``x`` times an encode factor, as ``round_to_fp8`` does.
 
     ``x`` is float32 from ``nan_for_infinity``. Where the encode factor is made of the amax of these
-    very values, only an infinity has an infinite product: callers then give ``y`` for ``x``, too,
+    very values, only an infinity is infinite when scaled: callers then give ``y`` for ``x``, too,
     which spares registers. The instruction does the clamping: cvt to e4m3x2 and
     e5m2x2 exists only with .satfinite, and NaN stays NaN (PTX ISA, "cvt"). Clamping first would
     cost four instructions an element, and as a NaN-propagating minimum and maximum it makes the
@@ -320,7 +320,7 @@ def pack(y0, y1, y2, y3, x0, x1, x2, x3, dtype: tl.constexpr):
 
 @triton.jit
 def widen(x):
-    """Float32 of a tile. Of 2-byte values anew in every call: registers hold 2 bytes between."""
+    """Float32 of a tile. Of 2-byte values in every call: registers hold 2 bytes between."""
     if x.dtype == tl.float32 or INTERPRETED:
         wide = x.to(tl.float32)
     else:

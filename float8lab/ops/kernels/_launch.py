@@ -1,6 +1,6 @@
-"""Launching a kernel again without what Triton does in Python before every launch.
+"""Repeated launches of a kernel, without what Triton does in Python before every launch.
 
-Triton works out anew at each launch which compiled kernel serves the arguments, and calls its hooks
+Triton works out at each launch which compiled kernel serves the arguments, and calls its hooks
 even if there are none: some 20 us, which is longer than a small kernel runs. Here the kernel that
 Triton chose is remembered under all that the choice depends on.
 """
@@ -97,21 +97,21 @@ class Launched:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        known = None
+        memo = None
         if ENABLED and self._known and not (has_hooks() or self.function.pre_run_hooks):
             device = current_device()
-            known = self._known.get(_key_of(device, args, constants))
-        if known is None:
+            memo = self._known.get(_key_of(device, args, constants))
+        if memo is None:
             kernel = self.function[grid](*args, **{**_OPTIONS, **constants})
             if ENABLED:
-                known = self._remember(kernel, args, constants)
+                memo = self._remember(kernel, args, constants)
         else:
-            run, first, values, _ = known
+            run, first, values, _ = memo
             x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
             run(x, y, z, current_stream(device), *first, *args, *values)
         tell = getattr(RECORDING, "launch", None)
         if tell is not None:
-            tell(grid, args, known)
+            tell(grid, args, memo)
 
     def _remember(
         self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
@@ -134,9 +134,9 @@ class Launched:
             self._known.clear()
         values = tuple(constants[name] for name in self._constants)
         # With the kernel itself, whose end may be that of its function.
-        known = (*_launcher_of(kernel), values, kernel)
-        self._known[key] = known
-        return known
+        memo = (*_launcher_of(kernel), values, kernel)
+        self._known[key] = memo
+        return memo
 
 
 def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -156,7 +156,7 @@ def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 def has_hooks() -> bool:
-    """Whether somebody, such as a profiler, is to be called around Triton's launches."""
+    """Whether a hook, such as a profiler's, is to be called around Triton's launches."""
     # A hook is a function, or a chain of those that were added.
     enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -168,8 +168,8 @@ def _key_of(
     """All that Triton's choice of a kernel depends on, or more; None for other kinds of arguments.
 
     A kernel differs for an integer that is 1, divisible by 16, or above 32 bits: hence its value.
-    Of tensors it knows the dtype and whether the address is divisible by 16, of descriptors for the
-    copy engine the dtype and what is copied at a time, of others the type.
+    Of tensors it knows the dtype and whether the address is divisible by 16, of TMA
+    descriptors the dtype and the box that is copied, of others the type.
     """
     key = [device, len(constants), *constants, *constants.values()]
     for arg in args:

@@ -1,4 +1,4 @@
-"""Running a function again without its Python: its allocations and launches, as recorded.
+"""Repeating a function without its Python: its allocations and launches, as recorded.
 
 What a launcher does, or a function that calls several, follows from the shapes, strides, dtypes and
 alignments of its tensors and from its other arguments: which outputs and which room to work in it
@@ -6,7 +6,7 @@ allocates, and which kernels it launches with which sizes. The second call with 
 these is recorded; from then on only the allocations and launches are done, on the tensors of the
 call. It is a list of steps, not a CUDA graph: every call gets fresh outputs, on the current stream,
 and a CUDA graph can capture it. Memory is allocated when it is first needed and given back when it
-has served, as the function itself would have done between its products.
+has served, as the function itself would have done between its GEMMs.
 """
 
 from __future__ import annotations
@@ -159,31 +159,31 @@ class _Call:
                     self.rest.append(arg)
             if len(places) == 1:  # then an itemgetter gives no tuple
                 (place,) = places
-                return lambda found: (found[place],)
-            return operator.itemgetter(*places) if places else lambda found: ()
+                return lambda values: (values[place],)
+            return operator.itemgetter(*places) if places else lambda values: ()
 
-        parts: list[list[_Step]] = [[]]
+        phases: list[list[_Step]] = [[]]
         for step in steps:
-            if parts[-1] and parts[-1][-1].allocates:
-                parts.append([])
-            parts[-1].append(step)
+            if phases[-1] and phases[-1][-1].allocates:
+                phases.append([])
+            phases[-1].append(step)
         used = [
-            {arg for step in part for arg in step.args if type(arg) is _Number} for part in parts
+            {arg for step in phase for arg in step.args if type(arg) is _Number} for phase in phases
         ]
-        made = [{step.number for step in part if step.number is not None} for part in parts]
+        made = [{step.number for step in phase if step.number is not None} for phase in phases]
         used[0] |= {*range(given, stream)}.difference(*made, *used)  # by nothing but the caller
         self.phases: list[_Phase] = []
         held = {*range(given)}
-        for i, part in enumerate(parts):
+        for i, phase in enumerate(phases):
             new = sorted(used[i].difference(held, *made))
             zeroed = [_Step(Tensor.zero_, (_Number(n),), {}, None) for n in new if n in zeros]
             held |= used[i] | made[i]
-            done = held.difference(outputs, *used[i + 1 :]) if i + 1 < len(parts) else set()
+            done = held.difference(outputs, *used[i + 1 :]) if i + 1 < len(phases) else set()
             held -= done
             self.phases.append(
                 _Phase(
                     [(n, *allocations[n - given]) for n in new],  # type: ignore[misc]
-                    [(s.function, pick(s.args), s.kwargs, s.number) for s in [*zeroed, *part]],
+                    [(s.function, pick(s.args), s.kwargs, s.number) for s in [*zeroed, *phase]],
                     [*done],
                 )
             )
@@ -295,7 +295,7 @@ class _Recording(TorchDispatchMode):
         return self._take(_VIEWS[func], args, kwargs, tensor)
 
     def _describe(self, descriptor: Any) -> int:
-        """A step that makes a descriptor for the copy engine anew, and its number."""
+        """A step that makes a descriptor for TMA, and its number."""
         base = _Number(self._number(descriptor.base, as_it_is=False))
         self.fits &= base != -1
         made = functools.partial(_described_as, _described_as(descriptor, None))
@@ -303,12 +303,12 @@ class _Recording(TorchDispatchMode):
         self.tensors.append(descriptor)
         return len(self.tensors) - 1
 
-    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], known: Any) -> None:
-        """A launch of the kernel that is ``known``, with run-time arguments ``args``."""
-        if known is None:
+    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], memo: Any) -> None:
+        """A launch of the kernel that ``memo`` names, with run-time arguments ``args``."""
+        if memo is None:
             self.fits = False
             return
-        run, first, values, _ = known
+        run, first, values, _ = memo
         x, y, z = (*grid, 1, 1)[:3]
         args = self._numbered(args, as_they_are=False)
         self.steps.append(
@@ -330,13 +330,13 @@ class _Recording(TorchDispatchMode):
 
     def _is_whole(self, out: Tensor, number: int) -> bool:
         """Whether a tensor takes all of the memory of the one with that number."""
-        whole = self.tensors[number]
-        return bool(out.nbytes == whole.nbytes and out.data_ptr() == whole.data_ptr())
+        base = self.tensors[number]
+        return bool(out.nbytes == base.nbytes and out.data_ptr() == base.data_ptr())
 
     def call(self, result: Any) -> _Call | None:
         """The record of a call that gave ``result``; None if it cannot be repeated."""
         results, build = _leaves_of(result)
-        outputs = [one for one in results if one is not None]
+        outputs = [output for output in results if output is not None]
         seen = {
             arg
             for step in self.steps
@@ -345,13 +345,13 @@ class _Recording(TorchDispatchMode):
         }
         returned = {step.number for step in self.steps if step.number is not None}
         numbers = []
-        for one in outputs:
-            number = self.number.get(id(one), -1)
+        for output in outputs:
+            number = self.number.get(id(output), -1)
             # A view over all of what was allocated may be allocated as it is.
-            as_it_is = number in seen or number in returned or not self._is_whole(one, number)
-            numbers.append(self._number(one, as_it_is=as_it_is))
-        apart = len(set(numbers)) == len({id(one) for one in outputs})
-        if not self.fits or not self.steps or not apart or -1 in numbers:
+            as_it_is = number in seen or number in returned or not self._is_whole(output, number)
+            numbers.append(self._number(output, as_it_is=as_it_is))
+        are_distinct = len(set(numbers)) == len({id(output) for output in outputs})
+        if not self.fits or not self.steps or not are_distinct or -1 in numbers:
             return None
         tensors = [*self.tensors]
         for number, out in zip(numbers, outputs, strict=True):
@@ -366,7 +366,7 @@ class _Recording(TorchDispatchMode):
             for i in range(self.given, len(tensors))
         )
         left = iter(numbers)
-        returns = tuple(None if one is None else next(left) for one in results)
+        returns = tuple(None if output is None else next(left) for output in results)
         return _Call(
             allocations, self.zeros, self.steps, returns,
             given=self.given, build=build,
@@ -376,7 +376,7 @@ class _Recording(TorchDispatchMode):
 def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]]:
     """The tensors, and None, of a result in their order, and what makes such a result of others.
 
-    A result is a tensor, None, or a tuple of results; a NamedTuple is made anew as what it is.
+    A result is a tensor, None, or a tuple of results; a NamedTuple is rebuilt as its own type.
     """
     if type(result) is tuple and not any(isinstance(element, tuple) for element in result):
         return result, lambda leaves: leaves
@@ -405,7 +405,7 @@ def _with_lists(
 
 
 def _described_as(descriptor: Any, base: Tensor | None) -> Any:
-    """The same descriptor of another tensor, without checking it again."""
+    """The same descriptor of another tensor, without another check."""
     copy = object.__new__(type(descriptor))
     copy.__dict__.update(descriptor.__dict__)
     copy.base = base
@@ -426,14 +426,14 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(launcher)
     def call(*args: Any) -> Any:
-        found = _key_of(args)
-        if found is None:
+        located = _key_of(args)
+        if located is None:
             return _on_device(launcher, call, args)
-        device, key, tensors = found
-        known = calls.get(key)
-        if type(known) is _Call and not has_hooks():
-            return known.run(tensors, device)
-        if known is not _AGAIN:
+        device, key, tensors = located
+        memo = calls.get(key)
+        if type(memo) is _Call and not has_hooks():
+            return memo.run(tensors, device)
+        if memo is not _AGAIN:
             if key not in calls:
                 if len(calls) >= _MOST_CALLS:
                     calls.clear()
@@ -448,7 +448,7 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_device(
-    launcher: Callable[..., Any], again: Callable[..., Any], args: tuple[Any, ...]
+    launcher: Callable[..., Any], repeat: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     """Launch on the GPU of the first tensor: Triton launches on the current one."""
     x = _first_tensor(args)
@@ -456,14 +456,14 @@ def _on_device(
     if is_on_current_device(x):
         return launcher(*args)
     with torch.cuda.device(x.device):
-        return again(*args)
+        return repeat(*args)
 
 
 def _first_tensor(args: Iterable[Any]) -> Tensor | None:
     for arg in args:
-        found = _first_tensor(arg) if isinstance(arg, (tuple, list)) else arg
-        if isinstance(found, Tensor):
-            return found
+        tensor = _first_tensor(arg) if isinstance(arg, (tuple, list)) else arg
+        if isinstance(tensor, Tensor):
+            return tensor
     return None
 
 
@@ -479,13 +479,13 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     tensors: list[Tensor] = []
     append = key.append
     left = [*args]
-    for arg in left:  # which grows by what tuples and lists hold
+    for arg in left:  # it grows by the elements of tuples and lists
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
-            address, where = arg.data_ptr(), arg.get_device()
+            address, device_index = arg.data_ptr(), arg.get_device()
             if not tensors:
-                device = where
-            if not address or where != device:
+                device = device_index
+            if not address or device_index != device:
                 return None
             tensors.append(arg)
             append((arg.shape, arg.stride(), arg.dtype, address & 15))

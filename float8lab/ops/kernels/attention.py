@@ -7,9 +7,9 @@ one is being stored. While a group computes the probabilities of one tile of key
 multiply the next tile's scores, then the first half of the probabilities by their values, and the
 other group's whatever is due there. Softmax is online: probabilities are rounded relative to the
 largest score so far, not to the row's largest, which is the one difference from the reference
-besides the order of sums and the tensor cores' accumulator (14 bits of each sum of 32 products).
+besides the order of sums and the tensor cores' accumulator (14 bits of each sum of 32 terms).
 
-The second product contracts over the keys, and FP8 operands must be contiguous along a contraction:
+The second GEMM contracts over the keys, and FP8 operands must be contiguous along a contraction:
 ``_turn_kernel`` transposes the values first. It also orders the keys of every 16 such that the four
 probabilities of a thread that become one 32-bit register are those which the tensor cores expect
 there; the sum over the keys does not mind.
@@ -40,8 +40,8 @@ from float8lab.ops.kernels._common import (
     next_power_of_2,
     on_device_of_first,
 )
-from float8lab.ops.kernels._copy_engine import async_load
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import attention as plain
 from float8lab.ops.reference import round_up
@@ -147,11 +147,11 @@ def _load_tiles(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     end = _tiles_in_all(sizes, 2 * GROUP)
     number = gl.program_id(0)
-    turn = 0
+    pass_index = 0
     count = 0
     while number < end:
-        side = turn % 2
-        _tell_number(numbers, number, q_empty, turn)
+        side = pass_index % 2
+        _tell_number(numbers, number, q_empty, pass_index)
         batch, head, kv_head, _, first, blocks = _place(number, sizes, CAUSAL, 2 * GROUP, KEYS)
         mbarrier.expect(q_full.index(side), 2 * q_desc.block_type.nbytes)
         for group in gl.static_range(2):
@@ -170,42 +170,42 @@ def _load_tiles(
                 at = [batch, kv_head, 0, block * KEYS + half * (KEYS // 2)]
                 async_load(v_desc, at, v_full.index(stage), v_tiles.index(2 * stage + half))
             count += 1
-        turn += 1
+        pass_index += 1
         number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
     # A number that is no tile's: the end.
-    _tell_number(numbers, number, q_empty, turn)
-    mbarrier.arrive(q_full.index(turn % 2), count=1)
+    _tell_number(numbers, number, q_empty, pass_index)
+    mbarrier.arrive(q_full.index(pass_index % 2), count=1)
 
 
 @gluon.jit
-def _tell_number(numbers, number, q_empty, turn):
+def _tell_number(numbers, number, q_empty, pass_index):
     """The groups, as soon as both have done with the queries of the turn before the last."""
-    side = turn % 2
-    mbarrier.wait(q_empty.index(side), ((turn // 2) & 1) ^ 1)
+    side = pass_index % 2
+    mbarrier.wait(q_empty.index(side), ((pass_index // 2) & 1) ^ 1)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.index(side).store(gl.full([1], number, gl.int32, ONE))
 
 
 @gluon.jit
-def _next_number(numbers, q_full, turn):
+def _next_number(numbers, q_full, pass_index):
     """The number that the loading warp has told."""
-    side = turn % 2
-    mbarrier.wait(q_full.index(side), (turn // 2) & 1)
+    side = pass_index % 2
+    mbarrier.wait(q_full.index(side), (pass_index // 2) & 1)
     return gl.max(numbers.index(side).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _row_max(x, like):
     """In four chains a thread and row, since a warp has no other work while it waits for one."""
-    parts = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8])
-    return gl.convert_layout(gl.max(gl.max(gl.max(parts, 2), 1), 1), like.type.layout)
+    halves = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8])
+    return gl.convert_layout(gl.max(gl.max(gl.max(halves, 2), 1), 1), like.type.layout)
 
 
 @gluon.jit
 def _row_sum(x, like):
     """In four chains as well."""
-    parts = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8])
-    return gl.convert_layout(gl.sum(gl.sum(gl.sum(parts, 2), 1), 1), like.type.layout)
+    halves = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8])
+    return gl.convert_layout(gl.sum(gl.sum(gl.sum(halves, 2), 1), 1), like.type.layout)
 
 
 @gluon.jit
@@ -217,8 +217,8 @@ def _exponents(s, largest, factor):
 
 
 @gluon.jit
-def _add_values(x, rescale, total, out, v_tiles, stage):
-    """The products of a tile's probabilities and values, in flight, and the new total.
+def _add_values(x, rescale, exp_sum, out, v_tiles, stage):
+    """The GEMM of a tile's probabilities and values, in flight, and the new total.
 
     While the tensor cores multiply one half, the other half's exponentials are computed.
     """
@@ -229,18 +229,18 @@ def _add_values(x, rescale, total, out, v_tiles, stage):
     X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     out = out * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT)), 1)
-    total *= rescale
+    exp_sum *= rescale
     halves = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, HALF]), [0, 2, 1]))
     for half in gl.static_range(2):
         p = gl.exp2(gl.convert_layout(halves[half], X_LAYOUT, assert_trivial=True))
-        total += _row_sum(p, total)
+        exp_sum += _row_sum(p, exp_sum)
         # In the order of keys that ``_turn_kernel`` has this moves nothing between threads.
         p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, HALF // 16, 2, 4, 2])
         p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, HALF])
         p8 = gl.convert_layout(p8, P_LAYOUT, assert_trivial=True)
         v_tile = v_tiles.index(2 * stage + half).permute((1, 0))
         out = warpgroup_mma(p8, v_tile, out, is_async=True)
-    return out, total
+    return out, exp_sum
 
 
 @gluon.jit
@@ -261,15 +261,15 @@ def _attend(  # noqa: PLR0915
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
     end = _tiles_in_all(sizes, 2 * ROWS)
-    turn = 0
+    pass_index = 0
     count = 0
-    number = _next_number(numbers, q_full, turn)
+    number = _next_number(numbers, q_full, pass_index)
     while number < end:
         batch, head, _, row_of_lse, first, blocks = _place(number, sizes, CAUSAL, 2 * ROWS, KEYS)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         largest = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
-        total = gl.zeros([ROWS], gl.float32, S_ROWS)
-        q = q_tiles.index(2 * (turn % 2) + group)
+        exp_sum = gl.zeros([ROWS], gl.float32, S_ROWS)
+        q = q_tiles.index(2 * (pass_index % 2) + group)
         stage = count % STAGES
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
         s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
@@ -286,14 +286,14 @@ def _attend(  # noqa: PLR0915
             k = k_tiles.index(ahead).permute((1, 0))
             s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
             # As early as this, because the branch in a wait keeps ptxas from moving exponentials
-            # ahead of the scores' product.
+            # ahead of the scores' GEMM.
             mbarrier.wait(v_full.index(stage), phase)
-            out, total = _add_values(x, rescale, total, out, v_tiles, stage)
+            out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, stage)
             s = warpgroup_mma_wait(2, (s,))
             mbarrier.arrive(k_empty.index(ahead), count=1)
             out = warpgroup_mma_wait(0, (out,))
             mbarrier.arrive(v_empty.index(stage), count=1)
-        mbarrier.arrive(q_empty.index(turn % 2), count=1)
+        mbarrier.arrive(q_empty.index(pass_index % 2), count=1)
 
         # Only the last tile has keys that are not there or not yet to be seen: tiles are square.
         rows = first + ROWS * group + gl.arange(0, ROWS, S_ROWS)
@@ -304,19 +304,19 @@ def _attend(  # noqa: PLR0915
         x, rescale, largest = _exponents(gl.where(seen, s, -float("inf")), largest, factor)
         stage = count % STAGES
         mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-        out, total = _add_values(x, rescale, total, out, v_tiles, stage)
+        out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, stage)
         out = warpgroup_mma_wait(0, (out,))
         mbarrier.arrive(v_empty.index(stage), count=1)
         count += 1
-        turn += 1
+        pass_index += 1
 
-        decode = v_scale / total  # the total is times 2 ** 8 too
+        decode = v_scale / exp_sum  # the total is times 2 ** 8 too
         out = out * gl.expand_dims(gl.convert_layout(decode, gl.SliceLayout(1, O_LAYOUT)), 1)
         of_head = out_ptr + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
         _store(of_head, out, first + ROWS * group, SQ, DV, stride_os)
-        lse = (largest * factor - P_BITS) * LN_2 + gl.log(total)
+        lse = (largest * factor - P_BITS) * LN_2 + gl.log(exp_sum)
         gl.store(lse_ptr + row_of_lse.to(gl.int64) * SQ + rows, lse, mask=rows < SQ)
-        number = _next_number(numbers, q_full, turn)
+        number = _next_number(numbers, q_full, pass_index)
 
 
 @gluon.jit
@@ -402,7 +402,7 @@ def _has_kernel(q: Tensor, v: Tensor, scale: float) -> bool:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """The same, as the copy engine takes it; more columns of zeros do not change a score."""
+    """The same, as TMA takes it; more columns of zeros do not change a score."""
     columns = round_up(x.shape[-1], 16)
     if x.shape[-1] != columns:
         x = torch.nn.functional.pad(x.view(torch.uint8), (0, columns - x.shape[-1])).view(x.dtype)

@@ -52,6 +52,7 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
 from float8lab.ops.kernels.dequantize import transpose
+from float8lab.ops.kernels.grouped_cast import cast_groups
 from float8lab.ops.kernels.prologue import (
     arguments_of,
     has_kernel,
@@ -61,6 +62,7 @@ from float8lab.ops.kernels.prologue import (
     tile_of_program,
     value_of,
 )
+from float8lab.ops.kernels.scaling import SCALES, scales_kernel
 from float8lab.ops.reference import prologue_shape, round_up
 
 __all__ = [
@@ -88,8 +90,6 @@ _PROLOGUE_PROGRAMS = 512
 """Programs that find the amax of what a prologue computes."""
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers between its amax and its cast."""
-_SCALES = 256
-"""Scales that one program makes."""
 
 _Matrix = tuple[str, Sequence[Tensor], torch.dtype]
 """A prologue, its inputs and the dtype of its values."""
@@ -156,15 +156,15 @@ def amax_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
 ) -> Tensor:
     """No hot path asks for that of blocks smaller than a row or a column."""
-    block, known = tuple(block), has_kernel(prologue, inputs, dtype)
-    if known and block in ((1, -1), (-1, 1)):
+    block, fits = tuple(block), has_kernel(prologue, inputs, dtype)
+    if fits and block in ((1, -1), (-1, 1)):
         shape, by_row = prologue_shape(prologue, inputs), block[0] == 1
-        found = inputs[0].new_zeros(shape[0] if by_row else shape[1], dtype=torch.int32)
+        bits = inputs[0].new_zeros(shape[0] if by_row else shape[1], dtype=torch.int32)
         _amax_rows_columns(
-            (prologue, inputs, dtype), found, 0, tile_for(prologue), by_row, not by_row
+            (prologue, inputs, dtype), bits, 0, tile_for(prologue), by_row, not by_row
         )
-        return found.view(torch.float32).view((-1, 1) if by_row else (1, -1))
-    if block != (-1, -1) or not known:
+        return bits.view(torch.float32).view((-1, 1) if by_row else (1, -1))
+    if block != (-1, -1) or not fits:
         x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
         return reference.amax(x, block)
     partial = _partial_amax((prologue, inputs, dtype))
@@ -192,24 +192,6 @@ def _amax_rows_columns_kernel(
         tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
     if TRANSPOSE:
         tl.atomic_max(amax_ptr + ROWS + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
-
-
-@launched
-def _scales_kernel(
-    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, which make room for encode factors
-    scale_ptr,  # [ROWS] fp32
-    scale_t_ptr,  # [COLUMNS] fp32
-    ROWS, COLUMNS, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    bits = tl.load(amax_ptr + index, mask=index < ROWS + COLUMNS, other=0)
-    eps = tl.cast(eps, tl.float32)
-    scale, encode = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
-    tl.store(amax_ptr + index, encode.to(tl.int32, bitcast=True), mask=index < ROWS + COLUMNS)
-    tl.store(scale_ptr + index, scale, mask=index < ROWS)
-    column = index - ROWS
-    tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
 
 
 def _amax_rows_columns(
@@ -243,9 +225,9 @@ def _scales_of_rows(
         amaxes[rows:].view(torch.float32).copy_(given.view(-1))
     scale = first.new_empty((rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((columns, 1), dtype=torch.float32)
-    _scales_kernel[(ceil_div(rows + columns, _SCALES),)](
+    scales_kernel[(ceil_div(rows + columns, SCALES),)](
         amaxes, scale, scale_t, rows, columns, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
     return scale, scale_t, amaxes.view(torch.float32)
 
@@ -264,7 +246,7 @@ def _encode_of_tensor(
         amax = tl.load(given_ptr)
     else:
         index = tl.arange(0, PARTIALS)
-        partial = tl.load(given_ptr + index, mask=index < programs, other=0.0)
+        partial = tl.load(given_ptr + index, mask=index < programs, transposed=0.0)
         amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
     encode = amax
     if RULE != "":
@@ -296,12 +278,12 @@ def write_cast(
     # Every thread loads the one factor of a tensor, as it would those of blocks: with one load for
     # all of them casts of matrices took 3 to 6 % longer on an H200.
     if BK == 0 and BM > 0:
-        factor = tl.load(factor_ptr + m * stride_fm, mask=m < factor_rows, other=1.0)[:, None]
+        factor = tl.load(factor_ptr + m * stride_fm, mask=m < factor_rows, transposed=1.0)[:, None]
     else:
         k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
         mask = (m < factor_rows)[:, None] & (k < factor_columns)[None, :]
         offsets = m[:, None] * stride_fm + k[None, :] * stride_fk
-        factor = tl.load(factor_ptr + offsets, mask=mask, other=1.0)
+        factor = tl.load(factor_ptr + offsets, mask=mask, transposed=1.0)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     # At once for two values of 2 bytes, unless the amax needs the wide ones anyway.
     visible = nan_for_infinity(x.to(tl.float32) if HAS_SLOT else x, dtype).to(tl.float32)
@@ -522,20 +504,20 @@ def _quantize_blocks(
 
 
 def _cast_straight(
-    matrix: _Matrix, how: _How, given: Tensor | None = None, slot: Tensor | None = None
+    matrix: _Matrix, options: _How, given: Tensor | None = None, slot: Tensor | None = None
 ) -> _One:
     """One orientation of a matrix that is not empty.
 
-    A block that is neither -1 nor a power of two up to 128 (nobody's recipe) takes the reference,
+    A block that is neither -1 nor a power of two up to 128 (no recipe has one) takes the reference,
     which is plain PyTorch and runs on the GPU as it is; so does a matrix of one column.
     """
-    (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, how
+    (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
     first, finds = inputs[0], rule in SCALE_RULES
     M, K = prologue_shape(prologue, inputs)
     if K == 1 or (finds and block not in ((-1, -1), (1, -1)) and not divides_a_tile(block)):
         x = value_of(*matrix) if prologue else first
-        rest = (fp8_dtype, block, rule, eps, align, True, False, False, given, slot)
-        q, scale, amax, *_ = reference.cast("", [x], x.dtype, *rest)
+        arguments = (*options, True, False, False, given)
+        q, scale, amax, *_ = reference.cast("", [x], x.dtype, *arguments, slot=slot)
         assert q is not None, "asked for"
         return q, scale, amax
     q = first.new_empty((round_up(M, align), round_up(K, align)), dtype=fp8_dtype)
@@ -547,9 +529,9 @@ def _cast_straight(
         scale, encode = (empty_scale(first, q.shape, block) for _ in range(2))
         encode.copy_(given)
         count = encode.numel()
-        _scales_kernel[(ceil_div(count, _SCALES),)](
+        scales_kernel[(ceil_div(count, SCALES),)](
             encode.view(torch.int32), scale, scale, count, 0, eps,
-            LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+            LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
         )  # fmt: skip
         _cast(matrix, q, encode, block, "encode", eps)
         return q, scale, None
@@ -581,13 +563,15 @@ def _write_words(
     """By one encode factor; or by those of rows, then of columns, at ``encode_ptr``."""
     dtype: tl.constexpr = q_t_ptr.dtype.element_ty
     if PER_ROW:
-        encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)[None, :]
+        encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, transposed=1.0)[
+            None, :
+        ]
     packed = pack_scaled(x0, x1, x2, x3, encode, dtype)
     if WRITE:
         for row in tl.static_range(4):
             rows = 4 * words + row
             if PER_ROW:
-                encode = tl.load(encode_ptr + rows, mask=rows < ROWS, other=1.0)[:, None]
+                encode = tl.load(encode_ptr + rows, mask=rows < ROWS, transposed=1.0)[:, None]
             x = widen(nan_for_infinity((x0, x1, x2, x3)[row], dtype))
             q = saturate(x * encode, x, dtype)
             store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
@@ -639,11 +623,11 @@ def _cast_words_kernel(
 
 
 def _cast_words(
-    matrix: _Matrix, how: _How, given: Tensor | None, slot: Tensor | None, *,
+    matrix: _Matrix, options: _How, given: Tensor | None, slot: Tensor | None, *,
     write: bool, column_sum: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The op's results for a matrix whose columns are whole words."""
-    (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, how
+    (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
     first, shape = inputs[0], prologue_shape(prologue, inputs)
     tile, amax = tile_for(prologue, words=True), None
     rows, columns = (round_up(size, align) for size in shape)
@@ -663,16 +647,16 @@ def _cast_words(
     q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
     sums = empty_column_sums(first, shape, tile) if column_sum else None
     tensors, constants = arguments_of(*matrix, tile)
-    one = block == (-1, -1) and scale is not None
+    is_per_tensor = block == (-1, -1) and scale is not None
     _cast_words_kernel[grid_of((rows, columns), tile)](
-        *tensors, given, slot, q, q_t, *((scale, scale_t) if one else (None, None)), sums,
+        *tensors, given, slot, q, q_t, *((scale, scale_t) if is_per_tensor else (None, None)), sums,
         *shape, rows, columns, given.numel(), eps,
-        LIMIT=largest(fp8_dtype), RULE=rule if one else "",
+        LIMIT=largest(fp8_dtype), RULE=rule if is_per_tensor else "",
         PARTIALS=1 if given.numel() == 1 else _PARTIALS, PER_ROW=block == (1, -1),
         HAS_SLOT=slot is not None, WRITE=write, COLUMN_SUM=column_sum, **constants,
     )  # fmt: skip
-    total = None if sums is None else sums.sum(0)
-    return q, scale if write else None, amax, q_t, scale_t, total
+    column_sums = None if sums is None else sums.sum(0)
+    return q, scale if write else None, amax, q_t, scale_t, column_sums
 
 
 @replayed
@@ -685,40 +669,47 @@ def cast(
     rule: str,
     eps: float = 0.0,
     align: int = 1,
-    straight: bool = True,
-    transposed: bool = False,
-    column_sum: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    dbias: bool = False,
     given: Tensor | None = None,
+    offs: Tensor | None = None,
+    plan: Tensor | None = None,
     slot: Tensor | None = None,
 ) -> tuple[Any, ...]:
+    if offs is not None or inputs[0].ndim == 3:
+        return cast_groups(
+            (prologue, inputs, dtype), offs, plan, (fp8_dtype, tuple(block), rule, eps),
+            rowwise, columnwise, dbias, given, slot,
+        )  # fmt: skip
     matrix, first, block = (prologue, inputs, dtype), inputs[0], tuple(block)
-    finds, both = rule in SCALE_RULES, straight and transposed
-    how = (fp8_dtype, block, rule, eps, align)
+    finds, both_orientations = rule in SCALE_RULES, rowwise and columnwise
+    options = (fp8_dtype, block, rule, eps, align)
     if not has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
-        rest: Any = (straight, transposed, column_sum, given, slot)
-        return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *rest)
+        arguments: Any = (rowwise, columnwise, dbias, given)
+        return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *arguments, slot=slot)
     grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
-    if both or (transposed and (prologue or grid)):
+    if both_orientations or (columnwise and (prologue or grid)):
         tiles = has_tiles if prologue else takes_tiles
         if finds and not grid and tiles(first, dtype, block, align):
-            return cast_tiles(matrix, *how, write=straight, column_sum=column_sum)
-        whole = block == (-1, -1) and rule != "decode"
+            return cast_tiles(matrix, *options, write=rowwise, column_sum=dbias)
+        is_per_tensor = block == (-1, -1) and rule != "decode"
         whole_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
-        if whole_words and (whole or (finds and block == (1, -1))):
-            return _cast_words(matrix, how, given, slot, write=straight, column_sum=column_sum)
+        if whole_words and (is_per_tensor or (finds and block == (1, -1))):
+            return _cast_words(matrix, options, given, slot, write=rowwise, column_sum=dbias)
     # Each orientation is cast on its own, or the one that has the same bytes is transposed.
-    turns = both and (block[0] == block[1] or not finds)
-    if prologue and (column_sum or (transposed and not turns)):
+    transposes = both_orientations and (block[0] == block[1] or not finds)
+    if prologue and (dbias or (columnwise and not transposes)):
         first = value_of(*matrix)
         matrix = "", [first], dtype
-    total = first.sum(0, dtype=torch.float32) if column_sum else None
-    other = "", [first.t()], first.dtype
-    q, scale, amax = _cast_straight(matrix if straight else other, how, given, slot)
-    if turns:
+    column_sums = first.sum(0, dtype=torch.float32) if dbias else None
+    transposed = "", [first.t()], first.dtype
+    q, scale, amax = _cast_straight(matrix if rowwise else transposed, options, given, slot)
+    if transposes:
         scale_t = None if scale is None else scale.t().clone(memory_format=torch.contiguous_format)
-        return q, scale, None, transpose(q), scale_t, total
-    if both:
-        return q, scale, None, *_cast_straight(other, how)[:2], total
+        return q, scale, None, transpose(q), scale_t, column_sums
+    if both_orientations:
+        return q, scale, None, *_cast_straight(transposed, options)[:2], column_sums
     amax = amax if reference.has_amax(prologue, block, given) else None
-    one = (q, scale, amax, None, None) if straight else (None, None, amax, q, scale)
-    return *one, total
+    results = (q, scale, amax, None, None) if rowwise else (None, None, amax, q, scale)
+    return *results, column_sums

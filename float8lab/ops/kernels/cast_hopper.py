@@ -159,8 +159,8 @@ def _write_rows(
     pairs = gl.convert_layout(pairs, BY_BLOCK, assert_trivial=True)
     fp8: gl.constexpr = q_ptr.dtype.element_ty
     pairs = _nan_for_infinity(pairs, DTYPE, fp8)
-    both = gl.join(_first(pairs, DTYPE) * encode, _second(pairs, DTYPE) * encode)
-    y = gl.reshape(both, [128, 128])
+    encoded = gl.join(_first(pairs, DTYPE) * encode, _second(pairs, DTYPE) * encode)
+    y = gl.reshape(encoded, [128, 128])
     q = saturate(y, y, fp8)
     q = gl.convert_layout(q, BY_ROW, assert_trivial=True)
     rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
@@ -199,7 +199,7 @@ def _write_columns(
     words = gl.join(words0, words1)  # [32, 64, 2]
     words = gl.reshape(gl.permute(words, [1, 2, 0]), [128, 32])
     # Through shared memory once more, so that lanes store neighbours. 32 lanes write to a column of
-    # 16 bytes in every second row of 128 bytes: the swizzle spreads that over the banks.
+    # 16 bytes in every second row of 128 bytes: the swizzle distributes them over the banks.
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 8, [1, 0])
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     words = gl.allocate_shared_memory(gl.int32, [128, 32], swizzled, words).load(BY_ROW)
@@ -253,7 +253,7 @@ def _quantize_blocks_kernel(
         place = plan_ptr + 4 * (E + 1 + tile_m)
         row, last = gl.load(place + 1).to(gl.int64), gl.load(place + 2).to(gl.int64)
         rows_left = gl.minimum(last - row, 128).to(gl.int32)
-        # Rows that belong to nobody are zeros, and have no place in the transpose.
+        # Padding rows are zeros, and have no place in the transpose.
         is_owned = (gl.load(place) < E) & (tile_m < gl.load(plan_ptr + 4 * E))
         last = gl.where(is_owned, last, row)
         down_left = gl.where(is_owned, 128, 0)
@@ -329,7 +329,7 @@ def launch_tiles(
     Args:
         matrix: what is cast.
         results: the data and scales of the rows, and the sums, are None where not wanted.
-        padded: rows and columns of the transpose, turned back.
+        padded: rows and columns of the transpose, transposed back.
         block: of one row.
         rule: of the scales.
         eps: the least amax.

@@ -56,12 +56,15 @@ _FIRST_TILE = tl.constexpr(9)
 @triton.jit
 def _find(table_ptr, matrices, tile):
     """Which matrix a tile belongs to: the last one whose first tile is not after it."""
-    low, high = 0, matrices
-    while high - low > 1:
-        middle = (low + high) // 2
-        here = tl.load(table_ptr + middle * _WIDTH + _FIRST_TILE) <= tile
-        low, high = tl.where(here, middle, low), tl.where(here, high, middle)
-    return low
+    lower, upper = 0, matrices
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        is_at_most_tile = tl.load(table_ptr + middle * _WIDTH + _FIRST_TILE) <= tile
+        lower, upper = (
+            tl.where(is_at_most_tile, middle, lower),
+            tl.where(is_at_most_tile, upper, middle),
+        )
+    return lower
 
 
 @triton.jit
@@ -156,7 +159,7 @@ def _table_of(key: _Key) -> Tensor | None:
 
     Any stream may read a table that is found: the copy has ended when it is first returned, and the
     allocator is told of every stream that has read it. A graph reads its tables whenever it is
-    replayed, which nobody here can see, so these are kept for good (80 bytes a matrix).
+    replayed, which this code cannot see, so these are kept for good (80 bytes a matrix).
     """
     device, rows = key
     in_graph = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -188,10 +191,10 @@ class _Job(NamedTuple):
     scale: Tensor
     amax: Tensor
 
-    def is_like(self, other: _Job) -> bool:
+    def is_like(self, job: _Job) -> bool:
         """Whether one launch can do both."""
-        mine = (self.x.dtype, self.q.dtype, self.x.device)
-        return mine == (other.x.dtype, other.q.dtype, other.x.device)
+        kind = (self.x.dtype, self.q.dtype, self.x.device)
+        return kind == (job.x.dtype, job.q.dtype, job.x.device)
 
     def has_kernel(self) -> bool:
         x, q, scale, amax = self
@@ -222,13 +225,13 @@ def cast_many_(
     without elements or with one column, and blocks without a kernel are done one by one.
     """
     tensors = zip(x, q, given or scale, given or amax, strict=True)
-    jobs, shape = [_Job(*one) for one in tensors], tuple(block)
+    jobs, shape = [_Job(*matrix) for matrix in tensors], tuple(block)
     rule = "" if given else rule
     if given or shape in ((-1, -1), (1, -1)) or divides_a_tile(shape):
         jobs = _launch(jobs, shape, rule, eps)
-    for one, *outputs in jobs:
-        how = (rule, eps) if rule else ("encode", 0.0, 1, True, False, False, outputs[1])
-        results = cast("", [one], one.dtype, outputs[0].dtype, shape, *how)
+    for matrix, *outputs in jobs:
+        options = (rule, eps) if rule else ("encode", 0.0, 1, True, False, False, outputs[1])
+        results = cast("", [matrix], matrix.dtype, outputs[0].dtype, shape, *options)
         for output, result in zip(outputs, results, strict=False):
             if result is not None:
                 output.copy_(result)
@@ -240,7 +243,7 @@ def _launch(jobs: list[_Job], block: tuple[int, ...], rule: str, eps: float) -> 
     left: list[_Job] = []
     for job in jobs:
         (taken if job.is_like(jobs[0]) and job.has_kernel() else left).append(job)
-    # Apart, for else one odd matrix would keep all others from wide accesses.
+    # Separately, for else one odd matrix would keep all others from wide accesses.
     for aligned in (True, False):
         alike = [job for job in taken if job.is_aligned() == aligned]
         if alike and not _launch_alike(alike[0].x, alike, aligned, block, rule, eps):

@@ -52,20 +52,20 @@ def _statistics_kernel(
     target = tl.load(target_ptr + row).to(tl.int64)
     row_ptr = logits_ptr + row * stride_m
     largest = tl.max(tl.zeros([BLOCK_V], tl.float32) - float("inf"), 0)
-    total = tl.sum(tl.zeros([BLOCK_V], tl.float32), 0)
-    found, plain = total, total
+    exp_sum = tl.sum(tl.zeros([BLOCK_V], tl.float32), 0)
+    target_logit, plain = exp_sum, exp_sum
     for start in range(0, V, BLOCK_V):
         at = start + columns
         inside = at < V
         x = tl.load(row_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
         new = tl.maximum(largest, tl.max(x, 0))
-        total = total * tl.exp(largest - _finite(new)) + tl.sum(tl.exp(x - _finite(new)), 0)
+        exp_sum = exp_sum * tl.exp(largest - _finite(new)) + tl.sum(tl.exp(x - _finite(new)), 0)
         largest = new
-        found += tl.sum(tl.where(at == target, x, 0.0), 0)
+        target_logit += tl.sum(tl.where(at == target, x, 0.0), 0)
         plain += tl.sum(tl.where(inside, x, 0.0), 0)
     tl.store(stats_ptr + row, largest)
-    tl.store(stats_ptr + M + row, total)
-    tl.store(stats_ptr + 2 * M + row, tl.where((target >= 0) & (target < V), found, 0.0))
+    tl.store(stats_ptr + M + row, exp_sum)
+    tl.store(stats_ptr + 2 * M + row, tl.where((target >= 0) & (target < V), target_logit, 0.0))
     tl.store(stats_ptr + 3 * M + row, plain)
 
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as torch_scaled_mm
 
+from float8lab.ops import reference
 from float8lab.ops.gemm import is_cublas_gemm, may_multiply
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize, transpose
+from float8lab.ops.kernels.grouped_gemm import grouped_mm
 from float8lab.ops.kernels.hopper_gemm import multiply_tiles
 from float8lab.ops.reference import ALIGN, round_up
 
@@ -40,19 +42,28 @@ class _Operand(NamedTuple):
 @replayed
 def scaled_mm(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     a_block: Sequence[int],
     b: Tensor,
-    b_scale: Tensor,
+    b_scale: Tensor | None,
     b_block: Sequence[int],
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    offs: Tensor | None = None,
+    plan: Tensor | None = None,
 ) -> Tensor:
+    if offs is not None:
+        return grouped_mm(
+            a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, fast_accum, offs, plan
+        )
+    if a_scale is None or b_scale is None:
+        high_precision = (a, a_scale, (), b, b_scale, ())
+        return reference.scaled_mm(*high_precision, bias, out_dtype, fast_accum)
     left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
     if a.ndim == 3:
-        return _each_product(left, right, out_dtype)
-    return _product(left, right, bias, out_dtype, fast_accum, None)
+        return _mm_batch(left, right, out_dtype)
+    return _mm(left, right, bias, out_dtype, fast_accum, None)
 
 
 def scaled_mm_into(
@@ -66,14 +77,14 @@ def scaled_mm_into(
     bias: Tensor | None,
     fast_accum: bool,
 ) -> None:
-    """Sizes that need padding, and outputs that need a pass after the product, are copied."""
+    """Sizes that need padding, and outputs that need a pass after the GEMM, are copied."""
     left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
-    y = _product(left, right, bias, out.dtype, fast_accum, out)
+    y = _mm(left, right, bias, out.dtype, fast_accum, out)
     if y is not out:
         out.copy_(y)
 
 
-def _product(
+def _mm(
     left: _Operand,
     right: _Operand,
     bias: Tensor | None,
@@ -81,7 +92,7 @@ def _product(
     fast_accum: bool,
     into: Tensor | None,
 ) -> Tensor:
-    """The product of two matrices: ``into``, if it can be written there at once."""
+    """The GEMM of two matrices: ``into``, if it can be written there at once."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     (M, K), N = a.shape, b.shape[0]
     if 0 in (M, N, K):
@@ -99,7 +110,7 @@ def _product(
     if into is not None and not (into.shape == (rows, columns) and into.is_contiguous()):
         into = None
     if by_block:
-        # The products of every 128 of K are summed in float32, however fast.
+        # The sums over every 128 of K are summed in float32, however fast.
         wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         into = into if wide == out_dtype else None
         padded = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
@@ -114,17 +125,17 @@ def _product(
     return out if out.shape == (M, N) else out[:M, :N].contiguous()
 
 
-def _each_product(left: _Operand, right: _Operand, out_dtype: torch.dtype) -> Tensor:
-    """The products of a batch. torch._scaled_grouped_mm has a scale a row and bfloat16 alone."""
+def _mm_batch(left: _Operand, right: _Operand, out_dtype: torch.dtype) -> Tensor:
+    """One GEMM a matrix: torch._scaled_grouped_mm has a scale a row and bfloat16 alone."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
-    products = [
+    results = [
         scaled_mm(
             _by_row(x), x_scale, a_block, _by_row(y), y_scale, b_block, None, out_dtype, False
         )
         for x, x_scale, y, y_scale in zip(a, a_scale, b, b_scale, strict=True)
     ]
     out = a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
-    return torch.stack(products, out=out) if products else out
+    return torch.stack(results, out=out) if results else out
 
 
 def _by_row(q: Tensor) -> Tensor:
@@ -186,8 +197,8 @@ def _multiply_rows(
     """Scales [M, 1] and [N, 1]; bfloat16 is the one output that every GPU and version supports."""
     if out_dtype == torch.bfloat16:
         return _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)
-    one = a_scale.new_ones(1)
-    out = _multiply(a, one, b, one, None, torch.float32, fast_accum)
+    unit_scale = a_scale.new_ones(1)
+    out = _multiply(a, unit_scale, b, unit_scale, None, torch.float32, fast_accum)
     out.mul_(a_scale).mul_(b_scale.t())
     return (out if bias is None else out.add_(bias)).to(out_dtype)
 
@@ -195,7 +206,7 @@ def _multiply_rows(
 def _multiply_blocks(
     left: _Operand, right: _Operand, out_dtype: torch.dtype, into: Tensor | None
 ) -> Tensor:
-    """In bfloat16 or float32, by whoever has the product."""
+    """In bfloat16 or float32, by cuBLASLt or, for blocks that it lacks, by our kernel."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     rows, columns = a.shape[0], b.shape[0]
     if not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
@@ -210,8 +221,10 @@ def _multiply_blocks(
             a, b.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=out_dtype
         )
     # The function has no ``out``; no swizzle, no bias.
-    how: Any = [([scale], [kind.value], []) for scale, kind in zip(scales, kinds, strict=True)]
-    return torch.ops.aten._scaled_mm_v2.out(a, b.t(), *how[0], *how[1], None, out_dtype, out=into)
+    scalings: Any = [([scale], [kind.value], []) for scale, kind in zip(scales, kinds, strict=True)]
+    return torch.ops.aten._scaled_mm_v2.out(
+        a, b.t(), *scalings[0], *scalings[1], None, out_dtype, out=into
+    )
 
 
 # What cuBLASLt wants to see; each returns its input when that is it already.

@@ -2,10 +2,10 @@
 
 M rows, K columns of what is cast, E groups or matrices; ROWS, COLUMNS the same after padding, and
 ACROSS the columns of a transpose. A program has a tile of 128 rows and 128 columns, and no tile has
-rows of two groups: it finds out from the ends of the groups, on the device, where its rows are. In
+rows of two groups: it finds from the groups' offsets, on the device, where its rows are. In
 a transpose tile i has the columns from 128 i on: the layout of ``ops/reference/grouped.py``. Behind
-the groups come the tiles of the rows that belong to nobody, which read nothing and write zeros; in
-a transpose, where no product reads them, nothing.
+the groups come the tiles of the padding rows, which read nothing and write zeros; in
+a transpose, where no GEMM reads them, nothing.
 
 Tiles are read by words, as ``prologue.load_words`` says.
 """
@@ -42,9 +42,9 @@ from float8lab.ops.kernels._common import (
 )
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels.cast import _scales_kernel as make_scales
 from float8lab.ops.kernels.cast_hopper import has_tiles, launch_tiles, takes_tiles
 from float8lab.ops.kernels.prologue import arguments_of, has_kernel, load, tile_of_program
+from float8lab.ops.kernels.scaling import SCALES, scales_kernel
 from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
 
 __all__ = ["cast_groups", "plan_groups"]
@@ -57,8 +57,6 @@ _NARROW_OF_PROLOGUE = Tile(rows=128, columns=64, warps=8)
 _AMAX_TILE = Tile(rows=64, columns=128, warps=8)
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of all there is."""
-_SCALES = 256
-"""Scales that one program of ``make_scales`` makes."""
 _SUMS = 128
 """Columns that one program sums."""
 
@@ -70,24 +68,24 @@ def group_of_tile(tile, offs_ptr, M, E, COUNT: tl.constexpr):
     Group E has the rows beyond the last end; a tile beyond all rows begins at its own end.
     """
     index = tl.arange(0, COUNT)
-    ends = tl.load(offs_ptr + index, mask=index < E, other=0).to(tl.int32)
+    stops = tl.load(offs_ptr + index, mask=index < E, other=0).to(tl.int32)
     starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= E), other=0).to(tl.int32)
-    ends = tl.where(index < E, ends, M)
+    stops = tl.where(index < E, stops, M)
     starts = tl.where(index <= E, starts, M)
-    last = tl.cumsum((tl.maximum(ends - starts, 0) + 127) // 128, 0)
+    last = tl.cumsum((tl.maximum(stops - starts, 0) + 127) // 128, 0)
     is_past = last <= tile
     group = tl.sum(is_past.to(tl.int32), 0)
     first = tl.max(tl.where(is_past, last, 0), 0)
-    found = index == group
-    start = tl.sum(tl.where(found, starts, 0), 0)
-    end = tl.sum(tl.where(found, ends, 0), 0)
+    is_group = index == group
+    start = tl.sum(tl.where(is_group, starts, 0), 0)
+    end = tl.sum(tl.where(is_group, stops, 0), 0)
     row = tl.where(group < COUNT, start + (tile - first) * 128, end).to(tl.int64)
     return group, row, end.to(tl.int64)
 
 
 @launched
 def _plan_kernel(
-    offs_ptr,  # [E] ends of groups, int32 or int64
+    offs_ptr,  # [E] offsets of groups, int32 or int64
     plan_ptr,  # [E + 1 + tiles, 4] int32
     M, E,
     COUNT: tl.constexpr,
@@ -95,12 +93,12 @@ def _plan_kernel(
     """The groups from the largest on, and their tiles; how many tiles there are; where each is."""
     index = tl.program_id(0)
     offsets = tl.arange(0, COUNT)
-    ends = tl.load(offs_ptr + offsets, mask=offsets < E, other=0).to(tl.int32)
+    stops = tl.load(offs_ptr + offsets, mask=offsets < E, other=0).to(tl.int32)
     inside = (offsets > 0) & (offsets <= E)
     starts = tl.load(offs_ptr + offsets - 1, mask=inside, other=0).to(tl.int32)
-    ends = tl.where(offsets < E, ends, M)
+    stops = tl.where(offsets < E, stops, M)
     starts = tl.where(offsets <= E, starts, M)
-    of_group = (tl.maximum(ends - starts, 0) + 127) // 128
+    of_group = (tl.maximum(stops - starts, 0) + 127) // 128
     plan_ptr += 4 * index
     if index > E:
         group, row, end = group_of_tile(index - E - 1, offs_ptr, M, E, COUNT)
@@ -177,10 +175,10 @@ def _load_words(
 
 
 @triton.jit
-def _part_of_plan(plan_ptr, part, PARTS: tl.constexpr):
+def _part_of_plan(plan_ptr, index, PARTS: tl.constexpr):
     """Group, first row and end of one of the ``PARTS`` of a tile in a plan."""
-    at = plan_ptr + 4 * (part // PARTS)
-    row = tl.load(at + 1) + part % PARTS * (128 // PARTS)
+    at = plan_ptr + 4 * (index // PARTS)
+    row = tl.load(at + 1) + index % PARTS * (128 // PARTS)
     return tl.load(at), row.to(tl.int64), tl.load(at + 2)
 
 
@@ -263,13 +261,13 @@ def _amax_batch_kernel(
 def _factors_kernel(
     partial_ptr,  # [matrices, parts] fp32, or one for all
     amax_ptr, scale_ptr, scale_t_ptr, encode_ptr,  # [matrices] fp32
-    parts, stride, eps,
+    count, stride, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Amax, scale and encode factor of each matrix or group, from its partial amaxes."""
     matrix = tl.program_id(0)
     index = tl.arange(0, PARTS)
-    partial = tl.load(partial_ptr + matrix * stride + index, mask=index < parts, other=0.0)
+    partial = tl.load(partial_ptr + matrix * stride + index, mask=index < count, other=0.0)
     amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
     scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
     tl.store(amax_ptr + matrix, amax)
@@ -358,7 +356,7 @@ def _column_factors(
 @launched(do_not_specialize_on_alignment=["slot_ptr"])
 def _cast_groups_kernel(  # noqa: PLR0915
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    offs_ptr,  # [E] ends of groups, int32 or int64; None for a batch
+    offs_ptr,  # [E] offsets of groups, int32 or int64; None for a batch
     given_ptr,  # fp32 encode factors: one, or one per group or matrix; PER_ROW: rows, then columns
     slot_ptr,  # fp32: one per group or matrix
     q_ptr,  # [ROWS, COLUMNS] fp8, or E of these
@@ -465,18 +463,18 @@ def _sum_groups_kernel(
     group = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     index = tl.arange(0, COUNT)
-    ends = tl.load(offs_ptr + index, mask=index <= group, other=0).to(tl.int32)
+    stops = tl.load(offs_ptr + index, mask=index <= group, other=0).to(tl.int32)
     inside = (index > 0) & (index <= group)
     starts = tl.load(offs_ptr + index - 1, mask=inside, other=0).to(tl.int32)
-    tiles = (tl.maximum(ends - starts, 0) + 127) // 128
+    tiles = (tl.maximum(stops - starts, 0) + 127) // 128
     last = tl.sum(tiles, 0)
     first = last - tl.sum(tl.where(index == group, tiles, 0), 0)
-    total = tl.zeros([COLUMNS], tl.float32)
+    column_sums = tl.zeros([COLUMNS], tl.float32)
     partial_ptr += first.to(tl.int64) * K
     for _ in range(first, last):
-        total += tl.load(partial_ptr + columns, mask=columns < K, other=0.0)
+        column_sums += tl.load(partial_ptr + columns, mask=columns < K, other=0.0)
         partial_ptr += K
-    tl.store(sum_ptr + group.to(tl.int64) * K + columns, total, mask=columns < K)
+    tl.store(sum_ptr + group.to(tl.int64) * K + columns, column_sums, mask=columns < K)
 
 
 # The launcher.
@@ -486,50 +484,38 @@ def _has_kernel(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, offs: Tensor | None,
     block: tuple[int, ...], rule: str,
 ) -> bool:  # fmt: skip
-    """Else the reference runs on the GPU as it is, which waits for the ends of the groups."""
+    """Else the reference runs on the GPU as it is, which waits for the offsets of the groups."""
     if offs is None:
         x = inputs[0]
         fits = x.numel() > 0 and x.shape[2] > 1 and x.dtype != torch.float64
     else:
         fits = has_kernel(prologue, inputs, dtype) and offs.shape[0] > 0
     width = block[1]
-    part = block[0] == 1 and 4 <= width <= SPAN and width & (width - 1) == 0
-    square = offs is None and block == (128, 128)
-    known = block == (-1, -1) or (rule in SCALE_RULES and (block == (1, -1) or part or square))
-    return fits and known
+    is_row_block = block[0] == 1 and 4 <= width <= SPAN and width & (width - 1) == 0
+    is_square = offs is None and block == (128, 128)
+    has_block = block == (-1, -1) or (
+        rule in SCALE_RULES and (block == (1, -1) or is_row_block or is_square)
+    )
+    return fits and has_block
 
 
-@replayed
 def cast_groups(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    offs: Tensor | None,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float = 0.0,
-    straight: bool = True,
-    transposed: bool = False,
-    column_sum: bool = False,
-    given: Tensor | None = None,
-    slot: Tensor | None = None,
-    plan: Tensor | None = None,
-) -> tuple[Any, ...]:
-    first, block = inputs[0], tuple(block)
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], offs: Tensor | None, plan: Tensor | None,
+    options: tuple[torch.dtype, tuple[int, ...], str, float], rowwise: bool, columnwise: bool,
+    dbias: bool, given: Tensor | None, slot: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The results of ``cast`` for groups, or without ``offs`` for a batch."""
+    (prologue, inputs, dtype), (fp8_dtype, block, rule, eps) = matrix, options
+    first = inputs[0]
     if not _has_kernel(prologue, inputs, dtype, offs, block, rule):
-        rest: Any = (straight, transposed, column_sum, given, slot)
-        return reference.cast_groups(
-            prologue, inputs, dtype, offs, fp8_dtype, block, rule, eps, *rest
-        )
-    if offs is not None and transposed and slot is None:
+        arguments: Any = (*options, ALIGN, rowwise, columnwise, dbias, given)
+        return reference.cast(*matrix, *arguments, offs=offs, slot=slot)
+    if offs is not None and columnwise and slot is None:
         x_fits = has_tiles if prologue else takes_tiles
         if x_fits(first, dtype, block, ALIGN):
-            how = fp8_dtype, block, rule, eps
             return cast_tiles_of_groups(
-                (prologue, inputs, dtype), offs, how, write=straight, column_sum=column_sum,
-                plan=plan,
-            )  # fmt: skip
+                matrix, offs, options, write=rowwise, column_sum=dbias, plan=plan
+            )
     batch: tuple[int, ...] = ()
     stride, source = 0, inputs
     if offs is None:
@@ -544,75 +530,78 @@ def cast_groups(
         rows, across = M, padded_rows(M, E)
         tiles = across // SPAN
     columns = round_up(K, ALIGN)
-    matrix, where = (prologue, source, dtype), (offs, M, K, E, stride)
-    whole, per_row = block == (-1, -1), block == (1, -1)
-    blocks = not whole and not per_row
-    amax = scale = scale_t = q = q_t = sums = total = None
+    matrix, layout = (prologue, source, dtype), (offs, M, K, E, stride)
+    per_tensor, per_row = block == (-1, -1), block == (1, -1)
+    blocks = not per_tensor and not per_row
+    amax = scale = scale_t = q = q_t = sums = column_sums = None
     # The factors that are given lie as they lie among those of other tensors.
     given_stride = 0 if given is None or given.numel() == 1 else given.stride(0)
-    if whole and rule in SCALE_RULES:
-        found, scale, scale_t, factors = _factors(matrix, where, fp8_dtype, rule, eps, given, plan)
-        amax = found if given is None else None
+    if per_tensor and rule in SCALE_RULES:
+        amaxes, scale, scale_t, factors = _factors(
+            matrix, layout, fp8_dtype, rule, eps, given, plan
+        )
+        amax = amaxes if given is None else None
         given, given_stride = factors, 1
-        if not (straight or transposed or column_sum or slot is not None):
+        if not (rowwise or columnwise or dbias or slot is not None):
             return None, None, amax, None, None, None
     elif per_row:
         scale, scale_t, given = _scales_of_rows(
-            matrix, where, (*batch, rows, columns), fp8_dtype, rule, eps,
-            write=straight, transpose=transposed,
+            matrix, layout, (*batch, rows, columns), fp8_dtype, rule, eps,
+            write=rowwise, transpose=columnwise,
         )  # fmt: skip
-    if straight:
+    if rowwise:
         q = first.new_empty((*batch, rows, columns), dtype=fp8_dtype)
         scale = _empty_scale(first, batch, (rows, columns), block) if blocks else scale
-    if transposed:
+    if columnwise:
         q_t = first.new_empty((*batch, columns, across), dtype=fp8_dtype)
         scale_t = _empty_scale(first, batch, (columns, across), block) if blocks else scale_t
-    if column_sum:
+    if dbias:
         sums = first.new_empty((tiles, K), dtype=torch.float32)
     of_blocks = [
-        x if blocks and wanted else None for x, wanted in ((scale, straight), (scale_t, transposed))
+        x if blocks and is_wanted else None
+        for x, is_wanted in ((scale, rowwise), (scale_t, columnwise))
     ]
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
     narrow = _NARROW_OF_PROLOGUE if prologue else _NARROW
     tile = _TILE if blocks else narrow
     tensors, constants = arguments_of(*matrix, tile)
     _cast_groups_kernel[(tiles * ceil_div(columns, tile.columns),)](
-        *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *where[1:], rows, columns, across,
+        *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *layout[1:], rows, columns, across,
         rows * (E if batch else 1), given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
-        SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=straight,
-        TRANSPOSE=transposed, COLUMN_SUM=column_sum,
+        SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=rowwise,
+        TRANSPOSE=columnwise, COLUMN_SUM=dbias,
         # Of what the amax's kernel has just read, the last part is in the cache.
         FROM_END=rule in SCALE_RULES and not blocks and not prologue,
         COUNT=next_power_of_2(E + 1), **constants,
     )  # fmt: skip
     if sums is not None:
-        total = _sums_of_groups(sums, offs)
-    return q, scale if straight else None, amax, q_t, scale_t if transposed else None, total
+        column_sums = _sums_of_groups(sums, offs)
+    return q, scale if rowwise else None, amax, q_t, scale_t if columnwise else None, column_sums
 
 
 def _sums_of_groups(partial: Tensor, offs: Tensor | None) -> Tensor:
     """``[E, K]``, of the sums of row tiles."""
     assert offs is not None, "a batch has none"
     E, K = offs.shape[0], partial.shape[1]
-    total = partial.new_empty((E, K))
+    column_sums = partial.new_empty((E, K))
     _sum_groups_kernel[(E, ceil_div(K, _SUMS))](
-        partial, total, offs, K, COUNT=next_power_of_2(E), COLUMNS=_SUMS
+        partial, column_sums, offs, K, COUNT=next_power_of_2(E), COLUMNS=_SUMS
     )
-    return total
+    return column_sums
 
 
 def cast_tiles_of_groups(
     matrix: tuple[str, Sequence[Tensor], torch.dtype],
     offs: Tensor,
-    how: tuple[torch.dtype, tuple[int, ...], str, float],
+    options: tuple[torch.dtype, tuple[int, ...], str, float],
     *,
     write: bool,
     column_sum: bool,
     plan: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
-    (_, (first, *_), _), (fp8_dtype, block, rule, eps) = matrix, how
+    (_, (first, *_), _), (fp8_dtype, block, rule, eps) = matrix, options
     (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]
     columns, across = round_up(K, ALIGN), padded_rows(M, E)
     q = scale = sums = None
@@ -627,58 +616,58 @@ def cast_tiles_of_groups(
     launch_tiles(
         matrix, (q, q_t, scale, scale_t, sums), (across, columns), block, rule, eps, plan, E
     )
-    total = None if sums is None else _sums_of_groups(sums, offs)
-    return q, scale, None, q_t, scale_t, total
+    column_sums = None if sums is None else _sums_of_groups(sums, offs)
+    return q, scale, None, q_t, scale_t, column_sums
 
 
 def _factors(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype], where: tuple[Any, ...],
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], layout: tuple[Any, ...],
     fp8_dtype: torch.dtype, rule: str, eps: float, given: Tensor | None, plan: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Amax, scale twice, and encode factor, of each group or matrix; the amax may be ``given``."""
-    (_, (first, *_), _), (offs, M, K, E, stride) = matrix, where
-    parts, partial = 1, given
+    (_, (first, *_), _), (offs, M, K, E, stride) = matrix, layout
+    count, partial = 1, given
     if partial is None:
         tensors, constants = arguments_of(*matrix, _AMAX_TILE)
         rows = M if offs is None else padded_rows(M, E)
         tiles = ceil_div(rows, _AMAX_TILE.rows) * ceil_div(K, _AMAX_TILE.columns)
-        parts = min(tiles, ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
-        partial = first.new_empty((E, parts), dtype=torch.float32)
+        count = min(tiles, ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
+        partial = first.new_empty((E, count), dtype=torch.float32)
         if offs is None:
-            _amax_batch_kernel[(parts, E)](*tensors, partial, M, K, stride, **constants)
+            _amax_batch_kernel[(count, E)](*tensors, partial, M, K, stride, **constants)
         else:
             plan = plan_groups(offs, M) if plan is None else plan
-            _amax_groups_kernel[(parts,)](
+            _amax_groups_kernel[(count,)](
                 *tensors, plan, partial, K, E, COUNT=next_power_of_2(E), **constants
             )
     results = [first.new_empty((E, 1, 1), dtype=torch.float32) for _ in range(4)]
     _factors_kernel[(E,)](
-        partial, *results, parts, parts if partial.numel() > 1 else 0, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, PARTS=next_power_of_2(parts),
+        partial, *results, count, count if partial.numel() > 1 else 0, eps,
+        LIMIT=largest(fp8_dtype), RULE=rule, PARTS=next_power_of_2(count),
     )  # fmt: skip
     return results
 
 
 def _scales_of_rows(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype], where: tuple[Any, ...],
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], layout: tuple[Any, ...],
     shape: tuple[int, ...], fp8_dtype: torch.dtype, rule: str, eps: float, *,
     write: bool, transpose: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Scales of all rows and of each group's columns, and the encode factors of both."""
-    (_, (first, *_), _), (offs, M, _, E, _), (*batch, rows, columns) = matrix, where, shape
+    (_, (first, *_), _), (offs, M, _, E, _), (*batch, rows, columns) = matrix, layout, shape
     tiles = padded_rows(M, E) // SPAN if offs is not None else E * ceil_div(rows, SPAN)
     all_rows = rows if offs is not None else E * rows
     amaxes = first.new_zeros(all_rows + E * columns, dtype=torch.int32)
     tensors, constants = arguments_of(*matrix, _TILE)
     _amax_rows_of_groups_kernel[(tiles * ceil_div(columns, _TILE.columns),)](
-        *tensors, offs, amaxes, *where[1:], rows, columns, all_rows,
+        *tensors, offs, amaxes, *layout[1:], rows, columns, all_rows,
         WRITE=write, TRANSPOSE=transpose, COUNT=next_power_of_2(E + 1), **constants,
     )  # fmt: skip
     scale = first.new_empty((*batch, rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((E, columns, 1), dtype=torch.float32)
-    make_scales[(ceil_div(all_rows + E * columns, _SCALES),)](
+    scales_kernel[(ceil_div(all_rows + E * columns, SCALES),)](
         amaxes, scale, scale_t, all_rows, E * columns, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
     return scale, scale_t, amaxes.view(torch.float32)
 
@@ -686,8 +675,8 @@ def _scales_of_rows(
 def _empty_scale(
     like: Tensor, batch: tuple[int, ...], shape: Sequence[int], block: Sequence[int]
 ) -> Tensor:
-    """Room for the scales of blocks, as ``ops/grouped.py`` lays them out."""
+    """Room for the scales of blocks, as ``ops/cast.py`` lays them out."""
     if not batch:
         return empty_scale(like, shape, block)
-    down, across = (ceil_div(size, part) for size, part in zip(shape, block, strict=True))
+    down, across = (ceil_div(size, of_block) for size, of_block in zip(shape, block, strict=True))
     return like.new_empty((*batch, down, across), dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""The products of a mixture of experts on Hopper's tensor cores.  E groups, or experts.
+"""The GEMMs of MoE experts on Hopper's tensor cores.  E groups, or experts.
 
 ``y = a @ b.T`` where each group of a's rows has its own b, ``[M, N]``, or where each group of the
-contraction gives a product of its own, ``[E, N, K]``: ``hopper_gemm.py``, with a plan of the tiles.
+contraction gives a result of its own, ``[E, N, K]``: ``hopper_gemm.py``, with a plan of the tiles.
 Operands in other formats, and other GPUs, take bfloat16 by torch._grouped_mm.
 """
 
@@ -18,7 +18,6 @@ from float8lab.ops.gemm import capability_of
 from float8lab.ops.grouped import groups_of_rows
 from float8lab.ops.kernels._common import ceil_div
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.kernels.grouped_cast import plan_groups
 from float8lab.ops.kernels.hopper_gemm import (
@@ -56,7 +55,6 @@ def mode_of(
     return None
 
 
-@replayed
 def grouped_mm(
     a: Tensor,
     a_scale: Tensor | None,
@@ -65,11 +63,12 @@ def grouped_mm(
     b_scale: Tensor | None,
     b_block: Sequence[int],
     bias: Tensor | None,
-    offs: Tensor,
     out_dtype: torch.dtype,
     fast_accum: bool,
-    plan: Tensor | None = None,
+    offs: Tensor,
+    plan: Tensor | None,
 ) -> Tensor:
+    """``scaled_mm`` of groups."""
     if 0 in a.shape or 0 in b.shape or not offs.shape[0] or a_scale is None or b_scale is None:
         return _in_high_precision(a, b, bias, offs, out_dtype)
     mode = mode_of(a, tuple(a_block), b, tuple(b_block), out_dtype, fast_accum)
@@ -85,14 +84,14 @@ def multiply_groups(
     offs: Tensor, out_dtype: torch.dtype, plan: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """The product of operands that have a mode; ``config`` in place of the one in the table."""
+    """The GEMM of operands that have a mode; ``config`` in place of the one in the table."""
     contracts, E, (M, K), N = b.ndim == 2, offs.shape[0], a.shape, b.shape[-2]
     a = a if a.is_contiguous() else a.contiguous()
     b_rows = b_columns = 0
     if not contracts:
-        turned = b.transpose(0, 1)
-        if turned.is_contiguous() and K % STEP.value == 0 and not b.is_contiguous():
-            b, b_columns = turned.reshape(N, E * K), K
+        transposed = b.transpose(0, 1)
+        if transposed.is_contiguous() and K % STEP.value == 0 and not b.is_contiguous():
+            b, b_columns = transposed.reshape(N, E * K), K
         else:
             b, b_rows = b.reshape(E * N, K), N
     elif not b.is_contiguous():
@@ -115,21 +114,21 @@ def _in_high_precision(
     E, M, N = offs.shape[0], a.shape[0], b.shape[-2]
     if bias is None and 0 in (E, M, N, a.shape[1]):
         return a.new_zeros((M, N) if b.ndim == 3 else (E, M, N), dtype=out_dtype)
-    known = a.dtype == out_dtype == torch.bfloat16 and capability_of(a.device) >= (9, 0)
-    if not known or not all(x.numel() and _has_torch_strides(x) for x in (a, b)):
-        high = (a.to(out_dtype), None, (), b.to(out_dtype), None, ())
-        return reference.grouped_mm(*high, bias, offs, out_dtype, False)
+    is_native = a.dtype == out_dtype == torch.bfloat16 and capability_of(a.device) >= (9, 0)
+    if not is_native or not all(x.numel() and _has_torch_strides(x) for x in (a, b)):
+        high_precision = (a.to(out_dtype), None, (), b.to(out_dtype), None, ())
+        return reference.scaled_mm(*high_precision, bias, out_dtype, False, offs)
     y = torch._grouped_mm(a, b.mT, offs=offs.to(torch.int32), out_dtype=out_dtype)
     if bias is not None:
         y += bias[groups_of_rows(a.shape[0], offs)]
-    return clear_nobodys(y, offs)
+    return zero_padding_rows(y, offs)
 
 
 _CLEAR = 1024
 """Elements that a program clears at a time."""
 
 
-def clear_nobodys(y: Tensor, offs: Tensor) -> Tensor:
+def zero_padding_rows(y: Tensor, offs: Tensor) -> Tensor:
     """``y`` with zeros where torch leaves what it finds: what no group has given."""
     matrix = y if y.ndim == 2 else y.view(y.shape[0], -1)
     _clear_kernel[(matrix.shape[0], min(ceil_div(matrix.shape[1], _CLEAR), 64))](
@@ -145,7 +144,7 @@ def _clear_kernel(
     N, E,
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the rows beyond the last end, or in the products of groups without rows."""
+    """Zeros in the rows beyond the last end, or in the results of groups without rows."""
     row = tl.program_id(0)
     if ROWS:
         beyond = row >= tl.load(offs_ptr + E - 1)
@@ -173,8 +172,8 @@ def _dequantized(
 ) -> Tensor:  # fmt: skip
     """In bfloat16 where that is wanted, else in float32 by the reference, which waits."""
     if out_dtype != torch.bfloat16 or (b.ndim == 2 and -1 in (a_block[1], b_block[1])):
-        return reference.grouped_mm(
-            a, a_scale, a_block, b, b_scale, b_block, bias, offs, out_dtype, False
+        return reference.scaled_mm(
+            a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, False, offs
         )
     if a_scale.ndim == 3:  # of each group: one for each of its rows
         a_scale, a_block = a_scale.view(-1, 1)[groups_of_rows(a.shape[0], offs)], (1, -1)
@@ -191,5 +190,5 @@ def _dequantized(
         return _in_high_precision(left, right, bias, offs, out_dtype)
     right = dequantize(b, b_scale, b_block, out_dtype)
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    ends = ((sizes + (SPAN - 1)) // SPAN * SPAN).cumsum(0).to(offs.dtype)
-    return _in_high_precision(left, right, None, ends, out_dtype)
+    spans = ((sizes + (SPAN - 1)) // SPAN * SPAN).cumsum(0).to(offs.dtype)
+    return _in_high_precision(left, right, None, spans, out_dtype)

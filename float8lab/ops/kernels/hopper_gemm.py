@@ -2,21 +2,21 @@
 
 M rows of a, N rows of b, K contraction, E groups. A program takes tiles of 128 x 256 of y, one
 after the other. Where there are groups, the rows that a tile has, and of which group, are looked up
-in a plan that a small kernel makes of the ends of the groups (``grouped_gemm.py``), so the host
+in a plan that a small kernel makes of the offsets of the groups (``grouped_gemm.py``), so the host
 knows none of it. A warp loads 128 of the contraction at a time through a ring of buffers; two
 groups of four warps have half of the tile each.
 
 - "fast" leaves the sums to the tensor cores, 64 x 256 a group;
-- "precise" adds the products of every 128 to sums in float32, 64 x 128 at a time, a quarter;
-- "block" and "rows" scale these products, of 1x128 blocks by 128x128 or 1x128 ones, where they are
+- "precise" adds the sums over every 128 to sums in float32, 64 x 128 at a time, a quarter;
+- "block" and "rows" scale these sums, of 1x128 blocks by 128x128 or 1x128 ones, where they are
   added, while the other group's quarter runs.
 
 A thread has two rows but 32 columns of a quarter. So where each row of b has a scale, reading these
 is what costs: the quarters of a group are below each other then, and their scales come from shared
 memory once for both. Else they are side by side.
 
-The last tile of a group ends where the group ends: such rows are stored by themselves, all others
-by the copy engine. Rows that belong to nobody are a group without a contraction, so they are zeros.
+The last tile of a group stops where the group stops: such rows are stored by themselves, all others
+by TMA. Padding rows are a group without a contraction, so they are zeros.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from float8lab.ops.kernels._common import ceil_div, multiprocessors
-from float8lab.ops.kernels._copy_engine import async_load, async_store
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._tma import async_load, async_store
 
 __all__ = [
     "CONFIGS",
@@ -64,7 +64,7 @@ DENSE = gl.constexpr(0)
 GROUPED_ROWS = gl.constexpr(1)
 """Each group of a's rows has a matrix b of its own."""
 GROUPED_SUMS = gl.constexpr(2)
-"""Each group of the contraction gives a product of its own."""
+"""Each group of the contraction gives a result of its own."""
 
 
 class Config(NamedTuple):
@@ -101,24 +101,24 @@ def place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
 
 
 @gluon.jit
-def _in_turn(turn, programs, tiles):
+def _in_turn(pass_index, programs, tiles):
     """The tile that is multiplied at a turn, in every other round by the programs in reverse order.
 
     Groups come from the largest on, so that the same programs would have the longest of each round.
     """
-    begin = turn // programs * programs
+    begin = pass_index // programs * programs
     last = gl.minimum(begin + programs, tiles) - 1
-    return gl.where(begin // programs % 2 == 0, turn, begin + last - turn)
+    return gl.where(begin // programs % 2 == 0, pass_index, begin + last - pass_index)
 
 
 @gluon.jit
-def _find(tile, where, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
+def _find(tile, schedule, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
     """Where a tile's operands and its part of y are.
 
     Returns its group; row and first step of a; row and column of b; its steps; how many rows of the
     group are left there, and its column in y.
     """
-    tiles_m, tiles_n, steps, _, programs, E, M, _, b_rows, b_columns = where
+    tiles_m, tiles_n, steps, _, programs, E, M, _, b_rows, b_columns = schedule
     if GROUPS == GROUPED_SUMS:
         tile = _in_turn(tile, programs, tiles_m * tiles_n)
     m, n = place(tile, tiles_m, tiles_n, BAND)
@@ -156,7 +156,7 @@ def _find(tile, where, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _row_in_y(group, row, M, GROUPS: gl.constexpr):
-    """The row in y of a row of a: products of groups of the sum are below each other."""
+    """The row in y of a row of a: the results of groups of the sum are below each other."""
     if GROUPS == GROUPED_SUMS:
         row += group * M
     return row
@@ -167,31 +167,31 @@ def _row_in_y(group, row, M, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _product(
-    a_tile, b_tile, part, quarter: gl.constexpr, group: gl.constexpr, B_BY_ROW: gl.constexpr
+    a_tile, b_tile, partial, quarter: gl.constexpr, group: gl.constexpr, B_BY_ROW: gl.constexpr
 ):
-    """To the registers of ``part``, whose values do not count."""
+    """To the registers of ``partial``, whose values do not count."""
     a = a_tile.slice(HALF * (quarter if B_BY_ROW else group), HALF)
     b = b_tile.slice(PART * (group if B_BY_ROW else quarter), PART).permute((1, 0))
-    return warpgroup_mma(a, b, part, use_acc=False, is_async=True)
+    return warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_part(sums, part, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: gl.constexpr = True):
+def _add_part(sums, partial, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: gl.constexpr = True):
     """``b_scale``, of each column, only if ``B_BY_ROW``; else ``a_scale`` is times b's."""
-    # As volatile assembly, because LLVM moves its own behind the next product, whose results would
+    # As volatile assembly, because LLVM moves its own behind the next GEMM, whose results would
     # then be there at the same time, and spill.
     if not SCALED:
         sums = gl.inline_asm_elementwise(
             "add.rn.f32 $0, $1, $2;",
             "=f,f,f",
-            [part, sums],
+            [partial, sums],
             dtype=gl.float32,
             is_pure=False,
             pack=1,
         )
     elif B_BY_ROW:
-        a_scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), part)
-        b_scale, _ = gl.broadcast(gl.expand_dims(b_scale, 0), part)
+        a_scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), partial)
+        b_scale, _ = gl.broadcast(gl.expand_dims(b_scale, 0), partial)
         sums = gl.inline_asm_elementwise(
             """{
                 .reg .f32 scaled;
@@ -199,17 +199,17 @@ def _add_part(sums, part, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: gl.c
                 fma.rn.f32 $0, scaled, $2, $4;
             }""",
             "=f,f,f,f,f",
-            [part, a_scale, b_scale, sums],
+            [partial, a_scale, b_scale, sums],
             dtype=gl.float32,
             is_pure=False,
             pack=1,
         )
     else:
-        scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), part)
+        scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), partial)
         sums = gl.inline_asm_elementwise(
             "fma.rn.f32 $0, $1, $2, $3;",
             "=f,f,f,f",
-            [part, scale, sums],
+            [partial, scale, sums],
             dtype=gl.float32,
             is_pure=False,
             pack=1,
@@ -229,12 +229,12 @@ def store_part(sums, y_desc, y_tile, row, column):
 @gluon.jit
 def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """The loading warp."""
-    a_desc, b_desc, a_tiles, b_tiles, full, empty, where, plan_ptr = arguments
-    tiles_m, tiles_n, _, first_tile, programs, _, _, _, _, _ = where
+    a_desc, b_desc, a_tiles, b_tiles, full, empty, schedule, plan_ptr = arguments
+    tiles_m, tiles_n, _, first_tile, programs, _, _, _, _, _ = schedule
     count = 0
     for tile in range(first_tile, tiles_m * tiles_n, programs):
         _group, row, first, b_row, b_column, steps, _left, _column = _find(
-            tile, where, plan_ptr, BAND, GROUPS
+            tile, schedule, plan_ptr, BAND, GROUPS
         )
         for step in range(steps):
             stage = count % STAGES
@@ -276,7 +276,7 @@ def _scale(sums, scales, group, row, column, M, N):
 
 @gluon.jit
 def _add_bias(sums, scales, group, column, steps, N):
-    """The sums of a part plus the biases of its columns; not in rows that belong to nobody."""
+    """The sums of a part plus the biases of its columns; not in padding rows."""
     _, _, _, _, _, _, _, bias_ptr, _ = scales
     columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
     columns = gl.minimum(columns, N - 1)
@@ -290,13 +290,13 @@ def _multiply_fast(
     GROUPS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """A group of warps, where the tensor cores sum."""
-    a_tiles, b_tiles, y_tiles, _, full, empty, where, plan_ptr, y_desc, y_ptr, scales = arguments
-    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = where
+    a_tiles, b_tiles, y_tiles, _, full, empty, schedule, plan_ptr, y_desc, y_ptr, scales = arguments
+    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = schedule
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PART, 32])
     count = 0
     last = tiles_m * tiles_n - 1
     group, row, _first, _b_row, _b_column, steps, left, column = _find(
-        gl.minimum(first_tile, last), where, plan_ptr, BAND, GROUPS
+        gl.minimum(first_tile, last), schedule, plan_ptr, BAND, GROUPS
     )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
         sums = gl.zeros([HALF, 2 * PART], gl.float32, LAYOUT)
@@ -318,7 +318,7 @@ def _multiply_fast(
         if BIAS:
             sums = _add_bias(sums, scales, group, column, steps, N)
         else:  # the next tile's place arrives while this one is stored; with a bias it would spill
-            following = _find(ahead, where, plan_ptr, BAND, GROUPS)
+            following = _find(ahead, schedule, plan_ptr, BAND, GROUPS)
         _store(
             sums,
             y_desc,
@@ -331,7 +331,7 @@ def _multiply_fast(
             GROUPS,
         )
         if BIAS:
-            following = _find(ahead, where, plan_ptr, BAND, GROUPS)
+            following = _find(ahead, schedule, plan_ptr, BAND, GROUPS)
         group, row, _first, _b_row, _b_column, steps, left, column = following
     tma.store_wait(0)
 
@@ -343,9 +343,9 @@ def _multiply_parts(  # noqa: PLR0915
 ):  # fmt: skip
     """A group of warps, 64 x 128 at a time."""
     (
-        a_tiles, b_tiles, y_tiles, b_scales, full, empty, where, plan_ptr, y_desc, y_ptr, scales,
+        a_tiles, b_tiles, y_tiles, b_scales, full, empty, schedule, plan_ptr, y_desc, y_ptr, scales,
     ) = arguments  # fmt: skip
-    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = where
+    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = schedule
     a_scale_ptr, b_scale_ptr, _, a_step, b_stride, b_row_stride, _, _, b_step = scales
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
@@ -355,16 +355,16 @@ def _multiply_parts(  # noqa: PLR0915
     row1: gl.constexpr = HALF if B_BY_ROW else HALF * number
     column0: gl.constexpr = PART * number if B_BY_ROW else 0
     column1: gl.constexpr = PART * number if B_BY_ROW else PART
-    part = gl.zeros([HALF, PART], gl.float32, LAYOUT)
+    partial = gl.zeros([HALF, PART], gl.float32, LAYOUT)
     count = 0
     last = tiles_m * tiles_n - 1
     group, row, first, _b_row, _b_column, steps, left, column = _find(
-        gl.minimum(first_tile, last), where, plan_ptr, BAND, GROUPS
+        gl.minimum(first_tile, last), schedule, plan_ptr, BAND, GROUPS
     )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
         if GROUPS == DENSE:  # nothing to read, and fewer values from tile to tile
             group, row, first, _b_row, _b_column, steps, left, column = _find(
-                tile, where, plan_ptr, BAND, GROUPS
+                tile, schedule, plan_ptr, BAND, GROUPS
             )
         sums0 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
         sums1 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
@@ -391,7 +391,7 @@ def _multiply_parts(  # noqa: PLR0915
             scale1 = 0.0
             b_scale = 0.0
             if BLOCK:
-                # The next step's arrive while the tensor cores work; after the last nobody looks.
+                # The next step's arrive while the tensor cores work; the last ones are unused.
                 ahead = gl.minimum(step + 1, steps - 1)
                 b_scale = next_b0
                 if B_BY_ROW:
@@ -405,20 +405,24 @@ def _multiply_parts(  # noqa: PLR0915
                 next_a0 = gl.load(a_scales + (ahead * a_step + a0))
                 next_b0 = gl.load(b_scales_ptr + (ahead * b_step + b0))
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            part = _product(a_tiles.index(stage), b_tiles.index(stage), part, 0, number, B_BY_ROW)
+            partial = _product(
+                a_tiles.index(stage), b_tiles.index(stage), partial, 0, number, B_BY_ROW
+            )
             if B_BY_ROW:
                 b_scales.index(number).store(b_scale)
                 b_scale = b_scales.index(number).load(gl.SliceLayout(0, LAYOUT))
-            part = warpgroup_mma_wait(0, (part,))
-            sums0 = _add_part(sums0, part, scale0, b_scale, B_BY_ROW, BLOCK)
-            part = _product(a_tiles.index(stage), b_tiles.index(stage), part, 1, number, B_BY_ROW)
-            part = warpgroup_mma_wait(0, (part,))
+            partial = warpgroup_mma_wait(0, (partial,))
+            sums0 = _add_part(sums0, partial, scale0, b_scale, B_BY_ROW, BLOCK)
+            partial = _product(
+                a_tiles.index(stage), b_tiles.index(stage), partial, 1, number, B_BY_ROW
+            )
+            partial = warpgroup_mma_wait(0, (partial,))
             # Always true. Triton forgets what is carried from tile to tile if it is a bound alone.
             mbarrier.arrive(empty.index(stage), count=1, pred=step < steps)
-            sums1 = _add_part(sums1, part, scale1, b_scale, B_BY_ROW, BLOCK)
+            sums1 = _add_part(sums1, partial, scale1, b_scale, B_BY_ROW, BLOCK)
             count += 1
         if GROUPS != DENSE:  # the next tile's place arrives while this one is stored
-            following = _find(gl.minimum(tile + programs, last), where, plan_ptr, BAND, GROUPS)
+            following = _find(gl.minimum(tile + programs, last), schedule, plan_ptr, BAND, GROUPS)
         if not BLOCK:
             sums0 = _scale(sums0, scales, group, row + row0, column + column0, M, N)
             sums1 = _scale(sums1, scales, group, row + row1, column + column1, M, N)
@@ -471,14 +475,14 @@ def _multiply_tiles_kernel(
         tiles_m = E * gl.cdiv(M, ROWS)
     steps = gl.cdiv(K, STEP)
     first, programs = gl.program_id(0), gl.num_programs(0)
-    where = (tiles_m, tiles_n, steps, first, programs, E, M, N, b_rows, b_columns)
+    schedule = (tiles_m, tiles_n, steps, first, programs, E, M, N, b_rows, b_columns)
     scales = (
         a_scale_ptr, b_scale_ptr, a_stride, a_step, b_stride, b_row_stride, a_row_stride,
         bias_ptr, b_step,
     )  # fmt: skip
-    loads = (a_desc, b_desc, a_tiles, b_tiles, full, empty, where, plan_ptr)
+    loads = (a_desc, b_desc, a_tiles, b_tiles, full, empty, schedule, plan_ptr)
     sums = (
-        a_tiles, b_tiles, y_tiles, b_scales, full, empty, where, plan_ptr, y_desc, y_ptr, scales,
+        a_tiles, b_tiles, y_tiles, b_scales, full, empty, schedule, plan_ptr, y_desc, y_ptr, scales,
     )  # fmt: skip
     REGISTERS: gl.constexpr = [CONSUMER_REGISTERS, PRODUCER_REGISTERS]
     if MODE == "fast":

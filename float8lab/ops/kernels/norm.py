@@ -106,25 +106,25 @@ def _norm_kernel(
 
     mean = tl.zeros([TILE_M], tl.float32)
     if CENTER:
-        total = tl.sum(x, 1)
+        row_sum = tl.sum(x, 1)
         if not SINGLE:
             for start in range(TILE_K, K, TILE_K):
-                part = _load_values(
+                values = _load_values(
                     x_ptr, scale_ptr, rows, start + columns, M, K,
                     stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
                 )  # fmt: skip
-                total += tl.sum(part, 1)
-        mean = tl.div_rn(total, size)
+                row_sum += tl.sum(values, 1)
+        mean = tl.div_rn(row_sum, size)
         tl.store(mean_ptr + rows, mean, mask=rows < M)
-    total = _squared_deviation(x, mean, columns, K, CENTER)
+    row_sum = _squared_deviation(x, mean, columns, K, CENTER)
     if not SINGLE:
         for start in range(TILE_K, K, TILE_K):
-            part = _load_values(
+            values = _load_values(
                 x_ptr, scale_ptr, rows, start + columns, M, K,
                 stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
             )  # fmt: skip
-            total += _squared_deviation(part, mean, start + columns, K, CENTER)
-    variance = tl.div_rn(total, size)
+            row_sum += _squared_deviation(values, mean, start + columns, K, CENTER)
+    variance = tl.div_rn(row_sum, size)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + tl.cast(eps, tl.float32)))
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
@@ -145,8 +145,8 @@ def _norm_kernel(
             if WRITE:
                 tl.store(y_ptr + rows[:, None] * K + (start + columns)[None, :], y, mask=mask)
             if AMAX:
-                here = tl.where(mask, abs_bits(y.to(tl.float32)), 0)
-                bits = tl.maximum(bits, here)
+                tile_bits = tl.where(mask, abs_bits(y.to(tl.float32)), 0)
+                bits = tl.maximum(bits, tile_bits)
         if AMAX:
             record_amax(amax_ptr, bits)
 

@@ -89,17 +89,17 @@ def _row_map_kernel(
     counts = _counts_of(map_ptr, tokens, T, S, stride_t, stride_s, INDEX, TOKENS, EXPERTS)
     at = experts * tiles + tile
     begin = tl.load(sums_ptr + at, mask=experts < E) - tl.load(counts_ptr + at, mask=experts < E)
-    ends = begin + tl.cumsum(counts, 0)  # up to each token
+    offsets = begin + tl.cumsum(counts, 0)  # up to each token
     if INDEX:
-        ends -= counts
+        offsets -= counts
         for place in range(S):
             of = tokens * stride_t + place * stride_s
-            here = tl.load(map_ptr + of, mask=tokens < T, other=-1) == experts
-            ends += here.to(tl.int32)
-            rows = tl.max(tl.where(here & (experts < E), ends, 0), 1, keep_dims=True) - 1
+            is_expert = tl.load(map_ptr + of, mask=tokens < T, other=-1) == experts
+            offsets += is_expert.to(tl.int32)
+            rows = tl.max(tl.where(is_expert & (experts < E), offsets, 0), 1, keep_dims=True) - 1
             tl.store(row_map_ptr + tokens * (S + 1) + place, rows, mask=tokens < T)
     else:
-        rows = tl.where(counts != 0, ends, 0) - 1
+        rows = tl.where(counts != 0, offsets, 0) - 1
         inside = (tokens < T) & (experts < S)
         tl.store(row_map_ptr + tokens * (S + 1) + experts, rows, mask=inside)
     filled = tl.load(sums_ptr + E * tiles - 1) + tl.zeros((TOKENS, 1), dtype=tl.int32)
@@ -114,9 +114,9 @@ def _row_map_kernel(
 def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
     T, S = routing_map.shape
     E = experts or S
-    row_map, ends = empty_row_map(SimpleNamespace(routing_map=routing_map, experts=experts))
+    row_map, offsets = empty_row_map(SimpleNamespace(routing_map=routing_map, experts=experts))
     if not routing_map.numel():
-        return row_map.zero_(), ends.zero_()
+        return row_map.zero_(), offsets.zero_()
     block = next_power_of_2(E)
     tile = {"TOKENS": max(_MAP_ELEMENTS // block, 1), "EXPERTS": block, "INDEX": experts > 0}
     tiles = ceil_div(T, tile["TOKENS"])
@@ -127,9 +127,9 @@ def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
     _count_kernel[(tiles,)](routing_map, counts, *sizes, **tile, num_warps=4)
     sums = counts.view(-1).cumsum(0, dtype=torch.int32)
     _row_map_kernel[(tiles,)](
-        routing_map, counts, sums, row_map, ends, *sizes, **tile, num_warps=4
+        routing_map, counts, sums, row_map, offsets, *sizes, **tile, num_warps=4
     )  # fmt: skip
-    return row_map, ends
+    return row_map, offsets
 
 
 @triton.jit
@@ -176,18 +176,18 @@ def _scatter_kernel(
         if HAS_PROBS:
             prob = tl.load(probs_ptr + token * S + place)
         if MERGED:
-            total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+            row_sum = tl.zeros((BLOCK_H,), dtype=tl.float32)
         for start in range(0, H, BLOCK_H):
             inside = start + columns < H
             x = tl.load(x_ptr + token * stride_xt + start + columns, mask=inside, other=0)
             if MERGED:
                 x = x.to(tl.float32)
                 merged = tl.load(merged_ptr + row * H + start + columns, mask=inside, other=0)
-                total += x * merged.to(tl.float32)
+                row_sum += x * merged.to(tl.float32)
                 x *= prob.to(tl.float32)
             tl.store(y_ptr + row * H + start + columns, x.to(y_ptr.dtype.element_ty), mask=inside)
         if MERGED:
-            dot = tl.sum(total)
+            dot = tl.sum(row_sum)
             tl.store(beside_ptr + token * S + place, dot.to(beside_ptr.dtype.element_ty))
         elif HAS_PROBS:
             tl.store(beside_ptr + row, prob)
@@ -199,8 +199,8 @@ def _scatter_kernel(
     filled = tl.load(map_ptr + token * (S + 1) + S)
     for row in range(filled + token, R, T):
         for start in range(0, H, BLOCK_H):
-            none = tl.zeros((BLOCK_H,), dtype=y_ptr.dtype.element_ty)
-            tl.store(y_ptr + row * H + start + columns, none, mask=start + columns < H)
+            zero_row = tl.zeros((BLOCK_H,), dtype=y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row * H + start + columns, zero_row, mask=start + columns < H)
         if HAS_PROBS and not MERGED:
             tl.store(beside_ptr + row, 0.0)
         if HAS_SCALE:
@@ -222,7 +222,7 @@ def scatter_rows(
     if x.element_size() > 4:
         return reference.scatter_rows(x, row_map, rows, probs, merged, scale, amax)
     (T, H), S = x.shape, row_map.shape[1] - 1
-    outputs = y, beside, new_scale, new_amax = scatter_outputs(
+    outputs = y, row_values, new_scale, new_amax = scatter_outputs(
         SimpleNamespace(x=x, rows=rows, probs=probs, merged=merged, scale=scale)
     )
     if T == 0:
@@ -238,7 +238,7 @@ def scatter_rows(
     _scatter_kernel[(T,)](
         x, row_map.contiguous(), probs if probs is None else probs.contiguous(),
         merged if merged is None else merged.contiguous(), scale, amax,
-        y, beside, new_scale, new_amax, T, S, rows, H, B, x.stride(0), *strides,
+        y, row_values, new_scale, new_amax, T, S, rows, H, B, x.stride(0), *strides,
         HAS_PROBS=probs is not None, MERGED=merged is not None, HAS_SCALE=scale is not None,
         BLOCK_S=next_power_of_2(S), BLOCK_B=next_power_of_2(B), **_part(H, x, _SCATTER),
         enable_fp_fusion=False,
@@ -268,7 +268,7 @@ def _gather_kernel(
 
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = columns < H
-    total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_H,), dtype=tl.float32)
     key = tl.min(keys)
     at = (key & 0xFFFFFFFF) * stride_yr
     y = tl.load(y_ptr + at + columns, mask=inside & (key != _LAST), other=0.0)
@@ -285,9 +285,9 @@ def _gather_kernel(
             term *= tl.load(scale_ptr + scales, mask=inside, other=0.0)
         if HAS_PROBS:
             term *= tl.load(probs_ptr + token * S + (key >> 32)).to(tl.float32)
-        total += term
+        row_sum += term
         key, y = following, y_following
-    tl.store(x_ptr + token * H + columns, total.to(x_ptr.dtype.element_ty), mask=inside)
+    tl.store(x_ptr + token * H + columns, row_sum.to(x_ptr.dtype.element_ty), mask=inside)
 
 
 @replayed
@@ -296,25 +296,25 @@ def gather_rows(
     row_map: Tensor,
     dtype: torch.dtype,
     probs: Tensor | None = None,
-    beside: Tensor | None = None,
+    row_values: Tensor | None = None,
     scale: Tensor | None = None,
     block: int = 1,
 ) -> tuple[Tensor | None, ...]:
     if torch.float64 in (y.dtype, dtype):
-        return reference.gather_rows(y, row_map, dtype, probs, beside, scale, block)
+        return reference.gather_rows(y, row_map, dtype, probs, row_values, scale, block)
     (R, H), T, S = y.shape, row_map.shape[0], row_map.shape[1] - 1
     x = y.new_empty((T, H), dtype=dtype)
-    back = None if beside is None else beside.new_empty((T, S))
+    back = None if row_values is None else row_values.new_empty((T, S))
     if T == 0:
         return x, back
     if y.stride(1) != 1:
         y = y.contiguous()
-    part = _part(H, x, _GATHER)
-    _gather_kernel[(T, max(ceil_div(H, part["BLOCK_H"]), 1))](
+    tile = _part(H, x, _GATHER)
+    _gather_kernel[(T, max(ceil_div(H, tile["BLOCK_H"]), 1))](
         y, row_map.contiguous(), probs if probs is None else probs.contiguous(),
-        beside if beside is None else beside.contiguous(), scale, x, back, S, R, H, block,
-        y.stride(0), *((0, 0) if scale is None else scale.stride()),
-        HAS_PROBS=probs is not None, HAS_BESIDE=beside is not None, HAS_SCALE=scale is not None,
-        BLOCK_S=next_power_of_2(S), **part, enable_fp_fusion=False,
+        row_values if row_values is None else row_values.contiguous(), scale, x, back, S, R, H,
+        block, y.stride(0), *((0, 0) if scale is None else scale.stride()),
+        HAS_PROBS=probs is not None, HAS_BESIDE=row_values is not None, HAS_SCALE=scale is not None,
+        BLOCK_S=next_power_of_2(S), **tile, enable_fp_fusion=False,
     )  # fmt: skip
     return x, back

@@ -26,6 +26,7 @@ from float8lab.ops.kernels._common import (
 )
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
+from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import ACTIVATIONS, as_matrix, prologue_shape
 
 __all__ = [
@@ -338,7 +339,7 @@ def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> b
     For a matrix of one column ptxas crashes (CUDA 12.8's, in triton 3.6).
     """
     *rows, columns = prologue_shape(prologue, inputs)
-    wide = torch.float64 in (dtype, *(one.dtype for one in inputs))
+    wide = torch.float64 in (dtype, *(tensor.dtype for tensor in inputs))
     return 0 not in rows and columns > 1 and not wide
 
 
@@ -361,7 +362,15 @@ def _value_kernel(
 
 
 @replayed
-def value_of(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def value_of(
+    prologue: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    block: Sequence[int] = (),
+    event: Tensor | None = None,
+) -> Tensor:
+    if prologue == "dequantize":
+        return dequantize(inputs[0], inputs[1], block, dtype)
     if not has_kernel(prologue, inputs, dtype):
         return reference.value_of(prologue, inputs, dtype)
     y = inputs[0].new_empty(prologue_shape(prologue, inputs), dtype=dtype)

@@ -13,7 +13,7 @@ from float8lab.ops.reference import rotary as reference
 __all__ = ["rotate"]
 
 _ELEMENTS = 4096
-"""Elements that a program turns: all features of some heads of a token."""
+"""Elements that a program rotates: all features of some heads of a token."""
 
 
 @launched
@@ -56,8 +56,8 @@ def _rotate_kernel(
     if REST:
         columns = R + tl.arange(0, REST)[None, :]
         mask = (heads < H) & (columns < D)
-        rest = tl.load(t_ptrs + columns * stride_td, mask=mask)
-        tl.store(out_ptrs + columns, rest, mask=mask)
+        copied = tl.load(t_ptrs + columns * stride_td, mask=mask)
+        tl.store(out_ptrs + columns, copied, mask=mask)
 
 
 @replayed

@@ -60,7 +60,7 @@ def _sigmoid(z):
 
 @triton.jit
 def _softplus(z):
-    """max(z, 0) + log1p(u) of u = exp(-abs(z)) by 2 atanh(u / (2 + u)), whose series ends early."""
+    """max(z, 0) + log1p(u) of u = exp(-abs(z)) by 2 atanh(u / (2 + u)), whose series is short."""
     u = tl.exp(-tl.abs(z))
     s = tl.div_rn(u, 2.0 + u)
     q = s * s
@@ -97,12 +97,12 @@ def _in_best_groups(
     for group in range(groups):
         left = tl.where(group_of == group, keys, _LOWEST)
         best = tl.max(left, 1, keep_dims=True)
-        total = _value_of(best)
+        score_sum = _value_of(best)
         for _ in range(1, best_of_group):
             left = tl.where(left == best, _LOWEST, left)
             best = tl.max(left, 1, keep_dims=True)
-            total += _value_of(best)
-        totals = tl.where(at == group, total, totals)
+            score_sum += _value_of(best)
+        totals = tl.where(at == group, score_sum, totals)
     group_keys = _keys(totals, at, at < groups)
     inside = (group_of < 0) & (keys < 0)
     for _ in range(group_topk):
@@ -154,15 +154,15 @@ def _route_kernel(
     if DENSE:
         probs = scores
         if FUNCTION != "softmax":
-            total = tl.sum(tl.where(valid, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
-            probs = tl.div_rn(scores, total)
+            score_sum = tl.sum(tl.where(valid, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
+            probs = tl.div_rn(scores, score_sum)
     else:
         if FUNCTION == "softmax" and not OVER_ALL:
             scores = _softmax(z, chosen)
         probs = scores
         if NORMALIZED:
-            total = tl.sum(tl.where(chosen, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
-            probs = tl.div_rn(scores, total)
+            score_sum = tl.sum(tl.where(chosen, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
+            probs = tl.div_rn(scores, score_sum)
         probs = tl.where(chosen, probs * scaling, 0.0)
     tl.store(probs_ptr + tokens * E + experts, probs.to(probs_ptr.dtype.element_ty), mask=inside)
     tl.store(map_ptr + tokens * E + experts, chosen.to(tl.uint8), mask=inside)
@@ -188,8 +188,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     T, E = logits.shape
     if logits.dtype == torch.float64 or E > _MOST_EXPERTS or not logits.numel():
-        how = (score_function, pre_softmax, num_groups, group_topk, scaling, dense)
-        return reference.route(logits, expert_bias, topk, *how)
+        options = (score_function, pre_softmax, num_groups, group_topk, scaling, dense)
+        return reference.route(logits, expert_bias, topk, *options)
     probs, routing_map = route_outputs(SimpleNamespace(logits=logits, dense=dense))
     groups = num_groups if group_topk else 1
     tile = _tile(E)
@@ -229,9 +229,9 @@ def _route_backward_kernel(
     else:
         scores = _scores(z, FUNCTION)
         if NORMALIZED:
-            total = tl.sum(tl.where(chosen, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
-            shared = tl.sum(tl.div_rn(scores, total) * grad, 1, keep_dims=True)
-            grad = tl.div_rn(grad - shared, total)
+            score_sum = tl.sum(tl.where(chosen, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
+            shared = tl.sum(tl.div_rn(scores, score_sum) * grad, 1, keep_dims=True)
+            grad = tl.div_rn(grad - shared, score_sum)
         if FUNCTION == "sigmoid":
             slope = scores * _sigmoid(-z)
         else:
@@ -253,8 +253,8 @@ def route_backward(
 ) -> Tensor:
     T, E = logits.shape
     if logits.dtype == torch.float64 or E > _MOST_EXPERTS or not logits.numel():
-        how = (topk, score_function, pre_softmax, scaling, dense)
-        return reference.route_backward(dprobs, logits, routing_map, *how)
+        options = (topk, score_function, pre_softmax, scaling, dense)
+        return reference.route_backward(dprobs, logits, routing_map, *options)
     dlogits = logits.new_empty(logits.shape)
     tile = _tile(E)
     _route_backward_kernel[(ceil_div(T, tile["TOKENS"]),)](

@@ -10,12 +10,34 @@ from float8lab.ops.kernels._common import (
     abs_bits,
     next_power_of_2,
     pow2_floor,
+    scale_from_amax,
 )
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import NO_DATA
 
-__all__ = ["update_scales_"]
+__all__ = ["SCALES", "scales_kernel", "update_scales_"]
+
+SCALES = 256
+"""Scales that one program of ``scales_kernel`` makes."""
+
+
+@launched
+def scales_kernel(
+    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, which make room for encode factors
+    scale_ptr,  # [ROWS] fp32
+    scale_t_ptr,  # [COLUMNS] fp32
+    ROWS, COLUMNS, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    bits = tl.load(amax_ptr + index, mask=index < ROWS + COLUMNS, other=0)
+    eps = tl.cast(eps, tl.float32)
+    scale, encode = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
+    tl.store(amax_ptr + index, encode.to(tl.int32, bitcast=True), mask=index < ROWS + COLUMNS)
+    tl.store(scale_ptr + index, scale, mask=index < ROWS)
+    column = index - ROWS
+    tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
 
 
 @launched

@@ -4,33 +4,28 @@ M rows, K columns, N output features, S delayed-scaling slots, H history length.
 a *block* is ``(rows, columns)`` as in ``float8lab.formats``.
 """
 
-from float8lab.ops.reference.cast import (
+from float8lab.ops.reference.blocks import (
     ALIGN,
     amax,
-    amax_of,
     as_matrix,
-    cast,
-    cast_many_,
-    dequantize,
     encode_from_amax,
     factors_from_amax,
-    has_amax,
     quantize,
     round_to_fp8,
     round_up,
     scale_from_amax,
+)
+from float8lab.ops.reference.cast import (
+    amax_of,
+    cast,
+    cast_many_,
+    has_amax,
     transpose,
 )
 from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
-from float8lab.ops.reference.grouped import (
-    SPAN,
-    cast_groups,
-    grouped_mm,
-    padded_rows,
-    plan_groups,
-)
+from float8lab.ops.reference.grouped import SPAN, padded_rows, plan_groups
 from float8lab.ops.reference.norm import norm, norm_backward
-from float8lab.ops.reference.prologue import ACTIVATIONS, prologue_shape, value_of
+from float8lab.ops.reference.prologue import ACTIVATIONS, dequantize, prologue_shape, value_of
 from float8lab.ops.reference.scaling import NO_DATA, update_scales_
 
 __all__ = [
@@ -42,12 +37,10 @@ __all__ = [
     "amax_of",
     "as_matrix",
     "cast",
-    "cast_groups",
     "cast_many_",
     "dequantize",
     "encode_from_amax",
     "factors_from_amax",
-    "grouped_mm",
     "has_amax",
     "norm",
     "norm_backward",

@@ -98,11 +98,11 @@ def fp8_attention(
         return out, scores.new_zeros(scores.shape[:3])
     largest = scores.amax(-1, keepdim=True)
     p = (scores - largest).exp()
-    total = p.sum(-1, keepdim=True)
+    exp_sum = p.sum(-1, keepdim=True)
     p8 = (p / P_SCALE).to(E4M3).float()
     decode = v_scale.view(1) * P_SCALE
-    out = (p8 @ _repeat(v, q.shape[1])) * (decode / total)
-    return by_token(out.to(out_dtype)), (largest + total.log()).squeeze(-1)
+    out = (p8 @ _repeat(v, q.shape[1])) * (decode / exp_sum)
+    return by_token(out.to(out_dtype)), (largest + exp_sum.log()).squeeze(-1)
 
 
 def fp8_attention_backward(

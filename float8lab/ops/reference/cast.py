@@ -1,105 +1,33 @@
-"""Cast matrices to FP8, and back; transpose them.  M rows, K columns.
+"""Cast matrices to FP8; transpose them.  M rows, K columns, E groups.
 
 Casts can pad: both dimensions of the result are rounded up to a multiple of ``align``, and
 everything, scales included, is as if the input had been padded with zeros first.
 
 What is cast is a matrix, or the values of a prologue (``prologue.py``) rounded to ``dtype`` as if
-they had been written: a fused cast has the bytes of the cast of the composition.
+they had been written: a fused cast has the bytes of the cast of the composition. Its rows may be in
+groups, and a batch of matrices may be cast, each of its own (``grouped.py``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.formats import (
-    E2M1,
-    E2M1_RULES,
-    E4M3,
-    FLOAT32_MAX,
-    SCALE_RULES,
-    TENSOR_SCALE_RULES,
-    largest,
-    scales_by_column,
-)
+from float8lab.formats import TENSOR_SCALE_RULES
+from float8lab.ops.reference.blocks import amax, quantize
+from float8lab.ops.reference.grouped import cast_batch, cast_groups
 from float8lab.ops.reference.prologue import value_of
 
 __all__ = [
-    "ALIGN",
-    "amax",
     "amax_of",
-    "as_matrix",
     "cast",
     "cast_many_",
-    "dequantize",
-    "encode_from_amax",
-    "expand_scale",
-    "factors_from_amax",
     "has_amax",
-    "in_blocks",
-    "quantize",
-    "round_to_fp8",
-    "round_up",
-    "scale_from_amax",
     "transpose",
 ]
-
-ALIGN = 16
-"""Multiple that Hopper's FP8 GEMM wants of every dimension."""
-
-_EXPONENT_BITS = 0x7F800000
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """``[..., K]`` as ``[M, K]``, K = 0 included.
-
-    >>> as_matrix(torch.ones(2, 3, 0)).shape
-    torch.Size([6, 0])
-    """
-    K = x.shape[-1]
-    return x.reshape(-1, K) if K else x.reshape(math.prod(x.shape[:-1]), K)
-
-
-def round_up(size: int, align: int) -> int:
-    """The smallest multiple of ``align`` that is not below ``size``.
-
-    >>> round_up(17, 16), round_up(0, 16)
-    (32, 0)
-    """
-    return -(-size // align) * align
-
-
-# Scales.
-
-
-def in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
-    """A matrix as ``[blocks, rows of one, blocks, columns of one]``.
-
-    Zeros fill up blocks that an edge cuts, and a block that spans a dimension without elements.
-
-    >>> in_blocks(torch.ones(300, 256), (128, -1)).shape
-    torch.Size([3, 128, 1, 256])
-    """
-    M, K = x.shape
-    rows = max(M, 1) if block[0] == -1 else block[0]
-    columns = max(K, 1) if block[1] == -1 else block[1]
-    below = rows - M if block[0] == -1 else -M % rows
-    right = columns - K if block[1] == -1 else -K % columns
-    if below or right:
-        x = F.pad(x, (0, right, 0, below))
-    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-
-
-def amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    """Largest absolute value of each block, float32; NaN if the block holds one, 0 if empty."""
-    if block[0] == block[1] == -1 and x.numel():
-        return x.abs().amax().float().view(1, 1)
-    return in_blocks(x, block).abs().amax((1, 3)).float()
 
 
 def amax_of(
@@ -107,178 +35,6 @@ def amax_of(
 ) -> Tensor:
     """``amax`` of a matrix that a prologue may compute."""
     return amax(value_of(prologue, inputs, dtype) if prologue else inputs[0], block)
-
-
-def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool) -> Tensor:
-    """``fp8_max / amax``, at most the largest float32; on request rounded down to a power of 2."""
-    # A number divided by a tensor is reciprocal() times the number, two roundings: hence full_like.
-    if not isinstance(fp8_max, Tensor):
-        fp8_max = torch.full_like(amax, fp8_max)
-    encode = (fp8_max / amax).clamp(max=FLOAT32_MAX)
-    if power_of_2:
-        encode = (encode.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    return encode
-
-
-def factors_from_amax(
-    amax: Tensor,
-    fp8_dtype: torch.dtype,
-    rule: str,
-    eps: float = 0.0,
-    matrix_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
-
-    A rule of elements with 4 bits has ``_factors_of_packed``, and may depend on the amax of the
-    matrix; if that is not given, ``amax`` holds all blocks of a matrix in its last dimensions.
-
-    ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1. The scale is 1 over the
-    encode factor, rounded to float32, from which the encode factor cannot be found again: a cast
-    that is made apart from finding its scale needs the encode factor, or the amax.
-
-    >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
-    (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
-    """
-    if rule in E2M1_RULES:
-        return _factors_of_packed(amax.clamp(min=eps), rule, matrix_amax)
-    raised = amax.clamp(min=eps)
-    usable = (raised > 0) & (raised < torch.inf)
-    limit = torch.finfo(fp8_dtype).max
-    if rule == "e8m0":
-        bits = (raised / torch.full_like(raised, limit)).view(torch.int32)
-        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
-        scale = (exponent << 23).view(torch.float32)
-        encode = 1.0 / scale
-    else:
-        encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
-        scale = 1.0 / encode
-    return torch.where(usable, scale, 1.0), torch.where(usable, encode, 1.0)
-
-
-def _factors_of_packed(
-    amax: Tensor, rule: str, matrix_amax: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """``factors_from_amax`` of elements in e2m1: scales that formats of 4 bits have.
-
-    A block whose amax is 0 has the scale 0 if scales are in e4m3; one that holds a value that is
-    not finite has the scale NaN. The scale of a matrix is 1 where no finite amax above 0 makes one.
-
-    >>> factors_from_amax(torch.tensor([[2688.0, 6.0, 0.0, torch.inf]]), E4M3, "e2m1 e4m3 fp32")[0]
-    tensor([[448.,   1.,   0.,  nan]])
-
-    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, appendix on
-    quantization; OCP Microscaling Formats v1.0 for e8m0.
-    """
-    limit = torch.full_like(amax, largest(E2M1))
-    if "e8m0" in rule:
-        bits = (amax / limit).view(torch.int32)
-        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
-        scale = torch.where(amax > 0, (exponent << 23).view(torch.float32), 1.0)
-    else:
-        scale = amax / limit
-        decode = torch.ones_like(scale)
-        if rule in TENSOR_SCALE_RULES:
-            if matrix_amax is None:
-                matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
-            product = torch.full_like(matrix_amax, largest(E2M1) * largest(E4M3))
-            encode = (product / matrix_amax).clamp(max=FLOAT32_MAX)
-            usable = (matrix_amax > 0) & (matrix_amax < torch.inf)
-            encode = torch.where(usable, encode, 1.0)
-            scale, decode = scale * encode, 1.0 / encode
-        scale = scale.clamp(max=largest(E4M3)).to(E4M3).float() * decode
-    scale = torch.where(amax < torch.inf, scale, torch.nan)
-    return scale, (1.0 / scale).clamp(max=FLOAT32_MAX)
-
-
-def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
-    """The decode scales of ``factors_from_amax``.
-
-    >>> scale_from_amax(torch.tensor([448.0, 3.0, 0.0, torch.inf]), torch.float8_e4m3fn, "pow2")
-    tensor([1.0000, 0.0078, 1.0000, 1.0000])
-    """
-    return factors_from_amax(amax, fp8_dtype, rule, eps)[0]
-
-
-def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Scales, one per block, as a matrix, or a batch, that broadcasts against one of ``shape``."""
-    if block[0] > 1:
-        scale = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
-    if block[1] > 1:
-        scale = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
-    return scale
-
-
-# Casts.
-
-
-def _round_to_packed(value: Tensor) -> Tensor:
-    """The nearest values of e2m1, in e4m3; ties go to an even mantissa, and NaN to 0.
-
-    >>> _round_to_packed(torch.tensor([0.25, 0.75, 2.5, -5.0, 9.0, torch.nan])).float()
-    tensor([ 0.,  1.,  2., -4.,  6.,  0.])
-    """
-    limit = largest(E2M1)
-    value = value.nan_to_num(0.0).clamp(-limit, limit)
-    size = value.abs()
-    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
-    return ((value / step).round() * step).to(E4M3)
-
-
-def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "") -> Tensor:
-    """The nearest FP8 numbers to ``value``, which is ``x`` over its scale; of e2m1 by its rules.
-
-    A finite ``x`` saturates, also where ``value`` overflows float32. An infinite ``x`` stays
-    visible whatever its scale is: as an infinity in e5m2, and in e4m3, which has none, as NaN.
-
-    >>> x = torch.tensor([500.0, -torch.inf])
-    >>> round_to_fp8(x, x, torch.float8_e4m3fn).float()
-    tensor([448.,  nan])
-    """
-    if rule in E2M1_RULES:
-        return _round_to_packed(value)
-    limit = torch.finfo(fp8_dtype).max
-    visible: float | Tensor = torch.nan
-    if fp8_dtype == torch.float8_e5m2:  # over a scale of 0, infinity or NaN it may be NaN
-        visible = torch.where(value.isnan(), torch.inf, value)
-    # Releases of torch differ in what they make of a number beyond the limit: it is clamped first.
-    return torch.where(x.isinf(), visible, value.clamp(-limit, limit)).to(fp8_dtype)
-
-
-def quantize(
-    x: Tensor,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float = 0.0,
-    align: int = 1,
-    given: Tensor | None = None,
-) -> tuple[Tensor, Any, Any]:
-    """FP8 data of a matrix, the scales that are found for its blocks, and their amaxes.
-
-    ``rule`` and ``given`` are those of ``cast``. Where factors or scales are given, none are found,
-    and both are None.
-    """
-    if x.shape[0] % align or x.shape[1] % align:
-        x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
-    (M, K), matrix_amax = x.shape, None
-    if rule in TENSOR_SCALE_RULES and given is not None and given.numel() == 1:
-        given, matrix_amax = None, given
-    if given is not None and given.numel() == 1:
-        x, given = x[None, :, None], given.view(1, 1)  # the whole is one block
-    else:
-        x = in_blocks(x, block)
-    wide = x.float()
-    scale, factor, found = None, given, None
-    if rule in SCALE_RULES:
-        found = wide.abs().amax((1, 3)) if given is None else given
-        if scales_by_column(block):
-            found = found.t().contiguous().t()
-        scale, factor = factors_from_amax(found, fp8_dtype, rule, eps, matrix_amax)
-    assert factor is not None, "given by a rule that finds none"
-    factor = factor[:, None, :, None]
-    value = wide / factor if rule.endswith("decode") else wide * factor
-    q = round_to_fp8(value, x, fp8_dtype, rule).flatten(2).flatten(0, 1)[:M, :K]
-    return q.clone(memory_format=torch.contiguous_format), scale, found
 
 
 def cast(
@@ -290,10 +46,13 @@ def cast(
     rule: str,
     eps: float = 0.0,
     align: int = 1,
-    straight: bool = True,
-    transposed: bool = False,
-    column_sum: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    dbias: bool = False,
     given: Tensor | None = None,
+    *,
+    offs: Tensor | None = None,
+    plan: Tensor | None = None,
     slot: Tensor | None = None,
 ) -> tuple[
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
@@ -302,52 +61,64 @@ def cast(
 
     Args:
         prologue: how the matrix is computed; ``""`` is the matrix itself.
-        inputs: from which tensors.
+        inputs: from which tensors; one of 3 dimensions is a batch.
         dtype: the values of a prologue are rounded to it; of no meaning for the matrix itself.
         fp8_dtype: of the result.
-        block: rows and columns that share a scale.
-        rule: one of ``SCALE_RULES``, by which scales are found from amaxes. Or ``"encode"``: the
+        block: rows and columns that share a scale. Of groups ``(-1, -1)``, or a row or a part of it
+            of up to 128 columns, a power of two; of a batch ``(128, 128)``, too.
+        rule: one of ``SCALE_RULES``, by which scales are made of amaxes. Or ``"encode"``: the
             values are multiplied by the factors ``given``; or ``"decode"``: they are divided by the
-            scales ``given``, by somebody who knows no encode factors. Both are one float32
+            scales ``given``, by callers that know no encode factors. Both are one float32
             operation with IEEE rounding, whose result is what ``round_to_fp8`` rounds. For powers
             of two the two are the same. For elements in e2m1, ``"e2m1 encode"`` and
             ``"e2m1 decode"``.
-        eps: the least amax that a scale is found from.
-        align: the result's sizes are multiples of it.
-        straight: the matrix is wanted in FP8.
-        transposed: its transpose is wanted.
-        column_sum: the sums over its rows are wanted.
+        eps: the least amax that a scale is made of.
+        align: the result's sizes are multiples of it; ``ALIGN`` for groups and batches.
+        rowwise: the matrix is wanted in FP8.
+        columnwise: its transpose is wanted.
+        dbias: the sums over its rows, or over the rows of each group, are wanted; not of a batch.
         given: factors or scales, one or one per block; for both orientations, the same transposed.
-            Where scales are found: the amaxes from which they are, one per block of the padded
+            Where scales are made: the amaxes that they are made of, one per block of the padded
             result, if they are known. In both orientations, only if blocks are square. Where scales
-            have a second level, one element is the amax of the matrix.
-        slot: one element, which becomes the larger of its content and the matrix's amax.
+            have a second level, one element is the amax of the matrix. Of groups and batches: the
+            factor or the amax of each, or one for all of them.
+        offs: offsets of the groups, ``[E]``, int32 or int64, none below the one before.
+        plan: the result of ``plan_groups`` for these groups, if it exists. It changes nothing.
+        slot: one element, which becomes the larger of its content and the matrix's amax; one for
+            each group or matrix of a batch, unless it has no row.
 
     Returns:
         FP8 data and scales of the matrix; an amax; FP8 data and scales of the transpose; and the
         column sums, float32. What is not wanted is None, as are scales where factors are given. The
-        amax comes with one orientation, unless it was given: it is what the scales were found from;
-        that of blocks smaller than the whole comes only where there is no prologue.
+        amax comes with one orientation, unless it was given: it is what the scales were made of;
+        that of blocks smaller than the matrix comes only where there is no prologue. For groups and
+        batches see ``cast_groups`` and ``cast_batch``.
     """
     x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
+    if offs is not None:
+        groups = (fp8_dtype, tuple(block), rule, eps)
+        return cast_groups(x, offs, groups, rowwise, columnwise, dbias, given, slot)
+    if x.ndim == 3:
+        return cast_batch(x, (fp8_dtype, tuple(block), rule, eps), rowwise, columnwise, given, slot)
     if slot is not None and x.numel():
         slot.copy_(torch.maximum(slot, x.abs().max().float()))
-    total = x.float().sum(0) if column_sum else None
-    how = (fp8_dtype, block, rule, eps, align)
-    q, scale, found = quantize(x if straight else x.t(), *how, given)
-    if straight and transposed:
+    sums = x.float().sum(0) if dbias else None
+    options = (fp8_dtype, block, rule, eps, align)
+    q, scale, amaxes = quantize(x if rowwise else x.t(), *options, given)
+    if rowwise and columnwise:
         if block[0] != block[1] and scale is not None:
-            amax_of_matrix = given if rule in TENSOR_SCALE_RULES else None
-            q_t, scale_t, _ = quantize(x.t(), *how, amax_of_matrix)
+            q_t, scale_t, _ = quantize(
+                x.t(), *options, given if rule in TENSOR_SCALE_RULES else None
+            )
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
-        return q, scale, None, q_t, scale_t, total
-    asks = found is not None and (prologue or given is not None)
+        return q, scale, None, q_t, scale_t, sums
+    asks = amaxes is not None and (prologue or given is not None)
     if asks and not has_amax(prologue, block, given):
-        found = None
-    if transposed:
-        return None, None, found, q, scale, total
-    return q, scale, found, None, None, total
+        amaxes = None
+    if columnwise:
+        return None, None, amaxes, q, scale, sums
+    return q, scale, amaxes, None, None, sums
 
 
 def has_amax(prologue: str, block: Sequence[int], given: Tensor | None) -> bool:
@@ -375,15 +146,12 @@ def cast_many_(
     With ``"encode"`` for a rule by its ``given`` factors. Else scales are found, and go with their
     amaxes into the ``scale`` and ``amax`` that are there.
     """
-    for index, (one, data) in enumerate(zip(x, q, strict=True)):
-        own = given[index] if given else None
-        results = quantize(one, data.dtype, block, rule, eps, given=own)
+    for index, (matrix, data) in enumerate(zip(x, q, strict=True)):
+        factor = given[index] if given else None
+        results = quantize(matrix, data.dtype, block, rule, eps, given=factor)
         outputs = (data,) if given else (data, scale[index], amax[index])
         for output, result in zip(outputs, results[: len(outputs)], strict=True):
             output.copy_(result)
-
-
-# The other ways.
 
 
 def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
@@ -402,16 +170,3 @@ def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     if q.shape[0] % align or q.shape[1] % align:
         raw = F.pad(raw, (0, -q.shape[1] % align, 0, -q.shape[0] % align))
     return _transposed(raw).view(q.dtype)
-
-
-def dequantize(
-    q: Tensor,
-    scale: Tensor,
-    block: Sequence[int],
-    dtype: torch.dtype,
-    event: Tensor | None = None,
-) -> Tensor:
-    """``q * scale``, multiplied in float32 and rounded once; ``event`` is that of ``transpose``."""
-    if block[0] > 1 or block[1] > 1:
-        scale = expand_scale(scale, block, q.shape)
-    return (q.float() * scale).to(dtype).contiguous()

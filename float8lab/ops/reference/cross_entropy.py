@@ -31,14 +31,14 @@ def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
     x, V = _wide(logits), logits.shape[1]
     largest = x.amax(1) if V else x.new_full(x.shape[:1], -torch.inf)
     finite = torch.where(largest == -torch.inf, 0.0, largest)
-    total = (x - finite[:, None]).exp().sum(1)
-    here = (target >= 0) & (target < V)
+    exp_sum = (x - finite[:, None]).exp().sum(1)
+    is_local = (target >= 0) & (target < V)
     if V:
-        place = torch.where(here, target, 0).long()
-        found = torch.where(here, x.gather(1, place[:, None]).squeeze(1), 0.0)
+        place = torch.where(is_local, target, 0).long()
+        target_logit = torch.where(is_local, x.gather(1, place[:, None]).squeeze(1), 0.0)
     else:
-        found = torch.zeros_like(total)
-    return torch.stack([largest, total, found, x.sum(1)])
+        target_logit = torch.zeros_like(exp_sum)
+    return torch.stack([largest, exp_sum, target_logit, x.sum(1)])
 
 
 def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> T
         ``[M, V]`` in the dtype of ``logits``.
     """
     x, V = _wide(logits), logits.shape[1]
-    log_sum, factor, at_target, everywhere = (one[:, None] for one in factors)
+    log_sum, factor, at_target, everywhere = (factor_row[:, None] for factor_row in factors)
     softmax = torch.where(factor == 0, 0.0, factor * (x - log_sum).exp())
     is_target = torch.arange(V, device=x.device) == target[:, None]
     dlogits = softmax - torch.where(is_target, at_target, 0.0) - everywhere

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from float8lab.ops.reference.cast import amax, as_matrix, dequantize
-from float8lab.ops.reference.prologue import apply_norm, widen
+from float8lab.ops.reference.blocks import amax, as_matrix
+from float8lab.ops.reference.prologue import apply_norm, dequantize, widen
 
 __all__ = ["norm", "norm_backward"]
 
@@ -50,13 +50,13 @@ def norm(
     mean = _mean(wide) if center else None
     centered = wide if mean is None else wide - mean[:, None]
     rstd = (_mean(centered.square()) + eps).sqrt().reciprocal()
-    y = found = None
+    y = y_amax = None
     if write or want_amax:
         y = apply_norm(x, rstd, weight, mean, bias).to(dtype)
-        found = amax(y, (-1, -1)) if want_amax else None
+        y_amax = amax(y, (-1, -1)) if want_amax else None
         y = y.contiguous().view(shape) if write else None
     mean = None if mean is None else mean.view(shape[:-1])
-    return y, mean, rstd.view(shape[:-1]), found
+    return y, mean, rstd.view(shape[:-1]), y_amax
 
 
 def norm_backward(

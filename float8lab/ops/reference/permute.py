@@ -26,26 +26,26 @@ def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
 
     Returns:
         - ``[T, S + 1]`` int32: the row map.
-        - ``[E]`` int32: where the rows of each expert end.
+        - ``[E]`` int32: the offset behind the rows of each expert.
     """
     T, S = routing_map.shape
     if experts:
         goes = (routing_map >= 0) & (routing_map < experts)
-        own = torch.where(goes, routing_map, experts).reshape(-1).long()
-        rows = torch.empty_like(own)
-        rows[own.argsort(stable=True)] = torch.arange(T * S, device=own.device)
+        expert = torch.where(goes, routing_map, experts).reshape(-1).long()
+        rows = torch.empty_like(expert)
+        rows[expert.argsort(stable=True)] = torch.arange(T * S, device=expert.device)
         rows = torch.where(goes, rows.view(T, S), -1)
-        counts = own.bincount(minlength=experts + 1)[:experts]
+        counts = expert.bincount(minlength=experts + 1)[:experts]
     else:
         goes = routing_map != 0
         by_expert = goes.t().reshape(-1)
         rows = (by_expert.cumsum(0) * by_expert - 1).view(S, T).t()
         counts = goes.sum(0)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    row_map = ends.new_empty((T, S + 1))
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    row_map = offsets.new_empty((T, S + 1))
     row_map[:, :-1] = rows
     row_map[:, -1] = counts.sum()
-    return row_map, ends
+    return row_map, offsets
 
 
 def _moves(row_map: Tensor, rows: int | torch.SymInt) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,29 +79,29 @@ def scatter_rows(
     Returns:
         - ``[R, H]``: the rows; times ``probs`` with ``merged``.
         - ``[R]``: the probabilities of the rows, 0 where nothing is; with ``merged``, ``[T, S]``:
-          the products of ``x`` and ``merged``, summed in float32, 0 where nothing went. None
+          ``x`` times ``merged``, summed over H in float32, 0 where nothing went. None
           without ``probs``.
         - ``[R, B]``: scales of the rows, 1 where nothing is. None without ``scale``.
         - ``[R, B]``: amaxes of the rows, 0 where nothing is. None without ``scale``.
     """
     token, place, row = _moves(row_map, rows)
     y, moved = x.new_zeros((rows, x.shape[1])), x[token]
-    beside = scales = amaxes = None
+    row_values = scales = amaxes = None
     if probs is not None and merged is not None:
         wide = torch.promote_types(x.dtype, torch.float32)
         moved = moved.to(wide)
-        beside = torch.zeros_like(probs)
-        beside[token, place] = (moved * merged[row].to(wide)).sum(1).to(probs.dtype)
+        row_values = torch.zeros_like(probs)
+        row_values[token, place] = (moved * merged[row].to(wide)).sum(1).to(probs.dtype)
         moved = (moved * probs[token, place].to(wide)[:, None]).to(x.dtype)
     elif probs is not None:
-        beside = probs.new_zeros(rows)
-        beside[row] = probs[token, place]
+        row_values = probs.new_zeros(rows)
+        row_values[row] = probs[token, place]
     y[row] = moved
     if scale is not None and amax is not None:
         scales = scale.new_ones((scale.shape[1], rows)).t()
         amaxes = torch.zeros_like(scales)
         scales[row], amaxes[row] = scale[token], amax[token]
-    return y, beside, scales, amaxes  # type: ignore[return-value]  # see declare
+    return y, row_values, scales, amaxes  # type: ignore[return-value]  # see declare
 
 
 def gather_rows(
@@ -109,7 +109,7 @@ def gather_rows(
     row_map: Tensor,
     dtype: torch.dtype,
     probs: Tensor | None = None,
-    beside: Tensor | None = None,
+    row_values: Tensor | None = None,
     scale: Tensor | None = None,
     block: int = 1,
 ) -> tuple[Tensor, Tensor]:
@@ -120,13 +120,13 @@ def gather_rows(
         row_map: see above.
         dtype: of the sums; in float64 they are added up in float64.
         probs: ``[T, S]``, any float, that the rows are multiplied by.
-        beside: ``[R]``, any float: one more number of each row.
+        row_values: ``[R]``, any float: one more number of each row.
         scale: ``[R, B]`` float32, that ``y`` is multiplied by.
         block: columns that share a scale.
 
     Returns:
         - ``[T, H]``: the sums in ``dtype``; 0 for a token that went nowhere.
-        - ``[T, S]``: ``beside`` of the row of each place, 0 where nothing went. None without it.
+        - ``[T, S]``: ``row_values`` at the row of a place, 0 where nothing went; None without it.
     """
     token, place, row = _moves(row_map, y.shape[0])
     wide = torch.promote_types(dtype, torch.float32)
@@ -138,7 +138,7 @@ def gather_rows(
         terms *= probs[token, place].to(wide)[:, None]
     x.index_add_(0, token, terms)
     back = None
-    if beside is not None:
-        back = beside.new_zeros((row_map.shape[0], row_map.shape[1] - 1))
-        back[token, place] = beside[row]
+    if row_values is not None:
+        back = row_values.new_zeros((row_map.shape[0], row_map.shape[1] - 1))
+        back[token, place] = row_values[row]
     return x.to(dtype), back  # type: ignore[return-value]  # see declare

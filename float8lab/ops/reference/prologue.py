@@ -5,6 +5,7 @@
 - ``"rms_norm"``: from x [M, K], rstd [M], weight [K];
 - ``"permute"``: from x [T, K] and token [M] int32: each row is that row of x, or zeros where the
   number is negative;
+- ``"dequantize"``, which is no cast's: from FP8 data [M, K] and their scales;
 - an activation: from h [M, K], or [M, 2 K] if it gates;
 - an activation and ``"_backward"``: from h [M, K], dy [M, K], or [M, K / 2] if it gates.
 
@@ -22,11 +23,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from float8lab.ops.reference.blocks import expand_scale
+
 __all__ = [
     "ACTIVATIONS",
     "activate",
     "activate_backward",
     "apply_norm",
+    "dequantize",
     "is_gated",
     "prologue_shape",
     "value_of",
@@ -153,20 +157,44 @@ def prologue_shape(prologue: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:
     *rows, columns = inputs[0].shape
     if prologue == "permute":
         return inputs[1].shape[0], columns
-    gates = prologue and not prologue.endswith(("_norm", "_backward")) and is_gated(prologue)
+    gates = prologue in ACTIVATIONS and is_gated(prologue)
     return *rows, columns // 2 if gates else columns
 
 
-def value_of(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The values of a prologue, contiguous; it is not that of the matrix itself."""
+def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``q * scale``, multiplied in float32 and rounded once."""
+    if block[0] > 1 or block[1] > 1:
+        scale = expand_scale(scale, block, q.shape)
+    return (q.float() * scale).to(dtype).contiguous()
+
+
+def value_of(
+    prologue: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    block: Sequence[int] = (),
+    event: Tensor | None = None,
+) -> Tensor:
+    """The values of a prologue in high precision, contiguous.
+
+    Args:
+        prologue: one of those above, other than ``""``.
+        inputs: its inputs.
+        dtype: the values are rounded to it once.
+        block: of the scales that ``"dequantize"`` takes.
+        event: for graphs: what backward computes from the forward's tensors alone, a partitioner
+            moves into the forward and keeps until then, unless it needs a tensor of backward, too.
+    """
+    if prologue == "dequantize":
+        return dequantize(inputs[0], inputs[1], block, dtype)
     if prologue == "permute":
         x, token = inputs
         value = x.new_zeros((token.shape[0], x.shape[1]))
-        own = token >= 0
-        value[own] = x[token[own].long()]
+        is_filled = token >= 0
+        value[is_filled] = x[token[is_filled].long()]
     elif prologue.endswith("_norm"):
-        x, rstd, weight, *rest = inputs
-        mean, bias = rest or (None, None)
+        x, rstd, weight, *statistics = inputs
+        mean, bias = statistics or (None, None)
         value = apply_norm(x, rstd, weight, mean, bias)
     elif prologue.endswith("_backward"):
         h, dy = inputs

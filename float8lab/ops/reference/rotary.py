@@ -18,22 +18,22 @@ def rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -
         interleaved: pairs are neighbours, ``(0, 1), (2, 3) ...``, not halves,
             ``(0, R / 2), (1, R / 2 + 1) ...``.
         back: the transposed map instead, which gradients take; where both of a pair have one angle
-            it turns the other way.
+            it rotates the other way.
 
     Returns:
-        Shape and dtype of ``t``, contiguous; turned in float32. Features from R on are copied.
+        Shape and dtype of ``t``, contiguous; rotated in float32. Features from R on are copied.
     """
     R = cos.shape[-1]
-    turned, rest = t[..., :R].float(), t[..., R:]
+    rotated, copied = t[..., :R].float(), t[..., R:]
     if back:
-        turned = turned * cos - _quarter_turn(turned * sin, interleaved)
+        rotated = rotated * cos - _rotate_quarter(rotated * sin, interleaved)
     else:
-        turned = turned * cos + _quarter_turn(turned, interleaved) * sin
-    turned = turned.to(t.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned.contiguous()
+        rotated = rotated * cos + _rotate_quarter(rotated, interleaved) * sin
+    rotated = rotated.to(t.dtype)
+    return torch.cat((rotated, copied), dim=-1) if copied.shape[-1] else rotated.contiguous()
 
 
-def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+def _rotate_quarter(x: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)

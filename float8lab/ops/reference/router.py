@@ -27,8 +27,8 @@ def _pointwise(z: Tensor, score_function: str) -> Tensor:
 
 def _best(ranked: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The largest of each row, in order, and their places."""
-    found = ranked.sort(dim=-1, descending=True, stable=True)
-    return found.values[..., :count], found.indices[..., :count]
+    order = ranked.sort(dim=-1, descending=True, stable=True)
+    return order.values[..., :count], order.indices[..., :count]
 
 
 def _marked(like: Tensor, places: Tensor) -> Tensor:
@@ -91,17 +91,17 @@ def route(
     if group_topk:
         groups = ranked.unflatten(1, (num_groups, -1))
         values, _ = _best(groups, topk // group_topk)
-        total = values[..., 0]
+        score_sum = values[..., 0]
         for value in values.unbind(-1)[1:]:
-            total = total + value
-        inside = _marked(total, _best(total, group_topk)[1])
+            score_sum = score_sum + value
+        inside = _marked(score_sum, _best(score_sum, group_topk)[1])
         ranked = groups.masked_fill(~inside[..., None], -torch.inf).flatten(1)
     chosen = _marked(ranked, _best(ranked, topk)[1])
     if dense:
-        scores, total = shares(z, torch.ones_like(chosen), 2, score_function, True)
-        return scores / total, chosen
-    scores, total = shares(z, chosen, topk, score_function, pre_softmax)
-    probs = torch.where(chosen, scores / total * scaling, 0)
+        scores, score_sum = shares(z, torch.ones_like(chosen), 2, score_function, True)
+        return scores / score_sum, chosen
+    scores, score_sum = shares(z, chosen, topk, score_function, pre_softmax)
+    probs = torch.where(chosen, scores / score_sum * scaling, 0)
     return probs.to(logits.dtype), chosen
 
 
@@ -129,13 +129,13 @@ def route_backward(
     z = _wide(logits)
     if dense:
         routing_map, topk, pre_softmax, scaling = torch.ones_like(routing_map), 2, True, 1.0
-    scores, total = shares(z, routing_map, topk, score_function, pre_softmax)
+    scores, score_sum = shares(z, routing_map, topk, score_function, pre_softmax)
     grad = torch.where(routing_map, dprobs.to(z.dtype) * scaling, 0)
     if score_function == "softmax":
         dz = scores * (grad - (scores * grad).sum(-1, keepdim=True))
         return dz.to(logits.dtype)
     if topk > 1:
-        grad = (grad - (scores / total * grad).sum(-1, keepdim=True)) / total
+        grad = (grad - (scores / score_sum * grad).sum(-1, keepdim=True)) / score_sum
     slope = z.sigmoid()
     if score_function == "sigmoid":
         slope = slope * (-z).sigmoid()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from float8lab.ops.reference.cast import encode_from_amax
+from float8lab.ops.reference.blocks import encode_from_amax
 
 __all__ = ["NO_DATA", "update_scales_"]
 

@@ -1,4 +1,4 @@
-"""Hopper's copy engine (TMA), by names that differ between versions of Triton."""
+"""Hopper's TMA, by names that differ between versions of Triton."""
 
 from __future__ import annotations
 

@@ -1,0 +1,260 @@
+"""Blocks of a matrix, their scales, and the rounding of their values to FP8.  M rows, K columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8lab.formats import (
+    E2M1,
+    E2M1_RULES,
+    E4M3,
+    FLOAT32_MAX,
+    SCALE_RULES,
+    TENSOR_SCALE_RULES,
+    largest,
+    scales_by_column,
+)
+
+__all__ = [
+    "ALIGN",
+    "amax",
+    "as_matrix",
+    "encode_from_amax",
+    "expand_scale",
+    "factors_from_amax",
+    "in_blocks",
+    "quantize",
+    "round_to_fp8",
+    "round_up",
+    "scale_from_amax",
+]
+
+ALIGN = 16
+"""Multiple that Hopper's FP8 GEMM wants of every dimension."""
+
+_EXPONENT_BITS = 0x7F800000
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``[..., K]`` as ``[M, K]``, K = 0 included.
+
+    >>> as_matrix(torch.ones(2, 3, 0)).shape
+    torch.Size([6, 0])
+    """
+    K = x.shape[-1]
+    return x.reshape(-1, K) if K else x.reshape(math.prod(x.shape[:-1]), K)
+
+
+def round_up(size: int, align: int) -> int:
+    """The smallest multiple of ``align`` that is not below ``size``.
+
+    >>> round_up(17, 16), round_up(0, 16)
+    (32, 0)
+    """
+    return -(-size // align) * align
+
+
+# Scales.
+
+
+def in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
+    """A matrix as ``[blocks, rows of one, blocks, columns of one]``.
+
+    Zeros fill up blocks that an edge cuts, and a block that spans a dimension without elements.
+
+    >>> in_blocks(torch.ones(300, 256), (128, -1)).shape
+    torch.Size([3, 128, 1, 256])
+    """
+    M, K = x.shape
+    rows = max(M, 1) if block[0] == -1 else block[0]
+    columns = max(K, 1) if block[1] == -1 else block[1]
+    below = rows - M if block[0] == -1 else -M % rows
+    right = columns - K if block[1] == -1 else -K % columns
+    if below or right:
+        x = F.pad(x, (0, right, 0, below))
+    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+
+def amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    """Largest absolute value of each block, float32; NaN if the block holds one, 0 if empty."""
+    if block[0] == block[1] == -1 and x.numel():
+        return x.abs().amax().float().view(1, 1)
+    return in_blocks(x, block).abs().amax((1, 3)).float()
+
+
+def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool) -> Tensor:
+    """``fp8_max / amax``, at most the largest float32; on request rounded down to a power of 2."""
+    # A number divided by a tensor is reciprocal() times the number, two roundings: hence full_like.
+    if not isinstance(fp8_max, Tensor):
+        fp8_max = torch.full_like(amax, fp8_max)
+    encode = (fp8_max / amax).clamp(max=FLOAT32_MAX)
+    if power_of_2:
+        encode = (encode.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return encode
+
+
+def factors_from_amax(
+    amax: Tensor,
+    fp8_dtype: torch.dtype,
+    rule: str,
+    eps: float = 0.0,
+    matrix_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
+
+    A rule of elements with 4 bits has ``_factors_of_packed``, and may depend on the amax of the
+    matrix; if that is not given, ``amax`` holds all blocks of a matrix in its last dimensions.
+
+    ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1. The scale is 1 over the
+    encode factor, rounded to float32, from which the encode factor cannot be recovered: a cast
+    that is made after its scale was made needs the encode factor, or the amax.
+
+    >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
+    (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
+    """
+    if rule in E2M1_RULES:
+        return _factors_of_packed(amax.clamp(min=eps), rule, matrix_amax)
+    raised = amax.clamp(min=eps)
+    usable = (raised > 0) & (raised < torch.inf)
+    limit = torch.finfo(fp8_dtype).max
+    if rule == "e8m0":
+        bits = (raised / torch.full_like(raised, limit)).view(torch.int32)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
+        scale = (exponent << 23).view(torch.float32)
+        encode = 1.0 / scale
+    else:
+        encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
+        scale = 1.0 / encode
+    return torch.where(usable, scale, 1.0), torch.where(usable, encode, 1.0)
+
+
+def _factors_of_packed(
+    amax: Tensor, rule: str, matrix_amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``factors_from_amax`` of elements in e2m1: scales that formats of 4 bits have.
+
+    A block whose amax is 0 has the scale 0 if scales are in e4m3; one that holds a value that is
+    not finite has the scale NaN. The scale of a matrix is 1 where no finite amax above 0 makes one.
+
+    >>> factors_from_amax(torch.tensor([[2688.0, 6.0, 0.0, torch.inf]]), E4M3, "e2m1 e4m3 fp32")[0]
+    tensor([[448.,   1.,   0.,  nan]])
+
+    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, appendix on
+    quantization; OCP Microscaling Formats v1.0 for e8m0.
+    """
+    limit = torch.full_like(amax, largest(E2M1))
+    if "e8m0" in rule:
+        bits = (amax / limit).view(torch.int32)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
+        scale = torch.where(amax > 0, (exponent << 23).view(torch.float32), 1.0)
+    else:
+        scale = amax / limit
+        decode = torch.ones_like(scale)
+        if rule in TENSOR_SCALE_RULES:
+            if matrix_amax is None:
+                matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
+            limits = torch.full_like(matrix_amax, largest(E2M1) * largest(E4M3))
+            encode = (limits / matrix_amax).clamp(max=FLOAT32_MAX)
+            usable = (matrix_amax > 0) & (matrix_amax < torch.inf)
+            encode = torch.where(usable, encode, 1.0)
+            scale, decode = scale * encode, 1.0 / encode
+        scale = scale.clamp(max=largest(E4M3)).to(E4M3).float() * decode
+    scale = torch.where(amax < torch.inf, scale, torch.nan)
+    return scale, (1.0 / scale).clamp(max=FLOAT32_MAX)
+
+
+def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
+    """The decode scales of ``factors_from_amax``.
+
+    >>> scale_from_amax(torch.tensor([448.0, 3.0, 0.0, torch.inf]), torch.float8_e4m3fn, "pow2")
+    tensor([1.0000, 0.0078, 1.0000, 1.0000])
+    """
+    return factors_from_amax(amax, fp8_dtype, rule, eps)[0]
+
+
+def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Scales, one per block, as a matrix, or a batch, that broadcasts against one of ``shape``."""
+    if block[0] > 1:
+        scale = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
+    if block[1] > 1:
+        scale = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
+    return scale
+
+
+# Rounding.
+
+
+def _round_to_packed(value: Tensor) -> Tensor:
+    """The nearest values of e2m1, in e4m3; ties go to an even mantissa, and NaN to 0.
+
+    >>> _round_to_packed(torch.tensor([0.25, 0.75, 2.5, -5.0, 9.0, torch.nan])).float()
+    tensor([ 0.,  1.,  2., -4.,  6.,  0.])
+    """
+    limit = largest(E2M1)
+    value = value.nan_to_num(0.0).clamp(-limit, limit)
+    size = value.abs()
+    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
+    return ((value / step).round() * step).to(E4M3)
+
+
+def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "") -> Tensor:
+    """The nearest FP8 numbers to ``value``, which is ``x`` over its scale; of e2m1 by its rules.
+
+    A finite ``x`` saturates, also where ``value`` overflows float32. An infinite ``x`` stays
+    visible whatever its scale is: as an infinity in e5m2, and in e4m3, which has none, as NaN.
+
+    >>> x = torch.tensor([500.0, -torch.inf])
+    >>> round_to_fp8(x, x, torch.float8_e4m3fn).float()
+    tensor([448.,  nan])
+    """
+    if rule in E2M1_RULES:
+        return _round_to_packed(value)
+    limit = torch.finfo(fp8_dtype).max
+    visible: float | Tensor = torch.nan
+    if fp8_dtype == torch.float8_e5m2:  # over a scale of 0, infinity or NaN it may be NaN
+        visible = torch.where(value.isnan(), torch.inf, value)
+    # Releases of torch differ in what they make of a number beyond the limit: it is clamped first.
+    return torch.where(x.isinf(), visible, value.clamp(-limit, limit)).to(fp8_dtype)
+
+
+def quantize(
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float = 0.0,
+    align: int = 1,
+    given: Tensor | None = None,
+) -> tuple[Tensor, Any, Any]:
+    """FP8 data of a matrix, the scales that are found for its blocks, and their amaxes.
+
+    ``rule`` and ``given`` are those of ``cast``. Where factors or scales are given, none are found,
+    and both are None.
+    """
+    if x.shape[0] % align or x.shape[1] % align:
+        x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
+    (M, K), matrix_amax = x.shape, None
+    if rule in TENSOR_SCALE_RULES and given is not None and given.numel() == 1:
+        given, matrix_amax = None, given
+    if given is not None and given.numel() == 1:
+        x, given = x[None, :, None], given.view(1, 1)  # the whole is one block
+    else:
+        x = in_blocks(x, block)
+    wide = x.float()
+    scale, factor, amaxes = None, given, None
+    if rule in SCALE_RULES:
+        amaxes = wide.abs().amax((1, 3)) if given is None else given
+        if scales_by_column(block):
+            amaxes = amaxes.t().contiguous().t()
+        scale, factor = factors_from_amax(amaxes, fp8_dtype, rule, eps, matrix_amax)
+    assert factor is not None, "given by a rule that finds none"
+    factor = factor[:, None, :, None]
+    value = wide / factor if rule.endswith("decode") else wide * factor
+    q = round_to_fp8(value, x, fp8_dtype, rule).flatten(2).flatten(0, 1)[:M, :K]
+    return q.clone(memory_format=torch.contiguous_format), scale, amaxes
