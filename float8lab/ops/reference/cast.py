@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.formats import has_tensor_scale
+from float8lab.formats import TENSOR_SCALE_RULES
 from float8lab.ops.reference.blocks import amax, quantize
 from float8lab.ops.reference.grouped import cast_batch, cast_groups
 from float8lab.ops.reference.prologue import value_of
@@ -107,7 +107,8 @@ def cast(
     q, scale, amaxes = quantize(x if rowwise else x.t(), *options, given)
     if rowwise and columnwise:
         if block[0] != block[1] and scale is not None:
-            q_t, scale_t, _ = quantize(x.t(), *options, given if has_tensor_scale(rule) else None)
+            matrix_amax = given if rule in TENSOR_SCALE_RULES else None
+            q_t, scale_t, _ = quantize(x.t(), *options, matrix_amax)
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return q, scale, None, q_t, scale_t, sums
