@@ -40,41 +40,53 @@ def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor
     return x.new_empty((rows, columns), dtype=torch.float32)
 
 
+def _groups_of(of: Any) -> tuple[int, ...]:
+    """``(E,)`` where E groups or the matrices of a batch are cast, ``()`` for a matrix."""
+    shape: tuple[int, ...] = of.inputs[0].shape[:-2] if of.offs is None else of.offs.shape
+    return shape
+
+
+def _empty_scale_of(of: Any, shape: tuple[int, int], by_group: bool) -> Tensor | None:
+    """Room for the scales of one orientation, of each group ``by_group``; None if given."""
+    if of.rule not in SCALE_RULES:
+        return None
+    x, block = of.inputs[0], tuple(of.block)
+    if not by_group:
+        return empty_scale(x, shape, block)
+    scale: Tensor = x.new_empty((*_groups_of(of), *scale_shape(shape, block)), dtype=torch.float32)
+    return scale
+
+
+def _empty_amax_of(of: Any, shape: tuple[int, int]) -> Tensor | None:
+    """Room for the amaxes that a cast returns, for scales of ``shape``."""
+    x, groups, block = of.inputs[0], _groups_of(of), tuple(of.block)
+    if of.rule not in SCALE_RULES or not reference.has_amax(of.prologue, block, of.given):
+        return None
+    if groups:
+        return x.new_empty((*groups, 1, 1), dtype=torch.float32) if block == (-1, -1) else None
+    return empty_scale(x, shape, block) if of.rowwise != of.columnwise else None
+
+
 def cast_outputs(of: Any) -> tuple[Tensor | None, ...]:
     """Room for the results of ``cast``, whose arguments are the attributes of ``of``."""
-    x, block, offs = of.inputs[0], tuple(of.block), of.offs
-    is_batch = offs is None and x.ndim == 3
-    *batch, M, K = x.shape if is_batch else reference.prologue_shape(of.prologue, of.inputs)
-    lead = batch if offs is None else offs.shape
-    align = reference.ALIGN if is_batch or offs is not None else of.align
-    rows, columns = M if offs is not None else round_up(M, align), round_up(K, align)
-    padded = rows if offs is None else reference.padded_rows(M, offs.shape[0])
-    makes_scales, per_tensor = of.rule in SCALE_RULES, block == (-1, -1)
-
-    def scales(shape: tuple[int, int], by_group: bool) -> Tensor:
-        if is_batch or (offs is not None and by_group):
-            return x.new_empty((*lead, *scale_shape(shape, block)), dtype=torch.float32)
-        return empty_scale(x, shape, block)
-
-    q = scale = amax = q_t = scale_t = sums = None
+    x, groups, block = of.inputs[0], _groups_of(of), tuple(of.block)
+    *batch, M, K = reference.prologue_shape(of.prologue, of.inputs)
+    align = reference.ALIGN if groups else of.align
+    rows, columns = round_up(M, align), round_up(K, align)
+    padded = rows
+    if of.offs is not None:
+        rows, padded = M, reference.padded_rows(M, groups[0])
+    by_group = bool(groups) and (of.offs is None or block == (-1, -1))
+    q = scale = q_t = scale_t = None
     if of.rowwise:
         q = x.new_empty((*batch, rows, columns), dtype=of.fp8_dtype)
-        scale = scales((rows, columns), per_tensor) if makes_scales else None
+        scale = _empty_scale_of(of, (rows, columns), by_group)
     if of.columnwise:
         q_t = x.new_empty((*batch, columns, padded), dtype=of.fp8_dtype)
-        by_group = per_tensor or block == (1, -1)
-        scale_t = scales((columns, padded), by_group) if makes_scales else None
-    if is_batch or offs is not None:
-        if makes_scales and per_tensor and of.given is None:
-            amax = x.new_empty((*lead, 1, 1), dtype=torch.float32)
-    elif (
-        makes_scales
-        and of.rowwise != of.columnwise
-        and reference.has_amax(of.prologue, block, of.given)
-    ):
-        amax = empty_scale(x, (rows, columns) if of.rowwise else (columns, rows), block)
-    if of.dbias:
-        sums = x.new_empty((*lead, K), dtype=torch.float32)
+        by_group = by_group or (bool(groups) and block == (1, -1))
+        scale_t = _empty_scale_of(of, (columns, padded), by_group)
+    amax = _empty_amax_of(of, (rows, columns) if of.rowwise else (columns, padded))
+    sums = x.new_empty((*groups, K), dtype=torch.float32) if of.dbias else None
     return q, scale, amax, q_t, scale_t, sums
 
 

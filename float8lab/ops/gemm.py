@@ -23,8 +23,9 @@ __all__ = ["capability_of", "is_cublas_gemm", "may_multiply", "scaled_mm_into", 
 
 
 def _flops(
-    a: Sequence[int], scale: Any, _: Any, b: Sequence[int], __: Any, ___: Any, bias: Any,
-    out_dtype: Any, fast_accum: Any, offs: Sequence[int] | None = None, *args: Any, **kwargs: Any,
+    a: Sequence[int], scale: object, _: object, b: Sequence[int], __: object, ___: object,
+    bias: object, out_dtype: object, fast_accum: object, offs: Sequence[int] | None = None,
+    *args: object, **kwargs: object,
 ) -> int:  # fmt: skip
     """A multiplication and an addition for each element of the contraction of each output.
 

@@ -246,7 +246,7 @@ def _encode_of_tensor(
         amax = tl.load(given_ptr)
     else:
         index = tl.arange(0, PARTIALS)
-        partial = tl.load(given_ptr + index, mask=index < programs, transposed=0.0)
+        partial = tl.load(given_ptr + index, mask=index < programs, other=0.0)
         amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
     encode = amax
     if RULE != "":
@@ -278,12 +278,12 @@ def write_cast(
     # Every thread loads the one factor of a tensor, as it would those of blocks: with one load for
     # all of them casts of matrices took 3 to 6 % longer on an H200.
     if BK == 0 and BM > 0:
-        factor = tl.load(factor_ptr + m * stride_fm, mask=m < factor_rows, transposed=1.0)[:, None]
+        factor = tl.load(factor_ptr + m * stride_fm, mask=m < factor_rows, other=1.0)[:, None]
     else:
         k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
         mask = (m < factor_rows)[:, None] & (k < factor_columns)[None, :]
         offsets = m[:, None] * stride_fm + k[None, :] * stride_fk
-        factor = tl.load(factor_ptr + offsets, mask=mask, transposed=1.0)
+        factor = tl.load(factor_ptr + offsets, mask=mask, other=1.0)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     # At once for two values of 2 bytes, unless the amax needs the wide ones anyway.
     visible = nan_for_infinity(x.to(tl.float32) if HAS_SLOT else x, dtype).to(tl.float32)
@@ -563,15 +563,13 @@ def _write_words(
     """By one encode factor; or by those of rows, then of columns, at ``encode_ptr``."""
     dtype: tl.constexpr = q_t_ptr.dtype.element_ty
     if PER_ROW:
-        encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, transposed=1.0)[
-            None, :
-        ]
+        encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)[None, :]
     packed = pack_scaled(x0, x1, x2, x3, encode, dtype)
     if WRITE:
         for row in tl.static_range(4):
             rows = 4 * words + row
             if PER_ROW:
-                encode = tl.load(encode_ptr + rows, mask=rows < ROWS, transposed=1.0)[:, None]
+                encode = tl.load(encode_ptr + rows, mask=rows < ROWS, other=1.0)[:, None]
             x = widen(nan_for_infinity((x0, x1, x2, x3)[row], dtype))
             q = saturate(x * encode, x, dtype)
             store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)

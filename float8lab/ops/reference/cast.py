@@ -107,9 +107,8 @@ def cast(
     q, scale, amaxes = quantize(x if rowwise else x.t(), *options, given)
     if rowwise and columnwise:
         if block[0] != block[1] and scale is not None:
-            q_t, scale_t, _ = quantize(
-                x.t(), *options, given if rule in TENSOR_SCALE_RULES else None
-            )
+            matrix_amax = given if rule in TENSOR_SCALE_RULES else None
+            q_t, scale_t, _ = quantize(x.t(), *options, matrix_amax)
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return q, scale, None, q_t, scale_t, sums
