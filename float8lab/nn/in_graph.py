@@ -9,8 +9,8 @@ region, or be recomputed where the first is not. So the casts of a graph are num
 A cast of x or w that runs in backward belongs to a recomputation, by activation checkpointing. It
 records nothing and casts under the scale that the module's last forward used.
 
-A region ends after the casts of its forward: each of them tells so. The module's output could tell
-it too, but an op that reads the output has the partitioner save what is computed of the output for
+A region is closed after the casts of its forward: each of them tells so. The module's output could
+tell it too, but an op that reads the output has the partitioner save what is computed of it for
 backward, such as the output in float32.
 """
 
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from types import FunctionType, SimpleNamespace
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ def cast_in_graph(
         fp8_dtype, align, rowwise, columnwise, dbias, offs, state.first_expert,
     )  # fmt: skip
     if state.record and state.in_forward[index]:
-        come_after_in_graph(factors)  # the region ends after this cast
+        come_after_in_graph(factors)  # the region is closed after this cast
     return GraphCast(q, q_t, factors[:1], factors[1:], sums)
 
 
@@ -91,7 +92,7 @@ class _Casts(threading.local):
     """How many casts each graph has that is being traced on a thread."""
 
     def __init__(self) -> None:
-        self.of_graph: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.of_graph: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 _CASTS = _Casts()
@@ -106,6 +107,15 @@ def _next_number() -> int:
 
 # As torch.compiler.assume_constant_result marks it, which would import the compiler here.
 _next_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Results(NamedTuple):
+    """FP8 data, decode and encode factors, transposed FP8 data, and column sums."""
+
+    q: Tensor | None
+    factors: Tensor | None
+    q_t: Tensor | None
+    dbias: Tensor | None
 
 
 def _cast(
@@ -126,46 +136,47 @@ def _cast(
     offs: Tensor | None = None,
     first_expert: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    found = recipe_numbered(recipe), group_named(group)
+    call = recipe_numbered(recipe), group_named(group), index, record
     if offs is not None or inputs[0].ndim == 3:
         groups = Groups(prologue, inputs, dtype, offs)
         experts = range(first_expert, first_expert + (inputs[0] if offs is None else offs).shape[0])
         grouped = groups if offs is not None else inputs[0]
-        factors, slot, _ = owner_of(handle).scale_in_graph(*found, index, record, grouped, experts)
-        q, _, _, q_t, _, total = cast_groups_op(
+        factors, slot, _ = owner_of(handle).scale_in_graph(*call, grouped, experts)
+        q, _, _, q_t, _, dbias = cast_groups_op(
             *(*groups[:4], fp8_dtype, (-1, -1), "encode", 0.0),
             *(straight, transposed, column_sum, factors.encode, slot),
         )
-        assert factors.pair is not None, "of this cast alone"
-        return q, factors.pair.view(2, -1), q_t, total
+        return _Results(q, factors.joined().view(2, -1), q_t, dbias)
     x = Prologue(prologue, inputs, dtype) if prologue else inputs[0]
-    factors, slot, _ = owner_of(handle).scale_in_graph(*found, index, record, x)
-    q, _, _, q_t, _, total = cast_op(
+    factors, slot, _ = owner_of(handle).scale_in_graph(*call, x)
+    q, _, _, q_t, _, dbias = cast_op(
         *(prologue, inputs, dtype, fp8_dtype, (-1, -1), "encode", 0.0),
         *(align, straight, transposed, column_sum, factors.encode, slot),
     )
-    return q, factors.pair, q_t, total
+    return _Results(q, factors.joined(), q_t, dbias)
 
 
-def _outputs(of: Any) -> tuple[Tensor | None, ...]:
-    if of.offs is not None or of.inputs[0].ndim == 3:
-        of.block, of.rule = (-1, -1), "encode"
-        q, _, _, q_t, _, total = outputs_of_groups(of)
-        pair = 2, (of.inputs[0] if of.offs is None else of.offs).shape[0]
-        return q, of.inputs[0].new_empty(pair, dtype=torch.float32), q_t, total
-    x, (M, K) = of.inputs[0], prologue_shape(of.prologue, of.inputs)
-    rows, columns = round_up(M, of.align), round_up(K, of.align)
-    q = x.new_empty((rows, columns), dtype=of.fp8_dtype) if of.straight else None
-    q_t = x.new_empty((columns, rows), dtype=of.fp8_dtype) if of.transposed else None
-    total = x.new_empty(K, dtype=torch.float32) if of.column_sum else None
-    return q, x.new_empty(2, dtype=torch.float32), q_t, total
+def _outputs(args: SimpleNamespace) -> _Results:
+    if args.offs is not None or args.inputs[0].ndim == 3:
+        args.block, args.rule = (-1, -1), "encode"
+        q, _, _, q_t, _, dbias = outputs_of_groups(args)
+        pair = 2, (args.inputs[0] if args.offs is None else args.offs).shape[0]
+        return _Results(q, args.inputs[0].new_empty(pair, dtype=torch.float32), q_t, dbias)
+    x, (M, K) = args.inputs[0], prologue_shape(args.prologue, args.inputs)
+    rows, columns = round_up(M, args.align), round_up(K, args.align)
+    q = x.new_empty((rows, columns), dtype=args.fp8_dtype) if args.straight else None
+    q_t = x.new_empty((columns, rows), dtype=args.fp8_dtype) if args.transposed else None
+    dbias = x.new_empty(K, dtype=torch.float32) if args.column_sum else None
+    return _Results(q, x.new_empty(2, dtype=torch.float32), q_t, dbias)
 
 
 _cast_op = declare(_cast, name="cast.delayed", outputs=_outputs, any_strides=True)
 
 
-def leave_to_python(function: Any) -> None:
+def leave_to_python(function: Callable[..., object]) -> None:
     """Have Dynamo compile a function, and what it calls, as part of its callers only."""
-    dynamo: Any = torch._C._dynamo.eval_frame
+    dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
-    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+    dynamo.set_code_exec_strategy(
+        cast(FunctionType, function).__code__, dynamo._FrameExecStrategy(skip, skip)
+    )
