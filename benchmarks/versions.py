@@ -14,6 +14,7 @@ M tokens, N out features, K in features, E experts.
 from __future__ import annotations
 
 import argparse
+import enum
 import importlib
 import re
 import shutil
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -54,9 +56,10 @@ def import_version(folder: Path, place: Path) -> ModuleType:
 
 def _recipe(package: ModuleType, name: str) -> object:
     """The recipe of this name as a package has it."""
-    here = RECIPES[name]
-    made = here if isinstance(here, partial) else partial(here)
-    return getattr(package.recipes, made.func.__name__)(**made.keywords)
+    here = RECIPES[name]()
+    given = {field.name: getattr(here, field.name) for field in fields(here)}
+    given = {name: value for name, value in given.items() if not isinstance(value, enum.Enum)}
+    return getattr(package.recipes, type(here).__name__)(**given)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:

@@ -48,6 +48,7 @@ from float8lab.arguments import shown
 __all__ = [
     "DEQUANTIZED_DTYPES",
     "E2M1",
+    "E2M1_RULES",
     "E2M1_VALUES",
     "E4M3",
     "E5M2",
@@ -58,14 +59,13 @@ __all__ = [
     "MXFP4",
     "NVFP4",
     "SCALE_RULES",
+    "TENSOR_SCALE_RULES",
     "Float4Spec",
     "Float8Spec",
     "GemmSupport",
     "Spec",
     "gemm_support",
     "has_kernels",
-    "has_tensor_scale",
-    "is_packed_element",
     "largest",
     "scale_shape",
     "scales_by_column",
@@ -98,6 +98,10 @@ SCALE_RULES = (
 ``e4m3``: the scale is ``amax / largest`` rounded to e4m3. Rules that begin with ``e2m1`` cast
 elements to e2m1; a second level, ``fp32``, is a scale of the whole tensor on top.
 """
+E2M1_RULES = frozenset({*SCALE_RULES[3:], "e2m1 encode", "e2m1 decode"})
+"""Rules of casts whose elements have 4 bits."""
+TENSOR_SCALE_RULES = frozenset({"e2m1 e8m0 fp32", "e2m1 e4m3 fp32"})
+"""Rules with a second level of scales: a float32 scale of the whole tensor."""
 _KERNEL_RULES = frozenset({"", "fp32", "pow2", "e8m0", "encode", "decode"})
 """Rules that kernels know; the last two are those of casts that are given factors or scales."""
 
@@ -193,23 +197,13 @@ def _check_is_tuple(name: str, value: Any) -> None:
         )
 
 
-def is_packed_element(rule: str) -> bool:
-    """Whether elements that are cast by this rule have 4 bits."""
-    return rule.startswith("e2m1")
-
-
-def has_tensor_scale(rule: str) -> bool:
-    """Whether scales by this rule have a second level: a float32 scale of the whole tensor."""
-    return rule.endswith(" fp32")
-
-
 def shares_matrix_amax(block: Sequence[int], rule: str) -> bool:
     """Whether every element of a matrix depends on the amax of the whole of it.
 
     >>> shares_matrix_amax((-1, -1), "fp32"), shares_matrix_amax((1, 16), "e2m1 e4m3 fp32")
     (True, True)
     """
-    return all(size == -1 for size in block[-2:]) or has_tensor_scale(rule)
+    return all(size == -1 for size in block[-2:]) or rule in TENSOR_SCALE_RULES
 
 
 def scales_by_column(block: Sequence[int]) -> bool:
@@ -273,7 +267,7 @@ class Spec:
                 f"scale_rule must be one of {SCALE_RULES}; got {shown(self.scale_rule)}. Choose "
                 "one."
             )
-        allowed = (E4M3, E2M1) if is_packed_element(self.scale_rule) else FP8_DTYPES
+        allowed = (E4M3, E2M1) if self.scale_rule in E2M1_RULES else FP8_DTYPES
         if self.fp8_dtype not in allowed:
             raise ValueError(
                 f"scale_rule must be a rule for {self.fp8_dtype}; got {self.scale_rule!r}. "
@@ -286,28 +280,28 @@ class Spec:
             raise ValueError(
                 f"block must hold positive sizes, or -1 for a whole dimension; got {self.block}."
             )
-        self._derive()
+        # What follows from the fields, and is asked for in every step.
+        tensor_scale = self.scale_rule in TENSOR_SCALE_RULES
+        matrix, scale_rule = self.block[-2:], self.scale_rule.removeprefix("e2m1 ")
+        spans_matrix = all(size == -1 for size in matrix)
+        derived: dict[str, object] = {
+            "element_dtype": E2M1 if self.scale_rule in E2M1_RULES else self.fp8_dtype,
+            "is_packed": self.fp8_dtype == E2M1,
+            "scale_dtype": _SCALE_DTYPES.get(scale_rule.split()[0], torch.float32),
+            "tensor_scale": tensor_scale,
+            "per_tensor": all(size == -1 for size in self.block),
+            "shares_matrix_amax": spans_matrix or tensor_scale,
+            "amax_block": self.block,
+        }
+        if tensor_scale:
+            derived["amax_block"] = (*self.block[:-2], *(-1 for _ in matrix))
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name in ("fp8_dtype", "block", "scale_rule"):
             object.__setattr__(self, name, state[name])
-        self._derive()
-
-    def _derive(self) -> None:
-        """Set what follows from the fields, and is asked for in every step."""
-        rule, block = self.scale_rule, self.block
-        tensor_scale, matrix = has_tensor_scale(rule), (-1,) * len(block[-2:])
-        derived: dict[str, object] = {
-            "element_dtype": E2M1 if is_packed_element(rule) else self.fp8_dtype,
-            "is_packed": self.fp8_dtype == E2M1,
-            "scale_dtype": _SCALE_DTYPES.get(rule.removeprefix("e2m1 ").split()[0], torch.float32),
-            "tensor_scale": tensor_scale,
-            "per_tensor": all(size == -1 for size in block),
-            "shares_matrix_amax": shares_matrix_amax(block, rule),
-            "amax_block": (*block[:-2], *matrix) if tensor_scale else block,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        self.__post_init__()
 
     @property
     def packed_dim(self) -> int:
@@ -330,12 +324,12 @@ class Spec:
 
     def with_one_scale(self) -> Spec:
         """The FP8 spec of a matrix that has one scale, as attention casts."""
-        rule = "fp32" if is_packed_element(self.scale_rule) else self.scale_rule
+        rule = "fp32" if self.scale_rule in E2M1_RULES else self.scale_rule
         return Spec(self.fp8_dtype, (-1, -1), rule)
 
     def rule_of(self, given: str) -> str:
         """The rule of a cast that is ``given`` factors, ``"encode"``, or scales, ``"decode"``."""
-        return f"e2m1 {given}" if is_packed_element(self.scale_rule) else given
+        return f"e2m1 {given}" if self.scale_rule in E2M1_RULES else given
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scales of a tensor of ``shape`` (see the function of the same name)."""

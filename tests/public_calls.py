@@ -845,6 +845,7 @@ CALLS: dict[str, Call] = {
             recipes.Float8CurrentScaling,
             recipes.Float8RowwiseScaling,
             recipes.MXFP8BlockScaling,
+            recipes.NVFP4BlockScaling,
         )
     },
     "recipes.Auto": Call(

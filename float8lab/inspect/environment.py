@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from float8lab.formats import E4M3, Float8Spec
+from float8lab.formats import E2M1, E4M3, Float8Spec
 from float8lab.inspect.text import aligned
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
@@ -70,6 +70,8 @@ def why_gemm_is_emulated(
     dtypes = {"a_dtype": a_dtype, "b_dtype": b_dtype}
     if device.type != "cuda":
         return "a CPU has no FP8 GEMM; it multiplies in float32"
+    if E2M1 in (a_dtype, b_dtype):
+        return "no kernel multiplies e2m1"
     if may_multiply(a_block, b_block, device, **dtypes):
         return ""
     per_row = a_block[1] == b_block[1] == -1
@@ -207,7 +209,7 @@ def _support(recipe: Recipe, device: torch.device) -> Support:
         return Support(name, "missing", missing)
     gemms = {name: gemm for name, gemm in recipe.linear.gemms().items() if gemm is not None}
     why = {
-        name: why_gemm_is_emulated(a.block, b.block, device, a.fp8_dtype, b.fp8_dtype)
+        name: why_gemm_is_emulated(a.block, b.block, device, a.element_dtype, b.element_dtype)
         for name, (a, b, _) in gemms.items()
     }
     emulated = {gemm: reason for gemm, reason in why.items() if reason}

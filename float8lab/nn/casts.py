@@ -105,7 +105,7 @@ def input_source(
         return InputSource(quantized=last[2])
     if call.shards is not None:
         return InputSource(quantized=call.scales.quantize(x, X, *specs, amax=amax), key=key)
-    return InputSource(call.scales.params(X, x), key=key)
+    return InputSource(call.scales.params(X, x) if call.scales.are_given else None, key=key)
 
 
 def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple[Any, ...] | None:
@@ -303,7 +303,8 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
     if graph or (is_sharded and call.first_microbatch is None):
         return WeightSource(quantized=call.scales.quantize(weight, W, call.plan.w, amax=amax))
     if call.first_microbatch is None:
-        return WeightSource(weight, call.scales.params(W, weight))
+        scales = call.scales
+        return WeightSource(weight, scales.params(W, weight) if scales.are_given else None)
     return WeightSource(quantized=Quantized(_kept_weight(weight, call)))
 
 

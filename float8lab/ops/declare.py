@@ -362,6 +362,8 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
         if type(x) is str:  # a prologue, and its inputs
             x = args[1][0]
             if not _PLAIN.issuperset(map(type, args[1])):
+                if _OPS.untold and not torch.compiler.is_compiling():
+                    announce()
                 return overload(*args)
         elif type(x) is list or type(x) is tuple:
             return overload(*args)

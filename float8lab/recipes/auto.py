@@ -46,7 +46,7 @@ def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
     the least GPU time for the CPU time they cost go back to high precision, until it is not, or
     until the step would take longer for it.
 
-    >>> recipes = (Float8CurrentScaling(),)
+    >>> recipes = (float8lab.recipes.Float8CurrentScaling(),)
     >>> small, large = (
     ...     predict([(size, size)], recipes, tokens=16384, mode="eager") for size in (1024, 8192)
     ... )

@@ -90,7 +90,7 @@ def check_ops_without_a_rule_or_a_fitting_placement(ranks: Ranks) -> None:
     mesh = ranks.mesh()
     x = torch.randn(12, 40)
     for block in ((-1, -1), (1, -1), (1, 32)):
-        args = ("", [x], x.dtype, torch.float8_e4m3fn, block, "float32", 0.0, 16, True, True, True)
+        args = ("", [x], x.dtype, torch.float8_e4m3fn, block, "fp32", 0.0, 16, True, True, True)
         got, expected = ops.cast_op(*place(args, mesh, [Shard(0)])), ops.cast_op.overload(*args)
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one.full_tensor().float(), other.float())

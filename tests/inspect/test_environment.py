@@ -61,6 +61,7 @@ Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | native |
 MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
+NVFP4BlockScaling | emulated | no kernel multiplies e2m1
 FP8 attention | native |""",
     )
 
@@ -75,6 +76,7 @@ Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 8.9
 MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
+NVFP4BlockScaling | emulated | no kernel multiplies e2m1
 FP8 attention | missing | the kernel is for SM 9.0; this GPU is SM 8.9""",
     )
 
@@ -89,6 +91,7 @@ Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 10.0
 MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
+NVFP4BlockScaling | emulated | no kernel multiplies e2m1
 FP8 attention | missing | the kernel is for SM 9.0; this GPU is SM 10.0""",
     )
 
@@ -151,6 +154,7 @@ FP8 on cpu
   Float8RowwiseScaling  emulated  a CPU has no FP8 GEMM; it multiplies in float32
   Float8BlockScaling    emulated  a CPU has no FP8 GEMM; it multiplies in float32
   MXFP8BlockScaling     emulated  a CPU has no FP8 GEMM; it multiplies in float32
+  NVFP4BlockScaling     emulated  a CPU has no FP8 GEMM; it multiplies in float32
   FP8 attention         emulated  a CPU has no FP8 GEMM; it multiplies in float32
 extras
   (masked)""",
@@ -167,7 +171,7 @@ def test_versions_and_json():
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", found.versions["float8lab"])
     again = json.loads(json.dumps(found.to_json()))
     assert again["versions"] == found.versions
-    assert [one["status"] for one in again["support"]] == ["emulated"] * 6
+    assert [one["status"] for one in again["support"]] == ["emulated"] * 7
 
 
 def test_the_driver_is_read_from_its_file(monkeypatch, tmp_path: Path):

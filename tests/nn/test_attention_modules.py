@@ -141,7 +141,7 @@ def power(db):
 
 
 # What docs/numerics.md states for one GEMM of two e4m3 operands, and of an e4m3 and an e5m2 one.
-GEMM = {name: power(27.5 if name == "mx" else 28.0) for name in RECIPES}
+GEMM = {name: power({"mx": 27.5, "nvfp4": 16.0}.get(name, 28.0)) for name in RECIPES}
 OF_GRADIENT = {
     name: power(24.0) if recipe.linear.dy.fp8_dtype == torch.float8_e5m2 else GEMM[name]
     for name, recipe in RECIPES.items()
@@ -241,6 +241,7 @@ STATED = {
     "rowwise": ((21.5, 20.0), (23.5, 18.5)),
     "block": ((21.5, 20.0), (23.5, 18.5)),
     "mx": ((21.0, 19.5), (23.0, 18.0)),
+    "nvfp4": ((9.5, 8.0), (11.5, 6.5)),
     "delayed-dpa": ((20.0, 16.5), (22.0, 15.5)),
     "current-dpa": ((20.0, 16.5), (22.0, 15.5)),
 }

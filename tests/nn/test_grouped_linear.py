@@ -616,7 +616,8 @@ def test_calls_do_not_grow_with_the_experts(name):
 
     def note(counted: Counter, frame, event: str, _) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and "float8lab" in file and "ops/reference" not in file:
+        skipped = "ops/reference", "formats.py"  # whose rules the reference asks for each expert
+        if event == "call" and "float8lab" in file and not any(name in file for name in skipped):
             counted[file, frame.f_code.co_name] += 1
 
     for kind in ("each", "stored", "single", "mlp"):

@@ -360,7 +360,7 @@ def _damage(item: Item) -> list[str]:
     wrong = [f"{item.name}: {finding.text}" for finding in item.findings if finding.wrong]
     if item.spec is None or wrong:
         return wrong if _is_quantized(item) else []
-    if item.entry.dtype not in (torch.uint8, item.spec.element_dtype):
+    if item.entry.dtype not in (torch.uint8, item.spec.fp8_dtype):
         return [f"{item.name} is {item.entry.dtype_name}, and said to be {item.spec.describe()}"]
     tensor_scale = item.read_tensor_scale()
     scale = item.scales() if tensor_scale is None else item.scales() * tensor_scale

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from float8lab.formats import (
     E2M1,
+    E2M1_RULES,
     E4M3,
     FLOAT32_MAX,
     SCALE_RULES,
-    has_tensor_scale,
-    is_packed_element,
+    TENSOR_SCALE_RULES,
     largest,
     scales_by_column,
 )
@@ -139,7 +139,7 @@ def factors_from_amax(
     >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
     (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
     """
-    if is_packed_element(rule):
+    if rule in E2M1_RULES:
         return _factors_of_packed(amax.clamp(min=eps), rule, matrix_amax)
     raised = amax.clamp(min=eps)
     usable = (raised > 0) & (raised < torch.inf)
@@ -177,7 +177,7 @@ def _factors_of_packed(
     else:
         scale = amax / limit
         decode = torch.ones_like(scale)
-        if has_tensor_scale(rule):
+        if rule in TENSOR_SCALE_RULES:
             if matrix_amax is None:
                 matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
             product = torch.full_like(matrix_amax, largest(E2M1) * largest(E4M3))
@@ -234,7 +234,7 @@ def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "
     >>> round_to_fp8(x, x, torch.float8_e4m3fn).float()
     tensor([448.,  nan])
     """
-    if is_packed_element(rule):
+    if rule in E2M1_RULES:
         return _round_to_packed(value)
     limit = torch.finfo(fp8_dtype).max
     visible: float | Tensor = torch.nan
@@ -261,7 +261,7 @@ def quantize(
     if x.shape[0] % align or x.shape[1] % align:
         x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
     (M, K), matrix_amax = x.shape, None
-    if has_tensor_scale(rule) and given is not None and given.numel() == 1:
+    if rule in TENSOR_SCALE_RULES and given is not None and given.numel() == 1:
         given, matrix_amax = None, given
     if given is not None and given.numel() == 1:
         x, given = x[None, :, None], given.view(1, 1)  # the whole is one block
@@ -337,7 +337,8 @@ def cast(
     q, scale, found = quantize(x if straight else x.t(), *how, given)
     if straight and transposed:
         if block[0] != block[1] and scale is not None:
-            q_t, scale_t, _ = quantize(x.t(), *how, given if has_tensor_scale(rule) else None)
+            amax_of_matrix = given if rule in TENSOR_SCALE_RULES else None
+            q_t, scale_t, _ = quantize(x.t(), *how, amax_of_matrix)
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return q, scale, None, q_t, scale_t, total
