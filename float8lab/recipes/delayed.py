@@ -717,8 +717,7 @@ def own_amax(x: Tensor | Prologue | Groups) -> Tensor:
     if isinstance(x, Tensor):
         if x.ndim == 3:
             return Groups("", (x,), x.dtype, None).amax()
-        amax: Tensor = amax_op("", (x,), x.dtype)
-        return amax
+        return amax_op("", (x,), x.dtype)
     return x.amax()
 
 

@@ -208,8 +208,7 @@ def amax_over_ranks(amax: Tensor, group: dist.ProcessGroup, *, out: Tensor | Non
     amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf, out=out)
     if torch.compiler.is_compiling():
         ops, name = torch.ops._c10d_functional, group.group_name
-        reduced: Tensor = ops.wait_tensor(ops.all_reduce(amax, "max", name))
-        return reduced
+        return ops.wait_tensor(ops.all_reduce(amax, "max", name))
     if amax.device.type == "cpu" and amax.device not in group._device_types:  # of GPUs alone
         group = channel(group).host_group(group)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)

@@ -283,8 +283,7 @@ def dequantize_blocks(
     if dtype == torch.float64:
         return q.double() * expand_scale(scale, spec.block, q.shape)
     if q.ndim == 2:
-        result: Tensor = dequantize_op(q, scale, spec.block, dtype, event)
-        return result
+        return dequantize_op(q, scale, spec.block, dtype, event)
     return (q.float() * expand_scale(scale, spec.block, q.shape)).to(dtype)
 
 

@@ -253,8 +253,7 @@ class Float4Tensor(Tensor):
             inner = ("packed", "scale", "tensor_scale", "spec", "_readable")
             extra = {name: value for name, value in vars(self).items() if name not in inner}
             vars(x).update(copy.deepcopy(extra, memo))  # nn.Parameter's mark is one
-        result: Float4Tensor = memo[id(self)]
-        return result
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         scale = self.scale.view(torch.uint8)  # which every loader of pickles can take

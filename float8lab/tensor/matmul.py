@@ -102,8 +102,7 @@ def _fp8_mm(
     if blocks is None:
         return None
     left, right = _matrix(a, blocks[0], b, False), _matrix(b, blocks[1], a, transposed)
-    out: Tensor = scaled_mm_op(*left, *right, bias, a.dtype, False)
-    return out
+    return scaled_mm_op(*left, *right, bias, a.dtype, False)
 
 
 @implements_composite(F.linear, aten.linear.default)
@@ -173,8 +172,7 @@ def _fp8_bmm(a: Tensor, b: Tensor) -> Tensor | None:
     if blocks is None:
         return None
     left, right = _matrices(a, blocks[0], b, False), _matrices(b, blocks[1], a, True)
-    out: Tensor = scaled_mm_op(*left, *right, None, a.dtype, False)
-    return out
+    return scaled_mm_op(*left, *right, None, a.dtype, False)
 
 
 @implements(aten.bmm.default)
@@ -209,8 +207,7 @@ def _fp8_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor | None:
             "", (a,), a.dtype, offs, spec.fp8_dtype, block, spec.scale_rule
         )
         left = _Operand(q[:, : a.shape[1]], scale, block)
-    out: Tensor = grouped_mm_op(*left, *right, None, offs, a.dtype, False)
-    return out
+    return grouped_mm_op(*left, *right, None, offs, a.dtype, False)
 
 
 if hasattr(aten, "_grouped_mm"):  # not every torch has it

@@ -514,8 +514,7 @@ def scatter_rows(
 
 def gather_rows(y: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tensor:
     """Add up rows, plain or in FP8, times ``[T, S]`` probabilities; differentiable."""
-    result: Tensor = _Gather.run(y, row_map, probs)
-    return result
+    return _Gather.run(y, row_map, probs)
 
 
 def _of_rows(x: Float8Tensor) -> Float8Tensor:

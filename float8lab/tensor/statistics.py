@@ -533,8 +533,7 @@ def _original(x: Any, original: Tensor | None) -> Tensor | None:
     original = original.detach()
     if _is_stored_in_fp8(original):
         original = original.dequantize()
-    result: Tensor = original.to(stored(x).device)
-    return result
+    return original.to(stored(x).device)
 
 
 def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> TensorStats:
