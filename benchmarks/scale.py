@@ -124,7 +124,7 @@ def _mlp(table: Table, name: str, recipe: Recipe | None, *, sustained: bool = Fa
         activation(recipe, M * F, gated=gated, fused=fused, eager=eager),
     ]
     chunks = 0.0
-    if gated and eager:  # the gate is a part of one product, and backward joins the gradients
+    if gated and eager:  # the gate is a part of one gemm, and backward joins the gradients
         chunks = 1e3 * cost.moved(8 * M * F)
     return _ms(total(parts)) + chunks
 
@@ -182,14 +182,14 @@ def _tensor_parallel(table: Table, row: dict[str, str]) -> float | str:
 def _gemm(table: Table, name: str, recipe: Recipe | None) -> float | str:
     if "e5m2" in name:
         return "the recipes' rates are of e4m3"
-    product = re.findall("fprop|dgrad|wgrad", table.caption)[0]
+    gemm = re.findall("fprop|dgrad|wgrad", table.caption)[0]
     granularity, _, accumulation = name.partition(", ")
-    if accumulation and (accumulation == "fast") != (product == "fprop"):
+    if accumulation and (accumulation == "fast") != (gemm == "fprop"):
         return "only fprop adds products fast"
     kinds = {"tensor": "current", "row": "rowwise", "bfloat16": ""}
     kind = kinds.get(granularity, "block")
     recipe = RECIPES[kind]() if kind else None
-    return 1e3 * cost.product(recipe, product, *_numbers(table.caption)[:3])
+    return 1e3 * cost.gemm(recipe, gemm, *_numbers(table.caption)[:3])
 
 
 def _cast(table: Table, name: str, recipe: Recipe | None) -> float | str:

@@ -382,8 +382,8 @@ def check_names(name: str, value: object) -> tuple[str, ...]:
 
 def check_lengths(
     name: str, cu_seqlens: torch.Tensor | None, *, why: str, tokens: int | None = None
-) -> None:
-    """Raise unless ``cu_seqlens`` are cumulative lengths, which ``why`` needs.
+) -> torch.Tensor:
+    """``cu_seqlens``; raise unless they are cumulative lengths, which ``why`` needs.
 
     Their values are looked at on a CPU only: they are to lie in ``tokens`` tokens.
     """
@@ -411,3 +411,4 @@ def check_lengths(
                 f"{name} must be cumulative lengths, none less than the one before{limit}; got "
                 f"{shown(values)}. Begin with 0, and add up the lengths."
             )
+    return cu_seqlens

@@ -365,7 +365,7 @@ LIMITS = {
 }
 MOST_PRONOUNS = 19  # of 1,000 names that are assigned, or that functions take
 MOST_DECISIONS = 24  # in one function outside kernels
-MOST_LINES, MOST_LINES_OF_THE_CORE = 54_432, 38_310
+MOST_LINES, MOST_LINES_OF_THE_CORE = 54_770, 38_655
 MOST_WORDS = {
     "product (GEMM)": 92,
     "copy engine (TMA)": 8,

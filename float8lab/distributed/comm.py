@@ -22,11 +22,11 @@ NCCL, eager mode and compiled graphs all take.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from float8lab.ops.operand import Operand
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.recipe import GemmPlan, LinearPlan
 from float8lab.recipes.reduction import amax_over_ranks, channel
-from float8lab.tensor.differentiation import Float8Function
+from float8lab.tensor.differentiation import AutogradContext, Float8Function
 from float8lab.tensor.dtensor import local_of
 
 __all__ = [
@@ -76,14 +76,14 @@ class CallOrder:
 
     EVERY = 256
     """After so many calls ranks compare it."""
-    of_groups: ClassVar[weakref.WeakKeyDictionary[Any, CallOrder]] = weakref.WeakKeyDictionary()
+    of_groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, CallOrder]] = WeakKeyDictionary()
     """The call order of each process group that is alive."""
 
     def __init__(self) -> None:
         self._layers = self._calls = self._order = 0
 
     @classmethod
-    def of(cls, group: Any) -> CallOrder:
+    def of(cls, group: dist.ProcessGroup) -> CallOrder:
         """The call order of a group."""
         order = cls.of_groups.get(group)
         if order is None:
@@ -120,7 +120,7 @@ class CallOrder:
 class TensorParallel:
     """How the ranks of a group share the GEMMs of a layer."""
 
-    group: Any
+    group: dist.ProcessGroup
     """The process group."""
     mode: str
     """``"column"`` or ``"row"``: of what the weight is a shard; ``"heads"`` of attention, whose
@@ -128,7 +128,7 @@ class TensorParallel:
     sequence_parallel: bool = False
     """Whether the tokens outside a pair of layers are shards."""
     keep_gathered: bool = False
-    """Keep what was gathered with one scale, in place of gathering it again for wgrad."""
+    """Keep what was gathered with one scale, in place of gathering it for wgrad, too."""
     overlap: bool | None = None
     """Whether GEMMs run beside communication; None: where that was measured to pay."""
     casts_only: bool = False
@@ -151,10 +151,10 @@ class TensorParallel:
         object.__setattr__(self, "size", dist.get_world_size(self.group))
         object.__setattr__(self, "rank", dist.get_rank(self.group))
 
-    def __deepcopy__(self, memo: Any) -> TensorParallel:
+    def __deepcopy__(self, memo: object) -> TensorParallel:
         return self  # a group has no copies
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[int]]:
         return NoGroup, (self.size,)  # nor is it another process's
 
     def sharded_dim(self, index: int) -> int | None:
@@ -214,8 +214,7 @@ class TensorParallel:
         if layout is None or group != self.name or layout.rows_of_run != lead * inner:
             layout = self._agree_on_layout(lead, inner, x.shape[-1])
             self.set_layout(x, layout)
-        tokens: ShardMap = layout
-        return tokens
+        return layout
 
     def set_layout(self, x: Tensor, tokens: ShardMap | None) -> None:
         """Keep the layout of the shard ``x``, for layers that get it as their input."""
@@ -225,18 +224,20 @@ class TensorParallel:
     def _agree_on_layout(self, lead: int, inner: int, features: int) -> ShardMap:
         local = torch.tensor([[lead, inner, features]])
         host = channel(self.group).host_group(self.group).group_name
-        leads, *rest = all_gathered(local, self.size, host).t().tolist()
+        leads, *other_sizes = all_gathered(local, self.size, host).t().tolist()
         tokens = ShardMap.of(sum(leads), self.size, self.rank, inner=inner)
-        if leads != tokens.lengths or any(len(set(sizes)) > 1 for sizes in rest):
+        if leads != tokens.lengths or any(len(set(sizes)) > 1 for sizes in other_sizes):
             raise ValueError(
                 "inp must be a shard of one tensor on each tensor-parallel rank, by the rule of "
                 f"torch.chunk along its first dimension, under sequence_parallel; got first "
-                f"dimensions {leads}, rows for each {rest[0]} and features {rest[1]}. Split the "
-                f"{tokens.size} into {tokens.lengths}."
+                f"dimensions {leads}, rows for each {other_sizes[0]} and features "
+                f"{other_sizes[1]}. Split the {tokens.size} into {tokens.lengths}."
             )
         return tokens
 
-    def output_shape(self, shape: Sequence[int], tokens: ShardMap | None, features: int) -> Any:
+    def output_shape(
+        self, shape: Sequence[int], tokens: ShardMap | None, features: int
+    ) -> tuple[int, ...]:
         """The shape of a layer's output from that of its input."""
         if tokens is None:
             return (*shape[:-1], features)
@@ -258,8 +259,8 @@ class TensorParallel:
         ops, size, runs = torch.ops._c10d_functional, tokens.chunk * tokens.inner, tokens.runs
         padded = size * self.size
         if partial.shape[0] != padded * runs:
-            each = partial.unflatten(0, (runs, tokens.size * tokens.inner))
-            partial = F.pad(each, (0, 0, 0, padded - each.shape[1])).flatten(0, 1)
+            by_run = partial.unflatten(0, (runs, tokens.size * tokens.inner))
+            partial = F.pad(by_run, (0, 0, 0, padded - by_run.shape[1])).flatten(0, 1)
         if runs > 1:
             partial = partial.unflatten(0, (runs, self.size, size)).transpose(0, 1).flatten(0, 2)
         shard: Tensor = ops.wait_tensor(
@@ -316,8 +317,7 @@ class TensorParallel:
 
         The gradient of all is the same on all ranks, as what they compute of all is.
         """
-        moved: Tensor = _Features.run(x, self, gather)
-        return moved
+        return _Features.run(x, self, gather)
 
     def enter(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
         """A layer's input as its GEMM takes it, differentiable."""
@@ -325,15 +325,13 @@ class TensorParallel:
 
     def gather_tokens(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
         """All tokens of a tensor of which each rank has some, differentiable."""
-        moved: Tensor = _Moved.run(x, self, tokens, True)
-        return moved
+        return _MoveTokens.run(x, _Move(self, tokens, enters=True))
 
     def leave(self, y: Tensor, tokens: ShardMap | None) -> Tensor:
         """A layer's output from its GEMM's, differentiable."""
         if self.mode == "column":
             return y
-        moved: Tensor = _Moved.run(y, self, tokens, False)
-        return moved
+        return _MoveTokens.run(y, _Move(self, tokens, enters=False))
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
@@ -369,9 +367,9 @@ class _Known:
     """The unsharded operand of FP8 data of a shard."""
 
 
-def keep_layout(y: Tensor, *others: Tensor) -> Tensor:
-    """``y``, which has the tokens of the others and gets the layout that one of them has."""
-    for x in others:
+def keep_layout(y: Tensor, *inputs: Tensor) -> Tensor:
+    """``y``, which has the tokens of the inputs and gets the layout that one of them has."""
+    for x in inputs:
         layout = None if torch.compiler.is_compiling() else _Known.layouts.get(x)
         if layout is not None:
             _Known.layouts[y] = layout
@@ -435,11 +433,14 @@ _planned_mm = planned(_mm_of_rank)
 
 
 def _local_mm(
-    a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None, offsets: None = None
+    a: Operand,
+    b: Operand,
+    task: GemmTask,
+    bias: Tensor | None = None,
+    offsets: Offsets | None = None,
 ) -> Tensor:
     """This rank's GEMM, of gathered operands; on a GPU a plan, between what is sent."""
-    y: Tensor = (_planned_mm if a.data.is_cuda else _mm_of_rank)(a, b, task, bias)
-    return y
+    return (_planned_mm if a.data.is_cuda else _mm_of_rank)(a, b, task, bias)
 
 
 class TokenShard:
@@ -480,6 +481,9 @@ class TokenShard:
         _set_gathered(self.operand.data, self.gathered)
 
 
+_Operand = TypeVar("_Operand", bound=Operand | None)
+
+
 class OneGpu:
     """The communication of a call on one GPU: none."""
 
@@ -507,7 +511,9 @@ class OneGpu:
         """The bias as this rank's GEMM adds it."""
         return bias
 
-    def token_operand(self, operand: Any, block: Sequence[int], *, backward: bool) -> Any:
+    def token_operand(
+        self, operand: _Operand, block: Sequence[int], *, backward: bool
+    ) -> _Operand | TokenShard:
         """An operand of wgrad, ``[features, tokens]``, or what gathers it: of x, or of dy."""
         return operand
 
@@ -549,7 +555,7 @@ class OneGpu:
         """
         return Gemm(_mm(a, b, task, bias, offsets), a)
 
-    mm_of_gathered: Any = staticmethod(_mm)
+    mm_of_gathered = staticmethod(_mm)
     """wgrad, ``a @ b.T`` of operands that are gathered."""
 
 
@@ -561,7 +567,7 @@ class Sharded(OneGpu):
 
     is_sharded = True
     parallel: TensorParallel
-    mm_of_gathered: Any = staticmethod(_local_mm)
+    mm_of_gathered = staticmethod(_local_mm)
 
     def __init__(self, parallel: TensorParallel, tokens: ShardMap | None, plan: LinearPlan) -> None:
         """``tokens`` are the layer's, under sequence parallelism."""
@@ -576,33 +582,34 @@ class Sharded(OneGpu):
         has_one_scale = bool(same_cast) and plan.x.block == (-1, -1)
         self.keeps_gathered = parallel.keep_gathered and parallel.gathers and has_one_scale
 
-    def _gathers(self, *, backward: bool) -> bool:
-        """Whether x, or dy, is a shard of the tokens."""
-        return self.parallel.scatters if backward else self.parallel.gathers
+    def _tokens_to_gather(self, *, backward: bool) -> ShardMap | None:
+        """The tokens of x, or of dy, where it is a shard of them."""
+        gathers = self.parallel.scatters if backward else self.parallel.gathers
+        return self.tokens if gathers else None
 
-    def _gathers_operand(self, *, backward: bool) -> bool:
-        """Whether x, or dy, is gathered in FP8."""
-        is_whole = self.gathers_dy_first if backward else self.gathers_x_first
-        return self._gathers(backward=backward) and not is_whole
+    def _tokens_to_gather_in_fp8(self, *, backward: bool) -> ShardMap | None:
+        """The tokens of x, or of dy, where it is gathered behind its cast."""
+        in_high_precision = self.gathers_dy_first if backward else self.gathers_x_first
+        return None if in_high_precision else self._tokens_to_gather(backward=backward)
 
     def gather(self, x: Tensor, *, backward: bool = False) -> Tensor:
-        if not self._gathers(backward=backward):
-            return x
-        assert self.tokens is not None, "under sequence parallelism"
-        return self.parallel.gather(x, self.tokens)
+        tokens = self._tokens_to_gather(backward=backward)
+        return x if tokens is None else self.parallel.gather(x, tokens)
 
     def reduce(self, y: Tensor, *, backward: bool = False) -> Tensor:
         return _reduced(self.parallel, self.tokens, y, backward=backward)
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
-        # Of partial sums one rank's has it.
+        # One rank adds it to its partial sum.
         return None if self.parallel.mode == "row" and self.parallel.rank else bias
 
-    def token_operand(self, operand: Any, block: Sequence[int], *, backward: bool) -> Any:
-        if operand is None or not self._gathers_operand(backward=backward):
+    def token_operand(
+        self, operand: _Operand, block: Sequence[int], *, backward: bool
+    ) -> _Operand | TokenShard:
+        tokens = self._tokens_to_gather_in_fp8(backward=backward)
+        if operand is None or tokens is None:
             return operand
-        assert self.tokens is not None, "under sequence parallelism"
-        return TokenShard(self.parallel, self.tokens, operand, block)
+        return TokenShard(self.parallel, tokens, operand, block)
 
     def output_shape(
         self, shape: Sequence[int], rows: int, features: int
@@ -622,48 +629,54 @@ class Sharded(OneGpu):
         beside: TokenShard | None = None,
         keep: bool = False,
     ) -> Gemm:
-        shape = task.shape
-        if self.tokens is not None:
-            shape = self.tokens.unsharded_rows, shape[1]
-            task = task._replace(shape=shape)
-        bias = self.bias(bias)
-        left = _get_gathered(a.data) if self._gathers_operand(backward=backward) else a
-        if left is not None:
-            reduces = (self.parallel.mode == "row") != backward and not self.parallel.partial
-            if reduces and self._overlaps(a, b, task.plan, arrives=False):
-                args = self._overlapping(a, b, task, bias, beside)
-                y, *gathered = mm_scatter(*args)
-                if beside is not None:
-                    beside.arrive(*gathered)
-                assert self.tokens is not None, "the rows that are scattered"
-                rows = self.tokens.rows_of_run
-                return Gemm(y[:rows, : shape[1]].contiguous(), a)
+        tokens, bias = self.tokens, self.bias(bias)
+        if tokens is not None:
+            task = task._replace(shape=(tokens.unsharded_rows, task.shape[1]))
+        to_gather = self._tokens_to_gather_in_fp8(backward=backward)
+        left = a if to_gather is None else _get_gathered(a.data)
+        if to_gather is not None and left is None:
+            return self._gather_and_mm(a, b, task, bias, to_gather, beside, keep)
+        left = a if left is None else left
+        reduces = (self.parallel.mode == "row") != backward and not self.parallel.partial
+        if tokens is None or not reduces or not self._overlaps(a, b, task.plan, tokens):
             y = _local_mm(left, b, task, bias)
             return Gemm(self.reduce(y, backward=backward), left)
-        if self._overlaps(a, b, task.plan, arrives=True):
-            args = self._overlapping(a, b, task, bias, beside)
-            y, q, scale, *gathered = gather_mm(*args, keep)
-            if beside is not None:
-                beside.arrive(*gathered)
-            y = y[: shape[0], : shape[1]].contiguous()
+        (y,) = self._overlapped(mm_scatter, a, b, task, bias, beside)
+        return Gemm(y[: tokens.rows_of_run, : task.shape[1]].contiguous(), a)
+
+    def _gather_and_mm(
+        self,
+        a: Operand,
+        b: Operand,
+        task: GemmTask,
+        bias: Tensor | None,
+        tokens: ShardMap,
+        beside: TokenShard | None,
+        keep: bool,
+    ) -> Gemm:
+        """The GEMM of an operand of which this rank has some tokens."""
+        if not self._overlaps(a, b, task.plan, tokens, arrives=True):
+            left = self.parallel.gather_operand(a, task.plan.left.block, tokens, 0)
+            y = _local_mm(left, b, task, bias)
+        else:
+            y, q, scale = self._overlapped(gather_mm, a, b, task, bias, beside, keep)
+            y = y[: task.shape[0], : task.shape[1]].contiguous()
             if not keep:
                 return Gemm(y, a)
             left = Operand(q, scale)
-        else:
-            assert self.tokens is not None, "under sequence parallelism"
-            left = self.parallel.gather_operand(a, task.plan.left.block, self.tokens, 0)
-            y = _local_mm(left, b, task, bias)
         _set_gathered(a.data, left)
         return Gemm(y, left)
 
-    def _overlaps(self, a: Operand, b: Operand, gemm: GemmPlan, *, arrives: bool) -> bool:
+    def _overlaps(
+        self, a: Operand, b: Operand, gemm: GemmPlan, tokens: ShardMap, *, arrives: bool = False
+    ) -> bool:
         """Whether a GEMM runs beside communication.
 
         ``arrives``: ``a`` is a shard of the rows, which is gathered; else the output is scattered.
         """
         # What pays is told by sizes, which have to be the same on all ranks.
-        parallel, tokens = self.parallel, self.tokens
-        if parallel.overlap is False or tokens is None or tokens.runs > 1:
+        parallel = self.parallel
+        if parallel.overlap is False or tokens.runs > 1:
             return False
         if not all(map_.is_even for map_ in parallel.features):
             return False
@@ -675,22 +688,27 @@ class Sharded(OneGpu):
         sizes = tokens.unsharded_rows, b.data.shape[0], a.data.shape[1]
         return fits and (parallel.overlap is True or is_worth_it(*sizes, gemm.left.block))
 
-    def _overlapping(
+    def _overlapped(
         self,
+        op: Callable[..., tuple[Tensor, ...]],
         a: Operand,
         b: Operand,
         task: GemmTask,
         bias: Tensor | None,
         beside: TokenShard | None,
-    ) -> tuple[Any, ...]:
-        """The arguments of an op that overlaps."""
+        *keep: bool,
+    ) -> Sequence[Tensor]:
+        """The results of an op that overlaps, which also gathers ``beside``."""
         gemm, _, dtype = task
         if bias is not None:
             bias = F.pad(bias, (0, b.data.shape[0] - bias.shape[0]))
-        listed = [*a, *b, *([] if bias is None else [bias])]
-        also = [] if beside is None else beside.leave()
-        blocks = gemm.left.block, gemm.right.block
-        return listed, *blocks, dtype, gemm.fast_accum, self.parallel.name, also
+        operands = [*a, *b, *([] if bias is None else [bias])]
+        options = gemm.left.block, gemm.right.block, dtype, gemm.fast_accum, self.parallel.name
+        extras = [] if beside is None else beside.leave()
+        *results, data, scales = op(operands, *options, extras, *keep)
+        if beside is not None:
+            beside.arrive(data, scales)
+        return results
 
 
 def _reduced(
@@ -710,7 +728,7 @@ class NoGroup:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
@@ -723,7 +741,7 @@ class NoGroup:
 class SharedScales:
     """Finds the scales of a weight that is stored in FP8 and of which a rank has a shard."""
 
-    parallel: TensorParallel
+    parallel: TensorParallel | NoGroup
     dim: int
     """The dimension that ranks share, of the weight's matrix or of each expert's."""
 
@@ -747,17 +765,15 @@ def shared_amaxes(
 ) -> list[Tensor | None]:
     """The amaxes of each weight, ``SharedScales.amaxes``: one all-reduce for each group."""
     amaxes: list[Tensor | None] = [None] * len(weights)
-    groups: dict[TensorParallel, list[int]] = {}
+    groups: dict[TensorParallel | NoGroup, dict[int, Tensor]] = {}
     for i, (shard, value, spec) in enumerate(weights):
         if spec.amax_block[shard.dim - 2] == -1:
-            amaxes[i] = _amaxes(value, spec.amax_block)
-            groups.setdefault(shard.parallel, []).append(i)
-    for parallel, indices in groups.items():
-        local: Any = [amaxes[i] for i in indices]
-        shared = parallel.amax(torch.cat([amax.reshape(-1) for amax in local]))
-        parts = shared.split([amax.numel() for amax in local])
-        for i, amax, part in zip(indices, local, parts, strict=True):
-            amaxes[i] = part.view(amax.shape)
+            groups.setdefault(shard.parallel, {})[i] = _amaxes(value, spec.amax_block)
+    for parallel, local in groups.items():
+        shared = parallel.amax(torch.cat([amax.reshape(-1) for amax in local.values()]))
+        flat = shared.split([amax.numel() for amax in local.values()])
+        for (i, amax), shared_amax in zip(local.items(), flat, strict=True):
+            amaxes[i] = shared_amax.view(amax.shape)
     return amaxes
 
 
@@ -782,13 +798,25 @@ def _after(count: int, dim: int) -> tuple[int, ...]:
     return (0, 0, 0, count) if dim == 0 else (0, count)
 
 
-class _Moved(Float8Function):
-    """One side of a layer moves tokens; the gradient takes the other way."""
+class _Move(NamedTuple):
+    """A move of tokens into a layer, or out of it."""
+
+    parallel: TensorParallel
+    tokens: ShardMap | None
+    enters: bool
+
+
+class _MoveContext(AutogradContext):
+    move: _Move
+    shape: torch.Size
+
+
+class _MoveTokens(Float8Function):
+    """Tokens move into a layer or out of it; their gradients move in the opposite direction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, tokens: Any, enters: bool) -> Tensor:
-        ctx.how = parallel, tokens, enters
-        ctx.shape = x.shape
+    def forward(ctx: _MoveContext, x: Tensor, move: _Move) -> Tensor:
+        (parallel, tokens, enters), ctx.move, ctx.shape = move, move, x.shape
         if not enters:
             y = _reduced(parallel, tokens, as_matrix(x), backward=False)
         elif tokens is None:
@@ -799,27 +827,31 @@ class _Moved(Float8Function):
         return y.view(parallel.output_shape(x.shape, tokens, x.shape[-1]))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (parallel, tokens, enters), dx = ctx.how, as_matrix(dy)
+    def backward(ctx: _MoveContext, dy: Tensor) -> tuple[Tensor, None]:
+        (parallel, tokens, enters), dx = ctx.move, as_matrix(dy)
         if enters:
             dx = _reduced(parallel, tokens, dx, backward=True)
-        elif parallel.scatters:
+        elif tokens is not None and parallel.scatters:
             dx = parallel.gather(dx, tokens)
-        return dx.reshape(ctx.shape), None, None, None
+        return dx.reshape(ctx.shape), None
+
+
+class _FeaturesContext(AutogradContext):
+    parallel: TensorParallel
+    gather: bool
 
 
 class _Features(Float8Function):
-    """Features of ranks are gathered, or taken from all; the gradient takes the other way."""
+    """Features of ranks are gathered, or a rank takes its own; their gradients the opposite."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
-        ctx.how = parallel, gather
+    def forward(ctx: _FeaturesContext, x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+        ctx.parallel, ctx.gather = parallel, gather
         return _Features._move(x, parallel, gather)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        parallel, gather = ctx.how
-        return _Features._move(dy, parallel, not gather), None, None
+    def backward(ctx: _FeaturesContext, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _Features._move(dy, ctx.parallel, not ctx.gather), None, None
 
     @staticmethod
     def _move(x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
@@ -851,7 +883,9 @@ def mark_sequence_parallel(module: nn.Module, sequence_parallel: bool, *names: s
             parameter.sequence_parallel = sequence_parallel
 
 
-def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> None:
+def reduce_sequence_parallel_gradients(
+    model: nn.Module, group: dist.ProcessGroup | None = None
+) -> None:
     """Sum the gradients of parameters that sequence parallelism made partial, over the ranks.
 
     These are the parameters with ``parameter.sequence_parallel``, by which modules of this library
@@ -879,7 +913,7 @@ def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> N
         group = _group_of(model)
     if rank_and_size(group)[1] == 1:
         return
-    batches: dict[Any, list[Tensor]] = defaultdict(list)
+    batches: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in _marked(model):
         for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
             if grad is not None:
@@ -888,12 +922,12 @@ def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> N
     for gradients in batches.values():
         flat = torch.cat([grad.reshape(-1) for grad in gradients])
         dist.all_reduce(flat, group=group)
-        for grad, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            grad.copy_(part.view(grad.shape))
+        for grad, new in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            grad.copy_(new.view(grad.shape))
 
 
 def _marked(model: nn.Module) -> list[nn.Parameter]:
-    found = {
+    parameters = {
         id(parameter): parameter
         for module in model.modules()
         for name, parameter in module._parameters.items()
@@ -903,10 +937,10 @@ def _marked(model: nn.Module) -> list[nn.Parameter]:
             or getattr(parameter, "sequence_parallel", False)
         )
     }
-    return list(found.values())
+    return list(parameters.values())
 
 
-def _group_of(model: nn.Module) -> Any:
+def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The tensor-parallel group that the modules of a model have; None if they have none."""
     groups = {id(g): g for m in model.modules() if (g := getattr(m, "tp_group", None)) is not None}
     if len(groups) > 1:

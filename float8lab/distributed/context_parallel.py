@@ -85,13 +85,11 @@ class ContextParallel:
         """
         if x.shape[-2] < self.size:
             x = x.repeat_interleave(self.size // x.shape[-2], -2)
-        moved: Tensor = _Exchanged.run(x, places, _Direction(self, dim, to_heads=True))
-        return moved
+        return _Exchanged.run(x, places, _Direction(self, dim, to_heads=True))
 
     def local_tokens(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
         """The inverse of ``full_sequence``: what each rank computed of this rank's tokens."""
-        moved: Tensor = _Exchanged.run(x, places, _Direction(self, dim, to_heads=False))
-        return moved
+        return _Exchanged.run(x, places, _Direction(self, dim, to_heads=False))
 
     def exchange(self, slices: Tensor) -> Tensor:
         """``[R, ...]``: slice r goes to rank r, and from rank r comes slice r of the result."""

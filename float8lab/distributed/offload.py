@@ -1,8 +1,8 @@
 """get_cpu_offload_context: tensors that autograd saves wait in host memory for backward.
 
-A *pass* is one forward through the model; the synchronizer ends each of its *layers*. A storage
+A *pass* is one forward through the model; the synchronizer closes each of its *layers*. A storage
 that autograd saves in an offloaded layer is *stored*: copied to pinned host memory on a side stream
-while the layer still runs. When the next layer ends, the storage is *released*: the stream that
+while the layer still runs. When the next layer is over, the storage is *released*: the stream that
 computes waits for the copy, and the device memory is free. The first tensor of a layer that
 backward asks for starts to *load* the layer before it, on another side stream.
 
@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class _WeightCasts(threading.local):
     """The casts of weights that CPU offload knows about on a thread."""
 
     def __init__(self) -> None:
-        self.outlive_step: dict[Any, bool] | None = None
+        self.outlive_step: dict[StorageWeakRef, bool] | None = None
         """By storage, whether a cast is kept after the step in any case; None outside offload."""
 
 
@@ -55,7 +55,7 @@ def get_cpu_offload_context(
     offload_activations: bool = True,
     offload_weights: bool = True,
     double_buffering: bool = False,
-) -> tuple[AbstractContextManager[Any], Callable[..., Any]]:
+) -> tuple[AbstractContextManager[object], Callable[..., Any]]:
     """A context for the forward of layers, and a function to call after each of them.
 
     Tensors that autograd saves inside the context are copied to pinned host memory while the
@@ -64,7 +64,7 @@ def get_cpu_offload_context(
     memory are left alone; tensors that share a storage travel once.
 
     The device holds the activations of two offloaded layers at a time: one that is computed, and
-    one that is on its way. The layers are counted from the first again when a backward has begun,
+    one that is on its way. Counting restarts with the first layer when a backward has begun,
     or when the graph of the forward is gone.
 
     Args:
@@ -124,7 +124,10 @@ def get_cpu_offload_context(
     return offload, offload.end_layer
 
 
-def _return_same(x: Any = None) -> Any:
+_T = TypeVar("_T")
+
+
+def _return_same(x: _T | None = None) -> _T | None:
     return x
 
 
@@ -150,7 +153,7 @@ class _Moved:
         self.host = lanes.store(stored)
         self.sources: list[tuple[Tensor, int]] = []  # until release: who could change the bytes
         self.stale = False
-        self.arrival: Any = None  # event: loaded
+        self.arrival: torch.Event | None = None  # loaded
 
     def _look_at_sources(self) -> None:
         self.stale = self.stale or any(x._version != version for x, version in self.sources)
@@ -160,21 +163,22 @@ class _Moved:
         self.sources.clear()
         self.on_device = None
 
-    def load(self) -> None:
-        if self.on_device is None:
-            self.on_device, self.arrival = self.lanes.load(self.host)
-            self.seen = False
+    def load(self) -> Tensor:
+        on_device = self.on_device
+        if on_device is None:
+            on_device, self.arrival = self.lanes.load(self.host)
+            self.on_device, self.seen = on_device, False
+        return on_device
 
     def bytes(self) -> Tensor:
         self._look_at_sources()
         if self.stale:
             _raise_modified()
-        self.load()
+        on_device = self.load()
         if self.arrival is not None:
             self.lanes.current().wait_event(self.arrival)
             self.seen = True
-        assert self.on_device is not None, "loaded above"
-        return self.on_device
+        return on_device
 
     def __del__(self) -> None:
         if not self.seen and self.on_device is not None:
@@ -192,7 +196,7 @@ class _Lanes:
         self.outward = self.module.Stream(**options)
         self.inward = self.module.Stream(**options)
 
-    def current(self) -> Any:
+    def current(self) -> torch.Stream:
         return self.module.current_stream(self.device)
 
     def store(self, source: Tensor) -> Tensor:
@@ -203,7 +207,7 @@ class _Lanes:
             host.copy_(source, non_blocking=True)
         return host
 
-    def load(self, host: Tensor) -> tuple[Tensor, Any]:
+    def load(self, host: Tensor) -> tuple[Tensor, torch.Event]:
         # The computing stream owns the memory. What it did there before has to be over.
         target = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
         self.inward.wait_stream(self.current())
@@ -224,7 +228,9 @@ class _Pass:
         self.layer = _Layer(self, None)
         self.in_backward = False
         self.moved_any = False
-        self.moved: weakref.WeakValueDictionary[Any, _Moved] = weakref.WeakValueDictionary()
+        self.moved: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], _Moved] = (
+            weakref.WeakValueDictionary()
+        )
 
 
 class _Layer:
@@ -235,7 +241,9 @@ class _Layer:
         self.previous = previous
         self.index: int = 0 if previous is None else previous.index + 1
         self.moved: list[weakref.ref[_Moved]] = []
-        self.lanes: dict[_Lanes, Any] = {}  # used, with the event after the last copy
+        self.lanes: dict[
+            _Lanes, torch.Event | None
+        ] = {}  # used, with the event after the last copy
         self.reached = False  # by backward
 
     def end(self) -> None:
@@ -244,7 +252,8 @@ class _Layer:
 
     def release(self) -> None:
         for lanes, copied in self.lanes.items():
-            lanes.current().wait_event(copied)
+            if copied is not None:
+                lanes.current().wait_event(copied)
         for moved in self._alive():
             moved.release()
 
@@ -298,7 +307,9 @@ class _SavedFloat8:
 
     __slots__ = ("context", "inner", "meta")
 
-    def __init__(self, x: Float8Tensor, pack: Callable[[Tensor], Any]) -> None:
+    def __init__(
+        self, x: Float8Tensor, pack: Callable[[Tensor], _Kept | _Saved | _SavedFloat8]
+    ) -> None:
         names, self.context = x.__tensor_flatten__()
         self.inner = {name: pack(getattr(x, name)) for name in names}
         self.meta = (x.shape, x.stride())
@@ -329,9 +340,9 @@ class _Offload(AbstractContextManager["_Offload"]):
         self._lanes: dict[torch.device, _Lanes] = {}
         self._pass = _Pass()
         self._ended: _Layer | None = None  # ended, not released
-        self._entered: list[tuple[saved_tensors_hooks, dict[Any, bool] | None]] = []
+        self._entered: list[tuple[saved_tensors_hooks, dict[StorageWeakRef, bool] | None]] = []
         # Casts of weights by storage: True if they outlive the step, False if forward made them.
-        self._weights: dict[Any, bool] = {}
+        self._weights: dict[StorageWeakRef, bool] = {}
 
     def __enter__(self) -> _Offload:
         hooks = saved_tensors_hooks(self._pack, _unpack)
@@ -340,12 +351,12 @@ class _Offload(AbstractContextManager["_Offload"]):
         WEIGHT_CASTS.outlive_step = self._weights
         return self
 
-    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+    def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
         hooks, WEIGHT_CASTS.outlive_step = self._entered.pop()
         self._weights.clear()
         hooks.__exit__(exc_type, exc, traceback)
 
-    def end_layer(self, x: Any = None) -> Any:
+    def end_layer(self, x: _T | None = None) -> _T | None:
         """The synchronizer, which is called after a layer of the model and returns its output."""
         if not torch.is_grad_enabled() or in_backward():
             return x

@@ -1,29 +1,30 @@
-"""Products that run while their operand arrives from other GPUs, or while their result leaves.
+"""GEMMs that run while their left operand arrives from other GPUs, or while their output leaves.
 
-M rows of all ranks, N columns of a product, K contraction, R ranks, each on a GPU that reads and
+M rows of all ranks, N columns of the output, K contraction, R ranks, each on a GPU that reads and
 writes the others' memory.
 
-``gather_mm`` is an all-gather of the rows of ``a`` and the product with ``b``: this rank's rows
-are multiplied while the others' arrive. ``mm_scatter`` is a product and the reduce-scatter of
-its rows: the others' rows are computed first, and leave while this rank's are computed. Both can
-gather other tensors meanwhile. What travels is copied from memory to memory, which takes no
-multiprocessor from the products. Where ranks do not see each other's memory they use collectives.
+``gather_mm`` is an all-gather of the rows of ``a`` and the GEMM with ``b``: the GEMM of this rank's
+rows runs while the others' rows arrive. ``mm_scatter`` is a GEMM and the reduce-scatter of its
+rows: the others' rows are computed first, and leave while this rank's are computed. Both can gather
+other tensors, the ``extras``, meanwhile. Tensors are copied from memory to memory, which takes no
+multiprocessor from the GEMMs. Where ranks do not see each other's memory they use collectives.
 
 Ranks copy through memory that all of them see, a ``Window`` of torch's symmetric memory. It has two
-halves that calls take in turns, and a call has a barrier of all ranks, after which
+halves, of which each call takes the one that the call before did not. A call has a barrier of all
+ranks, after which
 
-- an all-gather reads what the others have put into their own half before it;
-- a reduce-scatter reads what the others have put into this rank's half before it.
+- an all-gather reads the tensors that the others have put into their own half before it;
+- a reduce-scatter reads the rows that the others have put into this rank's half before it.
 
-A rank writes to a half again two calls later, behind the barrier of the call between. So all ranks
-have come that far, and before it waited for whatever they read in the half. A CUDA graph replays
-between any two calls, so from the first that is captured on each call has one more barrier, ahead
-of it. A rank that does not come to a barrier makes an error of the others, after the timeout of
+A rank next writes to a half two calls later, behind the barrier of the call between. All ranks have
+reached that barrier, and before it waited for whatever they read in the half. A CUDA graph replays
+between any two calls, so from the first captured call on each call has one more barrier, ahead of
+it. A rank that does not come to a barrier makes an error of the others, after the timeout of
 their group.
 
-The bytes of gathered operands are those of a collective. So are products where the GEMM gives a
-row the same bits whatever rows are beside it, which was seen of cuBLASLt for all recipes; sums of
-two ranks are, too, and those of more are rounded once, in place of once a rank.
+The bytes of gathered operands are the same as by a collective. So are outputs where the GEMM gives
+a row the same bits whatever the other rows are, which cuBLASLt was seen to do for all recipes; sums
+of two ranks are the same, too, and sums of more are rounded once, in place of once a rank.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from __future__ import annotations
 import functools
 import math
 import socket
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,7 @@ from torch import Tensor
 from float8lab.distributed.ranks import all_gathered
 from float8lab.ops import scaled_mm_into
 from float8lab.ops.declare import declare
+from float8lab.ops.operand import Operand
 from float8lab.recipes.reduction import group_named
 
 __all__ = [
@@ -56,18 +59,18 @@ __all__ = [
 ]
 
 _ALIGN = 512
-"""Bytes between what lies in a half; FP8 products want at least 16."""
+"""Bytes between the tensors of a half; FP8 GEMMs want at least 16."""
 _LEAST_GFLOP: dict[tuple[int, ...], int] = {(-1, -1): 100, (1, -1): 100, (1, 128): 200}
-"""From which size of this rank's product on its overlap pays, by the left operand's block.
+"""The size of this rank's GEMM from which overlap pays, by the left operand's block.
 
 Measured on 2 H200s, K and N of a Llama-3-8B layer of which each rank has half. With 16384 rows (275
-to 1924 GFLOP) plain collectives take 0.15 to 0.37 ms more than the products alone, overlapped ones
+to 1924 GFLOP) plain collectives take 0.15 to 0.37 ms more than the GEMMs alone, overlapped ones
 0.03 to 0.14, unless the CPU takes longer. With 4096 rows (69 to 481 GFLOP) the CPU needs longer to
 queue a call than the GPU for the smallest, most of all with scales for each block.
 """
 _SMALL_K = 2048
-"""Up to which the other ranks' rows of a product are cut in two: computing this rank's rows takes
-less time than sending the others'."""
+"""The largest K for which the GEMM of another rank's rows is cut in two: computing this rank's rows
+takes less time than sending the others'."""
 
 
 class Window:
@@ -81,20 +84,24 @@ class Window:
     """
 
     HALVES = 2
-    of_groups: ClassVar[weakref.WeakKeyDictionary[Any, Window | None]] = weakref.WeakKeyDictionary()
+    of_groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Window | None]] = WeakKeyDictionary()
     """The window of each process group; None where its ranks do not see each other's memory."""
 
     def __init__(
-        self, group: Any, device: torch.device, nbytes: int, before: Window | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        nbytes: int,
+        before: Window | None = None,
     ) -> None:
         self.rank, self.size, self.nbytes = group.rank(), group.size(), nbytes
         self.before = before
-        self.memory: Any = symmetric.empty(self.HALVES * nbytes, dtype=torch.uint8, device=device)
-        self.handle: Any = symmetric.rendezvous(self.memory, group.group_name)
+        self.memory = symmetric.empty(self.HALVES * nbytes, dtype=torch.uint8, device=device)
+        self.handle = symmetric.rendezvous(self.memory, group.group_name)
         timeout = group._get_backend(device).options._timeout
         self.timeout_ms = int(1000 * timeout.total_seconds())
         self.half, self.is_captured = 0, False
-        self._parts: dict[Any, Tensor] = {}
+        self._views: dict[tuple[object, ...], Tensor] = {}
 
     def begin(self, device: torch.device) -> None:
         """Take a half for a call."""
@@ -108,52 +115,58 @@ class Window:
         """Wait for all ranks, on the current stream."""
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
 
-    def part(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of a rank, ``start`` bytes into the half."""
+    def view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A rank's memory as a tensor, from ``start`` bytes into the half on."""
         key = (self.half, rank, start, shape, dtype)
-        found = self._parts.get(key)
-        if found is None:
-            found = self._parts[key] = self._part(rank, start, shape, dtype)
-        return found
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._make_view(rank, start, shape, dtype)
+        return view
 
-    def _part(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        place = (self.half * self.nbytes + start) // dtype.itemsize
-        found: Tensor = self.handle.get_buffer(rank, tuple(shape), dtype, place)
-        return found
+    def _make_view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        offset = (self.half * self.nbytes + start) // dtype.itemsize
+        return self.handle.get_buffer(rank, tuple(shape), dtype, offset)
 
 
-def window_of(group: Any, device: torch.device, nbytes: int) -> Window | None:
+def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Window | None:
     """The window of a group, with halves of at least so many bytes; None if there cannot be one.
 
     All ranks call it together, and the first time it waits for all of them.
     """
-    found = Window.of_groups.get(group)
-    if found is None and group in Window.of_groups:
+    window = Window.of_groups.get(group)
+    if window is None and group in Window.of_groups:
         return None
-    if found is not None and found.nbytes >= nbytes:
-        return found
+    if window is not None and window.nbytes >= nbytes:
+        return window
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     torch.cuda.synchronize(device)
-    keep = found if found is not None and (found.is_captured or found.before) else None
-    made: Window | None = None
-    why: str | None = None
-    hosts: list[Any] = [None] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    before = window if window is not None and (window.is_captured or window.before) else None
+    larger: Window | None = None
+    hosts = _gather_objects(socket.gethostname(), group)
     if len(set(hosts)) == 1:
+        failure: str | None = None
         try:
             step = max(1 << 21, 1 << (nbytes.bit_length() - 3))  # or each new size makes another
-            made = Window(group, device, -(-nbytes // step) * step, keep)
+            larger = Window(group, device, -(-nbytes // step) * step, before)
         except RuntimeError as error:  # a GPU or driver without it
-            why = str(error)
-        reasons: list[Any] = [None] * group.size()
-        dist.all_gather_object(reasons, why, group=group)
-        made = made if not any(reasons) else None
-    Window.of_groups[group] = made
-    return made
+            failure = str(error)
+        larger = None if any(_gather_objects(failure, group)) else larger
+    Window.of_groups[group] = larger
+    return larger
 
 
-def sees_others(group: Any, x: Tensor) -> bool:
+_T = TypeVar("_T")
+
+
+def _gather_objects(local: _T, group: dist.ProcessGroup) -> list[_T]:
+    """The objects of all ranks."""
+    objects = [local] * group.size()
+    dist.all_gather_object(objects, local, group=group)
+    return objects
+
+
+def sees_others(group: dist.ProcessGroup, x: Tensor) -> bool:
     """Whether this rank may see the others' memory, as far as one can tell without asking them."""
     if x.is_cuda or torch.compiler.is_compiling():
         return x.is_cuda
@@ -161,7 +174,7 @@ def sees_others(group: Any, x: Tensor) -> bool:
 
 
 def is_worth_it(M: int, N: int, K: int, a_block: Sequence[int]) -> bool:
-    """Whether overlap pays for a product of ``[M, K]`` and ``[N, K]``.
+    """Whether overlap pays for a GEMM of ``[M, K]`` and ``[N, K]``.
 
     >>> is_worth_it(16384, 3072, 4096, (1, -1)), is_worth_it(512, 3072, 4096, (1, -1))
     (True, False)
@@ -169,26 +182,26 @@ def is_worth_it(M: int, N: int, K: int, a_block: Sequence[int]) -> bool:
     return 1e9 * _LEAST_GFLOP.get(tuple(a_block), 100) <= 2 * M * N * K
 
 
-class _Beside:
-    """A stream of copies beside the current one, in order; on a CPU there is one order anyway.
+class _CopyStream:
+    """A stream for copies, which run beside the GEMMs of the current stream; a CPU has one order.
 
-    Its events are recorded again in every call: whoever waits for one does so for what it was
-    recorded for last. Making an event takes the CPU as long as a copy does, and so does asking for
-    the current stream, which callers do once.
+    Every call records the same events: whoever waits for one waits for its latest record. Making an
+    event takes the CPU as long as a copy does, and so does asking for the current stream, which
+    callers do once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.module, self.index = torch.get_device_module(device), device.index
-        self.stream = self.module.Stream(priority=-1)
-        self.switch = getattr(self.module, "set_stream", lambda stream: None)
-        self.events: list[Any] = []
+        self.stream: torch.Stream = self.module.Stream(priority=-1)
+        self.set_stream = getattr(self.module, "set_stream", lambda stream: None)
+        self.events: list[torch.Event] = []
 
-    def current(self) -> Any:
-        """The stream that is current, of products."""
+    def current(self) -> torch.Stream:
+        """The current stream, of the GEMMs."""
         return self.module.current_stream(self.index)
 
-    def event(self, index: int, stream: Any) -> Any:
-        """After what has been queued to a stream."""
+    def record(self, index: int, stream: torch.Stream) -> torch.Event:
+        """Record an event behind all work that has been queued to a stream."""
         while len(self.events) <= index:
             self.events.append(self.module.Event())
         event = self.events[index]
@@ -196,65 +209,101 @@ class _Beside:
         return event
 
     @contextmanager
-    def copies(self, after: Any, current: Any) -> Iterator[None]:
-        """Queue what runs inside to the stream of copies, behind an event."""
-        self.switch(self.stream)
+    def copies(self, after: torch.Event, current: torch.Stream) -> Iterator[None]:
+        """Queue the copies made inside to this stream, behind an event."""
+        self.set_stream(self.stream)
         try:
             after.wait(self.stream)
             yield
         finally:
-            self.switch(current)
+            self.set_stream(current)
 
 
-_beside = functools.cache(_Beside)
+_copy_stream = functools.cache(_CopyStream)
 
 
-class _Arrivals:
-    """An all-gather of some tensors, each a ``shape`` to ``[R, *shape]``, under way.
+class _CollectiveGather:
+    """An all-gather of tensors, each a ``shape`` to ``[R, *shape]``, by collectives."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self.gathered = [_all_gather(x, group) for x in tensors]
+        self.order = [rank for rank in range(group.size()) if rank != group.rank()]
+        """The other ranks, as their tensors arrive."""
+
+    def wait(self, rank: int) -> None:
+        """Have the current stream wait for a rank's tensors."""
+
+    def wait_for_all(self) -> None:
+        """Have the current stream wait for all tensors of all ranks."""
+
+
+class _WindowGather(_CollectiveGather):
+    """An all-gather through a window: copies on a stream of their own.
 
     Args:
-        near: of the ranks.
-        mine: this rank's.
+        window: of the ranks.
+        tensors: this rank's.
         first: how many of them are waited for rank by rank; the others come behind these.
         keep: whether this rank's own of the first are wanted, too.
     """
 
     def __init__(
-        self, near: Window, mine: Sequence[Tensor], first: int, *, keep: bool = False
+        self, window: Window, tensors: Sequence[Tensor], first: int, *, keep: bool = False
     ) -> None:
         starts, start = [], 0
-        for one in mine:
-            near.part(near.rank, start, one.shape, one.dtype).copy_(one)
+        for x in tensors:
+            window.view(window.rank, start, x.shape, x.dtype).copy_(x)
             starts.append(start)
-            start += _round_up(one.nbytes)
-        self.whole = [one.new_empty((near.size, *one.shape)) for one in mine]
-        self.arrived: dict[int, Any] = {}
-        """The event by which a rank's first are there, by rank."""
-        parts = [one.unbind() for one in self.whole]
-        near.barrier()
-        beside = _beside(mine[0].device)
-        self.current = beside.current()
-        ready, others = beside.event(0, self.current), _others(near)
+            start += _round_up(x.nbytes)
+        self.gathered = [x.new_empty((window.size, *x.shape)) for x in tensors]
+        self.order = _other_ranks(window)
+        self._events: dict[int, torch.Event] = {}
+        slots = [x.unbind() for x in self.gathered]
+        window.barrier()
+        stream = _copy_stream(tensors[0].device)
+        self._current = stream.current()
+        ready = stream.record(0, self._current)
 
-        def fetch(rank: int, which: slice) -> None:
-            for part, start, one in zip(parts[which], starts[which], mine[which], strict=True):
-                own = rank == near.rank
-                part[rank].copy_(one if own else near.part(rank, start, one.shape, one.dtype))
+        def copy_from(rank: int, run: slice) -> None:
+            for slot, start, x in zip(slots[run], starts[run], tensors[run], strict=True):
+                is_local = rank == window.rank
+                slot[rank].copy_(x if is_local else window.view(rank, start, x.shape, x.dtype))
 
-        with beside.copies(ready, self.current):
-            for index, rank in enumerate(others if first else ()):
-                fetch(rank, slice(first))
-                self.arrived[rank] = beside.event(1 + index, beside.stream)
-            for rank in (*others, near.rank) if first < len(mine) else ():
-                fetch(rank, slice(first, None))
+        with stream.copies(ready, self._current):
+            for index, rank in enumerate(self.order if first else ()):
+                copy_from(rank, slice(first))
+                self._events[rank] = stream.record(1 + index, stream.stream)
+            for rank in (*self.order, window.rank) if first < len(tensors) else ():
+                copy_from(rank, slice(first, None))
             if keep:
-                fetch(near.rank, slice(first))
-            self.last = beside.event(near.size, beside.stream)
+                copy_from(window.rank, slice(first))
+            self._last = stream.record(window.size, stream.stream)
+
+    def wait(self, rank: int) -> None:
+        self._events[rank].wait(self._current)
+
+    def wait_for_all(self) -> None:
+        self._last.wait(self._current)
 
 
-def _others(near: Window) -> list[int]:
+def _other_ranks(window: Window) -> list[int]:
     """The other ranks, from the next on, so that no two ranks start with the same."""
-    return [(near.rank + step) % near.size for step in range(1, near.size)]
+    return [(window.rank + step) % window.size for step in range(1, window.size)]
+
+
+class _Constants(NamedTuple):
+    """The arguments of a GEMM that are the same for the rows of all ranks."""
+
+    a_block: Sequence[int]
+    b: Tensor
+    b_scale: Tensor
+    b_block: Sequence[int]
+    bias: Tensor | None
+    fast_accum: bool
+
+    def mm_into(self, out: Tensor, a: Tensor, a_scale: Tensor) -> None:
+        """Write the GEMM of some rows of ``a`` to ``out``."""
+        scaled_mm_into(out, a, a_scale, *self)
 
 
 def _gather_mm(
@@ -264,72 +313,68 @@ def _gather_mm(
     out_dtype: torch.dtype,
     fast_accum: bool,
     group: str,
-    also: Sequence[Tensor],
-    keep: bool,
+    extras: Sequence[Tensor],
+    keep_gathered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """``all_gather(a) @ b.T + bias``, ``[M, N]``, and what was gathered.
+    """``all_gather(a) @ b.T + bias``, ``[M, N]``, and the gathered tensors.
 
     Args:
         operands: of the same sizes on all ranks:
 
             - ``a``, ``[M / R, K]`` FP8, contiguous;
-            - its scales, of (parts of) rows; or one of the whole, which is then equal on all ranks;
+            - its scales, of (parts of) rows; or one of the tensor, then equal on all ranks;
             - ``b``, ``[N, K]`` FP8, and its scales;
             - ``[N]``, if there is a bias.
-        a_block: of the scales of ``a``.
-        b_block: of those of ``b``.
-        out_dtype: of the product.
-        fast_accum: as that of ``scaled_mm``.
+        a_block: the block of the scales of ``a``.
+        b_block: the block of the scales of ``b``.
+        out_dtype: dtype of the output.
+        fast_accum: as for ``scaled_mm``.
         group: name of the process group.
-        also: up to two contiguous tensors to be gathered meanwhile, of the same sizes on all ranks.
-        keep: return the gathered ``a``.
+        extras: up to two contiguous tensors to be gathered meanwhile, of the same sizes on all
+            ranks.
+        keep_gathered: return the gathered ``a``.
 
     Returns:
-        - the product;
-        - with ``keep``, the gathered ``a``, ``[M, K]``, and its scales;
-        - ``[R, *shape]`` of each of ``also``.
+        - the output of the GEMM;
+        - with ``keep_gathered``, the gathered ``a``, ``[M, K]``, and its scales;
+        - ``[R, *shape]`` of each of ``extras``.
     """
-    q, scale, *b = operands
-    ranks, by_row = group_named(group), a_block[0] != -1
-    turned = by_row and scale.shape[1] > 1 and scale.stride(0) == 1
-    mine = [q]
-    if by_row:
-        mine.append((scale.t() if turned else scale).contiguous())
-    first = len(mine)
-    mine += also
-    near = window_of(ranks, q.device, _room(mine))
-    me, size, arrivals = ranks.rank(), ranks.size(), None
-    order: Sequence[int] = [rank for rank in range(size) if rank != me]
-    if near is None:
-        whole = [_gathered(one, ranks) for one in mine]
+    q, scale, b, b_scale, *bias = operands
+    ranks, has_row_scales = group_named(group), a_block[0] != -1
+    by_column = has_row_scales and scale.shape[1] > 1 and scale.stride(0) == 1
+    tensors = [q]
+    if has_row_scales:
+        tensors.append((scale.t() if by_column else scale).contiguous())
+    first = len(tensors)
+    tensors += extras
+    window = window_of(ranks, q.device, _window_bytes(tensors))
+    if window is None:
+        arrivals = _CollectiveGather(tensors, ranks)
     else:
-        near.begin(q.device)
-        arrivals = _Arrivals(near, mine, first, keep=keep)
-        whole, order = arrivals.whole, _others(near)
+        window.begin(q.device)
+        arrivals = _WindowGather(window, tensors, first, keep=keep_gathered)
 
-    (rows, K), N = q.shape, b[0].shape[0]
+    (rows, K), N, size = q.shape, b.shape[0], ranks.size()
+    constants = _Constants(a_block, b, b_scale, b_block, next(iter(bias), None), fast_accum)
     y = q.new_empty((size, rows, N), dtype=out_dtype)
-    outs, codes = y.unbind(), whole[0].unbind()
-    scales = whole[1].unbind() if by_row else ()
-    how = a_block, b[0], b[1], b_block, b[2] if len(b) > 2 else None, fast_accum
-    scaled_mm_into(outs[me], q, scale, *how)
-    for rank in order:
-        if arrivals is not None:
-            arrivals.arrived[rank].wait(arrivals.current)
-        its_scale = scale
-        if by_row:
-            its_scale = scales[rank].t() if turned else scales[rank]
-        scaled_mm_into(outs[rank], codes[rank], its_scale, *how)
-    if arrivals is not None:
-        arrivals.last.wait(arrivals.current)
-    all_codes = all_scales = None
-    if keep:
-        all_codes, all_scales = whole[0].view(size * rows, K), scale.clone()
-        if by_row:
-            by_column = whole[1].transpose(0, 1).flatten(1).t() if turned else None
-            all_scales = whole[1].flatten(0, 1) if by_column is None else by_column
-    rest = [*whole[first:], None, None]
-    return y.view(size * rows, N), all_codes, all_scales, rest[0], rest[1]
+    outs, all_q = y.unbind(), arrivals.gathered[0]
+    constants.mm_into(outs[ranks.rank()], q, scale)
+    shards, scales = all_q.unbind(), [scale] * size
+    if has_row_scales:
+        scales = [x.t() if by_column else x for x in arrivals.gathered[1].unbind()]
+    for rank in arrivals.order:
+        arrivals.wait(rank)
+        constants.mm_into(outs[rank], shards[rank], scales[rank])
+    arrivals.wait_for_all()
+    y = y.view(size * rows, N)
+    if not keep_gathered:
+        return y, *(None, None), *_pair(arrivals.gathered[first:])
+    gathered = Operand(all_q.view(size * rows, K), scale.clone())
+    if by_column:
+        gathered = gathered._replace(scale=arrivals.gathered[1].transpose(0, 1).flatten(1).t())
+    elif has_row_scales:
+        gathered = gathered._replace(scale=arrivals.gathered[1].flatten(0, 1))
+    return y, *gathered, *_pair(arrivals.gathered[first:])
 
 
 def _mm_scatter(
@@ -339,7 +384,7 @@ def _mm_scatter(
     out_dtype: torch.dtype,
     fast_accum: bool,
     group: str,
-    also: Sequence[Tensor],
+    extras: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """This rank's rows, ``[M / R, N]``, of the sum over ranks of ``a @ b.T + bias``.
 
@@ -347,133 +392,140 @@ def _mm_scatter(
         operands: of the same sizes on all ranks:
 
             - ``a``, ``[M, K]`` FP8, contiguous, M divisible by R;
-            - its scales, of (parts of) rows, or of the whole;
+            - its scales, of (parts of) rows, or of the tensor;
             - ``b``, ``[N, K]`` FP8, and its scales;
             - ``[N]``, if there is a bias.
-        a_block: of the scales of ``a``.
-        b_block: of those of ``b``.
-        out_dtype: of the products, which are sent, and of their sum.
-        fast_accum: as that of ``scaled_mm``.
+        a_block: the block of the scales of ``a``.
+        b_block: the block of the scales of ``b``.
+        out_dtype: dtype of the partial sums, which are sent, and of their sum.
+        fast_accum: as for ``scaled_mm``.
         group: name of the process group.
-        also: up to two contiguous tensors to be gathered meanwhile, of the same sizes on all ranks.
+        extras: up to two contiguous tensors to be gathered meanwhile, of the same sizes on all
+            ranks.
 
     Returns:
         - the sum;
-        - ``[R, *shape]`` of each of ``also``.
+        - ``[R, *shape]`` of each of ``extras``.
     """
-    q, scale, *b = operands
-    ranks, (M, K), N = group_named(group), q.shape, b[0].shape[0]
-    size, first = ranks.size(), _room(also)
-    rows, how = M // size, (a_block, b[0], b[1], b_block, b[2] if len(b) > 2 else None, fast_accum)
+    q, scale, b, b_scale, *bias = operands
+    ranks, (M, K), N = group_named(group), q.shape, b.shape[0]
+    constants = _Constants(a_block, b, b_scale, b_block, next(iter(bias), None), fast_accum)
+    size, first = ranks.size(), _window_bytes(extras)
+    rows = M // size
 
-    def multiply(out: Tensor, start: int) -> None:
-        here = slice(start, start + out.shape[0])
-        scaled_mm_into(out, q[here], scale if a_block[0] == -1 else scale[here], *how)
+    def mm_into(out: Tensor, start: int) -> None:
+        run = slice(start, start + out.shape[0])
+        constants.mm_into(out, q[run], scale if a_block[0] == -1 else scale[run])
 
-    near = window_of(ranks, q.device, first + M * N * out_dtype.itemsize)
-    if near is None:
-        partial = q.new_empty((M, N), dtype=out_dtype)
-        multiply(partial, 0)
-        total, gathered = _scattered(partial, ranks), [_gathered(one, ranks) for one in also]
-    else:
-        near.begin(q.device)
-        gathered = _Arrivals(near, also, 0).whole if also else []
-        landing = near.part(near.rank, first, (size, rows, N), out_dtype).unbind()
-        beside = _beside(q.device)
-        current = beside.current()
-        part = rows // 2 if K <= _SMALL_K and rows % 256 == 0 else rows
-        kept, sent = [], None
-        for rank in _others(near):
-            theirs = near.part(rank, first, (size, rows, N), out_dtype)[near.rank]
-            for start in range(0, rows, part):
-                out = q.new_empty((part, N), dtype=out_dtype)
-                multiply(out, rank * rows + start)
-                kept.append(out)  # until the copies have been waited for
-                with beside.copies(beside.event(0, current), current):
-                    (theirs if part == rows else theirs[start : start + part]).copy_(out)
-                    sent = beside.event(1, beside.stream)
-        multiply(landing[near.rank], near.rank * rows)
-        if sent is not None:
-            sent.wait(current)
-        near.barrier()
-        total = torch.add(*landing) if size == 2 else torch.stack(landing).sum(0)
-    rest = [*gathered, None, None]
-    return total, rest[0], rest[1]
+    window = window_of(ranks, q.device, first + M * N * out_dtype.itemsize)
+    if window is None:
+        partial_sum = q.new_empty((M, N), dtype=out_dtype)
+        mm_into(partial_sum, 0)
+        return _reduce_scatter(partial_sum, ranks), *_pair([_all_gather(x, ranks) for x in extras])
+    window.begin(q.device)
+    gathered = _WindowGather(window, extras, 0).gathered if extras else []
+    landing = window.view(window.rank, first, (size, rows, N), out_dtype).unbind()
+    stream = _copy_stream(q.device)
+    current = stream.current()
+    step = rows // 2 if K <= _SMALL_K and rows % 256 == 0 else rows
+    unsent, sent = [], None
+    for rank in _other_ranks(window):
+        remote = window.view(rank, first, (size, rows, N), out_dtype)[window.rank]
+        for start in range(0, rows, step):
+            out = q.new_empty((step, N), dtype=out_dtype)
+            mm_into(out, rank * rows + start)
+            unsent.append(out)  # until the copies have been waited for
+            with stream.copies(stream.record(0, current), current):
+                (remote if step == rows else remote[start : start + step]).copy_(out)
+                sent = stream.record(1, stream.stream)
+    mm_into(landing[window.rank], window.rank * rows)
+    if sent is not None:
+        sent.wait(current)
+    window.barrier()
+    local_sum = torch.add(*landing) if size == 2 else torch.stack(landing).sum(0)
+    return local_sum, *_pair(gathered)
 
 
-def _gathered(one: Tensor, ranks: Any) -> Tensor:
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[R, *shape]``, by a collective."""
-    size = ranks.size()
-    return all_gathered(one, size, ranks.group_name).view(size, *one.shape)
+    size = group.size()
+    return all_gathered(x, size, group.group_name).view(size, *x.shape)
 
 
-def _scattered(partial: Tensor, ranks: Any) -> Tensor:
+def _reduce_scatter(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of the sum, by a collective."""
     ops = torch.ops._c10d_functional
-    total: Tensor = ops.wait_tensor(
-        ops.reduce_scatter_tensor(partial, "sum", ranks.size(), ranks.group_name)
+    return ops.wait_tensor(
+        ops.reduce_scatter_tensor(partial_sum, "sum", group.size(), group.group_name)
     )
-    return total
 
 
-def _like_gather_mm(of: Any) -> tuple[Tensor | None, ...]:
-    (q, scale, b, *_), size = of.operands, group_named(of.group).size()
-    y = q.new_empty((size * q.shape[0], b.shape[0]), dtype=of.out_dtype)
-    if not of.keep:
-        return y, None, None, *_like_rest(of, size)
-    whole, whole_scale = q.new_empty((size * q.shape[0], q.shape[1])), scale.clone()
-    if of.a_block[0] != -1:
-        count, blocks = size * scale.shape[0], scale.shape[1]
-        whole_scale = scale.new_empty((count, blocks))
+def _pair(gathered: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """The gathered extras, with None for those that there are not."""
+    first, second, *_ = [*gathered, None, None]
+    return first, second
+
+
+def _allocate_gather_mm(args: SimpleNamespace) -> tuple[Tensor | None, ...]:
+    (q, scale, b, *_), size = args.operands, group_named(args.group).size()
+    y = q.new_empty((size * q.shape[0], b.shape[0]), dtype=args.out_dtype)
+    if not args.keep_gathered:
+        return y, *(None, None), *_allocate_extras(args.extras, size)
+    gathered = Operand(q.new_empty((size * q.shape[0], q.shape[1])), scale.clone())
+    if args.a_block[0] != -1:
+        rows, blocks = size * scale.shape[0], scale.shape[1]
+        gathered = gathered._replace(scale=scale.new_empty((rows, blocks)))
         if blocks > 1 and scale.stride(0) == 1:
-            whole_scale = scale.new_empty((blocks, count)).t()
-    return y, whole, whole_scale, *_like_rest(of, size)
+            gathered = gathered._replace(scale=scale.new_empty((blocks, rows)).t())
+    return y, *gathered, *_allocate_extras(args.extras, size)
 
 
-def _like_mm_scatter(of: Any) -> tuple[Tensor | None, ...]:
-    (q, _, b, *_), size = of.operands, group_named(of.group).size()
-    total = q.new_empty((q.shape[0] // size, b.shape[0]), dtype=of.out_dtype)
-    return total, *_like_rest(of, size)
+def _allocate_mm_scatter(args: SimpleNamespace) -> tuple[Tensor | None, ...]:
+    (q, _, b, *_), size = args.operands, group_named(args.group).size()
+    shard = q.new_empty((q.shape[0] // size, b.shape[0]), dtype=args.out_dtype)
+    return shard, *_allocate_extras(args.extras, size)
 
 
-def _like_rest(of: Any, size: int) -> list[Tensor | None]:
-    whole = [one.new_empty((size, *one.shape)) for one in of.also]
-    return [*whole, None, None][:2]
+def _allocate_extras(extras: Sequence[Tensor], size: int) -> tuple[Tensor | None, Tensor | None]:
+    return _pair([x.new_empty((size, *x.shape)) for x in extras])
 
 
-def _flops_of_gather(operands: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
+_Shapes = Sequence[Sequence[int]]
+
+
+def _flops_of_gather(operands: _Shapes, *args: object, out_shape: _Shapes, **kw: object) -> int:
     return 2 * math.prod(out_shape[0]) * operands[0][1]
 
 
-def _flops_of_scatter(operands: Any, *args: Any, **kwargs: Any) -> int:
+def _flops_of_scatter(operands: _Shapes, *args: object, **kwargs: object) -> int:
     return 2 * math.prod(operands[0]) * operands[2][0]
 
 
 gather_mm_op = declare(
-    _gather_mm, name="gather_mm", outputs=_like_gather_mm, flops=_flops_of_gather
+    _gather_mm, name="gather_mm", outputs=_allocate_gather_mm, flops=_flops_of_gather
 )
 mm_scatter_op = declare(
-    _mm_scatter, name="mm_scatter", outputs=_like_mm_scatter, flops=_flops_of_scatter
+    _mm_scatter, name="mm_scatter", outputs=_allocate_mm_scatter, flops=_flops_of_scatter
 )
 
 
-def _called(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    """The op where something sees ops; else the function, without torch's dispatcher."""
+def _past_dispatcher(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op where a mode or a compiler sees ops; else the function, without the dispatcher."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
         return op(*args) if seen else function(*args)
 
     return call
 
 
-gather_mm = _called(_gather_mm, gather_mm_op)
-mm_scatter = _called(_mm_scatter, mm_scatter_op)
+gather_mm = _past_dispatcher(_gather_mm, gather_mm_op)
+mm_scatter = _past_dispatcher(_mm_scatter, mm_scatter_op)
 
 
-def _room(tensors: Sequence[Tensor]) -> int:
-    """Bytes that they take in a half."""
-    return sum(_round_up(one.nbytes) for one in tensors)
+def _window_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes that tensors take in a half."""
+    return sum(_round_up(x.nbytes) for x in tensors)
 
 
 def _round_up(nbytes: int) -> int:

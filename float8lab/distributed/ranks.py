@@ -55,8 +55,7 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
 def all_reduced(x: Tensor, operation: str, name: str) -> Tensor:
     """The ``"sum"`` or ``"max"`` of the tensors of all ranks of the group of that name."""
     ops = torch.ops._c10d_functional
-    reduced: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, name))
-    return reduced
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, name))
 
 
 def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:

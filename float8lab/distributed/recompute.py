@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,18 @@ from float8lab.recipes.region import STATE, Autocast
 __all__ = ["checkpoint"]
 
 
+_Result = TypeVar("_Result")
+
+
 def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., _Result],
+    *args: object,
     distribute_saved_activations: bool = False,
     get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None = None,
     tp_group: dist.ProcessGroup | None = None,
     use_reentrant: bool = True,
     **kwargs: Any,
-) -> Any:
+) -> _Result:
     """Return ``function(*args, **kwargs)``, whose activations are recomputed in backward.
 
     This is ``torch.utils.checkpoint`` for FP8: the recomputation runs every module as the forward
@@ -93,9 +96,9 @@ def checkpoint(
 
 @torch._disable_dynamo
 def _checkpoint_in_eager(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None,
     use_reentrant: bool,
     group: dist.ProcessGroup | None,

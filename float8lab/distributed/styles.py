@@ -12,7 +12,6 @@ does not import it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +44,12 @@ class Float8ColwiseParallel(ColwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(
-        input_layouts: Any,
-        desired_input_layouts: Any,
-        mod: Any,
-        inputs: Any,
+        input_layouts: Sequence[Placement],
+        desired_input_layouts: Sequence[Placement],
+        mod: nn.Module,
+        inputs: Sequence[Tensor],
         device_mesh: DeviceMesh,
-    ) -> Any:
+    ) -> DTensor:
         x = _placed(inputs[0], device_mesh, input_layouts)
         if hasattr(mod, "output_layout"):  # a float8lab.Linear gathers what it has cast
             return x
@@ -73,9 +72,12 @@ class Float8RowwiseParallel(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear):
-            told: Any = module
-            (told.output_layout,) = self.output_layouts  # which float8lab.Linear reads
+            (layout,) = self.output_layouts
+            vars(module)["output_layout"] = layout  # which float8lab.Linear reads
         return super()._apply(module, device_mesh)
+
+
+_Layouts = Placement | tuple[Placement | None, ...] | None
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
@@ -107,10 +109,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def __init__(  # torchao's signature
         self,
         *,
-        input_layouts: Any = None,
-        desired_input_layouts: Any = None,
-        input_kwarg_layouts: Any = None,
-        desired_input_kwarg_layouts: Any = None,
+        input_layouts: _Layouts = None,
+        desired_input_layouts: _Layouts = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_output: bool = False,
         float8_dtype: torch.dtype = torch.float8_e4m3fn,
         fwd_config_submodule_fqn: str | None = None,
@@ -133,10 +135,14 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         )
 
     def _prepare_input_arg(
-        self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
-    ) -> Any:
-        leaves = desired_layout is not None and desired_layout.is_replicate()
-        if input_layout is None or not leaves or self.use_local_output:
+        self,
+        input: Tensor,
+        mesh: DeviceMesh,
+        input_layout: Placement | None,
+        desired_layout: Placement | None,
+    ) -> Tensor:
+        gathers = desired_layout is not None and desired_layout.is_replicate()
+        if input_layout is None or not gathers or self.use_local_output:
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         return _placed(input, mesh, (input_layout,))
 

@@ -525,8 +525,7 @@ class _Bench:
         case = self.case
         with torch.autocast(x.device.type, case.autocast, enabled=case.autocast is not None):
             y = layer(x, *case.more_inputs)
-        result: Tensor = y[0] if isinstance(y, tuple) else y
-        return result
+        return y[0] if isinstance(y, tuple) else y
 
     def run(self, count: int | None = None) -> None:
         """Run forward and backward of the first ``count`` copies, or of all of them."""

@@ -161,8 +161,7 @@ def environment(device: torch.device | str | None = None) -> Environment:
 def package_version() -> str:
     """The version of float8lab."""
     # Not imported by name: layers import downwards, and the package has imported them all.
-    version: str = importlib.import_module("float8lab").__version__
-    return version
+    return importlib.import_module("float8lab").__version__
 
 
 def _versions() -> dict[str, str]:

@@ -46,10 +46,7 @@ _CHECKPOINT = {*__all__} - {*globals()}
 
 
 def _load_conv1d() -> type[OtherLinear]:
-    conv1d: type[OtherLinear] = importlib.import_module(
-        "float8lab.integrations.transformers"
-    ).Float8Conv1D
-    return conv1d
+    return importlib.import_module("float8lab.integrations.transformers").Float8Conv1D
 
 
 register_linear("transformers.pytorch_utils.Conv1D", _load_conv1d)

@@ -25,8 +25,7 @@ def check_activation(activation: str) -> bool:
 
 def activate(h: Tensor, activation: str) -> Tensor:
     """The activation of ``h`` over the last dimension; ``h`` is what is saved for backward."""
-    result: Tensor = _Activation.run(h, activation)
-    return result
+    return _Activation.run(h, activation)
 
 
 class _Activation(Float8Function):
@@ -34,8 +33,7 @@ class _Activation(Float8Function):
     def forward(ctx: Any, h: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(h)
         ctx.activation = activation
-        y: Tensor = value_of_op(activation, [h], h.dtype)
-        return y
+        return value_of_op(activation, [h], h.dtype)
 
     @staticmethod
     @once_differentiable

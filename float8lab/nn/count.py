@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.nn.convert.walk import is_unseen
@@ -125,7 +128,7 @@ class _ModuleNames:
     def __init__(self) -> None:
         self._stack: list[tuple[nn.Module, str]] = []
         self._by_sequence: dict[int, str] = {}
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self.called: dict[nn.Module, None] = {}  # by no other module
 
     def start(self) -> None:
@@ -140,7 +143,7 @@ class _ModuleNames:
             handle.remove()
         self._stack.clear()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: object) -> None:
         name = ""
         if self._stack:
             parent, parent_name = self._stack[-1]
@@ -150,7 +153,7 @@ class _ModuleNames:
             self.called[module] = None
         self._stack.append((module, name))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         if self._stack and self._stack[-1][0] is module:
             self._stack.pop()
 
@@ -172,7 +175,9 @@ class _CountingMode(TorchDispatchMode):
         self._counts = counts
         self._names = names
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         if types and all(t is Float8Tensor for t in types):
             with self:  # the GEMMs that its handler runs count
                 return Float8Tensor.__torch_dispatch__(op, types, args, kwargs)
@@ -183,7 +188,7 @@ class _CountingMode(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def _runs_in_fp8(op: Any, args: Any) -> bool:
+def _runs_in_fp8(op: OpOverload, args: Any) -> bool:
     if op in _FP8:
         a, b = args[0], args[3]
         return args[1] is not None and may_multiply(

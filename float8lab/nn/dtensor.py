@@ -197,8 +197,7 @@ class WeightPlacement:
         layer._fp8.calibrate(x.to_local(), local)
         if local is not stored:
             weight = _made(local, weight.device_mesh, weight.placements, weight.shape)
-        y: DTensor = nn.functional.linear(x, weight, bias)  # type: ignore[assignment]
-        return y
+        return nn.functional.linear(x, weight, bias)  # type: ignore[return-value]
 
 
 class _CallPlacements(NamedTuple):
@@ -245,21 +244,30 @@ def _place(
     def placed(placement: Placement, around: Sequence[Placement] = base) -> tuple[Placement, ...]:
         return tuple(placement if i == axis else p for i, p in enumerate(around))
 
-    replicated, features = Replicate(), Shard(last)
-    on_axis: list[Placement] = [replicated] * 5  # of x, y, dx, dw and db
-    if mode == "column":
-        of_x = replicated if tokens is None else shared
-        on_axis = [of_x, features, Partial(), Shard(0), Shard(0)]
-    elif tokens is not None:
-        on_axis = [features, shared, features, Shard(1), Partial()]
-    elif mode == "row":
-        on_axis = [features, Partial(), features, Shard(1), replicated]
+    on_axis = _placements_on_axis(mode, Shard(last), None if tokens is None else shared)
     x_placed, y_placed, dx_placed = (placed(p) for p in on_axis[:3])
     dw_placed, db_placed = (placed(p, data) for p in on_axis[3:])
     return _CallPlacements(
         x_placed, y_placed, dx_placed, dw_placed, db_placed, tokens, (*y_shape[:-1], N),
         (*unsharded[:-1], K),
     )  # fmt: skip
+
+
+def _placements_on_axis(
+    mode: str | None, features: Placement, tokens: Placement | None
+) -> list[Placement]:
+    """The placements of x, y, dx, dw and db on the axis that the weight is sharded on.
+
+    ``tokens``: the placement of x, or of a row parallel layer's y, that is a shard of the tokens.
+    """
+    replicated = Replicate()
+    if mode == "column":
+        return [tokens or replicated, features, Partial(), Shard(0), Shard(0)]
+    if tokens is not None:
+        return [features, tokens, features, Shard(1), Partial()]
+    if mode == "row":
+        return [features, Partial(), features, Shard(1), replicated]
+    return [replicated] * 5
 
 
 def _local_shape(x: DTensor, placements: Sequence[Placement], axis: int) -> list[int]:

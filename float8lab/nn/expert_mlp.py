@@ -55,8 +55,7 @@ def like(y: Tensor, x: Tensor) -> Tensor:
     """A matrix with the dimensions of ``x``; no view, on which FSDP2 refuses ops in place."""
     if x.ndim == 2:
         return y
-    shaped: Tensor = torch.ops.aten._unsafe_view.default(y, x.shape)
-    return shaped
+    return torch.ops.aten._unsafe_view.default(y, x.shape)
 
 
 class ExpertsBase(MovedInPlace):
@@ -141,8 +140,7 @@ class ExpertsBase(MovedInPlace):
         if call is None:
             weight = plain_weight(self, weight, first_microbatch)
             calibrate_experts(precision, x, weight, offs, self._held_experts())
-        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call, True)
-        return y
+        return GroupedFunction.run(x, weight, bias, offs, call, True)
 
 
 class ExpertMLP(ExpertsBase, GemmModule):

@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules import module as torch_module
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from float8lab.arguments import check_flags, check_group, check_instance, check_module, check_size
 from float8lab.nn.precision import Precision, precisions_below
@@ -34,26 +35,45 @@ from float8lab.tensor.differentiation import is_exporting
 __all__ = ["graphed", "make_graphed_callables"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
-_Enter = Callable[[], AbstractContextManager[Any]]
+_Function = Callable[..., object]
+_Enter = Callable[[], AbstractContextManager[object]]
+_Key = tuple[object, ...]
+
+
+class _Flat(NamedTuple):
+    """How leaves were passed that are arguments themselves."""
+
+    positional: int
+    names: tuple[str, ...]
+
+
+class _Sample(NamedTuple):
+    """A callable with arguments to record it with."""
+
+    function: _Function
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    enabled: bool | None
+    """FP8, under ``autocast``; None: as the recipe in force says."""
 
 
 def make_graphed_callables(  # the signature is the interface that users' code is written for
-    modules: Any,
-    sample_args: Any,
+    modules: Callable[..., object] | tuple[Callable[..., object], ...],
+    sample_args: Sequence[Any],
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
-    sample_kwargs: Any = None,
+    sample_kwargs: Mapping[str, object] | Sequence[Mapping[str, object]] | None = None,
     fp8_enabled: bool | Sequence[bool] | None = None,
     fp8_calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
-    fp8_group: Any = None,
+    fp8_group: ProcessGroup | None = None,
     fp8_weight_caching: bool = False,
-    pool: Any = None,
+    pool: tuple[int, int] | None = None,
     *,
     enabled: bool | Sequence[bool] | None = None,
     calibrating: bool = False,
     recipe: Recipe | None = None,
-    amax_reduction_group: Any = None,
+    amax_reduction_group: ProcessGroup | None = None,
     cache_quantized_params: bool = False,
 ) -> Any:
     """Record the forward and backward of modules as CUDA graphs; calls then replay them.
@@ -109,7 +129,7 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     check_group("fp8_group", fp8_group)
     check_group("amax_reduction_group", amax_reduction_group)
     single = not isinstance(modules, tuple)
-    callables: tuple[object, ...] = (modules,) if single else modules
+    callables = modules if isinstance(modules, tuple) else (modules,)
     for function in callables:
         check_instance("modules", function, Callable, "a module, a function or a tuple of them")
     check_instance("sample_args", sample_args, (tuple, list), "a tuple")
@@ -125,20 +145,14 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     group = fp8_group if amax_reduction_group is None else amax_reduction_group
     ignored = ("is_first_microbatch",) if fp8_weight_caching or cache_quantized_params else ()
     calls, keys, units = [], [], []
-    for function, args, kwargs, flag in _samples(
-        callables, sample_args, sample_kwargs, enabled, single=single
-    ):
+    for sample in _samples(callables, sample_args, sample_kwargs, enabled, single=single):
         enter: _Enter = nullcontext
-        if flag is not None or calibrates:
-            enter = partial(autocast, bool(flag), calibrates, recipe, group)
-        calls.append(call := _Graphed(function, 0, ignored))
-        leaves, spec = _leaves(tuple(args), kwargs)
-        with inside(Trial()), enter():
-            described = call.describe(leaves, spec, _Structure(function))
-        # Without a description, as for training without gradients, no call is like this one.
-        key, tensors = described or ((object(),), leaves)
+        if sample.enabled is not None or calibrates:
+            enter = partial(autocast, bool(sample.enabled), calibrates, recipe, group)
+        calls.append(call := _Graphed(sample.function, 0, ignored))
+        key, unit = call.describe_sample(sample, enter)
         keys.append(key)
-        units.append(call.unit(leaves, spec, tensors, enter))
+        units.append(unit)
     recordings = record(units, num_warmup_iters, allow_unused=allow_unused_input, pool=pool)
     for call, key, recorded in zip(calls, keys, recordings, strict=True):
         call.add(recorded, key)
@@ -154,11 +168,16 @@ def _check_enabled(name: str, enabled: object) -> None:
 
 
 def _samples(
-    callables: tuple[Any, ...], sample_args: Any, sample_kwargs: Any, enabled: Any, *, single: bool
-) -> Iterable[tuple[Any, Any, Any, bool | None]]:
+    callables: tuple[_Function, ...],
+    sample_args: Sequence[Any],
+    sample_kwargs: Any,
+    enabled: bool | Sequence[bool] | None,
+    *,
+    single: bool,
+) -> Iterable[_Sample]:
     """The callables with their arguments, of which each is given alone or in a tuple."""
     args = (sample_args,) if single else tuple(sample_args)
-    kwargs: tuple[Any, ...] = ({},) * len(callables)
+    kwargs: tuple[Mapping[str, object], ...] = ({},) * len(callables)
     if sample_kwargs is not None:
         kwargs = (sample_kwargs,) if single else tuple(sample_kwargs)
     flags = enabled if isinstance(enabled, Sequence) else (enabled,) * len(callables)
@@ -168,7 +187,8 @@ def _samples(
                 f"{name} must have one entry for each of the {len(callables)} modules; got "
                 f"{len(values)}. Pass a tuple of that length."
             )
-    return zip(callables, args, kwargs, flags, strict=True)
+    for function, own_args, own_kwargs, flag in zip(callables, args, kwargs, flags, strict=True):
+        yield _Sample(function, tuple(own_args), own_kwargs, flag)
 
 
 def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _Module:
@@ -225,7 +245,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class _Structure:
     """What the graphs of a module take for granted: its submodules, tensors and FP8 state."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: _Function) -> None:
         module = _module(function)
         self.modules = list(module.modules())
         self.parameters = list(module.parameters())
@@ -280,7 +300,7 @@ class _Structure:
                 return False
         return [len(table) for table in self.tables] == self.sizes
 
-    def modes(self) -> list[Any]:
+    def modes(self) -> list[object]:
         """The settings in force for them."""
         return [
             *[m.training for m in self.modules],
@@ -301,24 +321,26 @@ class _Graphed:
     """
 
     def __init__(
-        self, function: Any, limit: int, ignored: Sequence[str] = (), given: Any = None
+        self,
+        function: _Function,
+        limit: int,
+        ignored: Sequence[str] = (),
+        given: Mapping[str, _Function] | None = None,
     ) -> None:
         self.function, self.limit, self.ignored = function, limit, ignored
-        self.given: Mapping[str, Any] = given or {}
+        self.given = given or {}
         self.recorded: list[Recorded] = []
-        self.refused: list[tuple[object, ...]] = []  # keys of calls that cannot be recorded
-        self.seen: deque[tuple[object, ...]] = deque(
-            maxlen=16
-        )  # keys of calls that were not recorded
+        self.refused: list[_Key] = []  # of calls that cannot be recorded
+        self.seen: deque[_Key] = deque(maxlen=16)  # of calls that were not recorded
         self.structure: _Structure | None = None
         self.changes = 0
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[_Graphed], tuple[object, ...]]:
         """A copy, of a copied module, has no graphs yet."""
         return _Graphed, (self.function, self.limit, self.ignored, self.given)
 
     @property
-    def __wrapped__(self) -> Any:
+    def __wrapped__(self) -> _Function:
         """For ``inspect.signature``."""
         if not isinstance(self.function, nn.Module):
             return self.function
@@ -345,7 +367,7 @@ class _Graphed:
                     attributes.update({name: self.given[name]} if name in self.given else {})
         gc.collect()
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         replayed = None if torch.compiler.is_compiling() else self._find(args, kwargs)
         if replayed is not None:
             return replay(*replayed)
@@ -362,10 +384,8 @@ class _Graphed:
         """A graph that does what the call would do, and the tensors to replay it with."""
         if not (self.recorded or self.limit) or _is_observed():
             return None
-        structure = self.structure
-        if structure is None or not structure.hold():
-            structure = self._follow_changes()
-        if structure is None or not structure.fit or any(structure.hooks):
+        structure = self._current_structure()
+        if structure is None:
             return None
         if self.ignored:
             kwargs = {name: value for name, value in kwargs.items() if name not in self.ignored}
@@ -382,7 +402,14 @@ class _Graphed:
             return None
         return self._record(key, leaves, spec, tensors)
 
-    def _recorded_for(self, key: tuple[object, ...]) -> Recorded | None:
+    def _current_structure(self) -> _Structure | None:
+        """The module's structure; None if graphs cannot hold such a module."""
+        structure = self.structure
+        if structure is None or not structure.hold():
+            structure = self._follow_changes()
+        return None if structure is None or not structure.fit or any(structure.hooks) else structure
+
+    def _recorded_for(self, key: _Key) -> Recorded | None:
         """What was recorded for calls of this key, unless its scales have moved since."""
         for recorded in self.recorded:
             if recorded.key == key:
@@ -392,9 +419,7 @@ class _Graphed:
                 break
         return None
 
-    def _is_due(
-        self, key: tuple[object, ...], tensors: list[Tensor], structure: _Structure
-    ) -> bool:
+    def _is_due(self, key: _Key, tensors: list[Tensor], structure: _Structure) -> bool:
         """Whether to record a call: the second one of its key, with all tensors on one GPU."""
         if len(self.recorded) + len(self.refused) >= self.limit or key in self.refused:
             return False
@@ -418,8 +443,8 @@ class _Graphed:
         return self.structure
 
     def describe(
-        self, leaves: Sequence[Any], spec: Any, structure: _Structure
-    ) -> tuple[tuple[object, ...], list[Tensor]] | None:
+        self, leaves: Sequence[object], spec: TreeSpec | _Flat, structure: _Structure
+    ) -> tuple[_Key, list[Tensor]] | None:
         """The likeness of a call, and its tensors; None if a graph cannot hold such a call."""
         exact, gradients = self.limit > 0, torch.is_grad_enabled()
         if not gradients and getattr(self.function, "training", True):
@@ -427,7 +452,7 @@ class _Graphed:
         if exact and STATE.autocast.calibrating:
             return None
         tensors: list[Tensor] = []
-        key = [
+        key: list[object] = [
             spec,
             STATE.autocast.group,
             STATE.autocast.calibrating,
@@ -460,20 +485,34 @@ class _Graphed:
             )
         return tuple(key), tensors
 
+    def describe_sample(self, sample: _Sample, enter: _Enter) -> tuple[_Key, Unit]:
+        """The key of calls like a sample, and the sample as it is recorded."""
+        leaves, spec = _leaves(sample.args, sample.kwargs)
+        with inside(Trial()), enter():
+            described = self.describe(leaves, spec, _Structure(self.function))
+        # Without a description, as for training without gradients, no call is like this one.
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        key, tensors = described or ((object(),), tensors)
+        return key, self.unit(leaves, spec, tensors, enter)
+
     def unit(
-        self, leaves: Sequence[Any], spec: Any, tensors: Sequence[Tensor], enter: _Enter
+        self,
+        leaves: Sequence[object],
+        spec: TreeSpec | _Flat,
+        tensors: Sequence[Tensor],
+        enter: _Enter,
     ) -> Unit:
         """The call as a function of its tensors."""
         places = [_place(leaf, tensors) for leaf in leaves]
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         forward = self.__wrapped__
 
-        def run(given: Sequence[Tensor]) -> Any:
+        def run(given: Sequence[Tensor]) -> object:
             pairs = zip(places, constants, strict=True)
             values = [value if place is None else given[place] for place, value in pairs]
-            if isinstance(spec, tuple):
-                count, *names = spec
-                args, kwargs = values[:count], dict(zip(names, values[count:], strict=True))
+            if isinstance(spec, _Flat):
+                args, named = values[: spec.positional], values[spec.positional :]
+                kwargs = dict(zip(spec.names, named, strict=True))
             else:
                 args, kwargs = tree_unflatten(values, spec)
             with enter():
@@ -482,7 +521,7 @@ class _Graphed:
         return Unit(_module(self.function), run, [_static(t) for t in tensors])
 
     def _record(
-        self, key: tuple[object, ...], leaves: Sequence[Any], spec: Any, tensors: list[Tensor]
+        self, key: _Key, leaves: Sequence[object], spec: TreeSpec | _Flat, tensors: list[Tensor]
     ) -> tuple[Recorded, list[Tensor]] | None:
         """Record such calls, or say why not."""
         try:
@@ -501,7 +540,7 @@ class _Graphed:
         self.add(recorded, key)
         return recorded, tensors
 
-    def add(self, recorded: Recorded, key: tuple[object, ...]) -> None:
+    def add(self, recorded: Recorded, key: _Key) -> None:
         """Replay what was recorded, for calls of this key."""
         structure = self.structure
         if self.limit == 0 or structure is None:
@@ -538,15 +577,15 @@ def _stream(x: Tensor) -> int | None:
     return torch._C._cuda_getCurrentRawStream(x.device.index)
 
 
-def _module(function: Any) -> nn.Module:
+def _module(function: _Function) -> nn.Module:
     return function if isinstance(function, nn.Module) else nn.Module()
 
 
-def _is_plain(x: Any) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
+def _is_plain(x: object) -> TypeGuard[Tensor]:
+    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided  # type: ignore[attr-defined]
 
 
-def _place(x: Any, tensors: Sequence[Tensor]) -> int | None:
+def _place(x: object, tensors: Sequence[Tensor]) -> int | None:
     """Where among some tensors this one is."""
     for place, tensor in enumerate(tensors):
         if tensor is x:
@@ -561,10 +600,12 @@ def _static(x: Tensor) -> Tensor:
     return static.requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 
-def _leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Sequence[Any], Any]:
+def _leaves(
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[Sequence[object], TreeSpec | _Flat]:
     """The arguments without their containers, and how they are contained."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if isinstance(leaf, (tuple, list, dict)) and type(leaf) not in PLAIN:
             return tree_flatten((args, dict(kwargs)))
-    return leaves, (len(args), *kwargs)
+    return leaves, _Flat(len(args), tuple(kwargs))

@@ -276,8 +276,7 @@ class GroupedLinear(GemmModule):
         if dgrad_out is None:
             return x
         _check_buffer("dgrad_out", dgrad_out, (*inp.shape[:-1], self.in_features))
-        written: Tensor = IntoBuffer.run(x, dgrad_out.view_as(x))
-        return written
+        return IntoBuffer.run(x, dgrad_out.view_as(x))
 
     def _begin_experts(
         self,

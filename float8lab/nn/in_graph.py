@@ -9,8 +9,8 @@ region, or be recomputed where the first is not. So the casts of a graph are num
 A cast of x or w that runs in backward belongs to a recomputation, by activation checkpointing. It
 records nothing and casts under the scale that the module's last forward used.
 
-A region ends after the casts of its forward: each of them tells so. The module's output could tell
-it too, but an op that reads the output has the partitioner save what is computed of the output for
+A region is closed after the casts of its forward: each of them tells so. The module's output could
+tell it too, but an op that reads the output has the partitioner save what is computed of it for
 backward, such as the output in float32.
 """
 
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from types import FunctionType, SimpleNamespace
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def cast_in_graph(
         fp8_dtype, align, rowwise, columnwise, dbias, offs, state.first_expert,
     )  # fmt: skip
     if state.record and state.in_forward[index]:
-        come_after_in_graph(factors)  # the region ends after this cast
+        come_after_in_graph(factors)  # the region is closed after this cast
     return GraphCast(q, q_t, factors[:1], factors[1:], sums)
 
 
@@ -92,7 +93,7 @@ class _Casts(threading.local):
     """How many casts each graph has that is being traced on a thread."""
 
     def __init__(self) -> None:
-        self.of_graph: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.of_graph: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 _CASTS = _Casts()
@@ -107,6 +108,15 @@ def _next_number() -> int:
 
 # As torch.compiler.assume_constant_result marks it, which would import the compiler here.
 _next_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Results(NamedTuple):
+    """FP8 data, decode and encode factors, transposed FP8 data, and column sums."""
+
+    q: Tensor | None
+    factors: Tensor | None
+    q_t: Tensor | None
+    dbias: Tensor | None
 
 
 def _cast(
@@ -141,24 +151,26 @@ def _cast(
         prologue, inputs, dtype, fp8_dtype, (-1, -1), "encode", 0.0, align,
         rowwise, columnwise, dbias, factors.encode, offs, None, slot,
     )  # fmt: skip
-    assert factors.pair is not None, "of this cast alone"
-    return q, factors.pair if experts is None else factors.pair.view(2, -1), q_t, sums
+    pair = factors.joined()
+    return _Results(q, pair if experts is None else pair.view(2, -1), q_t, sums)
 
 
-def _outputs(of: Any) -> tuple[Tensor | None, ...]:
-    of.block, of.rule = (-1, -1), "encode"
-    q, _, _, q_t, _, sums = cast_outputs(of)
-    experts = [of.inputs[0]] if of.inputs[0].ndim == 3 else []
-    groups = [of.offs] if of.offs is not None else experts
-    pair = of.inputs[0].new_empty((2, *(x.shape[0] for x in groups)), dtype=torch.float32)
-    return q, pair, q_t, sums
+def _outputs(args: SimpleNamespace) -> _Results:
+    args.block, args.rule = (-1, -1), "encode"
+    q, _, _, q_t, _, sums = cast_outputs(args)
+    experts = [args.inputs[0]] if args.inputs[0].ndim == 3 else []
+    groups = [args.offs] if args.offs is not None else experts
+    pair = args.inputs[0].new_empty((2, *(x.shape[0] for x in groups)), dtype=torch.float32)
+    return _Results(q, pair, q_t, sums)
 
 
 _cast_op = declare(_cast, name="cast.delayed", outputs=_outputs, any_strides=True)
 
 
-def leave_to_python(function: Any) -> None:
+def leave_to_python(function: Callable[..., object]) -> None:
     """Have Dynamo compile a function, and what it calls, as part of its callers only."""
-    dynamo: Any = torch._C._dynamo.eval_frame
+    dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
-    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+    dynamo.set_code_exec_strategy(
+        cast(FunctionType, function).__code__, dynamo._FrameExecStrategy(skip, skip)
+    )

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from float8lab.nn.casts import plain
-from float8lab.tensor.differentiation import Float8Function
+from float8lab.tensor.differentiation import AutogradContext, Float8Function
 
 __all__ = ["accumulate", "fused_weight", "plain_weight"]
 
@@ -27,31 +27,31 @@ def accumulate(
     ``weight.zero_out_wgrad``, where the weight has the mark ``grad_added_to_main_grad``: hooks of
     Megatron's data parallelism, which set that to False and throw the gradient away, want one.
     """
-    weights, parts = (weight,), [dw]
+    weights, grads = (weight,), [dw]
     if isinstance(weight, tuple):
-        weights, parts = weight, [dw] if weight[0].ndim == dw.ndim else list(dw.unbind())
+        weights, grads = weight, [dw] if weight[0].ndim == dw.ndim else list(dw.unbind())
     if not all(wanted):
-        parts = [*itertools.compress(parts, wanted)]
+        grads = [*itertools.compress(grads, wanted)]
         weights = tuple(itertools.compress(weights, wanted))
-    into = [one.main_grad.view_as(part) for one, part in zip(weights, parts, strict=True)]
+    into = [w.main_grad.view_as(grad) for w, grad in zip(weights, grads, strict=True)]
     if overwrite:
-        torch._foreach_copy_(into, parts)
+        torch._foreach_copy_(into, grads)
     else:
-        torch._foreach_add_(into, parts)
-    marked = [one for one in weights if hasattr(one, "grad_added_to_main_grad")]
+        torch._foreach_add_(into, grads)
+    marked = [w for w in weights if hasattr(w, "grad_added_to_main_grad")]
     if not marked:
         return None
-    for one in marked:
-        if not one.grad_added_to_main_grad:  # which no graph of torch.compile can set
-            one.grad_added_to_main_grad = True
-    zero = any(getattr(one, "zero_out_wgrad", False) for one in marked)
+    for w in marked:
+        if not w.grad_added_to_main_grad:  # which no graph of torch.compile can set
+            w.grad_added_to_main_grad = True
+    zero = any(getattr(w, "zero_out_wgrad", False) for w in marked)
     make = torch.zeros if zero else torch.empty
     return make(dw.shape, dtype=marked[0].dtype, device=dw.device)
 
 
-def fused_weight(module: Any, weight: Tensor) -> Tensor | None:
+def fused_weight(module: nn.Module, weight: Tensor) -> Tensor | None:
     """The weight, if the module's argument and its ``main_grad`` ask for gradients there."""
-    main: Any = getattr(weight, "main_grad", None) if module.fuse_wgrad_accumulation else None
+    main: object = getattr(weight, "main_grad", None) if module.fuse_wgrad_accumulation else None
     if main is None:
         return None
     if not (isinstance(main, Tensor) and main.is_floating_point()):
@@ -65,7 +65,7 @@ def fused_weight(module: Any, weight: Tensor) -> Tensor | None:
 
 
 def plain_weight(
-    module: Any, weight: Tensor, first_microbatch: bool | None, *, as_main: bool = False
+    module: nn.Module, weight: Tensor, first_microbatch: bool | None, *, as_main: bool = False
 ) -> Tensor:
     """``plain(weight)``, whose gradient goes into ``main_grad`` if the module asks for that.
 
@@ -75,16 +75,22 @@ def plain_weight(
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
     value = plain(weight).to(fused.main_grad.dtype) if as_main else plain(weight)
-    found: Tensor = _IntoMainGrad.run(value, (fused,), first_microbatch is True)
-    return found
+    return _IntoMainGrad.run(value, (fused,), first_microbatch is True)
+
+
+class _MainGradContext(AutogradContext):
+    weights: tuple[Tensor]
+    overwrite: bool
 
 
 class _IntoMainGrad(Float8Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weights: tuple[Tensor], overwrite: bool) -> Tensor:
+    def forward(
+        ctx: _MainGradContext, value: Tensor, weights: tuple[Tensor], overwrite: bool
+    ) -> Tensor:
         ctx.weights, ctx.overwrite = weights, overwrite  # a tuple: no other input of the function
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: _MainGradContext, dw: Tensor) -> tuple[Tensor | None, None, None]:
         return accumulate(ctx.weights, dw, overwrite=ctx.overwrite), None, None

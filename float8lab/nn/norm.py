@@ -60,8 +60,7 @@ def normalized_size(
 def check_norm(normalization: str, name: str, eps: float) -> float:
     """Check a module's kind of norm and its epsilon, called ``name``; return the epsilon."""
     check_choice("normalization", normalization, ("LayerNorm", "RMSNorm"))
-    epsilon: float = check_number(name, eps, minimum=0)
-    return epsilon
+    return check_number(name, eps, minimum=0)
 
 
 def _dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:

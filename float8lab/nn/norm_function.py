@@ -41,8 +41,7 @@ def normalize(
         kind: which norm.
         dtype: of the result.
     """
-    result: Tensor = _Norm.run(x, weight, bias, kind, dtype)
-    return result
+    return _Norm.run(x, weight, bias, kind, dtype)
 
 
 class _Norm(Float8Function):
@@ -106,8 +105,8 @@ def source_of_norm(
         )
         stats = mean, rstd
     mean, rstd = stats
-    known = amax if want_amax else None
-    if bias is None:
-        return Prologue("rms_norm", [x, rstd, gamma], dtype, known), stats
-    assert mean is not None, "LayerNorm has one"
-    return Prologue("layer_norm", [x, rstd, gamma, mean, bias], dtype, known), stats
+    if bias is None or mean is None:
+        return Prologue("rms_norm", [x, rstd, gamma], dtype, amax if want_amax else None), stats
+    return Prologue(
+        "layer_norm", [x, rstd, gamma, mean, bias], dtype, amax if want_amax else None
+    ), stats

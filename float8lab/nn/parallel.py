@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from float8lab.distributed.ranks import all_objects, tensors_of_ranks
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "ContextParallelGroup",
@@ -122,10 +125,13 @@ def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
 _COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
-def context_of(cp_group: Any, cp_comm_type: str | None = "a2a") -> ContextParallel | None:
+_ContextGroup = ProcessGroup | Sequence[ProcessGroup] | None
+
+
+def context_of(cp_group: _ContextGroup, cp_comm_type: str | None = "a2a") -> ContextParallel | None:
     """How context-parallel ranks share attention; None for a single one."""
     check_choice("cp_comm_type", "a2a" if cp_comm_type is None else cp_comm_type, _COMM_TYPES)
-    groups = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
+    groups = cp_group if isinstance(cp_group, Sequence) else [cp_group]
     for group in groups:
         check_group("cp_group", group)
     several = [g for g in groups if g is not None and torch.distributed.get_world_size(g) > 1]
@@ -155,8 +161,8 @@ def mark_shard(parameter: Tensor, dim: int) -> None:
     A parameter that is whole on every rank gets none of them: whoever looks takes that for False,
     and Megatron's ``set_tensor_model_parallel_attributes`` refuses a parameter that has one.
     """
-    marked: Any = parameter
-    marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, dim, 1
+    marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
+    parameter.__dict__.update(marks)
 
 
 class ParameterShard(NamedTuple):
@@ -204,7 +210,7 @@ class _GroupRef:
     def __deepcopy__(self, memo: dict[int, object]) -> _GroupRef:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[_GroupRef], tuple[()]]:
         return _GroupRef, ()
 
 
@@ -272,32 +278,35 @@ class TensorParallelGroup:
             )
         check_flags(keep_gathered=keep_gathered)
         self.tp_group = tp_group
-        module: Any = self
+        module = cast(nn.Module, self)
         for child in module.children():
             if isinstance(child, TensorParallelGroup):
                 child.set_tensor_parallel_group(tp_group, keep_gathered=keep_gathered)
-        rank = 0 if tp_group is None else torch.distributed.get_rank(tp_group)
         for name, (mode, sizes) in modes.items():
-            parallel: Any = None
-            if self.tp_size > 1 and tp_group is None:
-                parallel = NoGroup(self.tp_size)
-            elif self.tp_size > 1:
-                parallel = TensorParallel(
-                    tp_group,
-                    mode,
-                    self.sequence_parallel,
-                    keep_gathered,
-                    self.overlap,
-                    casts_only=self._casts_only,
-                    features=tuple(
-                        ShardMap.of(n * self.tp_size, self.tp_size, rank) for n in sizes
-                    ),
-                )
+            parallel = self._make_parallel(mode, sizes, keep_gathered)
             getattr(self, name).set_parallel(parallel)
+            if parallel is None:
+                continue
             for parameter in module.parameters(recurse=False):
                 stored = getattr(parameter, "_shared_scales", None)
                 if stored is not None and stored.dim == int(mode == "row"):
-                    parameter._shared_scales = SharedScales(parallel, stored.dim)
+                    parameter._shared_scales = SharedScales(parallel, stored.dim)  # type: ignore[attr-defined]
+
+    def _make_parallel(
+        self, mode: str, sizes: Sequence[int], keep_gathered: bool
+    ) -> TensorParallel | NoGroup | None:
+        """How the ranks share a GEMM of which this one has features of ``sizes``, if several do."""
+        group = self.tp_group
+        if self.tp_size == 1:
+            return None
+        if group is None:
+            return NoGroup(self.tp_size)
+        rank = torch.distributed.get_rank(group)
+        features = tuple(ShardMap.of(n * self.tp_size, self.tp_size, rank) for n in sizes)
+        return TensorParallel(
+            group, mode, self.sequence_parallel, keep_gathered, self.overlap,
+            casts_only=self._casts_only, features=features,
+        )  # fmt: skip
 
 
 class ContextParallelGroup(TensorParallelGroup):
@@ -308,7 +317,7 @@ class ContextParallelGroup(TensorParallelGroup):
 
     def set_context_parallel_group(
         self,
-        cp_group: Any,
+        cp_group: _ContextGroup,
         cp_global_ranks: Sequence[int] | None = None,
         cp_stream: object = None,
         cp_comm_type: str | None = "p2p",
@@ -332,7 +341,7 @@ class ContextParallelGroup(TensorParallelGroup):
         for rank in cp_global_ranks or ():
             check_size("cp_global_ranks", rank)
         context = context_of(cp_group, cp_comm_type)
-        module: Any = self
+        module = cast(nn.Module, self)
         modules = [m for m in module.modules() if isinstance(m, ContextParallelGroup)]
         for child in modules:
             child._check_context(context)
@@ -385,25 +394,31 @@ def _layouts(model: nn.Module) -> dict[str, ParameterShard]:
     for path, module in model.named_modules():
         if not isinstance(module, TensorParallelGroup):
             continue
-        for state, (mode, pieces) in module._parallel_modes().items():
-            prefix = state.removeprefix("_fp8").removeprefix("_")
-            names = [n for n, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
-            names = [n for n in names if n.startswith(prefix) and not n.startswith("layer_norm")]
-            alone = sum("weight" in name for name in names) == 1
-            for name in names:
-                dim = _dimension(name, mode)
-                if dim is None:
-                    continue
-                cut = pieces if alone else ()
-                shard = module._shard(dim, cut)
-                if shard is None and module.tp_size > 1:
-                    raise RuntimeError(
-                        f"model must have tensor-parallel groups; {path or 'it'} has none. Call "
-                        "set_tensor_parallel_group(group)."
-                    )
-                shard = shard or ParameterShard(dim, pieces=cut or (1,))
-                layouts[f"{path}.{name}" if path else name] = shard
+        for name, dim, pieces in _sharded_parameters(module):
+            shard = module._shard(dim, pieces)
+            if shard is None and module.tp_size > 1:
+                raise RuntimeError(
+                    f"model must have tensor-parallel groups; {path or 'it'} has none. Call "
+                    "set_tensor_parallel_group(group)."
+                )
+            shard = shard or ParameterShard(dim, pieces=pieces or (1,))
+            layouts[f"{path}.{name}" if path else name] = shard
     return layouts
+
+
+def _sharded_parameters(
+    module: TensorParallelGroup,
+) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """The parameters that ranks share: name, dimension, and sizes of the pieces of a shard."""
+    parameters = [name for name, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
+    for state, (mode, pieces) in module._parallel_modes().items():
+        prefix = state.removeprefix("_fp8").removeprefix("_")
+        names = [n for n in parameters if n.startswith(prefix) and not n.startswith("layer_norm")]
+        is_one_weight = sum("weight" in name for name in names) == 1
+        for name in names:
+            dim = _dimension(name, mode)
+            if dim is not None:
+                yield name, dim, pieces if is_one_weight else ()
 
 
 def _dimension(name: str, mode: str) -> int | None:
@@ -414,8 +429,8 @@ def _dimension(name: str, mode: str) -> int | None:
 
 
 def shard_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+    model: nn.Module, state_dict: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
     """Take this rank's part of a state dict, of one rank or of any number of them.
 
     Args:
@@ -446,14 +461,7 @@ def shard_state_dict(
     torch.Size([4, 8])
     """
     check_module("model", model)
-    given: Any = state_dict
-    if isinstance(given, Sequence) and given:
-        for rank, state in enumerate(given):
-            check_instance(f"state_dict[{rank}]", state, Mapping, "a mapping from names to tensors")
-    else:
-        kinds = "a mapping from names to tensors, or a list of the ranks' own"
-        check_instance("state_dict", given, Mapping, kinds)
-    states = [given] if isinstance(given, Mapping) else list(given)
+    states = _check_state_dicts(state_dict)
     layouts, result = _layouts(model), dict(states[0])
     distributed = [name for name, value in result.items() if is_dtensor(value)]
     for name in distributed:
@@ -472,8 +480,21 @@ def shard_state_dict(
     return result
 
 
-def _of_rank(name: str, shard: ParameterShard, shards: list[Any]) -> Any:
-    """A rank's part of the parameter that the ranks of another group have in ``parts``."""
+def _check_state_dicts(
+    given: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+) -> list[Mapping[str, Tensor]]:
+    """The state dicts of one rank or of several."""
+    noun = "a mapping from names to tensors"
+    if isinstance(given, Sequence) and given:
+        for rank, state in enumerate(given):
+            check_instance(f"state_dict[{rank}]", state, Mapping, noun)
+    else:
+        check_instance("state_dict", given, Mapping, f"{noun}, or a list of the ranks' own")
+    return [given] if isinstance(given, Mapping) else list(given)
+
+
+def _of_rank(name: str, shard: ParameterShard, shards: list[Tensor]) -> Tensor:
+    """A rank's shard of the parameter of which the ranks of another group have ``shards``."""
     if len(shards) > 1:
         shards = [_unshard(name, shard._replace(ranks=len(shards)), shards)]
     unsharded = shards[0]
@@ -482,8 +503,8 @@ def _of_rank(name: str, shard: ParameterShard, shards: list[Any]) -> Any:
 
 def _layout_of(name: str, x: Any) -> tuple[int, int | None]:
     """How many ranks share a DTensor, and along which dimension; None: each has all of it."""
-    alone = type(local_of(x)) in (Tensor, nn.Parameter, Float8Tensor)
-    if not alone or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
+    is_local = type(local_of(x)) in (Tensor, nn.Parameter, Float8Tensor)
+    if not is_local or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
         raise NotImplementedError(
             f"{name} must be on a mesh of one dimension, a shard or replicated, and not FSDP2's; "
             f"got {x.placements} of {x.device_mesh}. Use torch.distributed.checkpoint, which loads "
@@ -507,8 +528,8 @@ def _of_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
     return _unshard(name, shard, [local_of(local) for local in shards])
 
 
-def _as_dtensor(name: str, local: Any, unsharded: Any) -> Any:
-    """This rank's part of a tensor, as a DTensor like ``own``."""
+def _as_dtensor(name: str, local: DTensor, unsharded: Tensor) -> DTensor:
+    """This rank's shard of a tensor, as a DTensor like ``local``."""
     ranks, dim = _layout_of(name, local)
     if dim is not None:
         rank = local.device_mesh.get_local_rank()
@@ -519,7 +540,7 @@ def _as_dtensor(name: str, local: Any, unsharded: Any) -> Any:
     )  # fmt: skip
 
 
-def _checked(name: str, states: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _checked(name: str, states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
     """The parts of a parameter in the state dicts of all ranks."""
     lacking = [str(rank) for rank, state in enumerate(states) if name not in state]
     if lacking:
@@ -538,7 +559,7 @@ def _checked(name: str, states: Sequence[Mapping[str, Any]]) -> list[Any]:
     return shards
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Gather the state dict that the model has on one rank. All ranks call it, and all get it.
 
     Args:
@@ -572,7 +593,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     return {name: _full(name, x) if is_dtensor(x) else x for name, x in state.items()}
 
 
-def _full(name: str, x: Any) -> Any:
+def _full(name: str, x: DTensor) -> Tensor:
     """The unsharded tensor; DTensor's own method would give one stored in FP8 other blocks."""
     if type(local_of(x)) is not Float8Tensor:  # FSDP2's shards know how to be gathered
         return x.full_tensor()
@@ -587,18 +608,16 @@ def _full(name: str, x: Any) -> Any:
 # as if each of a few rows, or columns, had a scale of its own.
 
 
-def _take_shard(name: str, shard: ParameterShard, unsharded: Any) -> Any:
-    """A rank's part of a tensor."""
+def _take_shard(name: str, shard: ParameterShard, unsharded: Tensor) -> Tensor:
+    """A rank's shard of a tensor."""
     if not isinstance(unsharded, Float8Tensor):
         return shard.shard(unsharded)
     unit = _unit(shard, unsharded, unsharded.shape[shard.dim])
-    qdata = shard.shard(unsharded.qdata)
+    qdata, block = shard.shard(unsharded.qdata), unsharded.spec.block
 
     def cut(scale: Tensor) -> Tensor:
-        expanded = _expand(scale, shard.dim, unsharded.spec.block, unsharded.shape, unit)
-        return _merged(
-            name, shard.shard(expanded), shard.dim, unsharded.spec.block, qdata.shape, unit
-        )
+        expanded = _expand(scale, shard.dim, block, unsharded.shape, unit)
+        return _merged(name, shard.shard(expanded), shard.dim, block, qdata.shape, unit)
 
     return unsharded.replace(qdata=qdata, scale=cut(unsharded.scale), amax=cut(unsharded.amax))
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
 from float8lab.recipes.region import STATE, Region, inside
-from float8lab.tensor.differentiation import version_of
+from float8lab.tensor.differentiation import AutogradContext, version_of
 
 __all__ = ["PLAIN", "Recorded", "Trial", "Unit", "record", "replay"]
 
@@ -39,7 +39,14 @@ PLAIN = frozenset(
 """Types whose values cannot change."""
 
 _Aliases = dict[int, nn.Parameter]
-_Capture = Callable[[Callable[[], Any]], tuple[Any, Any]]
+_Result = TypeVar("_Result")
+
+
+class _Capture(Protocol):
+    """Runs a function, and returns what replays it, and its result."""
+
+    def __call__(self, run: Callable[[], _Result], /) -> tuple[Callable[[], None], _Result]: ...
+
 
 _TENSOR = object()  # stands for a tensor among an output's leaves
 
@@ -49,7 +56,7 @@ class Unit(NamedTuple):
 
     module: nn.Module
     """Its parameters and FP8 state; an empty module for a function."""
-    run: Callable[[Sequence[Tensor]], Any]
+    run: Callable[[Sequence[Tensor]], object]
     """The forward of tensors alone."""
     sample: Sequence[Tensor]
     """Tensors like the real ones, which are the graphs' own."""
@@ -59,6 +66,10 @@ class Trial(Region):
     """The region of calls that are made to record them, and advance no scales."""
 
     __slots__ = ()
+
+
+def _no_graph() -> None:
+    """Replays nothing: of a warm-up, and of a backward without gradients."""
 
 
 class Recorded:
@@ -86,8 +97,8 @@ class Recorded:
         self.parameters = [
             p for p in unit.module.parameters() if p.requires_grad and self.with_gradients
         ]
-        self.backward: Any = None  # none without gradients
-        self.node: weakref.ref[Any] | None = None
+        self.backward: Callable[[], None] = _no_graph  # replays it
+        self.node: weakref.ref[_ReplayContext] | None = None
         self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
         self._aliases = _aliases(unit.module)
 
@@ -95,7 +106,7 @@ class Recorded:
         """Record the forward."""
         versions = [version_of(t) for t in unit.sample]
         run = partial(self._run_forward, unit, self._aliases)
-        self.forward, self.outputs = capture(run)
+        self._replay_forward, self.outputs = capture(run)
         self.differentiable = [y.requires_grad for y in self._live]
         if not self.exact:
             return
@@ -158,9 +169,9 @@ class Recorded:
         """Whether the last forward may yet have its backward."""
         return self.node is not None and self.node() is not None
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> object:
         """Replay, with gradients as they were recorded."""
-        if self.backward is None:
+        if self.backward is _no_graph:
             outputs: Sequence[Tensor] = self.replay_forward(tensors)
         else:
             outputs = _Replay.apply(self, *tensors, *self.parameters)
@@ -175,10 +186,12 @@ class Recorded:
         for static, given in zip(self.inputs, tensors, strict=False):  # parameters follow
             if static.data_ptr() != given.data_ptr():
                 static.copy_(given)
-        self.forward.replay()
+        self._replay_forward()
         return [y.clone() if self.exact else y.detach() for y in self.outputs]
 
-    def replay_backward(self, node: Any, gradients: Sequence[Tensor | None]) -> Any:
+    def replay_backward(
+        self, node: _ReplayContext, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
         """The gradients of inputs and parameters."""
         if self.node is None or self.node() is not node:
             raise RuntimeError(
@@ -199,24 +212,28 @@ class Recorded:
                 static.zero_()
             elif static.data_ptr() != given.data_ptr():
                 static.copy_(given)
-        self.backward.replay()
+        self.backward()
         if not (self.exact and torch._C._autograd._get_current_graph_task_keep_graph()):
             self.node = None
         if not self.exact:
             # These tensors and no views: autograd makes a new view of one a parameter's ``grad``,
             # which the next replay would overwrite. Of tensors that are in use it makes copies.
             return self._gradients
-        copies = [None if g is None else g.clone() for g in self._gradients]
+        copies: list[Tensor | None] = [None if g is None else g.clone() for g in self._gradients]
         if self._joined is not None:
             copies += _unflatten_dense_tensors(self._joined.clone(), self.parameters)
         return copies
+
+
+class _ReplayContext(AutogradContext):
+    recorded: Recorded
 
 
 class _Replay(torch.autograd.Function):
     """The node of a replay."""
 
     @staticmethod
-    def forward(ctx: Any, recorded: Recorded, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _ReplayContext, recorded: Recorded, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = recorded.replay_forward(tensors)
         ctx.recorded = recorded
         ctx.set_materialize_grads(False)
@@ -230,14 +247,14 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        recorded: Recorded = ctx.recorded
+    def backward(ctx: _ReplayContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        recorded = ctx.recorded
         if recorded.exact:
             _ = ctx.saved_tensors  # which torch checks
         return None, *recorded.replay_backward(ctx, gradients)
 
 
-def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> Any:
+def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> object:
     """Replay a call, as a part of the region that it is in or as one of its own."""
     region = STATE.region
     own_region = Region() if region is None and recorded.packs else None
@@ -257,7 +274,7 @@ def record(
     warmup: int,
     *,
     allow_unused: bool,
-    pool: Any = None,
+    pool: tuple[int, int] | None = None,
     exact: bool = False,
 ) -> list[Recorded]:
     """Warm up and record callables in the order in which they are going to run.
@@ -318,20 +335,22 @@ def _run(
     return recordings
 
 
-def _capture(run: Callable[[], Any], pool: Any, stream: Any) -> tuple[Any, Any]:
-    """Record what a function does on the GPU; returns the graph and the function's result."""
+def _capture(
+    run: Callable[[], _Result], pool: tuple[int, int], stream: torch.cuda.Stream
+) -> tuple[Callable[[], None], _Result]:
+    """Record what a function does on the GPU; returns what replays it, and its result."""
     graph = torch.cuda.CUDAGraph()
     # Other threads, such as a data loader's, may do as they like meanwhile. The current stream is
     # re-entered, so that it is current after a capture that failed, too.
     with (
         torch.cuda.stream(torch.cuda.current_stream()),
-        torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+        torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),  # type: ignore[arg-type]
     ):
         result = run()
-    return graph, result
+    return graph.replay, result
 
 
-def _autocast(enabled: bool) -> AbstractContextManager[Any]:
+def _autocast(enabled: bool) -> AbstractContextManager[object]:
     """``torch.autocast`` as it is, but without casts that outlive the call, or disabled."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
@@ -352,7 +371,7 @@ def _warm_up(
     try:
         with inside(region), torch.cuda.stream(torch.cuda.Stream()), quick:
             for _ in range(count):
-                _run(units, allow_unused, exact, lambda run: (None, run()))
+                _run(units, allow_unused, exact, lambda run: (_no_graph, run()))
     finally:
         torch.cuda.synchronize()  # before state is put back
     return region.packs

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from float8lab.arguments import check_flags, check_group, check_module
 from float8lab.nn.precision import precisions
@@ -43,7 +44,10 @@ class ScalingState:
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe | None = None, amax_reduction_group: Any = None
+        self,
+        model: nn.Module,
+        recipe: Recipe | None = None,
+        amax_reduction_group: ProcessGroup | None = None,
     ) -> None:
         check_module("model", model)
         check_recipe("recipe", recipe)
@@ -103,9 +107,15 @@ class ScalingState:
                 different.append(key)
             else:
                 values[slots] = cast("dict[str, Tensor]", theirs)
-        extra = list(
-            dict.fromkeys(str(k).rpartition("/")[0] or k for k in state if k not in expected)
-        )
+        extra = [str(k).rpartition("/")[0] or k for k in state if k not in expected]
+        self._report(missing, list(dict.fromkeys(extra)), different, strict)
+        for slots, value in values.items():
+            slots.load(value)
+
+    def _report(
+        self, missing: Sequence[str], extra: Sequence[str], different: Sequence[str], strict: bool
+    ) -> None:
+        """Raise, or warn unless ``strict``, where a state is that of another model or recipe."""
         if missing or extra or different:
             problem = (
                 "state must be that of this model's modules and recipes; got one where "
@@ -116,9 +126,7 @@ class ScalingState:
             )
             if strict:
                 raise ValueError(f"{problem} strict=False takes over what fits.")
-            warnings.warn(problem, UserWarning, stacklevel=2)
-        for slots, value in values.items():
-            slots.load(value)
+            warnings.warn(problem, UserWarning, stacklevel=3)
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:
         home = next((p.device for p in self.model.parameters()), torch.device("cpu"))

@@ -277,7 +277,7 @@ def _complete(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _filled(results: Any, args: Sequence[Any]) -> Any:
-    if type(results) is not tuple:
+    if not isinstance(results, tuple):
         return results
     like = args[type(args[0]) is str]  # a prologue comes before its inputs
     like = like if isinstance(like, Tensor) else like[0]

@@ -58,8 +58,8 @@ def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
     gpu, cpu = sum(times.gpu for times in now), sum(times.cpu for times in now)
 
     def saved_and_cost(layer: int) -> tuple[float, float]:
-        high = predictions[layer][None]
-        return high.gpu - now[layer].gpu, now[layer].cpu - high.cpu
+        bf16 = predictions[layer][None]
+        return bf16.gpu - now[layer].gpu, now[layer].cpu - bf16.cpu
 
     def worth(layer: int) -> float:
         saved, cost = saved_and_cost(layer)
@@ -84,21 +84,21 @@ def _fastest(prediction: Prediction) -> Recipe | None:
 
 def explain(prediction: Prediction, chosen: Recipe | None) -> str:
     """Why a layer got its recipe, in a few words."""
-    high = prediction[None]
+    bf16 = prediction[None]
     if chosen is not None:
-        return f"{chosen!r}: {_show(prediction[chosen].gpu)}, bfloat16 {_show(high.gpu)}"
+        return f"{chosen!r}: {_show(prediction[chosen].gpu)}, bfloat16 {_show(bf16.gpu)}"
     if len(prediction) == 1:
         return "bfloat16: no recipe has FP8 GEMMs on its device"
     recipe = _fastest(prediction)
     if recipe is not None:
-        saved, cost = high.gpu - prediction[recipe].gpu, prediction[recipe].cpu - high.cpu
+        saved, cost = bf16.gpu - prediction[recipe].gpu, prediction[recipe].cpu - bf16.cpu
         return (
             f"bfloat16: {type(recipe).__name__} saves {_show(saved)} GPU, costs {_show(cost)} CPU"
         )
     best = min((r for r in prediction if r is not None), key=lambda r: prediction[r].gpu)
-    faster = "faster" if high.gpu <= prediction[best].gpu else "as fast"
+    faster = "faster" if bf16.gpu <= prediction[best].gpu else "as fast"
     return (
-        f"bfloat16 is {faster}: {_show(high.gpu)}, {type(best).__name__} "
+        f"bfloat16 is {faster}: {_show(bf16.gpu)}, {type(best).__name__} "
         f"{_show(prediction[best].gpu)}"
     )
 
@@ -127,10 +127,10 @@ class Auto:
         tokens, candidates = self.tokens, self.candidates
         check_size("tokens", tokens, minimum=1)
         check_choice("mode", self.mode, MODES)
-        known = isinstance(candidates, tuple) and all(
+        have_rates = isinstance(candidates, tuple) and all(
             isinstance(recipe, Recipe) and has_rates(recipe) for recipe in candidates
         )
-        if not known or not candidates:
+        if not have_rates or not candidates:
             raise ValueError(
                 "candidates must be a tuple of recipes, one or more, with scales per tensor, row "
                 f"or 1x128 block; got {candidates!r}. Of others no speed is known."

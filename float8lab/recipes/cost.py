@@ -10,13 +10,13 @@ Sources: benchmarks/RESULTS.md, one H200.
 
 - GEMM rates: floors of "Linear layer" at commit 8b34738, less the bytes of the casts at the rate of
   a copy, median of the three shapes; of blocks, and how much faster fprop by rows is, "GEMM".
-- Casts: the straight line through the two sizes of "Quantize", but for blocks at that commit. What
+- Casts: the line through the two sizes of "Quantize", but for blocks at that commit. What
   a norm or an activation adds: the three tables below them; for rows, which have none there, the
   rows of "Norm and MLP".
 - CPU: "CPU overhead", a layer alone; in models it is about half of that, which leaves room for what
   else a model calls.
-- Attention: the straight line through the three shapes of "FP8 attention".
-- Sustained load, under which the GPU is at its power limit: products and attention are slower by as
+- Attention: the line through the three shapes of "FP8 attention".
+- Sustained load, under which the GPU is at its power limit: GEMMs and attention are slower by as
   much as the rows of "Training steps of 8 layers" exceed the parts measured alone.
 - Sharding: "FSDP2", on 2 H200s, beside those rows.
 """
@@ -37,16 +37,16 @@ __all__ = [
     "cast",
     "estimate",
     "estimate_parts",
+    "gemm",
     "has_rates",
     "moved",
-    "product",
     "sources",
 ]
 
 MODES = ("eager", "compile", "cuda_graph")
 """How a model's calls reach the GPU."""
 SHARDING = 14e-12
-"""GPU time, for each parameter and step, of gathering sharded parameters for forward and again for
+"""GPU time, for each parameter and step, of gathering sharded parameters for forward and for
 backward and of scattering their gradients: copies, and what computes slower beside it."""
 
 
@@ -129,7 +129,7 @@ class Times(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Seconds of a training step, the GPU's by what it does."""
+    """Seconds of a training step, the GPU's by kind of work."""
 
     quantize: float
     gemm: float
@@ -173,14 +173,14 @@ def estimate(recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eage
     >>> print(f"{1e3 * bf16:.1f} ms, {1e3 * fp8:.1f} ms")
     7.6 ms, 4.4 ms
     """
-    parts = estimate_parts(recipe, M, N, K, mode=mode)
-    return Times(parts.gpu, parts.cpu)
+    times = estimate_parts(recipe, M, N, K, mode=mode)
+    return Times(times.gpu, times.cpu)
 
 
 def estimate_parts(
     recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eager", sustained: bool = False
 ) -> Parts:
-    """``estimate`` with the casts and the GEMMs apart; ``sustained`` is as in training for long.
+    """``estimate`` with casts and GEMMs separately; ``sustained`` is as in training for long.
 
     >>> estimate_parts(None, 16384, 4096, 4096).quantize
     0.0
@@ -188,7 +188,7 @@ def estimate_parts(
     plan = recipe.linear if recipe is not None else None
     shapes = {"fprop": (M, N, K), "dgrad": (M, K, N), "wgrad": (N, K, M)}
     gemms = sum(
-        product(recipe if getattr(plan, name, None) else None, name, *sizes, sustained=sustained)
+        gemm(recipe if getattr(plan, name, None) else None, name, *sizes, sustained=sustained)
         for name, sizes in shapes.items()
     )
     casts = sum(cast(recipe, elements) for elements in (M * N, M * K, N * K))
@@ -201,7 +201,7 @@ def cast(recipe: Recipe | None, elements: int) -> float:
     return rates.cast_start + elements * rates.cast
 
 
-def product(
+def gemm(
     recipe: Recipe | None,
     name: str,
     rows: int,
@@ -212,7 +212,7 @@ def product(
 ) -> float:
     """GPU seconds of one GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; ``depth`` is contracted.
 
-    >>> print(f"{1e3 * product(None, 'fprop', 16384, 4096, 4096):.2f} ms")
+    >>> print(f"{1e3 * gemm(None, 'fprop', 16384, 4096, 4096):.2f} ms")
     0.72 ms
     """
     rates = _rates(recipe)

@@ -17,9 +17,9 @@ update to the next: what backward or a recomputation saved stays what the forwar
 graph records them, each cast makes its own copy in the graph, since a replay updates them unseen; a
 pack that was recorded keeps its tensors, and is not merged any more.
 
-What an exception interrupts is forgotten. A region tells its packs so. Nobody tells that a backward
-pass was interrupted: its graph task, which owns the callback for its end, is then freed without
-having called it.
+What an exception interrupts is forgotten. A region tells its packs so. They hear nothing of a
+backward pass that was interrupted: its graph task, which owns the callback for its end, is then
+freed without having called it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from float8lab.ops import (
     NO_DATA,
@@ -77,6 +78,10 @@ class Factors(NamedTuple):
         scale, encode = pair.view(2, -1, 1, 1).unbind()
         return Factors(scale, encode, pair)
 
+    def joined(self) -> Tensor:
+        """Both in one tensor, ``[2, ...]``."""
+        return torch.stack((self.scale, self.encode)) if self.pair is None else self.pair
+
 
 class QuantParams(NamedTuple):
     """The part of its scales that a cast is given."""
@@ -108,7 +113,7 @@ class ScalePack:
         "scale",
         "encode",
         "keeps_previous",
-        "sown",
+        "first_scales",
         "_backward",
         "_copy",
         "_live",
@@ -142,8 +147,8 @@ class ScalePack:
         self.advanced = False  # since the last forward of a compiled graph
         self.keeps_previous = False  # casts in compiled graphs may recompute with it
         # Slots that were given a first scale since the last update.
-        self.sown: list[tuple[weakref.ref[DelayedSlots], int]] = []
-        self._backward: weakref.ref[Any] | None = None  # recorded here and has not ended
+        self.first_scales: list[tuple[weakref.ref[DelayedSlots], int]] = []
+        self._backward: weakref.ref[object] | None = None  # recorded here and has not ended
         self._copy: Tensor | None = None  # [S, 2, 4], of ``factors`` as they are now
         self._live: Sequence[Any] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
@@ -168,8 +173,8 @@ class ScalePack:
             else:
                 live: list[Tensor | None] = []
                 self._live = live
-                for part in copy.view(-1, 4).select(1, 0).split(self.parts):
-                    live += part, *[None] * (part.shape[0] - 1)
+                for factors in copy.view(-1, 4).select(1, 0).split(self.parts):
+                    live += factors, *[None] * (factors.shape[0] - 1)
         return self._live
 
     def is_recorded(self) -> bool:
@@ -210,7 +215,7 @@ class ScalePack:
         return self.seeded | (self.steps > 0)
 
     def forget_live(self) -> None:
-        """Look at ``factors`` again: they were written from outside."""
+        """Forget the copy of ``factors``: they were written from outside."""
         self._copy = self._live = None
 
     def update(self) -> None:
@@ -218,7 +223,7 @@ class ScalePack:
         recipe = self.recipe
         if self._backward is not None:
             self.settle()
-        self.sown.clear()
+        self.first_scales.clear()
         if self.keeps_previous:
             self.previous.copy_(self.factors)
         self.advanced = True
@@ -265,14 +270,14 @@ class ScalePack:
     def forget(self, *, gradients: bool) -> None:
         """Forget what gradients, or forward tensors, recorded since the last update."""
         self.amax.masked_fill_(~self.forward if gradients else self.forward, NO_DATA)
-        sown, self.sown = self.sown, []
+        first_scales, self.first_scales = self.first_scales, []
         columns: list[int] = []
-        for reference, index in sown:
+        for reference, index in first_scales:
             slots = reference()
             if slots is None or slots.pack is not self:
                 continue
             if slots.forward[index] == gradients:
-                self.sown.append((reference, index))
+                self.first_scales.append((reference, index))
                 continue
             slots.seeded[index] = False
             slots._asked.pop(index, None)
@@ -286,7 +291,7 @@ class ScalePack:
             self.forget_live()
 
     def await_backward(self) -> None:
-        """Keep what the gradients of the backward pass on this thread record only if it ends well.
+        """Keep what the gradients of the backward pass on this thread record only if it succeeds.
 
         A pass inside it, of a reentrant checkpoint, is a part of it.
         """
@@ -369,7 +374,7 @@ class DelayedSlots:
     def __init__(
         self,
         recipe: DelayedScaling,
-        group: Any,
+        group: ProcessGroup | None,
         *,
         fp8_dtypes: Sequence[torch.dtype],
         forward: Sequence[bool],
@@ -424,7 +429,7 @@ class DelayedSlots:
         self.first = tuple(sum(widths[:index]) for index in range(len(widths)))
 
     def _by_column(self, values: Sequence[Any]) -> list[Any]:
-        return [one for one, width in zip(values, self.widths, strict=True) for _ in range(width)]
+        return [x for x, width in zip(values, self.widths, strict=True) for _ in range(width)]
 
     def columns_of(self, index: int, experts: range | None = None) -> range:
         """The columns of the pack that a tensor has, or those of some ``experts``' parts of it."""
@@ -466,47 +471,48 @@ class DelayedSlots:
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Take over values of ``tensors()``, in place; 1 over a scale without encode factor."""
-        mine = self.tensors()
+        tensors = self.tensors()
         for name, value in values.items():
-            mine[name].copy_(value)
+            tensors[name].copy_(value)
         if "scale" in values and "encode" not in values:
-            mine["encode"].copy_(1.0 / mine["scale"])
-        of_columns = mine["seeded"].split(self.widths)
-        self.seeded = [bool(part.all()) for part in of_columns]
+            tensors["encode"].copy_(1.0 / tensors["scale"])
+        seeded = tensors["seeded"].split(self.widths)
+        self.seeded = [bool(columns.all()) for columns in seeded]
         self._asked = {}
-        self._reap()
+        self._keep_first_scales()
 
     def clear(self) -> None:
         """Forget all that was recorded, in place."""
-        mine = self.tensors()
+        tensors = self.tensors()
         for name in ("history", "seeded", "steps"):
-            mine[name].zero_()
+            tensors[name].zero_()
         for name in ("factors", "previous"):
-            mine[name].fill_(1.0)
-        mine["amax"].fill_(NO_DATA)
+            tensors[name].fill_(1.0)
+        tensors["amax"].fill_(NO_DATA)
         self.seeded = [False] * len(self.seeded)
         self._asked = {}
-        self._reap()
+        self._keep_first_scales()
 
-    def _sow(
+    def _set_first_scale(
         self, index: int, factors: Tensor, x: Tensor | Prologue | Groups, experts: range | None
     ) -> None:
         """Give a tensor's slots their first factors, or those of its experts that have rows."""
         pack, columns = self.pack, self._columns(index, experts)
-        pack.sown.append((weakref.ref(self), index))
+        pack.first_scales.append((weakref.ref(self), index))
         if not isinstance(x, Groups):
             pack.set_factors(columns, factors.view(2, -1))
             self.seeded[index] = True
             return
         has_rows = x.has_rows()
-        kept = pack.factors[:, columns]
-        pack.set_factors(columns, torch.where(has_rows, factors.view(2, -1), kept), has_rows)
+        old = pack.factors[:, columns]
+        pack.set_factors(columns, torch.where(has_rows, factors.view(2, -1), old), has_rows)
         if index not in self._asked and not _is_captured(pack.factors):
             self._asked[index] = _Answer(pack.has_scale()[columns].all())
 
-    def _reap(self) -> None:
+    def _keep_first_scales(self) -> None:
         """Keep the scales that the slots have been given, whatever is interrupted."""
-        self.pack.sown = [sown for sown in self.pack.sown if sown[0]() is not self]
+        scales = self.pack.first_scales
+        self.pack.first_scales = [(ref, i) for ref, i in scales if ref() is not self]
         self.pack.forget_live()
 
     def to(self, device: torch.device) -> None:
@@ -528,7 +534,7 @@ class DelayedSlots:
             )
             self._adopt(ScalePack(pack.recipe, pack.group, tensors, pack.parallel), 0)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {
             "recipe": self.pack.recipe,
             "fp8_dtypes": self.fp8_dtypes,
@@ -557,7 +563,7 @@ class DelayedSlots:
             )
         self._adopt(ScalePack(state["recipe"], None, tensors, None), 0)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedSlots:
+    def __deepcopy__(self, memo: dict[int, object]) -> DelayedSlots:
         copy = DelayedSlots.__new__(DelayedSlots)
         copy.__setstate__(self.__getstate__())
         copy.pack.group, copy.pack.parallel = self.pack.group, self.pack.parallel
@@ -566,28 +572,28 @@ class DelayedSlots:
 
     def known(self, *, record: bool, experts: range | None = None) -> list[QuantParams | None]:
         """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
-        pack, found, slot = self.pack, [], self.start
+        pack, slot = self.pack, self.start
+        params: list[QuantParams | None] = []
         for index in [*self._asked]:
             self.is_seeded(index)
         live = pack.live()
         for index, (forward, seeded, width) in enumerate(
             zip(self.forward, self.seeded, self.widths, strict=True)
         ):
-            one: QuantParams | None = None
+            params.append(None)
             if forward and seeded:
                 if width > 1:
-                    part = self._columns(index, experts)
-                    factors = pack.factors_of(part, slot)
-                    one = QuantParams(factors, pack.amax[part] if record else None, True)
+                    columns = self._columns(index, experts)
+                    factors = pack.factors_of(columns, slot)
+                    params[-1] = QuantParams(factors, pack.amax[columns] if record else None, True)
                 else:
                     if live is None:
                         factors = Factors.of(pack.factors[:, slot].clone())
                     else:
                         factors = Factors(live[2 * slot], live[2 * slot + 1])
-                    one = QuantParams(factors, pack.amaxes[slot] if record else None, True)
-            found.append(one)
+                    params[-1] = QuantParams(factors, pack.amaxes[slot] if record else None, True)
             slot += width
-        return found
+        return params
 
     def scale_for(
         self,
@@ -611,16 +617,16 @@ class DelayedSlots:
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
             first = x if isinstance(x, Tensor) else x.inputs[0]
             # A source is looked at for its values, unless it is empty.
-            own = self._own_factors(index, x if first.numel() else first)
+            initial = self._own_factors(index, x if first.numel() else first)
             # Not if another rank has used this module before: then its amaxes have made a scale;
             # nor if a CUDA graph has.
-            own = torch.where(pack.has_scale()[slot], pack.factors[:, slot], own)
+            initial = torch.where(pack.has_scale()[slot], pack.factors[:, slot], initial)
             if record and (first.numel() or not empty):
-                self._sow(index, own, x, experts)
+                self._set_first_scale(index, initial, x, experts)
             # Experts without rows so far have none to keep.
             if not record or not self.seeded[index]:
                 amaxes = pack.amax[slot] if record else None
-                return QuantParams(Factors.of(own), amaxes, True)
+                return QuantParams(Factors.of(initial), amaxes, True)
         live = pack.live() if shared else None
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
@@ -642,10 +648,10 @@ class DelayedSlots:
             return
         columns = self._columns(index, experts)
         if not self.is_seeded(index):
-            own = self._own_factors(index, x).view(2, -1)
+            initial = self._own_factors(index, x).view(2, -1)
             pack = self.pack
-            own = torch.where(pack.has_scale()[columns], pack.factors[:, columns], own)
-            self._sow(index, own, x, experts)
+            initial = torch.where(pack.has_scale()[columns], pack.factors[:, columns], initial)
+            self._set_first_scale(index, initial, x, experts)
         amax = own_amax(x).view(-1)
         if isinstance(x, Groups):
             amax = torch.where(x.has_rows(), amax, NO_DATA)
@@ -659,8 +665,8 @@ class DelayedSlots:
             amax = self.pack.parallel.amax(amax)
         scale, encode = factors_from_amax(amax, self.fp8_dtypes[index], rule)
         margin = 2.0**recipe.margin
-        both = torch.stack((scale.view(-1) * margin, encode.view(-1) / margin))
-        return both if self.widths[index] > 1 else both.view(2)
+        factors = torch.stack((scale.view(-1) * margin, encode.view(-1) / margin))
+        return factors if self.widths[index] > 1 else factors.view(2)
 
     def fitted(self, value: Tensor) -> Tensor:
         """A value of ``tensors()`` as these slots have it.
@@ -711,8 +717,7 @@ def own_amax(x: Tensor | Prologue | Groups) -> Tensor:
     if isinstance(x, Tensor):
         if x.ndim == 3:
             return Groups("", (x,), x.dtype, None).amax()
-        found: Tensor = amax_op("", (x,), x.dtype)
-        return found
+        return amax_op("", (x,), x.dtype)
     return x.amax()
 
 
@@ -721,7 +726,7 @@ def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
 
     A pack whose addresses a CUDA graph has recorded stays as it is.
     """
-    batches: dict[Any, list[ScalePack]] = {}
+    batches: dict[tuple[object, ...], list[ScalePack]] = {}
     for pack in packs:
         alone = pack if pack.is_recorded() else None
         kind = (pack.recipe, pack.group, pack.parallel, pack.factors.device, alone)

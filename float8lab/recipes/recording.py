@@ -8,40 +8,43 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 __all__ = ["CHECKPOINTS", "Recording"]
 
+Module = TypeVar("Module")
+Call = TypeVar("Call")
 
-class Recording:
+
+class Recording(Generic[Module, Call]):
     """The calls of FP8 modules during one run of a function: in order, for each module."""
 
     __slots__ = ("_calls", "_position", "_run")
 
     def __init__(self) -> None:
-        self._calls: dict[Any, list[Any]] = {}
-        self._position: dict[Any, int] = {}
-        self._run: Any = None  # the recomputation that stands at this position
+        self._calls: dict[Module, list[Call | None]] = {}
+        self._position: dict[Module, int] = {}
+        self._run: object = None  # the recomputation that stands at this position
 
-    def add(self, module: Any, call: Any) -> None:
+    def add(self, module: Module, call: Call | None) -> None:
         """Note how a call of ``module`` runs; None is high precision."""
         self._calls.setdefault(module, []).append(call)
 
-    def modules(self) -> set[Any]:
+    def modules(self) -> set[Module]:
         """The modules that were called."""
         return set(self._calls)
 
-    def follow(self, run: Any) -> None:
-        """Start again with the first call of every module if ``run`` is a new recomputation."""
+    def follow(self, run: object) -> None:
+        """Restart with the first call of every module if ``run`` is a new recomputation."""
         if run != self._run:
             self._run = run
             self._position.clear()
 
-    def has_next(self, module: Any) -> bool:
+    def has_next(self, module: Module) -> bool:
         """Whether ``module`` was called more often than the recomputation has called it by now."""
         return self._position.get(module, 0) < len(self._calls.get(module, ()))
 
-    def next(self, module: Any) -> Any:
+    def next(self, module: Module) -> Call | None:
         """How the next call of ``module`` ran.
 
         Raises:
@@ -62,7 +65,7 @@ class Recording:
 class _Checkpoints(threading.local):
     """The checkpointed functions that run on a thread."""
 
-    of_torch: ClassVar[weakref.WeakKeyDictionary[Any, Recording]] = weakref.WeakKeyDictionary()
+    of_torch: ClassVar[weakref.WeakKeyDictionary[object, Recording]] = weakref.WeakKeyDictionary()
     """The recordings of torch's checkpoints, by their frame or ctx; all threads share them."""
 
     def __init__(self) -> None:

@@ -7,10 +7,10 @@ list of slots that travel, the *wire*, in an order on which the ranks have agree
 
 - A module is known to all ranks by its ``key``, which is its name in the model that was converted,
   or else the number of FP8 modules created before it. Modules of one key, such as copies, are told
-  apart by the order in which they were first used.
+  from each other by the order in which they were first used.
 - The first number on the wire says whether a rank has used a module that is not on it. If so, the
   ranks exchange keys at the end of the next region, and all append the same ones. That number
-  is read one region later, when it has long arrived, so it makes nobody wait.
+  is read one region later, when it has long arrived, so no rank waits for it.
 - Such a module's amaxes stay in its slots until it is on the wire. The first region of a channel,
   and the first call of a converted model, exchange keys at once.
 - A rank without a module that is on the wire sends ``NO_DATA`` for it; one that did not use its
@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,15 @@ __all__ = [
 ]
 
 _Key = tuple[Any, ...]
+_Places = Tensor | slice
+
+
+class _Plan(NamedTuple):
+    """The places of a pack's slots on the wire, and in its own amaxes."""
+
+    pack: ScalePack
+    on_wire: _Places
+    in_pack: _Places
 
 
 class AmaxChannel:
@@ -53,7 +63,7 @@ class AmaxChannel:
         within: by the name of another group, whether it has all ranks of this one.
     """
 
-    of_groups: ClassVar[weakref.WeakKeyDictionary[Any, AmaxChannel]] = weakref.WeakKeyDictionary()
+    of_groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, AmaxChannel]] = WeakKeyDictionary()
     """The channel of each process group that is alive."""
 
     def __init__(self) -> None:
@@ -61,27 +71,28 @@ class AmaxChannel:
         self.within: dict[str, bool] = {}
         self._wire: dict[_Key, int] = {}  # agreed: number of slots of each key, in order
         self._known: dict[_Key, weakref.ref[DelayedSlots]] = {}
-        self._keys: weakref.WeakKeyDictionary[DelayedSlots, _Key] = weakref.WeakKeyDictionary()
+        self._keys: WeakKeyDictionary[DelayedSlots, _Key] = WeakKeyDictionary()
         self._used: Counter[_Key] = Counter()
         self._news: Tensor | None = None  # > 0: some rank used a module that is not on the wire
-        self._news_arrived: Any = None  # CUDA event
-        self._plan: tuple[Any, list[tuple[ScalePack, Any, Any]]] | None = None
-        self._host: Any = None
+        self._news_arrived: torch.cuda.Event | None = None
+        self._plan: tuple[tuple[object, ...], list[_Plan]] | None = None
+        self._host: dist.ProcessGroup | None = None
 
-    def host_group(self, group: Any) -> Any:
+    def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """A process group of the same ranks that exchanges tensors of the CPU.
 
         It carries nothing else: a rank that waits here for another, which has gone on to its data,
         gets an error at the group's timeout, and never data that it takes for something else.
         """
-        if self._host is None:
-            self._host = dist.new_group(
+        host = self._host
+        if host is None:
+            host = self._host = dist.new_group(
                 dist.get_process_group_ranks(group),
                 timeout=group._get_backend(group._device_types[0]).options._timeout,
                 backend="gloo",
                 use_local_synchronization=True,
             )
-        return self._host
+        return host
 
     def add(self, slots: DelayedSlots) -> None:
         """Take in the slots of a module that was used."""
@@ -98,7 +109,7 @@ class AmaxChannel:
         return [slots for slots, key in self._keys.items() if key not in self._wire]
 
     @torch.inference_mode(False)  # what it keeps is not for inference alone
-    def reduce(self, group: Any, *, agree: bool = False) -> list[ScalePack]:
+    def reduce(self, group: dist.ProcessGroup, *, agree: bool = False) -> list[ScalePack]:
         """Maximum over ranks of every amax on the wire; a collective.
 
         Args:
@@ -117,17 +128,17 @@ class AmaxChannel:
             (1 + sum(self._wire.values()),), NO_DATA, dtype=torch.float32, device=device
         )
         wire[:1].fill_(len(self.waiting()))
-        for pack, there, here in plan:
+        for pack, on_wire, in_pack in plan:
             pack.settle()
-            wire[there] = pack.amax[here].to(device)
+            wire[on_wire] = pack.amax[in_pack].to(device)
         wire = amax_over_ranks(wire, group)
-        for pack, there, here in plan:
-            pack.amax[here] = wire[there].to(pack.amax.device)
+        for pack, on_wire, in_pack in plan:
+            pack.amax[in_pack] = wire[on_wire].to(pack.amax.device)
         self._send_news(wire[:1])
         return [pack for pack, _, _ in plan]
 
-    def _plan_now(self) -> list[tuple[ScalePack, Any, Any]]:
-        """For each pack of this rank, which places on the wire its slots have, and which slots."""
+    def _plan_now(self) -> list[_Plan]:
+        """Where the slots of each pack of this rank are on the wire."""
         columns: list[tuple[DelayedSlots, int]] = []
         offset = 1
         for key, count in self._wire.items():
@@ -140,18 +151,16 @@ class AmaxChannel:
         if self._plan is None or self._plan[0] != now:
             places: dict[ScalePack, tuple[list[int], list[int]]] = {}
             for slots, offset in columns:
-                there, here = places.setdefault(slots.pack, ([], []))
-                for i in range(sum(slots.widths)):
-                    there.append(offset + i)
-                    here.append(slots.start + i)
+                on_wire, in_pack = places.setdefault(slots.pack, ([], []))
+                width = sum(slots.widths)
+                on_wire += range(offset, offset + width)
+                in_pack += range(slots.start, slots.start + width)
             device = next(iter(places)).amax.device if places else None
-            self._plan = (
-                now,
-                [
-                    (p, _indices(t, device), _indices(h, p.amax.device))
-                    for p, (t, h) in places.items()
-                ],
-            )
+            plans = [
+                _Plan(p, _indices(on_wire, device), _indices(in_pack, p.amax.device))
+                for p, (on_wire, in_pack) in places.items()
+            ]
+            self._plan = now, plans
         return self._plan[1]
 
     def _has_news(self) -> bool:
@@ -171,17 +180,18 @@ class AmaxChannel:
                 self._news = torch.zeros(1, dtype=torch.float32, pin_memory=True)
                 self._news_arrived = torch.cuda.Event()
             self._news.copy_(news, non_blocking=True)
-            self._news_arrived.record()
+            if self._news_arrived is not None:
+                self._news_arrived.record()
 
-    def _agree(self, group: Any) -> None:
-        mine = [self._keys[slots] for slots in self.waiting()]
-        theirs: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(theirs, mine, group=group)
-        for key in sorted({key for keys in theirs for key in keys}):
+    def _agree(self, group: dist.ProcessGroup) -> None:
+        local_keys = [self._keys[slots] for slots in self.waiting()]
+        all_keys = [local_keys] * dist.get_world_size(group)
+        dist.all_gather_object(all_keys, local_keys, group=group)
+        for key in sorted({key for keys in all_keys for key in keys}):
             self._wire.setdefault(key, key[2])
 
 
-def _indices(places: list[int], device: Any) -> Tensor | slice:
+def _indices(places: list[int], device: torch.device | None) -> _Places:
     """Elements of a vector: a slice, which needs no kernel, where they follow each other."""
     first = places[0]
     if places == list(range(first, first + len(places))):
@@ -189,7 +199,7 @@ def _indices(places: list[int], device: Any) -> Tensor | slice:
     return torch.tensor(places, device=device)
 
 
-def amax_over_ranks(amax: Tensor, group: Any, *, out: Tensor | None = None) -> Tensor:
+def amax_over_ranks(amax: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None) -> Tensor:
     """The maximum of amaxes over the ranks of a group, infinite where one of them is NaN.
 
     Outside compiled graphs it is written to ``out``, if that is given.
@@ -198,15 +208,14 @@ def amax_over_ranks(amax: Tensor, group: Any, *, out: Tensor | None = None) -> T
     amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf, out=out)
     if torch.compiler.is_compiling():
         ops, name = torch.ops._c10d_functional, group.group_name
-        reduced: Tensor = ops.wait_tensor(ops.all_reduce(amax, "max", name))
-        return reduced
+        return ops.wait_tensor(ops.all_reduce(amax, "max", name))
     if amax.device.type == "cpu" and amax.device not in group._device_types:  # of GPUs alone
         group = channel(group).host_group(group)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     return amax
 
 
-def channel(group: Any) -> AmaxChannel:
+def channel(group: dist.ProcessGroup) -> AmaxChannel:
     """The channel of a process group."""
     return AmaxChannel.of_groups.setdefault(group, AmaxChannel())
 
@@ -216,7 +225,9 @@ def has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
+def channel_of(
+    group: dist.ProcessGroup | None,
+) -> tuple[dist.ProcessGroup, AmaxChannel] | None:
     """The process group meant by ``group`` (None: the default one) and its channel.
 
     None if there is nothing to reduce over.
@@ -224,24 +235,26 @@ def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
     if not has_ranks():
         return None
     group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:
+    no_member: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is None or group is no_member or dist.get_world_size(group) == 1:
         return None
     return group, channel(group)
 
 
 def includes_shards(pack: ScalePack) -> bool:
     """Whether the reduction of a pack's amaxes takes in all its tensor-parallel ranks."""
-    found = channel_of(pack.group) if pack.recipe.reduce_amax else None
-    if found is None:
+    group_and_channel = channel_of(pack.group) if pack.recipe.reduce_amax else None
+    if group_and_channel is None:
         return False
-    (group, _), shards, ranks = found, pack.parallel.group, dist.get_process_group_ranks
+    (group, _), ranks = group_and_channel, dist.get_process_group_ranks
+    shards = pack.parallel.group
     within = channel(shards).within
     if group.group_name not in within:
         within[group.group_name] = {*ranks(shards)} <= {*ranks(group)}
     return within[group.group_name]
 
 
-def name_of_group(group: Any) -> str:
+def name_of_group(group: dist.ProcessGroup | None) -> str:
     """By which a compiled graph, which holds no objects, knows a process group."""
     return "" if group is None else str(group.group_name)
 
@@ -252,7 +265,7 @@ def group_named(name: str) -> Any:
     return resolve(name) if name else None
 
 
-def _default_device(group: Any) -> torch.device:
+def _default_device(group: dist.ProcessGroup) -> torch.device:
     """Where a rank that has used no module puts the wire."""
     if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())

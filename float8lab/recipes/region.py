@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from float8lab.ops import NO_DATA
 from float8lab.ops.declare import declare
@@ -91,7 +92,7 @@ class Autocast:
         enabled: bool | None = None,
         recipe: Recipe | None = None,
         calibrating: bool = False,
-        group: Any = None,
+        group: ProcessGroup | None = None,
         backward: int = NO_BACKWARD,
     ) -> None:
         self.enabled = enabled  # None: no autocast is active
@@ -167,7 +168,9 @@ class Region:
         self.silent = in_backward() if silent is None else silent
         self.training = torch.is_grad_enabled()
 
-    def expect(self, recipe: Recipe | None, group: Any, *, calibrating: bool) -> None:
+    def expect(
+        self, recipe: Recipe | None, group: ProcessGroup | None, *, calibrating: bool
+    ) -> None:
         """Reduce amaxes over ``group`` at the end, whatever this rank does until then.
 
         Without gradients only if this rank records any: one rank may evaluate alone.
@@ -219,8 +222,8 @@ def advance_scales(
             theirs.
         agree: every rank knows that some rank has new modules (see ``reduction.py``).
     """
-    each = list(packs)
-    due = dict.fromkeys(each if len(each) == 1 else merge_packs(each))
+    recorded = list(packs)
+    due = dict.fromkeys(recorded if len(recorded) == 1 else merge_packs(recorded))
     for pack in due:
         if pack.parallel is not None and not includes_shards(pack):
             pack.amax.copy_(pack.parallel.amax(pack.amax))
@@ -241,10 +244,10 @@ def _reduce(
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
-        found = channel_of(named)
-        if found is None:
+        group_and_channel = channel_of(named)
+        if group_and_channel is None:
             continue
-        group, channel = found
+        group, channel = group_and_channel
         for pack in reducing:
             if pack.group is named:
                 for slots in pack.slots():
@@ -261,8 +264,7 @@ def set_clock(device: torch.device) -> None:
     """Have ``PROCESS.clock``, on a GPU as soon as there is a module on one."""
     clock = PROCESS.clock
     if clock is None or (device.type == "cuda" and not clock.is_cuda):
-        where = device if device.type == "cuda" else torch.device("cpu")
-        PROCESS.clock = static_tensor(where)
+        PROCESS.clock = static_tensor(device if device.type == "cuda" else torch.device("cpu"))
 
 
 def static_tensor(device: torch.device) -> Tensor:
@@ -299,8 +301,7 @@ def _come_after(clock: Tensor, y: Tensor) -> Tensor:
 
 def _nothing(of: Any) -> Tensor:
     """An output, by whose device the compiler knows that a CUDA graph can hold the op."""
-    nothing: Tensor = of.clock.new_empty(0)
-    return nothing
+    return of.clock.new_empty(0)
 
 
 # To the compiler both write the clock. Nothing reads it, or backward would have to save it.

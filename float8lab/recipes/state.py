@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from float8lab.arguments import check_flags, check_group
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
@@ -40,7 +41,7 @@ class autocast:
     entered it: enter one in each thread that calls the model.
 
     Args:
-        enabled: False turns FP8 off inside, for every module.
+        enabled: False disables FP8 inside, for every module.
         calibrating: record amaxes without quantizing, so that scales are ready later; has an effect
             of its own when ``enabled`` is False and the recipe is a delayed one.
         recipe: None leaves a converted module its own recipe; any other module uses
@@ -74,7 +75,7 @@ class autocast:
         enabled: bool = True,
         calibrating: bool = False,
         recipe: Recipe | None = None,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: ProcessGroup | None = None,
     ) -> None:
         self._set_up(enabled, calibrating, recipe, amax_reduction_group)
 
@@ -83,7 +84,7 @@ class autocast:
         enabled: bool,
         calibrating: bool,
         recipe: Recipe | None,
-        group: Any,
+        group: ProcessGroup | None,
         names: tuple[str, str] = ("recipe", "amax_reduction_group"),
     ) -> None:
         """Check and keep the arguments; ``names`` are those of the recipe's and the group's."""
@@ -118,10 +119,10 @@ class autocast:
         )
         return self
 
-    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+    def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
         region, outer = self._region, self._outer
-        assert outer is not None, "__exit__ follows __enter__"
-        STATE.autocast = outer
+        if outer is not None:
+            STATE.autocast = outer
         self._outer = self._region = None
         if region is None:
             return
@@ -137,7 +138,7 @@ class autocast:
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             with autocast(self._enabled, self._calibrating, self._recipe, self._group):
                 return function(*args, **kwargs)
 
@@ -161,7 +162,7 @@ class fp8_autocast(autocast):
         enabled: bool = True,
         calibrating: bool = False,
         fp8_recipe: Recipe | None = None,
-        fp8_group: Any = None,
+        fp8_group: ProcessGroup | None = None,
     ) -> None:
         names = ("fp8_recipe", "fp8_group")
         self._set_up(enabled, calibrating, fp8_recipe, fp8_group, names)
@@ -229,12 +230,12 @@ class quantized_model_init:
         STATE.init = ModelInit(recipe, self._preserve) if self._enabled else None
         return self
 
-    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+    def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
         STATE.init = self._outer.pop()
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             with quantized_model_init(self._enabled, self._recipe, self._preserve):
                 return function(*args, **kwargs)
 

@@ -105,8 +105,7 @@ class _Attention(Float8Function):
         out, lse = fp8_attention_op(*_operands(q, k, v), *settings, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = settings
-        result: Tensor = out
-        return result
+        return out
 
     @staticmethod
     @once_differentiable

@@ -69,16 +69,16 @@ def by_block(x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fil
     if any(missing):
         padding = [pad for right in reversed(missing) for pad in (0, right)]
         x = torch.nn.functional.pad(x, padding, value=fill)
-    parts: list[int] = []
+    shape: list[int] = []
     inside: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
     for count, size in zip(counts, sizes, strict=True):
-        parts.append(count)
+        shape.append(count)
         if size != 1:
-            inside.append(len(parts))
-            parts.append(size)
+            inside.append(len(shape))
+            shape.append(size)
     if not inside:
-        inside, parts = [len(parts)], [*parts, 1]
-    return reduce(x.reshape(parts), dim=inside)
+        inside, shape = [len(shape)], [*shape, 1]
+    return reduce(x.reshape(shape), dim=inside)
 
 
 def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -171,19 +171,18 @@ def _by_matrix(
     amax_epsilon: float,
     known_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    part = replace(spec, block=spec.block[1:])
-    given, known = (
-        [None] * x.shape[0] if of_each is None else list(of_each.unbind())
-        for of_each in (scale, known_amax)
+    matrix_spec = replace(spec, block=spec.block[1:])
+    scales_in, amaxes_in = (
+        [None] * x.shape[0] if values is None else list(values.unbind())
+        for values in (scale, known_amax)
     )
-    parts = [
-        quantize_blocks(m, part, scale=s, amax_epsilon=amax_epsilon, known_amax=k)
-        for m, s, k in zip(x.unbind(), given, known, strict=True)
+    stored = [
+        quantize_blocks(m, matrix_spec, scale=s, amax_epsilon=amax_epsilon, known_amax=a)
+        for m, s, a in zip(x.unbind(), scales_in, amaxes_in, strict=True)
     ]
-    codes = [q.view(torch.uint8) for q, *_ in parts]  # torch.autocast stacks no FP8
-    scales, amaxes = ([part[index] for part in parts] for index in (1, 2))
-    q = torch.stack(codes).view(spec.fp8_dtype)
-    return q, torch.stack(scales), torch.stack(amaxes)
+    data, scales, amaxes = zip(*stored, strict=True)
+    q = torch.stack([q.view(torch.uint8) for q in data])  # torch.autocast stacks no FP8
+    return q.view(spec.fp8_dtype), torch.stack(scales), torch.stack(amaxes)
 
 
 def _by_arithmetic(
@@ -209,11 +208,11 @@ def requantize_blocks(x: Tensor, spec: Spec, scale: Tensor, amax: Tensor) -> Ten
     if spec.tensor_scale:  # whose encode factors follow from the scales
         encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, x.shape)
         return round_to_fp8(x.float() * encode, x, spec.fp8_dtype, spec.scale_rule)
-    own, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule)
-    found, encode, scale = (
-        expand_scale(t, spec.block, x.shape) for t in (own == scale, encode, scale)
+    own_scale, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule)
+    follows, encode, scale = (
+        expand_scale(t, spec.block, x.shape) for t in (own_scale == scale, encode, scale)
     )
-    value = torch.where(found, x.float() * encode, x.float() / scale)
+    value = torch.where(follows, x.float() * encode, x.float() / scale)
     return round_to_fp8(value, x, spec.fp8_dtype, spec.scale_rule)
 
 
@@ -239,22 +238,26 @@ def quantize_blocks_(
     groups: dict[_Kind, list[list[Tensor]]] = defaultdict(list)
     copies: list[tuple[Tensor, Tensor]] = []
     for value, spec, target in zip(values, specs, targets, strict=True):
-        for x, part, stored in _matrices(value, spec, target):
-            block = _matrix_block(part, x.ndim)
+        for x, matrix_spec, stored in _matrices(value, spec, target):
+            block = _matrix_block(matrix_spec, x.ndim)
             if block is None:
-                for mine, new in zip(stored, _by_arithmetic(x, part, None, 0.0), strict=True):
-                    mine.copy_(new)
+                for tensor, new in zip(
+                    stored, _by_arithmetic(x, matrix_spec, None, 0.0), strict=True
+                ):
+                    tensor.copy_(new)
                 continue
             matrices = [_as_matrix(tensor) for tensor in (x, *stored)]
-            groups[x.dtype, x.device, part.fp8_dtype, block, part.scale_rule].append(matrices)
-            for mine, matrix in zip(stored, matrices[1:], strict=True):
-                if matrix.data_ptr() != mine.data_ptr():
-                    copies.append((mine, matrix))
+            groups[x.dtype, x.device, matrix_spec.fp8_dtype, block, matrix_spec.scale_rule].append(
+                matrices
+            )
+            for tensor, matrix in zip(stored, matrices[1:], strict=True):
+                if matrix.data_ptr() != tensor.data_ptr():
+                    copies.append((tensor, matrix))
     for (*_, block, rule), group in groups.items():
-        values, codes, scales, amaxes = map(list, zip(*group, strict=True))
-        cast_many_op(values, codes, block, rule, 0.0, scales, amaxes, [])
-    for mine, matrix in copies:
-        mine.copy_(matrix.view(mine.shape))
+        values, data, scales, amaxes = map(list, zip(*group, strict=True))
+        cast_many_op(values, data, block, rule, 0.0, scales, amaxes, [])
+    for tensor, matrix in copies:
+        tensor.copy_(matrix.view(tensor.shape))
     # The op leaves version counters to its caller.
     torch.autograd.graph.increment_version([tensor for target in targets for tensor in target])
 
@@ -262,9 +265,9 @@ def quantize_blocks_(
 def _matrices(value: Tensor, spec: Spec, stored: _Stored) -> Iterator[tuple[Tensor, Spec, _Stored]]:
     """Yield the parts of a tensor that ``quantize_blocks`` quantizes one by one, or the tensor."""
     if _matrix_block(spec, value.ndim) is None and _is_batch(value, spec):
-        part = replace(spec, block=spec.block[1:])
+        matrix_spec = replace(spec, block=spec.block[1:])
         for x, q, scale, amax in zip(value, *stored, strict=True):
-            yield from _matrices(x, part, (q, scale, amax))
+            yield from _matrices(x, matrix_spec, (q, scale, amax))
     else:
         yield value, spec, stored
 

@@ -68,8 +68,7 @@ def _existing(namespace: object, *names: str) -> list[OpOverload]:
 
 def _with_rows(x: AnyTensor) -> AnyTensor:
     """The tensor itself, or a scalar as a tensor of one row."""
-    row: AnyTensor = x if x.ndim else aten.view.default(x, (1,))
-    return row
+    return x if x.ndim else aten.view.default(x, (1,))
 
 
 def _width(x: Float8Tensor) -> int:
@@ -617,8 +616,7 @@ def _recv_any(
 
 
 def _wait_for(t: Tensor) -> Tensor:
-    result: Tensor = functional.wait_tensor(t)
-    return result
+    return functional.wait_tensor(t)
 
 
 @implements(*_existing(functional, "all_gather_into_tensor"))

@@ -53,8 +53,7 @@ def _dequantize_inside(op: OpOverload, *args: object, **kwargs: object) -> objec
 
 @implements(aten.is_same_size.default, aten._has_same_storage_numel.default)
 def _compare_metadata(op: OpOverload, a: Tensor, b: Tensor) -> bool:
-    is_equal: bool = op(*(x.qdata if isinstance(x, Float8Tensor) else x for x in (a, b)))
-    return is_equal
+    return op(*(x.qdata if isinstance(x, Float8Tensor) else x for x in (a, b)))
 
 
 # The gradients of these ops multiply by the argument, or write copies of it piece by piece. Neither

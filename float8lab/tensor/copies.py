@@ -67,8 +67,7 @@ def _record_stream(op: OpOverload, x: Float8Tensor, stream: torch.Stream) -> Non
 @implements(aten.copy_.default)
 def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(x, Float8Tensor):
-        plain: Tensor = op(x, _decoded(source), non_blocking)
-        return plain
+        return op(x, _decoded(source), non_blocking)
     value: Tensor
     if not isinstance(source, Float8Tensor) or (source.spec, source.shape) != (x.spec, x.shape):
         value = _decoded(source).to(device=x.device, dtype=x.dtype)
@@ -185,8 +184,7 @@ def _plain_like(
     **kwargs: object,
 ) -> Tensor:
     """Return an ordinary tensor, which is mostly an optimizer's state and would suffer in FP8."""
-    result: Tensor = op(x.qdata, *args, dtype=dtype or x.dtype, **kwargs)
-    return result
+    return op(x.qdata, *args, dtype=dtype or x.dtype, **kwargs)
 
 
 @implements(aten.resize_.default)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import NotImplementedType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from float8lab.arguments import check_dtype, check_instance, check_tensor
@@ -26,7 +28,7 @@ _AT_ONCE = 1 << 24
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The codes in bytes, the low half of each first, as bytes of their own.
+    """The elements in bytes, the low half of each first, as bytes of their own.
 
     >>> unpack(torch.tensor([0x21, 0xF3], dtype=torch.uint8))
     tensor([ 1,  2,  3, 15], dtype=torch.uint8)
@@ -34,35 +36,35 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
-def pack(codes: Tensor, dim: int = -1) -> Tensor:
-    """Bytes of two codes each, the first in the low half; the inverse of ``unpack``.
+def pack(elements: Tensor, dim: int = -1) -> Tensor:
+    """Bytes of two elements each, the first in the low half; the inverse of ``unpack``.
 
     >>> pack(torch.tensor([1, 2, 3, 15], dtype=torch.uint8)).tolist() == [0x21, 0xF3]
     True
     """
-    first, second = codes.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
+    first, second = elements.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
     return first | second << 4
 
 
 def decode_codes(
-    codes: Tensor, block: tuple[int, ...], scale: Tensor, tensor_scale: Tensor | None
+    elements: Tensor, block: tuple[int, ...], scale: Tensor, tensor_scale: Tensor | None
 ) -> Tensor:
-    """Values of e2m1 codes, float32: ``e2m1 * scale``, which is exact, times ``tensor_scale``.
+    """Values of e2m1 elements, float32: ``e2m1 * scale``, which is exact, times ``tensor_scale``.
 
     Args:
-        codes: uint8, a code in each.
-        block: of ``codes``.
+        elements: uint8, an element in each.
+        block: of ``elements``.
         scale: one for each block, in the format that it is stored in.
-        tensor_scale: float32 that broadcasts against ``codes``, or None.
+        tensor_scale: float32 that broadcasts against ``elements``, or None.
     """
     # As e4m3, whose bias is larger by 6: the sign, two bits of exponent, one of mantissa.
-    as_e4m3 = ((codes & 8) << 4 | (codes & 7) << 2).view(E4M3)
-    values = (as_e4m3.float() * 64.0).mul_(expand_scale(scale.float(), block, codes.shape))
+    as_e4m3 = ((elements & 8) << 4 | (elements & 7) << 2).view(E4M3)
+    values = (as_e4m3.float() * 64.0).mul_(expand_scale(scale.float(), block, elements.shape))
     return values if tensor_scale is None else values.mul_(tensor_scale)
 
 
 class Float4Tensor(Tensor):
-    """A tensor of ``dtype`` stored as e2m1 codes, two in a byte, and scales: NVFP4, MXFP4.
+    """A tensor of ``dtype`` stored as e2m1 elements, two in a byte, and scales: NVFP4, MXFP4.
 
     It is a frozen weight: what ``integrations.load_fp8`` makes of a checkpoint in 4 bits, for
     inference or as the base of adapters. Every op that reads it gets its values, dequantized for
@@ -81,9 +83,9 @@ class Float4Tensor(Tensor):
         spec: block shape and formats of the scales.
 
     >>> from float8lab.formats import MXFP4
-    >>> codes = torch.full((1, 16), 0x21, dtype=torch.uint8)  # 0.5, 1.0, 0.5, ...
+    >>> elements = torch.full((1, 16), 0x21, dtype=torch.uint8)  # 0.5, 1.0, 0.5, ...
     >>> scale = torch.tensor([[128]], dtype=torch.uint8).view(torch.float8_e8m0fnu)  # 2
-    >>> w = float8lab.Float4Tensor(codes, scale, None, MXFP4, torch.bfloat16)
+    >>> w = float8lab.Float4Tensor(elements, scale, None, MXFP4, torch.bfloat16)
     >>> w.dequantize()[0, :4], w.shape
     (tensor([1., 2., 1., 2.], dtype=torch.bfloat16), torch.Size([1, 32]))
     """
@@ -140,31 +142,31 @@ class Float4Tensor(Tensor):
                 f"packed must be uint8 of {len(spec.block)} dimensions, as its block has; got "
                 f"{packed.dtype} of shape {tuple(packed.shape)}."
             )
-        wanted = spec.scale_shape(tuple(self.shape))
-        if scale.dtype != spec.scale_dtype or tuple(scale.shape) != wanted:
+        scale_shape = spec.scale_shape(tuple(self.shape))
+        if scale.dtype != spec.scale_dtype or tuple(scale.shape) != scale_shape:
             raise ValueError(
-                f"scale must be {spec.scale_dtype} of shape {wanted}; got {scale.dtype} of shape "
-                f"{tuple(scale.shape)}."
+                f"scale must be {spec.scale_dtype} of shape {scale_shape}; got {scale.dtype} of "
+                f"shape {tuple(scale.shape)}."
             )
         sizes = None if tensor_scale is None else tuple(tensor_scale.shape)
         fits = (sizes is not None) == spec.tensor_scale
         if fits and sizes is not None:
             pairs = zip(sizes, self.shape, strict=False)
-            fits = len(sizes) == self.ndim and all(n in (1, whole) for n, whole in pairs)
+            fits = len(sizes) == self.ndim and all(n in (1, size) for n, size in pairs)
         if not fits:
-            wanted_whole = "a tensor that broadcasts" if spec.tensor_scale else "None"
+            requirement = "a tensor that broadcasts" if spec.tensor_scale else "None"
             raise ValueError(
-                f"tensor_scale must be {wanted_whole}, for {spec.describe()} of shape "
+                f"tensor_scale must be {requirement}, for {spec.describe()} of shape "
                 f"{tuple(self.shape)}; got {'None' if sizes is None else f'shape {sizes}'}."
             )
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Spec, torch.dtype]]:
         names = ["packed", "scale", "tensor_scale"]
         return names[: 2 + self.spec.tensor_scale], (self.spec, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], context: Any, outer_size: object, outer_stride: object
     ) -> Float4Tensor:
         return cls(inner["packed"], inner["scale"], inner.get("tensor_scale"), *context)
 
@@ -173,7 +175,7 @@ class Float4Tensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub omits the first argument
-        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, op: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
@@ -193,10 +195,10 @@ class Float4Tensor(Tensor):
 
     def map(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Float4Tensor:
         """A tensor with ``function`` applied to each part, and another ``block`` or ``dtype``."""
-        whole = None if self.tensor_scale is None else function(self.tensor_scale)
+        tensor_scale = None if self.tensor_scale is None else function(self.tensor_scale)
         block, dtype = changes.get("block", self.spec.block), changes.get("dtype", self.dtype)
         spec = self.spec if block == self.spec.block else replace(self.spec, block=block)
-        return Float4Tensor(function(self.packed), function(self.scale), whole, spec, dtype)
+        return Float4Tensor(function(self.packed), function(self.scale), tensor_scale, spec, dtype)
 
     def dequantize(self) -> Tensor:
         """The tensor in its high-precision ``dtype``, to which its float32 values are rounded."""
@@ -211,8 +213,8 @@ class Float4Tensor(Tensor):
         if self.ndim > 1 and shape[0] > (step := max(_AT_ONCE // size, 1)):
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
             for first in range(0, shape[0], step):
-                part = _slice(aten.slice.Tensor, self, 0, first, first + step)
-                out[first : first + step] = part._decode()
+                rows = _slice(aten.slice.Tensor, self, 0, first, first + step)
+                out[first : first + step] = rows._decode()
             return out
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
         return values.to(self.dtype)
@@ -229,7 +231,7 @@ class Float4Tensor(Tensor):
             self._readable = self._decode().contiguous()
         return self._readable.data_ptr()
 
-    def untyped_storage(self) -> Any:
+    def untyped_storage(self) -> torch.UntypedStorage:
         """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
         return storage_without_memory(super().untyped_storage(), self)
 
@@ -246,20 +248,19 @@ class Float4Tensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Float4Tensor:
         if id(self) not in memo:
             with torch.no_grad():
-                x: Any = self.detach().clone()
+                x = self.detach().clone()
             memo[id(self)] = x
-            own = ("packed", "scale", "tensor_scale", "spec", "_readable")
-            extra = {name: value for name, value in vars(self).items() if name not in own}
+            inner = ("packed", "scale", "tensor_scale", "spec", "_readable")
+            extra = {name: value for name, value in vars(self).items() if name not in inner}
             vars(x).update(copy.deepcopy(extra, memo))  # nn.Parameter's mark is one
-        result: Float4Tensor = memo[id(self)]
-        return result
+        return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         scale = self.scale.view(torch.uint8)  # which every loader of pickles can take
         spec = (self.spec.block, self.spec.scale_dtype, self.spec.tensor_scale)
         return _rebuild, (self.packed, scale, self.tensor_scale, *spec, self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stub
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # stub
         return (
             f"Float4Tensor(fp4={self.spec.describe()}, shape={tuple(self.shape)}, "
             f"dtype={self.dtype}, device='{self.device}')"
@@ -278,9 +279,9 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _is_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_written(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op writes to a Float4Tensor."""
-    given = dict(enumerate(args)) | kwargs
+    given = dict(enumerate(args)) | dict(kwargs)
     written = [
         given.get(index, given.get(argument.name))
         for index, argument in enumerate(op._schema.arguments)
@@ -291,18 +292,20 @@ def _is_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 # Ops whose result is packed, too.
 
+_Result = Float4Tensor | list[Any] | NotImplementedType
 
-def _stays_packed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+def _stays_packed(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     x = args[0] if args else None
     handler = _HANDLERS.get(op) if isinstance(x, Float4Tensor) else None
     return NotImplemented if handler is None else handler(op, x, *args[1:], **kwargs)
 
 
-def _each_part(op: Any, x: Float4Tensor, *args: Any, **kwargs: Any) -> Float4Tensor:
+def _each_part(op: OpOverload, x: Float4Tensor, *args: object, **kwargs: object) -> Float4Tensor:
     return x.map(lambda t: op(t, *args, **kwargs))
 
 
-def _copy(op: Any, x: Float4Tensor, source: Any, non_blocking: bool = False) -> Any:
+def _copy(op: OpOverload, x: Float4Tensor, source: Tensor, non_blocking: bool = False) -> _Result:
     if not isinstance(source, Float4Tensor) or (x.spec, x.shape) != (source.spec, source.shape):
         return NotImplemented
     for name in x.__tensor_flatten__()[0]:
@@ -311,14 +314,14 @@ def _copy(op: Any, x: Float4Tensor, source: Any, non_blocking: bool = False) -> 
 
 
 def _to_copy(
-    op: Any, x: Float4Tensor, *, dtype: Any = None, memory_format: Any = None, **kwargs: Any
-) -> Any:
+    op: OpOverload, x: Float4Tensor, *, dtype: Any = None, memory_format: Any = None, **options: Any
+) -> _Result:
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
-    return x.map(lambda t: op(t, **kwargs), dtype=dtype or x.dtype)
+    return x.map(lambda t: op(t, **options), dtype=dtype or x.dtype)
 
 
-def _permute(op: Any, x: Float4Tensor, *dims: Any) -> Float4Tensor:
+def _permute(op: OpOverload, x: Float4Tensor, *dims: Any) -> Float4Tensor:
     order = list(range(x.ndim))
     if op is aten.permute.default:
         order = [order[d] for d in dims[0]]
@@ -328,7 +331,7 @@ def _permute(op: Any, x: Float4Tensor, *dims: Any) -> Float4Tensor:
     return x.map(lambda t: t.permute(order), block=tuple(x.spec.block[d] for d in order))
 
 
-def _select(op: Any, x: Float4Tensor, dim: int, index: int) -> Any:
+def _select(op: OpOverload, x: Float4Tensor, dim: int, index: int) -> _Result:
     if x.spec.block[dim] != 1:
         return NotImplemented
     size, dim = x.shape[dim], dim % x.ndim
@@ -336,20 +339,20 @@ def _select(op: Any, x: Float4Tensor, dim: int, index: int) -> Any:
     return x.map(lambda t: op(t, dim, index if t.shape[dim] == size else 0), block=block)
 
 
-def _unbind(op: Any, x: Float4Tensor, dim: int = 0) -> Any:
+def _unbind(op: OpOverload, x: Float4Tensor, dim: int = 0) -> _Result:
     if x.spec.block[dim] != 1:
         return NotImplemented
     return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
 
 
-def _slice(op: Any, x: Float4Tensor, dim: int = 0, *bounds: Any) -> Any:
+def _slice(op: OpOverload, x: Float4Tensor, dim: int = 0, *bounds: object) -> Any:
     if x.spec.block[dim] != 1:
         return NotImplemented
     size = x.shape[dim]
     return x.map(lambda t: op(t, dim, *bounds) if t.shape[dim] == size else t)
 
 
-def _index_select(op: Any, x: Float4Tensor, dim: int, index: Tensor) -> Any:
+def _index_select(op: OpOverload, x: Float4Tensor, dim: int, index: Tensor) -> _Result:
     if x.spec.block[dim] != 1:
         return NotImplemented
     size = x.shape[dim]
@@ -357,20 +360,20 @@ def _index_select(op: Any, x: Float4Tensor, dim: int, index: Tensor) -> Any:
     def chosen(t: Tensor) -> Tensor:
         if t.shape[dim] != size:
             return t
-        whole = t.view(torch.uint8) if t.dtype.itemsize == 1 else t  # FP8 has no such op
-        return whole.index_select(dim, index).view(t.dtype)
+        raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t  # FP8 has no such op
+        return raw.index_select(dim, index).view(t.dtype)
 
     return x.map(chosen)
 
 
-def _index(op: Any, x: Float4Tensor, indices: list[Any]) -> Any:
+def _index(op: OpOverload, x: Float4Tensor, indices: Sequence[Tensor | None]) -> _Result:
     first = indices[0]
     if len(indices) > 1 or first is None or first.ndim != 1 or first.dtype == torch.bool:
         return NotImplemented
     return _index_select(op, x, 0, first % x.shape[0])
 
 
-_HANDLERS: Any = {
+_HANDLERS: dict[OpOverload, Callable[..., object]] = {
     **dict.fromkeys(
         (aten.detach.default, aten.alias.default, aten.clone.default, aten._pin_memory.default),
         _each_part,

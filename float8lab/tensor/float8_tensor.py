@@ -256,8 +256,7 @@ class Float8Tensor(Tensor):
         >>> float8lab.quantize(torch.tensor([1.0, -2.0])).dequantize()
         tensor([ 1., -2.])
         """
-        result: Tensor = _Dequantize.run(self)
-        return result
+        return _Dequantize.run(self)
 
     def requantize_(self, value: Tensor) -> Float8Tensor:
         """Overwrite in place with ``value``, quantized by this tensor's spec with new scales.
@@ -664,8 +663,7 @@ def quantize(
     spec = spec.expand(x.ndim)
     if scale is not None:
         scale = _checked_scale(scale, spec.scale_shape(tuple(x.shape))).to(x.device)
-    result: Float8Tensor = _Quantize.run(x, spec, scale, amax_epsilon)
-    return result
+    return _Quantize.run(x, spec, scale, amax_epsilon)
 
 
 def _checked_scale(scale: Tensor | float, expected: tuple[int, ...]) -> Tensor:

@@ -103,8 +103,7 @@ def _fp8_mm(
     if blocks is None:
         return None
     left, right = _matrix(a, blocks[0], b, False), _matrix(b, blocks[1], a, transposed)
-    out: Tensor = scaled_mm_op(*left, *right, bias, a.dtype, False)
-    return out
+    return scaled_mm_op(*left, *right, bias, a.dtype, False)
 
 
 @implements_composite(F.linear, aten.linear.default)
@@ -174,8 +173,7 @@ def _fp8_bmm(a: Tensor, b: Tensor) -> Tensor | None:
     if blocks is None:
         return None
     left, right = _matrices(a, blocks[0], b, False), _matrices(b, blocks[1], a, True)
-    out: Tensor = scaled_mm_op(*left, *right, None, a.dtype, False)
-    return out
+    return scaled_mm_op(*left, *right, None, a.dtype, False)
 
 
 @implements(aten.bmm.default)

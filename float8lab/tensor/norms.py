@@ -44,8 +44,7 @@ def _rows(x: Tensor, shape: Sequence[int]) -> Tensor:
 def _vector(x: Tensor | None, K: int, like: Tensor, default: float) -> Tensor:
     if x is None:
         return torch.full((K,), default, dtype=like.dtype, device=like.device)
-    vector: Tensor = _plain(x).reshape(K)
-    return vector
+    return _plain(x).reshape(K)
 
 
 def _forward(

@@ -9,7 +9,7 @@ its layout. Permuting copies rows and unpermuting adds them up, and each is the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from float8lab.arguments import (
     shown,
 )
 from float8lab.ops import gather_rows_op, row_map_op, scatter_rows_op
-from float8lab.tensor.differentiation import Float8Function, once_differentiable
+from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
 
@@ -58,7 +58,7 @@ def moe_permute(
     With ``num_out_tokens`` nothing waits for the GPU, and a CUDA graph can capture it.
 
     Args:
-        inp: ``[T, H]``, float32, bfloat16, float16 or float64, or a Float8Tensor, whose codes move
+        inp: ``[T, H]``, float32, bfloat16, float16 or float64, or a Float8Tensor, whose bytes move
             with their scales. A scale for the whole tensor is shared; a block of several rows is
             cut into rows.
         routing_map: with ``map_type="mask"``, ``[T, E]`` of bools or integers: not 0 where an
@@ -123,9 +123,24 @@ def moe_permute_with_probs(
     return y, permuted, row_map
 
 
+class PaddedRows(NamedTuple):
+    """The result of ``moe_permute_and_pad_with_probs``."""
+
+    rows: Tensor
+    """``[R, H]``."""
+    probs: Tensor
+    """``[R]``: their probabilities, 0 where no token is."""
+    row_map: Tensor
+    """To be given to ``moe_unpermute`` with ``restore_shape`` and ``pad_offsets``."""
+    pad_offsets: Tensor | None
+    """``[E]`` int64: how many rows of zeros lie before each expert, None if there are none."""
+    sizes: Tensor
+    """``[E]`` int64: how many rows each expert has."""
+
+
 def moe_permute_and_pad_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+) -> PaddedRows:
     """Copy each token to the rows of its experts, with rows of zeros after those of each expert.
 
     Each expert has a multiple of ``align_size`` rows then, for code that needs that;
@@ -139,10 +154,7 @@ def moe_permute_and_pad_with_probs(
         align_size: of what the number of each expert's rows is a multiple.
 
     Returns:
-        ``[R, H]``: the rows; ``[R]``: their probabilities, 0 where no token is; the row map, to be
-        given to ``moe_unpermute`` with ``restore_shape`` and the next; ``[E]`` int64: how many rows
-        of zeros lie before each expert, None if there are none anywhere; ``[E]`` int64: how many
-        rows each expert has.
+        The rows, their probabilities, the row map, the offsets of padding, and the sizes.
 
     Raises:
         TypeError: an argument of another type or dtype.
@@ -175,13 +187,13 @@ def moe_permute_and_pad_with_probs(
     rows, padded = torch.stack([sizes.sum(), pads.sum()]).tolist()
     if not padded:
         y, permuted, row_map = moe_permute_with_probs(inp, probs, routing_map, rows)
-        return y, permuted, row_map, None, sizes
+        return PaddedRows(y, permuted, row_map, None, sizes)
     # The rows of zeros are those of further tokens, as many as the longest of them asks for.
-    further = torch.arange(align_size - 1, device=inp.device)[:, None] < pads
-    routing_map = torch.cat([routing_map != 0, further])
+    is_padding = torch.arange(align_size - 1, device=inp.device)[:, None] < pads
+    routing_map = torch.cat([routing_map != 0, is_padding])
     row_map, _ = row_map_op(routing_map)
     y, permuted = scatter_rows(inp, row_map, rows, _with_zeros(probs, len(row_map)))
-    return y, permuted, row_map, pads.cumsum(0) - pads, sizes
+    return PaddedRows(y, permuted, row_map, pads.cumsum(0) - pads, sizes)
 
 
 def moe_unpermute(
@@ -233,29 +245,38 @@ def moe_unpermute(
                 "pass merging_probs alone."
             )
         merging_probs = probs
-    shape = tuple(restore_shape) if isinstance(restore_shape, (tuple, list)) else ()
-    tokens = entries
     if pad_offsets is not None:
         check_integers("pad_offsets", pad_offsets, 1)
+    tokens = _tokens_to_restore(restore_shape, entries, inp.shape[1], pad_offsets is not None)
+    if merging_probs is not None:
+        check_probs("merging_probs", merging_probs, (tokens, places))
+    if tokens == entries:
+        return gather_rows(inp, row_id_map, merging_probs)
+    if merging_probs is not None:
+        merging_probs = _with_zeros(merging_probs, entries)
+    return gather_rows(inp, row_id_map, merging_probs)[:tokens]
+
+
+def _tokens_to_restore(
+    restore_shape: torch.Size | tuple[int, ...] | None, entries: int, features: int, padded: bool
+) -> int:
+    """How many of the row map's entries are tokens; the others are padding."""
+    shape = tuple(restore_shape) if isinstance(restore_shape, (tuple, list)) else ()
+    tokens = entries
+    if padded:
         if len(shape) != 2:
             raise ValueError(
                 f"restore_shape must be the shape of the tokens with pad_offsets; got "
                 f"{shown(restore_shape)}. Pass tokens.shape."
             )
         tokens = min(entries, check_size("restore_shape[0]", shape[0]))
-    if merging_probs is not None:
-        check_probs("merging_probs", merging_probs, (tokens, places))
-    wanted = (tokens, inp.shape[1])
-    if restore_shape is not None and shape != wanted:
+    expected = (tokens, features)
+    if restore_shape is not None and shape != expected:
         raise ValueError(
-            f"restore_shape must be None or {wanted}, the tokens of the row map and the features "
+            f"restore_shape must be None or {expected}, the tokens of the row map and the features "
             f"of inp; got {shown(restore_shape)}. Leave it out."
         )
-    if tokens == entries:
-        return gather_rows(inp, row_id_map, merging_probs)
-    if merging_probs is not None:
-        merging_probs = _with_zeros(merging_probs, entries)
-    return gather_rows(inp, row_id_map, merging_probs)[:tokens]
+    return tokens
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
@@ -346,13 +367,13 @@ def are_sizes(sizes: list[int], tokens: int) -> bool:
     return min(sizes, default=0) >= 0 and sum(sizes) <= tokens
 
 
-def check_tokens(name: str, x: Any) -> None:
+def check_tokens(name: str, x: Tensor) -> None:
     """Check for tokens by features, plain or in FP8."""
     check_tensor(name, x)
     if x.dtype not in PARAMETER_DTYPES:
         raise TypeError(
             f"{name} must be a floating-point tensor or a Float8Tensor; got {shown(x)}. Convert it "
-            "first; FP8 codes move with their scales as a Float8Tensor."
+            "first; FP8 data moves with their scales as a Float8Tensor."
         )
     if x.ndim != 2:
         raise ValueError(
@@ -361,7 +382,7 @@ def check_tokens(name: str, x: Any) -> None:
         )
 
 
-def check_integers(name: str, x: Any, ndim: int) -> None:
+def check_integers(name: str, x: Tensor, ndim: int) -> None:
     """Check for a tensor of integers or bools."""
     check_tensor(name, x)
     if x.is_floating_point() or x.is_complex():
@@ -373,7 +394,7 @@ def check_integers(name: str, x: Any, ndim: int) -> None:
         )
 
 
-def check_probs(name: str, probs: Any, shape: tuple[int, ...]) -> None:
+def check_probs(name: str, probs: Tensor, shape: tuple[int, ...]) -> None:
     """Check for floating-point numbers, as many as there are places for tokens."""
     check_tensor(name, probs)
     if probs.dtype not in PARAMETER_DTYPES:
@@ -389,7 +410,7 @@ def check_probs(name: str, probs: Any, shape: tuple[int, ...]) -> None:
 
 
 def _row_map(
-    routing_map: Any, tokens: int, num_out_tokens: Any, map_type: str
+    routing_map: Tensor, tokens: int, num_out_tokens: int | None, map_type: str
 ) -> tuple[Tensor, int]:
     """The row map of a routing map, and R."""
     _check_routing_map(routing_map, tokens, map_type)
@@ -397,14 +418,14 @@ def _row_map(
     return row_map, _rows_of(row_map, num_out_tokens)
 
 
-def _rows_of(row_map: Tensor, num_out_tokens: Any) -> int:
+def _rows_of(row_map: Tensor, num_out_tokens: int | None) -> int:
     rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
     if rows is None or rows == -1:
         rows = int(row_map[0, -1]) if row_map.shape[0] else 0
     return rows
 
 
-def _check_routing_map(routing_map: Any, tokens: int, map_type: str) -> None:
+def _check_routing_map(routing_map: Tensor, tokens: int, map_type: str) -> None:
     check_integers("routing_map", routing_map, 2)
     if routing_map.dtype == torch.bool and map_type == "index":
         raise TypeError(
@@ -419,7 +440,10 @@ def _check_routing_map(routing_map: Any, tokens: int, map_type: str) -> None:
 
 
 def routed(
-    routing_map: Any, tokens: int, experts: int | None = None, num_out_tokens: Any = None
+    routing_map: Tensor,
+    tokens: int,
+    experts: int | None = None,
+    num_out_tokens: int | None = None,
 ) -> tuple[Tensor, int, Tensor]:
     """Where tokens go, so that those of an expert are side by side.
 
@@ -435,11 +459,11 @@ def routed(
         each expert end.
     """
     _check_routing_map(routing_map, tokens, "index" if experts else "mask")
-    row_map, ends = row_map_op(_with_room(routing_map) if experts else routing_map, experts or 0)
+    row_map, offs = row_map_op(_with_room(routing_map) if experts else routing_map, experts or 0)
     if experts:
-        return row_map, routing_map.numel(), ends
+        return row_map, routing_map.numel(), offs
     rows = _rows_of(row_map, num_out_tokens)
-    return row_map, rows, ends.clamp(max=rows)
+    return row_map, rows, offs.clamp(max=rows)
 
 
 def _with_room(index: Tensor) -> Tensor:
@@ -463,12 +487,12 @@ def _map_of_index(index: Tensor) -> Tensor:
 def map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
     """The row map that puts chunks of tokens in another order; see ``moe_sort_chunks_by_index``."""
     sizes, order = sizes.long(), order.long()
-    ends = sizes.cumsum(0)
+    offs = sizes.cumsum(0)
     moved = sizes[order]
-    starts = torch.zeros_like(ends).scatter_(0, order, moved.cumsum(0) - moved)
-    shift = torch.cat([starts - ends + sizes, starts.new_zeros(1)])  # and of what is in no chunk
+    starts = torch.zeros_like(offs).scatter_(0, order, moved.cumsum(0) - moved)
+    shift = torch.cat([starts - offs + sizes, starts.new_zeros(1)])  # and of what is in no chunk
     token = torch.arange(tokens, device=sizes.device)
-    chunk = torch.searchsorted(ends, token, right=True)
+    chunk = torch.searchsorted(offs, token, right=True)
     row_map = sizes.new_empty((tokens, 2), dtype=torch.int32)
     row_map[:, 0] = torch.where(chunk < len(sizes), token + shift[chunk], -1)
     row_map[:, 1] = sizes.sum()
@@ -490,8 +514,7 @@ def scatter_rows(
 
 def gather_rows(y: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tensor:
     """Add up rows, plain or in FP8, times ``[T, S]`` probabilities; differentiable."""
-    result: Tensor = _Gather.run(y, row_map, probs)
-    return result
+    return _Gather.run(y, row_map, probs)
 
 
 def _of_rows(x: Float8Tensor) -> Float8Tensor:
@@ -507,11 +530,11 @@ def _with_zeros(x: Tensor, tokens: int) -> Tensor:
     if not isinstance(x, Float8Tensor):
         return F.pad(x, (0, 0, 0, more)) if more else x
     x = _of_rows(x)
-    codes = F.pad(x.qdata.view(torch.uint8), (0, 0, 0, more)).view(x.qdata.dtype)
+    qdata = F.pad(x.qdata.view(torch.uint8), (0, 0, 0, more)).view(x.qdata.dtype)
     if x.spec.block[0] == -1:
-        return x.replace(qdata=codes)
+        return x.replace(qdata=qdata)
     scale, amax = (F.pad(t, (0, 0, 0, more), value=v) for t, v in ((x.scale, 1.0), (x.amax, 0.0)))
-    return x.replace(qdata=codes, scale=scale, amax=amax)
+    return x.replace(qdata=qdata, scale=scale, amax=amax)
 
 
 def _scattered(
@@ -519,37 +542,45 @@ def _scattered(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows, and their probabilities if there are any."""
     if not isinstance(x, Float8Tensor):
-        y, beside, *_ = scatter_rows_op(x, row_map, rows, probs)
-        return y, None if probs is None else beside
+        y, row_probs, *_ = scatter_rows_op(x, row_map, rows, probs)
+        return y, None if probs is None else row_probs
     x = _of_rows(x)
     shared = x.spec.block[0] == -1
     scales = (None, None) if shared else (x.scale, x.amax)
-    codes = x.qdata.view(torch.uint8)
-    codes, beside, *moved = scatter_rows_op(codes, row_map, rows, probs, None, *scales)
+    data = x.qdata.view(torch.uint8)
+    data, row_probs, *moved = scatter_rows_op(data, row_map, rows, probs, None, *scales)
     scale, amax = (x.scale.clone(), x.amax.clone()) if shared else moved
-    y = x.replace(qdata=codes.view(x.qdata.dtype), scale=scale, amax=amax)
-    return y, None if probs is None else beside
+    y = x.replace(qdata=data.view(x.qdata.dtype), scale=scale, amax=amax)
+    return y, None if probs is None else row_probs
 
 
 def _gathered(
-    y: Tensor, row_map: Tensor, probs: Tensor | None = None, beside: Tensor | None = None
+    y: Tensor, row_map: Tensor, probs: Tensor | None = None, row_probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sums of rows, and what lies beside each if there is anything."""
+    """Sums of rows, and of the probabilities of rows if there are any."""
     data: Tensor = y
-    how: tuple[Any, ...] = ()
+    blocks: tuple[Tensor, int] | tuple[()] = ()
     if isinstance(y, Float8Tensor):
         y = _of_rows(y)
         data, columns = y.qdata, y.spec.block[1]
         scale = y.scale.expand(y.shape[0], y.scale.shape[1])
-        how = scale, max(y.shape[1], 1) if columns == -1 else columns
-    x, back = gather_rows_op(data, row_map, y.dtype, probs, beside, *how)
+        blocks = scale, max(y.shape[1], 1) if columns == -1 else columns
+    x, back = gather_rows_op(data, row_map, y.dtype, probs, row_probs, *blocks)
     return x, back
+
+
+class _ScatterContext(AutogradContext):
+    tokens: int
+
+
+class _GatherContext(AutogradContext):
+    rows: int
 
 
 class _Scatter(Float8Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None
+        ctx: _ScatterContext, x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(row_map)
         ctx.tokens = x.shape[0]
@@ -559,17 +590,19 @@ class _Scatter(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dprobs: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: _ScatterContext, dy: Tensor, dprobs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         (row_map,) = ctx.saved_tensors
         dx, back = _gathered(dy, row_map, None, dprobs)
         if ctx.tokens != dx.shape[0]:
             dx = dx[: ctx.tokens]
-        return dx, None, None, None if dprobs is None else back
+        return dx, *(None, None), None if dprobs is None else back
 
 
 class _Gather(Float8Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
+    def forward(ctx: _GatherContext, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
         ctx.rows = y.shape[0]
         # The rows are for the gradient of the probabilities alone.
         rows = y if ctx.needs_input_grad[2] else None
@@ -578,7 +611,7 @@ class _Gather(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _GatherContext, dx: Tensor) -> tuple[Tensor | None, ...]:
         row_map, *merged = ctx.saved_tensors
         if not merged:
             return _scattered(dx, row_map, ctx.rows)[0], None, None

@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from float8lab.arguments import check_choice, check_flags, check_instance, check
 from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Spec, largest
 from float8lab.tensor.blocks import by_block, expand_scale
 from float8lab.tensor.dtensor import is_dtensor, local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "KINDS",
@@ -55,7 +58,7 @@ __all__ = [
 ]
 
 KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
-"""The kinds of codes that are counted; a code may be of none."""
+"""The kinds of elements that are counted; an element may be of none."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ _Share = TypeVar("_Share", float, Tensor)
 
 
 class _Shares(Generic[_Share]):
-    """The shares of the kinds of codes, by name: of a whole tensor, or of each block."""
+    """The shares of the kinds of elements, by name: of a whole tensor, or of each block."""
 
     def share(self, kind: str) -> _Share:
         """Elements of a kind as a share of all."""
@@ -127,7 +130,7 @@ class _Shares(Generic[_Share]):
 
     @property
     def subnormal(self) -> _Share:
-        """Share of subnormal codes."""
+        """Share of subnormal numbers."""
         return self.share("subnormal")
 
     @property
@@ -154,7 +157,7 @@ class TensorStats(_Shares[float]):
     """Smallest scale; NaN if there are no blocks."""
     scale_max: float
     codes: tuple[int, ...]
-    """How many elements have each of the 256 codes, or 16 of packed 4 bits."""
+    """How many elements have each code: 256 counts, or 16 of packed 4 bits."""
     comparison: Comparison | None = None
     """The comparison with the original, if one was given."""
 
@@ -178,7 +181,7 @@ class TensorStats(_Shares[float]):
 
     @property
     def exponents(self) -> tuple[int, int] | None:
-        """Smallest and largest ``floor(log2(|code|))`` of nonzero finite codes; None if none."""
+        """Smallest and largest ``floor(log2(|code|))`` of nonzero finite elements; None if none."""
         exponents = _code_exponents(self.spec.fp8_dtype)
         used = [e for n, e in zip(self.codes, exponents, strict=True) if n and e is not None]
         return (min(used), max(used)) if used else None
@@ -210,8 +213,8 @@ class TensorStats(_Shares[float]):
         if by == "code":
             return Histogram(by, code_values(dtype), torch.tensor(self.codes))
         exponents = _code_exponents(dtype)
-        known = [e for e in exponents if e is not None]
-        counts = dict.fromkeys(range(min(known), max(known) + 1), 0)
+        finite = [e for e in exponents if e is not None]
+        counts = dict.fromkeys(range(min(finite), max(finite) + 1), 0)
         for n, e in zip(self.codes, exponents, strict=True):
             if e is not None:
                 counts[e] += n
@@ -260,7 +263,7 @@ class BlockStats(_Shares[Tensor]):
     counts: Mapping[str, Tensor]
     """int64 counts by name: those of ``KINDS``, and with an original "clipped" and "flushed"."""
     exponent_min: Tensor
-    """float32: smallest ``floor(log2(|code|))`` of nonzero finite codes; NaN if there are none."""
+    """float32: smallest ``floor(log2(|code|))`` of nonzero finite elements; NaN if none."""
     exponent_max: Tensor
     sqnr: Tensor | None = None
     """float64, dB; None without an original."""
@@ -292,7 +295,7 @@ class BlockStats(_Shares[Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """Counts of codes or of exponents. CPU tensors."""
+    """Counts of each code or exponent. CPU tensors."""
 
     by: str
     """``"code"`` or ``"exponent"``."""
@@ -362,9 +365,7 @@ def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
     0.03125
     """
     check_tensor("original", original)
-    result = stats(x, original, local=local)
-    assert result.comparison is not None
-    return result.comparison
+    return cast(Comparison, stats(x, original, local=local).comparison)  # there is an original
 
 
 def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
@@ -372,7 +373,7 @@ def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
 
     Args:
         x: as in ``stats``.
-        by: ``"code"``: 256 counts, by the byte. ``"exponent"``: of nonzero finite codes, by
+        by: ``"code"``: 256 counts, by the byte. ``"exponent"``: of nonzero finite elements, by
             ``floor(log2(|code|))``, one bin for each exponent of the format, subnormal ones too.
         local: as in ``stats``.
 
@@ -440,9 +441,9 @@ def stored(x: Any) -> Any:
             f"{got}. {_advice_for(x)}"
         )
     if not local._has_data():
-        what = "meta" if local.qdata.is_meta else "fake"
+        kind = "meta" if local.qdata.is_meta else "fake"
         raise TypeError(
-            f"x must hold data; got a {what} tensor, which has a shape and no numbers. Look at the "
+            f"x must hold data; got a {kind} tensor, which has a shape and no numbers. Look at the "
             "tensor that has them, outside of torch.compile, FakeTensorMode and device('meta')."
         )
     local._refresh()
@@ -480,9 +481,9 @@ def _share(count: int, numel: int) -> float:
     return count / numel if numel else 0.0
 
 
-def _kinds(codes: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """For each of ``KINDS`` a mask over codes (uint8)."""
-    body = codes & (0x07 if dtype == E2M1 else 0x7F)  # without the sign
+def _kinds(data: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """For each of ``KINDS`` a mask over FP8 data (uint8)."""
+    body = data & (0x07 if dtype == E2M1 else 0x7F)  # without the sign
     if dtype == E2M1:  # neither NaN nor infinity; one bit of mantissa
         top, nan, inf, low = body == 7, body > 7, body > 7, 0x02
     elif dtype == E4M3:  # seven ones are NaN, there is no infinity; three bits of mantissa
@@ -494,13 +495,13 @@ def _kinds(codes: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @functools.cache
 def _code_kinds(dtype: torch.dtype) -> dict[str, list[bool]]:
-    codes = torch.arange(16 if dtype == E2M1 else 256, dtype=torch.uint8, device="cpu")
-    return {kind: mask.tolist() for kind, mask in _kinds(codes, dtype).items()}
+    data = torch.arange(16 if dtype == E2M1 else 256, dtype=torch.uint8, device="cpu")
+    return {kind: mask.tolist() for kind, mask in _kinds(data, dtype).items()}
 
 
 @functools.cache
 def _code_exponents(dtype: torch.dtype) -> list[int | None]:
-    """``floor(log2(|code|))`` of each code; None for zero and codes that are not finite."""
+    """``floor(log2(|code|))`` of each code; None for zero and a code that is not finite."""
     return [
         math.frexp(v)[1] - 1 if v and math.isfinite(v) else None
         for v in code_values(dtype).tolist()
@@ -521,62 +522,52 @@ def _original(x: Any, original: Tensor | None) -> Tensor | None:
             "was quantized, in the same view."
         )
     if is_dtensor(x) or is_dtensor(original):
-        where = getattr(x, "placements", None), getattr(x, "device_mesh", None)
-        there = getattr(original, "placements", None), getattr(original, "device_mesh", None)
-        if where != there:
+        placed = getattr(x, "placements", None), getattr(x, "device_mesh", None)
+        expected = getattr(original, "placements", None), getattr(original, "device_mesh", None)
+        if placed != expected:
             raise ValueError(
-                f"original must have the placements of x, {where[0]}; got {there[0]}. Redistribute "
-                "it, or compare full_tensor()s."
+                f"original must have the placements of x, {placed[0]}; got {expected[0]}. "
+                "Redistribute it, or compare full_tensor()s."
             )
         original = local_of(original)
     original = original.detach()
     if _is_stored_in_fp8(original):
         original = original.dequantize()
-    result: Tensor = original.to(stored(x).device)
-    return result
+    return original.to(stored(x).device)
 
 
 def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> TensorStats:
     scale, amax = shard.scale.detach(), shard.amax.detach()
-    codes = shard.qdata.detach().view(torch.uint8).reshape(-1)
+    data = shard.qdata.detach().view(torch.uint8).reshape(-1)
     # Sums and maxima, each in one float64 tensor: exact up to 2**53 elements.
-    sums = [torch.bincount(codes, minlength=256).double()]
+    sums = [torch.bincount(data, minlength=256).double()]
     extremes = [-scale, scale, amax]
     if source is not None:
-        whole = Errors.of(shard.qdata.detach(), scale, shard.spec, source)
-        every = (-1,) * shard.ndim
-        for part in (whole.clipped, whole.flushed, whole.finite):
-            sums.append(_sum(part, every).reshape(1).double())
-        for values in (whole.source, whole.error):
-            sums.append(_norm(values, every).reshape(1).square())
-        sums.append(whole.error.sum(dtype=torch.float64).reshape(1))
-        extremes.append(whole.error.abs())
+        errors = Errors.of(shard.qdata.detach(), scale, shard.spec, source)
+        one_block = (-1,) * shard.ndim
+        for mask in (errors.clipped, errors.flushed, errors.finite):
+            sums.append(_sum(mask, one_block).reshape(1).double())
+        for values in (errors.source, errors.error):
+            sums.append(_norm(values, one_block).reshape(1).square())
+        sums.append(errors.error.sum(dtype=torch.float64).reshape(1))
+        extremes.append(errors.error.abs())
     maxima = torch.stack([_maximum(e) for e in extremes])
-    total = torch.cat(sums)
+    flat = torch.cat(sums)
     if is_dtensor(x) and not local:
-        for dim, placement in enumerate(x.placements):
-            if placement.is_partial():
-                raise ValueError(
-                    f"x must be sharded or replicated; got {x.placements}. Redistribute it, or "
-                    "pass local=True."
-                )
-            if not placement.is_replicate():
-                group = x.device_mesh.get_group(dim)
-                dist.all_reduce(total, group=group)
-                dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    found = torch.cat([total, maxima]).tolist()  # the only transfer, but for bincount's own
-    counts, rest, most = found[:256], found[256 : len(total)], found[len(total) :]
+        _combine_over_mesh(x, flat, maxima)
+    numbers = torch.cat([flat, maxima]).tolist()  # the only transfer, but for bincount's own
+    counts, totals, most = numbers[:256], numbers[256 : len(flat)], numbers[len(flat) :]
     comparison = None
-    if rest:
-        numel, finite = round(sum(counts)), rest[2]
+    if totals:
+        clipped, flushed, finite, signal, noise, error = totals
         comparison = Comparison(
-            numel=numel,
-            clipped_count=round(rest[0]),
-            flushed_count=round(rest[1]),
-            signal=rest[3],
-            noise=rest[4],
+            numel=round(sum(counts)),
+            clipped_count=round(clipped),
+            flushed_count=round(flushed),
+            signal=signal,
+            noise=noise,
             max_error=max(most[3], 0.0),
-            mean_error=rest[5] / finite if finite else 0.0,
+            mean_error=error / finite if finite else 0.0,
         )
     has_blocks = most[1] != -math.inf
     shape = shard.shape if local else x.shape
@@ -592,17 +583,33 @@ def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> Ten
     )
 
 
+def _combine_over_mesh(x: DTensor, sums: Tensor, maxima: Tensor) -> None:
+    """Add up the sums of all shards of a DTensor, and take the largest of the maxima, in place."""
+    for dim, placement in enumerate(x.placements):
+        if placement.is_partial():
+            raise ValueError(
+                f"x must be sharded or replicated; got {x.placements}. Redistribute it, or "
+                "pass local=True."
+            )
+        if not placement.is_replicate():
+            group = x.device_mesh.get_group(dim)
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+
+
 def _block_stats(shard: Any, source: Tensor | None) -> BlockStats:
     block, qdata = shard.spec.block, shard.qdata.detach()
     masks = _kinds(qdata.view(torch.uint8), shard.spec.fp8_dtype)
     size = qdata.float().abs()
     number = size.isfinite() & (size > 0)
-    low = -by_block((-size).masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
-    high = by_block(size.masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
-    none = high == -math.inf
+    smallest = -by_block((-size).masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
+    largest = by_block(size.masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
+    is_zero = largest == -math.inf
     first, last = (
-        (torch.frexp(v.masked_fill(none, 1.0)).exponent - 1).float().masked_fill(none, math.nan)
-        for v in (low, high)
+        (torch.frexp(v.masked_fill(is_zero, 1.0)).exponent - 1)
+        .float()
+        .masked_fill(is_zero, math.nan)
+        for v in (smallest, largest)
     )
     sqnr = None
     if source is not None:

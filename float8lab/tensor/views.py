@@ -196,9 +196,9 @@ class _Slice(NamedTuple):
         return self.first + (self.size - 1) * self.step
 
 
-def _slice_of_blocks(x: Float8Tensor, q: Tensor, record: Step, part: _Slice) -> Float8Tensor:
+def _slice_of_blocks(x: Float8Tensor, q: Tensor, record: Step, taken: _Slice) -> Float8Tensor:
     """The slice of a dimension in blocks of several elements, of which not all have a block."""
-    dim, first, last, step = part.dim, part.first, part.last, part.step
+    dim, first, last, step = taken.dim, taken.first, taken.last, taken.step
     source, block = x, x.spec.block[dim]
     if first // block != last // block and (step > 1 or first % block):
         block = math.gcd(first, block) if step == 1 else 1
@@ -209,7 +209,7 @@ def _slice_of_blocks(x: Float8Tensor, q: Tensor, record: Step, part: _Slice) -> 
         for t in (source.scale, source.amax)
     )
     owns_blocks = step == 1 and first % block == 0
-    owns_blocks = owns_blocks and (part.size % block == 0 or last + 1 == x.shape[dim])
+    owns_blocks = owns_blocks and (taken.size % block == 0 or last + 1 == x.shape[dim])
     return view_of(
         x, (q, scale, amax), source.spec.block, record, partial=not owns_blocks,
         copied=source is not x,
@@ -231,7 +231,7 @@ def _select(op: OpOverload, x: Float8Tensor, dim: int, index: int) -> Float8Tens
 def _split(
     op: OpOverload, x: Float8Tensor, sizes: int | Sequence[int], dim: int = 0
 ) -> list[Float8Tensor]:
-    stops = accumulate(part.shape[dim] for part in op(x.qdata, sizes, dim))
+    stops = accumulate(q.shape[dim] for q in op(x.qdata, sizes, dim))
     bounds = pairwise((0, *stops))
     return [_slice(aten.slice.Tensor, x, dim, start, stop, 1) for start, stop in bounds]
 

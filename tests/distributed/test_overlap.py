@@ -35,7 +35,7 @@ class FileWindow(overlap.Window):
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         self.rank, self.size, self.nbytes = ranks.rank, ranks.world, nbytes
-        self.half, self._parts, self.is_captured = 0, {}, False
+        self.half, self._views, self.is_captured = 0, {}, False
         self.memories = [
             torch.from_file(
                 str(ranks.tmp_path / f"{rank}"),
@@ -47,7 +47,7 @@ class FileWindow(overlap.Window):
     def barrier(self) -> None:
         dist.barrier()
 
-    def _part(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _make_view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         place = self.half * self.nbytes + start
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         return self.memories[rank][place : place + nbytes].view(dtype).view(shape)

@@ -52,7 +52,7 @@ def recorder(monkeypatch):
     def capture(run, pool, stream):
         assert isinstance(STATE.region, recorded.Trial)
         graph = Again(run)
-        return graph, graph.results
+        return graph.replay, graph.results
 
     def warm_up(units, count, allow_unused, exact, *, waits=True):
         with recorded.inside(recorded.Trial()):

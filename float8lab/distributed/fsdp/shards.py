@@ -17,9 +17,9 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,18 @@ from float8lab.distributed.fsdp.weight import (
     cast_rows,
     shard_mesh,
 )
+from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of
 from float8lab.tensor.views import cut
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+    _Tensor = Tensor
+else:
+    _Tensor = object  # the classes of shards are tensors, this base is not
 
 __all__ = [
     "MasterShard",
@@ -48,10 +57,10 @@ __all__ = [
 ]
 
 
-def _move(name: str) -> Any:
+def _move(name: str) -> Callable[..., Shard]:
     """A method by which FSDP2 pads a shard, moves it to the device or pins it."""
 
-    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def move(self: Shard, *args: object, **kwargs: object) -> Shard:
         moved = getattr(super(Shard, self), name)(*args, **kwargs)
         # FSDP2 narrows last when it replaces a shard; the other methods also make mere copies.
         return _become_shard(moved, self.owner, self.weight, registered=name == "narrow")
@@ -59,7 +68,7 @@ def _move(name: str) -> Any:
     return move
 
 
-class Shard:
+class Shard(_Tensor):
     """Base of both kinds of shards: FSDP2's hooks, and its ways to move a shard.
 
     Attributes:
@@ -68,20 +77,25 @@ class Shard:
     """
 
     weight: ShardedWeight
-    owner: Any
+    owner: DTensor
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: object,
     ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:
         """Return the bytes that this rank sends, uint8 ``[padded rows, K]``; scales and amaxes."""
-        shard: Any = self if isinstance(self, Shard) else _first_shard(self, mesh, module)
-        stored = isinstance(shard, Float8Tensor)
-        if stored and shard._window is not None:
+        shard = self if isinstance(self, Shard) else _first_shard(self, mesh, module)
+        is_stored = isinstance(shard, Float8Tensor)
+        if isinstance(shard, Float8Tensor) and shard._window is not None:
             settle(shard)
         weight = shard.weight
         weight.prepare(shard, mesh)
         layout, chunks = weight.layout, []
-        is_one_run = stored and len(layout.runs) == 1
+        is_one_run = is_stored and len(layout.runs) == 1
         for rows, blocks in layout.runs:
             run = shard if is_one_run else shard[rows]
             chunks.append(cast_rows(run, weight.factor[blocks], layout.spec).view(torch.uint8))
@@ -96,7 +110,12 @@ class Shard:
     fsdp_pre_all_gather.__signature__ = _signature  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: tuple[Tensor, Tensor],
+        param_dtype: torch.dtype,
+        *,
+        out: Float8Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Make a Float8Tensor of the gathered bytes, or renew the scales of ``out``, its view.
 
@@ -126,10 +145,10 @@ class MasterShard(Shard, Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         return self.as_subclass(Tensor).__deepcopy__(memo)
 
 
@@ -140,22 +159,25 @@ class StoredShard(Shard, Float8Tensor):
     def _make(cls, *args: Any, **kwargs: Any) -> Float8Tensor:
         return Float8Tensor._make(*args, **kwargs)
 
-    def _extra(self) -> dict[str, Any]:
+    def _extra(self) -> dict[str, object]:
         return {k: v for k, v in super()._extra().items() if k not in ("weight", "owner")}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         rebuild, state = super().__reduce_ex__(protocol)
         return rebuild, state[:-1]  # without the class: a Float8Tensor is made
 
 
-def _become_shard(local: Any, owner: Any, weight: ShardedWeight, *, registered: bool = True) -> Any:
+def _become_shard(
+    local: Tensor, owner: DTensor, weight: ShardedWeight, *, registered: bool = True
+) -> Shard:
     """Make a tensor a shard of ``weight``, and its current one if it is registered with FSDP2."""
     local.__class__ = StoredShard if isinstance(local, Float8Tensor) else MasterShard
-    local.weight, local.owner = weight, owner
+    shard = cast(Shard, local)
+    shard.weight, shard.owner = weight, owner
     if registered:
         # Weak, but not to the parameter: that would forbid torch.utils.swap_tensors on it.
-        weight.shard = weakref.ref(local)
-    return local
+        weight.shard = weakref.ref(shard)
+    return shard
 
 
 def settle(x: Float8Tensor) -> None:
@@ -165,13 +187,13 @@ def settle(x: Float8Tensor) -> None:
     x._window = None
 
 
-def _first_shard(local: Any, mesh: Any, module: nn.Module) -> Any:
+def _first_shard(local: Float8Tensor, mesh: DeviceMesh, module: nn.Module) -> Shard:
     """Make a Float8Tensor a shard at its first all-gather, in a module that is not ``Shardable``.
 
     With CPU offload, ``local`` is a copy of a parameter's local tensor. FSDP2 asks for the
-    parameters in turn, so it is the first that is no shard yet.
+    parameters one after the other, so it is the first that is no shard yet.
     """
-    parameters: Any = module._parameters.values()
+    parameters = [p for p in module._parameters.values() if is_dtensor(p)]
     sharded = [p for p in parameters if type(local_of(p)) is type(local)]
     owner = next((p for p in sharded if local_of(p) is local), sharded[0])
     weight = ShardedWeight(Layout.of(local.spec, owner.shape, mesh))
@@ -211,7 +233,7 @@ class Shardable(nn.Module):
         # this goes past a method of torch that does much more.
         parameters[name] = value
 
-    def _make_shard(self, name: str, parameter: Any, old: Any, tp_dims: int) -> None:
+    def _make_shard(self, name: str, parameter: DTensor, old: Tensor, tp_dims: int) -> None:
         """Make the local tensor of a parameter that takes the place of ``old`` a shard.
 
         ``tp_dims``: how many dimensions of its mesh are those of tensor parallelism.
@@ -226,29 +248,30 @@ class Shardable(nn.Module):
         if isinstance(before, Shard):
             _stay_shard(parameter, before.weight)
         elif isinstance(local, Float8Tensor) and isinstance(before, Float8Tensor):
-            may, group = True, None
-            if self._placement is not None:
-                may, group = self._placement.shares_blocks(before.spec)
-            if not may:
-                return
-            layout = Layout.of(before.spec, before.shape, shard_mesh(parameter, tp_dims), group)
-            _take_rows(local, before, layout)
-            _become_shard(local, parameter, ShardedWeight(layout))
+            layout = self._layout(before.spec, parameter, before.shape, tp_dims)
+            if layout is not None:
+                _take_rows(local, before, layout)
+                _become_shard(local, parameter, ShardedWeight(layout))
         elif type(local) is Tensor and _may_be_fsdp_alone(copied):
-            cast, group = self._weight_cast(name), None
-            if cast is not None and self._placement is not None:
-                may, group = self._placement.shares_blocks(cast.spec)
-                cast = cast if may else None
-            if cast is not None:
-                mesh = shard_mesh(parameter, tp_dims)
-                layout = Layout.of(cast.spec, before.shape, mesh, group)
+            cast = self._weight_cast(name)
+            layout = cast and self._layout(cast.spec, parameter, before.shape, tp_dims)
+            if layout is not None:
                 _become_shard(local, parameter, ShardedWeight(layout, cast))
+
+    def _layout(
+        self, spec: Float8Spec, parameter: DTensor, shape: Sequence[int], tp_dims: int
+    ) -> Layout | None:
+        """The layout of a parameter of which a rank has ``shape``; None: FP8 cannot be gathered."""
+        shares, group = True, None
+        if self._placement is not None:
+            shares, group = self._placement.shares_blocks(spec)
+        return Layout.of(spec, shape, shard_mesh(parameter, tp_dims), group) if shares else None
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with _shards_kept(self):
             super()._load_from_state_dict(*args, **kwargs)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         with _shards_kept(self):
             return super()._apply(fn, recurse)
 
@@ -265,10 +288,11 @@ def _shards_kept(module: nn.Module) -> Iterator[None]:
             _stay_shard(module._parameters[name], weight)
 
 
-def _stay_shard(parameter: Any, weight: ShardedWeight) -> None:
+def _stay_shard(parameter: Tensor | None, weight: ShardedWeight) -> None:
     """Make a local tensor that a parameter was given a shard of the same weight."""
-    local, stored = local_of(parameter), weight.rule is None
-    if local is parameter or isinstance(local, Shard) or isinstance(local, Float8Tensor) != stored:
+    if not is_dtensor(parameter) or isinstance(local := local_of(parameter), Shard):
+        return
+    if isinstance(local, Float8Tensor) != (weight.rule is None):
         return
     weight.version = -1  # unlike any: there may be other values in it
     _become_shard(local, parameter, weight)
@@ -295,7 +319,7 @@ def _take_rows(local: Float8Tensor, unsharded: Float8Tensor, layout: Layout) -> 
         local._high_precision_init_val = initial[rows].clone()
 
 
-def _may_be_fsdp_alone(copied: Sequence[Any]) -> bool:
+def _may_be_fsdp_alone(copied: Sequence[Placement]) -> bool:
     """Whether FSDP2 alone can have made placements that begin so, and end in a cut."""
     return len(copied) <= 1 and all(p.is_replicate() for p in copied)
 
@@ -311,7 +335,7 @@ def sharded_by_fsdp(model: nn.Module) -> set[nn.Module]:
     return {*managed, *(below for module in given for below in module.modules())}
 
 
-def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
+def is_tensor_parallel(parameter: Tensor | None, *, sharded: bool) -> bool:
     """Whether a parameter is a DTensor when its module runs.
 
     Args:
@@ -323,14 +347,14 @@ def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
     return bool(placements) and not (sharded and _may_be_fsdp_alone(placements[:-1]))
 
 
-def is_column_or_row_shard(placements: Sequence[Any]) -> bool:
+def is_column_or_row_shard(placements: Sequence[Placement]) -> bool:
     """Whether a weight so placed is a shard of its columns or rows, or replicated."""
     cuts = [placement for placement in placements if not placement.is_replicate()]
     return not cuts or (len(cuts) == 1 and (cuts[0].is_shard(0) or cuts[0].is_shard(1)))
 
 
-def is_sharded_plain(parameter: Any) -> bool:
-    """Whether FSDP2 has sharded a parameter and found no hooks; it does not look again."""
+def is_sharded_plain(parameter: Tensor | None) -> bool:
+    """Whether FSDP2 has sharded a parameter and found no hooks; it looks once."""
     return is_dtensor(parameter) and type(local_of(parameter)) is Tensor
 
 

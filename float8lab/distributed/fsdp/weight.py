@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.dtensor import local_of
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
 __all__ = [
     "Layout",
     "ShardedWeight",
@@ -57,13 +62,14 @@ _ALIGNED = 4
 """Floats. A GEMM on a GPU copies scales that do not begin at a multiple of 16 bytes."""
 
 
-def shard_mesh(parameter: Any, tp_dims: int = 0) -> Any:
+def shard_mesh(parameter: DTensor, tp_dims: int = 0) -> DeviceMesh:
     """The ranks that FSDP2 shards a parameter for, with or without hybrid sharding.
 
     ``tp_dims``: how many dimensions of the mesh are those of tensor parallelism; they come last.
     """
     mesh = parameter.device_mesh
-    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1 - tp_dims]]
+    names = mesh.mesh_dim_names or ()
+    return mesh if mesh.ndim == 1 else mesh[names[-1 - tp_dims]]
 
 
 class Layout(NamedTuple):
@@ -73,22 +79,25 @@ class Layout(NamedTuple):
     Under tensor parallelism the weight is itself a shard, of rows or columns, of a larger one.
     """
 
-    spec: Float8Spec  # the format, blocks and scale rule of the whole weight
-    shape: tuple[int, ...]  # the shape of the whole weight
+    spec: Float8Spec  # the format, blocks and scale rule of the unsharded weight
+    shape: tuple[int, ...]  # the shape of the unsharded weight
     blocks: tuple[int, ...]  # the shape of the weight's scales
     numbers: int  # floats from these scales to the next weight's, so that all are aligned
     shards: ShardMap  # of the weight's rows
     padding: int  # rows that the shard sends besides, where the shards of other ranks have more
     runs: tuple[tuple[slice, slice], ...]
-    """Runs of rows of the shard that lie on the weight's blocks, each with its block rows.
+    """Runs of rows of the shard within the weight's blocks, each with its block rows.
 
     A shard that starts inside a block has two: the rest of that block, and what follows.
     """
-    mesh: Any  # the ranks that have shards
-    group: Any = None  # other ranks that hold parts of the same blocks, by tensor parallelism
+    mesh: DeviceMesh  # the ranks that have shards
+    group: ProcessGroup | None = None
+    """The ranks that hold shards of the same blocks by tensor parallelism."""
 
     @staticmethod
-    def of(spec: Float8Spec, shape: Any, mesh: Any, group: Any = None) -> Layout:
+    def of(
+        spec: Float8Spec, shape: Sequence[int], mesh: DeviceMesh, group: ProcessGroup | None = None
+    ) -> Layout:
         """The layout of a weight that is cut for the ranks of ``mesh``."""
         N = shape[0]
         shards = ShardMap.of(N, mesh.size(), mesh.get_local_rank())
@@ -96,9 +105,9 @@ class Layout(NamedTuple):
         size = N if spec.block[0] == -1 else spec.block[0]
         head = 0 if spec.block[0] == -1 else min(rows, -start % size)
         runs = tuple(
-            (slice(low, high), slice((start + low) // size, -(-(start + high) // size)))
-            for low, high in ((0, head), (head, rows))
-            if low < high
+            (slice(first, stop), slice((start + first) // size, -(-(start + stop) // size)))
+            for first, stop in ((0, head), (head, rows))
+            if first < stop
         )
         blocks = spec.scale_shape(tuple(shape))
         numbers = round_up(math.prod(blocks), _ALIGNED)
@@ -115,13 +124,17 @@ class Layout(NamedTuple):
         return (torch.arange(count, device=device) * size + start) // self.spec.block[0]
 
 
-def layout_of(parameter: Any) -> Layout:
+def layout_of(parameter: Tensor) -> Layout:
     """The layout of a sharded parameter that is stored in FP8."""
-    local = local_of(parameter)
+    local = cast(Float8Tensor, local_of(parameter))
     weight: ShardedWeight | None = getattr(local, "weight", None)
     if weight is not None:
         return weight.layout
-    return Layout.of(local.spec, parameter.shape, shard_mesh(parameter))
+    return Layout.of(local.spec, parameter.shape, shard_mesh(cast("DTensor", parameter)))
+
+
+_Rule = tuple[torch.dtype, str, float, float]
+_Shards = Sequence[Tensor | None]
 
 
 class WeightCast(NamedTuple):
@@ -142,11 +155,11 @@ class ShardedWeight:
         cast: how the weight is cast for the all-gather; None: it is stored in FP8. Blocks of such
             a weight have scales already; those of a block that several ranks hold parts of, such as
             the one block of a weight scaled as a whole, can differ after the ranks wrote to their
-            parts. So the block gets the largest, and bytes with another scale are cast again.
+            parts. So the block gets the largest, and bytes with another scale are requantized.
     """
 
-    shard: weakref.ref[Any]  # the local tensor of the sharded parameter
-    scale: Tensor  # decode scales of the whole weight, since the last reduction
+    shard: weakref.ref[Tensor]  # the local tensor of the sharded parameter
+    scale: Tensor  # decode scales of the unsharded weight, since the last reduction
     factor: Tensor  # the factors that a cast takes for these scales
     amax: Tensor  # the amaxes from which they were made
 
@@ -154,7 +167,7 @@ class ShardedWeight:
         self.layout = layout
         # Weights with equal rules get scales from amaxes by the same function.
         spec = layout.spec
-        self.rule = (
+        self.rule: _Rule | None = (
             None
             if cast is None
             else (spec.fp8_dtype, spec.scale_rule, cast.amax_epsilon, cast.headroom)
@@ -163,7 +176,7 @@ class ShardedWeight:
         self.batch: _Batch | None = None
         self.index = 0  # in the batch
 
-    def prepare(self, shard: Any, mesh: Any) -> None:
+    def prepare(self, shard: Tensor, mesh: DeviceMesh) -> None:
         """Have the scales of an all-gather that begins, by a reduction over ranks if one is due.
 
         Args:
@@ -172,9 +185,10 @@ class ShardedWeight:
         """
         batch, backward = self.batch, in_backward()
         members: list[ShardedWeight] = []
+        shards: list[Tensor | None] = []
         if batch is None:
-            here = channel(mesh.get_group())
-            batch = self.batch = here.filling = here.filling or _Batch(here)
+            ranks = channel(mesh.get_group())
+            batch = self.batch = ranks.filling = ranks.filling or _Batch(ranks)
             self.index = len(batch.members)
             batch.members.append(self)
             members, shards = [self], [shard]
@@ -185,8 +199,8 @@ class ShardedWeight:
             members, shards = batch.members, [member.shard() for member in batch.members]
         if members:
             _set_scales(members, shards, shard.device, mesh)
-            for member, one in zip(members, shards, strict=True):
-                member.version = None if one is None else _version(one)
+            for member, member_shard in zip(members, shards, strict=True):
+                member.version = None if member_shard is None else _version(member_shard)
         batch.latest = sys.maxsize if backward else max(batch.latest, self.index)
 
 
@@ -200,13 +214,13 @@ class _Batch:
 
 
 def _version(shard: Any) -> int | None:
-    """A value that changes with every change of the weight by an op on the whole of it."""
-    counted = shard.qdata if isinstance(shard, Float8Tensor) else shard.owner
+    """A value that changes with every change of the weight by an op on all of it."""
+    counted: Tensor = shard.qdata if isinstance(shard, Float8Tensor) else shard.owner
     return None if counted.is_inference() else counted._version
 
 
 def _set_scales(
-    weights: Sequence[ShardedWeight], shards: Sequence[Any], device: torch.device, mesh: Any
+    weights: Sequence[ShardedWeight], shards: _Shards, device: torch.device, mesh: DeviceMesh
 ) -> None:
     """Give weights the scales of their amaxes over all ranks: one all-reduce.
 
@@ -216,9 +230,9 @@ def _set_scales(
         device: where the scales are wanted.
         mesh: the ranks that have shards.
     """
-    made: dict[Any, list[tuple[Tensor, ...]]] = {}
+    made: dict[_Rule | None, list[tuple[Tensor, ...]]] = {}
     with torch.inference_mode(False), torch.no_grad():
-        every, amaxes = reduced_amaxes([w.layout for w in weights], shards, device, mesh)
+        flat, amaxes = reduced_amaxes([w.layout for w in weights], shards, device, mesh)
         sizes = [weight.layout.numbers for weight in weights]
         for i, (weight, amax) in enumerate(zip(weights, amaxes, strict=True)):
             weight.amax = amax
@@ -228,71 +242,73 @@ def _set_scales(
                 weight.scale, weight.factor = made_alone
                 continue
             if weight.rule not in made:
-                scale, factor = every, every
+                scale, factor = flat, flat
                 if weight.rule is not None:
                     fp8_dtype, scale_rule, epsilon, headroom = weight.rule
-                    scale, factor = factors_from_amax(every, fp8_dtype, scale_rule, epsilon)
+                    scale, factor = factors_from_amax(flat, fp8_dtype, scale_rule, epsilon)
                     if headroom != 1.0:
                         scale, factor = scale * headroom, factor / headroom
                 made[weight.rule] = [scale.split(sizes), factor.split(sizes)]
             weight.scale, weight.factor = (
-                parts[i][: amax.numel()].view(amax.shape) for parts in made[weight.rule]
+                floats[i][: amax.numel()].view(amax.shape) for floats in made[weight.rule]
             )
 
 
 def reduced_amaxes(
-    layouts: Sequence[Layout], shards: Sequence[Any], device: torch.device, mesh: Any
+    layouts: Sequence[Layout], shards: _Shards, device: torch.device, mesh: DeviceMesh
 ) -> tuple[Tensor, list[Tensor]]:
-    """The amaxes of the blocks of whole weights, in a row and of each weight: one all-reduce.
+    """The amaxes of the blocks of unsharded weights, flat and of each weight: one all-reduce.
 
     The amax of a block that is stored in FP8 is the largest scale that a rank has for it.
     """
     sizes = [layout.numbers for layout in layouts]
-    every = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     amaxes = [
-        part[: math.prod(layout.blocks)].view(layout.blocks)
-        for part, layout in zip(every.split(sizes), layouts, strict=True)
+        floats[: math.prod(layout.blocks)].view(layout.blocks)
+        for floats, layout in zip(flat.split(sizes), layouts, strict=True)
     ]
     targets, values = [], []
     for amax, layout, shard in zip(amaxes, layouts, shards, strict=True):
-        if shard is None:
-            continue
-        if shard.device != device:
-            shard = shard.detach().to(device, non_blocking=True)
-        stored = isinstance(shard, Float8Tensor)
-        whole = stored and shard._window is None and len(layout.runs) == 1
-        for rows, blocks in layout.runs:
-            part, block = shard if whole else shard[rows], layout.spec.block
-            targets.append(amax[blocks])
-            if stored:
-                values.append(_largest_scales(part, block))
-            elif part.ndim == 3:
-                values.append(_amaxes_of_experts(part, block))
-            else:
-                values.append(amax_op("", (part,), part.dtype, block))
+        if shard is not None:
+            targets += [amax[blocks] for _, blocks in layout.runs]
+            if shard.device != device:
+                shard = shard.detach().to(device, non_blocking=True)
+            values += _shard_amaxes(shard, layout)
     if targets:
         torch._foreach_copy_(targets, values)
     if mesh.size() > 1:
-        amax_over_ranks(every, mesh.get_group(), out=every)
-    groups: dict[Any, list[Tensor]] = {}
+        amax_over_ranks(flat, mesh.get_group(), out=flat)
+    groups: dict[ProcessGroup, list[Tensor]] = {}
     for amax, layout in zip(amaxes, layouts, strict=True):
         if layout.group is not None:
             groups.setdefault(layout.group, []).append(amax)
-    for group, parts in groups.items():
-        shared = amax_over_ranks(torch.cat([part.flatten() for part in parts]), group)
-        split = shared.split([part.numel() for part in parts])
+    for group, local in groups.items():
+        shared = amax_over_ranks(torch.cat([amax.flatten() for amax in local]), group)
+        split = shared.split([amax.numel() for amax in local])
         torch._foreach_copy_(
-            parts, [new.view(old.shape) for new, old in zip(split, parts, strict=True)]
+            local, [new.view(old.shape) for new, old in zip(split, local, strict=True)]
         )
-    return every, amaxes
+    return flat, amaxes
+
+
+def _shard_amaxes(shard: Tensor, layout: Layout) -> list[Tensor]:
+    """The amaxes, or the largest scales, of the blocks of each run of a shard."""
+    block = layout.spec.block
+    if isinstance(shard, Float8Tensor):
+        is_one_run = shard._window is None and len(layout.runs) == 1
+        runs = [shard] if is_one_run else [shard[rows] for rows, _ in layout.runs]
+        return [_largest_scales(cast(Float8Tensor, run), block) for run in runs]
+    if shard.ndim == 3:
+        return [_amaxes_of_experts(shard[rows], block) for rows, _ in layout.runs]
+    return [amax_op("", (shard[rows],), shard.dtype, block) for rows, _ in layout.runs]
 
 
 def _amaxes_of_experts(weights: Tensor, block: tuple[int, ...]) -> Tensor:
     """The amax of each block of some experts' weights."""
     if block == (1, -1, -1):
         return Groups("", (weights,), weights.dtype, None).amax()
-    parts = [amax_op("", (part,), part.dtype, block[1:]) for part in _as_matrices(weights, block)]
-    return torch.stack(parts).view(weights.shape[0], -1, parts[0].shape[1])
+    amaxes = [amax_op("", (w,), w.dtype, block[1:]) for w in _as_matrices(weights, block)]
+    return torch.stack(amaxes).view(weights.shape[0], -1, amaxes[0].shape[1])
 
 
 def _as_matrices(weights: Tensor, block: tuple[int, ...]) -> Sequence[Tensor]:
@@ -319,11 +335,10 @@ def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
         rule = spec.rule_of("decode")
     if rows.ndim == 3:
         return _cast_experts(rows, factor, spec)
-    q: Tensor = cast_op(
+    return cast_op(
         "", (rows,), rows.dtype, spec.fp8_dtype, spec.block, rule, 0.0, 1,
         True, False, False, factor,
     )[0]  # fmt: skip
-    return q
 
 
 def _cast_experts(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
@@ -337,15 +352,23 @@ def _cast_experts(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
         return q[:, :N, :K].contiguous()
     inner, matrices = replace(spec, block=spec.block[1:]), _as_matrices(rows, spec.block)
     factors = factor.reshape(len(matrices), -1, factor.shape[-1])
-    parts = [cast_rows(one, by, inner) for one, by in zip(matrices, factors, strict=True)]
-    return torch.stack(parts).view(E, N, K)
+    data = [cast_rows(w, encode, inner) for w, encode in zip(matrices, factors, strict=True)]
+    return torch.stack(data).view(E, N, K)
 
 
-def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> None:
-    """Overwrite sharded parameters stored in FP8 as one process would overwrite the whole ones.
+class _Write(NamedTuple):
+    """A shard stored in FP8 that is overwritten."""
 
-    Blocks that several ranks hold parts of, such as the one block of a weight scaled as a whole,
-    get the scale of the whole block: a collective, one all-reduce for each mesh.
+    weight: ShardedWeight
+    local: Float8Tensor
+    value: Tensor
+
+
+def requantize_shards_(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Overwrite sharded parameters stored in FP8 as one process would overwrite unsharded ones.
+
+    Blocks that several ranks hold parts of, such as the one block of a weight with one scale,
+    get one scale: a collective, one all-reduce for each mesh.
 
     Args:
         parameters: DTensors of Float8Tensors, matrices sharded by rows as FSDP2 does; the same
@@ -364,7 +387,7 @@ def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> N
             "for each."
         )
     for parameter, value in zip(parameters, values, strict=True):
-        local: Any = getattr(parameter, "_local_tensor", None)
+        local = cast(Tensor, getattr(parameter, "_local_tensor", None))
         check_instance("parameters", local, Float8Tensor, "DTensors of Float8Tensors")
         check_tensor("values", value)
         if value.shape != local.shape:
@@ -372,35 +395,35 @@ def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> N
                 f"values must have the shapes of the ranks' shards, {tuple(local.shape)}; got "
                 f"{shown(value)}. Pass this rank's rows."
             )
-    meshes: dict[Any, list[tuple[ShardedWeight, Any, Tensor]]] = {}
+    meshes: dict[DeviceMesh, list[_Write]] = {}
     for parameter, value in zip(parameters, values, strict=True):
         layout = layout_of(parameter)
         weight = ShardedWeight(layout, WeightCast(layout.spec))
-        each = meshes.setdefault(layout.mesh, [])
-        each.append((weight, local_of(parameter), value))
+        write = _Write(weight, cast(Float8Tensor, local_of(parameter)), value)
+        meshes.setdefault(layout.mesh, []).append(write)
     with torch.no_grad():
-        for mesh, each in meshes.items():
-            weights, _, plain = zip(*each, strict=True)
-            _set_scales(weights, plain, plain[0].device, mesh)
-            _write(each)
+        for mesh, writes in meshes.items():
+            plain = [write.value for write in writes]
+            _set_scales([write.weight for write in writes], plain, plain[0].device, mesh)
+            _write(writes)
 
 
-def _write(each: Sequence[tuple[ShardedWeight, Any, Tensor]]) -> None:
-    """Cast by the scales of the whole weights, one op for each kind of shard, and write them."""
-    scales, amaxes = [x.scale for _, x, _ in each], [x.amax for _, x, _ in each]
-    rows = [w.layout.block_rows(x.spec.block[0], x.device) for w, x, _ in each]
-    groups: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for _, local, value in each:
+def _write(writes: Sequence[_Write]) -> None:
+    """Cast by the scales of unsharded weights, one op for each kind of shard, and write them."""
+    scales, amaxes = [x.scale for _, x, _ in writes], [x.amax for _, x, _ in writes]
+    rows = [w.layout.block_rows(x.spec.block[0], x.device) for w, x, _ in writes]
+    groups: dict[tuple[torch.dtype, Float8Spec], list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for _, local, value in writes:
         kind = (value.dtype, local.spec)
         groups.setdefault(kind, []).append((value, local.scale, local.qdata))
     # The encode factors go where the scales will be, since the op keeps its table of addresses for
     # memory that stays.
-    torch._foreach_copy_(scales, [w.factor[r] for (w, *_), r in zip(each, rows, strict=True)])
+    torch._foreach_copy_(scales, [w.factor[r] for (w, *_), r in zip(writes, rows, strict=True)])
     for (_, spec), group in groups.items():
         values, encodes, data = (list(tensors) for tensors in zip(*group, strict=True))
         # Each block of the shard lies in one block of the weight, and has its factor by now.
         cast_many_op(values, data, spec.block, spec.rule_of("encode"), 0.0, [], [], encodes)
         torch.autograd.graph.increment_version(data)
-    new = [w.scale[r] for (w, *_), r in zip(each, rows, strict=True)]
-    new += [w.amax[r] for (w, *_), r in zip(each, rows, strict=True)]
+    new = [w.scale[r] for (w, *_), r in zip(writes, rows, strict=True)]
+    new += [w.amax[r] for (w, *_), r in zip(writes, rows, strict=True)]
     torch._foreach_copy_(scales + amaxes, new)

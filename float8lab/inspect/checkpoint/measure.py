@@ -64,7 +64,7 @@ class Measured:
     """The result of ``measure`` for one tensor."""
 
     stats: TensorStats | None = None
-    """Statistics of the codes of a quantized weight; None for any other tensor."""
+    """Statistics of the FP8 data of a quantized weight; None for any other tensor."""
     scale: ScaleStats | None = None
     plain: PlainStats | None = None
     blocks: int = 0
@@ -140,9 +140,9 @@ def _codes(item: Item, step: Step) -> Measured:
     cut_blocks: list[Tensor] | None = None
     nbytes = item.nbytes / max(math.prod(shape), 1)
     for box in boxes(shape, block):
-        codes = item.qdata(box)
-        counts += torch.bincount(codes.reshape(-1), minlength=count)
-        body = codes & (count // 2 - 1)
+        data = item.qdata(box)
+        counts += torch.bincount(data.reshape(-1), minlength=count)
+        body = data & (count // 2 - 1)
         top, below = (
             _each_block((body == code).view(torch.uint8), block, _count)
             for code in (blocks.top, blocks.top - 1)
@@ -158,7 +158,7 @@ def _codes(item: Item, step: Step) -> Measured:
             cut_blocks[2][place] += below
         else:
             blocks.add(largest, top, below, _factors(item, box))
-        step(round(nbytes * codes.numel()))
+        step(round(nbytes * data.numel()))
     if cut_blocks is not None:
         blocks.add(cut_blocks[0], cut_blocks[1], cut_blocks[2], _factors(item, None))
     return _measured(item, blocks, tuple(counts.tolist()))

@@ -42,12 +42,12 @@ def _check_permute(cases: Cases) -> None:
         row_map, probs = _row_map(cases, T, S, R, filled), cases.uniform(T, S)
         x, rows = cases.normal(T, H).to(dtype), cases.normal(R, H).to(dtype)
         scale, amax = cases.uniform(3, T).t(), cases.uniform(T, 3)
-        codes = cases.bytes(T, H)
+        data = cases.bytes(T, H)
         name = f"{T} tokens {S} places {filled} of {R} rows {H} features {name_of(dtype)}"
         moved: list[tuple[str, tuple[Any, ...]]] = [
             ("", (x, row_map, R)),
             (" probabilities", (x.t().contiguous().t(), row_map, R, probs)),
-            (" codes and scales", (codes, row_map, R, probs, None, scale, amax)),
+            (" FP8 data and scales", (data, row_map, R, probs, None, scale, amax)),
         ]
         for label, arguments in moved:
             cases.begin(name + label)

@@ -21,7 +21,7 @@ from float8lab.tensor.statistics import Errors, TensorStats
 
 __all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
 
-_SUMS = ("flushed", "nan", "inf", "signal", "noise")  # after the counts of the 256 codes
+_SUMS = ("flushed", "nan", "inf", "signal", "noise")  # after 256 counts, one for each code
 _MAXIMA = ("amax", "scale_max", "minus_scale_min", "overshoot")
 WIDTH = 256 + len(_SUMS) + len(_MAXIMA)
 
@@ -76,7 +76,7 @@ def measure_cast(
 def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
     """Measure a tensor that is stored in FP8, against its master if that is known.
 
-    Without a master only codes, amax and scales are measured, since the source of the tensor is
+    Without a master only FP8 data, amax and scales are measured, since the source of the tensor is
     unknown.
     """
     if master is not None:
@@ -92,13 +92,13 @@ def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
 
 
 def _count_codes(q: Tensor) -> Tensor:
-    """How many elements have each of the 256 codes, float64: exact up to 2**53."""
-    codes = q.view(torch.uint8).reshape(-1)
-    if not codes.is_cuda:
-        return torch.bincount(codes, minlength=256).double()
+    """How many elements have each code, 256 counts in float64: exact up to 2**53."""
+    data = q.view(torch.uint8).reshape(-1)
+    if not data.is_cuda:
+        return torch.bincount(data, minlength=256).double()
     # bincount waits for the GPU, and adds atomically in no fixed order; this does neither.
     edges = torch.arange(257, dtype=torch.int32, device=q.device)
-    upper_bounds = torch.searchsorted(codes.sort().values.int(), edges)
+    upper_bounds = torch.searchsorted(data.sort().values.int(), edges)
     return upper_bounds.diff().double()
 
 
@@ -120,7 +120,7 @@ def record_of(
 ) -> Record:
     """The record of one measurement, given its numbers on the host."""
     assert len(numbers) == WIDTH, "as numbers_of gives them"
-    codes = tuple(map(round, numbers[:256]))
+    counts = tuple(map(round, numbers[:256]))
     sums = dict(zip(_SUMS, numbers[256:], strict=False))
     maxima = dict(zip(_MAXIMA, numbers[-len(_MAXIMA) :], strict=True))
     scale_min, scale_max = -maxima["minus_scale_min"], maxima["scale_max"]
@@ -131,7 +131,7 @@ def record_of(
         amax=maxima["amax"],
         scale_min=scale_min,
         scale_max=scale_max,
-        codes=codes,
+        codes=counts,
     )
     exponents = stats.histogram("exponent")
     return Record(

@@ -42,7 +42,7 @@ class Record:
     flushed: float
     """Share that became zero and was not."""
     subnormal: float
-    """Share of subnormal codes."""
+    """Share of subnormal numbers."""
     nan: int
     inf: int
     """NaNs and infinities before the cast."""
@@ -54,10 +54,10 @@ class Record:
     the scale is that of the values themselves."""
     elements: int
     exponents: dict[int, int] = field(default_factory=dict)
-    """How many nonzero finite codes have each exponent, floor(log2(|code|))."""
+    """How many nonzero finite elements have each exponent, floor(log2(|code|))."""
     stored: bool = False
     """Whether the operand was a weight stored in FP8. The values before the cast are then those of
-    its master or, if that is unknown, its own; NaNs and infinities are counted among its codes."""
+    its master or, if that is unknown, its own; NaNs and infinities count as elements."""
     fp8_dtype: str = ""
     """``"e4m3"`` or ``"e5m2"``."""
 

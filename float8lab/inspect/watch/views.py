@@ -54,8 +54,8 @@ def _rows_of_layer(
     """One kind of GEMM stands beside each operand, and the remaining kinds beside the last one."""
     kinds = [kind if n == 1 else f"{kind} x{n}" for kind, n in gemms.items()]
     for i, record in enumerate(records):
-        beside = kinds[i:] if i == len(records) - 1 else kinds[i : i + 1]
-        yield (layer if i == 0 else "", record.operand, *_cells(record), "\n".join(beside))
+        shown = kinds[i:] if i == len(records) - 1 else kinds[i : i + 1]
+        yield (layer if i == 0 else "", record.operand, *_cells(record), "\n".join(shown))
 
 
 _COLUMNS = ("amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale", "NaN", "inf")

@@ -231,8 +231,7 @@ class StackedWeight(NamedTuple):
 
 
 def _tensor(module: nn.Module, path: str) -> Tensor:
-    tensor: Tensor = operator.attrgetter(path)(module)
-    return tensor
+    return operator.attrgetter(path)(module)
 
 
 def stacked_weights(model: nn.Module) -> Iterator[StackedWeight]:

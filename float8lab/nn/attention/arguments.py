@@ -314,11 +314,8 @@ def lengths_of_packed(
         )
     if cu_seqlens_kv is None and attention_type == "self":
         cu_seqlens_kv = cu_seqlens_q
-    for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
-        check_lengths(name, lengths, why="qkv_format='thd'")
-    assert cu_seqlens_q is not None, "checked"
-    assert cu_seqlens_kv is not None, "checked"
-    return cu_seqlens_q, cu_seqlens_kv
+    queries = check_lengths("cu_seqlens_q", cu_seqlens_q, why="qkv_format='thd'")
+    return queries, check_lengths("cu_seqlens_kv", cu_seqlens_kv, why="qkv_format='thd'")
 
 
 def mask_of(

@@ -234,24 +234,26 @@ def _flex_modifiers(
     def in_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j >= i + farthest[b]) & (j <= i + nearest[b])
 
+    seen, only = _blocks_in_window(farthest, nearest, kv_padding, Sq, Sk)
+    if kv_padding is None:
+        return score_mod, _block_mask(seen, only, Sq, Sk, in_window)
+
     def in_window_and_real(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert kv_padding is not None
         return in_window(b, h, i, j) & ~kv_padding[b, j]
 
-    blocks = _blocks_in_window(farthest, nearest, kv_padding, Sq, Sk)
-    return score_mod, _block_mask(*blocks, in_window if kv_padding is None else in_window_and_real)
+    return score_mod, _block_mask(seen, only, Sq, Sk, in_window_and_real)
 
 
 def _blocks_in_window(
     farthest: Tensor, nearest: Tensor, kv_padding: Tensor | None, Sq: int, Sk: int
-) -> tuple[Tensor, Tensor, int, int]:
+) -> tuple[Tensor, Tensor]:
     """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
 
     They are found from the blocks' first and last members: to look at each pair would take as much
     memory as the scores.
 
     Returns:
-        Two bool tensors, ``[B, 1, blocks of queries, blocks of keys]``, and Sq and Sk.
+        Two bool tensors, ``[B, 1, blocks of queries, blocks of keys]``.
     """
     device = farthest.device
     first_i = torch.arange(0, Sq, _FLEX_BLOCK, device=device).view(1, 1, -1, 1)
@@ -268,7 +270,7 @@ def _blocks_in_window(
         real = F.pad(~kv_padding, (0, missing)).unflatten(1, (-1, _FLEX_BLOCK))
         seen = seen & real.any(-1)[:, None, None]
         only = only & real.all(-1)[:, None, None]
-    return seen, only, Sq, Sk
+    return seen, only
 
 
 def _block_mask(
@@ -279,11 +281,10 @@ def _block_mask(
         counts.append(blocks.sum(-1, dtype=torch.int32))
         order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         indices.append(order.to(torch.int32))
-    block_mask: BlockMask = _flex_library().BlockMask.from_kv_blocks(
+    return _flex_library().BlockMask.from_kv_blocks(
         counts[0], indices[0], counts[1], indices[1],
         BLOCK_SIZE=_FLEX_BLOCK, mask_mod=may_see, seq_lengths=(Sq, Sk),
     )  # fmt: skip
-    return block_mask
 
 
 def _flex_tiles(head: int) -> dict[str, Any] | None:

@@ -78,21 +78,32 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
             f"core_attention_bias_type={bias_type!r}; got "
             f"{'None' if bias is None else tuple(bias.shape)}. Change one of the two."
         )
-    if slopes is not None and bias_type != "alibi":
+    if slopes is not None:
+        _check_slopes(slopes, bias_type, heads)
+    if bias is not None:
+        _check_dtype("core_attention_bias", bias)
+
+
+def _check_slopes(slopes: Tensor, bias_type: str, heads: int) -> None:
+    """Raise unless a bias of this type takes these slopes for so many heads."""
+    if bias_type != "alibi":
         raise ValueError(
             f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
             f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
         )
-    for name, given in (("core_attention_bias", bias), ("alibi_slopes", slopes)):
-        if given is not None and given.dtype not in PARAMETER_DTYPES:
-            raise TypeError(
-                f"{name} must be a floating-point tensor; got {shown(given)}. Convert it first, "
-                "for example with .float()."
-            )
-    if slopes is not None and (slopes.ndim not in (1, 2) or slopes.shape[-1] != heads):
+    _check_dtype("alibi_slopes", slopes)
+    if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
         raise ValueError(
             f"alibi_slopes must be [{heads}] or [B, {heads}]; got shape {tuple(slopes.shape)}. "
             "Give one slope per head."
+        )
+
+
+def _check_dtype(name: str, given: Tensor) -> None:
+    if given.dtype not in PARAMETER_DTYPES:
+        raise TypeError(
+            f"{name} must be a floating-point tensor; got {shown(given)}. Convert it first, "
+            "for example with .float()."
         )
 
 

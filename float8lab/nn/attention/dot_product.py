@@ -168,7 +168,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         tp_group: ProcessGroup | None = None,
         layer_number: int | None = None,
         attention_type: str = "self",
-        cp_group: Any = None,
+        cp_group: ProcessGroup | None = None,
         cp_global_ranks: Sequence[int] | None = None,
         cp_stream: object = None,
         cp_comm_type: str | None = "p2p",
@@ -228,7 +228,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
     def _set_context(self) -> None:
         if self.tp_size == 1:
             context, parallel = self.context_parallel, None
-            if context is not None:
+            if context is not None and context.group is not None:
                 parallel = TensorParallel(context.group, "heads", casts_only=True)
             self._fp8.set_parallel(parallel)
 
@@ -470,8 +470,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             if qkv_format == "thd":
                 padded = cu_seqlens_q_padded, cu_seqlens_kv_padded
                 sequences = _starts_of_packed(padded, (cu_seqlens_q, cu_seqlens_kv))
-            query, key, value, leave = self._exchange(
-                (query, key, value), qkv_format, sequences, asks
+            (query, key, value), leave = self._exchange(
+                context, (query, key, value), qkv_format, sequences, asks
             )
             core_attention_bias = context.local_heads(core_attention_bias, -3)
             if mask_type == "arbitrary":
@@ -565,14 +565,14 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
 
     def _exchange(
         self,
+        context: ContextParallel,
         qkv: tuple[Tensor, Tensor, Tensor],
         qkv_format: str,
         starts: tuple[Tensor | None, Tensor | None],
         asks: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]:
         """Whole sequences for this rank's heads, and what brings back the results of its tokens."""
-        context, dim = self.context_parallel, int(qkv_format == "bshd")
-        assert context is not None, "of several ranks"
+        dim = int(qkv_format == "bshd")
         query, key, value = qkv
         context.check_heads(query.shape[-2], key.shape[-2])
         queries, keys = (
@@ -589,7 +589,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             heads = out.unflatten(-1, (-1, self.v_channels))
             return context.local_tokens(heads, dim, queries).flatten(-2)
 
-        return query, key, value, leave
+        return (query, key, value), leave
 
     def _slopes(self, given: Tensor | None, device: torch.device) -> Tensor:
         """The slopes of ALiBi, for the heads of this rank."""

@@ -96,8 +96,7 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Tensor:
     """Attention with FP8 GEMMs, for a call that ``why_not_fp8`` has no reason against."""
     causal = problem.mask.is_plain_causal(q.shape[2], k.shape[2])
-    out: Tensor = _Attention.run(q, k, v, (causal, problem.scale), call)
-    return out
+    return _Attention.run(q, k, v, (causal, problem.scale), call)
 
 
 def _cast(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:

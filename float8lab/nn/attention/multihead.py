@@ -22,7 +22,7 @@ from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
 from float8lab.nn.attention.inference import InferenceParams, positions_reached
 from float8lab.nn.attention.layout import check_format, sizes_of
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
-from float8lab.nn.attention.rotary import check_angles, check_positions, turn
+from float8lab.nn.attention.rotary import check_angles, check_positions, rotate_heads
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear
 from float8lab.nn.norm import check_norm
@@ -76,11 +76,10 @@ def _rank_by_rank(
     return init
 
 
-def _sizes(
+def _check_sizes(
     hidden_size: int, heads: int, groups: int | None, channels: int | None
-) -> tuple[int, int, int, int]:
-    """The sizes of attention, checked, with those that were not given."""
-    hidden_size = check_size("hidden_size", hidden_size, minimum=1)
+) -> tuple[int, int, int]:
+    """Heads, groups and channels of attention, checked, with those that were not given."""
     heads = check_size("num_attention_heads", heads, minimum=1)
     channels = check_size("kv_channels", channels, minimum=1, optional=True)
     if channels is None:
@@ -90,7 +89,7 @@ def _sizes(
                 "divisor, or give kv_channels."
             )
         channels = hidden_size // heads
-    return hidden_size, heads, check_groups(heads, groups), channels
+    return heads, check_groups(heads, groups), channels
 
 
 class MultiheadAttention(nn.Module, ContextParallelGroup):
@@ -212,7 +211,8 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
         )
         check_norm(normalization, "layernorm_epsilon", layernorm_epsilon)
-        hidden_size, num_attention_heads, groups, kv_channels = _sizes(
+        hidden_size = check_size("hidden_size", hidden_size, minimum=1)
+        num_attention_heads, groups, kv_channels = _check_sizes(
             hidden_size, num_attention_heads, num_gqa_groups, kv_channels
         )
         if return_layernorm_output and not input_layernorm:
@@ -275,30 +275,35 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }
-        q_size, kv_size = num_attention_heads * kv_channels, groups * kv_channels
-
         columns = {**common, "init_method": init_method}
         if set_parallel_mode:
             columns["parallel_mode"] = "column"
-        first = {**columns, **norm} if input_layernorm else columns
-        if attention_type == "self":
-            sizes = {"query": q_size, "key": kv_size, "value": kv_size}
-            name = "layernorm_qkv" if input_layernorm else "qkv"
-            self.add_module(name, self._projection(first, **sizes))
-        else:
-            name = "layernorm_query" if input_layernorm else "query_layer"
-            self.add_module(name, self._projection(first, query=q_size))
-            self.key_value = self._projection(columns, key=kv_size, value=kv_size)
+        self._add_projections(columns, {**columns, **norm} if input_layernorm else columns)
         self.proj = Linear(
-            q_size, hidden_size, return_bias=return_bias, init_method=output_layer_init_method,
+            num_attention_heads * kv_channels, hidden_size, return_bias=return_bias,
+            init_method=output_layer_init_method,
             parallel_mode="row" if set_parallel_mode else None, **common,
         )  # fmt: skip
         self.core_attention.to(self.proj.weight.device)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
 
-    def _projection(self, arguments: dict[str, Any], **sizes: int) -> Any:
-        """The layer with arguments ``how`` that makes tensors of these sizes, by name."""
-        kind: Any = LayerNormLinear if "normalization" in arguments else Linear
+    def _add_projections(self, arguments: dict[str, Any], with_norm: dict[str, Any]) -> None:
+        """Add the layers of queries, keys and values, the first ``with_norm``."""
+        q_size = self.num_attention_heads * self.kv_channels
+        keys_and_values = dict.fromkeys(("key", "value"), self.num_gqa_groups * self.kv_channels)
+        if self.attention_type == "self":
+            name = "layernorm_qkv" if self.input_layernorm else "qkv"
+            self.add_module(name, self._projection(with_norm, query=q_size, **keys_and_values))
+            return
+        name = "layernorm_query" if self.input_layernorm else "query_layer"
+        self.add_module(name, self._projection(with_norm, query=q_size))
+        self.key_value = self._projection(arguments, **keys_and_values)
+
+    def _projection(self, arguments: dict[str, Any], **sizes: int) -> Linear | LayerNormLinear:
+        """The layer with these arguments that makes tensors of these sizes, by name."""
+        kind: type[Linear | LayerNormLinear] = (
+            LayerNormLinear if "normalization" in arguments else Linear
+        )
         pieces = tuple(sizes.values())
         if not self.fuse_qkv_params:
             return kind(self.hidden_size, sum(pieces), parameters_split=sizes, **arguments)
@@ -378,7 +383,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             hidden_states, encoder_output, rules, attention_mask, lengths, inference_params,
             angles=angles, bias=bias,
         )  # fmt: skip
-        query, key, value, normed = self._project(
+        (query, key, value), normed = self._project(
             hidden_states, encoder_output, is_first_microbatch
         )
         if angles is not None:
@@ -432,21 +437,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             )
         ndim = 2 if self.qkv_format == "thd" else 3
         check_input("hidden_states", hidden_states, (self.hidden_size,), "hidden_size", ndim=ndim)
-        key_source = hidden_states
-        if self.attention_type == "cross":
-            if encoder_output is None:
-                raise ValueError(
-                    "encoder_output must be given in cross attention; got None. Pass what keys and "
-                    "values are made of."
-                )
-            size = (self.hidden_size,)
-            check_input("encoder_output", encoder_output, size, "hidden_size", ndim=ndim)
-            key_source = encoder_output
-        elif encoder_output is not None:
-            raise ValueError(
-                f"encoder_output must be None in self attention; got {shown(encoder_output)}. Set "
-                "attention_type='cross' to attend to it."
-            )
+        key_source = self._check_encoder_output(hidden_states, encoder_output)
         context = self.context_parallel
         sizes = sizes_of(
             hidden_states, key_source, self.qkv_format, 1 if context is None else context.size
@@ -466,9 +457,29 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
                 reached = positions_reached(tokens, inference_params)
                 check_positions("rotary_pos_emb", freqs, reached)
 
+    def _check_encoder_output(self, hidden_states: Tensor, encoder_output: Tensor | None) -> Tensor:
+        """The tensor that keys and values are made of."""
+        if self.attention_type == "cross":
+            if encoder_output is None:
+                raise ValueError(
+                    "encoder_output must be given in cross attention; got None. Pass what keys and "
+                    "values are made of."
+                )
+            size = (self.hidden_size,)
+            check_input(
+                "encoder_output", encoder_output, size, "hidden_size", ndim=hidden_states.ndim
+            )
+            return encoder_output
+        if encoder_output is not None:
+            raise ValueError(
+                f"encoder_output must be None in self attention; got {shown(encoder_output)}. Set "
+                "attention_type='cross' to attend to it."
+            )
+        return hidden_states
+
     def _project(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
         """Query, key and value, one head a row, and the norm's output if it is to be returned."""
         normed = None
         if self.attention_type == "self":
@@ -476,7 +487,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             mixed: Any = layer(x, is_first_microbatch)
             if self.return_layernorm_output:
                 mixed, normed = mixed
-            return (*self._split_qkv(mixed), normed)
+            return self._split_qkv(mixed), normed
         layer = self.layernorm_query if self.input_layernorm else self.query_layer
         query: Any = layer(x, is_first_microbatch)
         if self.return_layernorm_output:
@@ -487,7 +498,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             key, value = mixed.unflatten(-1, (G, 2, D)).unbind(-2)
         else:
             key, value = mixed.unflatten(-1, (2, G, D)).unbind(-3)
-        return query.unflatten(-1, (H, D)), key, value, normed
+        return (query.unflatten(-1, (H, D)), key, value), normed
 
     @property
     def _heads(self) -> tuple[int, int]:
@@ -517,7 +528,8 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
                 start = torch.tensor(inference_params.step.before, device=x.device)
             else:
                 angles = angles[inference_params.sequence_len_offset :]
-        return turn(
+        cu_seqlens = cu_seqlens if self.qkv_format == "thd" else None
+        return rotate_heads(
             x, angles, self.qkv_format, interleaved=self.rotary_pos_interleaved,
             start_positions=start, cu_seqlens=cu_seqlens, name="rotary_pos_emb",
             ranks=(1, 0) if context is None else (context.size, context.rank),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -24,13 +22,14 @@ from float8lab.nn.attention.layout import check_format
 from float8lab.nn.parameters import default_device
 from float8lab.ops import rotate_op
 from float8lab.ops.reference.rotary import rotate
+from float8lab.tensor.differentiation import AutogradContext
 
 __all__ = [
     "RotaryPositionEmbedding",
     "apply_rotary_pos_emb",
     "check_angles",
     "check_positions",
-    "turn",
+    "rotate_heads",
 ]
 
 
@@ -167,40 +166,45 @@ def apply_rotary_pos_emb(
             f"{tensor_format!r}; got {shown(t)}. Give the heads a dimension."
         )
     check_angles("freqs", freqs, t.shape[-1])
-    sequence = 0 if tensor_format == "sbhd" else 1
-    if tensor_format != "thd":
-        rows = t.shape[1 - sequence]
-        if cu_seqlens is not None:  # which TransformerEngine's modules pass in every format
-            check_lengths("cu_seqlens", cu_seqlens, why=f"tensor_format={tensor_format!r}")
-        if start_positions is None:
-            of = " of cp_size ranks" if cp_size > 1 else ""
-            check_positions("freqs", freqs, t.shape[sequence] * cp_size, of)
+    if tensor_format == "thd" or cu_seqlens is not None:
+        # TransformerEngine's modules pass lengths in every format.
+        why = f"tensor_format={tensor_format!r}"
+        cu_seqlens = check_lengths("cu_seqlens", cu_seqlens, why=why)
+    if tensor_format == "thd" and cu_seqlens is not None:
+        rows, tokens = cu_seqlens.shape[0] - 1, None
     else:
-        check_lengths("cu_seqlens", cu_seqlens, why=f"tensor_format={tensor_format!r}")
-        rows = cu_seqlens.shape[0] - 1  # type: ignore[union-attr]  # checked
+        cu_seqlens, sequence = None, int(tensor_format == "bshd")
+        rows, tokens = t.shape[1 - sequence], t.shape[sequence] * cp_size
     if start_positions is not None:
-        check_tensor("start_positions", start_positions)
-        if start_positions.shape != (rows,) or start_positions.dtype not in INTEGER_DTYPES:
-            raise ValueError(
-                f"start_positions must be [{rows}] integers, one for each sequence; got "
-                f"{shown(start_positions)}. Give the position of each one's first token."
-            )
-        if tensor_format != "thd" and has_values(start_positions) and rows:
-            first, last = start_positions.min().item(), start_positions.max().item()
-            S = t.shape[sequence] * cp_size
-            if first < 0 or last + S > freqs.shape[0]:
-                raise ValueError(
-                    f"start_positions must be in [0, {freqs.shape[0] - S}], for "
-                    f"{S} tokens and {freqs.shape[0]} angles in freqs; got "
-                    f"{first} to {last}. Make freqs for the longest sequence."
-                )
-    return turn(
+        _check_starts(start_positions, rows, tokens, freqs)
+    elif tokens is not None:
+        of = " of cp_size ranks" if cp_size > 1 else ""
+        check_positions("freqs", freqs, tokens, of)
+    return rotate_heads(
         t, freqs, tensor_format, interleaved=interleaved, start_positions=start_positions,
         cu_seqlens=cu_seqlens, ranks=(cp_size, cp_rank),
     )  # fmt: skip
 
 
-def check_angles(name: str, freqs: Any, head_size: int) -> None:
+def _check_starts(starts: Tensor, rows: int, tokens: int | None, freqs: Tensor) -> None:
+    """Raise unless ``rows`` sequences, each of ``tokens`` if that is known, can start there."""
+    check_tensor("start_positions", starts)
+    if starts.shape != (rows,) or starts.dtype not in INTEGER_DTYPES:
+        raise ValueError(
+            f"start_positions must be [{rows}] integers, one for each sequence; got "
+            f"{shown(starts)}. Give the position of each one's first token."
+        )
+    if tokens is not None and has_values(starts) and rows:
+        first, last = starts.min().item(), starts.max().item()
+        if first < 0 or last + tokens > freqs.shape[0]:
+            raise ValueError(
+                f"start_positions must be in [0, {freqs.shape[0] - tokens}], for "
+                f"{tokens} tokens and {freqs.shape[0]} angles in freqs; got "
+                f"{first} to {last}. Make freqs for the longest sequence."
+            )
+
+
+def check_angles(name: str, freqs: Tensor, head_size: int) -> None:
     """Raise unless ``freqs`` are angles for heads of that size."""
     check_tensor(name, freqs)
     if freqs.ndim < 2 or any(n != 1 for n in freqs.shape[1:-1]) or not freqs.is_floating_point():
@@ -225,7 +229,7 @@ def check_positions(name: str, freqs: Tensor, count: int, of: str = "") -> None:
         )
 
 
-def turn(
+def rotate_heads(
     t: Tensor,
     freqs: Tensor,
     tensor_format: str,
@@ -244,13 +248,12 @@ def turn(
         tensor_format: sbhd, bshd or thd.
         interleaved: as the angles were made.
         start_positions: ``[B]`` or None.
-        cu_seqlens: ``[B + 1]``, for thd.
+        cu_seqlens: ``[B + 1]``, for thd alone.
         name: of ``freqs`` in messages.
         ranks: how many context-parallel ranks share the tokens, and which of them has ``t``.
     """
     table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
-    if tensor_format == "thd":
-        assert cu_seqlens is not None, "checked by the callers"
+    if cu_seqlens is not None:
         token = _tokens_of_rank(cu_seqlens, t.shape[0], ranks, cu_seqlens.device)
         index = _positions_in_sequences(token, cu_seqlens, start_positions)
         if has_values(index) and index.numel():
@@ -289,22 +292,25 @@ def _takes_op(t: Tensor, angles: Tensor) -> bool:
     return plain and t.is_cuda and t.dtype in HIGH_PRECISION_DTYPES
 
 
+class _RotateContext(AutogradContext):
+    interleaved: bool
+    back: bool
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+        ctx: _RotateContext, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.how = (interleaved, back)
-        out: Tensor = rotate_op(t, cos, sin, interleaved, back)
-        return out
+        ctx.interleaved, ctx.back = interleaved, back
+        return rotate_op(t, cos, sin, interleaved, back)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        arguments = (*ctx.saved_tensors, ctx.how[0], not ctx.how[1])
+    def backward(ctx: _RotateContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         # A graph has no backward of backward.
         rotate = rotate_op if torch.compiler.is_compiling() else _Rotate.apply
-        return rotate(dy, *arguments), None, None, None, None
+        return rotate(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.back), *[None] * 4
 
 
 def _tokens_of_rank(

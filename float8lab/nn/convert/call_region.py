@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
@@ -41,15 +41,14 @@ class CallRegion:
                 if precision.recipe in self.recipes:
                     precision.prepare(next((p.device for p in layer.parameters()), home))
 
-    def before(self, model: nn.Module, args: Any) -> None:
+    def before(self, model: nn.Module, args: object) -> None:
         outer = STATE.autocast
         if not model.training or outer.enabled is False or in_backward():
             return
         region = STATE.region
-        if self._open is None and region is None:
+        if region is None:
             region = self._open = STATE.region = Region(silent=False)
             self._finished = False
-        assert region is not None, "opened above or before"
         if not torch.compiler.is_compiling() and not self._prepared:
             self._prepared = True
             self._prepare(model)
@@ -58,10 +57,10 @@ class CallRegion:
         for recipe in self.recipes:
             region.expect(recipe, outer.group, calibrating=outer.calibrating)
 
-    def finished(self, model: nn.Module, args: Any, output: Any) -> None:
+    def finished(self, model: nn.Module, args: object, output: object) -> None:
         self._finished = True
 
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+    def after(self, model: nn.Module, args: object, output: object) -> None:
         region = self._open
         if region is None or STATE.region is not region:
             return
@@ -71,10 +70,10 @@ class CallRegion:
         else:
             region.discard()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CallRegion:
-        return memo.setdefault(id(self), CallRegion(self.recipes))
+    def __deepcopy__(self, memo: dict[int, object]) -> CallRegion:
+        return cast(CallRegion, memo.setdefault(id(self), CallRegion(self.recipes)))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[CallRegion], tuple[object, ...]]:
         return CallRegion, (self.recipes,)
 
 

@@ -9,7 +9,7 @@ compiled with them would be recompiled without. Nothing is seen of a call that r
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class FirstCall:
         self._recording: Recording | None = None  # None outside a call
         self._outputs: list[Tensor] | None = None  # of a call that finished
 
-    def before(self, model: nn.Module, args: Any) -> None:
+    def before(self, model: nn.Module, args: object) -> None:
         # In this order: a graph has guards on what is read while it is traced.
         if torch.compiler.is_compiling() or self._done:
             return
@@ -46,22 +46,20 @@ class FirstCall:
         CHECKPOINTS.recordings = (*CHECKPOINTS.recordings, self._recording)
 
     @torch._disable_dynamo
-    def _keep(self, output: Any) -> None:
+    def _keep(self, output: object) -> None:
         self._outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
 
-    def finished(self, model: nn.Module, args: Any, output: Any) -> None:
+    def finished(self, model: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling() and self._recording is not None:
             self._keep(output)
 
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._recording is None:
-            return
-        self._look(model)
+    def after(self, model: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling() and self._recording is not None:
+            self._look(model, self._recording)
 
     @torch._disable_dynamo
-    def _look(self, model: nn.Module) -> None:
-        recording, outputs = self._recording, self._outputs
-        assert recording is not None, "set before the call"
+    def _look(self, model: nn.Module, recording: Recording) -> None:
+        outputs = self._outputs
         CHECKPOINTS.recordings = tuple(r for r in CHECKPOINTS.recordings if r is not recording)
         self._recording = self._outputs = None
         if outputs is None:  # it raised
@@ -81,10 +79,10 @@ class FirstCall:
             stacklevel=3,
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FirstCall:
-        return memo.setdefault(id(self), FirstCall())
+    def __deepcopy__(self, memo: dict[int, object]) -> FirstCall:
+        return cast(FirstCall, memo.setdefault(id(self), FirstCall()))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[FirstCall], tuple[()]]:
         return FirstCall, ()
 
 

@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from float8lab.nn.expert_mlp import ExpertsBase, layers_here, like
 from float8lab.nn.fused_function import Layer
 from float8lab.nn.gemm import output_dtype
+from float8lab.nn.precision import Precision
 from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.permute import gather_rows, routed
@@ -49,22 +50,22 @@ class OtherExperts(ExpertsBase):
     replaces: ClassVar[tuple[str, ...]] = ("forward",)
 
     @staticmethod
-    def fits(module: Any) -> bool:
+    def fits(module: nn.Module) -> bool:
         """Whether a module is of this kind, converted or not."""
         raise NotImplementedError
 
     @staticmethod
-    def shapes(module: Any) -> list[tuple[int, ...]]:
+    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
         """``[E, out, in]`` of the weights."""
         raise NotImplementedError
 
     @staticmethod
-    def weights(module: Any) -> dict[str, ExpertWeight]:
+    def weights(module: nn.Module) -> dict[str, ExpertWeight]:
         """The parameters with the experts' matrices, by their names below the module."""
         raise NotImplementedError
 
     @staticmethod
-    def obstacle(module: Any) -> str | None:
+    def obstacle(module: nn.Module) -> str | None:
         """Why a module of this kind cannot be converted, or None."""
         return None
 
@@ -84,7 +85,7 @@ _GATED = {
 }  # fmt: skip
 
 
-def _named(function: Any, *, gated: bool) -> str | None:
+def _named(function: object, *, gated: bool) -> str | None:
     """The activation of ``ACTIVATIONS`` that a library's function is."""
     if isinstance(function, nn.GELU):
         activation = "gelu" if function.approximate == "tanh" else None
@@ -103,7 +104,7 @@ def _gated_by(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], 
     return _named(function, gated=True) or apply
 
 
-def _has(module: Any, *names: str, ndim: int = 3) -> bool:
+def _has(module: nn.Module, *names: str, ndim: int = 3) -> bool:
     """Whether a module has parameters of these names and dimensions, parametrized or not."""
     parameters = [getattr(module, name, None) for name in names]
     return all(
@@ -112,7 +113,7 @@ def _has(module: Any, *names: str, ndim: int = 3) -> bool:
     )
 
 
-def _takes(module: Any, *names: str) -> bool:
+def _takes(module: nn.Module, *names: str) -> bool:
     """Whether the first arguments of a module's forward are called so."""
     arguments = [n for n in inspect.signature(type(module).forward).parameters if n != "self"]
     return arguments[: len(names)] == list(names)
@@ -136,7 +137,7 @@ class TransformersExperts(OtherExperts):
     """
 
     @staticmethod
-    def fits(module: Any) -> bool:
+    def fits(module: nn.Module) -> bool:
         return (
             all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
             and hasattr(type(module), "_apply_gate")
@@ -155,7 +156,7 @@ class TransformersExperts(OtherExperts):
         return (weights[0], biases[0]), (weights[1], biases[1])
 
     @staticmethod
-    def weights(module: Any) -> dict[str, ExpertWeight]:
+    def weights(module: nn.Module) -> dict[str, ExpertWeight]:
         first = "gate_up_proj" if module.has_gate else "up_proj"
         transposed = bool(module.is_transposed)
         return {
@@ -163,20 +164,21 @@ class TransformersExperts(OtherExperts):
         }  # fmt: skip
 
     @staticmethod
-    def shapes(module: Any) -> list[tuple[int, ...]]:
+    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight, _ in TransformersExperts.layers(module)]
 
     @staticmethod
-    def obstacle(module: Any) -> str | None:
+    def obstacle(module: nn.Module) -> str | None:
         if not hasattr(type(module).forward, "__wrapped__"):
             return f"{type(module).__name__} has a forward of its own"
         return None
 
-    def transposed(self: Any) -> bool:
-        is_transposed: bool = self.is_transposed
-        return is_transposed
+    def transposed(self) -> bool:
+        return bool(self.is_transposed)
 
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any) -> Tensor:
+    def forward(
+        self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """Apply to each token ``[..., H]`` its experts, ``[T, K]``, and add up, times weights."""
         if not self.has_gate:
             activation = _named(self.act_fn, gated=False) or self.act_fn
@@ -233,13 +235,13 @@ class LlamaExperts(OtherExperts):
         return (module.gate_up_proj.mT, None), (module.down_proj.mT, None)
 
     @staticmethod
-    def weights(module: Any) -> dict[str, ExpertWeight]:
+    def weights(module: nn.Module) -> dict[str, ExpertWeight]:
         return {
             "gate_up_proj": ExpertWeight("fc1", True), "down_proj": ExpertWeight("fc2", True)
         }  # fmt: skip
 
     @staticmethod
-    def shapes(module: Any) -> list[tuple[int, ...]]:
+    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight, _ in LlamaExperts.layers(module)]
 
     def transposed(self) -> bool:
@@ -252,15 +254,14 @@ class LlamaExperts(OtherExperts):
         x = _plain(hidden_states).reshape(-1, features)
         share = x.shape[0] // experts
         offs = torch.arange(1, experts + 1, device=x.device) * share
-        y: Tensor = self._run_experts(x, offs, layers, _gated_by(self.act_fn))
-        return y
+        return self._run_experts(x, offs, layers, _gated_by(self.act_fn))
 
 
 class DbrxExperts(OtherExperts):
     """DBRX's experts, whose weights lie in a module below as matrices of all experts."""
 
     @staticmethod
-    def fits(module: Any) -> bool:
+    def fits(module: nn.Module) -> bool:
         inner = getattr(module, "mlp", None)
         return (
             inner is not None
@@ -280,7 +281,7 @@ class DbrxExperts(OtherExperts):
         return (torch.cat((w1, v1), 1), None), (w2.mT, None)
 
     @staticmethod
-    def weights(module: Any) -> dict[str, ExpertWeight]:
+    def weights(module: nn.Module) -> dict[str, ExpertWeight]:
         first = ExpertWeight("fc1", joined=("mlp.w1", "mlp.v1"))
         return {"mlp.w1": first, "mlp.v1": first, "mlp.w2": ExpertWeight("fc2", True)}
 
@@ -290,7 +291,9 @@ class DbrxExperts(OtherExperts):
         E, F, H = inner.moe_num_experts, inner.ffn_hidden_size, inner.hidden_size
         return [(E, 2 * F, H), (E, H, F)]
 
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any) -> Tensor:
+    def forward(
+        self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """Apply to each token ``[B, S, H]`` its experts, ``[T, K]``, and add up, times weights."""
         layers = DbrxExperts.layers(self)
         activation = _gated_by(self.mlp.activation_fn)
@@ -305,7 +308,7 @@ class TitanExperts(OtherExperts):
     """torchtitan's ``GroupedExperts`` of versions that have no method for one grouped GEMM."""
 
     @staticmethod
-    def fits(module: Any) -> bool:
+    def fits(module: nn.Module) -> bool:
         names = _names_of_titan(module)
         return (
             names is not None
@@ -314,18 +317,18 @@ class TitanExperts(OtherExperts):
         )
 
     @staticmethod
-    def layers(module: Any) -> tuple[Layer, Layer]:
+    def layers(module: nn.Module) -> tuple[Layer, Layer]:
         w1, w2, w3 = (getattr(module, name) for name in _names_of_titan(module) or ())
         return (torch.cat((w1, w3), 1), None), (w2, None)
 
     @staticmethod
-    def weights(module: Any) -> dict[str, ExpertWeight]:
+    def weights(module: nn.Module) -> dict[str, ExpertWeight]:
         w1, w2, w3 = _names_of_titan(module) or _W
         first = ExpertWeight("fc1", joined=(w1, w3))
         return {w1: first, w2: ExpertWeight("fc2"), w3: first}
 
     @staticmethod
-    def shapes(module: Any) -> list[tuple[int, ...]]:
+    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
         E, F, D = getattr(module, (_names_of_titan(module) or _W)[0]).shape
         return [(E, 2 * F, D), (E, D, F)]
 
@@ -337,7 +340,7 @@ class TitanExperts(OtherExperts):
         return y.to(x.dtype)
 
 
-def _names_of_titan(module: Any) -> tuple[str, ...] | None:
+def _names_of_titan(module: nn.Module) -> tuple[str, ...] | None:
     return next((names for names in (_W_OF_DIMENSIONS, _W) if _has(module, *names)), None)
 
 
@@ -351,22 +354,22 @@ class TitanGroupedMM(OtherExperts):
     layer_names = ("w1", "w3", "w2")
 
     @staticmethod
-    def fits(module: Any) -> bool:
+    def fits(module: nn.Module) -> bool:
         return hasattr(module, "_grouped_mm") and _names_of_titan(module) is not None
 
     @staticmethod
-    def weights(module: Any) -> dict[str, ExpertWeight]:
+    def weights(module: nn.Module) -> dict[str, ExpertWeight]:
         return dict(zip(_names_of_titan(module) or _W, map(ExpertWeight, _W), strict=True))
 
     shapes = TitanExperts.shapes
 
     @staticmethod
-    def obstacle(module: Any) -> str | None:
+    def obstacle(module: nn.Module) -> str | None:
         if getattr(module, "use_grouped_mm", True) is False:
             return "use_grouped_mm is False, and it multiplies expert by expert; set it to True"
         return None
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> Tensor:
         """Run the experts, with the arguments of the original."""
         self._gemms_begun = 0
         return self.original.forward(self, *args, **kwargs)
@@ -375,7 +378,7 @@ class TitanGroupedMM(OtherExperts):
         self: Any,
         A: Tensor,
         B_t: Tensor | None = None,
-        offs: Any = None,
+        offs: Tensor | None = None,
         *,
         weight_EOI: Tensor | None = None,
     ) -> Tensor:
@@ -385,7 +388,7 @@ class TitanGroupedMM(OtherExperts):
         self._gemms_begun += 1
         return self._multiply(precision, _plain(A), offs, weight)
 
-    def _multiply(self, precision: Any, x: Tensor, offs: Tensor, weight: Tensor) -> Tensor:
+    def _multiply(self, precision: Precision, x: Tensor, offs: Tensor, weight: Tensor) -> Tensor:
         call = self._begin_layer(precision, x, weight, None)
         y: Tensor = self._apply_experts(precision, x, offs, (weight, None), call, None)
         if call is not None and call.is_region:
@@ -407,7 +410,7 @@ def experts_class(module: nn.Module) -> type[OtherExperts] | None:
     return next((kind for kind in _KINDS if kind.fits(module)), None)
 
 
-def _number_of_experts(module: Any) -> int | None:
+def _number_of_experts(module: nn.Module) -> int | None:
     """How many experts a module holds, if it does: a list of them, or stacked parameters."""
     if isinstance(module, nn.ModuleList):
         return len(module)

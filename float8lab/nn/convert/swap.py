@@ -62,7 +62,7 @@ def _float8_class(original: type, experts: type[OtherExperts] | None = None) -> 
         float8: Any = experts or (Linear if linear is nn.Linear else load_float8_class(linear))
         if original is not linear:
             # Everything but forward is the original's; the FP8 class comes after it.
-            namespace: dict[str, Any] = {
+            namespace: dict[str, object] = {
                 "__module__": original.__module__,
                 "__qualname__": original.__qualname__,
                 "__reduce_ex__": functools.partialmethod(_reduce, original, experts),
@@ -77,12 +77,14 @@ def _float8_class(original: type, experts: type[OtherExperts] | None = None) -> 
     return _CLASSES[original]
 
 
-def _extra_repr(layer: nn.Module, original: Any) -> str:
+def _extra_repr(layer: nn.Module, original: type[nn.Module]) -> str:
     """Return the ``extra_repr`` of the original class, and the recipe after it."""
     return f"{original.extra_repr(layer)}{describe_fp8(layer)}".removeprefix(", ")
 
 
-def _reduce(layer: nn.Module, original: Any, experts: Any, protocol: Any) -> Any:
+def _reduce(
+    layer: nn.Module, original: Any, experts: type[OtherExperts] | None, protocol: object
+) -> Any:
     """Have copy and pickle rebuild a layer whose class has the original's name, but is not it."""
     reduced = original.__reduce_ex__(layer, protocol)
     if reduced[:2] != (copyreg.__newobj__, (_CLASSES[original],)):  # type: ignore[attr-defined]
@@ -141,7 +143,7 @@ def run_layers_of_encoders(modules: Iterable[nn.Module]) -> None:
 
 def _allow_fused_path(encoder: nn.Module, attribute: str) -> None:
     """Clear the attribute that allows an encoder its fused path while a layer is in FP8."""
-    state: Any = vars(encoder)
+    state = vars(encoder)
     blocks = [m for m in encoder.modules() if isinstance(m, nn.TransformerEncoderLayer)]
     if any(has_recipe(layer) for block in blocks for layer in (block.linear1, block.linear2)):
         state.setdefault(_FAST_PATH, state[attribute])
