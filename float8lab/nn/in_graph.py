@@ -27,7 +27,7 @@ from torch import Tensor
 from float8lab.nn.handles import owner_of
 from float8lab.nn.quantize import Matrix
 from float8lab.ops import Groups, Prologue, cast_op
-from float8lab.ops.cast import cast_outputs
+from float8lab.ops.cast import cast_outputs, groups_of
 from float8lab.ops.declare import declare
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
@@ -148,10 +148,7 @@ def _cast(
 def _outputs(of: Any) -> tuple[Tensor | None, ...]:
     of.block, of.rule = (-1, -1), "encode"
     q, _, _, q_t, _, sums = cast_outputs(of)
-    experts = [of.inputs[0]] if of.inputs[0].ndim == 3 else []
-    groups = [of.offs] if of.offs is not None else experts
-    pair = of.inputs[0].new_empty((2, *(x.shape[0] for x in groups)), dtype=torch.float32)
-    return q, pair, q_t, sums
+    return q, of.inputs[0].new_empty((2, *groups_of(of)), dtype=torch.float32), q_t, sums
 
 
 _cast_op = declare(_cast, name="cast.delayed", outputs=_outputs, any_strides=True)
