@@ -28,7 +28,7 @@ from torch import Tensor
 from float8lab.nn.handles import owner_of
 from float8lab.nn.quantize import Matrix
 from float8lab.ops import Groups, Prologue, cast_op
-from float8lab.ops.cast import cast_outputs
+from float8lab.ops.cast import cast_outputs, groups_of
 from float8lab.ops.declare import declare
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
@@ -158,9 +158,7 @@ def _cast(
 def _outputs(args: SimpleNamespace) -> _Results:
     args.block, args.rule = (-1, -1), "encode"
     q, _, _, q_t, _, sums = cast_outputs(args)
-    experts = [args.inputs[0]] if args.inputs[0].ndim == 3 else []
-    groups = [args.offs] if args.offs is not None else experts
-    pair = args.inputs[0].new_empty((2, *(x.shape[0] for x in groups)), dtype=torch.float32)
+    pair = args.inputs[0].new_empty((2, *groups_of(args)), dtype=torch.float32)
     return _Results(q, pair, q_t, sums)
 
 

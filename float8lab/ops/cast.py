@@ -24,6 +24,7 @@ __all__ = [
     "cast_op",
     "cast_outputs",
     "empty_scale",
+    "groups_of",
     "transpose_op",
     "value_of_op",
 ]
@@ -40,26 +41,24 @@ def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor
     return x.new_empty((rows, columns), dtype=torch.float32)
 
 
-def _groups_of(of: Any) -> tuple[int, ...]:
+def groups_of(of: Any) -> tuple[int, ...]:
     """``(E,)`` where E groups or the matrices of a batch are cast, ``()`` for a matrix."""
-    shape: tuple[int, ...] = of.inputs[0].shape[:-2] if of.offs is None else of.offs.shape
-    return shape
+    return tuple(of.inputs[0].shape[:-2] if of.offs is None else of.offs.shape)
 
 
 def _empty_scale_of(of: Any, shape: tuple[int, int], by_group: bool) -> Tensor | None:
     """Room for the scales of one orientation, of each group ``by_group``; None if given."""
     if of.rule not in SCALE_RULES:
         return None
-    x, block = of.inputs[0], tuple(of.block)
+    x: Tensor = of.inputs[0]
     if not by_group:
-        return empty_scale(x, shape, block)
-    scale: Tensor = x.new_empty((*_groups_of(of), *scale_shape(shape, block)), dtype=torch.float32)
-    return scale
+        return empty_scale(x, shape, of.block)
+    return x.new_empty((*groups_of(of), *scale_shape(shape, tuple(of.block))), dtype=torch.float32)
 
 
 def _empty_amax_of(of: Any, shape: tuple[int, int]) -> Tensor | None:
     """Room for the amaxes that a cast returns, for scales of ``shape``."""
-    x, groups, block = of.inputs[0], _groups_of(of), tuple(of.block)
+    x, groups, block = of.inputs[0], groups_of(of), tuple(of.block)
     if of.rule not in SCALE_RULES or not reference.has_amax(of.prologue, block, of.given):
         return None
     if groups:
@@ -69,7 +68,7 @@ def _empty_amax_of(of: Any, shape: tuple[int, int]) -> Tensor | None:
 
 def cast_outputs(of: Any) -> tuple[Tensor | None, ...]:
     """Room for the results of ``cast``, whose arguments are the attributes of ``of``."""
-    x, groups, block = of.inputs[0], _groups_of(of), tuple(of.block)
+    x, groups, block = of.inputs[0], groups_of(of), tuple(of.block)
     *batch, M, K = reference.prologue_shape(of.prologue, of.inputs)
     align = reference.ALIGN if groups else of.align
     rows, columns = round_up(M, align), round_up(K, align)

@@ -62,7 +62,8 @@ from float8lab.ops.kernels.prologue import (
     tile_of_program,
     value_of,
 )
-from float8lab.ops.kernels.scaling import SCALES, scales_kernel
+from float8lab.ops.kernels.scaling import SCALES
+from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
 from float8lab.ops.reference import prologue_shape, round_up
 
 __all__ = [
@@ -225,7 +226,7 @@ def _scales_of_rows(
         amaxes[rows:].view(torch.float32).copy_(given.view(-1))
     scale = first.new_empty((rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((columns, 1), dtype=torch.float32)
-    scales_kernel[(ceil_div(rows + columns, SCALES),)](
+    make_scales[(ceil_div(rows + columns, SCALES),)](
         amaxes, scale, scale_t, rows, columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
@@ -529,7 +530,7 @@ def _cast_straight(
         scale, encode = (empty_scale(first, q.shape, block) for _ in range(2))
         encode.copy_(given)
         count = encode.numel()
-        scales_kernel[(ceil_div(count, SCALES),)](
+        make_scales[(ceil_div(count, SCALES),)](
             encode.view(torch.int32), scale, scale, count, 0, eps,
             LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
         )  # fmt: skip

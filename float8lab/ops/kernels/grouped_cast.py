@@ -44,7 +44,8 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import has_tiles, launch_tiles, takes_tiles
 from float8lab.ops.kernels.prologue import arguments_of, has_kernel, load, tile_of_program
-from float8lab.ops.kernels.scaling import SCALES, scales_kernel
+from float8lab.ops.kernels.scaling import SCALES
+from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
 from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
 
 __all__ = ["cast_groups", "plan_groups"]
@@ -665,7 +666,7 @@ def _scales_of_rows(
     )  # fmt: skip
     scale = first.new_empty((*batch, rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((E, columns, 1), dtype=torch.float32)
-    scales_kernel[(ceil_div(all_rows + E * columns, SCALES),)](
+    make_scales[(ceil_div(all_rows + E * columns, SCALES),)](
         amaxes, scale, scale_t, all_rows, E * columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip

@@ -16,14 +16,14 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import NO_DATA
 
-__all__ = ["SCALES", "scales_kernel", "update_scales_"]
+__all__ = ["SCALES", "update_scales_"]
 
 SCALES = 256
-"""Scales that one program of ``scales_kernel`` makes."""
+"""Scales that one program of ``_scales_kernel`` makes."""
 
 
 @launched
-def scales_kernel(
+def _scales_kernel(
     amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, which make room for encode factors
     scale_ptr,  # [ROWS] fp32
     scale_t_ptr,  # [COLUMNS] fp32

@@ -47,10 +47,8 @@ def scaled_mm(
     that a transpose had, where several GEMMs share it. It changes nothing.
     """
     if offs is None:
-        left, right = (a, a_scale, a_block), (b, b_scale, b_block)
-        return _mm(*left, *right, bias, out_dtype)
-    contracts = b.ndim == 2
-    shape = a.shape[0], b.shape[-2]
+        return _mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
+    contracts, shape = b.ndim == 2, (a.shape[0], b.shape[-2])
     out = a.new_zeros((len(offs), *shape) if contracts else shape, dtype=out_dtype)
     for index, (start, end, place) in enumerate(bounds_of(offs)):
         if end == start:
