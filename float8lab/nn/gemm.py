@@ -171,22 +171,27 @@ def save_policy(
     """
     needs_dx, needs_dw = needs
     fp8_wgrad = needs_dw and plan.wgrad is not None
+    recomputes_in_fp8 = recomputes and plan.fprop is not None
     w = Keep.NOTHING
     reuses_w = needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
-    if plan.w.is_square and (reuses_w or (recomputes and plan.fprop is not None)):
+    if plan.w.is_square and (reuses_w or recomputes_in_fp8):
         w = Keep.REQUANTIZE if requantizes_weight else Keep.FP8_DATA
     if keeps_gathered and fp8_wgrad:
         x = Keep.GATHERED
     elif is_prologue:
-        has_use = plan.x.per_tensor and (fp8_wgrad or (recomputes and plan.fprop is not None))
+        has_use = plan.x.per_tensor and (fp8_wgrad or recomputes_in_fp8)
         x = Keep.REQUANTIZE if has_use else Keep.NOTHING
     elif fp8_wgrad and not gathers_before_cast:
         x = Keep.FP8_DATA
     else:
         x = Keep.HIGH_PRECISION if needs_dw else Keep.NOTHING
+    return SavePolicy(x, w, _saves_weight(plan, needs_dx, recomputes, has_data=w is Keep.FP8_DATA))
+
+
+def _saves_weight(plan: LinearPlan, needs_dx: bool, recomputes: bool, *, has_data: bool) -> bool:
+    """Whether a GEMM of backward takes the weight in high precision, or has no data of it."""
     in_high_precision = (needs_dx and plan.dgrad is None) or (recomputes and plan.fprop is None)
-    has_data = w is Keep.FP8_DATA and not in_high_precision
-    return SavePolicy(x, w, (needs_dx or recomputes) and not has_data)
+    return in_high_precision or ((needs_dx or recomputes) and not has_data)
 
 
 class _Decisions:
@@ -312,7 +317,7 @@ def forward(
         run = _fprop if comm.is_sharded or call.watched else _planned_fprop
     done: _Fprop = run(
         value, decisions, source.params, source.quantized, w_source, bias, weight.shape[-2],
-        dtype, comm, policy.x is Keep.GATHERED or call.watched,
+        dtype, comm, call.watched,
     )  # fmt: skip
     if source.key is not None:
         remember_input(inp, source.key, done.x)
@@ -386,7 +391,7 @@ def _fprop(
         features: N.
         dtype: of the output.
         comm: what the call sends.
-        keep_gathered: x is wanted as multiplied, gathered over ranks.
+        keep_gathered: x is wanted as multiplied, gathered over ranks, whatever is saved.
     """
     plan, (rowwise, columnwise) = decisions.recipe.linear, decisions.specs
     epsilon = float(plan.epsilon)
@@ -406,7 +411,8 @@ def _fprop(
         assert x.offs is not None, "rows in groups"
         offsets, tokens = Offsets(x.offs, x.plan), a.data.shape[0]
     task = GemmTask(plan.fprop, (tokens, features), dtype)
-    y, left = comm.mm(a, b, task, bias, offsets, keep=keep_gathered)
+    keep = keep_gathered or decisions.policy.x is Keep.GATHERED
+    y, left = comm.mm(a, b, task, bias, offsets, keep=keep)
     gathered = left if comm.is_sharded else None
     return _Fprop(y.contiguous(), x_quantized, w_quantized, gathered)
 

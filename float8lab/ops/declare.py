@@ -81,6 +81,7 @@ def _or_reference(
     """``launcher``, or the reference on the GPU for blocks and scale rules that no kernel knows.
 
     It finds them by the names of the arguments: ``rule``, and sizes whose names end with ``block``.
+    The values of a prologue are those of its kernel, as where a norm or an activation writes them.
     """
     hints = inspect.get_annotations(reference)
     names = list(hints)
@@ -95,6 +96,8 @@ def _or_reference(
         rules = args[rule : rule + 1]
         for index in blocks:
             if index < len(args) and not has_kernels(tuple(args[index]), *rules):
+                if names[0] == "prologue" and args[0] not in ("", "dequantize"):
+                    args = ("", [_load("prologue:value_of")(*args[:3])], *args[2:])
                 return reference(*args)
         return launcher(*args)
 
@@ -369,6 +372,11 @@ _is_profiled = torch._C._autograd._profiler_enabled
 def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[..., Any]) -> Any:
     """``overload``, past the dispatcher where that would do nothing but find the implementation."""
 
+    def dispatch(*args: Any) -> Any:
+        if _OPS.untold and not torch.compiler.is_compiling():
+            announce()
+        return overload(*args)
+
     def call(*args: Any) -> Any:
         nonlocal launcher
         if (
@@ -379,16 +387,12 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
             or _is_profiled()
             or not _PLAIN.issuperset(map(type, args))
         ):
-            if _OPS.untold and not torch.compiler.is_compiling():
-                announce()
-            return overload(*args)
+            return dispatch(*args)
         x = args[0]
         if type(x) is str:  # a prologue, and its inputs
             x = args[1][0]
             if not _PLAIN.issuperset(map(type, args[1])):
-                if _OPS.untold and not torch.compiler.is_compiling():
-                    announce()
-                return overload(*args)
+                return dispatch(*args)
         elif type(x) is list or type(x) is tuple:
             return overload(*args)
         # Autograd's, unless below an autograd function. Negative: of the imaginary part of a
