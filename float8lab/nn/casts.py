@@ -60,10 +60,11 @@ def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | No
     None where there is no such amax, or but one of the two: then its cast reduces it.
     """
     plan, parallel = call.plan, call.comm.parallel
-    assert parallel is not None, "of a sharded layer"
     per_tensor = plan.x.per_tensor and plan.w.per_tensor and plan.fprop is not None
     alone = isinstance(weight, Float8Tensor) or call.first_microbatch is not None
-    if not per_tensor or call.scales.are_given or alone or parallel.sharded_dim(X) is None:
+    if parallel is None or not per_tensor or call.scales.are_given or alone:
+        return None, None
+    if parallel.sharded_dim(X) is None:
         return None, None
     amaxes = parallel.amax(torch.cat([own_amax(x), own_amax(weight)]))
     return amaxes[:1], amaxes[1:]
@@ -74,8 +75,8 @@ class InputSource(NamedTuple):
 
     params: QuantParams | None = None
     quantized: Quantized | None = None
-    key: tuple[Any, ...] | None = None
-    """The key under which the cast may serve other layers with the same input."""
+    shared: tuple[Tensor, tuple[Any, ...]] | None = None
+    """The input, and the key under which its cast may serve other layers."""
 
 
 def input_source(
@@ -97,15 +98,15 @@ def input_source(
         return InputSource()
     if call.in_graph:
         return InputSource(quantized=call.scales.quantize(x, X, *specs, amax=amax))
-    key = None
+    shared = None
     if inp is not None and not call.scales.are_given and all(specs):
-        key = _input_key(x, inp, specs, call)
-    last = _SHARED.last
-    if key is not None and last is not None and last[0]() is inp and last[1] == key:
-        return InputSource(quantized=last[2])
+        key, last = _input_key(x, inp, specs, call), _SHARED.last
+        shared = None if key is None else (inp, key)
+        if shared and last is not None and last[0]() is inp and last[1] == key:
+            return InputSource(quantized=last[2])
     if call.shards is not None:
-        return InputSource(quantized=call.scales.quantize(x, X, *specs, amax=amax), key=key)
-    return InputSource(call.scales.params(X, x) if call.scales.are_given else None, key=key)
+        return InputSource(None, call.scales.quantize(x, X, *specs, amax=amax), shared)
+    return InputSource(call.scales.params(X, x) if call.scales.are_given else None, None, shared)
 
 
 def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple[Any, ...] | None:
@@ -143,9 +144,8 @@ def share_cast(cast: Any) -> None:
     _SHARED.last = cast
 
 
-def remember_input(inp: Tensor | None, key: tuple[Any, ...], quantized: Quantized) -> None:
+def remember_input(inp: Tensor, key: tuple[Any, ...], quantized: Quantized) -> None:
     """Keep the cast of a layer's input for other layers that have the same."""
-    assert inp is not None, "it has a key"
     _SHARED.last = weakref.ref(inp, _forget_input), key, quantized
 
 
@@ -183,7 +183,6 @@ def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
     """The operand with a scale for each row, where it has one for each group."""
     if not spec.per_tensor:
         return operand, spec
-    assert x.offs is not None, "not a batch"
     of_rows = groups_of_rows(operand.data.shape[0], x.offs)
     scale = operand.scale.reshape(-1, 1).expand(x.offs.shape[0], 1)[of_rows]
     return Operand(operand.data, scale), replace(spec, block=(1, -1))

@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from float8lab.distributed.comm import Gemm, GemmTask, OneGpu, TokenShard
 from float8lab.distributed.offload import WEIGHT_CASTS
-from float8lab.formats import E8M0
+from float8lab.formats import E8M0, Spec
 from float8lab.nn.casts import (
     WeightSource,
     amaxes_of_shards,
@@ -70,6 +70,8 @@ from float8lab.tensor.differentiation import (
     once_differentiable,
     wanted_gradients,
 )
+
+Value = TypeVar("Value")
 
 __all__ = [
     "Gradient",
@@ -192,6 +194,13 @@ def _saves_weight(plan: LinearPlan, needs_dx: bool, recomputes: bool, *, has_dat
     """Whether a GEMM of backward takes the weight in high precision, or has no data of it."""
     in_high_precision = (needs_dx and plan.dgrad is None) or (recomputes and plan.fprop is None)
     return in_high_precision or ((needs_dx or recomputes) and not has_data)
+
+
+def _saved_value(value: Value | None) -> Value:
+    """A value that the policy, or the caller, keeps for this use."""
+    if value is None:
+        raise AssertionError("a GEMM asked for a tensor that was not kept; report this, please")
+    return value
 
 
 class _Decisions:
@@ -319,8 +328,8 @@ def forward(
         value, decisions, source.params, source.quantized, w_source, bias, weight.shape[-2],
         dtype, comm, call.watched,
     )  # fmt: skip
-    if source.key is not None:
-        remember_input(inp, source.key, done.x)
+    if source.shared is not None:
+        remember_input(*source.shared, done.x)
     if call.watched or WEIGHT_CASTS.outlive_step is not None:
         _show_forward(value, specs, weight, done, call)
     y = done.y
@@ -347,8 +356,8 @@ def _saved(
     """The tensors that a policy names."""
     data = scale = requant = w_data = w_scale = w_requant = None
     if policy.x is Keep.GATHERED:
-        assert done.gathered is not None, "kept for this"
-        data, scale = transpose_op(done.gathered.data, 1, None), done.gathered.scale
+        gathered = _saved_value(done.gathered)
+        data, scale = transpose_op(gathered.data, 1, None), gathered.scale
         requant = done.x.requant
     elif policy.x is Keep.REQUANTIZE:
         scale, requant = done.x.rowwise.scale, done.x.requant
@@ -408,7 +417,6 @@ def _fprop(
     offsets = None
     tokens = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0]
     if isinstance(x, Groups):
-        assert x.offs is not None, "rows in groups"
         offsets, tokens = Offsets(x.offs, x.plan), a.data.shape[0]
     task = GemmTask(plan.fprop, (tokens, features), dtype)
     keep = keep_gathered or decisions.policy.x is Keep.GATHERED
@@ -445,10 +453,9 @@ def recompute_forward(
     """In backward, the bytes that ``forward`` gave of a prologue."""
     plan = call.plan
     if plan.fprop is None:
-        assert saved.weight is not None, "the policy keeps it"
         if call.watched:
             show_gemm("fprop", call, None, None)
-        return _in_high_precision(x, saved.weight, bias, x.dtype, call.comm)
+        return _in_high_precision(x, _saved_value(saved.weight), bias, x.dtype, call.comm)
     value: Tensor | Prologue = x
     if call.comm.gathers_x_first:
         value = call.comm.gather(x.value())
@@ -457,12 +464,11 @@ def recompute_forward(
     if saved.w is not None and saved.w_scale is not None:
         source = WeightSource(quantized=Quantized(Operand(saved.w, saved.w_scale)))
     else:
-        assert saved.weight is not None, "the policy keeps it"
-        params = saved.w_params(scales)
+        params, weight = saved.w_params(scales), _saved_value(saved.weight)
         if params is None:
-            source = weight_source(saved.weight, call)
+            source = weight_source(weight, call)
         else:
-            source = WeightSource(plain(saved.weight), params)
+            source = WeightSource(plain(weight), params)
     decisions = _Decisions(call.recipe, Orientations(None, None))
     done = _fprop(
         value, decisions, None, x_quantized, source, bias, features, x.dtype, call.comm,
@@ -470,8 +476,7 @@ def recompute_forward(
     )  # fmt: skip
     if call.watched:
         show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
-    assert done.y is not None, "in FP8"
-    return done.y
+    return _saved_value(done.y)
 
 
 # The gradients.
@@ -640,7 +645,7 @@ def backward(
     for_dx = for_dw = operand = None
     if needs[1]:
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
-            operand = _wgrad_operand(x, saved, call)
+            operand = _wgrad_operand(x, saved, call, call.plan.wgrad.right)
         dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
         params = None if x is None else saved.x_params(call.scales)
         for_dw = _WgradInput(x, saved.x, saved.x_scale, params, operand, dw_dtype)
@@ -668,16 +673,15 @@ def _main_grad_dtype(weights: Any) -> torch.dtype:
     return dtype
 
 
-def _wgrad_operand(x: Prologue | None, saved: Saved, call: Call) -> Operand | TokenShard:
+def _wgrad_operand(
+    x: Prologue | None, saved: Saved, call: Call, right: Spec
+) -> Operand | TokenShard:
     """The x of wgrad in FP8, of a sharded layer, or what gathers it."""
-    plan, comm = call.plan, call.comm
-    assert plan.wgrad is not None, "in FP8"
-    right = plan.wgrad.right
+    comm = call.comm
     if saved.x is not None and saved.x_scale is not None:
         operand = Operand(saved.x, saved.x_scale.float())
     else:
-        matrix = saved.x if x is None else x
-        assert matrix is not None, "the policy keeps it"
+        matrix = _saved_value(saved.x) if x is None else x
         if comm.gathers_x_first:
             matrix = comm.gather(value_of(matrix))
         if saved.x_scale is None:
@@ -712,7 +716,9 @@ def _dgrad_weight(
         params, scale = saved.w_params(call.scales), None
     if isinstance(dy, Gradient) and plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
         event = None if dy.rowwise is None else dy.rowwise.scale
-        high, params, columnwise = _columnwise_weight(high, data, scale, params, call, event=event)
+        high, params, columnwise = _columnwise_weight(
+            high, data, scale, params, call, plan.dgrad.right, event=event
+        )
     elif in_groups and data is not None and call.first_microbatch is not None:
         columnwise = kept_transpose(data, scale, call)
     elif isinstance(high, (Float8Tensor, Float4Tensor)):
@@ -829,7 +835,7 @@ def _cast_gradient(
     """dy in FP8, and its column sums, if ``sums`` are wanted and come for free."""
     if not any(specs):
         return _CastGradient(None, None, None)
-    assert dy is not None, "to be cast"
+    dy = _saved_value(dy)
     sums = sums and (offsets is not None or all(specs))
     matrix = dy if offsets is None else Groups.of(dy, offsets)
     made = quantize(matrix, *specs, params, float(plan.epsilon), sums)
@@ -838,7 +844,7 @@ def _cast_gradient(
 
 def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
     """The sums over the rows of dy, or over those of each expert."""
-    assert dy is not None, "written"
+    dy = _saved_value(dy)
     if offsets is None:
         return dy.sum(0, dtype=torch.float32)
     # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in rows of
@@ -853,6 +859,7 @@ def _columnwise_weight(
     scale: Tensor | None,
     params: QuantParams | None,
     call: Call,
+    spec: Spec,
     *,
     event: Tensor | None,
 ) -> tuple[Tensor | None, QuantParams | None, Operand | None]:
@@ -861,14 +868,12 @@ def _columnwise_weight(
     In a graph, and where ranks share scales. A compiled forward keeps nothing of the transpose for
     a backward that gives ``event``, a tensor of its own.
     """
-    assert call.plan.dgrad is not None, "in FP8"
     if data is not None and scale is not None:
         scale = scale if scale.ndim == 1 else scale.mT
         return None, None, Operand(transpose_op(data, 1, event), scale)
-    assert weight is not None, "the policy keeps it"
-    high = plain(weight, event)
+    high = plain(_saved_value(weight), event)
     if params is None:
-        made = call.scales.quantize(high, W, None, call.plan.dgrad.right)
+        made = call.scales.quantize(high, W, None, spec)
         return high, None, made.columnwise
     return high, params, None
 
@@ -889,9 +894,9 @@ def _dgrad(
 
     ``beside`` may be gathered meanwhile; with ``keep`` dy is wanted as multiplied.
     """
-    plan, high = recipe.linear, weight.high_precision
-    if isinstance(dy, Tensor):
-        assert high is not None, "the policy keeps it"
+    plan, high, dgrad = recipe.linear, weight.high_precision, recipe.linear.dgrad
+    if dgrad is None:
+        high = _saved_value(high)
         if watching is not None:
             show_gemm("dgrad", watching, None, None)
         dy = comm.gather(dy, backward=True)
@@ -899,20 +904,19 @@ def _dgrad(
             return Gemm(_mm_in_groups(dy, high.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
         dx = (dy @ high.to(dy.dtype)).to(weight.dtype)
         return Gemm(comm.reduce(dx, backward=True), dy)
-    assert plan.dgrad is not None, "cast for it"
     operand = weight.columnwise
     if operand is None and weight.data is not None and weight.scale is not None:
         scale = weight.scale
         has_one = scale.ndim == 1 or scale.shape[-2:] == (1, 1)
         operand = Operand(transpose_op(weight.data, 1, None), scale if has_one else scale.mT)
     elif operand is None:
-        assert high is not None, "the policy keeps it"
-        made = quantize(high, None, plan.dgrad.right, weight.params, float(plan.epsilon))
+        params, epsilon = weight.params, float(plan.epsilon)
+        made = quantize(_saved_value(high), None, dgrad.right, params, epsilon)
         operand = made.columnwise
     if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
-        assert high is not None, "cast just now"
-        show_cast(high.t(), operand, plan.dgrad.right, W, watching, only_in_backward=True)
-    task, keep = GemmTask(plan.dgrad, shape, weight.dtype), keep or watching is not None
+        matrix = _saved_value(high).t()
+        show_cast(matrix, operand, dgrad.right, W, watching, only_in_backward=True)
+    task, keep = GemmTask(dgrad, shape, weight.dtype), keep or watching is not None
     gemm = comm.mm(dy, operand, task, None, offsets, backward=True, beside=beside, keep=keep)
     if watching is not None:
         show_gemm("dgrad", watching, gemm.left, operand)
@@ -929,23 +933,21 @@ def _wgrad(
     comm: OneGpu,
 ) -> Tensor:
     """``dy.T @ x``, of dy in high precision or of its columnwise FP8 data."""
-    plan = recipe.linear
-    if isinstance(dy, Tensor):
-        high = x.data if x.prologue is None else x.prologue.value()
-        assert high is not None, "the policy keeps it"
+    plan, wgrad = recipe.linear, recipe.linear.wgrad
+    if wgrad is None:
+        high = _saved_value(x.data) if x.prologue is None else x.prologue.value()
         if watching is not None:
             show_gemm("wgrad", watching, None, None)
         dy, high = comm.gather(dy, backward=True), comm.gather(high)
         if offsets is not None:
             return _mm_in_groups(dy.t(), high.to(dy.dtype).t(), offsets.offs, x.dtype)
         return (dy.t() @ high.to(dy.dtype)).to(x.dtype)
-    assert plan.wgrad is not None, "cast for it"
     operand: Any = x.operand
     if operand is None and x.data is not None and x.scale is not None:
         operand = Operand(x.data, x.scale.float())
     elif operand is None:
         matrix = x.prologue if offsets is None else Groups.of(x.prologue, offsets)  # type: ignore[arg-type]
-        made = quantize(matrix, None, plan.wgrad.right, x.params, float(plan.epsilon))  # type: ignore[arg-type]
+        made = quantize(matrix, None, wgrad.right, x.params, float(plan.epsilon))  # type: ignore[arg-type]
         operand = made.columnwise
     if isinstance(dy, TokenShard):
         dy = dy.gather()
@@ -953,9 +955,7 @@ def _wgrad(
         operand = operand.gather()
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
-    dw: Tensor = comm.mm_of_gathered(
-        dy, operand, GemmTask(plan.wgrad, shape, x.dtype), None, offsets
-    )
+    dw: Tensor = comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype), None, offsets)
     return dw
 
 

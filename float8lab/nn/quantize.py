@@ -227,7 +227,6 @@ def _quantize_spanning(
 def _sums_of_groups(x: Groups) -> Tensor:
     """The sums over the rows of each group, ``[E, K]``, float32."""
     (value,), offs = x.inputs, x.offs
-    assert offs is not None, "of groups"
     row = torch.arange(value.shape[0], device=value.device, dtype=offs.dtype)
     sums = value.new_zeros((offs.shape[0] + 1, value.shape[1]), dtype=torch.float32)
     return sums.index_add_(0, torch.searchsorted(offs, row, right=True), value.float())[:-1]

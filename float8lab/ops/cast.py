@@ -86,7 +86,7 @@ def cast_outputs(of: Any) -> tuple[Tensor | None, ...]:
         scale_t = _empty_scale_of(of, (columns, padded), by_group)
     amax = _empty_amax_of(of, (rows, columns) if of.rowwise else (columns, padded))
     sums = x.new_empty((*groups, K), dtype=torch.float32) if of.dbias else None
-    return q, scale, amax, q_t, scale_t, sums
+    return reference.CastResults(q, scale, amax, q_t, scale_t, sums)
 
 
 cast_op = declare(

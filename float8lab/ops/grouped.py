@@ -59,14 +59,33 @@ def groups_of_rows(rows: int, offs: Tensor) -> Tensor:
     return torch.searchsorted(offs, row, right=True).clamp_(max=offs.shape[0] - 1)
 
 
+def _amax(
+    prologue: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    offs: Tensor | None = None,
+    plan: Tensor | None = None,
+) -> Tensor:
+    amax: Tensor = cast_op(
+        prologue, inputs, dtype, torch.float8_e4m3fn, (-1, -1), "fp32", 0.0, reference.ALIGN,
+        False, False, False, None, offs, plan,
+    )[2]  # fmt: skip
+    return amax
+
+
+def amax_of_batch(x: Tensor) -> Tensor:
+    """The largest absolute value of each matrix of a batch, ``[E, 1, 1]``."""
+    return _amax("", (x,), x.dtype)
+
+
 class Groups(NamedTuple):
-    """A matrix, or a prologue that computes it, whose rows are in groups; or a batch."""
+    """A matrix, or a prologue that computes it, whose rows are in groups."""
 
     prologue: str
     inputs: Sequence[Tensor]
     dtype: torch.dtype
-    offs: Tensor | None
-    """Offsets of the groups, ``[E]``; None for a batch, ``[E, N, K]``."""
+    offs: Tensor
+    """Offsets of the groups, ``[E]``."""
     plan: Tensor | None = None
     """The plan of the groups' GEMMs, where several share it."""
 
@@ -83,19 +102,13 @@ class Groups(NamedTuple):
     def owned(self) -> Tensor:
         """The matrix, with zeros in its padding rows."""
         x = self.value()
-        assert self.offs is not None, "not a batch"
         inside = torch.arange(x.shape[0], device=x.device)[:, None] < self.offs[-1:]
         return torch.where(inside, x, 0.0)
 
     def amax(self) -> Tensor:
-        """The largest absolute value of each group or matrix, ``[E, 1, 1]``; 0 without rows."""
-        amax: Tensor = cast_op(
-            *self[:3], torch.float8_e4m3fn, (-1, -1), "fp32", 0.0, reference.ALIGN,
-            False, False, False, None, self.offs, self.plan,
-        )[2]  # fmt: skip
-        return amax
+        """The largest absolute value of each group, ``[E, 1, 1]``; 0 without rows."""
+        return _amax(*self)
 
     def has_rows(self) -> Tensor:
         """Whether each group has any row, ``[E]``."""
-        assert self.offs is not None, "not a batch"
         return torch.diff(self.offs, prepend=self.offs.new_zeros(1)) > 0

@@ -27,7 +27,8 @@ def scatter_outputs(of: Any) -> tuple[Tensor | None, ...]:
         row_values = of.probs.new_empty((of.rows,) if of.merged is None else of.probs.shape)
     if of.scale is not None:
         scale, amax = (of.scale.new_empty((of.scale.shape[1], of.rows)).t() for _ in range(2))
-    return of.x.new_empty((of.rows, of.x.shape[1])), row_values, scale, amax
+    y = of.x.new_empty((of.rows, of.x.shape[1]))
+    return reference.ScatteredRows(y, row_values, scale, amax)
 
 
 def _gather_outputs(of: Any) -> tuple[Tensor | None, ...]:

@@ -44,6 +44,7 @@ from float8lab.ops import (
     factors_from_amax,
     update_scales_op,
 )
+from float8lab.ops.grouped import amax_of_batch
 from float8lab.recipes.recipe import DelayedScaling
 
 __all__ = [
@@ -716,7 +717,7 @@ def own_amax(x: Tensor | Prologue | Groups) -> Tensor:
     """The amax of what this rank has of a tensor: of each matrix, if it is a batch."""
     if isinstance(x, Tensor):
         if x.ndim == 3:
-            return Groups("", (x,), x.dtype, None).amax()
+            return amax_of_batch(x)
         return amax_op("", (x,), x.dtype)
     return x.amax()
 

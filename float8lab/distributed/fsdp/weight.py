@@ -28,13 +28,13 @@ from float8lab.arguments import check_instance, check_tensor, shown
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
 from float8lab.ops import (
-    Groups,
     amax_op,
     cast_many_op,
     cast_op,
     factors_from_amax,
     round_up,
 )
+from float8lab.ops.grouped import amax_of_batch
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.reduction import AmaxChannel, amax_over_ranks, channel
 from float8lab.recipes.region import in_backward
@@ -306,7 +306,7 @@ def _shard_amaxes(shard: Tensor, layout: Layout) -> list[Tensor]:
 def _amaxes_of_experts(weights: Tensor, block: tuple[int, ...]) -> Tensor:
     """The amax of each block of some experts' weights."""
     if block == (1, -1, -1):
-        return Groups("", (weights,), weights.dtype, None).amax()
+        return amax_of_batch(weights)
     amaxes = [amax_op("", (w,), w.dtype, block[1:]) for w in _as_matrices(weights, block)]
     return torch.stack(amaxes).view(weights.shape[0], -1, amaxes[0].shape[1])
 

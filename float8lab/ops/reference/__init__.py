@@ -6,6 +6,7 @@ a *block* is ``(rows, columns)`` as in ``float8lab.formats``.
 
 from float8lab.ops.reference.blocks import (
     ALIGN,
+    CastResults,
     amax,
     as_matrix,
     encode_from_amax,
@@ -33,6 +34,7 @@ __all__ = [
     "ALIGN",
     "NO_DATA",
     "SPAN",
+    "CastResults",
     "amax",
     "amax_of",
     "as_matrix",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from float8lab.formats import (
 
 __all__ = [
     "ALIGN",
+    "CastResults",
     "amax",
     "as_matrix",
     "encode_from_amax",
@@ -39,6 +40,17 @@ ALIGN = 16
 """Multiple that Hopper's FP8 GEMM wants of every dimension."""
 
 _EXPONENT_BITS = 0x7F800000
+
+
+class CastResults(NamedTuple):
+    """The results of ``cast``; None stands for each that is not wanted."""
+
+    q: Tensor | None
+    scale: Tensor | None
+    amax: Tensor | None
+    q_t: Tensor | None
+    scale_t: Tensor | None
+    dbias: Tensor | None
 
 
 def as_matrix(x: Tensor) -> Tensor:

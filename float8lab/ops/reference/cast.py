@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.formats import TENSOR_SCALE_RULES
-from float8lab.ops.reference.blocks import amax, quantize
+from float8lab.ops.reference.blocks import CastResults, amax, quantize
 from float8lab.ops.reference.grouped import cast_batch, cast_groups
 from float8lab.ops.reference.prologue import value_of
 
@@ -111,13 +111,13 @@ def cast(
             q_t, scale_t, _ = quantize(x.t(), *options, matrix_amax)
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
-        return q, scale, None, q_t, scale_t, sums
+        return CastResults(q, scale, None, q_t, scale_t, sums)
     asks = amaxes is not None and (prologue or given is not None)
     if asks and not has_amax(prologue, block, given):
         amaxes = None
     if columnwise:
-        return None, None, amaxes, q, scale, sums
-    return q, scale, amaxes, None, None, sums
+        return CastResults(None, None, amaxes, q, scale, sums)
+    return CastResults(q, scale, amaxes, None, None, sums)
 
 
 def has_amax(prologue: str, block: Sequence[int], given: Tensor | None) -> bool:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.formats import SCALE_RULES, shares_matrix_amax
-from float8lab.ops.reference.blocks import ALIGN, factors_from_amax, quantize, round_up
+from float8lab.ops.reference.blocks import ALIGN, CastResults, factors_from_amax, quantize, round_up
 
 __all__ = ["SPAN", "bounds_of", "cast_batch", "cast_groups", "padded_rows", "plan_groups"]
 
@@ -141,7 +141,7 @@ def cast_groups(
         sums = x.new_zeros((len(bounds), K), dtype=torch.float32)
         for index, (start, end, _) in enumerate(bounds):
             sums[index] = x[start:end, :K].float().sum(0)
-    return (
+    return CastResults(
         q if rowwise else None, scale if rowwise else None, amax,
         q_t, scale_t if columnwise else None, sums,
     )  # fmt: skip
@@ -234,7 +234,7 @@ def cast_batch(
     columnwise: bool,
     given: Tensor | None,
     slot: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
+) -> CastResults:
     """``cast`` of each matrix of a batch: ``[E, ...]`` of each result, K and N padded to ``ALIGN``.
 
     With ``(-1, -1)`` each matrix has a scale of its own.
@@ -256,4 +256,4 @@ def cast_batch(
     q, scale, amax = cast(False) if rowwise or not columnwise else (None, None, None)
     q_t, scale_t, amax_t = cast(True) if columnwise else (None, None, None)
     q, scale = (q, scale) if rowwise else (None, None)
-    return q, scale, amax_t if amax is None else amax, q_t, scale_t, None
+    return CastResults(q, scale, amax_t if amax is None else amax, q_t, scale_t, None)

@@ -10,6 +10,7 @@ is a matrix, FP8 data in blocks of ``block``, and stands for values in ``dtype``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,16 @@ from torch import Tensor
 from float8lab.ops.reference.blocks import amax, as_matrix
 from float8lab.ops.reference.prologue import apply_norm, dequantize, widen
 
-__all__ = ["norm", "norm_backward"]
+__all__ = ["NormResults", "norm", "norm_backward"]
+
+
+class NormResults(NamedTuple):
+    """The norm, the mean and the reciprocal of the deviation of each row, and an amax."""
+
+    y: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+    amax: Tensor | None
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -56,7 +66,7 @@ def norm(
         y_amax = amax(y, (-1, -1)) if want_amax else None
         y = y.contiguous().view(shape) if write else None
     mean = None if mean is None else mean.view(shape[:-1])
-    return y, mean, rstd.view(shape[:-1]), y_amax
+    return NormResults(y, mean, rstd.view(shape[:-1]), y_amax)
 
 
 def norm_backward(

@@ -10,10 +10,21 @@ filled are the first.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = ["gather_rows", "row_map_of", "scatter_rows"]
+__all__ = ["ScatteredRows", "gather_rows", "row_map_of", "scatter_rows"]
+
+
+class ScatteredRows(NamedTuple):
+    """The rows, the values that move beside them, and their scales and amaxes."""
+
+    y: Tensor
+    row_values: Tensor | None
+    scale: Tensor | None
+    amax: Tensor | None
 
 
 def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
@@ -101,7 +112,7 @@ def scatter_rows(
         scales = scale.new_ones((scale.shape[1], rows)).t()
         amaxes = torch.zeros_like(scales)
         scales[row], amaxes[row] = scale[token], amax[token]
-    return y, row_values, scales, amaxes  # type: ignore[return-value]  # see declare
+    return ScatteredRows(y, row_values, scales, amaxes)  # type: ignore[return-value]  # see declare
 
 
 def gather_rows(
