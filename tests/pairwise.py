@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["pairwise"]
+__all__ = ["pairs_first", "pairwise"]
 
 
 def pairwise(*axes: Mapping[str, Any]) -> list[Any]:
@@ -27,3 +27,13 @@ def pairwise(*axes: Mapping[str, Any]) -> list[Any]:
         values = (axis[name] for axis, name in zip(axes, case, strict=True))
         cases.append(pytest.param(*values, id="-".join(filter(None, case))))
     return cases
+
+
+def pairs_first(*axes: Mapping[str, Any]) -> list[Any]:
+    """All combinations, of which those that ``pairwise`` leaves out are ``slow``."""
+    cases = {case.id: case for case in pairwise(*axes)}
+    for names in itertools.product(*axes):
+        values = (axis[name] for axis, name in zip(axes, names, strict=True))
+        label = "-".join(filter(None, names))
+        cases.setdefault(label, pytest.param(*values, id=label, marks=pytest.mark.slow))
+    return [*cases.values()]

@@ -28,10 +28,7 @@ from float8lab.arguments import (
 from tests.public_calls import CALLS, H, S
 from tests.wrong_calls import admits, cases, complaint, parameters
 
-MODULE = float8lab.RotaryPositionEmbedding(8, device="cpu")
-X = torch.ones(4, 2, 1, 8)
 ATTENTION = float8lab.DotProductAttention(1, 8)
-QUANTIZED = float8lab.quantize(torch.ones(2, 2))
 MODULES = {
     "": float8lab,
     "distributed.": float8lab.distributed,
@@ -147,130 +144,54 @@ def test_the_calls_themselves_work(name: str, tmp_path: Path) -> None:
     call.use(call.function(*owner, **call.arguments(tmp_path)))
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "cache_dtype": (
-        lambda: float8lab.InferenceParams(2, 8, cache_dtype=torch.int8), TypeError, "cache_dtype"
-    ),
-    "norm-int": (
-        lambda: float8lab.LayerNorm(8)(torch.ones(2, 8, dtype=torch.int32)), TypeError, "inp"
-    ),
-    "norm-complex": (
-        lambda: float8lab.RMSNorm(8)(torch.ones(2, 8, dtype=torch.complex64)), TypeError, "inp"
-    ),
-    "start_positions-beyond": (
-        lambda: float8lab.apply_rotary_pos_emb(
-            X, MODULE(8), start_positions=torch.tensor([7, 7])
-        ),
-        ValueError,
-        "start_positions",
-    ),
-    "start_positions-negative": (
-        lambda: float8lab.apply_rotary_pos_emb(
-            X, MODULE(8), start_positions=torch.tensor([-1, 0])
-        ),
-        ValueError,
-        "start_positions",
-    ),
-    "eps": (lambda: float8lab.LayerNorm(8, eps=float("nan")), ValueError, "eps"),
-    "layernorm_epsilon": (
-        lambda: float8lab.TransformerLayer(8, 8, 1, layernorm_epsilon=-1.0),
-        ValueError,
-        "layernorm_epsilon",
-    ),
-    "softmax_scale": (
-        lambda: float8lab.DotProductAttention(1, 8, softmax_scale=float("nan")),
-        ValueError,
-        "softmax_scale",
-    ),
-    "rotary_base": (
-        lambda: float8lab.RotaryPositionEmbedding(8, rotary_base=0), ValueError, "rotary_base"
-    ),
-    "layer_number": (
-        lambda: float8lab.TransformerLayer(8, 8, 1, layer_number="1"), TypeError, "layer_number"
-    ),
-    "kv_channels": (lambda: float8lab.DotProductAttention(1, 0), ValueError, "kv_channels"),
-    "heads": (
-        lambda: float8lab.MultiheadAttention(8, 0), ValueError, "num_attention_heads"
-    ),
-    "parameters_split": (
-        lambda: float8lab.Linear(8, 8, parameters_split=()), ValueError, "parameters_split"
-    ),
-    "model": (lambda: float8lab.convert_to_float8("model"), TypeError, "model"),
-    "out_features": (lambda: float8lab.Linear(8, 1.5), TypeError, "out_features"),
-    "attn_input_format": (
-        lambda: float8lab.TransformerLayer(8, 8, 1, attn_input_format="x"),
-        ValueError,
-        "attn_input_format",
-    ),
-    "self_attn_mask_type": (
-        lambda: float8lab.TransformerLayer(8, 8, 1, self_attn_mask_type="x"),
-        ValueError,
-        "self_attn_mask_type",
-    ),
-    "enc_dec_window_size": (
-        lambda: float8lab.TransformerLayer(8, 8, 1, enc_dec_window_size=(1, -2)),
-        ValueError,
-        "enc_dec_window_size",
-    ),
-    "tp_group": (lambda: float8lab.Linear(8, 8, tp_group="world"), TypeError, "tp_group"),
-    "key_layer": (lambda: ATTENTION(X, X.half(), X.half()), TypeError, "key_layer"),
-    "value_layer": (lambda: ATTENTION(X, X, X.double()), TypeError, "value_layer"),
-    "attention_mask-type": (lambda: ATTENTION(X, X, X, "mask"), TypeError, "attention_mask"),
-    "attention_mask-shape": (
-        lambda: ATTENTION(X, X, X, torch.ones(5, 7, dtype=torch.bool)),
-        ValueError,
-        "attention_mask",
-    ),
-    "cu_seqlens_q": (
-        lambda: ATTENTION(X, X, X, cu_seqlens_q=torch.tensor([0, 4, 8])),
-        ValueError,
-        "cu_seqlens_q",
-    ),
-    "cu_seqlens_q-type": (
-        lambda: ATTENTION(X, X, X, cu_seqlens_q=[0, 4, 8]), TypeError, "cu_seqlens_q"
-    ),
-    "layer_number-0": (
-        lambda: float8lab.MultiheadAttention(8, 1, layer_number=0), ValueError, "layer_number"
-    ),
-    "backends": (
-        lambda: float8lab.DotProductAttention(1, 8, backends="sdpa"), TypeError, "backends"
-    ),
-    "stream-name": (
-        lambda: float8lab.CudaRNGStatesTracker("cpu").add(name=3, seed=1), TypeError, "name"
-    ),
-    "stream-seed": (
-        lambda: float8lab.CudaRNGStatesTracker("cpu").add("s", seed=1.5), TypeError, "seed"
-    ),
-    "candidates": (
-        lambda: float8lab.recipes.Auto(candidates=()), ValueError, "candidates"
-    ),
-    "amax": (
-        lambda: float8lab.Float8Tensor(
-            QUANTIZED.qdata, QUANTIZED.scale, None, QUANTIZED.spec, torch.float32
-        ),
-        TypeError,
-        "amax",
-    ),
-    "loss_fn": (
-        lambda: float8lab.inspect.sensitivity(
-            torch.nn.Linear(8, 8), torch.ones(2, 8), lambda output: output.sum()
-        ),
-        TypeError,
-        "loss_fn",
-    ),
-    "is_first_microbatch": (
-        lambda: float8lab.Linear(8, 8)(torch.ones(2, 8), is_first_microbatch="yes"),
-        TypeError,
-        "is_first_microbatch",
-    ),
-}  # fmt: skip
+INT, COMPLEX = torch.ones(2, H).int(), torch.ones(2, H, dtype=torch.complex64)
+Q = torch.linspace(-1, 1, S * 2 * 2 * 8).view(S, 2, 2, 8)  # as the call's queries
+REFUSED: tuple[tuple[str, str, Any, type[Exception]], ...] = (
+    ("InferenceParams", "cache_dtype", torch.int8, TypeError),
+    ("LayerNorm.forward", "inp", INT, TypeError),
+    ("RMSNorm.forward", "inp", COMPLEX, TypeError),
+    ("apply_rotary_pos_emb", "start_positions", torch.tensor([7, 7]), ValueError),
+    ("apply_rotary_pos_emb", "start_positions", torch.tensor([-1, 0]), ValueError),
+    ("LayerNorm", "eps", float("nan"), ValueError),
+    ("TransformerLayer", "layernorm_epsilon", -1.0, ValueError),
+    ("DotProductAttention", "softmax_scale", float("nan"), ValueError),
+    ("RotaryPositionEmbedding", "rotary_base", 0, ValueError),
+    ("TransformerLayer", "layer_number", "1", TypeError),
+    ("DotProductAttention", "kv_channels", 0, ValueError),
+    ("MultiheadAttention", "num_attention_heads", 0, ValueError),
+    ("Linear", "parameters_split", (), ValueError),
+    ("convert_to_float8", "model", "model", TypeError),
+    ("Linear", "out_features", 1.5, TypeError),
+    ("TransformerLayer", "attn_input_format", "x", ValueError),
+    ("TransformerLayer", "self_attn_mask_type", "x", ValueError),
+    ("TransformerLayer", "enc_dec_window_size", (1, -2), ValueError),
+    ("Linear", "tp_group", "world", TypeError),
+    ("DotProductAttention.forward", "key_layer", Q.half(), TypeError),
+    ("DotProductAttention.forward", "value_layer", Q.double(), TypeError),
+    ("DotProductAttention.forward", "attention_mask", "mask", TypeError),
+    ("DotProductAttention.forward", "attention_mask", torch.ones(5, 7).bool(), ValueError),
+    ("DotProductAttention.forward", "cu_seqlens_q", torch.tensor([0, 3, 6]), ValueError),
+    ("DotProductAttention.forward", "cu_seqlens_q", [0, 3, 6], TypeError),
+    ("MultiheadAttention", "layer_number", 0, ValueError),
+    ("DotProductAttention", "backends", "sdpa", TypeError),
+    ("CudaRNGStatesTracker.add", "name", 3, TypeError),
+    ("CudaRNGStatesTracker.add", "seed", 1.5, TypeError),
+    ("recipes.Auto", "candidates", (), ValueError),
+    ("Float8Tensor", "amax", None, TypeError),
+    ("inspect.sensitivity", "loss_fn", lambda output: output.sum(), TypeError),
+    ("Linear.forward", "is_first_microbatch", "yes", TypeError),
+)
+"""The wrong argument of a call, and the error."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    call, kind, argument = REFUSED[name]
+@pytest.mark.parametrize(("name", "argument", "value", "kind"), REFUSED)
+def test_refused(
+    name: str, argument: str, value: Any, kind: type[Exception], tmp_path: Path
+) -> None:
+    call = CALLS[name]
+    owner = [] if call.owner is None else [call.owner(tmp_path)]
     with pytest.raises(kind, match=rf"^{argument}\b.* must .*; got "):
-        call()
+        call.function(*owner, **{**call.arguments(tmp_path), argument: value})
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

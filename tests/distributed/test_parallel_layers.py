@@ -24,6 +24,7 @@ from float8lab.nn.parallel import ParameterShard, shards_of
 from float8lab.nn.precision import precisions
 from float8lab.ops import value_of_op
 from float8lab.recipes.region import PROCESS
+from tests.distributed.equality import summed
 from tests.distributed.ranks import (
     RECIPES,
     Collectives,
@@ -32,18 +33,13 @@ from tests.distributed.ranks import (
     ranks_fixture,
     slow_check,
 )
+from tests.distributed.test_tensor_parallel import DIMENSIONS, part_of
 from tests.integrations.checkpoint import layouts
 
 H, G, D = 8, 4, 8  # query heads, key/value heads, channels of a head
 HIDDEN = 64
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 ALL = [*RECIPES, DELAYED]
-
-
-def of_rank(x: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's part of the first dimension, by the rule of torch.chunk."""
-    chunk = -(-x.shape[0] // ranks.world)
-    return x[ranks.rank * chunk : (ranks.rank + 1) * chunk]
 
 
 class Gemms:
@@ -112,10 +108,6 @@ def joined(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     return torch.cat(ranks.gather(x.cpu()), dim).to(x.device)
 
 
-SIDES = {"fprop": ("MK", "NK"), "dgrad": ("MN", "KN"), "wgrad": ("NM", "KM")}
-"""Rows and columns of the operands of each GEMM."""
-
-
 def compare_operands(
     ranks: Ranks, spread: nn.Module, alone: nn.Module, given: Given, gemms: Gemms, recipe: Any
 ) -> None:
@@ -151,7 +143,7 @@ def compare_operands(
             assert not gradients or len(wanted.seen) == 3, path
         sizes = {"M": x.shape[:-1].numel(), "N": one.out_features, "K": one.in_features}
         for (_, kind), operands in wanted.seen.items():
-            pairs = zip(gemms.seen[f"{path}.", kind], operands, SIDES[kind], strict=True)
+            pairs = zip(gemms.seen[f"{path}.", kind], operands, DIMENSIONS[kind], strict=True)
             for mine, want, (down, across) in pairs:
                 want = want[: sizes[down], : sizes[across]]
                 for dim, name in enumerate((down, across)):
@@ -224,7 +216,7 @@ def compare(
     shards, given = shards_of(spread), given_to(spread)
 
     def part(t: Tensor) -> Tensor:
-        return of_rank(t, ranks) if sequence_parallel else t
+        return part_of(t, 0, ranks) if sequence_parallel else t
 
     mine = {n: part(v) if n == "encoder_output" else v for n, v in how.items()}
     for step in range(steps):
@@ -337,8 +329,8 @@ def check_sizes_are_exchanged_once(ranks: Ranks) -> None:
         transformer(**more)(**group) for more in (LLAMA, mixed, decoder, {"output_layernorm": True})
     ).to(ranks.device)
     for tokens in (7, 8, 0):  # with 4 ranks the first has as many of 7 as of 8
-        x = of_rank(torch.randn(tokens, 2, HIDDEN), ranks).to(ranks.device)
-        y = of_rank(torch.randn(5, 2, HIDDEN), ranks).to(ranks.device)
+        x = part_of(torch.randn(tokens, 2, HIDDEN), 0, ranks).to(ranks.device)
+        y = part_of(torch.randn(5, 2, HIDDEN), 0, ranks).to(ranks.device)
         with Collectives() as collectives, float8lab.autocast(recipe=ALL[0]):
             for layer in layers:
                 of_encoder = {"encoder_output": y} if layer.layer_type == "decoder" else {}
@@ -386,7 +378,7 @@ def check_recomputation_and_random_numbers(ranks: Ranks) -> None:
                 continue
             tracker.set_states(streams)
             torch.manual_seed(5)
-            leaf = (of_rank(x, ranks) if sequence_parallel else x).clone().requires_grad_()
+            leaf = (part_of(x, 0, ranks) if sequence_parallel else x).clone().requires_grad_()
             outer = tracker.fork() if sequence_parallel else nullcontext()
             with outer, float8lab.autocast(recipe=DELAYED):
                 if mode in ("plain", "core"):
@@ -413,8 +405,8 @@ def check_recomputation_and_random_numbers(ranks: Ranks) -> None:
             torch.manual_seed(ranks.rank)
             layer.train()
             layer.hidden_dropout = layer.self_attention.core_attention.attention_dropout = 0.0
-            y = layer(of_rank(x, ranks))
-            out = (y == of_rank(x, ranks)).all(0).all(-1)  # both blocks were left out
+            y = layer(part_of(x, 0, ranks))
+            out = (y == part_of(x, 0, ranks)).all(0).all(-1)  # both blocks were left out
             ranks.assert_same(out)
 
 
@@ -452,7 +444,7 @@ def check_the_group_comes_later(ranks: Ranks) -> None:
 def check_compiled(ranks: Ranks) -> None:
     """Collectives are in the graph; the numbers are those of eager mode."""
     torch.manual_seed(1)
-    x = of_rank(torch.randn(ranks.world, 2, HIDDEN).to(ranks.device), ranks)
+    x = part_of(torch.randn(ranks.world, 2, HIDDEN).to(ranks.device), 0, ranks)
     layers: list[Any] = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -678,12 +670,6 @@ def check_grouped_linear(ranks: Ranks) -> None:
             # With a scale for each expert, x is decoded by each of them.
             want = part(a[..., : sizes[0]], not column)
             assert torch.equal(mine_a[..., : want.shape[-1]], want), (recipe, mode)
-
-
-def summed(x: Tensor) -> Tensor:
-    x = x.clone()
-    dist.all_reduce(x)
-    return x
 
 
 outcome = ranks_fixture(__name__, 2, 4)

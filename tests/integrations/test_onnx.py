@@ -16,6 +16,7 @@ from torch import nn
 import float8lab
 from float8lab import recipes
 from float8lab.tensor.differentiation import is_exporting
+from tests.nn.composition import sqnr
 
 onnx = pytest.importorskip("onnx", reason="needs the extra 'onnx'")
 pytest.importorskip("onnxscript", reason="needs the extra 'onnx'")
@@ -52,11 +53,6 @@ class Attend(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         y = nn.functional.scaled_dot_product_attention(q, k, v)
         return x + self.proj(y.transpose(1, 2).flatten(2))
-
-
-def sqnr(actual, exact):
-    noise = (actual.double() - exact.double()).square().sum()
-    return (10 * torch.log10(exact.double().square().sum() / noise)).item()
 
 
 def export(model, x, recipe, *, opset=21, path=None, dynamic=True):

@@ -16,6 +16,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn.attention import RotaryPositionEmbedding
 from tests.nn import models
+from tests.nn.composition import sqnr
 
 onnx = pytest.importorskip("onnx", reason="needs the extra 'onnx'")
 pytest.importorskip("onnxscript", reason="needs the extra 'onnx'")
@@ -47,11 +48,6 @@ def attention(**kwargs):
 
 def in_context(recipe):
     return float8lab.autocast(enabled=recipe is not None, recipe=recipe)
-
-
-def sqnr(actual, exact):
-    noise = (actual.double() - exact.double()).square().sum()
-    return (10 * torch.log10(exact.double().square().sum() / noise)).item()
 
 
 def export(model, inputs, recipe, path, *, dynamic=False):

@@ -111,6 +111,7 @@ def _clamped(a: Tensor, b: Tensor) -> Tensor:
 
 def sqnr(actual: Tensor, wanted: Tensor) -> float:
     """Signal-to-noise ratio in dB."""
+    wanted = wanted.double()
     noise = (actual.double() - wanted).square().sum()
     return (10 * torch.log10(wanted.square().sum() / noise)).item()
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
@@ -22,6 +21,7 @@ from float8lab.tensor import Float8Tensor
 from tests.near_ties import by_multiplying, near_ties
 from tests.nn.composition import RECIPES, Composition, exact, perturb, sqnr, step
 from tests.nn.models import saved_bytes
+from tests.pairwise import pairs_first
 
 ALL = {"high": None, **RECIPES}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -49,11 +49,6 @@ def made(make: Any, device: Any = "cpu", **kwargs: Any) -> Any:
     return module
 
 
-def weight_names(module: nn.Module) -> list[str]:
-    """Of the GEMMs' weights."""
-    return [n for n in module.state_dict() if n.endswith("weight") and "norm" not in n]
-
-
 def same_gradients(
     names: list[str], got: list[torch.Tensor], want: list[torch.Tensor], device: torch.device
 ) -> None:
@@ -70,9 +65,9 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("returned", [False, True], ids=["", "norm-returned"])
-@each_or_none
-@each_module
+@pytest.mark.parametrize(
+    ("make", "recipe", "returned"), pairs_first(MODULES, ALL, {"": False, "norm-returned": True})
+)
 def test_equals_its_parts_bit_for_bit(make: Any, recipe: Any, returned: bool, device: Any) -> None:
     fused = made(make, device, return_layernorm_output=returned)
     parts = Composition(fused)
@@ -133,10 +128,15 @@ def floors(recipe: Any, layers: int, gated: bool) -> tuple[float, float]:
     return tuple(10 * torch.tensor(1 / n).log10().item() - 2.0 for n in (out, back))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@each_recipe
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("kind", ["linear", "gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("kind", "normalization", "recipe", "dtype"),
+    pairs_first(
+        *({name: name for name in names} for names in (
+            ("linear", "gelu", "swiglu"), ("LayerNorm", "RMSNorm"),
+        )),
+        RECIPES, {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)},
+    ),
+)  # fmt: skip
 def test_against_float64(
     kind: str, normalization: str, recipe: Any, dtype: torch.dtype, device: Any
 ) -> None:
@@ -182,18 +182,6 @@ def test_any_shape_trains(recipe: Any, shape: tuple[int, ...], K: int, device: A
             assert y.shape == dy.shape
             assert torch.equal(y, want)
             same_gradients(list(fused.state_dict()), gradients, wanted, device)
-
-
-@each_recipe
-@each_module
-def test_strides_do_not_matter(make: Any, recipe: Any) -> None:
-    fused = made(make)
-    x = torch.randn(6, 20, 40)
-    dy = torch.ones(6, 20, getattr(fused, "out_features", 40))
-    first = step(copy.deepcopy(fused), x, [dy], recipe)
-    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
-    second = step(copy.deepcopy(fused), strided, [torch.ones(()).expand_as(dy)], recipe)
-    assert same(first[0] + first[1], second[0] + second[1])
 
 
 @each_or_none
@@ -266,44 +254,6 @@ def test_what_backward_can_compute_again_is_not_saved(recipe: Any) -> None:
 # --- what training loops do ----------------------------------------------------------------------
 
 
-@each_or_none
-@each_module
-def test_activation_checkpointing_changes_nothing(make: Any, recipe: Any) -> None:
-    plain = made(make)
-    checkpointed = copy.deepcopy(plain)
-    dy = torch.randn(6, getattr(plain, "out_features", 40))
-    for _ in range(3):
-        x = torch.randn(6, 40)
-        results = []
-        for module, run in (
-            (plain, lambda m, t: m(t)),
-            (checkpointed, lambda m, t: checkpoint(m, t, use_reentrant=False)),
-        ):
-            leaf = x.clone().requires_grad_()
-            module.zero_grad()
-            with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
-                y = run(module, leaf)
-            y.backward(dy)
-            results.append([y, leaf.grad, *(p.grad for p in module.parameters())])
-        assert same(*results)
-
-
-@each_recipe
-@each_module
-def test_is_first_microbatch_gives_the_same_numbers(make: Any, recipe: Any) -> None:
-    kept, plain = made(make), None
-    plain = copy.deepcopy(kept)
-    for microbatch in range(3):
-        x = torch.randn(4, 40) * (microbatch + 1)
-        for module, first in ((kept, microbatch == 0), (plain, None)):
-            with float8lab.autocast(recipe=recipe):
-                module(x, is_first_microbatch=first).square().sum().backward()
-    for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-    for _, precision in precisions(kept):
-        assert precision.weight_cast is not None
-
-
 @each_recipe
 @each_module
 def test_weights_stored_in_fp8(make: Any, recipe: Any) -> None:
@@ -336,30 +286,6 @@ def test_weights_stored_in_fp8(make: Any, recipe: Any) -> None:
     assert all(type(g) is torch.Tensor for g in gradients)
 
 
-@each_or_none
-@each_module
-def test_main_grad_takes_the_weight_gradients(make: Any, recipe: Any) -> None:
-    plain = made(make)
-    fused = made(make, fuse_wgrad_accumulation=True)
-    fused.load_state_dict(plain.state_dict())
-    weights = {
-        n: p for n, p in fused.named_parameters() if n.endswith("weight") and "norm" not in n
-    }
-    for weight in weights.values():
-        weight.main_grad = torch.full(weight.shape, 7.0)
-    for microbatch in range(2):
-        x = torch.randn(6, 40)
-        for module in (plain, fused):
-            with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
-                module(x, is_first_microbatch=microbatch == 0).square().sum().backward()
-    for name, parameter in plain.named_parameters():
-        if name in weights:
-            assert weights[name].grad is None
-            assert torch.equal(weights[name].main_grad, parameter.grad)  # the 7s were overwritten
-        else:
-            assert torch.equal(dict(fused.named_parameters())[name].grad, parameter.grad)
-
-
 @each_module
 def test_gemms_are_counted_under_the_modules_name(make: Any) -> None:
     model = nn.Sequential(made(make))
@@ -383,22 +309,6 @@ def test_calibration_records_what_every_gemm_will_cast(make: Any) -> None:
         mine, theirs = (p.slots[recipe, None].tensors() for p in (precision, layer._fp8))
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
         assert mine["steps"].tolist() == [1, 1, 0]
-
-
-@each_recipe
-@each_module
-def test_scaling_state_is_saved_and_loaded(make: Any, recipe: Any) -> None:
-    fused = made(make)
-    x, dy = torch.randn(6, 40), torch.randn(6, getattr(fused, "out_features", 40))
-    step(fused, x, [dy], recipe)
-    state = float8lab.nn.ScalingState(fused, recipe).state_dict()
-    assert bool(state) == recipe.linear.delayed
-    resumed = made(make)
-    resumed.load_state_dict(fused.state_dict())
-    float8lab.nn.ScalingState(resumed, recipe).load_state_dict(state)
-    x = x * 3
-    first, second = (step(module, x, [dy], recipe) for module in (fused, resumed))
-    assert same(first[0] + first[1], second[0] + second[1])
 
 
 @pytest.mark.parametrize("name", ["delayed", "block"])
@@ -426,32 +336,6 @@ def test_converted_models_give_these_modules_their_recipe(make: Any, name: str) 
     assert type(model[0]) is type(twin[0])
 
 
-@each_recipe
-@each_module
-def test_inference_mode_deepcopy_and_pickling(make: Any, recipe: Any, tmp_path: Any) -> None:
-    fused = made(make).eval()
-    x = torch.randn(4, 40)
-    with float8lab.autocast(recipe=recipe):
-        expected = fused(x)
-        twin = copy.deepcopy(fused)
-        torch.save(fused, tmp_path / "module.pt")
-        loaded = torch.load(tmp_path / "module.pt", weights_only=False)
-        with torch.inference_mode():
-            for module in (fused, twin, loaded):
-                assert torch.equal(module(x), expected)
-
-
-@each_recipe
-@each_module
-def test_double_backward_is_refused(make: Any, recipe: Any) -> None:
-    fused = made(make)
-    x = torch.randn(4, 40, requires_grad=True)
-    with float8lab.autocast(recipe=recipe):
-        y = fused(x).square().sum()
-    with pytest.raises(NotImplementedError, match=r"differentiated again; .*to_high_precision"):
-        torch.autograd.grad(y, x, create_graph=True)
-
-
 @each_module
 def test_float64_stays_in_high_precision(make: Any) -> None:
     fused = made(make, params_dtype=torch.float64)
@@ -473,48 +357,6 @@ def test_moves_its_scaling_state_to_another_device(make: Any) -> None:
     fused.reset_parameters()
     with float8lab.autocast(recipe=RECIPES["delayed"]):
         assert fused(torch.randn(4, 40)).isfinite().all()
-
-
-# --- torch.compile -------------------------------------------------------------------------------
-
-
-UNDELAYED = [name for name, recipe in ALL.items() if not (recipe and recipe.linear.delayed)]
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        ("linear", "current"),
-        ("mlp-rms-gated", "block"),
-        *(
-            # Each is compiled quickly in test_compile.py.
-            pytest.param("mlp-checkpoint", r, marks=[pytest.mark.slow] * (r not in ("mx", "high")))
-            for r in UNDELAYED
-        ),
-    ],
-)
-def test_compiles_without_breaks_and_equals_eager(name: str, recipe: Any) -> None:
-    recipe = ALL[recipe]
-    torch._dynamo.reset()
-    eager = made(MODULES[name], return_layernorm_output=True, return_bias=True)
-    model = copy.deepcopy(eager)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-
-    def run(module: Any, x: torch.Tensor) -> list[torch.Tensor]:
-        x = x.clone().requires_grad_()
-        with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
-            y, bias, normed = module(x)
-        loss = y.square().sum() + normed.square().sum()
-        loss = loss if bias is None else loss + bias.sum()
-        loss.backward()
-        return [y, normed, x.grad]
-
-    for tokens in (5, 9):
-        x = torch.randn(2, tokens, 40)
-        assert same(run(compiled, x), run(eager, x))
-        for p, q in zip(model.parameters(), eager.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
-    torch._dynamo.reset()
 
 
 def test_recipes_are_all_tested() -> None:

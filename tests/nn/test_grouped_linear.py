@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
@@ -196,31 +195,6 @@ def test_return_bias_leaves_the_bias_out():
     torch.testing.assert_close(y + added, layer(rows(K), SIZES))
 
 
-@pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
-@pytest.mark.parametrize("recipe", [None, RECIPES["row"]], ids=["high", "row"])
-def test_gradients_go_into_main_grad(single, recipe):
-    layer, x, dy = experts(single_grouped_weight=single), rows(K), rows(N)
-    want = step(layer, x, dy, recipe)[2 :: 1 if single else 2]
-    layer.fuse_wgrad_accumulation = True
-    weights = [p for name, p in layer.named_parameters() if name.startswith("weight")]
-    for weight in weights:
-        weight.main_grad = torch.ones_like(weight)
-    for first, added in ((None, 1), (True, 0), (False, None)):
-        layer.zero_grad()
-        with float8lab.autocast(recipe is not None, recipe=recipe):
-            layer(x, SIZES, is_first_microbatch=first).backward(dy)
-        for weight, grad in zip(weights, want, strict=False):
-            assert weight.grad is None
-            expected = 2 * grad if added is None else grad + added
-            torch.testing.assert_close(weight.main_grad, expected)
-    seen = hooked_as_by_megatron(weights, zero_out=True)
-    with float8lab.autocast(recipe is not None, recipe=recipe):
-        layer(x, SIZES, is_first_microbatch=False).backward(dy)
-    assert {*map(id, seen)} == {*map(id, weights)}
-    for weight, grad in zip(weights, want, strict=False):
-        torch.testing.assert_close(weight.main_grad, 3 * grad)
-
-
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("recipe", [None, RECIPES["row"]], ids=["high", "row"])
 def test_gradients_of_some_experts_leave_the_others_alone(recipe, apart):
@@ -275,40 +249,6 @@ def test_some_gradients_go_into_main_grad(recipe, dtype):
         torch.testing.assert_close((layer.weight1.main_grad - added).to(dtype), want[4])
         assert layer.weight1.grad is None
         torch.testing.assert_close(layer.weight2.grad, want[6])
-
-
-@pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["row"], RECIPES["block"]], ids=str)
-def test_microbatches_and_checkpoints_give_the_same(recipe):
-    layer, x, dy = experts(), rows(K), rows(N)
-    step(layer, x, dy, recipe)
-    want = step(copy.deepcopy(layer), x, dy, recipe)
-    kept = copy.deepcopy(layer)
-    with float8lab.autocast(recipe=recipe):
-        y = kept(x, SIZES, is_first_microbatch=True)
-        again = kept(x, SIZES, is_first_microbatch=False)
-    assert torch.equal(y, want[0])
-    assert torch.equal(again, want[0])
-    for run in (float8lab.checkpoint, checkpoint):
-        repeated = copy.deepcopy(layer)
-        inp = x.clone().requires_grad_()
-        how = {} if run is float8lab.checkpoint else {"use_reentrant": False}
-        with float8lab.autocast(recipe=recipe):
-            y = run(repeated, inp, SIZES, **how)
-        y.backward(dy)
-        got = y, inp.grad, *[p.grad for p in repeated.parameters()]
-        for mine, other in zip(got, want, strict=True):
-            assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("recipe", [None, RECIPES["delayed"], RECIPES["block"]], ids=str)
-def test_compiles_whole(recipe):
-    layer, x, dy = experts(single_grouped_weight=recipe is not None), rows(K), rows(N)
-    splits = torch.tensor(SIZES)
-    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        got, want = (step(one, x, dy, recipe, splits) for one in (compiled, layer))
-    for mine, other in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.parametrize(("name", "single"), [("current", False), ("block", True)])

@@ -1,4 +1,4 @@
-"""Initial values in high precision of the FP8-stored weights of modules other than Linear."""
+"""Initial values in high precision of weights that are stored in FP8."""
 
 import copy
 
@@ -9,11 +9,12 @@ from torch import nn
 import float8lab
 from float8lab import Float8Tensor
 
+SPLIT = {"q": 8, "kv": 24}
 MODULES = {
+    "linear": lambda **k: float8lab.Linear(16, 32, **k),
+    "linear-split": lambda **k: float8lab.Linear(16, 32, parameters_split=SPLIT, **k),
     "norm-linear": lambda **k: float8lab.LayerNormLinear(16, 32, **k),
-    "norm-linear-split": lambda **k: float8lab.LayerNormLinear(
-        16, 32, parameters_split={"q": 8, "kv": 24}, **k
-    ),
+    "norm-linear-split": lambda **k: float8lab.LayerNormLinear(16, 32, parameters_split=SPLIT, **k),
     "mlp": lambda **k: float8lab.LayerNormMLP(16, 32, **k),
     "attention": lambda **k: float8lab.MultiheadAttention(16, 2, input_layernorm=True, **k),
     "transformer": lambda **k: float8lab.TransformerLayer(16, 32, 2, **k),
@@ -21,10 +22,10 @@ MODULES = {
 each_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 
 
-def made(make, *, stored=True, device="cpu"):
+def made(make, *, stored=True, device="cpu", **kwargs):
     torch.manual_seed(3)
     with float8lab.fp8_model_init(enabled=stored, preserve_high_precision_init_val=True):
-        return make(device=device)
+        return make(device=device, **kwargs)
 
 
 def kept(module):
@@ -33,31 +34,42 @@ def kept(module):
     return {name: p.get_high_precision_init_val() for name, p in stored.items()}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each_module
-def test_are_what_the_weights_would_be(make):
-    plain = made(make, stored=False)
-    for name, value in kept(made(make)).items():
+def test_are_what_the_weights_would_be(make, dtype):
+    module, plain = (made(make, stored=stored, params_dtype=dtype) for stored in (True, False))
+    for name, value in kept(module).items():
         assert torch.equal(value, plain.get_parameter(name))
+        assert (value.dtype, value.device.type, value.requires_grad) == (dtype, "cpu", False)
+        parameter, same = module.get_parameter(name), float8lab.quantize(value)
+        assert torch.equal(same.qdata.float(), parameter.qdata.float())
+        assert torch.equal(same.scale, parameter.scale)
 
 
 @each_module
-def test_survive_moves_and_copies(make):
+def test_survive_moves_and_copies_and_are_in_no_state_dict(make):
     module = made(make)
     values = kept(module)
+    assert [*module.state_dict()] == [*made(make, stored=False).state_dict()]
     module._apply(torch.clone)  # as module.to(device) moves parameters
     assert all(value is values[name] for name, value in kept(module).items())
     nn.Sequential(module).bfloat16()
     assert all(value is values[name] for name, value in kept(module).items())
-    for name, value in kept(copy.deepcopy(module)).items():
+    twin = copy.deepcopy(module)
+    for name, value in kept(twin).items():
         assert torch.equal(value, values[name])
-    for parameter in module.parameters():
-        if isinstance(parameter, Float8Tensor):
-            parameter.clear_high_precision_init_val()
+    for one in (twin, module):
+        assert all(value is values[name] for name, value in kept(module).items())
+        for parameter in one.parameters():
+            if isinstance(parameter, Float8Tensor):
+                parameter.clear_high_precision_init_val()
     module._apply(torch.clone)
     assert set(kept(module).values()) == {None}
 
 
-@pytest.mark.parametrize("name", ["norm-linear", "norm-linear-split", "mlp"])
+@pytest.mark.parametrize(
+    "name", ["linear", "linear-split", "norm-linear", "norm-linear-split", "mlp"]
+)
 def test_of_a_module_made_on_meta(name):
     module = made(MODULES[name], device="meta")
     assert set(kept(module).values()) == {None}

@@ -141,15 +141,6 @@ def test_hooks_on_tensors_modules_and_gradients(recipe):
 
 
 @each_recipe
-def test_double_backward_is_refused(recipe):
-    model = make_model(recipe)
-    x = torch.randn(4, 32, requires_grad=True)
-    y = model(x).square().sum()
-    with pytest.raises(NotImplementedError, match=r"differentiated again; .*to_high_precision"):
-        torch.autograd.grad(y, x, create_graph=True)
-
-
-@each_recipe
 @pytest.mark.filterwarnings("ignore:module forward hook")  # which cannot forget amaxes in there
 def test_function_transforms_are_refused(recipe):
     model = make_model(recipe)

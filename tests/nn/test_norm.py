@@ -11,11 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import float8lab
+from tests.pairwise import pairs_first
 
 NORMS = {"layer": float8lab.LayerNorm, "rms": float8lab.RMSNorm}
 each_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 SHAPES = {"1": ((1,), 1), "odd": ((7,), 33), "N-D": ((2, 3, 5), 40), "vector": ((), 17)}
 SHAPES |= {"empty": ((0,), 16), "long": ((3,), 9001)}
+DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 def made(norm: Any, size: Any, **kwargs: Any) -> Any:
@@ -47,13 +49,14 @@ def run(module: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centered"])
-@pytest.mark.parametrize(("shape", "K"), SHAPES.values(), ids=SHAPES)
-@each_norm
+@pytest.mark.parametrize(
+    ("norm", "size", "zero_centered", "dtype"),
+    pairs_first(NORMS, SHAPES, {"": False, "zero-centered": True}, DTYPES),
+)
 def test_output_and_every_gradient(
-    norm: Any, shape: Any, K: int, zero_centered: bool, dtype: torch.dtype, device: Any
+    norm: Any, size: tuple[Any, int], zero_centered: bool, dtype: torch.dtype, device: Any
 ) -> None:
+    shape, K = size
     module = made(norm, K, zero_centered_gamma=zero_centered, params_dtype=dtype, device=device)
     x = (torch.randn(*shape, K, device=device) * 3 + 1).to(dtype)
     dy = torch.randn(*shape, K, device=device).to(dtype)

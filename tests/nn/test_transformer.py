@@ -370,7 +370,7 @@ def test_wrong_arguments_are_refused():
         build()(x, encoder_output=x)
 
 
-# --- FP8; numbers against float64, and training loops, are in test_attention_modules.py ----------
+# --- FP8; numbers against float64 are in test_attention_modules.py, training in test_modules.py ---
 
 RECIPES = {
     **models.RECIPES,
@@ -466,43 +466,6 @@ def test_fp8_equals_the_composition_of_modules(name, variant):
             # Float32 sums in another order may turn a rounding to FP8: 1/16 of one value of many.
             assert (actual - expected).norm() <= 0.01 * expected.norm()
         assert not torch.equal(y, step(layer, x, dy, None)[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "variant"),
-    [
-        ("delayed-dpa", "default"),
-        ("block", "llama"),
-        # Each in quick tests of the layer's parts, compiled: fused modules and attention.
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("current", "default"),
-                ("rowwise", "default"),
-                ("mx", "default"),
-                ("current-dpa", "llama"),
-                ("delayed", "llama"),
-            )
-        ),
-    ],
-)
-def test_compiled_without_breaks(name, variant):
-    torch._dynamo.reset()
-    layer = build(**VARIANTS[variant])
-    twin = copy.deepcopy(layer)
-    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    rope = RotaryPositionEmbedding(HIDDEN // H, device="cpu")(S)
-    for _ in range(2):  # a second step, whose delayed scales the first one's amaxes made
-        x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
-        expected = step(layer, x, dy, RECIPES[name], rotary_pos_emb=rope)
-        twin.zero_grad()
-        leaf = x.clone().requires_grad_()
-        with float8lab.autocast(recipe=RECIPES[name]):
-            y = compiled(leaf, rotary_pos_emb=rope)
-        y.backward(dy)
-        actual = [y.detach(), leaf.grad, *(p.grad for p in twin.parameters())]
-        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

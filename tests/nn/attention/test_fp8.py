@@ -11,6 +11,7 @@ from float8lab.nn.attention import DotProductAttention
 from float8lab.nn.attention.fp8 import K, Q, V
 from float8lab.recipes import Format
 from tests.nn.attention import oracle
+from tests.nn.composition import sqnr
 
 # Signal-to-noise ratio in dB against float64 for normally distributed tensors, stated in
 # docs/modules/attention.md: output, dq, dk, dv. Rounding one operand to e4m3 leaves 31.5 dB.
@@ -27,12 +28,6 @@ RECIPES = {
     "mx": recipes.MXFP8BlockScaling(fp8_mha=True),
 }
 each_recipe = pytest.mark.parametrize("name", RECIPES)
-
-
-def sqnr(actual, exact):
-    exact = exact.double()
-    noise = (actual.double() - exact).square().sum()
-    return (10 * torch.log10(exact.square().sum() / noise)).item()
 
 
 def run(module, tensors, recipe, **kwargs):

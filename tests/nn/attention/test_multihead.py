@@ -352,17 +352,6 @@ def test_is_first_microbatch_reaches_the_projections(monkeypatch):
     assert seen == [False, False]
 
 
-def test_fuse_wgrad_accumulation():
-    module = build(fuse_qkv_params=True, fuse_wgrad_accumulation=True)
-    for layer in (module.qkv, module.proj):
-        layer.weight.main_grad = torch.zeros_like(layer.weight)
-    with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
-        module(torch.randn(B, S, HIDDEN)).sum().backward()
-    for layer in (module.qkv, module.proj):
-        assert layer.weight.grad is None
-        assert layer.weight.main_grad.abs().sum() > 0
-
-
 def test_wrong_arguments_are_refused():
     cases = [
         ({"num_attention_heads": 5}, ValueError, "num_attention_heads must divide"),
