@@ -19,6 +19,7 @@ from float8lab.ops.declare import declare
 __all__ = [
     "Groups",
     "Offsets",
+    "amax_of_batch",
     "groups_of_rows",
     "plan_groups_op",
 ]
