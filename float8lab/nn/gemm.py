@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -144,9 +144,6 @@ class SavePolicy(NamedTuple):
     """Whether the weight is saved as the caller gave it, beside ``w``."""
 
 
-_SAVES_NOTHING = SavePolicy(Keep.NOTHING, Keep.NOTHING, False)
-
-
 def save_policy(
     plan: LinearPlan,
     needs: tuple[bool, bool],
@@ -203,29 +200,27 @@ def _saved_value(value: Value | None) -> Value:
     return value
 
 
-class _Decisions:
-    """The decisions of a forward: the casts of its operands, and the forms that are saved.
+class _FpropCasts:
+    """How fprop casts x: rowwise for itself, columnwise for wgrad if that is saved.
 
-    There is one object for each combination: what repeats launches compares it by identity.
-
-    Attributes:
-        recipe: how to cast.
-        specs: how x is cast: rowwise for fprop, columnwise for wgrad if that is saved.
-        policy: what is saved.
-        casts_weight: whether the weight is cast.
+    What repeats launches compares such objects by identity; in eager mode equal ones are one.
     """
 
-    __slots__ = ("casts_weight", "policy", "recipe", "specs")
+    __slots__ = ("keeps_gathered", "recipe", "specs")
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        specs: Orientations,
-        policy: SavePolicy = _SAVES_NOTHING,
-        casts_weight: bool = False,
-    ) -> None:
-        self.recipe, self.specs = recipe, specs
-        self.policy, self.casts_weight = policy, casts_weight
+    def __init__(self, recipe: Recipe, specs: Orientations, keeps_gathered: bool) -> None:
+        self.recipe, self.specs, self.keeps_gathered = recipe, specs, keeps_gathered
+
+
+_fprop_casts_once = functools.lru_cache(maxsize=1024)(_FpropCasts)
+
+
+class _Decisions(NamedTuple):
+    """The decisions of a forward: the casts of its operands, and the forms that are saved."""
+
+    policy: SavePolicy
+    casts: _FpropCasts
+    casts_weight: bool
 
 
 def _decide(
@@ -236,6 +231,8 @@ def _decide(
     requantizes_weight: bool,
     keeps_gathered: bool,
     gathers_before_cast: bool,
+    *,
+    make_casts: Callable[..., _FpropCasts] = _FpropCasts,
 ) -> _Decisions:
     """Decide how ``forward`` casts and saves; the arguments are those of ``save_policy``."""
     plan = recipe.linear
@@ -247,16 +244,18 @@ def _decide(
     casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     if is_prologue:
         rowwise = plan.x if plan.fprop or policy.x is Keep.REQUANTIZE else None
-        return _Decisions(recipe, Orientations(rowwise, None), policy, casts_weight)
+        casts = make_casts(recipe, Orientations(rowwise, None), False)
+        return _Decisions(policy, casts, casts_weight)
     columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
     rowwise = None if plan.fprop is None else plan.fprop.left
-    return _Decisions(recipe, Orientations(rowwise, columnwise), policy, casts_weight)
+    specs, keeps_gathered = Orientations(rowwise, columnwise), policy.x is Keep.GATHERED
+    return _Decisions(policy, make_casts(recipe, specs, keeps_gathered), casts_weight)
 
 
 @functools.lru_cache(maxsize=1024)
 def _decide_once(recipe: int, needs: tuple[bool, bool], *flags: bool) -> _Decisions:
     """``_decide`` in eager mode, once for every recipe, by the number that it has."""
-    return _decide(recipe_numbered(recipe), needs, *flags)
+    return _decide(recipe_numbered(recipe), needs, *flags, make_casts=_fprop_casts_once)
 
 
 # fprop.
@@ -310,7 +309,8 @@ def forward(
         decisions = _decide(call.recipe, needs, *flags)
     else:
         decisions = _decide_once(call.recipe.number, needs, *flags)
-    specs, policy = decisions.specs, decisions.policy
+    policy, casts, casts_weight = decisions
+    specs = casts.specs
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = matrix
@@ -320,12 +320,12 @@ def forward(
     # Whatever depends on the state of the module comes before the GEMM, or after it.
     amaxes = amaxes_of_shards(value, weight, call) if comm.is_sharded else (None, None)
     source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
-    w_source = weight_source(weight, call, amaxes[1]) if decisions.casts_weight else WeightSource()
+    w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
     run: Any = _fprop
     if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda:
         run = _fprop if comm.is_sharded or call.watched else _planned_fprop
     done: _Fprop = run(
-        value, decisions, source.params, source.quantized, w_source, bias, weight.shape[-2],
+        value, casts, source.params, source.quantized, w_source, bias, weight.shape[-2],
         dtype, comm, call.watched,
     )  # fmt: skip
     if source.shared is not None:
@@ -378,7 +378,7 @@ def _saved(
 
 def _fprop(
     x: Matrix,
-    decisions: _Decisions,
+    casts: _FpropCasts,
     x_params: QuantParams | None,
     x_quantized: Quantized | None,
     weight: WeightSource,
@@ -392,7 +392,7 @@ def _fprop(
 
     Args:
         x: what is cast.
-        decisions: how it is cast in each orientation.
+        casts: how it is cast in each orientation.
         x_params: its quantization parameters.
         x_quantized: its cast, where that is known.
         weight: the weight; empty if it is not wanted in FP8.
@@ -402,7 +402,7 @@ def _fprop(
         comm: what the call sends.
         keep_gathered: x is wanted as multiplied, gathered over ranks, whatever is saved.
     """
-    plan, (rowwise, columnwise) = decisions.recipe.linear, decisions.specs
+    plan, (rowwise, columnwise) = casts.recipe.linear, casts.specs
     epsilon = float(plan.epsilon)
     if x_quantized is None:
         x_quantized = Quantized()
@@ -419,7 +419,7 @@ def _fprop(
     if isinstance(x, Groups):
         offsets, tokens = Offsets(x.offs, x.plan), a.data.shape[0]
     task = GemmTask(plan.fprop, (tokens, features), dtype)
-    keep = keep_gathered or decisions.policy.x is Keep.GATHERED
+    keep = keep_gathered or casts.keeps_gathered
     y, left = comm.mm(a, b, task, bias, offsets, keep=keep)
     gathered = left if comm.is_sharded else None
     return _Fprop(y.contiguous(), x_quantized, w_quantized, gathered)
@@ -469,9 +469,9 @@ def recompute_forward(
             source = weight_source(weight, call)
         else:
             source = WeightSource(plain(weight), params)
-    decisions = _Decisions(call.recipe, Orientations(None, None))
+    casts = _FpropCasts(call.recipe, Orientations(None, None), False)
     done = _fprop(
-        value, decisions, None, x_quantized, source, bias, features, x.dtype, call.comm,
+        value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm,
         call.watched,
     )  # fmt: skip
     if call.watched:

