@@ -1,0 +1,63 @@
+"""The module that CONTRIBUTING.md adds as an example is two linear layers, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import float8lab
+from float8lab import recipes
+
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+
+
+def _class_of_the_page() -> Any:
+    section = PAGE.read_text(encoding="utf-8").split("## How to add a module", 1)[1]
+    (block,) = re.findall(r"```python\n(.*?)```", section.split("\n## ", 1)[0], re.S)
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
+    return names["GatedLinear"]
+
+
+@pytest.mark.parametrize("recipe", [None, *recipes.ALL.values()], ids=["high", *recipes.ALL])
+def test_the_module_of_the_page_is_two_linear_layers(recipe: recipes.Recipe | None) -> None:
+    torch.manual_seed(0)
+    module = _class_of_the_page()(96, 80, device="cpu")
+    assert list(module.state_dict()) == ["gate_weight", "up_weight"]
+    layers = [float8lab.Linear(96, 80, bias=False, device="cpu") for _ in range(2)]
+    for layer, parameter in zip(layers, module.parameters(), strict=True):
+        layer.weight.data.copy_(parameter.data)
+    copied = copy.deepcopy(module)
+    x, dy = torch.randn(24, 96), torch.randn(24, 80)
+    for _ in range(3):
+        results = []
+        for run, parameters in (
+            (module, list(module.parameters())),
+            (copied, list(copied.parameters())),
+            (
+                lambda x: torch.sigmoid(layers[0](x)) * layers[1](x),
+                [layer.weight for layer in layers],
+            ),
+        ):
+            leaf = x.clone().requires_grad_()
+            with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
+                y = run(leaf)
+            results.append([y.detach(), *torch.autograd.grad(y, [leaf, *parameters], dy)])
+        for one, *others in zip(*results, strict=True):
+            assert all(torch.equal(one, other) for other in others)
+        x = x * 1.5
+
+
+def test_its_weights_are_stored_in_fp8() -> None:
+    recipe = recipes.Float8CurrentScaling()
+    with float8lab.fp8_model_init(recipe=recipe):
+        module = _class_of_the_page()(96, 80, device="cpu")
+    assert {type(p) for p in module.parameters()} == {float8lab.Float8Tensor}
+    with float8lab.autocast(recipe=recipe):
+        module(torch.randn(4, 96)).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
