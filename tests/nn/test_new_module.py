@@ -33,6 +33,7 @@ def test_the_module_of_the_page_is_two_linear_layers(recipe: recipes.Recipe | No
     for layer, parameter in zip(layers, module.parameters(), strict=True):
         layer.weight.data.copy_(parameter.data)
     copied = copy.deepcopy(module)
+    weights = [layer.weight for layer in layers]
     x, dy = torch.randn(24, 96), torch.randn(24, 80)
     for _ in range(3):
         results = []
