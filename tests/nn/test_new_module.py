@@ -40,10 +40,7 @@ def test_the_module_of_the_page_is_two_linear_layers(recipe: recipes.Recipe | No
         for run, parameters in (
             (module, list(module.parameters())),
             (copied, list(copied.parameters())),
-            (
-                lambda x: torch.sigmoid(layers[0](x)) * layers[1](x),
-                [layer.weight for layer in layers],
-            ),
+            (lambda x: torch.sigmoid(layers[0](x)) * layers[1](x), weights),
         ):
             leaf = x.clone().requires_grad_()
             with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
