@@ -399,7 +399,7 @@ class GemmTask(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """The output of a GEMM, and its left operand as multiplied."""
+    """The output of a GEMM, and its left operand: as multiplied, if the caller keeps that."""
 
     y: Tensor
     left: Operand
@@ -756,14 +756,14 @@ class SharedScales:
             )
 
     def amaxes(self, value: Tensor, spec: Float8Spec) -> Tensor | None:
-        """The amaxes over all ranks of a weight's blocks; None if no block crosses shards."""
+        """The amaxes over all ranks of a weight's blocks; None unless ranks share an amax."""
         return shared_amaxes([(self, value, spec)])[0]
 
 
 def shared_amaxes(
     weights: Sequence[tuple[SharedScales, Tensor, Float8Spec]],
 ) -> list[Tensor | None]:
-    """The amaxes of each weight, ``SharedScales.amaxes``: one all-reduce for each group."""
+    """The ``SharedScales.amaxes`` of each weight: one all-reduce for each ``TensorParallel``."""
     amaxes: list[Tensor | None] = [None] * len(weights)
     groups: dict[TensorParallel | NoGroup, dict[int, Tensor]] = {}
     for i, (shard, value, spec) in enumerate(weights):

@@ -9,9 +9,13 @@ rows: the others' rows are computed first, and leave while this rank's are compu
 other tensors, the ``extras``, meanwhile. Tensors are copied from memory to memory, which takes no
 multiprocessor from the GEMMs. Where ranks do not see each other's memory they use collectives.
 
-Ranks copy through memory that all of them see, a ``Window`` of torch's symmetric memory. It has two
-halves, of which each call takes the one that the call before did not. A call has a barrier of all
-ranks, after which
+Note: the nouns of this room.
+
+- *window*: memory of each rank that all of a group see, torch's symmetric memory, in two *halves*;
+- *gather*: an all-gather that is under way; *extras*: tensors that travel beside, for a later GEMM;
+- *landing*: where the others put their partial sums of this rank's rows.
+
+Each call takes the half that the call before did not, and has a barrier of all ranks, after which
 
 - an all-gather reads the tensors that the others have put into their own half before it;
 - a reduce-scatter reads the rows that the others have put into this rank's half before it.

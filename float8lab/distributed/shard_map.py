@@ -16,8 +16,8 @@ __all__ = ["ShardMap"]
 class ShardMap(NamedTuple):
     """A dimension of an unsharded tensor, and the shard of it that a rank has.
 
-    The rows of a matrix are often several dimensions of a tensor. Where the sharded one is among
-    others, each of its indices has ``inner`` rows, and it *runs* once for each index before it.
+    A tensor ``[runs, size, inner, features]`` is a matrix of ``runs * size * inner`` rows. Where
+    ``size`` is sharded, a rank has ``length * inner`` rows of each run.
 
     >>> shards = ShardMap.of(10, ranks=4, rank=3)
     >>> shards.start, shards.length, shards.lengths
@@ -70,7 +70,7 @@ class ShardMap(NamedTuple):
 
     @property
     def rows_of_run(self) -> int:
-        """The rows of this rank in each run."""
+        """How many rows of each run this rank has."""
         return self.length * self.inner
 
     def block_crosses_shards(self, block: int) -> bool:
@@ -83,7 +83,7 @@ class ShardMap(NamedTuple):
         return self.chunk < self.size and self.chunk * self.inner % block != 0
 
     def blocks(self, block: int) -> ShardMap:
-        """The shards of the blocks, none of which crosses shards."""
+        """The map that counts blocks in place of rows, where no block crosses shards."""
         count, chunk = -(-self.size * self.inner // block), -(-self.chunk * self.inner // block)
         return ShardMap(count, chunk, self.ranks, self.rank, 1, self.runs)
 

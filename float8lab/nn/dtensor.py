@@ -120,7 +120,7 @@ class WeightPlacement:
             local._high_precision_init_val = self.features.shard(initial_value, self._dim).clone()
 
     def shares_blocks(self, spec: Float8Spec) -> tuple[bool, ProcessGroup | None]:
-        """Whether no block of a size crosses shards, and the group that shares blocks without."""
+        """Whether FSDP2 can gather the shard in FP8, and the group that shares unsized blocks."""
         block = spec.block[self._dim]
         if self.features is not None and spec.tensor_scale:
             return False, None

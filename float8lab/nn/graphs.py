@@ -243,7 +243,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class _Structure:
-    """What the graphs of a module take for granted: its submodules, tensors and FP8 state."""
+    """The facts that graphs of a module rely on: its submodules, tensors and FP8 state."""
 
     def __init__(self, function: _Function) -> None:
         module = _module(function)
@@ -410,7 +410,7 @@ class _Graphed:
         return None if structure is None or not structure.fit or any(structure.hooks) else structure
 
     def _recorded_for(self, key: _Key) -> Recorded | None:
-        """What was recorded for calls of this key, unless its scales have moved since."""
+        """The recording for calls of this key, unless its scales have moved since."""
         for recorded in self.recorded:
             if recorded.key == key:
                 if all(slots.pack is pack for slots, pack in recorded.slots):

@@ -1,4 +1,11 @@
-"""How ranks share a module: its arguments, its parameters, its state dict."""
+"""How ranks share a module: its arguments, its parameters, its state dict.
+
+Note: the nouns of this room; others are those of ``distributed/comm.py``.
+
+- *parallel mode*: what of a weight is sharded: "column", its rows, or "row", its columns;
+- *pieces*: matrices in one weight, such as q, k and v, each of which is sharded by itself;
+- *parameter shard*: the part of a parameter that a rank has.
+"""
 
 from __future__ import annotations
 

@@ -407,7 +407,7 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
 
 
 def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any]:
-    """What calls a launcher, or on a CPU its reference, for the bodies of ops: no graph sees it."""
+    """A function for the bodies of ops: it calls a launcher, or on a CPU its reference."""
 
     def call(x: Tensor, *args: Any) -> Any:
         run = _load(cuda) if x.is_cuda else reference

@@ -69,7 +69,7 @@ class Factors(NamedTuple):
     scale: Tensor
     encode: Tensor
     pair: Tensor | None = None
-    """Both, if no other cast has them."""
+    """Both in one tensor that is this cast's alone; None: they are views of the shared copy."""
 
     @staticmethod
     def of(pair: Tensor) -> Factors:
@@ -85,10 +85,10 @@ class Factors(NamedTuple):
 
 
 class QuantParams(NamedTuple):
-    """The part of its scales that a cast is given."""
+    """Where a cast gets its scale from: given factors, or an amax."""
 
     factors: Factors
-    """Where the cast makes the scale of an amax, that stands in the place of the encode factor."""
+    """If not ``are_given``, ``encode`` holds the amax, and ``scale`` is None."""
     amax_slot: Tensor | None
     """Where the amax is recorded under delayed scaling; None: it is not."""
     are_given: bool
@@ -173,13 +173,13 @@ class ScalePack:
                 self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
             else:
                 live: list[Tensor | None] = []
-                self._live = live
                 for factors in copy.view(-1, 4).select(1, 0).split(self.parts):
                     live += factors, *[None] * (factors.shape[0] - 1)
+                self._live = live
         return self._live
 
     def is_recorded(self) -> bool:
-        """Whether a CUDA graph holds, or is recording, the addresses of these tensors."""
+        """Whether a CUDA graph holds, or is recording, these addresses; it is remembered."""
         if not self._recorded and self.factors.is_cuda:
             self._recorded = torch.cuda.is_current_stream_capturing()
         return self._recorded
@@ -389,7 +389,7 @@ class DelayedSlots:
         self._lay_out(tuple(widths) or (1,) * len(fp8_dtypes))
         count = sum(self.widths)
         limits = self._by_column([torch.finfo(dtype).max for dtype in fp8_dtypes])
-        # What is known of the pack's ``seeded`` without asking the device.
+        # For each tensor: whether the host knows that all its slots have a scale.
         self.seeded = [False] * len(fp8_dtypes)
         self._asked: dict[int, _Answer] = {}
 
@@ -608,8 +608,8 @@ class DelayedSlots:
     ) -> QuantParams:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record).
 
-        ``empty``: so is what ``x`` is a shard of, if ``x`` is. ``experts``: which of the module's
-        experts ``x`` has, if not all.
+        ``empty``: whether the unsharded tensor is empty, too, if ``x`` is; if it is not, the first
+        scale is kept all the same. ``experts``: which of the module's experts ``x`` has.
         """
         pack, slot = self.pack, self._slot(index, experts)
         if record and not self.forward[index]:
@@ -617,7 +617,7 @@ class DelayedSlots:
         if not self.is_seeded(index):
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
             first = x if isinstance(x, Tensor) else x.inputs[0]
-            # A source is looked at for its values, unless it is empty.
+            # A prologue, or groups, are computed for their values, unless they are empty.
             initial = self._own_factors(index, x if first.numel() else first)
             # Not if another rank has used this module before: then its amaxes have made a scale;
             # nor if a CUDA graph has.
@@ -660,6 +660,7 @@ class DelayedSlots:
         slot.copy_(torch.maximum(slot, amax))
 
     def _own_factors(self, index: int, x: Tensor | Prologue | Groups) -> Tensor:
+        """The first factors, of ``x`` itself; a collective if tensor-parallel ranks share it."""
         recipe = self.pack.recipe
         rule, amax = "pow2" if recipe.power_of_2_scale else "fp32", own_amax(x)
         if self.pack.parallel is not None:

@@ -1,4 +1,4 @@
-"""Delayed scaling across ranks: one all-reduce a region, in which every rank takes part.
+"""Delayed scaling across ranks: one all-reduce for each process group and region.
 
 The ranks of a process group need the same scales, so a region ends with a maximum over ranks of the
 amaxes recorded in it. Ranks may have used different modules, or none, and in another order; what

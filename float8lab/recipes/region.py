@@ -1,4 +1,4 @@
-"""Regions of delayed scaling, and the library's only globals: ``STATE`` and ``PROCESS``.
+"""Regions of delayed scaling, and what is in force: ``STATE`` of a thread, ``PROCESS`` of all.
 
 ``STATE`` is what is in force on the thread that reads it, as ``torch.autocast`` is kept per thread:
 one thread's region changes nothing for another. Autograd runs backward on threads of its own, so

@@ -388,9 +388,9 @@ def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]]
 
 
 def _expression(element: object, leaves: list[object], kinds: list[type]) -> str:
-    """What makes a result of ``leaves``, to which its own are added.
+    """The source that makes this result of ``leaves``, to which its own are added.
 
-    Not a function inside of another, whose closure would hold the tensors in a reference cycle.
+    It is no function inside of another, whose closure would hold the tensors in a reference cycle.
     """
     if not isinstance(element, tuple):
         leaves.append(element)
