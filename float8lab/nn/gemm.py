@@ -9,7 +9,7 @@ Note: the nouns of this room.
   computes on the way; or ``Groups``, either of them with the offsets of experts' rows.
 - *operand*: FP8 data and decode scales, as a GEMM takes them. Its rows are the rows of the matrix
   (*rowwise*), or the matrix's columns (*columnwise*).
-- *quantization parameters*: where a cast gets its scale from, as far as that is known before it.
+- *quantization parameters*: what is known of a scale before the cast: an amax, or scale and factor.
 - *requantize*: to cast a matrix in backward to the bytes that it had in forward, by its scale and
   the value beside it that tells the encode factor.
 - *save policy*: which form of each operand autograd saves, decided before anything runs.
@@ -111,12 +111,12 @@ class Saved(NamedTuple):
     """What requantizes the weight, beside its scale."""
 
     def x_params(self, scales: ScaleSource) -> QuantParams:
-        """The parameters that requantize a prologue, or scale the FP8 data of a matrix."""
+        """The parameters that requantize a prologue."""
         factors = Factors(self.x_scale, self.x_requant)  # type: ignore[arg-type]
         return QuantParams(factors, None, scales.are_given)
 
     def w_params(self, scales: ScaleSource) -> QuantParams | None:
-        """The parameters that requantize the weight, or scale its FP8 data, if there are any."""
+        """The parameters that requantize the weight to forward's FP8 data, if there are any."""
         if self.w_scale is None:
             return None
         factors = Factors(self.w_scale, self.w_requant)  # type: ignore[arg-type]
@@ -306,10 +306,9 @@ def forward(
     requantizes = save_memory and not outlives_step(weight, call)
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
-        decisions = _decide(call.recipe, needs, *flags)
+        policy, casts, casts_weight = _decide(call.recipe, needs, *flags)
     else:
-        decisions = _decide_once(call.recipe.number, needs, *flags)
-    policy, casts, casts_weight = decisions
+        policy, casts, casts_weight = _decide_once(call.recipe.number, needs, *flags)
     specs = casts.specs
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
@@ -493,7 +492,7 @@ class Gradient:
     columnwise: Operand | TokenShard | None
     """For wgrad; None if that runs in high precision."""
     dbias: Tensor | None
-    """The sums over the rows, or over each expert's, where they come for free."""
+    """The column sums, of all rows or of each expert's, where they come for free."""
     transposes_gathered: bool
     """Wgrad's operand is the transpose of what dgrad gathers from other ranks."""
 
@@ -524,7 +523,7 @@ class Gradient:
             self.dbias = high.float().sum(0) if sums else None
             x, sums = call.comm.gather(high, backward=True), False
         made = call.scales.quantize(x, DY, *specs, dbias=sums)
-        self.rowwise = made.rowwise if specs.rowwise else None
+        self.rowwise = made.rowwise
         if specs.columnwise:
             block = specs.columnwise.block
             self.columnwise = call.comm.token_operand(made.columnwise, block, backward=True)

@@ -45,9 +45,9 @@ class Linear(GemmModule, nn.Linear):
     Shape: input ``[..., in_features]`` of any leading dimensions and any size, zero and multiples
     of nothing included; output ``[..., out_features]``.
 
-    Numerics: outside ``autocast`` this is ``torch.nn.Linear``. Inside, the recipe says how x,
-    weight and dy are cast; GEMMs accumulate in float32; the bias is added before the output is
-    rounded. x is saved for backward in FP8.
+    Numerics: outside ``autocast``, and without a recipe of its own, this is ``torch.nn.Linear``.
+    Else the recipe says how x, weight and dy are cast; GEMMs accumulate in float32; the bias is
+    added before the output is rounded. x is saved for backward in FP8 where wgrad runs in FP8.
 
     Args:
         in_features: size of the last dimension of the input, on all ranks together.

@@ -3,8 +3,7 @@
 Note: the nouns of this room; others are those of ``distributed/comm.py``.
 
 - *parallel mode*: what of a weight is sharded: "column", its rows, or "row", its columns;
-- *pieces*: matrices in one weight, such as q, k and v, each of which is sharded by itself;
-- *parameter shard*: the part of a parameter that a rank has.
+- *pieces*: matrices in one weight, such as q, k and v, each of which is sharded by itself.
 """
 
 from __future__ import annotations

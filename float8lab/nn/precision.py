@@ -90,7 +90,7 @@ class Call:
         scales: where the scales of the casts come from.
         shards: how ranks share what is cast, if they do.
         comm: what the GEMMs send, unless the caller sees to that.
-        is_region: the call records outside of all regions, and ``end`` closes it.
+        is_region: the call, outside of all autocast regions, is one of its own, to be ended.
         in_graph: a compiled graph is traced.
         watched: whether an observer sees it; a compiled graph has no trace of one.
     """
@@ -144,7 +144,7 @@ class Precision:
 
     Attributes:
         recipe: the module's own recipe, or None to follow the enclosing autocast.
-        pinned: ``recipe`` wins over an enclosing autocast; pinned None means high precision.
+        pinned: ``recipe`` wins over an enabled autocast; pinned None means high precision.
         name: qualified name, where known.
         fp8_all_gather: FSDP2 gathers the weight in FP8, as ``recipe`` says.
         experts: how many weights the module has; each of them, and each one's rows of the input
@@ -235,7 +235,7 @@ class Precision:
     def weight_gather(self, *, shares_scales: bool = False) -> WeightCast | None:
         """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision.
 
-        So do tensor-parallel ranks with plain shards of it, unless the caller ``shares_scales``.
+        Also None where tensor-parallel ranks have plain shards without ``shares_scales``.
         """
         recipe = self.recipe
         if not self.fp8_all_gather or recipe is None:
@@ -297,8 +297,8 @@ class Precision:
             region.fp8_calls += 1
         if not recipe.linear.delayed:
             call = self._shared  # calls that have nothing of their own are one
-            is_own = options is not NO_OPTIONS or call is None or call.recipe is not recipe
-            if not is_own and call.watched == (PROCESS.observer is not None):  # type: ignore[union-attr]
+            can_share = options is NO_OPTIONS and call is not None and call.recipe is recipe
+            if can_share and call.watched == (PROCESS.observer is not None):  # type: ignore[union-attr]
                 return call
             call = self._new_call(recipe, options)
             self._shared = call if options is NO_OPTIONS else None
@@ -449,7 +449,7 @@ class Precision:
             STATE.region.packs[slots.pack] = None
 
     def end(self, call: Call) -> None:
-        """Close the region that a call is."""
+        """Advance the scales after a call that is a region of its own."""
         if torch.compiler.is_compiling():
             advance_in_graph(())
         elif isinstance(call.scales, DelayedScales):

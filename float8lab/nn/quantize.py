@@ -6,8 +6,9 @@ Note: the nouns of this room.
   and never writes; or ``Groups``, either of them with the offsets of experts' rows. The
   weights of all experts are a tensor ``[E, N, K]``, a *batch*: each of its matrices is cast by
   itself, and blocks and scales are those of each.
-- *operand*: FP8 data, padded so that every dimension is a multiple of ``ALIGN``, and decode scales.
-  The *rowwise* operand has the rows of the matrix, the *columnwise* operand those of its transpose.
+- *operand*: FP8 data, padded so that every dimension is a multiple of ``ALIGN``, and decode scales:
+  a value is data * decode scale; the cast multiplies by the *encode factor*. The *rowwise* operand
+  has the rows of the matrix, the *columnwise* operand those of its transpose.
 - *parameters*: what a cast is given of its scales. None: it makes them of the amaxes that it finds.
   An amax: it makes them of that. A scale and its encode factor: it makes none (``QuantParams``).
 - *scale source*: where the parameters of a layer's casts come from (``scales.py``).
@@ -55,7 +56,7 @@ def quantize(
 ) -> Quantized:
     """Cast a matrix to FP8, from one read where both orientations have one spec.
 
-    The result depends on nothing but the arguments.
+    The result depends on the arguments alone; the amax is recorded in the slot of ``params``.
 
     Args:
         x: what is cast.
@@ -65,7 +66,7 @@ def quantize(
             for bit: a scale that was made of an amax does not tell the encode factor exactly, so
             it is that amax.
         epsilon: the least amax that a scale is made of.
-        dbias: the sums over the rows of x are wanted, too.
+        dbias: the column sums, ``x.sum(0)``, are wanted, too.
         align: the sizes of the result are multiples of it.
 
     Returns:
@@ -194,8 +195,8 @@ def _quantize_spanning(
 ) -> Operand:
     """One orientation of a shard whose blocks span the dimension that ranks share.
 
-    Rows of experts that are padding are taken for zeros. The weights of experts are cast below
-    each other, each padded to whole blocks.
+    Ranks share the features of experts, never their rows, so groups are cast rowwise here, padding
+    rows as zeros. The weights of experts are cast below each other, each padded to whole blocks.
     """
     if isinstance(x, Groups):
         matrix = x.owned()
@@ -225,7 +226,7 @@ def _quantize_spanning(
 
 
 def _sums_of_groups(x: Groups) -> Tensor:
-    """The sums over the rows of each group, ``[E, K]``, float32."""
+    """The column sums of each group, ``[E, K]``, float32."""
     (value,), offs = x.inputs, x.offs
     row = torch.arange(value.shape[0], device=value.device, dtype=offs.dtype)
     sums = value.new_zeros((offs.shape[0] + 1, value.shape[1]), dtype=torch.float32)

@@ -68,7 +68,7 @@ class ScaleSource:
             index: which of the layer's tensors it is.
             rowwise: the spec of its rows; None where they are not wanted.
             columnwise: the spec of its transpose; or None.
-            dbias: the sums over the rows of x are wanted, too.
+            dbias: the column sums, ``x.sum(0)``, are wanted, too.
             align: the sizes of the result are multiples of it.
             amax: of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
         """
@@ -164,6 +164,7 @@ class DelayedScales(ScaleSource):
         return self.known[index] or self._look_up(index, x)
 
     def _look_up(self, index: int, x: Matrix) -> QuantParams:
+        """Ask the slots; a forward's answer holds for the rest of the call."""
         params = self.slots.scale_for(
             index, x, record=self.record, empty=self.is_empty, experts=self.experts
         )
@@ -172,7 +173,7 @@ class DelayedScales(ScaleSource):
         return params
 
     def uses_amax(self, index: int) -> bool:
-        """Whether ``params`` will make the first scale of the values of ``x``."""
+        """Whether ``params`` will make the tensor's first scale of its values."""
         return self.known[index] is None and not self.slots.is_seeded(index)
 
     def repetition(self) -> DelayedScales:
@@ -226,4 +227,5 @@ class GraphScales(ScaleSource):
         scale, encode = made.scale, made.encode
         if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
             scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
-        return Quantized(Operand(made.q, scale), Operand(made.q_t, scale), encode, made.sums)
+        operands = Operand(made.q, scale), Operand(made.q_t, scale)
+        return Quantized(rowwise and operands[0], columnwise and operands[1], encode, made.sums)

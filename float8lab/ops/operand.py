@@ -37,4 +37,4 @@ class Quantized(NamedTuple):
     requant: Tensor | None = None
     """What requantizes the matrix bit for bit, beside the scale: the encode factor or the amax."""
     dbias: Tensor | None = None
-    """The sums over the rows, or over those of each group, float32."""
+    """The column sums, of all rows or of those of each group, float32."""

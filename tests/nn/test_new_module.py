@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import float8lab
 from float8lab import recipes
-
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
-
-
-def _class_of_the_page() -> Any:
-    section = PAGE.read_text(encoding="utf-8").split("## How to add a module", 1)[1]
-    (block,) = re.findall(r"```python\n(.*?)```", section.split("\n## ", 1)[0], re.S)
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
-    return names["GatedLinear"]
+from tests.contributing import example
 
 
 @pytest.mark.parametrize("recipe", [None, *recipes.ALL.values()], ids=["high", *recipes.ALL])
 def test_the_module_of_the_page_is_two_linear_layers(recipe: recipes.Recipe | None) -> None:
     torch.manual_seed(0)
-    module = _class_of_the_page()(96, 80, device="cpu")
+    module = example("How to add a module", "GatedLinear")(96, 80, device="cpu")
     assert list(module.state_dict()) == ["gate_weight", "up_weight"]
     layers = [float8lab.Linear(96, 80, bias=False, device="cpu") for _ in range(2)]
     for layer, parameter in zip(layers, module.parameters(), strict=True):
@@ -54,7 +42,7 @@ def test_the_module_of_the_page_is_two_linear_layers(recipe: recipes.Recipe | No
 def test_its_weights_are_stored_in_fp8() -> None:
     recipe = recipes.Float8CurrentScaling()
     with float8lab.fp8_model_init(recipe=recipe):
-        module = _class_of_the_page()(96, 80, device="cpu")
+        module = example("How to add a module", "GatedLinear")(96, 80, device="cpu")
     assert {type(p) for p in module.parameters()} == {float8lab.Float8Tensor}
     with float8lab.autocast(recipe=recipe):
         module(torch.randn(4, 96)).sum().backward()

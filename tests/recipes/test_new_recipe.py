@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Any
-
 import torch
 
 import float8lab
-
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+from tests.contributing import example
 
 
 def test_the_recipe_of_the_page_trains() -> None:
-    section = PAGE.read_text(encoding="utf-8").split("## How to add a recipe", 1)[1]
-    (block,) = re.findall(r"```python\n(.*?)```", section.split("\n## ", 1)[0], re.S)
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
-    recipe = names["Float8NarrowScaling"]()
+    recipe = example("How to add a recipe", "Float8NarrowScaling")()
     torch.manual_seed(0)
     layer, x, target = float8lab.Linear(96, 80), torch.randn(24, 96), torch.randn(24, 80)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
