@@ -195,8 +195,8 @@ def _amax_groups_kernel(
 ):  # fmt: skip
     """The amax of each group in the tiles of a program, which writes 0 for groups in none of them.
 
-    All programs go down the matrix together, so that its end is in the cache when they are done.
-    Groups come in order, so a program has to reduce its registers only where another one begins.
+    A program reads neighbouring tiles. Groups come in order, so it has to reduce its registers only
+    where another one begins: of many groups, most programs have tiles of one or two.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     PARTS: tl.constexpr = 128 // TILE_M
@@ -205,17 +205,19 @@ def _amax_groups_kernel(
     plan_ptr += 4 * (E + 1)
     index = tl.arange(0, COUNT)
     amax_ptr += index.to(tl.int64) * programs + program
-    bits = tl.zeros([TILE_M], tl.int32)
+    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     current = 0
     written = 0  # groups
-    last = tl.maximum(tiles - 1, 0)
-    group, row, end = _part_of_plan(plan_ptr, tl.minimum(program, last) // tiles_k, PARTS)
-    for tile in range(program, tiles, programs):
+    of_program = tl.cdiv(tiles, programs)
+    first = program * of_program
+    last = tl.maximum(tl.minimum(first + of_program, tiles) - 1, 0)
+    group, row, end = _part_of_plan(plan_ptr, tl.minimum(first, last) // tiles_k, PARTS)
+    for tile in range(first, tl.minimum(first + of_program, tiles)):
         if group != current:
-            amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
+            amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
             mask = (index >= written) & (index <= current)
             tl.store(amax_ptr, tl.where(index == current, amax, 0.0), mask=mask)
-            bits = tl.zeros([TILE_M], tl.int32)
+            bits = tl.zeros([TILE_M, TILE_K], tl.int32)
             written = current + 1
             current = group
         tile_k = (tile % tiles_k).to(tl.int64)
@@ -225,10 +227,9 @@ def _amax_groups_kernel(
             FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         # The next tile's place arrives with the values of this one.
-        ahead = tl.minimum(tile + programs, last)
-        group, row, end = _part_of_plan(plan_ptr, ahead // tiles_k, PARTS)
-        bits = tl.maximum(bits, tl.max(abs_bits(y.to(tl.float32)), 1))
-    amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
+        group, row, end = _part_of_plan(plan_ptr, tl.minimum(tile + 1, last) // tiles_k, PARTS)
+        bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
+    amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
     mask = (index >= written) & (index < E)
     tl.store(amax_ptr, tl.where(index == current, amax, 0.0), mask=mask)
 
