@@ -55,7 +55,8 @@ _TILE = Tile(rows=128, columns=128, warps=8)
 _NARROW = Tile(rows=128, columns=64, warps=4)
 """The tile of other casts, as ``prologue.tile_for`` has it for words."""
 _NARROW_OF_PROLOGUE = Tile(rows=128, columns=64, warps=8)
-_AMAX_TILE = Tile(rows=64, columns=128, warps=8)
+_AMAX_TILE = Tile(rows=32, columns=256, warps=8)
+"""Wide, since a program reads its tiles one after another: rows of 512 bytes."""
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of all there is."""
 _SUMS = 128
@@ -187,7 +188,7 @@ def _part_of_plan(plan_ptr, index, PARTS: tl.constexpr):
 def _amax_groups_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     plan_ptr,  # [E + 1 + tiles, 4] int32, of ``plan_groups``
-    amax_ptr,  # [E, programs] fp32
+    amax_ptr,  # [programs, E] fp32
     K, E,
     COUNT: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
@@ -204,7 +205,7 @@ def _amax_groups_kernel(
     tiles = PARTS * tiles_k * (tl.load(plan_ptr + 4 * E) - tl.load(plan_ptr + 4 * E + 1))
     plan_ptr += 4 * (E + 1)
     index = tl.arange(0, COUNT)
-    amax_ptr += index.to(tl.int64) * programs + program
+    amax_ptr += program * E + index
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     current = 0
     written = 0  # groups
@@ -261,15 +262,17 @@ def _amax_batch_kernel(
 
 @launched
 def _factors_kernel(
-    partial_ptr,  # [matrices, parts] fp32, or one for all
+    partial_ptr,  # [matrices, parts] fp32 of these strides, or one for all
     amax_ptr, scale_ptr, scale_t_ptr, encode_ptr,  # [matrices] fp32
-    count, stride, eps,
+    count, stride, stride_part, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Amax, scale and encode factor of each matrix or group, from its partial amaxes."""
     matrix = tl.program_id(0)
     index = tl.arange(0, PARTS)
-    partial = tl.load(partial_ptr + matrix * stride + index, mask=index < count, other=0.0)
+    partial = tl.load(
+        partial_ptr + matrix * stride + index * stride_part, mask=index < count, other=0.0
+    )
     amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
     scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
     tl.store(amax_ptr + matrix, amax)
@@ -628,23 +631,25 @@ def _factors(
 ) -> list[Tensor]:  # fmt: skip
     """Amax, scale twice, and encode factor, of each group or matrix; the amax may be ``given``."""
     (_, (first, *_), _), (offs, M, K, E, stride) = matrix, layout
-    count, partial = 1, given
+    count, partial, strides = 1, given, (0 if given is None or given.numel() == 1 else 1, 0)
     if partial is None:
         tensors, constants = arguments_of(*matrix, _AMAX_TILE)
         rows = M if offs is None else padded_rows(M, E)
         tiles = ceil_div(rows, _AMAX_TILE.rows) * ceil_div(K, _AMAX_TILE.columns)
         count = min(tiles, ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
         partial = first.new_empty((E, count), dtype=torch.float32)
+        strides = count, 1
         if offs is None:
             _amax_batch_kernel[(count, E)](*tensors, partial, M, K, stride, **constants)
         else:
+            strides = 1, E
             plan = plan_groups(offs, M) if plan is None else plan
             _amax_groups_kernel[(count,)](
                 *tensors, plan, partial, K, E, COUNT=next_power_of_2(E), **constants
             )
     results = [first.new_empty((E, 1, 1), dtype=torch.float32) for _ in range(4)]
     _factors_kernel[(E,)](
-        partial, *results, count, count if partial.numel() > 1 else 0, eps,
+        partial, *results, count, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, PARTS=next_power_of_2(count),
     )  # fmt: skip
     return results
