@@ -326,9 +326,11 @@ def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
     elif call.watched:
         show_cast(weight, quantized.rowwise, call.plan.w, W, call)
     if not torch.compiler.is_compiling() and WEIGHT_CASTS.outlive_step is not None:
-        key = StorageWeakRef(q.untyped_storage())
-        is_kept = isinstance(weight, Float8Tensor) or _kept_cast(q, call) is not None
-        WEIGHT_CASTS.outlive_step[key] = is_kept
+        storage = StorageWeakRef(q.untyped_storage())
+        is_own = isinstance(weight, Float8Tensor) and storage == StorageWeakRef(
+            weight.qdata.untyped_storage()
+        )
+        WEIGHT_CASTS.outlive_step[storage] = is_own or _kept_cast(q, call) is not None
 
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:
