@@ -252,15 +252,18 @@ class Precision:
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
         return WeightCast(plan.w, plan.amax_epsilon, headroom)
 
-    def begin(self, x: Tensor, *, training: bool, options: CallOptions = NO_OPTIONS) -> Call | None:
-        """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
+    def begin(
+        self, x: Tensor, weight: Tensor, *, training: bool, options: CallOptions = NO_OPTIONS
+    ) -> Call | None:
+        """Decide how a call runs, None in high precision; keeps what its recomputation needs.
 
         Args:
             x: the module's input.
+            weight: of the GEMM; or another tensor that is cast, if there is none.
             training: of the module.
             options: what the caller says of this call.
         """
-        if x.dtype not in HIGH_PRECISION_DTYPES:
+        if x.dtype not in HIGH_PRECISION_DTYPES or weight.dtype not in HIGH_PRECISION_DTYPES:
             return None
         if options.first_microbatch is not None:
             check_flags(is_first_microbatch=options.first_microbatch)
