@@ -276,7 +276,7 @@ class Precision:
             recording, followed = _torch_recordings(hooks)
             original = original or followed
         if original is not None or _graph_task() != NO_BACKWARD:
-            call = self._begin_recomputation(original, x.device, options)
+            call = self._begin_recomputation(original, x.device, training, options)
         else:
             call = self._last = self._begin_forward(x, training, options)
         for checkpoint in CHECKPOINTS.recordings:
@@ -391,7 +391,11 @@ class Precision:
         return slots.scale_for(index, x, record=record, shared=False, experts=experts)
 
     def _begin_recomputation(
-        self, recording: Recording | None, device: torch.device, options: CallOptions
+        self,
+        recording: Recording | None,
+        device: torch.device,
+        training: bool,
+        options: CallOptions,
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
@@ -418,7 +422,7 @@ class Precision:
         if original is not None and original.recipe == recipe:
             return original.repetition(options)
         slots = self._slots(recipe, device) if recipe.linear.delayed else None
-        return self._new_call(recipe, options, slots)
+        return self._new_call(recipe, options, slots, record=training).repetition(options)
 
     def set_parallel(self, parallel: TensorParallel | None) -> None:
         """Set how tensor-parallel ranks share the module."""

@@ -368,6 +368,37 @@ def test_backward_inside_another_autocast(use_reentrant):
     assert CHECKPOINTS.recordings == ()
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """A checkpoint that a library wrote for itself, whose forward nothing tells from others."""
+
+    @staticmethod
+    def forward(node, x, function, *parameters):
+        node.x, node.function = x, function
+        return function(x)
+
+    @staticmethod
+    def backward(node, dy):
+        x = node.x.detach().requires_grad_()
+        with torch.enable_grad():
+            node.function(x).backward(dy)
+        return x.grad, None, None, None
+
+
+def test_a_recomputation_without_its_original_records_the_gradients_amax():
+    layer = float8lab.Linear(32, 32, device="cpu")
+
+    def run(x, recipe=DELAYED):
+        with float8lab.autocast(recipe=recipe):
+            return layer(x)
+
+    x = leaf(4, 32)
+    y = OwnCheckpoint.apply(x, run, *layer.parameters())
+    run(x, recipes.Float8CurrentScaling())  # what the layer ran last
+    y.backward(torch.full_like(y, 3.0))
+    (slots,) = layer._fp8.slots.values()
+    assert slots.tensors()["amax"][2] == 3.0
+
+
 @each_mode
 def test_microbatches_of_a_kept_weight_cast(use_reentrant):
     def step(model, run, *inputs):
