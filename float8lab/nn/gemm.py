@@ -417,9 +417,9 @@ def _fprop(
     tokens = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0]
     if isinstance(x, Groups):
         offsets, tokens = Offsets(x.offs, x.plan), a.data.shape[0]
-    task = GemmTask(plan.fprop, (tokens, features), dtype)
+    task = GemmTask(plan.fprop, (tokens, features), dtype, offsets)
     keep = keep_gathered or casts.keeps_gathered
-    y, left = comm.mm(a, b, task, bias, offsets, keep=keep)
+    y, left = comm.mm(a, b, task, bias, keep=keep)
     gathered = left if comm.is_sharded else None
     return _Fprop(y.contiguous(), x_quantized, w_quantized, gathered)
 
@@ -915,8 +915,9 @@ def _dgrad(
     if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
         matrix = _saved_value(high).t()
         show_cast(matrix, operand, dgrad.right, W, watching, only_in_backward=True)
-    task, keep = GemmTask(dgrad, shape, weight.dtype), keep or watching is not None
-    gemm = comm.mm(dy, operand, task, None, offsets, backward=True, beside=beside, keep=keep)
+    task = GemmTask(dgrad, shape, weight.dtype, offsets)
+    keep = keep or watching is not None
+    gemm = comm.mm(dy, operand, task, backward=True, beside=beside, keep=keep)
     if watching is not None:
         show_gemm("dgrad", watching, gemm.left, operand)
     return gemm
@@ -954,7 +955,7 @@ def _wgrad(
         operand = operand.gather()
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
-    dw: Tensor = comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype), None, offsets)
+    dw: Tensor = comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype, offsets))
     return dw
 
 
