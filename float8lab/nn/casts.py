@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from float8lab.distributed.offload import WEIGHT_CASTS
 from float8lab.formats import Spec
 from float8lab.nn.precision import Call
-from float8lab.nn.quantize import Matrix
 from float8lab.nn.scales import DY, DelayedScales, W, X
 from float8lab.ops import (
     Groups,
@@ -31,6 +30,7 @@ from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import version_of
+from float8lab.tensor.operands import Matrix
 
 __all__ = [
     "InputSource",

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import in_graph, quantize
 from float8lab.ops import cast_op
 from float8lab.recipes.recording import CHECKPOINTS
 from float8lab.recipes.region import STATE, in_backward
+from float8lab.tensor import operands as door
 from tests.nn.models import DELAYED, RECIPES, each_recipe
 
 each_mode = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non"])
@@ -198,8 +198,7 @@ def operands(monkeypatch):
             found.append((in_backward(), results[0].clone()))
         return results
 
-    for module in (quantize, in_graph):
-        monkeypatch.setattr(module, "cast_op", cast)
+    monkeypatch.setattr(door, "cast_op", cast)
     return found
 
 
