@@ -182,6 +182,18 @@ def test_no_import_circle():
     assert edges == {}, "files that import each other, or what does"
 
 
+def test_one_function_calls_the_cast_op():
+    """``quantize`` alone, outside of the ops and of what checks or exports FP8 data."""
+    files = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in MODULES
+        if _layer(path) in ("tensor", "distributed", "nn", "optim", "recipes")
+        and re.search(r"\bcast_op\(", path.read_text())
+    ]
+    assert files == ["tensor/operands.py"]
+    assert (PACKAGE / files[0]).read_text().count("cast_op(") == 1
+
+
 def test_only_kernel_files_import_triton_and_at_their_top():
     wrong = [
         _place(path, node.lineno)

@@ -396,6 +396,8 @@ class GemmTask(NamedTuple):
     shape: tuple[int, int]
     """The rows are those of the left operand, or of all ranks."""
     dtype: torch.dtype
+    offsets: Offsets | None = None
+    """The offsets of experts' rows, whose GEMMs no ranks share."""
 
 
 class Gemm(NamedTuple):
@@ -405,15 +407,9 @@ class Gemm(NamedTuple):
     left: Operand
 
 
-def _mm(
-    a: Operand,
-    b: Operand,
-    task: GemmTask,
-    bias: Tensor | None = None,
-    offsets: Offsets | None = None,
-) -> Tensor:
-    """``a @ b.T + bias`` of two operands, of each expert's if there are ``offsets``."""
-    gemm, shape, dtype = task
+def _mm(a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None) -> Tensor:
+    """``a @ b.T + bias`` of two operands, for the rows of each expert if there are offsets."""
+    gemm, shape, dtype, offsets = task
     if bias is not None and bias.shape[-1] != b.data.shape[-2]:
         bias = F.pad(bias, (0, b.data.shape[-2] - bias.shape[-1]))
     operands = *a, gemm.left.block, *b, gemm.right.block, bias
@@ -432,14 +428,9 @@ def _mm_of_rank(a: Operand, b: Operand, task: GemmTask, bias: Tensor | None) -> 
 _planned_mm = planned(_mm_of_rank)
 
 
-def _local_mm(
-    a: Operand,
-    b: Operand,
-    task: GemmTask,
-    bias: Tensor | None = None,
-    offsets: Offsets | None = None,
-) -> Tensor:
+def _local_mm(a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None) -> Tensor:
     """This rank's GEMM, of gathered operands; on a GPU a plan, between what is sent."""
+    assert task.offsets is None, "modules of experts send rows and sums themselves"
     return (_planned_mm if a.data.is_cuda else _mm_of_rank)(a, b, task, bias)
 
 
@@ -535,7 +526,6 @@ class OneGpu:
         b: Operand,
         task: GemmTask,
         bias: Tensor | None = None,
-        offsets: Offsets | None = None,
         *,
         backward: bool = False,
         beside: TokenShard | None = None,
@@ -548,12 +538,11 @@ class OneGpu:
             b: the weight, or its transpose.
             task: what is computed.
             bias: of this rank's features.
-            offsets: the offsets of experts' rows.
             backward: whether this is dgrad.
             beside: what may be gathered meanwhile.
             keep: whether the left operand is wanted, as multiplied.
         """
-        return Gemm(_mm(a, b, task, bias, offsets), a)
+        return Gemm(_mm(a, b, task, bias), a)
 
     mm_of_gathered = staticmethod(_mm)
     """wgrad, ``a @ b.T`` of operands that are gathered."""
@@ -623,7 +612,6 @@ class Sharded(OneGpu):
         b: Operand,
         task: GemmTask,
         bias: Tensor | None = None,
-        offsets: Offsets | None = None,
         *,
         backward: bool = False,
         beside: TokenShard | None = None,
@@ -699,7 +687,7 @@ class Sharded(OneGpu):
         *keep: bool,
     ) -> Sequence[Tensor]:
         """The results of an op that overlaps, which also gathers ``beside``."""
-        gemm, _, dtype = task
+        gemm, _, dtype, _ = task
         if bias is not None:
             bias = F.pad(bias, (0, b.data.shape[0] - bias.shape[0]))
         operands = [*a, *b, *([] if bias is None else [bias])]

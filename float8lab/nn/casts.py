@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from float8lab.distributed.offload import WEIGHT_CASTS
 from float8lab.formats import Spec
 from float8lab.nn.precision import Call
-from float8lab.nn.quantize import Matrix
 from float8lab.nn.scales import DY, DelayedScales, W, X
 from float8lab.ops import (
     Groups,
@@ -31,6 +30,7 @@ from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import version_of
+from float8lab.tensor.operands import Matrix
 
 __all__ = [
     "InputSource",
@@ -326,9 +326,11 @@ def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
     elif call.watched:
         show_cast(weight, quantized.rowwise, call.plan.w, W, call)
     if not torch.compiler.is_compiling() and WEIGHT_CASTS.outlive_step is not None:
-        key = StorageWeakRef(q.untyped_storage())
-        is_kept = isinstance(weight, Float8Tensor) or _kept_cast(q, call) is not None
-        WEIGHT_CASTS.outlive_step[key] = is_kept
+        storage = StorageWeakRef(q.untyped_storage())
+        is_own = isinstance(weight, Float8Tensor) and storage == StorageWeakRef(
+            weight.qdata.untyped_storage()
+        )
+        WEIGHT_CASTS.outlive_step[storage] = is_own or _kept_cast(q, call) is not None
 
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:

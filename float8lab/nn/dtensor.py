@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from float8lab.arguments import shown
 from float8lab.distributed.comm import SharedScales, TensorParallel
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
+from float8lab.formats import Float8Spec
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import Saved, backward, forward, output_dtype
 from float8lab.nn.main_grad import fused_weight
@@ -176,8 +176,8 @@ class WeightPlacement:
             placed.tokens,
             self.parallel_of_token_shards if placed.tokens is not None else None,
         )
-        call = layer._fp8.begin(x.to_local(), training=layer.training, options=options)
-        if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
+        call = layer._fp8.begin(x.to_local(), weight, training=layer.training, options=options)
+        if call is None:
             return self._run_in_high_precision(layer, x, weight, bias)
         y = _Linear.run(x, weight, bias, call, placed)
         if call.is_region:

@@ -22,7 +22,6 @@ from float8lab.distributed.expert_parallel import (
     held_experts,
     local_experts,
 )
-from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain
 from float8lab.nn.fused_function import ExpertMlpFunction, Layer, MlpCall
@@ -122,10 +121,10 @@ class ExpertsBase(MovedInPlace):
         if any(option is not None for option in (first_microbatch, fused, held)):
             weights = None if fused is None else (fused,)
             options = CallOptions(first_microbatch, weights, experts=held)
-        call = precision.begin(x, training=self.training, options=options)
+        call = precision.begin(x, weight, training=self.training, options=options)
         if call is not None and call.plan.delayed:
             check_held_experts(weight.shape[0], precision.experts, held)
-        return call if weight.dtype in HIGH_PRECISION_DTYPES else None
+        return call
 
     def _apply_experts(
         self,

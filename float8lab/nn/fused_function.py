@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from float8lab.formats import E4M3
+from float8lab.formats import E4M3, Spec
 from float8lab.nn.expert_parameters import is_memory_of_parameter
 from float8lab.nn.gemm import (
     Gradient,
@@ -35,7 +35,6 @@ from float8lab.ops import (
     Offsets,
     Prologue,
     as_matrix,
-    cast_op,
     gather_rows_op,
     scatter_rows_op,
     value_of_op,
@@ -45,6 +44,7 @@ from float8lab.tensor.differentiation import (
     once_differentiable,
     wanted_gradients,
 )
+from float8lab.tensor.operands import quantize
 
 __all__ = [
     "ExpertMlpFunction",
@@ -254,13 +254,8 @@ class NormLinearFunction(Float8Function):
         return ctx.front.gradients(dn, front, ctx.x_shape) + of_gemm
 
 
-_BLOCK_OF_SAVED = (1, 128)
-
-
-def _quantized(h: Tensor) -> tuple[Tensor, Tensor]:
-    """An activation's input as it is kept in one byte an element; rounded to 4 significant bits."""
-    q, scale, *_ = cast_op("", (h,), h.dtype, E4M3, _BLOCK_OF_SAVED, "fp32")
-    return q, scale
+_SAVED_SPEC = Spec(E4M3, (1, 128))
+"""How an activation's input is kept in one byte an element; rounded to 4 significant bits."""
 
 
 class _Mlp(Float8Function):
@@ -325,7 +320,7 @@ class _Mlp(Float8Function):
 
         saved_h: tuple[Tensor | None, Tensor | None] = (None, None)
         if (needs_dh or needs_dw2) and not recomputes:
-            saved_h = _quantized(h) if call.fp8_input else (h, None)
+            saved_h = quantize(h, _SAVED_SPEC, align=1).rowwise if call.fp8_input else (h, None)
         recomputed = fc1_bias if recomputes else None
         ctx.save_for_backward(*begun.saved, *saved1, *saved2, *saved_h, recomputed)
         ctx.call, ctx.front, ctx.dtype, ctx.x_shape = call, front, dtype, x.shape
@@ -355,7 +350,7 @@ class _Mlp(Float8Function):
         offsets = Offsets(front[0], front[1]) if call.norm is None else None
         (shape1, shape2), (dtypes1, dtypes2) = ctx.shapes, ctx.dtypes
         if h_scale is not None:
-            h = value_of_op("dequantize", (h, h_scale), ctx.dtype, _BLOCK_OF_SAVED)
+            h = value_of_op("dequantize", (h, h_scale), ctx.dtype, _SAVED_SPEC.block)
         elif h is None and call.checkpoint and source is not None and source.inputs:
             h = recompute_forward(source, fc1_bias, saved1, call.fc1, shape1[1])
         activated = Prologue(call.activation, [] if h is None else [h], ctx.dtype)

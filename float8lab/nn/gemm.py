@@ -50,8 +50,7 @@ from float8lab.nn.casts import (
 )
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import Call
-from float8lab.nn.quantize import Matrix, quantize, value_of
-from float8lab.nn.scales import DY, ScaleSource, W, X
+from float8lab.nn.scales import DY, W, X
 from float8lab.ops import (
     Groups,
     Offsets,
@@ -62,7 +61,7 @@ from float8lab.ops import (
 )
 from float8lab.ops.declare import planned
 from float8lab.ops.operand import Operand, Orientations, Quantized
-from float8lab.recipes.delayed import Factors, QuantParams
+from float8lab.recipes.delayed import QuantParams
 from float8lab.recipes.recipe import LinearPlan, Recipe, recipe_numbered
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import (
@@ -70,6 +69,7 @@ from float8lab.tensor.differentiation import (
     once_differentiable,
     wanted_gradients,
 )
+from float8lab.tensor.operands import Matrix, quantize, value_of
 
 Value = TypeVar("Value")
 
@@ -109,18 +109,6 @@ class Saved(NamedTuple):
     w_scale: Tensor | None = None
     w_requant: Tensor | None = None
     """What requantizes the weight, beside its scale."""
-
-    def x_params(self, scales: ScaleSource) -> QuantParams:
-        """The parameters that requantize a prologue."""
-        factors = Factors(self.x_scale, self.x_requant)  # type: ignore[arg-type]
-        return QuantParams(factors, None, scales.are_given)
-
-    def w_params(self, scales: ScaleSource) -> QuantParams | None:
-        """The parameters that requantize the weight to forward's FP8 data, if there are any."""
-        if self.w_scale is None:
-            return None
-        factors = Factors(self.w_scale, self.w_requant)  # type: ignore[arg-type]
-        return QuantParams(factors, None, scales.are_given)
 
 
 class Keep(enum.Enum):
@@ -417,9 +405,9 @@ def _fprop(
     tokens = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0]
     if isinstance(x, Groups):
         offsets, tokens = Offsets(x.offs, x.plan), a.data.shape[0]
-    task = GemmTask(plan.fprop, (tokens, features), dtype)
+    task = GemmTask(plan.fprop, (tokens, features), dtype, offsets)
     keep = keep_gathered or casts.keeps_gathered
-    y, left = comm.mm(a, b, task, bias, offsets, keep=keep)
+    y, left = comm.mm(a, b, task, bias, keep=keep)
     gathered = left if comm.is_sharded else None
     return _Fprop(y.contiguous(), x_quantized, w_quantized, gathered)
 
@@ -459,11 +447,13 @@ def recompute_forward(
     if call.comm.gathers_x_first:
         value = call.comm.gather(x.value())
     scales = call.scales
-    x_quantized = quantize(value, plan.fprop.left, None, saved.x_params(scales), scales.epsilon)
+    x_params = scales.requant_params(saved.x_scale, saved.x_requant)
+    x_quantized = quantize(value, plan.fprop.left, None, x_params, scales.epsilon)
     if saved.w is not None and saved.w_scale is not None:
         source = WeightSource(quantized=Quantized(Operand(saved.w, saved.w_scale)))
     else:
-        params, weight = saved.w_params(scales), _saved_value(saved.weight)
+        params = scales.requant_params(saved.w_scale, saved.w_requant)
+        weight = _saved_value(saved.weight)
         if params is None:
             source = weight_source(weight, call)
         else:
@@ -646,7 +636,9 @@ def backward(
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
             operand = _wgrad_operand(x, saved, call, call.plan.wgrad.right)
         dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
-        params = None if x is None else saved.x_params(call.scales)
+        params = None
+        if x is not None:
+            params = call.scales.requant_params(saved.x_scale, saved.x_requant)
         for_dw = _WgradInput(x, saved.x, saved.x_scale, params, operand, dw_dtype)
     if needs[0]:
         for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=offsets is not None)
@@ -686,7 +678,7 @@ def _wgrad_operand(
         if saved.x_scale is None:
             operand = call.scales.quantize(matrix, X, None, right).columnwise
         else:
-            params = saved.x_params(call.scales)
+            params = call.scales.requant_params(saved.x_scale, saved.x_requant)
             operand = quantize(matrix, None, right, params, call.scales.epsilon).columnwise
     if comm.keeps_gathered:
         return operand
@@ -712,7 +704,7 @@ def _dgrad_weight(
     shards_cast = scale is None and call.shards is not None
     params = columnwise = None
     if data is None:
-        params, scale = saved.w_params(call.scales), None
+        params, scale = call.scales.requant_params(scale, saved.w_requant), None
     if isinstance(dy, Gradient) and plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
         event = None if dy.rowwise is None else dy.rowwise.scale
         high, params, columnwise = _columnwise_weight(
@@ -915,8 +907,9 @@ def _dgrad(
     if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
         matrix = _saved_value(high).t()
         show_cast(matrix, operand, dgrad.right, W, watching, only_in_backward=True)
-    task, keep = GemmTask(dgrad, shape, weight.dtype), keep or watching is not None
-    gemm = comm.mm(dy, operand, task, None, offsets, backward=True, beside=beside, keep=keep)
+    task = GemmTask(dgrad, shape, weight.dtype, offsets)
+    keep = keep or watching is not None
+    gemm = comm.mm(dy, operand, task, backward=True, beside=beside, keep=keep)
     if watching is not None:
         show_gemm("dgrad", watching, gemm.left, operand)
     return gemm
@@ -954,7 +947,7 @@ def _wgrad(
         operand = operand.gather()
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
-    dw: Tensor = comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype), None, offsets)
+    dw: Tensor = comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype, offsets))
     return dw
 
 

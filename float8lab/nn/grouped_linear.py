@@ -21,7 +21,6 @@ from float8lab.arguments import (
     shown,
 )
 from float8lab.distributed.expert_parallel import held_experts, local_experts
-from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.expert_parameters import (
     ExpertMemory,
@@ -302,9 +301,7 @@ class GroupedLinear(GemmModule):
         options = NO_OPTIONS
         if at_once or first_microbatch is not None or held is not None:
             options = CallOptions(first_microbatch, fused if at_once else None, experts=held)
-        call = self._fp8.begin(x, training=self.training, options=options)
-        if weights[0].dtype not in HIGH_PRECISION_DTYPES:
-            call = None
+        call = self._fp8.begin(x, weights[0], training=self.training, options=options)
         if call is None and (self.fuse_wgrad_accumulation or type(weights[0]) not in _PLAIN):
             weights = [plain_weight(self, w, first_microbatch) for w in weights]
         elif fused and not at_once:

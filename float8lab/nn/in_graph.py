@@ -16,6 +16,7 @@ backward, such as the output in float32.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,14 +26,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from float8lab.formats import Spec
 from float8lab.nn.handles import owner_of
-from float8lab.nn.quantize import Matrix
-from float8lab.ops import Groups, Prologue, cast_op
+from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
 from float8lab.ops.declare import declare
+from float8lab.ops.operand import Operand, Quantized
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph
+from float8lab.tensor.operands import Matrix, quantize
 
 __all__ = ["GraphState", "cast_in_graph", "leave_to_python"]
 
@@ -54,39 +57,31 @@ class GraphState(NamedTuple):
     """The first of the module's experts that this rank has."""
 
 
-class GraphCast(NamedTuple):
-    """A cast in a graph; what is not wanted is empty."""
-
-    q: Tensor
-    q_t: Tensor
-    scale: Tensor
-    encode: Tensor
-    sums: Tensor
-
-
 def cast_in_graph(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype],
+    x: Matrix,
     index: int,
     state: GraphState,
-    fp8_dtype: torch.dtype,
+    rowwise: Spec | None,
+    columnwise: Spec | None,
+    dbias: bool,
     align: int,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    dbias: bool = False,
-    offs: Tensor | None = None,
-) -> GraphCast:
-    """Cast a matrix in a graph.
-
-    ``matrix`` is a prologue, its inputs and the dtype of its values. ``offs`` are the offsets of
-    its groups, if its rows are in some; a batch is cast as one of them.
-    """
+) -> Quantized:
+    """``quantize`` of a layer's tensor in a graph, whose specs have one scale and one format."""
+    spec = rowwise or columnwise
+    assert spec is not None, "one of the two"
+    matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
     q, factors, q_t, sums = _cast_op(
-        *matrix, *state[:3], index, state.record, _next_number(),
-        fp8_dtype, align, rowwise, columnwise, dbias, offs, state.first_expert,
+        *matrix, *state[:3], index, state.record, _next_number(), spec.fp8_dtype, align,
+        rowwise is not None, columnwise is not None, dbias,
+        x.offs if isinstance(x, Groups) else None, state.first_expert,
     )  # fmt: skip
     if state.record and state.in_forward[index]:
         come_after_in_graph(factors)  # the region is closed after this cast
-    return GraphCast(q, q_t, factors[:1], factors[1:], sums)
+    scale, encode = factors[:1], factors[1:]
+    if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
+        scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
+    operands = Operand(q, scale), Operand(q_t, scale)
+    return Quantized(rowwise and operands[0], columnwise and operands[1], encode, sums)
 
 
 class _Casts(threading.local):
@@ -146,13 +141,20 @@ def _cast(
         experts = inputs[0].shape[0]
     numbers = None if experts is None else range(first_expert, first_expert + experts)
     recipe_and_group = recipe_numbered(recipe), group_named(group)
-    factors, slot, _ = owner_of(handle).scale_in_graph(*recipe_and_group, index, record, x, numbers)
-    q, _, _, q_t, _, sums = cast_op(
-        prologue, inputs, dtype, fp8_dtype, (-1, -1), "encode", 0.0, align,
-        rowwise, columnwise, dbias, factors.encode, offs, None, slot,
-    )  # fmt: skip
-    pair = factors.joined()
-    return _Results(q, pair if experts is None else pair.view(2, -1), q_t, sums)
+    params = owner_of(handle).scale_in_graph(*recipe_and_group, index, record, x, numbers)
+    spec = _spec_of_tensor(fp8_dtype)
+    by_rows, by_columns = spec if rowwise else None, spec if columnwise else None
+    made = quantize(x, by_rows, by_columns, params, dbias=dbias, align=align)
+    pair = params.factors.joined()
+    return _Results(
+        made.rowwise and made.rowwise.data,
+        pair if experts is None else pair.view(2, -1),
+        made.columnwise and made.columnwise.data,
+        made.dbias,
+    )
+
+
+_spec_of_tensor = functools.cache(Spec)
 
 
 def _outputs(args: SimpleNamespace) -> _Results:

@@ -32,7 +32,6 @@ from float8lab.distributed.comm import SharedScales, mark_sequence_parallel
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain, spec_of_experts
 from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import output_dtype
@@ -302,8 +301,7 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelGroup):
         if self.fuse_wgrad_accumulation or first_microbatch is not None or tokens is not None:
             fused = fused_weight(self, weight) if self.fuse_wgrad_accumulation else None
             options = CallOptions(first_microbatch, fused, tokens)
-        call = precision.begin(x, training=self.training, options=options)
-        return call if weight.dtype in HIGH_PRECISION_DTYPES else None
+        return precision.begin(x, weight, training=self.training, options=options)
 
     def extra_repr(self) -> str:
         shown = [f"{name.removeprefix('use_')}={getattr(self, name)}" for name in self._shown]

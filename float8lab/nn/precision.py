@@ -252,34 +252,36 @@ class Precision:
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
         return WeightCast(plan.w, plan.amax_epsilon, headroom)
 
-    def begin(self, x: Tensor, *, training: bool, options: CallOptions = NO_OPTIONS) -> Call | None:
-        """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
+    def begin(
+        self, x: Tensor, weight: Tensor, *, training: bool, options: CallOptions = NO_OPTIONS
+    ) -> Call | None:
+        """Decide how a call runs, None in high precision; keeps what its recomputation needs.
 
         Args:
             x: the module's input.
+            weight: of the GEMM; or another tensor that is cast, if there is none.
             training: of the module.
             options: what the caller says of this call.
         """
-        if x.dtype not in HIGH_PRECISION_DTYPES:
+        if x.dtype not in HIGH_PRECISION_DTYPES or weight.dtype not in HIGH_PRECISION_DTYPES:
             return None
         if options.first_microbatch is not None:
             check_flags(is_first_microbatch=options.first_microbatch)
         if torch.compiler.is_compiling():
             return self._begin_in_graph(x, training, options)
-        recording = None
+        recordings = CHECKPOINTS.recordings
         original = CHECKPOINTS.replay
         hooks = _saved_tensors_hooks(True)
         if hooks is not None:
-            recording, followed = _torch_recordings(hooks)
+            made, followed = _torch_recordings(hooks)
+            recordings += made
             original = original or followed
         if original is not None or _graph_task() != NO_BACKWARD:
-            call = self._begin_recomputation(original, x.device, options)
+            call = self._begin_recomputation(original, x.device, training, options)
         else:
             call = self._last = self._begin_forward(x, training, options)
-        for checkpoint in CHECKPOINTS.recordings:
+        for checkpoint in recordings:
             checkpoint.add(self, call)
-        if recording is not None:
-            recording.add(self, call)
         if training and not _grad_enabled():
             for checkpoint in _reentrant_recordings():
                 checkpoint.add(self, call)
@@ -376,7 +378,7 @@ class Precision:
             RECORDED.packs.add(slots.pack)
         forward = slots.forward[index]
         if forward and in_backward():
-            return QuantParams(slots.scale_again(index, experts), None, True)
+            return QuantParams(slots.scale_again(index, experts), None, "encode")
         if forward:
             slots.pack.advanced = False
             region = STATE.region or STATE.in_graph
@@ -388,7 +390,11 @@ class Precision:
         return slots.scale_for(index, x, record=record, shared=False, experts=experts)
 
     def _begin_recomputation(
-        self, recording: Recording | None, device: torch.device, options: CallOptions
+        self,
+        recording: Recording | None,
+        device: torch.device,
+        training: bool,
+        options: CallOptions,
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
@@ -415,7 +421,7 @@ class Precision:
         if original is not None and original.recipe == recipe:
             return original.repetition(options)
         slots = self._slots(recipe, device) if recipe.linear.delayed else None
-        return self._new_call(recipe, options, slots)
+        return self._new_call(recipe, options, slots, record=training).repetition(options)
 
     def set_parallel(self, parallel: TensorParallel | None) -> None:
         """Set how tensor-parallel ranks share the module."""
@@ -563,8 +569,8 @@ _graph_task = torch._C._current_graph_task_id
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def _torch_recordings(hooks: Any) -> tuple[Recording | None, Recording | None]:
-    """The recordings that the enclosing non-reentrant checkpoint of torch makes and follows.
+def _torch_recordings(hooks: Any) -> tuple[tuple[Recording, ...], Recording | None]:
+    """The recordings that the enclosing non-reentrant checkpoint of torch makes, and follows.
 
     ``torch.utils.checkpoint`` gives a recomputation no link to the forward call that it repeats;
     its saved-tensor hooks hold one, the frame, in their closure on both occasions.
@@ -572,16 +578,16 @@ def _torch_recordings(hooks: Any) -> tuple[Recording | None, Recording | None]:
     pack = inspect.unwrap(hooks[0])
     code = getattr(pack, "__code__", None)
     if code is None:
-        return None, None
+        return (), None
     cells = dict(zip(code.co_freevars, pack.__closure__ or (), strict=False))
     if "frame" in cells:
-        return CHECKPOINTS.of_torch.setdefault(cells["frame"].cell_contents, Recording()), None
+        return (CHECKPOINTS.of_torch.setdefault(cells["frame"].cell_contents, Recording()),), None
     if "target_frame_ref" not in cells:
-        return None, None
+        return (), None
     recording = CHECKPOINTS.of_torch.get(cells["target_frame_ref"].cell_contents())
     if recording is not None:
         recording.follow(pack)
-    return None, recording
+    return (), recording
 
 
 def _reentrant_recordings() -> Iterator[Recording]:

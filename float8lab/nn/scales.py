@@ -14,11 +14,11 @@ from torch import Tensor
 from float8lab.distributed.comm import TensorParallel
 from float8lab.formats import Spec
 from float8lab.nn.in_graph import GraphState, cast_in_graph
-from float8lab.nn.quantize import Matrix, quantize, quantize_shard, replayed_quantize
-from float8lab.ops import Groups
-from float8lab.ops.operand import Operand, Quantized
+from float8lab.nn.quantize_shard import quantize_shard
+from float8lab.ops.operand import Quantized
 from float8lab.ops.reference import ALIGN
-from float8lab.recipes.delayed import DelayedSlots, QuantParams
+from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams
+from float8lab.tensor.operands import Matrix, quantize, replayed_quantize
 
 __all__ = ["DY", "CurrentScales", "DelayedScales", "GraphScales", "ScaleSource", "W", "X"]
 
@@ -45,6 +45,18 @@ class ScaleSource:
     def params(self, index: int, x: Matrix) -> QuantParams | None:
         """Return the parameters of tensor ``index`` that are known before ``x`` is cast, if any."""
         return None
+
+    def requant_params(self, scale: Tensor | None, requant: Tensor | None) -> QuantParams | None:
+        """The parameters that requantize a matrix to its FP8 data of forward, if these are saved.
+
+        Args:
+            scale: of the data.
+            requant: as ``quantize`` has returned it.
+        """
+        if scale is None:
+            return None
+        factors = Factors(scale, requant)  # type: ignore[arg-type]
+        return QuantParams(factors, None, "encode" if self.are_given else None)
 
     def uses_amax(self, index: int) -> bool:
         """Whether a cast of tensor ``index`` will look at the amax of all values first."""
@@ -213,19 +225,8 @@ class GraphScales(ScaleSource):
         align: int = ALIGN,
         amax: Tensor | None = None,
     ) -> Quantized:
-        if rowwise is not None and columnwise is not None and rowwise != columnwise:
-            first = self.quantize(x, index, rowwise, dbias=dbias, align=align)
-            second = self.quantize(x, index, None, columnwise, align=align)
-            return first._replace(columnwise=second.columnwise)
-        spec = rowwise or columnwise
-        assert spec is not None, "one of the two"
-        matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
-        made = cast_in_graph(
-            matrix, index, self.state, spec.fp8_dtype, align, rowwise is not None,
-            columnwise is not None, dbias, offs=x.offs if isinstance(x, Groups) else None,
-        )  # fmt: skip
-        scale, encode = made.scale, made.encode
-        if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
-            scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
-        operands = Operand(made.q, scale), Operand(made.q_t, scale)
-        return Quantized(rowwise and operands[0], columnwise and operands[1], encode, made.sums)
+        if rowwise is not None and columnwise not in (None, rowwise):
+            by_rows = self.quantize(x, index, rowwise, dbias=dbias, align=align)
+            by_columns = self.quantize(x, index, None, columnwise, align=align)
+            return by_rows._replace(columnwise=by_columns.columnwise)
+        return cast_in_graph(x, index, self.state, rowwise, columnwise, dbias, align)

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from float8lab.formats import Spec
 from float8lab.ops import (
     NO_DATA,
     Groups,
@@ -85,19 +86,26 @@ class Factors(NamedTuple):
 
 
 class QuantParams(NamedTuple):
-    """Where a cast gets its scale from: given factors, or an amax."""
+    """The parameters of a cast: factors that it is given, or amaxes that it makes scales of."""
 
     factors: Factors
-    """If not ``are_given``, ``encode`` holds the amax, and ``scale`` is None."""
-    amax_slot: Tensor | None
+    """What ``encode`` holds depends on the rule, and ``scale`` is what the operand gets."""
+    amax_slot: Tensor | None = None
     """Where the amax is recorded under delayed scaling; None: it is not."""
-    are_given: bool
-    """Whether the factors are given, as under delayed scaling, and not made of an amax."""
+    rule: str | None = None
+    """The rule of the cast op. ``"encode"``: it multiplies by the encode factors; ``"decode"``: it
+    divides by scales; a scale rule: it makes scales of the amaxes of blocks. None: it makes them of
+    the matrix's amax, if blocks share that."""
 
     @staticmethod
-    def of_amax(amax: Tensor) -> QuantParams:
-        """The amax of which the cast makes its scale."""
-        return QuantParams(Factors(None, amax), None, False)  # type: ignore[arg-type]
+    def of_amax(amax: Tensor, rule: str | None = None) -> QuantParams:
+        """The amax of a matrix; or, with the scale rule of a spec, the amaxes of its blocks."""
+        return QuantParams(Factors(None, amax), None, rule)  # type: ignore[arg-type]
+
+    @staticmethod
+    def of_scale(scale: Tensor, spec: Spec) -> QuantParams:
+        """The decode scales of a spec's blocks, where nothing knows their encode factors."""
+        return QuantParams(Factors(scale, scale), None, spec.rule_of("decode"))
 
 
 class ScalePack:
@@ -585,14 +593,13 @@ class DelayedSlots:
             if forward and seeded:
                 if width > 1:
                     columns = self._columns(index, experts)
-                    factors = pack.factors_of(columns, slot)
-                    params[-1] = QuantParams(factors, pack.amax[columns] if record else None, True)
+                    factors, amaxes = pack.factors_of(columns, slot), pack.amax[columns]
+                elif live is None:
+                    factors, amaxes = Factors.of(pack.factors[:, slot].clone()), pack.amaxes[slot]
                 else:
-                    if live is None:
-                        factors = Factors.of(pack.factors[:, slot].clone())
-                    else:
-                        factors = Factors(live[2 * slot], live[2 * slot + 1])
-                    params[-1] = QuantParams(factors, pack.amaxes[slot] if record else None, True)
+                    factors = Factors(live[2 * slot], live[2 * slot + 1])
+                    amaxes = pack.amaxes[slot]
+                params[-1] = QuantParams(factors, amaxes if record else None, "encode")
             slot += width
         return params
 
@@ -627,7 +634,7 @@ class DelayedSlots:
             # Experts without rows so far have none to keep.
             if not record or not self.seeded[index]:
                 amaxes = pack.amax[slot] if record else None
-                return QuantParams(Factors.of(initial), amaxes, True)
+                return QuantParams(Factors.of(initial), amaxes, "encode")
         live = pack.live() if shared else None
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
@@ -636,7 +643,7 @@ class DelayedSlots:
         else:
             factors = Factors(live[2 * slot], live[2 * slot + 1])
         amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
-        return QuantParams(factors, amaxes if record else None, True)
+        return QuantParams(factors, amaxes if record else None, "encode")
 
     def scale_again(self, index: int, experts: range | None = None) -> Factors:
         """The factors that ``scale_for`` gave for the last forward's tensor."""

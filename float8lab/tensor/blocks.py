@@ -5,6 +5,7 @@ Functions take plain tensors and shapes and return fresh ones; nothing here know
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +17,12 @@ from torch import Tensor
 from float8lab.formats import FLOAT32_MAX, Spec, scale_shape, scales_by_column
 from float8lab.ops import (
     cast_many_op,
-    cast_op,
     factors_from_amax,
     round_to_fp8,
     value_of_op,
 )
+from float8lab.recipes.delayed import QuantParams
+from float8lab.tensor.operands import quantize
 
 __all__ = [
     "block_amax",
@@ -33,6 +35,7 @@ __all__ = [
     "refine_scale",
     "requantize_blocks",
     "stores_scales_by_column",
+    "with_block",
 ]
 
 
@@ -133,23 +136,25 @@ def quantize_blocks(
         return _by_matrix(x, spec, scale, amax_epsilon, known_amax)
     if block is None:
         return _by_arithmetic(x, spec, scale, amax_epsilon)
-    matrix = _as_matrix(x)
-    if scale is None:
-        q, scale, amax, *_ = cast_op(
-            *("", (matrix,), x.dtype, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1),
-            *(True, False, False, None if known_amax is None else _as_matrix(known_amax)),
-        )
-        if spec.tensor_scale:  # what is known is that of the whole
-            amax = block_amax(x, spec.block)
-        elif known_amax is not None:
-            amax = known_amax
-    else:
-        q, *_ = cast_op(
-            *("", (matrix,), x.dtype, spec.fp8_dtype, block, spec.rule_of("decode"), 0.0, 1),
-            *(True, False, False, _as_matrix(scale)),
-        )
+    matrix, matrix_spec, params = _as_matrix(x), with_block(spec, block), None
+    if scale is not None:
+        params = QuantParams.of_scale(_as_matrix(scale), spec)
+        qdata = quantize(matrix, matrix_spec, None, params, align=1).rowwise.data
         amax, scale = scale * spec.largest(), scale.clone()
-    return q.reshape(shape), scale.reshape(scales), amax.reshape(scales)
+    else:
+        if known_amax is not None:
+            params = QuantParams.of_amax(_as_matrix(known_amax), spec.scale_rule)
+        made = quantize(matrix, matrix_spec, None, params, amax_epsilon, align=1, keep_amaxes=True)
+        (qdata, scale), amaxes = made.rowwise, made.requant
+        # The amax that a tensor scale is made of says nothing of those of blocks.
+        amax = block_amax(x, spec.block) if spec.tensor_scale or amaxes is None else amaxes
+    return qdata.reshape(shape), scale.reshape(scales), amax.reshape(scales)
+
+
+@functools.lru_cache(maxsize=1024)
+def with_block(spec: Spec, block: tuple[int, ...]) -> Spec:
+    """A spec with another block."""
+    return spec if spec.block == block else replace(spec, block=block)
 
 
 def _as_matrix(x: Tensor) -> Tensor:

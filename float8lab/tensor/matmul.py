@@ -18,11 +18,11 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 
 from float8lab.formats import HIGH_PRECISION_DTYPES, Spec, gemm_support, scales_by_column
-from float8lab.ops import cast_op, scaled_mm_op, transpose_op
-from float8lab.ops.reference import ALIGN
-from float8lab.tensor.blocks import quantize_blocks, refine_scale
+from float8lab.ops import Groups, scaled_mm_op, transpose_op
+from float8lab.tensor.blocks import quantize_blocks, refine_scale, with_block
 from float8lab.tensor.dispatch import implements, implements_composite, run_fallback
 from float8lab.tensor.float8_tensor import PLAIN, Float8Tensor
+from float8lab.tensor.operands import quantize
 
 __all__: list[str] = []
 
@@ -76,8 +76,8 @@ def _partner_block(block: _Block | None) -> _Block | None:
 def _matrix(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Operand:
     """An operand in [rows, K] form: contiguous data, scales as GEMMs read them."""
     if not isinstance(x, Float8Tensor):
-        spec, x = _spec_of(partner), x.t() if transposed else x
-        q, scale, *_ = cast_op("", (x,), x.dtype, spec.fp8_dtype, block, spec.scale_rule)
+        spec = with_block(_spec_of(partner), block)
+        q, scale = quantize(x.t() if transposed else x, spec, align=1).rowwise
         return _Operand(q, scale, block)
     q, scale, rows = x.qdata, x.scale, x.spec.block[transposed]
     if transposed:
@@ -203,11 +203,7 @@ def _fp8_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor | None:
     if isinstance(a, Float8Tensor):
         left = _matrix(a, block, b, False)
     else:
-        spec = _spec_of(b)
-        q, scale, *_ = cast_op(
-            "", (a,), a.dtype, spec.fp8_dtype, block, spec.scale_rule,
-            0.0, ALIGN, True, False, False, None, offs,
-        )  # fmt: skip
+        q, scale = quantize(Groups("", (a,), a.dtype, offs), with_block(_spec_of(b), block)).rowwise
         left = _Operand(q[:, : a.shape[1]], scale, block)
     out: Tensor = scaled_mm_op(*left, *right, None, a.dtype, False, offs)
     return out

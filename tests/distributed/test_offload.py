@@ -256,6 +256,20 @@ def test_weights_that_live_on_stay(kind, watch):
     assert layer.weight.grad is not None
 
 
+def test_stored_weights_that_are_cast_in_every_forward_move(watch):
+    with float8lab.fp8_model_init(recipe=RECIPES["rowwise"]):
+        layer = float8lab.Linear(64, 128, device="cpu")
+    context, _ = float8lab.get_cpu_offload_context(enabled=True)
+    x = torch.randn(32, 64, requires_grad=True)
+    with (
+        context,
+        float8lab.autocast(recipe=RECIPES["current"]),
+        pytest.warns(UserWarning, match="rounded twice"),
+    ):
+        layer(x)
+    assert 128 * 64 in watch.out
+
+
 def test_tensors_that_share_a_storage_move_once(watch):
     context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=9)
     x = torch.randn(8, 16, requires_grad=True)

@@ -29,6 +29,7 @@ from float8lab.recipes import (
     Float8RowwiseScaling,
     Format,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 from float8lab.recipes.region import PROCESS
@@ -43,6 +44,7 @@ RECIPES: list[Recipe | None] = [
     Float8RowwiseScaling(),
     Float8BlockScaling(),
     MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
     Float8RowwiseScaling(high_precision_wgrad=True),
     Float8CurrentScaling(override_linear_precision=(True, False, True)),
     None,

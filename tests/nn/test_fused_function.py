@@ -14,10 +14,9 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn import fused_function, gemm
 from float8lab.nn.precision import W, X, call_under, precisions
-from float8lab.nn.quantize import quantize
 from float8lab.ops import Prologue
-from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.operands import quantize
 from tests.near_ties import by_multiplying, near_ties
 from tests.nn.composition import RECIPES, Composition, exact, perturb, sqnr, step
 from tests.nn.models import saved_bytes
@@ -413,15 +412,13 @@ def test_what_is_cast_again_has_the_bytes_of_the_first_cast(recipe: recipes.Reci
         prologue, wanted = Prologue("relu", [x], torch.float32), by_multiplying(x)
         made = scales.quantize(prologue, X, x_spec)
         assert torch.equal(made.rowwise.data.view(torch.uint8), wanted)
-        factors = Factors(made.rowwise.scale, made.requant)
-        params = QuantParams(factors, None, scales.are_given)
+        params = scales.requant_params(made.rowwise.scale, made.requant)
         transpose = quantize(prologue, None, x_spec, params, scales.epsilon).columnwise
         if x_spec.per_tensor:
             assert torch.equal(transpose.data.view(torch.uint8), wanted.t())
             assert torch.equal(transpose.scale, made.rowwise.scale)
         made = scales.quantize(weight, W, w_spec)
-        factors = Factors(made.rowwise.scale, made.requant)
-        params = QuantParams(factors, None, scales.are_given)
+        params = scales.requant_params(made.rowwise.scale, made.requant)
         requantized = quantize(weight, w_spec, None, params, scales.epsilon).rowwise
         assert torch.equal(made.rowwise.data.view(torch.uint8), wanted)
         assert torch.equal(requantized.data.view(torch.uint8), wanted)

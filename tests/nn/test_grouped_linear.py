@@ -158,6 +158,13 @@ def test_outside_autocast_it_is_exact():
         torch.testing.assert_close(mine, exact)
 
 
+def test_float64_weights_run_in_high_precision_and_leave_no_state():
+    layer = experts(params_dtype=torch.float64)
+    with float8lab.autocast(recipe=RECIPES["delayed"]):
+        layer(rows(K), SIZES)
+    assert layer._fp8.slots == {}
+
+
 @pytest.mark.parametrize("recipe", [None, RECIPES["delayed"], RECIPES["block"]], ids=str)
 def test_ways_to_say_the_same(recipe):
     """Splits as a list or a tensor; parameters of each expert or of all; buffers; dimensions."""
@@ -529,7 +536,7 @@ def test_a_source_is_cast_as_its_values(recipe):
         precision = Precision()
         precision.experts = E
         with float8lab.autocast(recipe=recipe):
-            call = precision.begin(h, training=True)
+            call = precision.begin(h, w, training=True)
         y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, offsets=ends)
         grads = gemm.backward(
             dy, x if x is source else None, saved, call,

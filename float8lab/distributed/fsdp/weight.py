@@ -30,17 +30,17 @@ from float8lab.formats import Float8Spec
 from float8lab.ops import (
     amax_op,
     cast_many_op,
-    cast_op,
     factors_from_amax,
     round_up,
 )
 from float8lab.ops.grouped import amax_of_batch
-from float8lab.ops.reference import ALIGN
+from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.reduction import AmaxChannel, amax_over_ranks, channel
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.dtensor import local_of
+from float8lab.tensor.operands import quantize
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -327,30 +327,25 @@ def _largest_scales(rows: Float8Tensor, block: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
     """FP8 data of some rows of a shard; ``factor`` is their scales if they are stored in FP8."""
-    rule = spec.rule_of("encode")
+    given = "encode"
     if isinstance(rows, Float8Tensor):
         if not spec.rows_share_scales and rows.spec == spec:
             return rows.qdata  # no block is shared
         rows = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
-        rule = spec.rule_of("decode")
+        given = "decode"
+    params = QuantParams(Factors(None, factor), None, spec.rule_of(given))  # type: ignore[arg-type]
     if rows.ndim == 3:
-        return _cast_experts(rows, factor, spec)
-    return cast_op(
-        "", (rows,), rows.dtype, spec.fp8_dtype, spec.block, rule, 0.0, 1,
-        True, False, False, factor,
-    )[0]  # fmt: skip
+        return _cast_experts(rows, factor, params, spec)
+    return quantize(rows, spec, None, params, align=1).rowwise.data
 
 
-def _cast_experts(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
+def _cast_experts(rows: Tensor, factor: Tensor, params: QuantParams, spec: Float8Spec) -> Tensor:
     """FP8 data of some experts' weights in high precision."""
-    E, N, K = rows.shape
-    if spec.block == (1, -1, -1):
-        q: Tensor = cast_op(
-            "", (rows,), rows.dtype, spec.fp8_dtype, (-1, -1), spec.rule_of("encode"), 0.0, ALIGN,
-            True, False, False, factor,
-        )[0]  # fmt: skip
+    (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])
+    if inner.per_tensor:
+        q = quantize(rows, inner, None, params).rowwise.data
         return q[:, :N, :K].contiguous()
-    inner, matrices = replace(spec, block=spec.block[1:]), _as_matrices(rows, spec.block)
+    matrices = _as_matrices(rows, spec.block)
     factors = factor.reshape(len(matrices), -1, factor.shape[-1])
     data = [cast_rows(w, encode, inner) for w, encode in zip(matrices, factors, strict=True)]
     return torch.stack(data).view(E, N, K)

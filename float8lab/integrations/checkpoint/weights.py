@@ -32,13 +32,13 @@ from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import Precision, W, X, call_under, precisions
-from float8lab.nn.quantize import quantize
 from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.blocks import block_amax
 from float8lab.tensor.dispatch import fallback
+from float8lab.tensor.operands import quantize
 
 __all__ = [
     "FoundWeights",
@@ -389,7 +389,7 @@ def _cast_stack(
                 start = stack.first + (experts.start or 0)
                 numbers = slice(start, start + x.shape[0])
                 scale, encode = scale[numbers], encode[numbers]
-            params = QuantParams(Factors(scale, encode), None, True)
+            params = QuantParams(Factors(scale, encode), None, "encode")
         qdata, scale = quantize(x, spec, None, params, float(recipe.linear.epsilon)).rowwise
     batch = spec_of_experts(spec)
     counts = batch.scale_shape(tuple(x.shape))

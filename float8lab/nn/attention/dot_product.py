@@ -366,7 +366,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         why = self._why_not_fp8(q, k, v, problem)
-        call = self._fp8.begin(q, training=self.training) if why is None else None
+        call = self._fp8.begin(q, k, training=self.training) if why is None else None
         if why is not None:
             self._say_high_precision(why)
         with self._dropout_context(problem.dropout):

@@ -17,8 +17,9 @@ from float8lab.arguments import (
     has_values,
     shown,
 )
-from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES
-from float8lab.ops import cast_op, value_of_op
+from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES, Spec
+from float8lab.ops import value_of_op
+from float8lab.tensor.operands import quantize
 
 __all__ = ["InferenceParams", "Step", "positions_reached"]
 
@@ -64,7 +65,7 @@ class _Store:
             self.data[index] = x.to(self.dtype)
             return
         rows = x.reshape(-1, x.shape[-1])
-        q, scale, *_ = cast_op("", (rows,), rows.dtype, self.dtype, (1, -1), "fp32")
+        q, scale = quantize(rows, Spec(self.dtype, (1, -1)), align=1).rowwise
         # Bytes: not every device writes FP8 by index.
         self.data.view(torch.uint8)[index] = q.view(torch.uint8).view(x.shape)
         self.scale[index] = scale.view(*x.shape[:-1], 1)

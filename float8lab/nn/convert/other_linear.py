@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
@@ -64,8 +63,8 @@ class OtherLinear(MovedInPlace):
         """Apply the layer to ``[..., in]``; returns ``[..., out]``."""
         weight = self.matrix(self)
         x = x.dequantize() if isinstance(x, Float8Tensor) else x
-        call = self._fp8.begin(x, training=self.training)
-        if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
+        call = self._fp8.begin(x, weight, training=self.training)
+        if call is None:
             weight = plain(weight)
             self._fp8.calibrate(x, weight)
             return nn.functional.linear(x, weight, self.bias)

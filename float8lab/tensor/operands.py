@@ -1,0 +1,123 @@
+"""The door to the cast op: a matrix to FP8, rowwise, columnwise or both.  M rows, K columns.
+
+Note: the nouns of this room.
+
+- *matrix*: what is cast. A tensor; a ``Prologue``, a norm or an activation that the cast computes
+  and never writes; or ``Groups``, either of them with the offsets of experts' rows. The
+  weights of all experts are a tensor ``[E, N, K]``, a *batch*: each of its matrices is cast by
+  itself, and blocks and scales are those of each.
+- *operand*: FP8 data, padded so that every dimension is a multiple of ``ALIGN``, and decode scales:
+  a value is data * decode scale; the cast multiplies by the *encode factor*. The *rowwise* operand
+  has the rows of the matrix, the *columnwise* operand those of its transpose.
+- *parameters*: what a cast is given of its scales (``QuantParams``); None: it makes them of the
+  amaxes that it finds.
+
+Layers ask a *scale source* for the parameters of their casts (``nn/scales.py``).
+``ops/reference/grouped.py`` says how groups are laid out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from float8lab.formats import SCALE_RULES, Spec
+from float8lab.ops import Groups, Prologue, cast_op
+from float8lab.ops.declare import planned
+from float8lab.ops.operand import Operand, Quantized
+from float8lab.ops.reference import ALIGN
+from float8lab.recipes.delayed import QuantParams
+
+__all__ = ["Matrix", "quantize", "replayed_quantize", "value_of"]
+
+Matrix = Tensor | Prologue | Groups
+"""A matrix to be cast: written, computed on the way, or of experts' rows."""
+
+
+def quantize(
+    x: Matrix,
+    rowwise: Spec | None,
+    columnwise: Spec | None = None,
+    params: QuantParams | None = None,
+    epsilon: float = 0.0,
+    dbias: bool = False,
+    align: int = ALIGN,
+    keep_amaxes: bool = False,
+) -> Quantized:
+    """Cast a matrix to FP8, from one read where both orientations have one spec.
+
+    The result depends on the arguments alone; the amax is recorded in the slot of ``params``.
+
+    Args:
+        x: what is cast.
+        rowwise: the spec of the rows; None where they are not wanted.
+        columnwise: the spec of the transpose, in blocks of its own rows; or None.
+        params: what is known of the scales. In backward, what requantizes the forward's input bit
+            for bit: a scale that was made of an amax does not tell the encode factor exactly, so
+            it is that amax.
+        epsilon: the least amax that a scale is made of.
+        dbias: the column sums, ``x.sum(0)``, are wanted, too.
+        align: the sizes of the result are multiples of it.
+        keep_amaxes: with one orientation, ``requant`` has the amaxes of blocks, too.
+
+    Returns:
+        The operands; what is not asked for is None.
+    """
+    spec = rowwise or columnwise
+    assert spec is not None, "one of the two"
+    if columnwise not in (None, spec):
+        by_rows = quantize(x, rowwise, None, params, epsilon, dbias, align)
+        by_columns = quantize(x, None, columnwise, params, epsilon, False, align)
+        return by_rows._replace(columnwise=by_columns.columnwise)
+    offs = given = scale = slot = plan = rule = None
+    inputs: Sequence[Tensor]
+    if isinstance(x, Tensor):
+        prologue, inputs, dtype = "", (x,), x.dtype
+    elif isinstance(x, Prologue):
+        prologue, inputs, dtype, given = x
+    else:
+        prologue, inputs, dtype, offs, plan = x
+    if params is not None:
+        (scale, given, _), slot, rule = params
+    if rule is None:
+        rule = spec.scale_rule
+        if not spec.shares_matrix_amax:
+            given = None
+    q, q_scale, amax, q_t, q_t_scale, sums = cast_op(
+        prologue, inputs, dtype, spec.fp8_dtype, spec.block, rule, epsilon, align,
+        rowwise is not None, columnwise is not None, dbias, given, offs, plan, slot,
+    )  # fmt: skip
+    if rule not in SCALE_RULES:
+        q_scale = q_t_scale = scale
+    elif given is None and (spec.per_tensor or keep_amaxes):
+        given = amax
+    return Quantized(
+        None if q is None else Operand(q, q_scale),
+        None if q_t is None else Operand(q_t, q_t_scale),
+        given, sums,
+    )  # fmt: skip
+
+
+_planned_quantize = planned(quantize)
+
+
+def replayed_quantize(
+    x: Matrix,
+    rowwise: Spec | None,
+    columnwise: Spec | None,
+    params: QuantParams | None,
+    epsilon: float,
+    dbias: bool,
+    align: int,
+) -> Quantized:
+    """``quantize`` as a list of launches of its own: a collective separates it from the GEMM."""
+    on_gpu = (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
+    run = _planned_quantize if on_gpu else quantize
+    made: Quantized = run(x, rowwise, columnwise, params, epsilon, dbias, align)
+    return made
+
+
+def value_of(x: Matrix) -> Tensor:
+    """A matrix in high precision, computed if it is not written."""
+    return x if isinstance(x, Tensor) else x.value()
