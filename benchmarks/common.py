@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.inspect.timing import sleep_rate
+from float8lab.tables import aligned
 
 __all__ = [
     "Gate",
@@ -344,17 +345,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     | cast | 1.5 |
     """
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = [f"{'-' * (w - 1)}:" if index else f":{'-' * (w - 1)}" for index, w in enumerate(widths)]
-    return "\n".join(map(line, (cells[0], rule, *cells[1:])))
+    first, *others = (max(3, *map(len, column)) for column in zip(*cells, strict=True))
+    rule = [f":{'-' * (first - 1)}", *(f"{'-' * (width - 1)}:" for width in others)]
+    lines = aligned([cells[0], rule, *cells[1:]], separator=" | ")
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def append_json(path: Path | None, facts: Mapping[str, str], rows: Sequence[object]) -> None:

@@ -22,6 +22,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from its own layer and from layers before it.
 LAYERS = (
     "arguments",
+    "tables",
     "formats",
     "ops",
     "recipes",

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from float8lab.formats import E2M1, E4M3, Float8Spec
-from float8lab.inspect.text import aligned
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
 from float8lab.ops.gemm import capability_of, may_multiply
 from float8lab.recipes import ALL, Recipe
+from float8lab.tables import aligned
 
 __all__ = [
     "EXTRAS",

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8lab.arguments import check_callables, check_instance, check_module
-from float8lab.inspect.text import aligned, bytes_text
+from float8lab.inspect.text import bytes_text
 from float8lab.inspect.trial import LossFn, Trial, on_trial, tensors_in
 from float8lab.nn.precision import precisions
 from float8lab.optim import MasterWeights
+from float8lab.tables import aligned
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = ["OUTPUT", "LayerMemory", "MemoryReport", "memory_report", "saved_by_layer"]
