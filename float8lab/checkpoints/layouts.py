@@ -37,18 +37,9 @@ from float8lab.checkpoints.packed import find_packed
 from float8lab.checkpoints.safetensors import SPECS_KEY, Group, NewTensor
 from float8lab.checkpoints.source import CheckpointSource, Entry, dtype_name
 from float8lab.formats import E4M3, FP8_DTYPES, Float8Spec, scale_shape
-from float8lab.recipes.recipe import (
-    ALL,
-    Recipe,
-)
+from float8lab.recipes.recipe import ALL, Recipe
 
-__all__ = [
-    "FORMATS",
-    "Format",
-    "Stored",
-    "Weight",
-    "recognize",
-]
+__all__ = ["FORMATS", "Format", "Stored", "Weight", "recognize"]
 
 _BLOCK = (128, 128)
 _SCALES = {

@@ -6,10 +6,11 @@ import itertools
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,13 @@ __all__ = [
     "CheckpointError",
     "CheckpointSource",
     "Entry",
+    "Piece",
     "Place",
     "boxes",
     "check_file",
     "dtype_name",
+    "listed",
+    "read_pieces",
     "refusing",
     "whole_box",
 ]
@@ -96,6 +100,33 @@ class Place:
         return flat.as_strided(sizes, self.strides)
 
 
+class Piece(NamedTuple):
+    """A part of a tensor that is stored separately."""
+
+    starts: tuple[int, ...]
+    """Where it begins in the tensor."""
+    sizes: tuple[int, ...]
+    read: Callable[[Box], Tensor]
+    """Its elements in a box of its own."""
+
+
+def read_pieces(pieces: Sequence[Piece], dtype: torch.dtype, box: Box) -> Tensor:
+    """Read a box of a tensor from its pieces; what no piece holds is 0."""
+    result = torch.zeros([s.stop - s.start for s in box], dtype=torch.uint8).to(dtype)
+    for piece in pieces:
+        common = [
+            (max(s.start, start), min(s.stop, start + size))
+            for s, start, size in zip(box, piece.starts, piece.sizes, strict=True)
+        ]
+        if all(first < last for first, last in common):
+            in_piece, in_box = (
+                tuple(slice(a - at, b - at) for (a, b), at in zip(common, origin, strict=True))
+                for origin in (piece.starts, [s.start for s in box])
+            )
+            result[in_box] = piece.read(in_piece)
+    return result
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a checkpoint, not yet read."""
@@ -142,6 +173,17 @@ def check_file(path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
         raise CheckpointError(f"{path} must be a file; it is {kind}. Copy what it gives to a file.")
+
+
+def listed(texts: Iterable[str], most: int, separator: str = ", ") -> str:
+    """The first of some texts, for a message, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    shown = list(map(printable, texts))
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return separator.join(shown[:most]) + more
 
 
 def whole_box(shape: Sequence[int]) -> Box:
