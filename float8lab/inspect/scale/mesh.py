@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from float8lab.arguments import check_choice, check_size
-from float8lab.inspect.scale.sizes import ModelSize
+from float8lab.arguments import check_size
+from float8lab.inspect.scale.sizes import ModelSize, read_pairs
 
 __all__ = ["Links", "Mesh", "meshes", "parse"]
 
@@ -109,13 +109,7 @@ def parse(text: str, gpus: int | None) -> Mesh:
     >>> parse("tp=8,cp=4", 1024)
     Mesh(dp=32, tp=8, cp=4, pp=1, ep=1)
     """
-    told: dict[str, int] = {}
-    for pair in text.split(","):
-        name, _, value = pair.partition("=")
-        check_choice("mesh", name, [field.name for field in fields(Mesh)])
-        if not value.isdecimal():
-            raise ValueError(f"mesh must have a whole number for {name}; got {value!r}.")
-        told[name] = int(value)
+    told = read_pairs("mesh", text, [field.name for field in fields(Mesh)])
     mesh = Mesh(**told)
     if gpus is None or mesh.gpus == gpus:
         return mesh
