@@ -30,6 +30,7 @@ __all__ = [
     "Gate",
     "Sustained",
     "Timing",
+    "add_sizes_of_layers",
     "append_json",
     "header",
     "new_parser",
@@ -368,6 +369,13 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     return parser
+
+
+def add_sizes_of_layers(parser: argparse.ArgumentParser, **others: int) -> None:
+    """Add options for the sizes of decoder layers, by default Llama 8B's, and others by default."""
+    usual = {"dim": 4096, "heads": 32, "groups": 8, "ffn": 14336, "sequence": 8192}
+    for name, default in (usual | others).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
 
 
 def start_ranks(kind: str) -> torch.device:
