@@ -52,12 +52,7 @@ class _Shard(NamedTuple):
 
 
 def open_dcp(path: Path) -> CheckpointSource:
-    """The tensors of a directory by ``torch.distributed.checkpoint``.
-
-    Raises:
-        CheckpointError: ``.metadata`` is damaged or names other classes, or a file is missing,
-            truncated or compressed.
-    """
+    """The tensors of a directory by ``torch.distributed.checkpoint``, whose files are whole."""
     file = path / ".metadata"
     check_file(file)
     problem = f"{file} must be by torch.distributed.checkpoint; it is not, or it is damaged"

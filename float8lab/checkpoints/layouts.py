@@ -398,12 +398,7 @@ class Format:
     def quantization_config(
         self, weights: Sequence[Weight], high_precision: Sequence[str]
     ) -> Mapping[str, object]:
-        """``quantization_config`` of ``config.json``.
-
-        Args:
-            weights: all weights in FP8.
-            high_precision: names of modules whose weights are not in FP8.
-        """
+        """``quantization_config`` of ``config.json``, given the names of modules not in FP8."""
         if self.name == "float8lab":
             return {"quant_method": "float8lab", "format_version": 1, "metadata": SPECS_KEY}
         if self.name == "block-fp8":

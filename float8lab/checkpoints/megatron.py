@@ -105,11 +105,7 @@ def _arguments(content: object) -> dict[str, object]:
 
 
 def open_megatron(path: Path) -> CheckpointSource:
-    """The tensors of the model in a folder of ``mp_rank_*``.
-
-    Raises:
-        CheckpointError: a rank's file is missing or damaged, or it is of a kind that is not read.
-    """
+    """The tensors of the model in a folder of ``mp_rank_*``, the shards of all ranks joined."""
     files = _files(path)
     contents = {rank: load_megatron_file(file) for rank, file in files.items()}
     arguments = _arguments(next(iter(contents.values())))

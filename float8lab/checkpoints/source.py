@@ -78,11 +78,7 @@ class Place:
     strides: tuple[int, ...]
 
     def read(self, box: Box) -> Tensor:
-        """Read a box; only the bytes from its first to its last element are read.
-
-        Raises:
-            CheckpointError: the file is shorter than that.
-        """
+        """Read a box; only the bytes from its first to its last element are read."""
         sizes = [s.stop - s.start for s in box]
         if 0 in sizes:
             return torch.empty(sizes, dtype=self.dtype)
@@ -163,12 +159,7 @@ class CheckpointSource:
 
 
 def check_file(path: Path) -> None:
-    """Raise unless ``path`` is a file: a pipe may have no end, and a device may have none.
-
-    Raises:
-        CheckpointError: it is something else.
-        OSError: it does not exist, or may not be looked at.
-    """
+    """Raise unless ``path`` is a file: a pipe may have no end, and a device may have none."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
@@ -199,10 +190,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def boxes(shape: Sequence[int], align: Sequence[int], most: int = BOX) -> Iterator[Box]:
     """Boxes that cover a tensor, each once, in the order of memory.
 
-    Args:
-        shape: the tensor's.
-        align: a box starts at a multiple of this in each dimension; -1 is as 1.
-        most: the most elements of a box, unless a single block of ``align`` has more.
+    A box starts at a multiple of ``align`` in each dimension, where -1 is as 1, and has ``most``
+    elements unless a single block of ``align`` has more.
 
     >>> [[(s.start, s.stop) for s in box] for box in boxes((5, 8), (2, -1), most=20)]
     [[(0, 2), (0, 8)], [(2, 4), (0, 8)], [(4, 5), (0, 8)]]

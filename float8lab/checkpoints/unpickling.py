@@ -202,9 +202,6 @@ def load_opaquely(path: Path, *, mmap: bool) -> object:
     """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class.
 
     Nothing that the file names is imported or called, but for torch's makers of tensors.
-
-    Raises:
-        CheckpointError: the file is damaged.
     """
     problem = f"{path} must be a file by torch.save; it is not one, or it is damaged"
     with refusing(problem), _checking_tensors():

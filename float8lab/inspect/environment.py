@@ -223,10 +223,8 @@ def _support(recipe: Recipe, device: torch.device) -> Support:
 
 def _attention(device: torch.device) -> Support:
     missing = why_casts_are_missing(device)
-    if missing:
-        return Support("FP8 attention", "missing", missing)
-    why = why_attention_is_emulated(device, 128, 128)
-    if why and device.type == "cuda":  # modules attend in high precision there
+    why = missing or why_attention_is_emulated(device, 128, 128)
+    if missing or (why and device.type == "cuda"):  # modules attend in high precision there
         return Support("FP8 attention", "missing", why)
     return Support("FP8 attention", "emulated" if why else "native", why)
 

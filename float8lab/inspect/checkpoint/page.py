@@ -27,11 +27,7 @@ figcaption { font-family: monospace; font-size: 12px; overflow-wrap: anywhere }
 
 
 def page(report: CheckpointReport) -> str:
-    """The page, all of whose tensors are listed; what it shows of names and notes is escaped.
-
-    Args:
-        report: by ``checkpoint``.
-    """
+    """The page, all of whose tensors are listed; what it shows of names and notes is escaped."""
     title, *lines = report.summary().splitlines()
     sections = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in lines)]
     for grid in report.tables(None):

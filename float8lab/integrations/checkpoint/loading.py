@@ -539,11 +539,30 @@ def _set_input_scales(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     used: set[str] = set()
     for gemm in gemm_weights(model):
-        if gemm.precision is not None and not gemm.is_stack:
-            gemm.precision.prepare(device)
-            if _set_input_scale(gemm.precision, gemm.paths, by_name, scales):
-                used |= {_stem(name) for name in gemm.paths}
+        if gemm.precision is None or gemm.is_stack:
+            continue
+        gemm.precision.prepare(device)
+        names = [name for name in gemm.paths if name in by_name]
+        inputs = [scales[_stem(name)] for name in names if _stem(name) in scales]
+        if inputs and isinstance(gemm.precision.recipe, DelayedScaling):
+            # The largest scale covers the weight, should it be requantized.
+            weight = max(float(by_name[name].scales().max()) for name in names)
+            _start_delayed(gemm.precision, {X: max(inputs), W: weight})
+            used |= {_stem(name) for name in gemm.paths}
     return [f"{stem}input_scale" for stem in scales if stem not in used]
+
+
+def _start_delayed(precision: Precision, scales: Mapping[int, float]) -> None:
+    """Start the delayed recipe of a layer from scales by slot."""
+    for (recipe, _), slots in precision.slots.items():
+        if recipe == precision.recipe:
+            state = {name: slots.tensors()[name].clone() for name in ("scale", "seeded")}
+            for slot, scale in scales.items():
+                if scale > 0:
+                    columns = slice(slots.first[slot], slots.first[slot] + slots.widths[slot])
+                    state["scale"][columns] = scale
+                    state["seeded"][columns] = True
+            slots.load(state)
 
 
 def _fits(weight: GemmWeight, by_name: Mapping[str, Item], recipe: Recipe) -> bool:
@@ -588,27 +607,3 @@ def _convert(model: nn.Module, recipe: Recipe, layers: Container[str]) -> list[s
 def _stem(name: str) -> str:
     """The part of a weight's name that the name of its input's scale has as well."""
     return name.removesuffix("weight")
-
-
-def _set_input_scale(
-    precision: Precision,
-    names: Sequence[str],
-    items: Mapping[str, Item],
-    scales: Mapping[str, float],
-) -> bool:
-    """Start a delayed recipe from the checkpoint's scales; False if one of the two is missing."""
-    inputs = [scales[_stem(name)] for name in names if name in items and _stem(name) in scales]
-    if not inputs or not isinstance(precision.recipe, DelayedScaling):
-        return False
-    # The largest scale covers the weight, should it be requantized.
-    weight = max(float(items[name].scales().max()) for name in names if name in items)
-    for (recipe, _), slots in precision.slots.items():
-        if recipe == precision.recipe:
-            state = {name: value.clone() for name, value in slots.tensors().items()}
-            for slot, scale in ((X, max(inputs)), (W, weight)):
-                if scale > 0:
-                    columns = slice(slots.first[slot], slots.first[slot] + slots.widths[slot])
-                    state["scale"][columns] = scale
-                    state["seeded"][columns] = True
-            slots.load({name: state[name] for name in ("scale", "seeded")})
-    return True

@@ -40,7 +40,14 @@ from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.blocks import block_amax
 from float8lab.tensor.dispatch import fallback
 
-__all__ = ["FoundWeights", "GemmWeight", "find_weights", "gemm_weights", "specs_of_parameters"]
+__all__ = [
+    "FoundWeights",
+    "GemmWeight",
+    "delayed_slots",
+    "find_weights",
+    "gemm_weights",
+    "specs_of_parameters",
+]
 
 
 class GemmWeight(NamedTuple):
@@ -253,19 +260,11 @@ def find_weights(
     unseen: bool,
     names: SavedNames,
 ) -> FoundWeights:
-    """The weights to store in FP8.
+    """The weights to store in FP8: of layers that run in FP8 or, without any, all ``nn.Linear``.
 
-    Args:
-        model: its layers that run in FP8; if it has none, all its ``torch.nn.Linear``.
-        recipe: for layers that have none of their own.
-        default: for layers that have no recipe by now; delayed scales in use win over it.
-        exclude: layers to leave in high precision, as in ``convert_to_float8``.
-        share_scales: names of siblings that get one scale.
-        unseen: cast the weights of layers whose forward does not run, too.
-        names: under which the matrices of experts are saved one by one.
-
-    Raises:
-        ValueError: siblings that cannot share a scale.
+    ``recipe`` is for layers that have none of their own, and ``default`` for those that have none
+    then, nor delayed scales; the others are arguments of ``export``, and the names under which it
+    saves the matrices of experts.
     """
     candidates = gemm_weights(model)
     converted = any(
@@ -361,7 +360,9 @@ def _cast(
             params = _params_of_experts(weight, recipe, x, experts.start or 0)
             qdata, scale = quantize(x, spec, None, params, float(recipe.linear.epsilon)).rowwise
         else:
-            slots = _slots(weight.precision or Precision(recipe), recipe, x.device)
+            slots = None
+            if isinstance(recipe, DelayedScaling):
+                slots = delayed_slots(weight.precision or Precision(recipe), recipe, x.device)
             qdata, scale = call_under(recipe, slots).scales.quantize(x, W, spec).rowwise
     stored_spec = spec_of_experts(spec) if weight.is_stack else spec
     counts = stored_spec.scale_shape(tuple(x.shape))
@@ -375,9 +376,9 @@ def _params_of_experts(
     weight: GemmWeight, recipe: Recipe, x: Tensor, start: int
 ) -> QuantParams | None:
     """The delayed factors of experts' matrices, from ``start`` on; None under other recipes."""
-    slots = None if weight.precision is None else _slots(weight.precision, recipe, x.device)
-    if slots is None:
+    if weight.precision is None or not isinstance(recipe, DelayedScaling):
         return None
+    slots = delayed_slots(weight.precision, recipe, x.device)
     factors = slots.scale_for(W, x, record=False).factors
     scale, encode = factors.scale.view(-1, 1, 1), factors.encode.view(-1, 1, 1)
     if scale.shape[0] > 1:
@@ -518,9 +519,10 @@ def _recipe(precision: Precision | None, asked: Recipe | None, default: Recipe) 
     return asked or precision.recipe or sole or default
 
 
-def _slots(precision: Precision, recipe: Recipe, device: torch.device) -> DelayedSlots | None:
-    if not isinstance(recipe, DelayedScaling):
-        return None
+def delayed_slots(
+    precision: Precision, recipe: DelayedScaling, device: torch.device
+) -> DelayedSlots:
+    """The delayed scales of a layer under a recipe, made if there are none."""
     if not any(used == recipe for used, _ in precision.slots):
         precision.prepare(device, recipe)
     return next(slots for (used, _), slots in precision.slots.items() if used == recipe)
