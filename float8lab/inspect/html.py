@@ -50,14 +50,7 @@ def filled(template: str, replacements: Mapping[str, str]) -> str:
 
 
 def page_of(title: str, body: str, *, css: str, head: str = "") -> str:
-    """A whole page, which a browser lets load nothing.
-
-    Args:
-        title: escaped here.
-        body: HTML.
-        css: its style.
-        head: further elements of the head.
-    """
+    """A whole page, which a browser lets load nothing; the title is escaped here."""
     replacements = {"title": escape(title), "body": body, "css": css, "head": head}
     return filled("page.html", replacements)
 

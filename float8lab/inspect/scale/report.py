@@ -282,16 +282,10 @@ def scale(
     micro: int | None = None,
     recompute: bool | None = None,
 ) -> Scale:
-    """Predict steps of a model.
+    """Predict steps of a model on so many GPUs, by recipes of ``search.RECIPES``.
 
-    Args:
-        size: of the model.
-        gpus: how many.
-        recipes: by name, of ``search.RECIPES``.
-        job: the work; its own ``micro`` and ``recompute`` do not count.
-        mesh: None takes the fastest.
-        micro: sequences of a micro-batch; None takes the fastest that fits in memory.
-        recompute: whether backward recomputes forward; None does if it must.
+    The mesh is by default the fastest; ``micro`` and ``recompute``, which stand for those of the
+    job, are by default what is fastest and fits in memory.
 
     Raises:
         ValueError: the model or the batch cannot be shared in this way.

@@ -101,11 +101,6 @@ class ModelSize:
         return self.experts * _count(self.mlp_weights(self.ffn))
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer's matrices."""
-        return self.attention_parameters + self.dense_parameters + self.expert_parameters
-
-    @property
     def vocabulary_parameters(self) -> int:
         """Parameters of the embedding and of the output layer."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
@@ -118,7 +113,8 @@ class ModelSize:
         >>> f"{KNOWN['llama-3-70b'].parameters / 1e9:.1f}"
         '70.6'
         """
-        return self.layers * self.layer_parameters + self.vocabulary_parameters
+        layer = self.attention_parameters + self.dense_parameters + self.expert_parameters
+        return self.layers * layer + self.vocabulary_parameters
 
 
 def _count(weights: list[tuple[int, int]]) -> int:

@@ -97,13 +97,15 @@ def _check_factors_and_activation(cases: Cases, name: str, x: Tensor, offs: Tens
     *want, want_sums = ops.cast_op("", [value], *in_blocks)
     _compare(cases, got, [x if x is None else x.cpu() for x in want], offs)
     groups = [value.double().cpu()[start:end] for start, end, _ in bounds_of(offs)]
-    exact, size = (torch.stack([x.sum(0) for x in each]) for each in
-                   (groups, [group.abs() for group in groups]))  # fmt: skip
+    exact = torch.stack([rows.sum(0) for rows in groups])
+    size = torch.stack([rows.abs().sum(0) for rows in groups])
     for sums_of_kernel in (sums, want_sums):  # kernels add up in orders of their own
         cases.within(sums_of_kernel, exact, size * 2.0**-16)
 
 
-def _compare(cases: Cases, got: Sequence[Any], want: Sequence[Tensor | None], offs: Tensor) -> None:
+def _compare(
+    cases: Cases, got: Sequence[Tensor], want: Sequence[Tensor | None], offs: Tensor
+) -> None:
     """Compare what a cast of groups gave; the transpose behind the last group means nothing."""
     used = sum(round_up(end - start, SPAN) for start, end, _ in bounds_of(offs))
     for index, (result, expected) in enumerate(zip(got, want, strict=True)):

@@ -141,7 +141,7 @@ class Cases:
         memory = value.as_strided((size,), (1,), 0).to(self.device, copy=True)
         return memory.as_strided(value.shape, value.stride(), value.storage_offset())
 
-    def both(self, name: str, *arguments: Any) -> tuple[list[Any], list[Tensor]]:
+    def both(self, name: str, *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Call an op of ``float8lab.ops`` and its reference, given its arguments on the CPU.
 
         Arguments that the op writes are compared.
@@ -159,7 +159,7 @@ class Cases:
                 self.same(result, expected)
         return got, want
 
-    def agree(self, name: str, *arguments: Any, but: int | None = None) -> list[Tensor]:
+    def agree(self, name: str, *arguments: object, but: int | None = None) -> list[Tensor]:
         """Compare what an op returns and writes with its reference; return it, on the device.
 
         Args:
