@@ -47,8 +47,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    # Modules and tests stay: a full collection, which many tests ask for, need not look at them.
+@pytest.fixture(scope="module", autouse=True)
+def _freeze() -> None:
+    # What there is before a file stays, as tests and modules do: a full collection, which many
+    # tests ask for, need not look at it.
     gc.collect()
     gc.freeze()
 
