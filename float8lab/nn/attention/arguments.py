@@ -55,6 +55,11 @@ class Rules(NamedTuple):
     """Canonical."""
     window: tuple[int, int]
 
+    def takes_no_more(self) -> bool:
+        """Whether a call needs neither a mask nor lengths."""
+        mask_type = self.mask_type
+        return self.qkv_format != "thd" and mask_type != "arbitrary" and "padding" not in mask_type
+
 
 class Lengths(NamedTuple):
     """The arguments of a call that say how long its sequences are."""
@@ -65,6 +70,18 @@ class Lengths(NamedTuple):
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
+
+    def are_none(self) -> bool:
+        """Whether none is given; ``==`` would compare the elements of an array."""
+        q, kv, q_padded, kv_padded, longest_q, longest_kv = self
+        return (
+            q is None
+            and kv is None
+            and q_padded is None
+            and kv_padded is None
+            and longest_q is None
+            and longest_kv is None
+        )
 
 
 class Request(NamedTuple):

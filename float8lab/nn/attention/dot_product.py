@@ -537,6 +537,16 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         ``core_attention_bias_type``, ``core_attention_bias`` and ``alibi_slopes``; ``mask_name`` is
         what the caller's signature has for ``attention_mask``.
         """
+        if (
+            attention_mask is None
+            and inference_params is None
+            and lengths.are_none()
+            and bias[0] == "no_bias"
+            and bias[1] is None
+            and bias[2] is None
+            and rules.takes_no_more()
+        ):
+            return
         check_instance(
             "inference_params", inference_params, InferenceParams, "an InferenceParams",
             optional=True,
