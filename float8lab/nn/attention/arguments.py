@@ -41,6 +41,7 @@ __all__ = [
     "check_export",
     "check_masking",
     "check_tensors",
+    "is_plain",
     "lengths_of_packed",
     "mask_of",
     "tensors_of",
@@ -55,11 +56,6 @@ class Rules(NamedTuple):
     """Canonical."""
     window: tuple[int, int]
 
-    def takes_no_more(self) -> bool:
-        """Whether a call needs neither a mask nor lengths."""
-        mask_type = self.mask_type
-        return self.qkv_format != "thd" and mask_type != "arbitrary" and "padding" not in mask_type
-
 
 class Lengths(NamedTuple):
     """The arguments of a call that say how long its sequences are."""
@@ -70,18 +66,6 @@ class Lengths(NamedTuple):
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
-
-    def are_none(self) -> bool:
-        """Whether none is given; ``==`` would compare the elements of an array."""
-        q, kv, q_padded, kv_padded, longest_q, longest_kv = self
-        return (
-            q is None
-            and kv is None
-            and q_padded is None
-            and kv_padded is None
-            and longest_q is None
-            and longest_kv is None
-        )
 
 
 class Request(NamedTuple):
@@ -166,6 +150,13 @@ def tensors_of(qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
         dtype = torch.get_autocast_dtype(device_type)
     plain = [x.dequantize() if isinstance(x, Float8Tensor) else x for x in qkv]
     return [x.to(dtype) for x in plain]
+
+
+def is_plain(rules: Rules, *given: object) -> bool:
+    """Whether a mask, lengths and the like are all None, and the rules of the call need none."""
+    if any(x is not None for x in given) or rules.qkv_format == "thd":
+        return False
+    return rules.mask_type != "arbitrary" and "padding" not in rules.mask_type
 
 
 def check_masking(

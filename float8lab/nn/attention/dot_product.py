@@ -32,6 +32,7 @@ from float8lab.nn.attention.arguments import (
     check_export,
     check_masking,
     check_tensors,
+    is_plain,
     lengths_of_packed,
     mask_of,
     tensors_of,
@@ -537,15 +538,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         ``core_attention_bias_type``, ``core_attention_bias`` and ``alibi_slopes``; ``mask_name`` is
         what the caller's signature has for ``attention_mask``.
         """
-        if (
-            attention_mask is None
-            and inference_params is None
-            and lengths.are_none()
-            and bias[0] == "no_bias"
-            and bias[1] is None
-            and bias[2] is None
-            and rules.takes_no_more()
-        ):
+        given = attention_mask, inference_params, *lengths, *bias[1:]
+        if bias[0] == "no_bias" and is_plain(rules, *given):
             return
         check_instance(
             "inference_params", inference_params, InferenceParams, "an InferenceParams",
