@@ -37,9 +37,9 @@ __all__ = [
     "WeightSource",
     "amaxes_of_shards",
     "input_source",
+    "keeps_fp8_data",
     "kept_transpose",
     "note_weight",
-    "outlives_step",
     "plain",
     "recast",
     "remember_input",
@@ -47,7 +47,7 @@ __all__ = [
     "shared_cast",
     "show_cast",
     "show_gemm",
-    "show_input",
+    "show_quantized",
     "spec_of_experts",
     "stored_as",
     "weight_source",
@@ -104,7 +104,7 @@ def input_source(
         shared = None if key is None else (inp, key)
         if shared and last is not None and last[0]() is inp and last[1] == key:
             return InputSource(quantized=last[2])
-    if call.shards is not None:
+    if call.cast_parallel is not None:
         return InputSource(None, call.scales.quantize(x, X, *specs, amax=amax), shared)
     return InputSource(call.scales.params(X, x) if call.scales.are_given else None, None, shared)
 
@@ -115,7 +115,7 @@ def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple
     if node is None or (inp.is_cuda and capturing()):
         return None  # while a CUDA graph is recorded nothing is shared: a replay needs all
     stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
-    key: tuple[Any, ...] = *specs, call.plan.epsilon, call.shards, call.comm.tokens
+    key: tuple[Any, ...] = *specs, call.plan.epsilon, call.cast_parallel, call.comm.tokens
     if isinstance(x, Groups):
         offs: Any = x.offs  # of the same groups, too
         offs_storage = StorageWeakRef(offs.untyped_storage())
@@ -188,12 +188,14 @@ def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
     return Operand(operand.data, scale), replace(spec, block=(1, -1))
 
 
-def show_input(x: Matrix, specs: Orientations, quantized: Quantized, call: Call) -> None:
-    """A layer's input was cast."""
+def show_quantized(
+    x: Matrix, specs: Orientations, quantized: Quantized, index: int, call: Call
+) -> None:
+    """A layer's input, or its gradient, was cast."""
     if specs.rowwise:
-        show_cast(x, quantized.rowwise, specs.rowwise, X, call)
+        show_cast(x, quantized.rowwise, specs.rowwise, index, call)
     elif specs.columnwise and isinstance(x, Tensor):  # groups are laid out in another way
-        show_cast(x.t(), quantized.columnwise, specs.columnwise, X, call)
+        show_cast(x.t(), quantized.columnwise, specs.columnwise, index, call)
 
 
 def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> None:
@@ -216,15 +218,15 @@ def show_gemm(kind: str, call: Call, a: Operand | None, b: Operand | None) -> No
 # Weights.
 
 
-def plain(weight: Tensor, event: Tensor | None = None) -> Tensor:
+def plain(weight: Tensor, prior: Tensor | None = None) -> Tensor:
     """A weight in high precision.
 
-    A compiled forward keeps nothing of it for a backward that gives ``event``, a tensor of its own.
+    A compiled forward keeps nothing of it for a backward that gives ``prior``, a tensor of its own.
     """
     if not isinstance(weight, Float8Tensor):
         return weight.dequantize() if isinstance(weight, Float4Tensor) else weight
-    if event is not None and torch.compiler.is_compiling():
-        return weight._decode(event)
+    if prior is not None and torch.compiler.is_compiling():
+        return weight._decode(prior)
     return weight.dequantize()
 
 
@@ -298,7 +300,7 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
         if not call.in_graph:
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
-    if call.in_graph or (call.shards is not None and call.first_microbatch is None):
+    if call.in_graph or (call.cast_parallel is not None and call.first_microbatch is None):
         return WeightSource(quantized=call.scales.quantize(weight, W, call.plan.w, amax=amax))
     if call.first_microbatch is None:
         scales = call.scales
@@ -306,16 +308,18 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
     return WeightSource(quantized=Quantized(_kept_weight(weight, call)))
 
 
-def outlives_step(weight: Tensor, call: Call) -> bool:
-    """Whether the FP8 data of a weight is kept in any case, saved for backward or not.
+def keeps_fp8_data(weight: Tensor, call: Call) -> bool:
+    """Whether a weight's FP8 data are kept for backward even if memory is to be saved.
 
-    It is where the weight is stored in FP8, and where it is kept from one microbatch to the next.
+    They exist in any case where the weight is stored so, and where its cast is kept over
+    microbatches. Those of a weight that is stored for another recipe are kept in a graph, and where
+    ranks share their scales.
     """
     graph = torch.compiler.is_compiling()
     is_kept = not graph and call.first_microbatch is not None
     if not isinstance(weight, Float8Tensor):
         return is_kept
-    return is_kept or graph or call.shards is not None or stored_as(weight, call.plan.w)
+    return is_kept or graph or call.cast_parallel is not None or stored_as(weight, call.plan.w)
 
 
 def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:

@@ -44,19 +44,21 @@ def quantize_shard(
     rows_span, columns_span = _spans(rowwise, dim), _spans(columnwise, 1 - dim)
     if not (rows_span or columns_span):
         return replayed_quantize(x, rowwise, columnwise, *context, dbias, align)
-    sums = None
+    column_sums = None
     if dbias:
-        sums = _sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
-    first = second = None
+        column_sums = (
+            _column_sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
+        )
+    by_rows = by_columns = None
     if rowwise is not None and rows_span:
-        first = _quantize_spanning(x, rowwise, parallel, epsilon, align, False)
+        by_rows = _quantize_spanning(x, rowwise, parallel, epsilon, align, False)
     elif rowwise is not None:
-        first = replayed_quantize(x, rowwise, None, *context, False, align).rowwise
+        by_rows = replayed_quantize(x, rowwise, None, *context, False, align).rowwise
     if columnwise is not None and columns_span:
-        second = _quantize_spanning(x, columnwise, parallel, epsilon, align, True)
+        by_columns = _quantize_spanning(x, columnwise, parallel, epsilon, align, True)
     elif columnwise is not None:
-        second = replayed_quantize(x, None, columnwise, *context, False, align).columnwise
-    return Quantized(first, second, dbias=sums)
+        by_columns = replayed_quantize(x, None, columnwise, *context, False, align).columnwise
+    return Quantized(by_rows, by_columns, dbias=column_sums)
 
 
 def _shape(x: Tensor | Prologue) -> tuple[int, ...]:
@@ -107,7 +109,7 @@ def _quantize_spanning(
     return operand
 
 
-def _sums_of_groups(x: Groups) -> Tensor:
+def _column_sums_of_groups(x: Groups) -> Tensor:
     """The column sums of each group, ``[E, K]``, float32."""
     (value,), offs = x.inputs, x.offs
     row = torch.arange(value.shape[0], device=value.device, dtype=offs.dtype)

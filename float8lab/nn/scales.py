@@ -138,7 +138,7 @@ class DelayedScales(ScaleSource):
     slot sees.
     """
 
-    __slots__ = ("experts", "is_empty", "known", "record", "slots")
+    __slots__ = ("experts", "is_empty_everywhere", "known", "record", "slots")
 
     are_given = True
 
@@ -149,7 +149,7 @@ class DelayedScales(ScaleSource):
         slots: DelayedSlots,
         *,
         record: bool,
-        is_empty: bool,
+        is_empty_everywhere: bool,
         experts: range | None,
         known: list[QuantParams | None] | None = None,
     ) -> None:
@@ -158,14 +158,14 @@ class DelayedScales(ScaleSource):
         Args:
             slots: of the module.
             record: whether the amaxes that casts find are recorded.
-            is_empty: whether a call without rows has none on other ranks, either.
+            is_empty_everywhere: whether a call without rows has none on other ranks, either.
             experts: which of the module's experts this rank has, if not all.
             known: by tensor, in a recomputation: the scales of the call that it repeats.
         """
         super().__init__(epsilon, parallel)
         self.slots = slots
         self.record = record
-        self.is_empty = is_empty
+        self.is_empty_everywhere = is_empty_everywhere
         self.experts = experts
         if known is None:
             known = slots.known(record=record, experts=experts)
@@ -178,7 +178,11 @@ class DelayedScales(ScaleSource):
     def _look_up(self, index: int, x: Matrix) -> QuantParams:
         """Ask the slots; a forward's answer holds for the rest of the call."""
         params = self.slots.scale_for(
-            index, x, record=self.record, empty=self.is_empty, experts=self.experts
+            index,
+            x,
+            record=self.record,
+            is_empty_everywhere=self.is_empty_everywhere,
+            experts=self.experts,
         )
         if self.slots.forward[index]:
             self.known[index] = params
@@ -193,10 +197,10 @@ class DelayedScales(ScaleSource):
         known = [params and params._replace(amax_slot=None) for params in self.known]
         if self.record:
             # Tied to the backward pass that the recomputation runs in, not to one inside of it.
-            self.slots.pack.await_backward()
+            self.slots.pack.watch_backward()
         return DelayedScales(
-            self.epsilon, self.parallel, self.slots, record=self.record, is_empty=self.is_empty,
-            experts=self.experts, known=known,
+            self.epsilon, self.parallel, self.slots, record=self.record,
+            is_empty_everywhere=self.is_empty_everywhere, experts=self.experts, known=known,
         )  # fmt: skip
 
 

@@ -626,7 +626,8 @@ def _set_input_scale(
             state = {name: value.clone() for name, value in slots.tensors().items()}
             for slot, scale in ((X, max(inputs)), (W, weight)):
                 if scale > 0:
-                    columns = slice(slots.first[slot], slots.first[slot] + slots.widths[slot])
+                    start = slots.column_starts[slot]
+                    columns = slice(start, start + slots.widths[slot])
                     state["scale"][columns] = scale
                     state["seeded"][columns] = True
             slots.load({name: state[name] for name in ("scale", "seeded")})
