@@ -183,11 +183,11 @@ class TensorParallel:
     def tokens_of(self, x: Tensor) -> ShardMap | None:
         """The tokens of a call's input, ``[..., K]``; None without sequence parallelism.
 
-        Of an input that is a shard a rank knows but its own size. Ranks tell each other, through
-        memory of the CPU, once for each tensor that comes from outside: those of what layers
-        make of it are known (``remember_tokens``). All ranks look for them, or none, as all run the
-        same program; their sizes would not do, for one may change where another's does not. A
-        compiled graph takes all shards to be as large as its own.
+        A rank knows the size of its own shard alone. Ranks tell each other their sizes, through
+        memory of the CPU, once for each tensor that comes from outside; the tokens of what layers
+        make of it are known (``remember_tokens``). Whether tokens are known is the same on all
+        ranks, which run the same program; a size may change on one and not on another. A compiled
+        graph takes all shards to be as large as its own.
 
         Raises:
             RuntimeError: on all ranks, if some have run other layers.
@@ -368,7 +368,7 @@ class _Known:
 
 
 def inherit_tokens(y: Tensor, *inputs: Tensor) -> Tensor:
-    """``y``, which has the tokens of the inputs; they are known if they are of one of these."""
+    """Return ``y``, whose tokens are those of the inputs, and known if those of one input are."""
     for x in inputs:
         tokens = None if torch.compiler.is_compiling() else _Known.tokens.get(x)
         if tokens is not None:
@@ -528,7 +528,7 @@ class OneGpu:
         bias: Tensor | None = None,
         *,
         backward: bool = False,
-        beside: TokenShard | None = None,
+        companion: TokenShard | None = None,
         keep: bool = False,
     ) -> Gemm:
         """fprop, ``a @ b.T + bias``, or dgrad: ``comm.reduce(mm(comm.gather(a), b))``.
@@ -539,7 +539,7 @@ class OneGpu:
             task: what is computed.
             bias: of this rank's features.
             backward: whether this is dgrad.
-            beside: what may be gathered meanwhile.
+            companion: what may be gathered meanwhile.
             keep: whether the left operand is wanted, as multiplied.
         """
         return Gemm(_mm(a, b, task, bias), a)
@@ -614,7 +614,7 @@ class Sharded(OneGpu):
         bias: Tensor | None = None,
         *,
         backward: bool = False,
-        beside: TokenShard | None = None,
+        companion: TokenShard | None = None,
         keep: bool = False,
     ) -> Gemm:
         tokens, bias = self.tokens, self.bias(bias)
@@ -623,13 +623,13 @@ class Sharded(OneGpu):
         to_gather = self._tokens_to_gather_in_fp8(backward=backward)
         left = a if to_gather is None else _get_gathered(a.data)
         if to_gather is not None and left is None:
-            return self._gather_and_mm(a, b, task, bias, to_gather, beside, keep)
+            return self._gather_and_mm(a, b, task, bias, to_gather, companion, keep)
         left = a if left is None else left
         reduces = (self.parallel.mode == "row") != backward and not self.parallel.partial
         if tokens is None or not reduces or not self._overlaps(a, b, task.plan, tokens):
             y = _local_mm(left, b, task, bias)
             return Gemm(self.reduce(y, backward=backward), left)
-        (y,) = self._overlapped(mm_scatter, a, b, task, bias, beside)
+        (y,) = self._overlapped(mm_scatter, a, b, task, bias, companion)
         return Gemm(y[: tokens.rows_per_outer, : task.shape[1]].contiguous(), a)
 
     def _gather_and_mm(
@@ -639,7 +639,7 @@ class Sharded(OneGpu):
         task: GemmTask,
         bias: Tensor | None,
         tokens: ShardMap,
-        beside: TokenShard | None,
+        companion: TokenShard | None,
         keep: bool,
     ) -> Gemm:
         """The GEMM of an operand of which this rank has some tokens."""
@@ -647,7 +647,7 @@ class Sharded(OneGpu):
             left = self.parallel.gather_operand(a, task.plan.left.block, tokens, 0)
             y = _local_mm(left, b, task, bias)
         else:
-            y, q, scale = self._overlapped(gather_mm, a, b, task, bias, beside, keep)
+            y, q, scale = self._overlapped(gather_mm, a, b, task, bias, companion, keep)
             y = y[: task.shape[0], : task.shape[1]].contiguous()
             if not keep:
                 return Gemm(y, a)
@@ -683,7 +683,7 @@ class Sharded(OneGpu):
         b: Operand,
         task: GemmTask,
         bias: Tensor | None,
-        beside: TokenShard | None,
+        companion: TokenShard | None,
         *keep: bool,
     ) -> Sequence[Tensor]:
         """The results of an op that overlaps, which also gathers ``beside``."""
@@ -692,10 +692,10 @@ class Sharded(OneGpu):
             bias = F.pad(bias, (0, b.data.shape[0] - bias.shape[0]))
         operands = [*a, *b, *([] if bias is None else [bias])]
         options = gemm.left.block, gemm.right.block, dtype, gemm.fast_accum, self.parallel.name
-        extras = [] if beside is None else beside.tensors_to_send()
+        extras = [] if companion is None else companion.tensors_to_send()
         *results, data, scales = op(operands, *options, extras, *keep)
-        if beside is not None:
-            beside.set_gathered(data, scales)
+        if companion is not None:
+            companion.set_gathered(data, scales)
         return results
 
 

@@ -1,4 +1,4 @@
-"""The operands of a linear layer: casts that layers share, weights that are kept."""
+"""The operands of a linear layer: casts that layers share, weights that are weight_cast."""
 
 from __future__ import annotations
 
@@ -200,12 +200,12 @@ def show_quantized(
 
 def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> None:
     """The weights of all experts below each other, unless a block would have rows of two."""
-    (E, N, K), (q, scale), (high, wide) = weight.shape, operand, spec.block
-    if isinstance(weight, Float8Tensor) or (high > 1 and N % high):
+    (E, N, K), (q, scale), (block_rows, block_columns) = weight.shape, operand, spec.block
+    if isinstance(weight, Float8Tensor) or (block_rows > 1 and N % block_rows):
         return
-    down = N if high == 1 else scale.shape[1]
+    down = N if block_rows == 1 else scale.shape[1]
     rows = Operand(q[:, :N].reshape(E * N, -1), scale[:, :down].reshape(E * down, -1))
-    below = replace(spec, block=(N if high == -1 else high, wide))
+    below = replace(spec, block=(N if block_rows == -1 else block_rows, block_columns))
     show_cast(weight.detach().reshape(E * N, K), rows, below, W, call)
 
 
@@ -221,7 +221,8 @@ def show_gemm(kind: str, call: Call, a: Operand | None, b: Operand | None) -> No
 def plain(weight: Tensor, prior: Tensor | None = None) -> Tensor:
     """A weight in high precision.
 
-    A compiled forward keeps nothing of it for a backward that gives ``prior``, a tensor of its own.
+    A compiled backward gives ``prior``, a tensor that it computes: it dequantizes the weight after
+    that, and the forward saves nothing of it.
     """
     if not isinstance(weight, Float8Tensor):
         return weight.dequantize() if isinstance(weight, Float4Tensor) else weight
@@ -247,18 +248,18 @@ def recast(weight: Tensor, spec: Spec) -> str | None:
     """From what to what a weight that is stored in FP8 is cast; None if it is not cast."""
     if not isinstance(weight, Float8Tensor) or stored_as(weight, spec):
         return None
-    wanted = spec if weight.ndim < 3 else spec_of_experts(spec)
-    return f"stored as {weight.spec.describe()} and cast to {wanted.describe()}"
+    cast_spec = spec if weight.ndim < 3 else spec_of_experts(spec)
+    return f"stored as {weight.spec.describe()} and cast to {cast_spec.describe()}"
 
 
 def _warn_of_recast(weight: Tensor, call: Call) -> None:
     """Say once a module that its weight's bytes are not the operand."""
-    precision, found = call.precision, recast(weight, call.plan.w)
-    if found is None or precision.warned_of_recast:
+    precision, change = call.precision, recast(weight, call.plan.w)
+    if change is None or precision.warned_of_recast:
         return
     precision.warned_of_recast = True
     warnings.warn(
-        f"{precision.name or 'A layer'}: its weight {tuple(weight.shape)} is {found} in every "
+        f"{precision.name or 'A layer'}: its weight {tuple(weight.shape)} is {change} in every "
         f"forward, for {call.recipe}: it is rounded twice. Store it for that recipe, or run it "
         "under the one that it was stored for.",
         UserWarning,
@@ -273,8 +274,8 @@ def _stored(weight: Float8Tensor) -> Operand:
     if q.shape[-2:] != (rows, columns):
         pad = (0, columns - q.shape[-1], 0, rows - q.shape[-2])
         q = F.pad(q.view(torch.uint8), pad).view(q.dtype)
-        *_, high, wide = weight.spec.scale_shape(q.shape)
-        scale = F.pad(scale, (0, wide - scale.shape[-1], 0, high - scale.shape[-2]), value=1.0)
+        *_, down, across = weight.spec.scale_shape(q.shape)
+        scale = F.pad(scale, (0, across - scale.shape[-1], 0, down - scale.shape[-2]), value=1.0)
     return Operand(q, scale)
 
 
@@ -339,16 +340,17 @@ def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:
     """The cast of a weight that is kept over microbatches."""
-    precision, scales, kept = call.precision, call.scales, call.precision.weight_cast
-    if not call.first_microbatch and kept is not None and kept.fits(weight, call.recipe):
-        if isinstance(scales, DelayedScales) and kept.params is not None:
-            scales.known[W] = kept.params
-        return kept.operand
+    scales, weight_cast = call.scales, call.precision.weight_cast
+    reuses = not call.first_microbatch and weight_cast is not None
+    if reuses and weight_cast.fits(weight, call.recipe):
+        if isinstance(scales, DelayedScales) and weight_cast.params is not None:
+            scales.known_params[W] = weight_cast.params
+        return weight_cast.operand
     with torch.inference_mode(False), torch.no_grad():  # training may use it next
         operand: Operand = scales.quantize(weight, W, call.plan.w).rowwise
-    params = scales.known[W] if isinstance(scales, DelayedScales) else None
+    params = scales.known_params[W] if isinstance(scales, DelayedScales) else None
     params = params and params._replace(amax_slot=None)
-    precision.weight_cast = _WeightCast(
+    call.precision.weight_cast = _WeightCast(
         weakref.ref(weight), version_of(weight), call.recipe, operand, params, []
     )
     return operand
@@ -367,8 +369,8 @@ class _WeightCast(NamedTuple):
     """Its transpose, once a backward of experts has made it."""
 
     def fits(self, weight: Tensor, recipe: Recipe) -> bool:
-        same = self.weight() is weight and self.recipe == recipe
-        return same and self.version == version_of(weight)
+        is_same = self.weight() is weight and self.recipe == recipe
+        return is_same and self.version == version_of(weight)
 
 
 def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | None:
@@ -376,16 +378,16 @@ def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | Non
 
     Of many small experts it takes a tenth of the time of a step. A CUDA graph makes its own.
     """
-    kept = _kept_cast(q, call)
-    if kept is None or scale is None or (q.is_cuda and capturing()):
+    weight_cast = _kept_cast(q, call)
+    if weight_cast is None or scale is None or (q.is_cuda and capturing()):
         return None
-    if not kept.transposes:
+    if not weight_cast.transposes:
         with torch.inference_mode(False), torch.no_grad():
-            kept.transposes.append(Operand(transpose_op(q, 1, None), scale.mT))
-    return kept.transposes[0]
+            weight_cast.transposes.append(Operand(transpose_op(q, 1, None), scale.mT))
+    return weight_cast.transposes[0]
 
 
 def _kept_cast(q: Tensor, call: Call) -> _WeightCast | None:
     """The cast that is kept from one microbatch to the next, if ``q`` are its FP8 data."""
-    kept: _WeightCast | None = call.precision.weight_cast
-    return kept if kept is not None and kept.operand.data is q else None
+    weight_cast: _WeightCast | None = call.precision.weight_cast
+    return weight_cast if weight_cast is not None and weight_cast.operand.data is q else None

@@ -414,11 +414,11 @@ def _in_high_precision(
     x: Matrix, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, comm: OneGpu
 ) -> Tensor:
     """fprop where the plan has no specs for it."""
-    high, bias = comm.gather(value_of(x).to(dtype)), comm.bias(bias)
+    matrix, bias = comm.gather(value_of(x).to(dtype)), comm.bias(bias)
     added = None if bias is None else bias.to(dtype)
     if isinstance(x, Groups):
-        return _mm_in_groups(high, plain(weight).to(dtype), x.offs, dtype, added)
-    return comm.reduce(F.linear(high, plain(weight).to(dtype), added))
+        return _mm_in_groups(matrix, plain(weight).to(dtype), x.offs, dtype, added)
+    return comm.reduce(F.linear(matrix, plain(weight).to(dtype), added))
 
 
 def _mm_in_groups(
@@ -504,9 +504,9 @@ class Gradient:
             self.transposes_gathered, specs = True, Orientations(specs.rowwise, None)
         x: Matrix = dy if offsets is None else Groups.of(dy, offsets)
         if call.comm.gathers_dy_first:
-            high = value_of(x)
-            self.dbias = high.float().sum(0) if wants_dbias else None
-            x, wants_dbias = call.comm.gather(high, backward=True), False
+            value = value_of(x)
+            self.dbias = value.float().sum(0) if wants_dbias else None
+            x, wants_dbias = call.comm.gather(value, backward=True), False
         made = call.scales.quantize(x, DY, *specs, dbias=wants_dbias)
         self.rowwise = made.rowwise
         if specs.columnwise:
@@ -587,7 +587,7 @@ def backward(
     shape: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     offsets: Offsets | None = None,
-    wanted: Sequence[bool] = (),
+    has_gradient: Sequence[bool] = (),
 ) -> _Gradients:
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
@@ -603,7 +603,7 @@ def backward(
         shape: M, N, K.
         dtypes: of the gradients.
         offsets: the offsets of experts' rows, if they are in groups.
-        wanted: of weights of experts that are a parameter each, which of them have gradients.
+        has_gradient: of weights of experts that are a parameter each, which of them have gradients.
     """
     if isinstance(dy, Tensor) and (
         torch.compiler.is_compiling() or call.watched or call.cast_parallel is not None
@@ -630,7 +630,7 @@ def backward(
         made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, offsets)
     if call.fused_weight is not None and made.dw is not None:
         overwrite = call.first_microbatch is True
-        dw = accumulate(call.fused_weight, made.dw, overwrite=overwrite, wanted=wanted)
+        dw = accumulate(call.fused_weight, made.dw, overwrite=overwrite, has_gradient=has_gradient)
         made = made._replace(dw=dw)
     return made
 
@@ -660,8 +660,8 @@ def _wgrad_operand(
             operand = quantize(matrix, None, right, params, call.scales.epsilon).columnwise
     if comm.keeps_gathered:
         return operand
-    found: Operand | TokenShard = comm.token_operand(operand, right.block, backward=False)
-    return found
+    shard: Operand | TokenShard = comm.token_operand(operand, right.block, backward=False)
+    return shard
 
 
 def _gradient_params(
@@ -678,21 +678,21 @@ def _dgrad_weight(
 ) -> _DgradWeight:
     """The weight as dgrad will take it; cast now, where other ranks or a graph take part."""
     plan, data, scale = call.plan, saved.w, saved.w_scale
-    high = None if data is not None and plan.dgrad else saved.weight
+    value = None if data is not None and plan.dgrad else saved.weight
     shards_cast = scale is None and call.cast_parallel is not None
     params = columnwise = None
     if data is None:
         params, scale = call.scales.requant_params(scale, saved.w_requant), None
     if isinstance(dy, Gradient) and plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
         prior = None if dy.rowwise is None else dy.rowwise.scale
-        high, params, columnwise = _columnwise_weight(
-            high, data, scale, params, call, plan.dgrad.right, prior=prior
+        value, params, columnwise = _columnwise_weight(
+            value, data, scale, params, call, plan.dgrad.right, prior=prior
         )
     elif in_groups and data is not None and call.first_microbatch is not None:
         columnwise = kept_transpose(data, scale, call)
-    elif isinstance(high, (Float8Tensor, Float4Tensor)):
-        high = plain(high, dy if isinstance(dy, Tensor) else dy.high_precision)
-    return _DgradWeight(high, data, scale, params, columnwise, dtype)
+    elif isinstance(value, (Float8Tensor, Float4Tensor)):
+        value = plain(value, dy if isinstance(dy, Tensor) else dy.high_precision)
+    return _DgradWeight(value, data, scale, params, columnwise, dtype)
 
 
 def _gradients_of_cast(
@@ -714,7 +714,7 @@ def _gradients_of_cast(
         waiting = (x for x in operands if isinstance(x, TokenShard) and x.gathered is None)
         dx, gathered = _dgrad(
             left, call.recipe, (M, K), watching, offsets, for_dx, comm,
-            beside=next(waiting, None), keep=dy.transposes_gathered,
+            companion=next(waiting, None), keep=dy.transposes_gathered,
         )  # fmt: skip
         if dy.transposes_gathered:
             dy.columnwise = Operand(transpose_op(gathered.data, 1, None), gathered.scale)
@@ -774,8 +774,8 @@ def _gradients(
         specs = _gradient_specs(plan, needs_dx=for_dx is not None, needs_dw=for_dw is not None)
         cast_dy = Quantized()
         if any(specs):
-            high = _saved_value(dy)
-            matrix = high if offsets is None else Groups.of(high, offsets)
+            value = _saved_value(dy)
+            matrix = value if offsets is None else Groups.of(value, offsets)
             dbias_is_free = db_dtype is not None and (offsets is not None or all(specs))
             cast_dy = quantize(matrix, *specs, params, float(plan.epsilon), dbias_is_free)
     rowwise, columnwise, _, dbias = cast_dy
@@ -826,11 +826,11 @@ def _columnwise_weight(
     if data is not None and scale is not None:
         scale = scale if scale.ndim == 1 else scale.mT
         return None, None, Operand(transpose_op(data, 1, prior), scale)
-    high = plain(_saved_value(weight), prior)
+    value = plain(_saved_value(weight), prior)
     if params is None:
-        made = call.scales.quantize(high, W, None, spec)
-        return high, None, made.columnwise
-    return high, params, None
+        made = call.scales.quantize(value, W, None, spec)
+        return value, None, made.columnwise
+    return value, params, None
 
 
 def _dgrad(
@@ -842,22 +842,22 @@ def _dgrad(
     weight: _DgradWeight,
     comm: OneGpu,
     *,
-    beside: TokenShard | None = None,
+    companion: TokenShard | None = None,
     keep: bool = False,
 ) -> Gemm:
     """``dy @ weight``, of dy in high precision or of its rowwise FP8 data.
 
-    ``beside`` may be gathered meanwhile; with ``keep`` dy is wanted as multiplied.
+    ``companion`` may be gathered meanwhile; with ``keep`` dy is wanted as multiplied.
     """
-    plan, high, dgrad = recipe.linear, weight.high_precision, recipe.linear.dgrad
+    plan, value, dgrad = recipe.linear, weight.high_precision, recipe.linear.dgrad
     if dgrad is None:
-        high = _saved_value(high)
+        value = _saved_value(value)
         if watching is not None:
             show_gemm("dgrad", watching, None, None)
         dy = comm.gather(dy, backward=True)
         if offsets is not None:
-            return Gemm(_mm_in_groups(dy, high.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
-        dx = (dy @ high.to(dy.dtype)).to(weight.dtype)
+            return Gemm(_mm_in_groups(dy, value.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
+        dx = (dy @ value.to(dy.dtype)).to(weight.dtype)
         return Gemm(comm.reduce(dx, backward=True), dy)
     operand = weight.columnwise
     if operand is None and weight.data is not None and weight.scale is not None:
@@ -866,14 +866,14 @@ def _dgrad(
         operand = Operand(transpose_op(weight.data, 1, None), scale if has_one else scale.mT)
     elif operand is None:
         params, epsilon = weight.params, float(plan.epsilon)
-        made = quantize(_saved_value(high), None, dgrad.right, params, epsilon)
+        made = quantize(_saved_value(value), None, dgrad.right, params, epsilon)
         operand = made.columnwise
     if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
-        matrix = _saved_value(high).t()
+        matrix = _saved_value(value).t()
         show_cast(matrix, operand, dgrad.right, W, watching, only_in_backward=True)
     task = GemmTask(dgrad, shape, weight.dtype, offsets)
     keep = keep or watching is not None
-    gemm = comm.mm(dy, operand, task, backward=True, beside=beside, keep=keep)
+    gemm = comm.mm(dy, operand, task, backward=True, companion=companion, keep=keep)
     if watching is not None:
         show_gemm("dgrad", watching, gemm.left, operand)
     return gemm
@@ -891,13 +891,13 @@ def _wgrad(
     """``dy.T @ x``, of dy in high precision or of its columnwise FP8 data."""
     plan, wgrad = recipe.linear, recipe.linear.wgrad
     if wgrad is None:
-        high = _saved_value(x.data) if x.prologue is None else x.prologue.value()
+        value = _saved_value(x.data) if x.prologue is None else x.prologue.value()
         if watching is not None:
             show_gemm("wgrad", watching, None, None)
-        dy, high = comm.gather(dy, backward=True), comm.gather(high)
+        dy, value = comm.gather(dy, backward=True), comm.gather(value)
         if offsets is not None:
-            return _mm_in_groups(dy.t(), high.to(dy.dtype).t(), offsets.offs, x.dtype)
-        return (dy.t() @ high.to(dy.dtype)).to(x.dtype)
+            return _mm_in_groups(dy.t(), value.to(dy.dtype).t(), offsets.offs, x.dtype)
+        return (dy.t() @ value.to(dy.dtype)).to(x.dtype)
     operand: Any = x.operand
     if operand is None and x.data is not None and x.scale is not None:
         operand = Operand(x.data, x.scale.float())

@@ -487,9 +487,9 @@ class Precision:
         if isinstance(recipe, DelayedScaling):
             group = STATE.autocast.group if group is None else group
             slots = self._slots(recipe, device, group)
-            found = channel_of(group)
-            if found is not None and recipe.reduce_amax:
-                found[1].add(slots)
+            group_and_channel = channel_of(group)
+            if group_and_channel is not None and recipe.reduce_amax:
+                group_and_channel[1].add(slots)
 
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
         group = STATE.autocast.group if group is _HERE else group

@@ -88,9 +88,9 @@ def _quantize_spanning(
         q, scale = _quantize_spanning(matrix, spec, parallel, epsilon, align, is_columnwise)
         return Operand(q[: len(matrix)], scale[: len(matrix)])
     if isinstance(x, Tensor) and x.ndim == 3:
-        each, rows_of_block = x.mT if is_columnwise else x, spec.block[0]
-        E, rows, _ = each.shape
-        below = F.pad(each, (0, 0, 0, round_up(rows, max(rows_of_block, align)) - rows))
+        weights, rows_of_block = x.mT if is_columnwise else x, spec.block[0]
+        E, rows, _ = weights.shape
+        below = F.pad(weights, (0, 0, 0, round_up(rows, max(rows_of_block, align)) - rows))
         q, scale = _quantize_spanning(below.flatten(0, 1), spec, parallel, epsilon, align, False)
         rows = round_up(rows, align)
         q = q.view(torch.uint8).unflatten(0, (E, -1))[:, :rows].contiguous().view(q.dtype)

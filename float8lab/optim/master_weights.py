@@ -458,7 +458,7 @@ def _shares_blocks(p: Tensor) -> bool:
     if local is p or p.ndim != 2 or not isinstance(local, Float8Tensor):
         return False
     row_shard = row_shard_of(p) if hasattr(local, "weight") else None
-    if row_shard is not None:  # sent by FSDP2, of the rows or columns that tensor parallelism gives
+    if row_shard is not None:  # FSDP2 sends it, of the rows or columns of tensor parallelism
         return row_shard.spec.amax_block[0] != 1 or row_shard.group is not None
     *replicas, last = cast("DTensor", p).placements
     by_rows = bool(last.is_shard(0)) and all(r.is_replicate() for r in replicas)

@@ -579,7 +579,9 @@ class DelayedSlots:
         memo[id(self)] = copy
         return copy
 
-    def known(self, *, record: bool, experts: range | None = None) -> list[QuantParams | None]:
+    def known_params(
+        self, *, record: bool, experts: range | None = None
+    ) -> list[QuantParams | None]:
         """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
         pack, slot = self.pack, self.start
         params: list[QuantParams | None] = []

@@ -282,7 +282,7 @@ def dequantize_blocks(
 ) -> Tensor:
     """``q * scale``, multiplied in float32 and rounded once to ``dtype``; exact in float64.
 
-    ``prior`` is a tensor of a compiled graph that must be computed first, where one op dequantizes;
+    ``prior`` is a tensor that a compiled graph must compute first, where one op dequantizes;
     elsewhere it is ignored.
     """
     if dtype == torch.float64:
