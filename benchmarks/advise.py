@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -143,10 +144,7 @@ SUBJECT = Subject(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure and print."""
-    return report.main(SUBJECT, argv)
-
+main = partial(report.main, SUBJECT)
 
 if __name__ == "__main__":
     report.finish(main())

@@ -24,11 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.inspect.timing import sleep_rate
+from float8lab.tables import aligned
 
 __all__ = [
     "Gate",
     "Sustained",
     "Timing",
+    "add_sizes_of_layers",
     "append_json",
     "header",
     "new_parser",
@@ -344,17 +346,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     | cast | 1.5 |
     """
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = [f"{'-' * (w - 1)}:" if index else f":{'-' * (w - 1)}" for index, w in enumerate(widths)]
-    return "\n".join(map(line, (cells[0], rule, *cells[1:])))
+    first, *others = (max(3, *map(len, column)) for column in zip(*cells, strict=True))
+    rule = [f":{'-' * (first - 1)}", *(f"{'-' * (width - 1)}:" for width in others)]
+    lines = aligned([cells[0], rule, *cells[1:]], separator=" | ")
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def append_json(path: Path | None, facts: Mapping[str, str], rows: Sequence[object]) -> None:
@@ -374,6 +369,13 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     return parser
+
+
+def add_sizes_of_layers(parser: argparse.ArgumentParser, **others: int) -> None:
+    """Add options for the sizes of decoder layers, by default Llama 8B's, and others by default."""
+    usual = {"dim": 4096, "heads": 32, "groups": 8, "ffn": 14336, "sequence": 8192}
+    for name, default in (usual | others).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
 
 
 def start_ranks(kind: str) -> torch.device:

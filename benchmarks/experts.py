@@ -14,7 +14,7 @@ T tokens, E experts, K experts of a token, H features, F features between.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -211,10 +211,7 @@ SUBJECT = Subject(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure and print."""
-    return report.main(SUBJECT, argv)
-
+main = partial(report.main, SUBJECT)
 
 if __name__ == "__main__":
     report.finish(main())

@@ -252,14 +252,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--modes", default="compile,eager", help="comma-separated")
     parser.add_argument("--recipe", default="tensor", choices=list(RECIPES))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--ffn", type=int, default=14336)
-    parser.add_argument("--sequence", type=int, default=8192)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10)
+    common.add_sizes_of_layers(parser, layers=8, warmup=4, steps=10)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument(
         "--one-thread", action="store_true", help="run backward in the thread that calls it"

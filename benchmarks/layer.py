@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -215,12 +215,7 @@ SUBJECT = Subject(
     (
         report.NAME,
         report.decibels("y", "dX", "dWo", "dWdown"),
-        report.TIME,
-        report.WALL,
-        report.FLOOR,
-        report.TIMES_FLOOR,
-        report.SPEED_UP,
-        *report.SUSTAINED,
+        *report.TRAINING,
         report.Column(OF_BEST),
         report.FLOPS,
         report.CEILING,
@@ -231,10 +226,7 @@ SUBJECT = Subject(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure and print."""
-    return report.main(SUBJECT, argv)
-
+main = partial(report.main, SUBJECT)
 
 if __name__ == "__main__":
     report.finish(main())

@@ -219,12 +219,7 @@ SUBJECT = Subject(
     (
         report.NAME,
         report.decibels("y", "dX", "dW"),
-        report.TIME,
-        report.WALL,
-        report.FLOOR,
-        report.TIMES_FLOOR,
-        report.SPEED_UP,
-        *report.SUSTAINED,
+        *report.TRAINING,
         report.FLOPS,
         report.CEILING,
         Column("saved MB", 1),
@@ -239,10 +234,7 @@ SUBJECT = Subject(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure and print."""
-    return report.main(SUBJECT, argv)
-
+main = partial(report.main, SUBJECT)
 
 if __name__ == "__main__":
     report.finish(main())

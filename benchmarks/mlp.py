@@ -12,7 +12,6 @@ M tokens, D hidden size, F features between the linear layers.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 import float8lab
-from benchmarks import common, report
+from benchmarks import report
 from benchmarks.floor import Floor, cast_bytes
 from benchmarks.models import (
     EPS,
@@ -29,11 +28,10 @@ from benchmarks.models import (
     InContext,
     PlainMlp,
     Trial,
+    fused_candidates,
     our_context,
-    training_results,
 )
 from benchmarks.peers import mlp_peers
-from benchmarks.recipes import RECIPES
 from benchmarks.report import Row, Setting, Subject
 from benchmarks.shapes import LinearShape
 from float8lab.recipes import Recipe
@@ -108,25 +106,7 @@ def ours(plain: PlainMlp, recipe: Recipe | None = None) -> InContext:
 
 def candidates(setting: Setting, plain: PlainMlp) -> Iterator[Candidate]:
     """The baselines, ours by recipe, and other libraries."""
-    for mode in setting.modes:
-        compiled = mode == "compile"
-        same = partial(copy.deepcopy, plain)
-        yield Candidate(
-            f"plain bfloat16, {mode}", same, PLAIN, baseline=not compiled, compiled=compiled
-        )
-        yield Candidate(
-            f"LayerNormMLP, bfloat16, {mode}", partial(ours, plain), OURS, compiled=compiled
-        )
-        for name in setting.recipes:
-            recipe = RECIPES[name]()
-            yield Candidate(
-                f"LayerNormMLP, {name}, {mode}",
-                partial(ours, plain, recipe),
-                OURS,
-                recipe=recipe,
-                compiled=compiled,
-                fp8=True,
-            )
+    yield from fused_candidates(setting, plain, ours, "LayerNormMLP", PLAIN, OURS)
     yield from mlp_peers(plain, setting.modes)
 
 
@@ -136,21 +116,12 @@ def rows(setting: Setting, sizes: Sequence[MlpSize]) -> Iterator[Row]:
         torch.manual_seed(setting.seed)
         with setting.device:
             plain = PlainMlp(size.D, size.F, size.activation).bfloat16()
-        generator = setting.generator()
-        x, dy = (
-            torch.randn(size.M, size.D, generator=generator, device=setting.device).bfloat16()
-            for _ in range(2)
+        flops = sum(shape.flops() for shape in size.linears())
+        floor = partial(floor_ms, setting.floor, size)
+        shape = size.M, size.D, size.D
+        trial = Trial.of_normal(
+            setting, size.describe(), plain, shape, PLAIN, FLOOR_DB, flops, floor
         )
-        exact = copy.deepcopy(plain).float()
-        right = training_results(exact, x.float(), dy.float(), PLAIN, steps=1)
-        trial = Trial(
-            size.describe(),
-            (x, dy),
-            common.Gate(right, FLOOR_DB),
-            sum(shape.flops() for shape in size.linears()),
-            partial(floor_ms, setting.floor, size),
-        )
-        del exact, right
         yield from trial.rows(setting, candidates(setting, plain))
 
 
@@ -170,12 +141,7 @@ SUBJECT = Subject(
     (
         report.NAME,
         report.decibels("y", "dX", "dgamma", "dW1", "dW2"),
-        report.TIME,
-        report.WALL,
-        report.FLOOR,
-        report.TIMES_FLOOR,
-        report.SPEED_UP,
-        *report.SUSTAINED,
+        *report.TRAINING,
         report.FLOPS,
         report.CEILING,
     ),
@@ -184,10 +150,7 @@ SUBJECT = Subject(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure and print."""
-    return report.main(SUBJECT, argv)
-
+main = partial(report.main, SUBJECT)
 
 if __name__ == "__main__":
     report.finish(main())

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import float8lab
 from benchmarks import common
 from benchmarks.fsdp import Layer
+from benchmarks.recipes import RECIPES
 from benchmarks.report import Row, Setting, Target
 from benchmarks.shapes import LinearShape
 from float8lab.recipes import Auto, Recipe
@@ -36,6 +37,7 @@ __all__ = [
     "attention_flops",
     "converted",
     "copy_layer_weights",
+    "fused_candidates",
     "our_context",
     "our_layer",
     "plain_layer",
@@ -178,6 +180,35 @@ def training_results(
     return {"y": y.detach()} | {name: g for name, g in grads.items() if g is not None}
 
 
+def fused_candidates(
+    setting: Setting,
+    plain: nn.Module,
+    ours: Callable[..., nn.Module],
+    name: str,
+    plain_names: Mapping[str, str],
+    our_names: Mapping[str, str],
+) -> Iterator[Candidate]:
+    """The plain modules, and the fused one, ``ours(plain, recipe)``, called ``name``, by recipe."""
+    for mode in setting.modes:
+        compiled = mode == "compile"
+        same = partial(copy.deepcopy, plain)
+        yield Candidate(
+            f"plain bfloat16, {mode}", same, plain_names, baseline=not compiled, compiled=compiled
+        )
+        high = partial(ours, plain)
+        yield Candidate(f"{name}, bfloat16, {mode}", high, our_names, compiled=compiled)
+        for recipe_name in setting.recipes:
+            recipe = RECIPES[recipe_name]()
+            yield Candidate(
+                f"{name}, {recipe_name}, {mode}",
+                partial(ours, plain, recipe),
+                our_names,
+                recipe=recipe,
+                compiled=compiled,
+                fp8=True,
+            )
+
+
 @dataclass(frozen=True)
 class Trial:
     """One problem that modules are trained on for a step: the right answers, and what it takes.
@@ -200,6 +231,28 @@ class Trial:
     floor_ms: Callable[[Recipe | None], float | None]
     less: tuple[Tensor, Tensor] | None = None
     extra: Callable[[nn.Module, Tensor], dict[str, float]] = lambda module, x: {}
+
+    @classmethod
+    def of_normal(
+        cls,
+        setting: Setting,
+        case: str,
+        plain: nn.Module,
+        sizes: tuple[int, int, int],
+        names: Mapping[str, str],
+        floor_db: float,
+        flops: float,
+        floor_ms: Callable[[Recipe | None], float | None],
+    ) -> Trial:
+        """A step of normal numbers: ``sizes`` are tokens, input and output features."""
+        generator, (M, *features) = setting.generator(), sizes
+        x, dy = (
+            torch.randn(M, n, generator=generator, device=setting.device).bfloat16()
+            for n in features
+        )
+        exact = copy.deepcopy(plain).float()
+        right = training_results(exact, x.float(), dy.float(), names, steps=1)
+        return cls(case, (x, dy), common.Gate(right, floor_db), flops, floor_ms)
 
     def rows(
         self,

@@ -13,14 +13,13 @@ M tokens, K input features, N output features.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
 import float8lab
-from benchmarks import common, report
+from benchmarks import report
 from benchmarks.floor import Floor, cast_bytes
 from benchmarks.models import (
     EPS,
@@ -28,11 +27,10 @@ from benchmarks.models import (
     InContext,
     PlainNormLinear,
     Trial,
+    fused_candidates,
     our_context,
-    training_results,
 )
 from benchmarks.peers import norm_linear_peers
-from benchmarks.recipes import RECIPES
 from benchmarks.report import Row, Setting, Subject
 from benchmarks.shapes import MODELS, LinearShape, select
 from float8lab.recipes import Recipe
@@ -68,28 +66,7 @@ def ours(plain: PlainNormLinear, recipe: Recipe | None = None) -> InContext:
 
 def candidates(setting: Setting, plain: PlainNormLinear) -> Iterator[Candidate]:
     """The baselines, ours by recipe, and other libraries."""
-    for mode in setting.modes:
-        compiled = mode == "compile"
-        yield Candidate(
-            f"plain bfloat16, {mode}",
-            partial(copy.deepcopy, plain),
-            PLAIN,
-            baseline=not compiled,
-            compiled=compiled,
-        )
-        yield Candidate(
-            f"LayerNormLinear, bfloat16, {mode}", partial(ours, plain), OURS, compiled=compiled
-        )
-        for name in setting.recipes:
-            recipe = RECIPES[name]()
-            yield Candidate(
-                f"LayerNormLinear, {name}, {mode}",
-                partial(ours, plain, recipe),
-                OURS,
-                recipe=recipe,
-                compiled=compiled,
-                fp8=True,
-            )
+    yield from fused_candidates(setting, plain, ours, "LayerNormLinear", PLAIN, OURS)
     yield from norm_linear_peers(plain, setting.modes)
 
 
@@ -99,21 +76,11 @@ def rows(setting: Setting, shapes: Sequence[LinearShape]) -> Iterator[Row]:
         torch.manual_seed(setting.seed)
         with setting.device:
             plain = PlainNormLinear(shape.K, shape.N).bfloat16()
-        generator = setting.generator()
-        x, dy = (
-            torch.randn(shape.M, n, generator=generator, device=setting.device).bfloat16()
-            for n in (shape.K, shape.N)
+        sizes, flops = (shape.M, shape.K, shape.N), shape.flops()
+        floor = partial(floor_ms, setting.floor, shape)
+        trial = Trial.of_normal(
+            setting, shape.describe(), plain, sizes, PLAIN, FLOOR_DB, flops, floor
         )
-        exact = copy.deepcopy(plain).float()
-        right = training_results(exact, x.float(), dy.float(), PLAIN, steps=1)
-        trial = Trial(
-            shape.describe(),
-            (x, dy),
-            common.Gate(right, FLOOR_DB),
-            shape.flops(),
-            partial(floor_ms, setting.floor, shape),
-        )
-        del exact, right
         yield from trial.rows(setting, candidates(setting, plain))
 
 
@@ -134,12 +101,7 @@ SUBJECT = Subject(
     (
         report.NAME,
         report.decibels("y", "dX", "dgamma", "dW"),
-        report.TIME,
-        report.WALL,
-        report.FLOOR,
-        report.TIMES_FLOOR,
-        report.SPEED_UP,
-        *report.SUSTAINED,
+        *report.TRAINING,
         report.FLOPS,
         report.CEILING,
     ),
@@ -148,10 +110,7 @@ SUBJECT = Subject(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure and print."""
-    return report.main(SUBJECT, argv)
-
+main = partial(report.main, SUBJECT)
 
 if __name__ == "__main__":
     report.finish(main())

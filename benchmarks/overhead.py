@@ -333,10 +333,7 @@ SUBJECT = Subject(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure and print."""
-    return report.main(SUBJECT, argv)
-
+main = partial(report.main, SUBJECT)
 
 if __name__ == "__main__":
     report.finish(main())

@@ -13,7 +13,7 @@ T tokens, E experts, K experts of a token, H features.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -180,10 +180,7 @@ SUBJECT = Subject(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure and print."""
-    return report.main(SUBJECT, argv)
-
+main = partial(report.main, SUBJECT)
 
 if __name__ == "__main__":
     report.finish(main())

@@ -185,6 +185,8 @@ SUSTAINED = (
     Column("sustained ms", 3), Column("x bf16, sustained"), Column("MHz", 0), Column("W", 0)
 )  # fmt: skip
 """With ``--sustained``: steps back to back, as in training, in turns with all other candidates."""
+TRAINING = (TIME, WALL, FLOOR, TIMES_FLOOR, SPEED_UP, *SUSTAINED)
+"""The columns of a training step's times."""
 FLOPS = Column("TFLOP/s", 0)
 CEILING = Column("% of ceiling", 0)
 TARGET = Column("target", cell=_describe_targets)

@@ -35,8 +35,8 @@ from float8lab.inspect.scale.predict import (
     total,
 )
 from float8lab.inspect.scale.sizes import ModelSize
-from float8lab.inspect.text import aligned
 from float8lab.recipes import Recipe, cost
+from float8lab.tables import aligned
 
 __all__ = ["Compared", "compared", "main"]
 

@@ -448,12 +448,7 @@ def main(argv: Sequence[str]) -> int:
         "--recipe", action="append", choices=RECIPES, help="default: all with GEMMs"
     )
     parser.add_argument("--only", default="", help="names of candidates, a regular expression")
-    parser.add_argument("--batch", type=int, default=LLAMA.batch)
-    parser.add_argument("--sequence", type=int, default=LLAMA.sequence)
-    parser.add_argument("--dim", type=int, default=LLAMA.D)
-    parser.add_argument("--heads", type=int, default=LLAMA.H)
-    parser.add_argument("--groups", type=int, default=LLAMA.G)
-    parser.add_argument("--ffn", type=int, default=LLAMA.F)
+    common.add_sizes_of_layers(parser, batch=LLAMA.batch, sequence=LLAMA.sequence)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a candidate's turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="compile nothing")

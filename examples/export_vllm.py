@@ -33,8 +33,9 @@ from train_fsdp import tokens
 import float8lab
 from float8lab import recipes
 from float8lab.inspect import memory_report
-from float8lab.inspect.text import aligned, bytes_text
+from float8lab.inspect.text import bytes_text
 from float8lab.integrations import export, load_fp8
+from float8lab.tables import aligned
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about its own parts

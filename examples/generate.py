@@ -31,7 +31,8 @@ from train_gpt import Batches, Job, Progress, Training, load_text
 import float8lab
 from float8lab import recipes
 from float8lab.inspect import memory_report
-from float8lab.inspect.text import aligned, bytes_text
+from float8lab.inspect.text import bytes_text
+from float8lab.tables import aligned
 
 SIZES = {
     **PRESETS,

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from float8lab.inspect import memory_report
-from float8lab.inspect.text import aligned, bytes_text
+from float8lab.inspect.text import bytes_text
+from float8lab.tables import aligned
 
 __all__ = ["Cost", "Meter", "counted", "savings"]
 

@@ -79,16 +79,10 @@ def printable(text: str) -> str:
 
 @contextmanager
 def needs(user: str, package: str, install: str, otherwise: str = "") -> Iterator[None]:
-    """Say who needs a package and how to get it, if the import of that package in the block fails.
-
-    Args:
-        user: the function or file that needs the package, by name.
-        package: the import's name.
-        install: the requirement to give to pip.
-        otherwise: a way that works without it, after "or".
+    """Say which function or file needs a package if the block's import of it fails.
 
     Raises:
-        ModuleNotFoundError: with this message, and the name of the missing module.
+        ModuleNotFoundError: it says what pip should ``install``, or what works ``otherwise``.
 
     >>> with needs("table", "rich", '"float8lab[inspect]"', "print the tensor"):
     ...     raise ModuleNotFoundError("No module named 'rich'", name="rich")
@@ -152,14 +146,7 @@ def check_number(
 ) -> _T:
     """Check for a finite number in a range, and return it as a Python float.
 
-    Args:
-        name: as the caller wrote it.
-        value: of any type that is a real number: numpy's, or a tensor of one element.
-        minimum: the least value that passes.
-        maximum: the largest value that passes.
-        above: the value that it must exceed.
-        below: the value that it must stay below.
-        optional: None passes, too.
+    Numbers of any type pass, such as numpy's and tensors of one element; None if ``optional``.
 
     >>> check_number("eps", 1, minimum=0)
     1.0
@@ -235,12 +222,7 @@ def check_input(
 ) -> None:
     """Check for a floating-point tensor whose last sizes are those the module was built with.
 
-    Args:
-        name: as the caller wrote it.
-        x: of any type.
-        sizes: sizes of the last dimensions.
-        argument: argument of the constructor that gave the sizes.
-        ndim: number of dimensions; None is any.
+    ``argument`` is the one of the constructor that gave the sizes; ``ndim`` None is any.
     """
     check_tensor(name, x)
     if x.dtype not in PARAMETER_DTYPES:
@@ -268,9 +250,7 @@ def check_module(name: str, value: object) -> None:
 def check_callables(arguments: tuple[str, ...] | None = None, /, **functions: object) -> None:
     """Check for functions or other callables, each under its name; None passes, too.
 
-    Args:
-        arguments: names of the arguments that they will get, by position; None: not checked.
-        functions: by the names that the caller wrote.
+    They are to take ``arguments`` by position, which None does not check.
     """
     for name, value in functions.items():
         if value is None:

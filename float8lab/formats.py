@@ -149,9 +149,7 @@ def _wrong_shapes(shape: Any, block: Any) -> TypeError | ValueError:
     """The error for a shape and a block that do not belong together."""
     for name, value in (("shape", shape), ("block", block)):
         if not isinstance(value, (tuple, list)):
-            return TypeError(
-                f"{name} must be a tuple of sizes; got {shown(value)}. Pass one for each dimension."
-            )
+            return _no_tuple(name, value)
     return ValueError(
         f"shape and block must be integers, one of each for a dimension; got {shown(shape)} and "
         f"{shown(block)}. A block has positive sizes, or -1 for a whole dimension."
@@ -190,11 +188,10 @@ def gemm_support(a_block: Sequence[int], b_block: Sequence[int]) -> GemmSupport 
     return _GEMMS.get((a if a == -1 else tuple(a_block), b if b == -1 else tuple(b_block)))
 
 
-def _check_is_tuple(name: str, value: Any) -> None:
-    if not isinstance(value, tuple):
-        raise TypeError(
-            f"{name} must be a tuple of sizes; got {shown(value)}. Pass one for each dimension."
-        )
+def _no_tuple(name: str, value: object) -> TypeError:
+    return TypeError(
+        f"{name} must be a tuple of sizes; got {shown(value)}. Pass one for each dimension."
+    )
 
 
 def shares_matrix_amax(block: Sequence[int], rule: str) -> bool:
@@ -273,7 +270,8 @@ class Spec:
                 f"scale_rule must be a rule for {self.fp8_dtype}; got {self.scale_rule!r}. "
                 "Elements in e2m1 are held in torch.float8_e4m3fn, or packed."
             )
-        _check_is_tuple("block", self.block)
+        if not isinstance(self.block, tuple):
+            raise _no_tuple("block", self.block)
         if self.fp8_dtype == E2M1:
             _check_packed_block(self.block)
         elif not all(isinstance(b, int) and (b > 0 or b == -1) for b in self.block):
@@ -413,7 +411,8 @@ def Float4Spec(
     >>> Float4Spec((1, 1, 16)).scale_shape((8, 64, 128))
     (8, 64, 8)
     """
-    _check_is_tuple("block", block)
+    if not isinstance(block, tuple):
+        raise _no_tuple("block", block)
     _check_packed_block(block)
     if scale_dtype not in (E4M3, E8M0):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -47,8 +47,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    # Modules and tests stay: a full collection, which many tests ask for, need not look at them.
+@pytest.fixture(scope="module", autouse=True)
+def _freeze() -> None:
+    # What there is before a file stays, as tests and modules do: a full collection, which many
+    # tests ask for, need not look at it.
     gc.collect()
     gc.freeze()
 
@@ -73,6 +75,23 @@ def rank_pool() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def outcome(
+    request: pytest.FixtureRequest, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], None]:
+    """Runs a check on ranks, and raises if it failed on any; ``each_check`` says on how many."""
+    device, world = request.param
+    if device == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA GPUs; torch sees {torch.cuda.device_count()}")
+
+    def outcome(name: str) -> None:
+        folder = tmp_path_factory.mktemp(name)
+        result = rank_pool.run(device, world, request.module.__name__, name, folder)
+        assert result == "passed", result
+
+    return outcome
 
 
 @pytest.fixture

@@ -23,9 +23,11 @@ from float8lab.checkpoints.source import (
     CheckpointError,
     CheckpointSource,
     Entry,
+    Piece,
     Place,
     check_file,
     dtype_name,
+    read_pieces,
     refusing,
 )
 from float8lab.checkpoints.unpickling import DCP_METADATA, load_restricted, load_safely
@@ -34,11 +36,7 @@ from float8lab.tensor import Float8Tensor
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        Metadata,
-        MetadataIndex,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 __all__ = ["open_dcp"]
 
@@ -54,12 +52,7 @@ class _Shard(NamedTuple):
 
 
 def open_dcp(path: Path) -> CheckpointSource:
-    """The tensors of a directory by ``torch.distributed.checkpoint``.
-
-    Raises:
-        CheckpointError: ``.metadata`` is damaged or names other classes, or a file is missing,
-            truncated or compressed.
-    """
+    """The tensors of a directory by ``torch.distributed.checkpoint``, whose files are whole."""
     file = path / ".metadata"
     check_file(file)
     problem = f"{file} must be by torch.distributed.checkpoint; it is not, or it is damaged"
@@ -106,35 +99,27 @@ def _shards(
         for name, stored in tensors.items()
         for chunk in stored.chunks
     }
-    file_size = functools.cache(_file_size)
     shards: dict[str, list[_Shard]] = {name: [] for name in tensors}
     for index, info in metadata.storage_data.items():
         if index.fqn in tensors:
             offset, length = _numbers((info.offset, info.length))
-            _check_file(path, index, info, file_size)
+            _check_file(path, index, info)
             starts = tuple(index.offset) if index.offset is not None else ()
             place = path / info.relative_path, offset, length
             shards[index.fqn].append(_Shard(*place, starts, sizes[index.fqn, starts]))
     return shards
 
 
-def _file_size(file: Path, name: str) -> int:
-    if not file.is_file():
-        raise CheckpointError(f"{file} must exist: .metadata places {name} there.")
-    return file.stat().st_size
-
-
-def _check_file(
-    path: Path, index: MetadataIndex, info: _StorageInfo, file_size: Callable[[Path, str], int]
-) -> None:
+def _check_file(path: Path, index: MetadataIndex, info: _StorageInfo) -> None:
     """Raise unless the file of a shard lies beside ``.metadata``, is large enough and plain."""
     if Path(info.relative_path).name != info.relative_path:
         raise CheckpointError(
             f"{path}/.metadata must name files beside it; got {info.relative_path!r}."
         )
     file, stop = path / info.relative_path, info.offset + info.length
-    size = file_size(file, index.fqn)
-    if stop > size:
+    if not file.is_file():
+        raise CheckpointError(f"{file} must exist: .metadata places {index.fqn} there.")
+    if stop > (size := file.stat().st_size):
         raise CheckpointError(
             f"{file} must have at least {stop} bytes, as .metadata says; it has {size}. It is "
             "truncated: copy the file once more."
@@ -180,6 +165,10 @@ def _entries_of(
         if isinstance(value, Float8Tensor):
             return entries_of(name, value, shards[0].file.name)
     file = shards[0].file.name
+    place_of = functools.cache(_place)
+    pieces = [
+        Piece(s.starts, s.sizes, functools.partial(_read_shard, s, place_of, dtype)) for s in shards
+    ]
     return [
         Entry(
             name=name,
@@ -188,30 +177,9 @@ def _entries_of(
             shape=shape,
             nbytes=nbytes,
             file=file if len(shards) == 1 else f"{file} and others",
-            reader=functools.partial(_read, dtype, tuple(shards), functools.cache(_place)),
+            reader=functools.partial(read_pieces, pieces, dtype),
         )
     ]
-
-
-def _read(
-    dtype: torch.dtype,
-    shards: tuple[_Shard, ...],
-    place_of: Callable[[_Shard], Place | None],
-    box: Box,
-) -> Tensor:
-    result = torch.zeros([s.stop - s.start for s in box], dtype=torch.uint8).to(dtype)
-    for shard in shards:
-        common = [
-            (max(s.start, start), min(s.stop, start + size))
-            for s, start, size in zip(box, shard.starts, shard.sizes, strict=True)
-        ]
-        if all(first < last for first, last in common):
-            in_shard, in_box = (
-                tuple(slice(a - at, b - at) for (a, b), at in zip(common, origin, strict=True))
-                for origin in (shard.starts, [s.start for s in box])
-            )
-            result[in_box] = _read_shard(shard, place_of(shard), dtype, in_shard)
-    return result
 
 
 def _place(shard: _Shard) -> Place | None:
@@ -227,7 +195,10 @@ def _place(shard: _Shard) -> Place | None:
     return Place(shard.file, start, fake.dtype, tuple(fake.stride()))
 
 
-def _read_shard(shard: _Shard, place: Place | None, dtype: torch.dtype, box: Box) -> Tensor:
+def _read_shard(
+    shard: _Shard, place_of: Callable[[_Shard], Place | None], dtype: torch.dtype, box: Box
+) -> Tensor:
+    place = place_of(shard)
     if place is not None:
         return place.read(box).to(dtype)
     value = _load(shard)

@@ -167,12 +167,7 @@ class Incomplete(NamedTuple):
 
 
 def incomplete_stacks(items: Sequence[Item], experts: Mapping[str, int]) -> dict[str, Incomplete]:
-    """The stacks of which ``items`` have matrices, and that ``stack_experts`` cannot make.
-
-    Args:
-        items: as ``stack_experts`` returns them.
-        experts: how many experts each stack of the model has.
-    """
+    """The stacks of which ``stack_experts`` left matrices, given each one's number of experts."""
     return {
         stack.name: Incomplete(
             _problems(stack, experts[stack.name]), [item.name for item in stack.there]

@@ -37,18 +37,9 @@ from float8lab.checkpoints.packed import find_packed
 from float8lab.checkpoints.safetensors import SPECS_KEY, Group, NewTensor
 from float8lab.checkpoints.source import CheckpointSource, Entry, dtype_name
 from float8lab.formats import E4M3, FP8_DTYPES, Float8Spec, scale_shape
-from float8lab.recipes.recipe import (
-    ALL,
-    Recipe,
-)
+from float8lab.recipes.recipe import ALL, Recipe
 
-__all__ = [
-    "FORMATS",
-    "Format",
-    "Stored",
-    "Weight",
-    "recognize",
-]
+__all__ = ["FORMATS", "Format", "Stored", "Weight", "recognize"]
 
 _BLOCK = (128, 128)
 _SCALES = {
@@ -407,12 +398,7 @@ class Format:
     def quantization_config(
         self, weights: Sequence[Weight], high_precision: Sequence[str]
     ) -> Mapping[str, object]:
-        """``quantization_config`` of ``config.json``.
-
-        Args:
-            weights: all weights in FP8.
-            high_precision: names of modules whose weights are not in FP8.
-        """
+        """``quantization_config`` of ``config.json``, given the names of modules not in FP8."""
         if self.name == "float8lab":
             return {"quant_method": "float8lab", "format_version": 1, "metadata": SPECS_KEY}
         if self.name == "block-fp8":

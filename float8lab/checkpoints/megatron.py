@@ -20,13 +20,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8lab.checkpoints.pickles import entries_of, leaves, load_megatron_file
-from float8lab.checkpoints.source import Box, CheckpointError, CheckpointSource, Entry
+from float8lab.checkpoints.source import (
+    Box,
+    CheckpointError,
+    CheckpointSource,
+    Entry,
+    Piece,
+    read_pieces,
+)
 from float8lab.checkpoints.unpickling import Opaque
 
 __all__ = [
@@ -98,21 +104,8 @@ def _arguments(content: object) -> dict[str, object]:
 # A file for each rank.
 
 
-class _Segment(NamedTuple):
-    """A range of rows or columns of an unsharded tensor, and the shard that has it."""
-
-    start: int
-    stop: int
-    shard: Entry
-    offset: int
-
-
 def open_megatron(path: Path) -> CheckpointSource:
-    """The tensors of the model in a folder of ``mp_rank_*``.
-
-    Raises:
-        CheckpointError: a rank's file is missing or damaged, or it is of a kind that is not read.
-    """
+    """The tensors of the model in a folder of ``mp_rank_*``, the shards of all ranks joined."""
     files = _files(path)
     contents = {rank: load_megatron_file(file) for rank, file in files.items()}
     arguments = _arguments(next(iter(contents.values())))
@@ -281,7 +274,7 @@ def _joined(
     """The tensors of a pipeline rank, unsharded; ``unjoined`` gets the names of the others."""
     result: dict[str, Entry] = {}
     for name, entry in ranks[0].items():
-        if len(ranks) == 1 or _is_replica(name):
+        if len(ranks) == 1 or _REPLICATED.fullmatch(name):
             result[name] = entry
             continue
         shards = [rank[name] for rank in ranks if name in rank]
@@ -300,10 +293,6 @@ def _joined(
     return result
 
 
-def _is_replica(name: str) -> bool:
-    return _REPLICATED.fullmatch(name) is not None
-
-
 def _is_gated(name: str, rank: Mapping[str, Entry]) -> bool:
     """Whether it is of a gated fc1, which has two output features for each input of fc2."""
     if "linear_fc1." not in name:
@@ -317,33 +306,28 @@ def _unsharded(shards: Sequence[Entry], dim: int, sections: int) -> Entry:
     """The tensor of which each rank has a shard of each of ``sections`` equal sections."""
     first = shards[0]
     size = first.shape[dim] // sections
-    segments = []
+    piece_sizes = (*first.shape[:dim], size, *first.shape[dim + 1 :])
+    pieces = []
     for section in range(sections):
         for rank, shard in enumerate(shards):
-            start = (section * len(shards) + rank) * size
-            segments.append(_Segment(start, start + size, shard, section * size))
-    shape = tuple(n * len(shards) if i == dim else n for i, n in enumerate(first.shape))
+            starts = [0] * len(piece_sizes)
+            starts[dim] = (section * len(shards) + rank) * size
+            read = functools.partial(_read_from, shard, dim, section * size)
+            pieces.append(Piece(tuple(starts), piece_sizes, read))
     return replace(
         first,
-        shape=shape,
+        shape=tuple(n * len(shards) if i == dim else n for i, n in enumerate(first.shape)),
         nbytes=first.nbytes * len(shards),
         file=f"{first.file} and others",
-        reader=functools.partial(_read, segments, dim),
+        reader=functools.partial(read_pieces, pieces, first.dtype or torch.uint8),
     )
 
 
-def _read(segments: Sequence[_Segment], dim: int, box: Box) -> Tensor:
-    joined = []
-    for start, stop, shard, offset in segments:
-        first, last = max(box[dim].start, start), min(box[dim].stop, stop)
-        if first < last:
-            in_shard = slice(first - start + offset, last - start + offset)
-            joined.append(shard.read((*box[:dim], in_shard, *box[dim + 1 :])))
-    return torch.cat(joined, dim) if joined else segments[0].shard.read(_empty(box))
-
-
-def _empty(box: Box) -> Box:
-    return tuple(slice(0, 0) for _ in box)
+def _read_from(shard: Entry, dim: int, offset: int, box: Box) -> Tensor:
+    """A box of the elements of a shard that begin at an offset along one dimension."""
+    place = list(box)
+    place[dim] = slice(box[dim].start + offset, box[dim].stop + offset)
+    return shard.read(tuple(place))
 
 
 # Distributed checkpoints.

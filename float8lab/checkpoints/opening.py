@@ -48,7 +48,7 @@ def open_checkpoint(path: str | Path | Mapping[str, object]) -> CheckpointSource
         OSError: it does not exist, or may not be read.
         ModuleNotFoundError: it needs safetensors, which is not installed.
     """
-    source = open_state_dict(path) if isinstance(path, Mapping) else _path(path)
+    source = open_state_dict(path) if isinstance(path, Mapping) else _open_path(path)
     for entry in source.entries:
         if len(entry.shape) > _MOST_DIMENSIONS:
             raise CheckpointError(
@@ -58,7 +58,7 @@ def open_checkpoint(path: str | Path | Mapping[str, object]) -> CheckpointSource
     return source
 
 
-def _path(path: str | Path) -> CheckpointSource:
+def _open_path(path: str | Path) -> CheckpointSource:
     if path == "":  # which pathlib takes for the current directory
         raise CheckpointError("path must name a file or a directory; got ''.")
     path = Path(path)

@@ -33,7 +33,6 @@ Microscaling Formats (MX) v1.0; NVIDIA NeMo AutoModel, ``deepseek_v4/state_dict_
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -125,17 +124,17 @@ class _Packed(NamedTuple):
         if count != 1 and not for_experts:
             return None
         shape = (count,) + (1,) * (ndim - 1)
-        read = functools.partial(_read_factor, self.tensor_scale, shape, self.layout.inverse)
-        return replace(self.tensor_scale, shape=shape, dtype=torch.float32, reader=read)
+        scale = self.tensor_scale
+
+        def read(box: Box) -> Tensor:
+            value = scale.read().float().reshape(shape)
+            return (value.reciprocal() if self.layout.inverse else value)[box]
+
+        return replace(scale, shape=shape, dtype=torch.float32, reader=read)
 
 
 def find_packed(entry: Entry, entries: Mapping[str, Entry]) -> Item | None:
-    """The weight whose data a tensor holds; None if it holds none in 4 bits.
-
-    Args:
-        entry: any tensor.
-        entries: all of the checkpoint by name.
-    """
+    """The weight whose data a tensor holds; None if it holds none in 4 bits."""
     if entry.dtype in _BYTES and len(entry.shape) >= 2:
         for layout in (*_LAYOUTS, _CONVERTED):
             packed = _packed(entry, entries, layout)
@@ -204,11 +203,6 @@ def _item(packed: _Packed) -> Item:
         extras,
         findings=tuple(findings),
     )
-
-
-def _read_factor(scale: Entry, shape: tuple[int, ...], inverse: bool, box: Box) -> Tensor:
-    value = scale.read().float().reshape(shape)
-    return (value.reciprocal() if inverse else value)[box]
 
 
 def _join_blocks(entry: Entry) -> Entry:

@@ -29,11 +29,7 @@ _DEEPEST = 100
 
 
 def open_torch_save(path: Path) -> CheckpointSource:
-    """The tensors of a file by ``torch.save``, whatever dicts and lists they are nested in.
-
-    Raises:
-        CheckpointError: the file is damaged, or holds more than tensors and plain data.
-    """
+    """The tensors of a file by ``torch.save``, whatever dicts and lists they are nested in."""
     content, mapped = _load_mapped(path, functools.partial(load_safely, path, str(path)))
     entries = _entries(leaves(path, content, ""), path.name)
     names = [entry.name for entry in entries]
@@ -49,13 +45,8 @@ def open_torch_save(path: Path) -> CheckpointSource:
 
 
 def load_megatron_file(path: Path) -> object:
-    """The content of a file by Megatron-LM, with an ``Opaque`` for each object of its classes.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    content, _ = _load_mapped(path, functools.partial(load_opaquely, path))
-    return content
+    """The content of a file by Megatron-LM, with an ``Opaque`` for each object of its classes."""
+    return _load_mapped(path, functools.partial(load_opaquely, path))[0]
 
 
 def _load_mapped(path: Path, load: Callable[..., object]) -> tuple[object, bool]:

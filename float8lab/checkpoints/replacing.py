@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["leftovers", "replacing"]
+__all__ = ["leftovers", "replacing", "write_text"]
 
 
 @contextmanager
@@ -37,8 +37,17 @@ def replacing(path: Path) -> Iterator[Path]:
             shutil.copymode(path, partial)
         _move(partial, path, path.with_name(f".{path.name}.{token}.old"))
     except BaseException:
-        _remove(partial)
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file, in place of one that is there."""
+    with replacing(Path(path)) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def leftovers(path: Path) -> list[Path]:
@@ -71,13 +80,6 @@ def _move(new: Path, path: Path, old: Path) -> None:
         raise
     _sync(path.parent)
     shutil.rmtree(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -34,6 +34,7 @@ from float8lab.checkpoints.source import (
     Place,
     check_file,
     dtype_name,
+    listed,
 )
 from float8lab.formats import Float8Spec
 
@@ -80,13 +81,7 @@ CONFIG = "config.json"
 
 
 def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> CheckpointSource:
-    """The tensors of these files.
-
-    Args:
-        path: the path that the user named.
-        index: ``*.safetensors.index.json``, which says what is in which file; ``files`` is then
-            ignored.
-        files: to read.
+    """The tensors of these files, or of those that an index (``*.safetensors.index.json``) names.
 
     Raises:
         CheckpointError: a file is damaged or missing, or lacks a tensor that the index names.
@@ -95,7 +90,13 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Check
     placed = {} if index is None else _weight_map(index)
     if index is not None:
         files = sorted({index.parent / name for name in placed.values()})
-        _check_files(files, placed, index)
+        for file in files:
+            if not file.is_file():
+                count = sum(name == file.name for name in placed.values())
+                raise CheckpointError(
+                    f"{file} must exist: {index.name} says that it holds {count} tensors. "
+                    "Download it."
+                )
     entries: dict[str, Entry] = {}
     notes = []
     for file in files:
@@ -119,15 +120,6 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Check
         config=config,
         notes=notes + remarks,
     )
-
-
-def _check_files(files: Sequence[Path], placed: Mapping[str, str], index: Path) -> None:
-    for file in files:
-        if not file.is_file():
-            count = sum(name == file.name for name in placed.values())
-            raise CheckpointError(
-                f"{file} must exist: {index.name} says that it holds {count} tensors. Download it."
-            )
 
 
 def _check_placed(
@@ -210,7 +202,8 @@ def _entries(file: Path) -> list[Entry]:
         if dtype is None:
             read: Callable[[Box], Tensor] = functools.partial(_unknown, f"{file}: {name}", kind)
         else:
-            read = Place(file, offset, dtype, _strides(shape)).read
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            read = Place(file, offset, dtype, strides).read
         result.append(
             Entry(
                 name=name,
@@ -244,11 +237,6 @@ def _specs(file: Path, metadata: Mapping[str, str]) -> dict[str, Float8Spec]:
 
 def _unknown(name: str, kind: str, box: Box) -> Tensor:
     raise CheckpointError(f"{name} must have a dtype that torch has; it has {kind}.")
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape, in elements."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True)
@@ -294,9 +282,8 @@ def check_target(path: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FileExistsError(
-            f"path must be free; {path} holds {content[0].name}"
-            f"{f' and {len(content) - 1} more' if len(content) > 1 else ''}. Choose another, or "
-            "pass overwrite=True to replace a checkpoint."
+            f"path must be free; {path} holds {listed([e.name for e in content], 1)}. Choose "
+            "another, or pass overwrite=True to replace a checkpoint."
         )
     strange = [entry.name for entry in content if not entry.is_file() or entry.is_symlink()]
     if strange or not any(entry.suffix == ".safetensors" for entry in content):
@@ -308,21 +295,12 @@ def check_target(path: Path, *, overwrite: bool) -> None:
 
 
 def write_checkpoint(
-    path: Path,
-    groups: Sequence[Group],
-    config: Mapping[str, object],
-    *,
-    max_shard_size: int,
+    path: Path, groups: Sequence[Group], config: Mapping[str, object], *, max_shard_size: int
 ) -> list[str]:
     """Write a checkpoint directory and return the names of its safetensors files.
 
-    If a checkpoint is replaced, its files that are no weights (a tokenizer, say) are kept.
-
-    Args:
-        path: checked by ``check_target``.
-        groups: all tensors.
-        config: becomes ``config.json``.
-        max_shard_size: most bytes of a file, unless one group is larger.
+    A file has at most ``max_shard_size`` bytes, unless one group is larger. If a checkpoint is
+    replaced, its files that are no weights (a tokenizer, say) are kept.
     """
     path.resolve().parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:

@@ -6,10 +6,11 @@ import itertools
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,13 @@ __all__ = [
     "CheckpointError",
     "CheckpointSource",
     "Entry",
+    "Piece",
     "Place",
     "boxes",
     "check_file",
     "dtype_name",
+    "listed",
+    "read_pieces",
     "refusing",
     "whole_box",
 ]
@@ -74,11 +78,7 @@ class Place:
     strides: tuple[int, ...]
 
     def read(self, box: Box) -> Tensor:
-        """Read a box; only the bytes from its first to its last element are read.
-
-        Raises:
-            CheckpointError: the file is shorter than that.
-        """
+        """Read a box; only the bytes from its first to its last element are read."""
         sizes = [s.stop - s.start for s in box]
         if 0 in sizes:
             return torch.empty(sizes, dtype=self.dtype)
@@ -94,6 +94,33 @@ class Place:
             file.readinto(data)
         flat = torch.frombuffer(data, dtype=torch.uint8).view(self.dtype)
         return flat.as_strided(sizes, self.strides)
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that is stored separately."""
+
+    starts: tuple[int, ...]
+    """Where it begins in the tensor."""
+    sizes: tuple[int, ...]
+    read: Callable[[Box], Tensor]
+    """Its elements in a box of its own."""
+
+
+def read_pieces(pieces: Sequence[Piece], dtype: torch.dtype, box: Box) -> Tensor:
+    """Read a box of a tensor from its pieces; what no piece holds is 0."""
+    result = torch.zeros([s.stop - s.start for s in box], dtype=torch.uint8).to(dtype)
+    for piece in pieces:
+        common = [
+            (max(s.start, start), min(s.stop, start + size))
+            for s, start, size in zip(box, piece.starts, piece.sizes, strict=True)
+        ]
+        if all(first < last for first, last in common):
+            in_piece, in_box = (
+                tuple(slice(a - at, b - at) for (a, b), at in zip(common, origin, strict=True))
+                for origin in (piece.starts, [s.start for s in box])
+            )
+            result[in_box] = piece.read(in_piece)
+    return result
 
 
 @dataclass(frozen=True)
@@ -132,16 +159,22 @@ class CheckpointSource:
 
 
 def check_file(path: Path) -> None:
-    """Raise unless ``path`` is a file: a pipe may have no end, and a device may have none.
-
-    Raises:
-        CheckpointError: it is something else.
-        OSError: it does not exist, or may not be looked at.
-    """
+    """Raise unless ``path`` is a file: a pipe may have no end, and a device may have none."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
         raise CheckpointError(f"{path} must be a file; it is {kind}. Copy what it gives to a file.")
+
+
+def listed(texts: Iterable[str], most: int, separator: str = ", ") -> str:
+    """The first of some texts, for a message, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    shown = list(map(printable, texts))
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return separator.join(shown[:most]) + more
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -157,10 +190,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def boxes(shape: Sequence[int], align: Sequence[int], most: int = BOX) -> Iterator[Box]:
     """Boxes that cover a tensor, each once, in the order of memory.
 
-    Args:
-        shape: the tensor's.
-        align: a box starts at a multiple of this in each dimension; -1 is as 1.
-        most: the most elements of a box, unless a single block of ``align`` has more.
+    A box starts at a multiple of ``align`` in each dimension, where -1 is as 1, and has ``most``
+    elements unless a single block of ``align`` has more.
 
     >>> [[(s.start, s.stop) for s in box] for box in boxes((5, 8), (2, -1), most=20)]
     [[(0, 2), (0, 8)], [(2, 4), (0, 8)], [(4, 5), (0, 8)]]

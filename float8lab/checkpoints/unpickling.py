@@ -56,11 +56,6 @@ def _opaque_class(owner: object, name: str) -> type[Opaque]:
     return owner if isinstance(owner, type) and issubclass(owner, Opaque) else Opaque
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    """Bytes, which old pickles have as text."""
-    return text.encode("latin1")
-
-
 def _load_storage(data: bytes) -> object:
     """The elements of a tensor; torch's own function of this purpose loads any pickle."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -138,7 +133,7 @@ _ANY_NAME = AllowedNames(
     imported=(_REBUILD_TENSOR, "torch._utils._rebuild_parameter"),
     replaced={
         "_io.BytesIO": io.BytesIO,
-        "_codecs.encode": _encode,
+        "_codecs.encode": lambda text, _: text.encode("latin1"),  # bytes, in old pickles
         "builtins.getattr": _opaque_class,
         "__builtin__.getattr": _opaque_class,  # as protocol 2 names it
     },
@@ -207,9 +202,6 @@ def load_opaquely(path: Path, *, mmap: bool) -> object:
     """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class.
 
     Nothing that the file names is imported or called, but for torch's makers of tensors.
-
-    Raises:
-        CheckpointError: the file is damaged.
     """
     problem = f"{path} must be a file by torch.save; it is not one, or it is damaged"
     with refusing(problem), _checking_tensors():

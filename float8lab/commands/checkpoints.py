@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from float8lab.checkpoints.replacing import replacing
-from float8lab.commands.terminal import guarded, present, progress_bar
-from float8lab.commands.values import count
-from float8lab.inspect.checkpoint import (
-    CheckpointDiff,
-    CheckpointReport,
-    checkpoint,
-    diff,
-    page,
-)
+from float8lab.checkpoints.replacing import write_text
+from float8lab.commands.terminal import add_output_options, present, progress_bar
+from float8lab.inspect.checkpoint import CheckpointDiff, CheckpointReport, checkpoint, diff, page
 
 __all__ = ["add_commands"]
 
@@ -63,12 +55,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
             help="only tensors or modules of this name, as 'model.layers.0' or '*.mlp.*'; may be "
             "given repeatedly",
         )
-        rows = command.add_mutually_exclusive_group()
-        rows.add_argument(
-            "--limit", metavar="N", type=count, default=20, help="rows of each table (default: 20)"
-        )
-        rows.add_argument("--all", action="store_true", help="all rows")
-        command.add_argument("--json", action="store_true", help="for programs; has all rows")
+        add_output_options(command, limit=20)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -76,14 +63,12 @@ def _inspect(options: argparse.Namespace) -> int:
         with progress_bar("reading") as progress:
             report = checkpoint(options.path, layer=options.layer, progress=progress)
         if options.html is not None:
-            with replacing(Path(options.html)) as partial:
-                partial.write_text(page(report), encoding="utf-8")
+            write_text(options.html, page(report))
         return report
 
-    report = guarded("inspect", look)
+    report = present(options, look)
     if report is None:
         return 2
-    present(report, options.json, None if options.all else options.limit)
     return 1 if options.strict and report.suspicious else 0
 
 
@@ -92,8 +77,7 @@ def _diff(options: argparse.Namespace) -> int:
         with progress_bar("comparing") as progress:
             return diff(options.a, options.b, layer=options.layer, progress=progress)
 
-    difference = guarded("diff", compare)
+    difference = present(options, compare)
     if difference is None:
         return 2
-    present(difference, options.json, None if options.all else options.limit)
     return 0 if difference.equal else 1

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from float8lab.checkpoints.replacing import replacing
-from float8lab.commands.terminal import guarded, present
-from float8lab.commands.values import count
+from float8lab.checkpoints.replacing import write_text
+from float8lab.commands.terminal import add_output_options, count, present
 from float8lab.inspect.scale.mesh import Links, parse
 from float8lab.inspect.scale.predict import Job
 from float8lab.inspect.scale.report import Scale, scale
@@ -73,12 +71,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     machine.add_argument(
         "--memory", type=count, default=141, metavar="GB", help="of a GPU (default: %(default)s)"
     )
-    rows = command.add_mutually_exclusive_group()
-    rows.add_argument(
-        "--limit", metavar="N", type=count, default=10, help="rows of each table (default: 10)"
-    )
-    rows.add_argument("--all", action="store_true", help="all rows")
-    command.add_argument("--json", action="store_true", help="for programs; has all rows")
+    add_output_options(command, limit=10)
     command.add_argument("--svg", metavar="OUT", help="also write the picture to OUT")
     command.set_defaults(run=_scale)
 
@@ -114,12 +107,7 @@ def _scale(options: argparse.Namespace) -> int:
         layout = {"mesh": mesh, "micro": options.micro_batch, "recompute": options.recompute}
         prediction = scale(size, gpus, recipes, job, **layout)
         if options.svg is not None:
-            with replacing(Path(options.svg)) as partial:
-                partial.write_text(prediction.picture(), encoding="utf-8")
+            write_text(options.svg, prediction.picture())
         return prediction
 
-    prediction = guarded("scale", predict)
-    if prediction is None:
-        return 2
-    present(prediction, options.json, None if options.all else options.limit)
-    return 0
+    return 2 if present(options, predict) is None else 0

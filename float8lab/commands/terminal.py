@@ -5,6 +5,7 @@ Output to a file or a pipe is plain text, in which nothing is cut off and nothin
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -15,9 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from float8lab.arguments import printable
 from float8lab.inspect.text import Grid, rich_table
 
-__all__ = ["fail", "guarded", "present", "progress_bar", "show"]
-
-_T = TypeVar("_T")
+__all__ = ["add_output_options", "count", "fail", "present", "progress_bar", "show"]
 
 _FOLDED = {"tensor": 30, "why": 24, "A -> B": 16, "format": 10, "dtype": 10}
 """Columns whose cells may be folded, with the least width in characters that is left to each."""
@@ -77,12 +76,51 @@ class Presentable(Protocol):
     def tables(self, limit: int | None) -> list[Grid]: ...
 
 
-def present(report: Presentable, as_json: bool, limit: int | None) -> None:
-    """Print a result as JSON with all rows, or as text with so many rows of each table."""
-    if as_json:
+def count(text: str) -> int:
+    """A whole number from 1 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, which a command prints as a wrong option.
+
+    >>> count("3")
+    3
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on; got {text!r}")
+    return int(text)
+
+
+_Report = TypeVar("_Report", bound=Presentable)
+
+
+def add_output_options(command: argparse.ArgumentParser, limit: int) -> None:
+    """Add the options of how ``present`` prints."""
+    rows = command.add_mutually_exclusive_group()
+    text = f"rows of each table (default: {limit})"
+    rows.add_argument("--limit", metavar="N", type=count, default=limit, help=text)
+    rows.add_argument("--all", action="store_true", help="all rows")
+    command.add_argument("--json", action="store_true", help="for programs; has all rows")
+
+
+def present(options: argparse.Namespace, make: Callable[[], _Report]) -> _Report | None:
+    """Make and print a command's result: JSON with all rows, or text with some of each table.
+
+    If a file cannot be read or written the result is None, after a one-line message.
+    """
+    program = f"python -m float8lab {options.command}"
+    try:
+        report = make()
+    except (ValueError, ModuleNotFoundError) as error:  # a CheckpointError, or a wrong argument
+        fail(program, error)
+        return None
+    except OSError as error:
+        fail(program, f"{error.filename}: {error.strerror}" if error.filename else error)
+        return None
+    if options.json:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        show(report.summary(), report.tables(limit))
+        show(report.summary(), report.tables(None if options.all else options.limit))
+    return report
 
 
 @contextmanager
@@ -134,18 +172,6 @@ def fail(program: str, message: object) -> int:
     with suppress(OSError):  # no stream is left to tell of it
         print(f"{program}: error: {printable(' '.join(str(message).split()))}", file=sys.stderr)
     return 2
-
-
-def guarded(command: str, run: Callable[[], _T]) -> _T | None:
-    """Return ``run()``; None, after a one-line message, if a file cannot be read or written."""
-    program = f"python -m float8lab {command}"
-    try:
-        return run()
-    except (ValueError, ModuleNotFoundError) as error:  # a CheckpointError, or a wrong argument
-        fail(program, error)
-    except OSError as error:
-        fail(program, f"{error.filename}: {error.strerror}" if error.filename else error)
-    return None
 
 
 def _rich() -> Any:

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.arguments import check_callables, check_choice, check_module, check_names
 from float8lab.inspect.memory import OUTPUT, saved_by_layer
-from float8lab.inspect.text import aligned
 from float8lab.inspect.timing import CudaTimer, Timer
 from float8lab.inspect.trial import (
     LossFn,
@@ -48,6 +47,7 @@ from float8lab.recipes.auto import Prediction, choose
 from float8lab.recipes.cost import MODES, Parts, Times, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import Region, inside
+from float8lab.tables import aligned
 
 __all__ = ["Advice", "LayerAdvice", "advise"]
 

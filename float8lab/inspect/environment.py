@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from float8lab.formats import E2M1, E4M3, Float8Spec
-from float8lab.inspect.text import aligned
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
 from float8lab.ops.gemm import capability_of, may_multiply
 from float8lab.recipes import ALL, Recipe
+from float8lab.tables import aligned
 
 __all__ = [
     "EXTRAS",
@@ -223,10 +223,8 @@ def _support(recipe: Recipe, device: torch.device) -> Support:
 
 def _attention(device: torch.device) -> Support:
     missing = why_casts_are_missing(device)
-    if missing:
-        return Support("FP8 attention", "missing", missing)
-    why = why_attention_is_emulated(device, 128, 128)
-    if why and device.type == "cuda":  # modules attend in high precision there
+    why = missing or why_attention_is_emulated(device, 128, 128)
+    if missing or (why and device.type == "cuda"):  # modules attend in high precision there
         return Support("FP8 attention", "missing", why)
     return Support("FP8 attention", "emulated" if why else "native", why)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_instance
+from float8lab.tables import html_table
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, blocks, stats
 
@@ -31,13 +32,10 @@ def html(x: Tensor, text: str = "") -> str:
     """
     check_instance("text", text, str, "a string")
     statistics = stats(x, local=True)
-    rows = "".join(
-        f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
-        for name, value in statistics.rows()
-    )
+    table = html_table((), statistics.rows())
     pictures = exponent_bars(statistics.histogram("exponent")) + _heat_map(blocks(x))
     first = f"<pre>{escape(text)}</pre>" if text else ""
-    return f"<div>{first}<details><summary>statistics</summary><table>{rows}</table></details>" + (
+    return f"<div>{first}<details><summary>statistics</summary>{table}</details>" + (
         f"<div style='display:flex;gap:24px;margin-top:8px'>{pictures}</div></div>"
     )
 
@@ -52,26 +50,19 @@ def filled(template: str, replacements: Mapping[str, str]) -> str:
 
 
 def page_of(title: str, body: str, *, css: str, head: str = "") -> str:
-    """A whole page, which a browser lets load nothing.
-
-    Args:
-        title: escaped here.
-        body: HTML.
-        css: its style.
-        head: further elements of the head.
-    """
+    """A whole page, which a browser lets load nothing; the title is escaped here."""
     replacements = {"title": escape(title), "body": body, "css": css, "head": head}
     return filled("page.html", replacements)
 
 
-def heat_cells(scales: Tensor, most: int = MOST_CELLS) -> Tensor:
-    """log2 of scales as a matrix of at most ``most`` rows and columns, the largest of each part.
+def heat_cells(scales: Tensor) -> Tensor:
+    """log2 of scales as a matrix of at most ``MOST_CELLS`` rows and columns, the largest of each.
 
     Scales that have no logarithm (0, NaN) are NaN.
     """
     logs = scales.float().log2()
     logs = logs.masked_fill(~logs.isfinite(), -math.inf)
-    rows, columns = (min(n, most) for n in logs.shape)
+    rows, columns = (min(n, MOST_CELLS) for n in logs.shape)
     if logs.numel():
         logs = torch.nn.functional.adaptive_max_pool2d(logs[None, None], (rows, columns))[0, 0]
     return logs.masked_fill(logs == -math.inf, math.nan).cpu()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8lab.arguments import check_callables, check_instance, check_module
-from float8lab.inspect.text import aligned, bytes_text
-from float8lab.inspect.trial import LossFn, Trial, on_trial, tensors_in
+from float8lab.inspect.text import bytes_text
+from float8lab.inspect.trial import LossFn, Trial, hooked, on_trial, tensors_in
 from float8lab.nn.precision import precisions
 from float8lab.optim import MasterWeights
+from float8lab.tables import aligned
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = ["OUTPUT", "LayerMemory", "MemoryReport", "memory_report", "saved_by_layer"]
@@ -195,24 +196,22 @@ def memory_report(
     )
     check_callables(("model", "batch"), loss_fn=loss_fn)
     counted = _Counted()
-    rows: dict[str, dict[str, int]] = {}
+    sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)  # in the model's order
     owners: dict[int, str] = {}
-
-    def add(name: str, kind: str, size: int) -> None:
-        row = rows.setdefault(name, dict.fromkeys(KINDS, 0))
-        row[kind] += size
-
     for name, module in model.named_modules():
-        add(name, "weights", 0)  # keeps the model's order
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), name)
-                _add_parameter(parameter, name, counted, add)
-        for buffer in module._buffers.values():
-            add(name, "buffers", counted.add(buffer))
-        add(name, "scales", sum(_scaling_state(module, counted)))
-    if optimizer is not None:
-        _add_optimizer(optimizer, owners, counted, add)
+        row = sizes[name]
+        parameters = [p for p in module._parameters.values() if p is not None]
+        for parameter in parameters:
+            owners.setdefault(id(parameter), name)
+            for field, storage in storages(parameter):
+                kind = "scales" if field in ("scale", "amax") else "weights"
+                row[kind] += counted.bytes_of(storage)
+            row["gradients"] += counted.add(parameter.grad)
+            row["gradients"] += counted.add(getattr(parameter, "main_grad", None))
+        row["buffers"] += sum(map(counted.add, module._buffers.values()))
+        row["scales"] += sum(_scaling_state(module, counted))
+    for parameter, kind, tensor in _tensors_of_optimizer(optimizer):
+        sizes[owners.get(id(parameter), OPTIMIZER)][kind] += counted.add(tensor)
     if batch is not None:
         for tensor in tensors_in(batch):
             counted_before = dict(counted.by_device)
@@ -222,8 +221,8 @@ def memory_report(
         with on_trial(model, batch, loss_fn) as trial:
             run = trial.forward if loss_fn is None else trial.loss
             for name, size in _saved(model, run, counted).items():
-                add(name, "activations", size)
-    layers = tuple(LayerMemory(name, **row) for name, row in rows.items() if any(row.values()))
+                sizes[name]["activations"] += size
+    layers = tuple(LayerMemory(name, **row) for name, row in sizes.items() if any(row.values()))
     return MemoryReport(layers, dict(counted.by_device), batch is not None)
 
 
@@ -242,29 +241,16 @@ def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
             yield sum(map(counted.add, tensors))
 
 
-def _add_parameter(
-    parameter: nn.Parameter, name: str, counted: _Counted, add: Callable[[str, str, int], None]
-) -> None:
-    for field, storage in storages(parameter):
-        kind = "scales" if field in ("scale", "amax") else "weights"
-        add(name, kind, counted.bytes_of(storage))
-    for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
-        add(name, "gradients", counted.add(gradient))
-
-
-def _add_optimizer(
-    optimizer: torch.optim.Optimizer,
-    owners: dict[int, str],
-    counted: _Counted,
-    add: Callable[[str, str, int], None],
-) -> None:
-    masters = optimizer.masters if isinstance(optimizer, MasterWeights) else {}
-    for parameter, master in masters.items():
-        add(owners.get(id(parameter), OPTIMIZER), "masters", counted.add(master))
-    for parameter, state in optimizer.state.items():
-        name = owners.get(id(parameter), OPTIMIZER)
+def _tensors_of_optimizer(
+    optimizer: torch.optim.Optimizer | None,
+) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """A parameter, the kind of memory, and a tensor that an optimizer keeps for it."""
+    if isinstance(optimizer, MasterWeights):
+        for parameter, master in optimizer.masters.items():
+            yield parameter, "masters", master
+    for parameter, state in () if optimizer is None else optimizer.state.items():
         for tensor in tensors_in(state):
-            add(name, "optimizer", counted.add(tensor))
+            yield parameter, "optimizer", tensor
 
 
 def saved_by_layer(trial: Trial) -> dict[str, int]:
@@ -276,50 +262,31 @@ def saved_by_layer(trial: Trial) -> dict[str, int]:
 
 
 def _saved(model: nn.Module, run: Callable[[], object], counted: _Counted) -> dict[str, int]:
-    running = _Running(model)
+    running = [""]  # names of the modules that run, the innermost last
     saved_storages: list[tuple[str, torch.UntypedStorage]] = []
 
     def note(saved: Tensor) -> Tensor:
-        saved_storages.extend((running.name, storage) for _, storage in storages(saved))
+        saved_storages.extend((running[-1], storage) for _, storage in storages(saved))
         return saved.detach()  # a node that kept its own output would never be freed
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+    def leave(*_: object) -> None:
+        running.pop()
+
+    def attach() -> Iterator[RemovableHandle]:
+        for name, module in model.named_modules():
+
+            def enter(*_: object, name: str = name) -> None:
+                running.append(name)
+
+            yield module.register_forward_pre_hook(enter, prepend=True)
+            yield module.register_forward_hook(leave, always_call=True)
+
+    saving = torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved)
+    with hooked(attach()), saving:
         output = run()
-    running.stop()
     # Parameters that FSDP2 has gathered exist only while their module runs; by now they are empty.
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, storage in saved_storages:
         sizes[name] += counted.bytes_of(storage)
     sizes[OUTPUT] = sum(counted.add(tensor) for tensor in tensors_in(output))
     return dict(sizes)
-
-
-class _Running:
-    """Knows the innermost module that runs; after an exception ``on_trial`` removes its hooks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._names: list[str] = []
-        self._handles: list[RemovableHandle] = []
-        for name, module in model.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(self._enter(name), prepend=True),
-                module.register_forward_hook(self._leave, always_call=True),
-            ]
-
-    def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
-        def enter(module: nn.Module, args: object) -> None:
-            self._names.append(name)
-
-        return enter
-
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        self._names.pop()
-
-    @property
-    def name(self) -> str:
-        """Qualified name of the innermost module that runs; "", the model's name, if none does."""
-        return self._names[-1] if self._names else ""

@@ -14,7 +14,6 @@ values.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -22,11 +21,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8lab.arguments import check_callables, check_instance, check_module, check_size
 from float8lab.distributed.ranks import rank_and_size
-from float8lab.inspect.trial import as_before, call, own_loss
+from float8lab.inspect.trial import as_before, call, hooked, own_loss
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import local_of
@@ -139,7 +139,7 @@ def _run(
 ) -> None:
     for parameter in model.parameters():
         parameter.grad = None
-    with torch.enable_grad(), look.attached():
+    with torch.enable_grad(), hooked(look.attach()):
         output = call(model, batch)
         loss = _default_loss(output) if loss_fn is None else loss_fn(output)
         look.at(loss, "(loss)", "loss")
@@ -201,23 +201,16 @@ class _Look:
         self._labels: MutableMapping[Tensor, tuple[object, list[str]]] = WeakIdKeyDictionary()
         self._callers: dict[nn.Module, nn.Module | None] = {}
 
-    @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Keep hooks on the modules and parameters while the block runs."""
-        with contextlib.ExitStack() as stack:
-            for module, name in self.names.items():
-                # The first to see the outputs, the last to see the inputs: as the module itself.
-                handles = [
-                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                    module.register_forward_hook(self._leave, prepend=True, always_call=True),
-                ]
-                for parameter_name, parameter in module.named_parameters(recurse=False):
-                    if parameter.requires_grad:
-                        hook = self._gradient_hook((name, f"gradient of {parameter_name}"))
-                        handles.append(parameter.register_hook(hook))
-                for handle in handles:
-                    stack.callback(handle.remove)
-            yield
+    def attach(self) -> Iterator[RemovableHandle]:
+        """Register hooks on the modules and parameters."""
+        for module, name in self.names.items():
+            # The first to see the outputs, the last to see the inputs: as the module itself.
+            yield module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            yield module.register_forward_hook(self._leave, prepend=True, always_call=True)
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    hook = self._gradient_hook((name, f"gradient of {parameter_name}"))
+                    yield parameter.register_hook(hook)
 
     def at(
         self, x: Any, module: str, tensor: str, *, phase: str = "forward", may_mask: bool = False

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from float8lab.arguments import check_instance, check_size, needs, printable
+from float8lab.tables import aligned
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["Grid", "Printed", "aligned", "bars", "bytes_text", "rich_table", "summary", "table"]
+__all__ = ["Grid", "Printed", "bars", "bytes_text", "rich_table", "summary", "table"]
 
 
 class Grid(NamedTuple):
-    """Text in rows and columns."""
+    """Text in rows and columns, with a title."""
 
     title: str
     columns: Sequence[str]
@@ -122,7 +123,7 @@ def rich_table(
         columns: how each column is shown, by its heading; None for a table without headings.
         styles: of each row; empty for none.
         otherwise: a way that works without rich.
-        how: arguments of rich's Table.
+        options: of rich's Table.
     """
     with needs("table", "rich", '"float8lab[inspect]"', otherwise):
         from rich.box import SIMPLE, SIMPLE_HEAD
@@ -161,25 +162,3 @@ def bytes_text(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.{digits}f} {unit}"
     return f"{size} B" if size else "-"
-
-
-def aligned(
-    rows: Sequence[Sequence[str]], left: int = 1, *, left_out: int = 0, of: str = ""
-) -> list[str]:
-    """Rows of cells as lines: the first ``left`` columns to the left, the others to the right.
-
-    A last line says that so many were left out, and in which attribute all are.
-
-    >>> print("\\n".join(aligned([("layer", "us"), ("0", "1200")])))
-    layer    us
-    0      1200
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return [*lines, f"and {left_out} more in {of}"] if left_out > 0 else lines

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from float8lab.distributed.fsdp.shards import reshard
 from float8lab.nn.casts import share_cast, shared_cast
@@ -32,6 +33,7 @@ __all__ = [
     "Trial",
     "as_before",
     "call",
+    "hooked",
     "loss_of",
     "on_trial",
     "own_loss",
@@ -107,6 +109,15 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for element in value:
             yield from tensors_in(element)
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end of the block."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
 
 
 def refuse_dtensors(model: nn.Module, name: str) -> None:
@@ -262,10 +273,10 @@ class Trial:
                 self.others = given[1:]
                 look(name, layer, given[0], y)
 
-        with ExitStack() as stack:
-            for name, layer in self.layers.items():
-                handle = layer.register_forward_hook(partial(hook, name), with_kwargs=True)
-                stack.callback(handle.remove)
+        with hooked(
+            layer.register_forward_hook(partial(hook, name), with_kwargs=True)
+            for name, layer in self.layers.items()
+        ):
             yield
 
     def convert(

@@ -156,14 +156,7 @@ def _rates(recipe: Recipe | None) -> _Rates:
 
 
 def estimate(recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eager") -> Times:
-    """Predict the time of a linear layer's training step on a Hopper GPU.
-
-    Args:
-        recipe: None is bfloat16.
-        M: tokens, rows of one call.
-        N: out features.
-        K: in features.
-        mode: one of ``MODES``.
+    """Predict the time of a linear layer's training step on a Hopper GPU; None is bfloat16.
 
     Raises:
         ValueError: the recipe's kind of scales was not measured, since Hopper has no GEMM for it.

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import overlap, tensor_parallel
 from benchmarks.models import LayerSize
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Ranks, each_check
 
 
 def check_products_overlap(ranks: Ranks) -> None:
@@ -54,9 +54,6 @@ def test_communication_is_exposed_where_nothing_else_runs():
     assert not tensor_parallel.COMMUNICATION.search("nvjet_qqtst_128x256_128x4_1x2_h_TNT")
 
 
-outcome = ranks_fixture(__name__, 2)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+@each_check(sys.modules[__name__], 2)
+def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

@@ -1,14 +1,15 @@
 """Run checks on several processes: gloo on the CPU, NCCL on GPUs, from the same code.
 
-A test file holds checks, functions of a ``Ranks`` whose names start with ``check_``, and a fixture
-made by ``ranks_fixture``. Each test sends the name of one check to the ranks of the session's pool,
-which run it once, whichever worker of pytest-xdist the test is on.
+A test file holds checks, functions of a ``Ranks`` whose names start with ``check_``, and a test of
+each, which ``each_check`` parametrizes. The test sends the name of the check to the ranks of the
+session's pool, which run it once, whichever worker of pytest-xdist the test is on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import multiprocessing
 import time
 import traceback
@@ -41,9 +42,9 @@ __all__ = [
     "Collectives",
     "RankPool",
     "Ranks",
-    "check_names",
+    "each_check",
     "forks",
-    "ranks_fixture",
+    "on_ranks",
     "slow_check",
 ]
 
@@ -116,6 +117,7 @@ class Collectives(TorchDispatchMode):
 
 
 _SLOW: set[Any] = set()
+_ON_A_CPU: dict[Any, int] = {}
 
 
 def slow_check(check: Any) -> Any:
@@ -124,13 +126,39 @@ def slow_check(check: Any) -> Any:
     return check
 
 
-def check_names(module: Any) -> list[Any]:
-    """The checks of a test file, as parameters of its test."""
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] * (check in _SLOW))
-        for name, check in vars(module).items()
-        if name.startswith("check_") and name != "check_names"
-    ]
+def on_ranks(number: int) -> Callable[[Any], Any]:
+    """Let a CPU run a check on so many ranks, whatever ``each_check`` says."""
+
+    def mark(check: Any) -> Any:
+        _ON_A_CPU[check] = number
+        return check
+
+    return mark
+
+
+def each_check(module: Any, *worlds: int, cpu: int = 0) -> Any:
+    """``parametrize`` a test by the fixture ``outcome`` and the name of each check of its file.
+
+    Args:
+        module: the test file.
+        worlds: numbers of processes to run all checks on, a GPU each.
+        cpu: the number on a CPU, where several processes share a core: 2 without it, if that is
+            among ``worlds``. There 1 process, if it is among them, is quick too; more are ``slow``,
+            and fewer are left out, since no check does more with fewer.
+    """
+    usual = cpu or min(world for world in worlds if world > 1)
+    cases = []
+    for device, world in itertools.product(("cpu", "cuda"), sorted(worlds)):
+        for name, check in vars(module).items():
+            if not name.startswith("check_"):
+                continue
+            quick = _ON_A_CPU.get(check, usual)
+            marks = [pytest.mark.multi_gpu] * (device == "cuda")
+            marks += [pytest.mark.slow] * (check in _SLOW or (device == "cpu" and world > quick))
+            if device == "cuda" or world == 1 or world >= quick:
+                label = f"{device}-{world}-{name}"
+                cases.append(pytest.param((device, world), name, id=label, marks=marks))
+    return pytest.mark.parametrize(("outcome", "name"), cases, indirect=["outcome"])
 
 
 def forks() -> BaseContext:
@@ -265,35 +293,3 @@ class RankPool:
         for connection in self._ranks:
             connection.close()
         self._ranks, self._serves = {}, None
-
-
-def ranks_fixture(module: str, *worlds: int) -> Any:
-    """A fixture ``outcome(name)`` that runs a check and raises if it failed on any rank.
-
-    Args:
-        module: ``__name__`` of the test file.
-        worlds: numbers of processes to run all checks on. On the CPU, where several processes share
-            a core, not on 2 if 4 are there: no check does more with 2.
-    """
-    parameters = [
-        pytest.param((device, world), id=f"{device}-{world}", marks=marks)
-        for device, marks in (("cpu", ()), ("cuda", pytest.mark.multi_gpu))
-        for world in worlds
-        if not (device == "cpu" and world == 2 and 4 in worlds)
-    ]
-
-    @pytest.fixture(scope="module", params=parameters)
-    def outcome(
-        request: pytest.FixtureRequest, rank_pool: RankPool, tmp_path_factory: Any
-    ) -> Callable[[str], None]:
-        device, world = request.param
-        if device == "cuda" and torch.cuda.device_count() < world:
-            pytest.skip(f"needs {world} CUDA GPUs; torch sees {torch.cuda.device_count()}")
-
-        def outcome(name: str) -> None:
-            result = rank_pool.run(device, world, module, name, tmp_path_factory.mktemp(name))
-            assert result == "passed", result
-
-        return outcome
-
-    return outcome

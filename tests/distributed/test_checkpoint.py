@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,7 +25,7 @@ import float8lab
 from float8lab.distributed import ModelState
 from float8lab.nn import ScalingState, whole_state_dict
 from float8lab.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from tests.distributed.ranks import RECIPES, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import RECIPES, Ranks, each_check
 
 
 def make_stored(ranks: Ranks, recipe: Any, seed: int) -> nn.Sequential:
@@ -241,9 +240,6 @@ def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
     assert step(third, optimizer, 3).isfinite()
 
 
-outcome = ranks_fixture(__name__, 2, 4)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_ranks(outcome: Callable[[str], None], name: str):
+@each_check(sys.modules[__name__], 2, 4)
+def test_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

@@ -20,7 +20,7 @@ import float8lab
 from float8lab.distributed import join_sequence, shard_sequence
 from float8lab.recipes import DelayedScaling, Float8CurrentScaling, Recipe
 from tests.distributed.equality import Step, assert_row, summed, take_step
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks
 
 H, D, B, S = 8, 16, 2, 24
 LENGTHS = torch.tensor([0, 16, 16, 24, 40])
@@ -237,6 +237,7 @@ def check_what_is_equal(ranks: Ranks) -> None:
     assert_row(ranks, "context: `TransformerLayer`", layer)
 
 
+@on_ranks(2)
 def check_compiled(ranks: Ranks) -> None:
     torch.manual_seed(0)
     _, module = pair(ranks, D, num_gqa_groups=4)
@@ -281,9 +282,6 @@ def check_wrong_calls(ranks: Ranks) -> None:
             shard_sequence(sized(ranks, 8 * world), group, cu_seqlens=torch.tensor([0, 3]))
 
 
-outcome = ranks_fixture(__name__, 4, 2)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+@each_check(sys.modules[__name__], 2, 4, cpu=4)
+def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import float8lab
 from float8lab.recipes import DelayedScaling, Recipe
 from tests.distributed.equality import Step, assert_row, local_rows, take_step
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks
 
 RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 
@@ -106,6 +106,7 @@ def check_compiled_from_the_first_step(ranks: Ranks) -> None:
         ranks.assert_same(state_of(model))
 
 
+@on_ranks(4)
 def check_ranks_that_skip_modules(ranks: Ranks) -> None:
     class Choosy(nn.Module):
         def __init__(self) -> None:
@@ -202,6 +203,7 @@ def check_no_reduction_when_not_wanted(ranks: Ranks) -> None:
     assert not collectives.seen
 
 
+@on_ranks(4)
 def check_groups_of_ranks(ranks: Ranks) -> None:
     groups = [dist.new_group([i, i + 1]) for i in range(0, ranks.world, 2)]
     mine = groups[ranks.rank // 2]
@@ -216,6 +218,7 @@ def check_groups_of_ranks(ranks: Ranks) -> None:
         assert not torch.equal(states[0], states[2])
 
 
+@on_ranks(4)
 def check_resuming_under_a_group(ranks: Ranks) -> None:
     """The state of a module belongs to the group of its autocast, which ranks elsewhere lack."""
     groups = [dist.new_group([i, i + 1]) for i in range(0, ranks.world, 2)]
@@ -240,6 +243,7 @@ def check_resuming_under_a_group(ranks: Ranks) -> None:
     assert torch.equal(state_of(nn.Sequential(rest)), expected[1])
 
 
+@on_ranks(4)
 def check_what_is_equal(ranks: Ranks) -> None:
     """Each rank casts its own tokens, under DDP and on FSDP2's meshes of one and two dimensions."""
     groups = [dist.new_group([r]) for r in range(ranks.world)]
@@ -287,9 +291,6 @@ def check_data_parallel_training(ranks: Ranks) -> None:
         ranks.assert_same(model[1].weight)
 
 
-outcome = ranks_fixture(__name__, 2, 4)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_ranks(outcome: Callable[[str], None], name: str):
+@each_check(sys.modules[__name__], 2, 4)
+def test_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

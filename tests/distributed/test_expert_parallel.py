@@ -29,7 +29,7 @@ from float8lab.recipes import (
     Recipe,
 )
 from tests.distributed.equality import Step, assert_row, take_step
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Ranks, each_check, on_ranks
 
 E, H = 8, 96
 BLOCKS = ((-1, -1), (1, -1), (1, 32))
@@ -67,6 +67,7 @@ def layer(
     return [values.detach(), beside.detach(), counts, y.detach(), dx, dprobs]
 
 
+@on_ranks(4)
 def check_the_bytes_of_one_rank(ranks: Ranks) -> None:
     groups = [dist.new_group([r]) for r in range(ranks.world)]
     mine = E // ranks.world
@@ -130,7 +131,7 @@ def check_shards_of_stacked_weights(ranks: Ranks) -> None:
     Of three steps, in whose first some experts have no tokens, and some are louder than others.
     """
     groups, mesh = [dist.new_group([r]) for r in range(ranks.world)], ranks.mesh()
-    sizes = [6, 1, 0, 9][: ranks.world]
+    sizes = [6, 0, 1, 9][: ranks.world]
     batches = [batch(ranks, *sizes, skip=skip) for skip in (5, 99, 99)]
     starts = batches[0][3]
     here = slice(starts[ranks.rank], [*starts, sum(sizes)][ranks.rank + 1])
@@ -203,6 +204,7 @@ def check_experts_that_are_placed_otherwise(ranks: Ranks) -> None:
         module.run_rows(x, [len(x)] * E)
 
 
+@on_ranks(4)
 def check_what_is_equal(ranks: Ranks) -> None:
     """Each rank has some of the experts, and some of the tokens."""
     groups = [dist.new_group([r]) for r in range(ranks.world)]
@@ -236,11 +238,8 @@ def check_what_is_equal(ranks: Ranks) -> None:
     assert_row(ranks, "experts: `moe_dispatch`, `ExpertMLP`", layer)
 
 
-outcome = ranks_fixture(__name__, 2, 4)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+@each_check(sys.modules[__name__], 2, 4)
+def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)
 
 

@@ -35,7 +35,7 @@ from float8lab.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture, slow_check
+from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks, slow_check
 
 RECIPES = [
     Float8CurrentScaling(),
@@ -130,6 +130,7 @@ def train_step(model: nn.Module, x: Tensor, optimizer: Any) -> Tensor:
     return loss.detach()
 
 
+@on_ranks(4)
 def check_gathered_bytes_are_those_of_the_full_cast(ranks: Ranks) -> None:
     for recipe in RECIPES:
         model = make_model(ranks.device)
@@ -146,6 +147,7 @@ def check_gathered_bytes_are_those_of_the_full_cast(ranks: Ranks) -> None:
             assert_gathered_equal_cast(model, recipe)
 
 
+@on_ranks(4)
 def check_experts_are_gathered_as_each_is_cast(ranks: Ranks) -> None:
     """Ranks have some experts each, or none; one size has whole blocks, the other has not."""
     x, splits = batch(ranks, 0, rows=16)[0][:16], torch.tensor([3, 0, 7, 5, 1])
@@ -407,6 +409,7 @@ def check_cpu_offload(ranks: Ranks) -> None:
     assert all(local.device.type == "cpu" for local in full.values())
 
 
+@on_ranks(4)
 def check_hybrid_sharding(ranks: Ranks) -> None:
     if ranks.world < 4:
         return
@@ -631,9 +634,6 @@ def check_clipping_and_full_state(ranks: Ranks) -> None:
     assert all(p.grad.dtype == p.dtype for p in model.parameters())
 
 
-outcome = ranks_fixture(__name__, 1, 2, 4)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_ranks(outcome: Callable[[str], None], name: str):
+@each_check(sys.modules[__name__], 1, 2, 4)
+def test_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

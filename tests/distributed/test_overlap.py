@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +18,7 @@ from float8lab.distributed import overlap
 from float8lab.formats import E4M3, Float8Spec
 from float8lab.ops import scaled_mm_op
 from float8lab.tensor.blocks import quantize_blocks
-from tests.distributed.ranks import RECIPES, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import RECIPES, Ranks, each_check
 
 BLOCKS = {
     "tensor": ((-1, -1), (-1, -1)),
@@ -254,9 +253,6 @@ def check_a_cuda_graph(ranks: Ranks) -> None:
             assert all(torch.equal(*pair) for pair in zip(results, want, strict=True))
 
 
-outcome = ranks_fixture(__name__, 2)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+@each_check(sys.modules[__name__], 2)
+def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

@@ -29,8 +29,8 @@ from tests.distributed.ranks import (
     RECIPES,
     Collectives,
     Ranks,
-    check_names,
-    ranks_fixture,
+    each_check,
+    on_ranks,
     slow_check,
 )
 from tests.distributed.test_tensor_parallel import DIMENSIONS, part_of
@@ -318,6 +318,7 @@ def check_transformer_layer(ranks: Ranks) -> None:
         compare(ranks, transformer(**more), x, how, current, sequence_parallel=sequence_parallel)
 
 
+@on_ranks(4)
 def check_sizes_are_exchanged_once(ranks: Ranks) -> None:
     """Where tokens come from outside; what layers make of them has known rows."""
     group = {
@@ -410,6 +411,7 @@ def check_recomputation_and_random_numbers(ranks: Ranks) -> None:
             ranks.assert_same(out)
 
 
+@on_ranks(4)
 def check_the_group_comes_later(ranks: Ranks) -> None:
     torch.manual_seed(1)
     x = torch.randn(4, 2, HIDDEN).to(ranks.device)
@@ -556,6 +558,7 @@ def check_stored_weights(ranks: Ranks) -> None:
         ).abs().max() <= 1e-5 * whole.abs().max()
 
 
+@on_ranks(4)
 def check_shards_in_transformer_engines_layout(ranks: Ranks) -> None:
     """Files of four ranks load on four, on two and on one, and those of two on four."""
     torch.manual_seed(1)
@@ -672,9 +675,6 @@ def check_grouped_linear(ranks: Ranks) -> None:
             assert torch.equal(mine_a[..., : want.shape[-1]], want), (recipe, mode)
 
 
-outcome = ranks_fixture(__name__, 2, 4)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+@each_check(sys.modules[__name__], 2, 4)
+def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from float8lab.nn.precision import precisions
 from float8lab.recipes import DelayedScaling, Recipe
 from float8lab.recipes.region import PROCESS, in_backward
 from tests.distributed.equality import Step, assert_row
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Ranks, each_check
 
 RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max", power_of_2_scale=False)
 WIDTH, TOKENS, MICROBATCHES, STEPS = 32, 6, 4, 2
@@ -255,9 +254,6 @@ def check_a_region_for_each_microbatch(ranks: Ranks) -> None:
             run.zero_grad()
 
 
-outcome = ranks_fixture(__name__, 2)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+@each_check(sys.modules[__name__], 2)
+def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

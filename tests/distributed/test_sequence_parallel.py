@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import float8lab
 from float8lab import recipes
 from float8lab.distributed import parallel_cross_entropy, reduce_sequence_parallel_gradients
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, each_check
 
 VOCABULARY = 56
 
@@ -187,9 +187,6 @@ def check_spread_activations_and_random_streams(ranks: Ranks) -> None:
                 assert torch.equal(one, other)
 
 
-outcome = ranks_fixture(__name__, 2, 4)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+@each_check(sys.modules[__name__], 2, 4, cpu=4)
+def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

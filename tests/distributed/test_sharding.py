@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils import _pytree
 
 from float8lab import nn, ops
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, each_check
 
 
 def place(x: Any, mesh: Any, placements: Any) -> Any:
@@ -137,9 +137,6 @@ def check_modules_on_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
             assert_same(got, expected, exact=False)
 
 
-run = ranks_fixture(__name__, 4)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_ranks(run: Any, name: str):
-    run(name)
+@each_check(sys.modules[__name__], 4)
+def test_on_ranks(outcome: Any, name: str) -> None:
+    outcome(name)

@@ -34,7 +34,7 @@ from float8lab.recipes import (
 )
 from float8lab.recipes.region import PROCESS
 from tests.distributed.equality import Step, assert_row, take_step
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks
 
 CURRENT = Float8CurrentScaling()
 RECIPES: list[Recipe | None] = [
@@ -237,6 +237,7 @@ def fitting(features: int, recipe: Recipe | None) -> int:
     return -(-features // block) * block
 
 
+@on_ranks(4)
 def check_linear(ranks: Ranks) -> None:
     kinds = itertools.product(RECIPES, (COLUMN, ROW), (False, True))
     for i, (recipe, layout, sequence_parallel) in enumerate(kinds):
@@ -487,6 +488,7 @@ def check_arguments(ranks: Ranks) -> None:
         assert_summed_alike(got, want, ranks, 4, name)
 
 
+@on_ranks(4)
 def check_group_that_is_set_later(ranks: Ranks) -> None:
     torch.manual_seed(3)
     layer = float8lab.LayerNormMLP(
@@ -521,6 +523,7 @@ def check_group_that_is_set_later(ranks: Ranks) -> None:
         )
 
 
+@on_ranks(4)
 def check_delayed_scales_over_two_kinds_of_groups(ranks: Ranks) -> None:
     """Amaxes are those of all tokens and features, whatever group autocast reduces over."""
     if ranks.world < 4:
@@ -726,9 +729,6 @@ def check_compiled(ranks: Ranks) -> None:
                 assert torch.equal(one, same), (recipe, layout.modes, step)
 
 
-outcome = ranks_fixture(__name__, 2, 4)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_several_ranks(outcome: Any, name: str) -> None:
+@each_check(sys.modules[__name__], 2, 4)
+def test_on_several_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

@@ -15,7 +15,7 @@ from float8lab import inspect
 from float8lab.inspect import find_nan, watch
 from float8lab.inspect.watch.records import Log
 from float8lab.recipes import DelayedScaling
-from tests.distributed.ranks import RECIPES, Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import RECIPES, Collectives, Ranks, each_check
 
 
 def check_fsdp2_weights_as_if_whole(ranks: Ranks) -> None:
@@ -233,9 +233,6 @@ def check_shards_count_as_what_the_rank_holds(ranks: Ranks) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-outcome = ranks_fixture(__name__, 2)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+@each_check(sys.modules[__name__], 2)
 def test_on_ranks(outcome, name):
     outcome(name)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import float8lab
 from float8lab import recipes
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, each_check
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what Lightning and its dependencies are deprecated for
@@ -677,9 +677,6 @@ def check_report_is_logged_once(ranks: Ranks) -> None:
     assert sum("Float8Precision" in r.getMessage() for r in records) == (ranks.rank == 0)
 
 
-outcome = ranks_fixture(__name__, 2)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_two_processes(name: str, outcome: Any) -> None:
+@each_check(sys.modules[__name__], 2)
+def test_on_two_processes(outcome: Any, name: str) -> None:
     outcome(name)

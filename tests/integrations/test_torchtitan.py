@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
+import sys
 import time
 import warnings
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 import float8lab
 from float8lab import recipes
 from float8lab.recipes.region import PROCESS
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, each_check
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its dependencies are deprecated for
@@ -375,9 +375,6 @@ def check_compiled(ranks: Ranks) -> None:
         assert_equal(*states, norms=False)
 
 
-outcome = ranks_fixture(__name__, 2)
-
-
-@pytest.mark.parametrize("name", check_names(importlib.import_module(__name__)))
-def test_trainer(outcome, name):
+@each_check(sys.modules[__name__], 2)
+def test_trainer(outcome: Any, name: str) -> None:
     outcome(name)

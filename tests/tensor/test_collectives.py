@@ -17,7 +17,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registe
 import float8lab
 from float8lab.tensor import Float8Tensor, quantize
 from float8lab.tensor.window import Window
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Ranks, each_check, on_ranks
 
 
 def _renamed(module: Any, new: str, old: str) -> Callable[..., Any]:
@@ -423,6 +423,7 @@ def check_errors_are_everybodys(ranks: Ranks) -> None:
     assert_equal(x, of_rank(0, ranks.device, (1, -1)))
 
 
+@on_ranks(2)
 def check_distribute_tensor(ranks: Ranks) -> None:
     mesh = ranks.mesh()
     for block in (*BLOCKS, (128, 128)):
@@ -456,9 +457,6 @@ def check_a_process_that_plays_one_of_many(ranks: Ranks) -> None:
     assert out.shape == (2, 8)
 
 
-outcome = ranks_fixture(__name__, 2, 4)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_ranks(outcome: Callable[[str], None], name: str):
+@each_check(sys.modules[__name__], 2, 4, cpu=4)
+def test_ranks(outcome: Callable[[str], None], name: str) -> None:
     outcome(name)

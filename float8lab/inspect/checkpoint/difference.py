@@ -16,8 +16,8 @@ from float8lab.checkpoints.experts import stack_experts
 from float8lab.checkpoints.item import Item, sizes
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
-from float8lab.checkpoints.source import Box, CheckpointError, boxes
-from float8lab.inspect.checkpoint.report import Progress, counted, finite, named, stepping
+from float8lab.checkpoints.source import Box, boxes
+from float8lab.inspect.checkpoint.report import Progress, counted, finite, selected, stepping
 from float8lab.inspect.text import Grid, Printed
 from float8lab.tensor.statistics import decibels
 
@@ -197,12 +197,8 @@ def diff(
                 left, right = (shortened, right) if side == "A" else (left, shortened)
                 notes.append(f"names of {side} are compared without {prefix}")
                 break
-    order = [name for name in dict.fromkeys([*left, *right]) if not globs or named(name, globs)]
-    if not order:
-        raise CheckpointError(
-            f"layer must match a tensor of {first.path} or {second.path}; "
-            f"{' and '.join(globs)} matches none."
-        )
+    place = f"{first.path} or {second.path}"
+    order = selected(list(dict.fromkeys([*left, *right])), globs, place)
     shared_names = [name for name in order if name in left and name in right]
     step = stepping(progress, sum(left[n].nbytes + right[n].nbytes for n in shared_names))
     rows = [_row(name, left.get(name), right.get(name), step) for name in order]

@@ -103,11 +103,8 @@ class _Blocks:
     def add(self, largest: Tensor, top: Tensor, below: Tensor, scale: Tensor) -> None:
         """Add blocks to the counts, one element of each argument for a block.
 
-        Args:
-            largest: code of the largest finite magnitude.
-            top: how many elements have the largest code of the format.
-            below: how many elements have the code below that.
-            scale: decode scale, float32.
+        ``largest`` is the code of the block's largest finite magnitude; ``top`` elements have the
+        largest code of the format, and ``below`` the code below that.
         """
         self.blocks += largest.numel()
         # For n elements with either code, n / 3 is expected at the top, with a variance of 2 n / 9.

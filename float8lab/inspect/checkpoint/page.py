@@ -7,7 +7,7 @@ from html import escape
 from float8lab.arguments import printable
 from float8lab.inspect.checkpoint.report import CheckpointReport
 from float8lab.inspect.html import exponent_bars, page_of
-from float8lab.inspect.text import Grid
+from float8lab.tables import html_table
 
 __all__ = ["page"]
 
@@ -27,14 +27,12 @@ figcaption { font-family: monospace; font-size: 12px; overflow-wrap: anywhere }
 
 
 def page(report: CheckpointReport) -> str:
-    """The page, all of whose tensors are listed; what it shows of names and notes is escaped.
-
-    Args:
-        report: by ``checkpoint``.
-    """
+    """The page, all of whose tensors are listed; what it shows of names and notes is escaped."""
     title, *lines = report.summary().splitlines()
     sections = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in lines)]
-    sections += [_table(grid) for grid in report.tables(None)]
+    for grid in report.tables(None):
+        table = html_table(grid.columns, grid.rows, grid.alarming)
+        sections.append(f"<h2>{escape(grid.title)}</h2>\n{table}")
     pictures = []
     weights = [row for row in report.rows if row.measured.stats is not None]
     for row in weights[:PICTURES]:
@@ -46,12 +44,3 @@ def page(report: CheckpointReport) -> str:
         count = f"the first {PICTURES} of {len(weights)}" if len(weights) > PICTURES else "all"
         sections += [f"<h2>Codes by exponent, {count} of the quantized</h2>", *pictures]
     return page_of(title, "".join(sections), css=_STYLE)
-
-
-def _table(grid: Grid) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in grid.columns)
-    rows = []
-    for i, cells in enumerate(grid.rows):
-        marked = " class='wrong'" if grid.alarming and grid.alarming[i] else ""
-        rows.append(f"<tr{marked}>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>\n")
-    return f"<h2>{escape(grid.title)}</h2>\n<table><tr>{head}</tr>\n{''.join(rows)}</table>"

@@ -14,7 +14,7 @@ from float8lab.arguments import check_callables, check_names, check_path, check_
 from float8lab.checkpoints.item import Finding, Item, sizes
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
-from float8lab.checkpoints.source import CheckpointError, CheckpointSource
+from float8lab.checkpoints.source import CheckpointError
 from float8lab.inspect.checkpoint.measure import Measured, measure
 from float8lab.inspect.text import Grid, Printed
 from float8lab.tensor.statistics import KINDS
@@ -26,7 +26,6 @@ __all__ = [
     "checkpoint",
     "counted",
     "finite",
-    "named",
     "selected",
     "size",
     "stepping",
@@ -215,14 +214,16 @@ def checkpoint(
     check_callables(progress=progress)
     source = open_checkpoint(path)
     items = recognize(source)
-    chosen = selected(source, items, layer)
+    names = set(selected([item.name for item in items], layer, source.path))
+    chosen = [item for item in items if item.name in names]
     step = stepping(progress, sum(item.nbytes for item in chosen))
     rows = [_row(item, measure(item, functools.partial(step, item.name))) for item in chosen]
     rows.sort(key=lambda row: (-row.severity, -sum(finding.wrong for finding in row.findings)))
+    notes = list(source.notes)
+    if source.config.get("quant_method") == "fp8" and not any(item.fp8 for item in items):
+        notes.append("config.json says that the weights are in FP8; none is")
     left_out = len(items) - len(chosen)
-    return CheckpointReport(
-        source.path, source.container, tuple(rows), tuple(_notes(source, items)), left_out
-    )
+    return CheckpointReport(source.path, source.container, tuple(rows), tuple(notes), left_out)
 
 
 def stepping(progress: Progress | None, size: int) -> Callable[[str, float], None]:
@@ -238,44 +239,30 @@ def stepping(progress: Progress | None, size: int) -> Callable[[str, float], Non
     return step
 
 
-def _notes(source: CheckpointSource, items: Sequence[Item]) -> list[str]:
-    notes = list(source.notes)
-    method = source.config.get("quant_method")
-    if method == "fp8" and not any(item.fp8 for item in items):
-        notes.append("config.json says that the weights are in FP8; none is")
-    return notes
-
-
 def _row(item: Item, measured: Measured) -> CheckpointRow:
     entry, spec = item.entry, measured.stats.spec if measured.stats is not None else None
     identity = item.name, item.fp8, item.convention, item.describe(spec), entry.shape, item.nbytes
     return CheckpointRow(*identity, entry.file, measured, item.findings + measured.findings)
 
 
-def selected(
-    source: CheckpointSource, items: Sequence[Item], layer: str | Sequence[str]
-) -> list[Item]:
-    """Return the items whose name, or whose module's name, matches a glob; all without globs.
+def selected(names: Sequence[str], globs: Sequence[str], place: str) -> list[str]:
+    """The names of tensors of a place that match a glob, or whose module's name does; all without.
 
     Raises:
         CheckpointError: there are none.
     """
-    globs = [layer] if isinstance(layer, str) else list(layer)
-    chosen = [item for item in items if not globs or named(item.name, globs)]
+    chosen = [name for name in names if not globs or _is_named(name, globs)]
     if not chosen:
-        first = f", from {items[0].name} to {items[-1].name}" if items else ""
+        range_of_names = f", from {names[0]} to {names[-1]}" if names else ""
         raise CheckpointError(
-            f"layer must match a tensor of {source.path}; {' and '.join(globs)} matches none of "
-            f"its {len(items)}{first}."
+            f"layer must match a tensor of {place}; {' and '.join(globs)} matches none of its "
+            f"{len(names)}{range_of_names}."
         )
     return chosen
 
 
-def named(name: str, globs: Sequence[str]) -> bool:
-    """Whether a glob matches a name, or a module that holds it."""
-    return any(
-        fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, f"{glob}.*") for glob in globs
-    )
+def _is_named(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, g) or fnmatch.fnmatchcase(name, f"{g}.*") for g in globs)
 
 
 def finite(value: Any) -> Any:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from float8lab.arguments import check_instance, check_path, needs
-from float8lab.checkpoints.replacing import replacing
+from float8lab.checkpoints.replacing import write_text
 from float8lab.inspect.html import filled, page_of
 from float8lab.inspect.report.data import embed
 from float8lab.inspect.watch.records import Log
@@ -62,8 +62,7 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     html = page_of(title, filled("report/body.html", replacements), css=css, head=head)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial:
-        partial.write_text(html, encoding="utf-8")
+    write_text(path, html)
     return path
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from float8lab.arguments import check_choice, check_size
-from float8lab.inspect.scale.sizes import ModelSize
+from float8lab.arguments import check_size
+from float8lab.inspect.scale.sizes import ModelSize, read_pairs
 
 __all__ = ["Links", "Mesh", "meshes", "parse"]
 
@@ -26,13 +26,10 @@ class Links:
     """Seconds from one GPU to the next, and five times as many from machine to machine."""
 
     def seconds(self, size: float, ranks: int, stride: int, *, ring: bool = False) -> float:
-        """Seconds of an all-gather or a reduce-scatter.
+        """Seconds of an all-gather or a reduce-scatter of ``size`` bytes in all.
 
-        Args:
-            size: bytes of the whole tensor.
-            ranks: GPUs of the group.
-            stride: distance of the group's ranks; ranks of one machine follow each other.
-            ring: whether all goes from rank to rank, and from machine to machine by one GPU.
+        Ranks of a group are ``stride`` from each other, and those of one machine are neighbours.
+        In a ``ring`` all goes from rank to rank, and from machine to machine by one GPU.
 
         >>> from float8lab.inspect.scale.mesh import Links
         >>> f"{1e3 * Links().seconds(360e6, ranks=2, stride=1):.2f} ms"
@@ -78,11 +75,12 @@ class Mesh:
 
     def why_not(self, size: ModelSize, sequence: int) -> str:
         """Why a model cannot be shared in this way; empty if it can."""
+        chunks = self.tp * (2 * self.cp if self.cp > 1 else 1)  # of equal length, of a sequence
         divisions = (
             ("tp", "the key-value heads", size.kv_heads, self.tp),
             ("tp", "the features of the MLP", size.ffn, self.tp),
             ("tp", "the vocabulary", size.vocabulary + -size.vocabulary % 128, self.tp),
-            ("cp and tp", "two parts of the sequence a rank", sequence, self.split),
+            ("cp and tp", "two parts of the sequence a rank", sequence, chunks),
             ("ep", "the experts", size.experts or 1, self.ep),
             ("ep", "dp * cp", self.dp * self.cp, self.ep),
         )
@@ -92,11 +90,6 @@ class Mesh:
         if self.pp > size.layers:
             return f"pp must be at most the layers ({size.layers}); got {self.pp}"
         return ""
-
-    @property
-    def split(self) -> int:
-        """Parts of equal length that a sequence is cut into."""
-        return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
 
 def parse(text: str, gpus: int | None) -> Mesh:
@@ -109,13 +102,7 @@ def parse(text: str, gpus: int | None) -> Mesh:
     >>> parse("tp=8,cp=4", 1024)
     Mesh(dp=32, tp=8, cp=4, pp=1, ep=1)
     """
-    told: dict[str, int] = {}
-    for pair in text.split(","):
-        name, _, value = pair.partition("=")
-        check_choice("mesh", name, [field.name for field in fields(Mesh)])
-        if not value.isdecimal():
-            raise ValueError(f"mesh must have a whole number for {name}; got {value!r}.")
-        told[name] = int(value)
+    told = read_pairs("mesh", text, [field.name for field in fields(Mesh)])
     mesh = Mesh(**told)
     if gpus is None or mesh.gpus == gpus:
         return mesh

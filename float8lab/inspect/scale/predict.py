@@ -203,9 +203,8 @@ def _mlp(
     if not size.experts:
         return total(mlp(M, size.ffn))
     local_experts = size.experts // mesh.ep
-    rows = -(
-        -M * size.active // local_experts
-    )  # what comes from and goes to other ranks is balanced
+    # As many rows come from other ranks as go to them.
+    rows = -(-M * size.active // local_experts)
     seconds = total(mlp(rows, size.ffn), local_experts)
     seconds["cpu"] /= local_experts  # a grouped GEMM is one call
     routed = M * size.active * size.width / mesh.tp
@@ -371,12 +370,8 @@ def kept(
     ``torch.compile`` the gate's; ``TransformerLayer`` in FP8 keeps casts of the first in place of
     them, and recomputes the others. Checked against "Memory" in benchmarks/RESULTS.md.
 
-    Args:
-        size: of the model.
-        recipe: None is bfloat16.
-        job: whether the layer is fused, and compiled.
-        sharded: by FSDP2, under which compiled layers were measured to keep what eager ones do.
-        half_input: whether the activation's input is kept in FP8 (``fp8_activation_input``).
+    Compiled layers ``sharded`` by FSDP2 were measured to keep what eager ones do; ``half_input``:
+    the activation's input is kept in FP8 (``fp8_activation_input``).
     """
     mlp = size.ffn * size.active + size.shared if size.experts else size.ffn
     inner = (2 if size.gated else 1) * mlp

@@ -9,13 +9,7 @@ from float8lab.inspect.html import svg
 from float8lab.inspect.scale.mesh import Mesh
 from float8lab.inspect.scale.predict import KINDS, RING, Job, Step, predict
 from float8lab.inspect.scale.published import PUBLISHED
-from float8lab.inspect.scale.search import (
-    Gemm,
-    best,
-    by_tokens,
-    fastest,
-    gemms_of_rank,
-)
+from float8lab.inspect.scale.search import Gemm, best, by_tokens, fastest, gemms_of_rank
 from float8lab.inspect.scale.sizes import ModelSize
 from float8lab.inspect.text import Grid, Printed
 from float8lab.recipes import Recipe
@@ -23,23 +17,20 @@ from float8lab.recipes import Recipe
 __all__ = ["Scale", "scale"]
 
 HIGH = "bfloat16"
-_COLORS = {
-    "gemm": "#3572a5",
-    "quantize": "#e4572e",
-    "attention": "#76b041",
-    "elementwise": "#9c89b8",
-    "sharding": "#b08968",
-    "optimizer": "#6c757d",
-    "tp": "#f2a541",
-    "cp": "#f7d488",
-    "ep": "#d1a3a4",
-    "dp": "#8a5a44",
-    "bubble": "#dddddd",
+_LOOKS = {
+    "gemm": ("#", "#3572a5"),
+    "quantize": ("Q", "#e4572e"),
+    "attention": ("A", "#76b041"),
+    "elementwise": ("E", "#9c89b8"),
+    "sharding": ("S", "#b08968"),
+    "optimizer": ("O", "#6c757d"),
+    "tp": ("t", "#f2a541"),
+    "cp": ("c", "#f7d488"),
+    "ep": ("x", "#d1a3a4"),
+    "dp": ("d", "#8a5a44"),
+    "bubble": (".", "#dddddd"),
 }
-_LETTERS = {
-    "gemm": "#", "quantize": "Q", "attention": "A", "elementwise": "E", "sharding": "S",
-    "optimizer": "O", "tp": "t", "cp": "c", "ep": "x", "dp": "d", "bubble": ".",
-}  # fmt: skip
+"""The letter and the colour of each kind of work."""
 _WIDE = 60
 _PAYS = 1.02
 """A gain that counts as one: times that differ by less are equal."""
@@ -132,15 +123,18 @@ class Scale(Printed):
             bar, end = "", 0.0
             for kind in KINDS:
                 end += step.gpu[kind]
-                bar += _LETTERS[kind] * (round(_WIDE * end / most) - len(bar))
+                bar += _LOOKS[kind][0] * (round(_WIDE * end / most) - len(bar))
             lines.append(f"{name:9} {bar} {_show(step.seconds)}")
-        used = [kind for kind in KINDS if any(step.gpu[kind] for step in self.steps.values())]
-        return [*lines, ", ".join(f"{_LETTERS[kind]} {kind}" for kind in used)]
+        return [*lines, ", ".join(f"{_LOOKS[kind][0]} {kind}" for kind in self._kinds())]
+
+    def _kinds(self, least: float = 0.0) -> list[str]:
+        """The kinds of work that take more than so many seconds by some recipe."""
+        return [k for k in KINDS if any(step.gpu[k] > least for step in self.steps.values())]
 
     def tables(self, limit: int | None = None) -> list[Grid]:
         """The steps, the meshes, where FP8 pays, what is assumed, and what others published."""
         names = [name for name in self.steps if name != HIGH]
-        used = [kind for kind in KINDS if any(s.gpu[kind] >= 5e-5 for s in self.steps.values())]
+        used = self._kinds(5e-5)
         steps = Grid(
             f"On mesh {self.mesh}",
             ("recipe", "ms", "tokens/s a GPU", "x", "GB", "CPU", *used),
@@ -260,19 +254,19 @@ class Scale(Printed):
         for i, (name, step) in enumerate(self.steps.items()):
             y, x = i * (tall + 6), float(left)
             elements.append(f"<text x='0' y='{y + 15}'>{escape(name)}</text>")
-            for kind in KINDS:
-                width = wide * step.gpu[kind] / most
+            for kind, (_, color) in _LOOKS.items():
+                width, told = wide * step.gpu[kind] / most, f"{kind}: {_show(step.gpu[kind])}"
                 elements.append(
                     f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{tall}' "
-                    f"fill='{_COLORS[kind]}'><title>{kind}: {_show(step.gpu[kind])}</title></rect>"
+                    f"fill='{color}'><title>{told}</title></rect>"
                 )
                 x += width
             elements.append(f"<text x='{x + 6:.1f}' y='{y + 15}'>{_show(step.seconds)}</text>")
         under = len(self.steps) * (tall + 6) + 8
-        used = [kind for kind in KINDS if any(step.gpu[kind] for step in self.steps.values())]
-        for i, kind in enumerate(used):
+        for i, kind in enumerate(self._kinds()):
             x, y = left + 90 * (i % 6), under + 14 * (i // 6)
-            elements.append(f"<rect x='{x}' y='{y}' width='9' height='9' fill='{_COLORS[kind]}'/>")
+            color = _LOOKS[kind][1]
+            elements.append(f"<rect x='{x}' y='{y}' width='9' height='9' fill='{color}'/>")
             elements.append(f"<text x='{x + 13}' y='{y + 9}'>{kind}</text>")
         title = f"{self.size.name} on {self.gpus} GPUs, {self.mesh}: predicted step"
         return svg(left + wide + 70, under + 16, title, "".join(elements)) + "\n"
@@ -288,16 +282,10 @@ def scale(
     micro: int | None = None,
     recompute: bool | None = None,
 ) -> Scale:
-    """Predict steps of a model.
+    """Predict steps of a model on so many GPUs, by recipes of ``search.RECIPES``.
 
-    Args:
-        size: of the model.
-        gpus: how many.
-        recipes: by name, of ``search.RECIPES``.
-        job: the work; its own ``micro`` and ``recompute`` do not count.
-        mesh: None takes the fastest.
-        micro: sequences of a micro-batch; None takes the fastest that fits in memory.
-        recompute: whether backward recomputes forward; None does if it must.
+    The mesh is by default the fastest; ``micro`` and ``recompute``, which stand for those of the
+    job, are by default what is fastest and fits in memory.
 
     Raises:
         ValueError: the model or the batch cannot be shared in this way.
@@ -305,6 +293,7 @@ def scale(
     steps_by_recipe = {
         name: fastest(size, recipe, job, gpus, micro, recompute) for name, recipe in recipes.items()
     }
+    chosen = mesh is None
     if mesh is None:
         firsts = [steps[0] for steps in steps_by_recipe.values() if steps]
         if not firsts:
@@ -313,9 +302,7 @@ def scale(
                 "Pass a batch that they divide, in powers of two."
             )
         mesh = min(firsts, key=lambda step: (not step.fits, step.seconds)).mesh
-        chosen = True
     else:
-        chosen = False
         predict(size, None, replace(job, micro=micro or 1), mesh)  # raises if it cannot be shared
     steps = {}
     for name, recipe in {HIGH: None, **recipes}.items():

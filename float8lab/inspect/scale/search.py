@@ -39,16 +39,8 @@ def best(
 ) -> Step | None:
     """The fastest step on a mesh that fits in memory, or else the one with the least memory.
 
-    Args:
-        size: of the model.
-        recipe: None is bfloat16.
-        job: the work; its own ``micro`` and ``recompute`` do not count.
-        mesh: which shares it.
-        micro: sequences of a micro-batch; None tries powers of two.
-        recompute: whether backward recomputes forward; None tries both.
-
-    Returns:
-        None if the mesh cannot share the batch.
+    ``micro`` and ``recompute`` stand for those of the job; None tries powers of two, and both.
+    The result is None if the mesh cannot share the batch.
     """
     steps = [predict(size, recipe, variant, mesh) for variant in _ways(job, mesh, micro, recompute)]
     fitting = [step for step in steps if step.fits]

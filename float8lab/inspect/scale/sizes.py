@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from float8lab.arguments import check_choice, check_flags, check_size
 
-__all__ = ["KNOWN", "ModelSize", "model_size"]
+__all__ = ["KNOWN", "ModelSize", "model_size", "read_pairs"]
+
+_NEEDED = ("layers", "width", "heads", "ffn", "vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class ModelSize:
 
     def __post_init__(self) -> None:
         check_flags(gated=self.gated, tied=self.tied)
-        for name in ("layers", "width", "heads", "ffn", "vocabulary"):
+        for name in _NEEDED:
             check_size(name, getattr(self, name), minimum=1)
         for name in ("groups", "head", "experts", "active", "shared"):
             check_size(name, getattr(self, name))
@@ -99,11 +101,6 @@ class ModelSize:
         return self.experts * _count(self.mlp_weights(self.ffn))
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer's matrices."""
-        return self.attention_parameters + self.dense_parameters + self.expert_parameters
-
-    @property
     def vocabulary_parameters(self) -> int:
         """Parameters of the embedding and of the output layer."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
@@ -116,7 +113,8 @@ class ModelSize:
         >>> f"{KNOWN['llama-3-70b'].parameters / 1e9:.1f}"
         '70.6'
         """
-        return self.layers * self.layer_parameters + self.vocabulary_parameters
+        layer = self.attention_parameters + self.dense_parameters + self.expert_parameters
+        return self.layers * layer + self.vocabulary_parameters
 
 
 def _count(weights: list[tuple[int, int]]) -> int:
@@ -184,11 +182,9 @@ _UNGATED = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starco
 
 
 def model_size(text: str) -> ModelSize:
-    """Find the sizes of a model.
+    """Find the sizes of a model: one of ``KNOWN``, ``name=value`` pairs, or in a configuration.
 
-    Args:
-        text: one of ``KNOWN``; ``name=value`` pairs of ``ModelSize``'s fields, separated by
-            commas; or a Transformers configuration file, or a directory with its ``config.json``.
+    That is a Transformers configuration file, or a directory with its ``config.json``.
 
     Raises:
         ValueError: it is none of these, or a model whose layers are not as ``ModelSize``'s.
@@ -216,16 +212,23 @@ def model_size(text: str) -> ModelSize:
     return _from_config(config, path)
 
 
-def _from_pairs(text: str) -> ModelSize:
-    names = [field.name for field in fields(ModelSize) if field.name != "name"]
-    told: dict[str, Any] = {}
+def read_pairs(argument: str, text: str, names: Sequence[str]) -> dict[str, int]:
+    """Whole numbers by name, of a text such as ``"dp=32,tp=8"`` that is an argument's value."""
+    told: dict[str, int] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
-        check_choice("model", name, names)
+        check_choice(argument, name, names)
         if not value.isdecimal():
-            raise ValueError(f"model must have a whole number for {name}; got {value!r}.")
-        told[name] = bool(int(value)) if name in ("gated", "tied") else int(value)
-    for name in ("layers", "width", "heads", "ffn", "vocabulary"):
+            raise ValueError(f"{argument} must have a whole number for {name}; got {value!r}.")
+        told[name] = int(value)
+    return told
+
+
+def _from_pairs(text: str) -> ModelSize:
+    names = [field.name for field in fields(ModelSize) if field.name != "name"]
+    told: dict[str, Any] = dict(read_pairs("model", text, names))
+    told |= {name: bool(told[name]) for name in ("gated", "tied") if name in told}
+    for name in _NEEDED:
         if name not in told:
             raise ValueError(f"model must tell {name}; got {text!r}. Add {name}=... to it.")
     return ModelSize(name="model", **told)

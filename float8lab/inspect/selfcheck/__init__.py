@@ -12,32 +12,7 @@ Sources: FP8 formats, arXiv:2209.05433; probabilistic bounds of rounding errors,
 SIAM J. Sci. Comput. 41(5), 2019 (by Hoeffding's inequality).
 """
 
-from float8lab.inspect.selfcheck import (
-    attention,
-    casts,
-    experts,
-    gemms,
-    grouped,
-    loss,
-    norms,
-    prologues,
-)
 from float8lab.inspect.selfcheck.harness import Cases, Check, Report, Row
 from float8lab.inspect.selfcheck.running import CHECKS, selfcheck
 
-__all__ = [
-    "CHECKS",
-    "Cases",
-    "Check",
-    "Report",
-    "Row",
-    "attention",
-    "casts",
-    "experts",
-    "gemms",
-    "grouped",
-    "loss",
-    "norms",
-    "prologues",
-    "selfcheck",
-]
+__all__ = ["CHECKS", "Cases", "Check", "Report", "Row", "selfcheck"]

@@ -5,16 +5,13 @@ T tokens, S places that a token may go to, R rows that tokens go to, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from float8lab import ops
 from float8lab.formats import E5M2
-from float8lab.inspect.selfcheck.grid import REFERENCE, all_to, name_of
-from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases, checks
+from float8lab.inspect.selfcheck.grid import name_of
+from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, REFERENCE, Cases, checks
 from float8lab.ops.reference import permute, router
 
 __all__: list[str] = []
@@ -28,10 +25,6 @@ def _row_map(cases: Cases, T: int, S: int, R: int, filled: int) -> Tensor:
     return torch.cat((to.view(T, S), to.new_full((T, 1), filled)), 1)
 
 
-def _there(outputs: Sequence[Tensor | None]) -> list[Tensor]:
-    return [output for output in outputs if output is not None and output.numel()]
-
-
 @checks("experts", f"{REFERENCE}; weighted sums: float64", "scatter_rows_op", "gather_rows_op")
 def _check_permute(cases: Cases) -> None:
     for number, (T, S, R, filled, H) in enumerate(
@@ -42,39 +35,30 @@ def _check_permute(cases: Cases) -> None:
         row_map, probs = _row_map(cases, T, S, R, filled), cases.uniform(T, S)
         x, rows = cases.normal(T, H).to(dtype), cases.normal(R, H).to(dtype)
         scale, amax = cases.uniform(3, T).t(), cases.uniform(T, 3)
-        data = cases.bytes(T, H)
         name = f"{T} tokens {S} places {filled} of {R} rows {H} features {name_of(dtype)}"
-        moved: list[tuple[str, tuple[Any, ...]]] = [
-            ("", (x, row_map, R)),
-            (" probabilities", (x.t().contiguous().t(), row_map, R, probs)),
-            (" FP8 data and scales", (data, row_map, R, probs, None, scale, amax)),
-        ]
-        for label, arguments in moved:
+        for label, op, arguments in (
+            ("", "scatter", (x, row_map, R)),
+            (" probabilities", "scatter", (x.t().contiguous().t(), row_map, R, probs)),
+            (
+                " FP8 data and scales", "scatter",
+                (cases.bytes(T, H), row_map, R, probs, None, scale, amax),
+            ),
+            ("", "gather", (rows, row_map, dtype)),
+            (" sums", "gather", (rows, row_map, dtype, probs, rows[:, 0])),
+            (
+                " FP8", "gather",
+                (rows.to(E5M2), row_map, dtype, None, None, cases.uniform(9, R).t(), 128),
+            ),
+        ):  # fmt: skip
             cases.begin(name + label)
-            want = permute.scatter_rows(*arguments)
-            cases.same(_there(ops.scatter_rows_op(*_to(cases, arguments))), _there(want))
-        added: list[tuple[str, tuple[Any, ...]]] = [
-            ("", (rows, row_map, dtype)),
-            (" sums", (rows, row_map, dtype, probs, rows[:, 0])),
-            (" FP8", (rows.to(E5M2), row_map, dtype, None, None, cases.uniform(9, R).t(), 128)),
-        ]
-        for label, arguments in added:
-            cases.begin(name + label)
-            sums = permute.gather_rows(*arguments)
-            cases.same(_there(ops.gather_rows_op(*_to(cases, arguments))), _there(sums))
+            cases.agree(f"{op}_rows_op", *arguments)
         cases.begin(f"{name} weighted sums")
-        arguments = (x, row_map, R, probs, rows)
-        got, dots, *_ = ops.scatter_rows_op(*_to(cases, arguments))
-        cases.same(got, permute.scatter_rows(*arguments)[0])
+        dots = cases.agree("scatter_rows_op", x, row_map, R, probs, rows, but=1)[1]
         exact, size = (
             permute.scatter_rows(a.double(), row_map, R, probs.double(), b.double())[1]
             for a, b in ((x, rows), (x.abs(), rows.abs()))
         )
         cases.within(dots, exact, size * (2.0**-24 * (H + 1)))  # a term is rounded H times at most
-
-
-def _to(cases: Cases, arguments: Sequence[object]) -> list[object]:
-    return [all_to(cases, [a])[0] if isinstance(a, Tensor) else a for a in arguments]
 
 
 def _allowed(z: Tensor) -> float:
@@ -93,15 +77,11 @@ def _check_row_map(cases: Cases) -> None:
         for dtype in (torch.bool, torch.int32, torch.int64):
             cases.begin(f"{T} tokens {S} places {name_of(dtype)}")
             mask = (cases.uniform(S, T) < 0.1).to(dtype).t()
-            mask = mask if dtype == torch.int64 else mask.contiguous()
-            cases.same(
-                _there(ops.row_map_op(mask.to(cases.device))), _there(permute.row_map_of(mask))
-            )
+            cases.agree("row_map_op", mask if dtype == torch.int64 else mask.contiguous())
     for T, K, E in ((300, 8, 128), (33, 3, 5), (1, 1, 1), (0, 4, 2)):
         cases.begin(f"{T} tokens {K} of {E} experts")
         index = (cases.uniform(K, T) * (E + 2)).to(torch.int64).t() - 1
-        got = ops.row_map_op(index.to(cases.device), E)
-        cases.same(_there(got), _there(permute.row_map_of(index, E)))
+        cases.agree("row_map_op", index, E)
 
 
 @checks("experts", "float64; choices: the reference on the CPU", "route_op", "route_backward_op")
@@ -116,16 +96,14 @@ def _check_route(cases: Cases) -> None:
                 cases.begin(f"{T} tokens {E} experts {name} {before} {dense}")
                 options = (topk, name, before, groups, best, 2.5, dense)
                 dense_or = (topk, name, before, 1.0 if dense else 2.5, dense)
-                got, chosen = ops.route_op(*all_to(cases, (z, bias)), *options)
-                chosen_cpu = router.route(z, bias, *options)[1]
-                cases.same(chosen, chosen_cpu)
+                got, chosen = cases.agree("route_op", z, bias, *options, but=0)
                 exact = router.route(z.double(), bias, *options)[0]
                 allowed = _allowed(z)
                 cases.within(got, exact, exact.abs() * allowed)
-                grad = cases.normal(T, E)
-                got = ops.route_backward_op(*all_to(cases, (grad, z, chosen_cpu)), *dense_or)
-                exact = router.route_backward(grad.double(), z.double(), chosen_cpu, *dense_or)
-                cases.within(got, exact, _terms(grad, z, chosen_cpu, *dense_or) * (4 * allowed))
+                grad, chosen = cases.normal(T, E), chosen.cpu()
+                got = ops.route_backward_op(*cases.on_device((grad, z, chosen)), *dense_or)
+                exact = router.route_backward(grad.double(), z.double(), chosen, *dense_or)
+                cases.within(got, exact, _terms(grad, z, chosen, *dense_or) * (4 * allowed))
 
 
 def _terms(

@@ -10,20 +10,13 @@ import torch
 from torch import Tensor
 
 from float8lab import ops
-from float8lab.formats import (
-    E4M3,
-    FP8_DTYPES,
-    HIGH_PRECISION_DTYPES,
-)
-from float8lab.inspect.environment import (
-    why_gemm_is_emulated,
-)
+from float8lab.formats import E4M3, FP8_DTYPES, HIGH_PRECISION_DTYPES
+from float8lab.inspect.environment import why_gemm_is_emulated
 from float8lab.inspect.selfcheck.grid import format_of, granularity, name_of
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
 from float8lab.ops import reference
 
 __all__ = ["GEMM_BOUND", "ExactGemm"]
-
 
 _BLOCKS: tuple[tuple[int, int], ...] = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32))
 _SURE = 7.0
@@ -79,6 +72,15 @@ class ExactGemm:
         cases.within(got, exact, (bound + smallest).cpu())
 
 
+def _quantize(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype) -> list[Tensor]:
+    """FP8 data and scales of a matrix or of each one of a batch, and their values in float64."""
+    if x.ndim == 3:
+        matrices = [_quantize(matrix, block, fp8_dtype) for matrix in x]
+        return [torch.stack(tensors) for tensors in zip(*matrices, strict=True)]
+    q, scale, _ = reference.quantize(x, fp8_dtype, block, "fp32", 0.0, 1)
+    return [q, scale, reference.dequantize(q, scale, block, torch.float64)]
+
+
 class _Pair:
     """Two operands of a GEMM, quantized on the CPU and copied to the device."""
 
@@ -92,18 +94,13 @@ class _Pair:
     ) -> None:
         self.cases, self.blocks = cases, blocks
         self.why = why_gemm_is_emulated(*blocks, cases.device, *formats)
-        self.operands: list[tuple[Tensor, Tensor]] = []
-        wide = []
-        for x, block, fp8_dtype in zip((left, right), blocks, formats, strict=True):
-            q, scale, _ = reference.quantize(x, fp8_dtype, block, "fp32", 0.0, 1)
-            self.operands.append((q.to(cases.device), scale.to(cases.device)))  # strides stay
-            wide.append(reference.dequantize(q, scale, block, torch.float64).to(cases.device))
-        self.exact = ExactGemm(*wide)
-        kinds = (
-            f"{format_of(fp8_dtype)} {granularity(block)}"
-            for fp8_dtype, block in zip(formats, blocks, strict=True)
-        )
-        self.name = f"{left.shape[0]}x{right.shape[0]}x{left.shape[1]} {' by '.join(kinds)}"
+        operands = map(_quantize, (left, right), blocks, formats)
+        (*self.left, a), (*self.right, b) = cases.on_device([*operands])
+        self.exact = ExactGemm(a, b)
+        pairs_of_kinds = zip(map(format_of, formats), map(granularity, blocks), strict=True)
+        kinds = map(" ".join, pairs_of_kinds)
+        sizes = "x".join(map(str, (*left.shape[:-1], *right.shape[-2:])))
+        self.name = f"{sizes} {' by '.join(kinds)}"
 
     def compare(
         self,
@@ -118,7 +115,7 @@ class _Pair:
         more = (name_of(out_dtype), "bias" * (bias is not None), "fast_accum" * fast_accum, case)
         self.cases.begin(" ".join(filter(None, (self.name, *more))), self.why)
         bias = None if bias is None else bias.to(self.cases.device)
-        (a, a_scale), (b, b_scale) = self.operands
+        (a, a_scale), (b, b_scale) = self.left, self.right
         a_block, b_block = self.blocks
         operands = arrange(a), a_scale, a_block, arrange(b), b_scale, b_block, bias
         if into is None:
@@ -204,31 +201,10 @@ def _check_scaled_mm_into(cases: Cases) -> None:
 @checks("gemms", GEMM_BOUND, "scaled_mm_op", name="scaled_bmm")
 def _check_scaled_bmm(cases: Cases) -> None:
     for blocks in pairs(_BLOCKS, _BLOCKS):
-        kinds = " by ".join(map(granularity, blocks))
-        why = why_gemm_is_emulated(*blocks, cases.device)
         for B, M, N, K in ((3, 37, 48, 144), (2, 1, 1, 1), (1, 5, 7, 300), (2, 3, 0, 16)):
-            operands, wide = [], []
-            for rows, block in zip((M, N), blocks, strict=True):
-                matrices_cast = [
-                    reference.quantize(cases.normal(rows, K), E4M3, block, "fp32", 0.0, 1)
-                    for _ in range(B)
-                ]
-                q, scale = (
-                    torch.stack([matrix_cast[i] for matrix_cast in matrices_cast]) for i in (0, 1)
-                )
-                dequantized = [
-                    reference.dequantize(*matrix_cast[:2], block, torch.float64)
-                    for matrix_cast in matrices_cast
-                ]
-                operands.append((q.to(cases.device), scale.to(cases.device)))
-                wide.append(torch.stack(dequantized).to(cases.device))
-            exact = ExactGemm(*wide)
-            (a, a_scale), (b, b_scale) = operands
+            pair = _Pair(cases, cases.normal(B, M, K), cases.normal(B, N, K), blocks)
+            b, scale = pair.right
             by_column = b.view(torch.uint8).mT.contiguous().mT.view(b.dtype)
             for out_dtype in HIGH_PRECISION_DTYPES:
-                for name, q in (("", b), (" by column", by_column)):
-                    cases.begin(f"{B}x{M}x{N}x{K}{name} {kinds} {name_of(out_dtype)}", why)
-                    got = ops.scaled_mm_op(
-                        a, a_scale, blocks[0], q, b_scale, blocks[1], None, out_dtype, False
-                    )
-                    exact.within(cases, got, None, out_dtype, not why)
+                for name, pair.right in (("", [b, scale]), ("by column", [by_column, scale])):
+                    pair.compare(out_dtype, name)

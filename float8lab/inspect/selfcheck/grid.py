@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from float8lab.formats import (
-    E4M3,
-    FP8_DTYPES,
-    Float8Spec,
-)
+from float8lab.formats import E4M3, FP8_DTYPES, Float8Spec
 from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases
 from float8lab.ops import Prologue
 
@@ -20,12 +15,9 @@ __all__ = [
     "LAYOUTS",
     "NORMS",
     "RECIPES",
-    "REFERENCE",
-    "all_to",
     "format_of",
     "given",
     "granularity",
-    "laid_out",
     "matrices",
     "name_of",
     "quantize_cases",
@@ -75,18 +67,23 @@ _SPECIAL = {
     "edge of e5m2": [57344.0, 61440.0, -61439.0, 65504.0],
     "halfway": [448.0, 1.0625, 1.1875, 17.0],
 }
+NORMS = ("layer_norm", "rms_norm")
 
 
-def matrices(cases: Cases, variant: int | None = None) -> Iterator[tuple[int, str, Tensor, int]]:
-    """Yield number in ``_SHAPES``, name, matrix on the CPU and alignment of each matrix.
+def matrices(
+    cases: Cases, variant: int | None = None, *, infinities: bool = False
+) -> Iterator[tuple[int, str, Tensor, int]]:
+    """Yield number, name, matrix and alignment of each matrix.
 
     With a ``variant`` these are the first matrix, one that the variant picks, and the empty ones;
-    without one they are all.
+    without one they are all. Every second one has ``infinities``.
     """
     for number, (shape, dtype, layout, align) in enumerate(_SHAPES):
         if variant is None or number in (0, 1 + variant % 4) or 0 in shape:
             name = f"{shape[0]}x{shape[1]} {name_of(dtype)} {layout} align {align}"
-            yield number, name, cases.matrix(shape, dtype), align
+            x = cases.matrix(shape, dtype)
+            x = with_infinities(x) if infinities and number % 2 else x
+            yield number, name, LAYOUTS[layout](x), align
 
 
 def with_infinities(x: Tensor) -> Tensor:
@@ -110,46 +107,29 @@ def format_of(fp8_dtype: torch.dtype) -> str:
     return "e4m3" if fp8_dtype == E4M3 else "e5m2"
 
 
+def granularity(block: Sequence[int]) -> str:
+    return Float8Spec(block=tuple(block)).granularity
+
+
 def given(x: Tensor | Prologue) -> tuple[str, Sequence[Tensor], torch.dtype]:
-    """The first arguments of a cast of a matrix or a source."""
+    """The first arguments of a cast of a matrix or of a prologue."""
     return x[:3] if isinstance(x, Prologue) else ("", [x], x.dtype)
-
-
-def laid_out(x: Tensor, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``x`` in its layout of ``_SHAPES``, on the device and on the CPU."""
-    layout = LAYOUTS[_SHAPES[number][2]]
-    return layout(x.to(device)), layout(x)
 
 
 QuantizeOptions = tuple[torch.dtype, tuple[int, int], str, float, int]
 """Format, block, scale rule, epsilon of the amax and alignment."""
 
 
-def quantize_cases(
-    cases: Cases,
-) -> Iterator[tuple[Tensor, Tensor, QuantizeOptions]]:
-    """Begin each case; yield the matrix on the device and on the CPU, and how to quantize it."""
+def quantize_cases(cases: Cases) -> Iterator[tuple[Tensor, QuantizeOptions]]:
+    """Begin each case; yield the matrix, and how to quantize it."""
     for index, (recipe, options) in enumerate(RECIPES.items()):
         for number, name, x, align in matrices(cases, index):
             fp8_dtype = FP8_DTYPES[(index + number) % 2]
             cases.begin(f"{name} {format_of(fp8_dtype)} {recipe}")
-            yield *laid_out(x, number, cases.device), (fp8_dtype, *options, align)
+            yield x, (fp8_dtype, *options, align)
             if number == 0:
                 cases.begin(f"{name} {format_of(fp8_dtype)} {recipe} with infinities")
-                x = with_infinities(x)
-                yield *laid_out(x, number, cases.device), (fp8_dtype, *options, align)
+                yield with_infinities(x), (fp8_dtype, *options, align)
         for name, x in special():
             cases.begin(f"{name} e4m3 {recipe}")
-            yield x.to(cases.device), x, (E4M3, *options, 16)
-
-
-REFERENCE = "the reference on the CPU, bit for bit"
-NORMS = ("layer_norm", "rms_norm")
-
-
-def granularity(block: Sequence[int]) -> str:
-    return Float8Spec(block=tuple(block)).granularity
-
-
-def all_to(cases: Cases, tensors: Iterable[Tensor | None]) -> list[Any]:
-    return [None if tensor is None else tensor.to(cases.device) for tensor in tensors]
+            yield x, (E4M3, *options, 16)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +12,11 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES
 from float8lab.inspect.environment import why_gemm_is_emulated
 from float8lab.inspect.selfcheck.gemms import GEMM_BOUND, ExactGemm
-from float8lab.inspect.selfcheck.grid import (
-    REFERENCE,
-    all_to,
-    format_of,
-    name_of,
-    with_infinities,
-)
-from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
+from float8lab.inspect.selfcheck.grid import format_of, given, name_of, with_infinities
+from float8lab.inspect.selfcheck.harness import BF16, FP32, REFERENCE, Cases, checks
 from float8lab.ops import reference
 from float8lab.ops.reference import ALIGN, SPAN, round_up
+from float8lab.ops.reference.grouped import bounds_of
 
 __all__: list[str] = []
 
@@ -46,7 +41,7 @@ _WANTED = {"both": (True, True), "rows": (True, False), "transpose": (False, Tru
 
 
 def _rows(
-    cases: Cases, sizes: tuple[int, ...], columns: int, dtype: torch.dtype, beyond: int = 9
+    cases: Cases, sizes: Sequence[int], columns: int, dtype: torch.dtype, beyond: int = 9
 ) -> Tensor:
     """Rows in groups, and padding rows of NaN after them."""
     x = cases.matrix((sum(sizes) + beyond, columns), dtype)
@@ -54,16 +49,18 @@ def _rows(
     return x
 
 
-def _offsets(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _offsets(sizes: Sequence[int], number: int) -> Tensor:
+    dtype = (torch.int32, torch.int64)[number % 2]
     return torch.tensor(sizes, device="cpu").cumsum(0).to(dtype)
 
 
-def _groups(cases: Cases) -> Iterator[tuple[str, tuple[int, ...], Tensor, Tensor]]:
+def _groups(cases: Cases) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, rows and offsets of each division into groups."""
     for index, (name, sizes) in enumerate(_SIZES.items()):
         dtype = (BF16, FP32)[index % 2]
-        offs = _offsets(sizes, (torch.int32, torch.int64)[index % 2])
         x = _rows(cases, sizes, 200 + index, dtype)
-        yield f"{name} {name_of(dtype)}", sizes, with_infinities(x) if index % 2 else x, offs
+        x = with_infinities(x) if index % 2 else x
+        yield f"{name} {name_of(dtype)}", x, _offsets(sizes, index)
 
 
 @checks("casts", REFERENCE, "cast_op", name="cast_groups")
@@ -71,76 +68,51 @@ def _check_cast_groups(cases: Cases) -> None:
     for index, (scaling, (block, w_block, rule)) in enumerate(_CASTS.items()):
         fp8_dtype = FP8_DTYPES[index % 2]
         for orientation, flags in _WANTED.items():
-            for name, sizes, x, offs in _groups(cases):
-                cases.begin(f"{name} {scaling} {format_of(fp8_dtype)} {orientation}")
-                options = (fp8_dtype, block, rule, 0.0, ALIGN, *flags, False, None)
-                got = ops.cast_op(
-                    "", [x.to(cases.device)], x.dtype, *options, offs.to(cases.device)
-                )
-                want = _cast("", [x], x.dtype, *options, offs=offs)
-                _compare(cases, got, want, sizes)
+            kind = f"{scaling} {format_of(fp8_dtype)} {orientation}"
+            for name, x, offs in _groups(cases):
+                cases.begin(f"{name} {kind}")
+                options = (fp8_dtype, block, rule, 0.0, ALIGN, *flags, False, None, offs)
+                _compare(cases, *cases.both("cast_op", *given(x), *options), offs)
             for name, w in (
                 ("3x40x140", cases.normal(3, 40, 140)),
                 ("2x130x48 transposed", cases.normal(2, 48, 130).to(BF16).mT),
             ):
-                cases.begin(f"batch {name} {scaling} {format_of(fp8_dtype)} {orientation}")
-                of_batch = (fp8_dtype, w_block, rule, 0.0, ALIGN, *flags)
-                got = ops.cast_op("", [w.to(cases.device)], w.dtype, *of_batch)
-                _compare(cases, got, _cast("", [w], w.dtype, *of_batch))
-    _check_what_is_given(cases)
+                cases.begin(f"batch {name} {kind}")
+                cases.agree("cast_op", *given(w), fp8_dtype, w_block, rule, 0.0, ALIGN, *flags)
+    for name, x, offs in _groups(cases):
+        _check_factors_and_activation(cases, name, x, offs)
 
 
-def _check_what_is_given(cases: Cases) -> None:
-    """Factors with slots; an activation."""
-    for name, sizes, x, offs in _groups(cases):
-        cases.begin(f"{name} by factors, with slots")
-        slots = [torch.full((len(sizes),), -1.0, device=at) for at in (cases.device, "cpu")]
-        factor = 0.3 + torch.arange(len(sizes), device="cpu") / 7
-        options = (E5M2, (-1, -1), "encode", 0.0, ALIGN, True, True, False)
-        there = factor.to(cases.device), offs.to(cases.device)
-        got = ops.cast_op("", [x.to(cases.device)], x.dtype, *options, *there, None, slots[0])
-        want = _cast("", [x], x.dtype, *options, factor, offs=offs, slot=slots[1])
-        _compare(cases, got, want, sizes)
-        cases.same(slots[0], slots[1])
-        cases.begin(f"{name} of an activation, as of its written values, with sums")
-        h, offsets = x.to(cases.device), offs.to(cases.device)
-        h = h[:, : h.shape[1] // 2 * 2]
-        value = ops.value_of_op("swiglu", [h], h.dtype)
-        in_blocks = (h.dtype, E4M3, (1, 128), "fp32", 0.0, ALIGN, True, True, True, None, offsets)
-        *got, sums = ops.cast_op("swiglu", [h], *in_blocks)
-        *want, want_sums = ops.cast_op("", [value], *in_blocks)
-        _compare(cases, got, [None if t is None else t.cpu() for t in want], sizes)
-        exact = value.double().cpu()
-        exact_sums = torch.stack([group.sum(0) for group in _split(exact, offs)])
-        size = torch.stack([group.abs().sum(0) for group in _split(exact, offs)])
-        for sums_of_kernel in (sums, want_sums):  # kernels add up in orders of their own
-            cases.within(sums_of_kernel, exact_sums, size * 2.0**-16)
-
-
-def _split(x: Tensor, offs: Tensor) -> list[Tensor]:
-    """The rows of each group."""
-    offsets = offs.tolist()
-    return [x[start:end] for start, end in zip([0, *offsets[:-1]], offsets, strict=True)]
+def _check_factors_and_activation(cases: Cases, name: str, x: Tensor, offs: Tensor) -> None:
+    cases.begin(f"{name} by factors, with slots")
+    factor = 0.3 + torch.arange(len(offs), device="cpu") / 7
+    slot = torch.full((len(offs),), -1.0, device="cpu")
+    options = (E5M2, (-1, -1), "encode", 0.0, ALIGN, True, True, False, factor, offs, None, slot)
+    _compare(cases, *cases.both("cast_op", *given(x), *options), offs)
+    cases.begin(f"{name} of an activation, as of its written values, with sums")
+    h, offsets = cases.on_device((x[:, : x.shape[1] // 2 * 2], offs))
+    value = ops.value_of_op("swiglu", [h], h.dtype)
+    in_blocks = (h.dtype, E4M3, (1, 128), "fp32", 0.0, ALIGN, True, True, True, None, offsets)
+    *got, sums = ops.cast_op("swiglu", [h], *in_blocks)
+    *want, want_sums = ops.cast_op("", [value], *in_blocks)
+    _compare(cases, got, [x if x is None else x.cpu() for x in want], offs)
+    groups = [value.double().cpu()[start:end] for start, end, _ in bounds_of(offs)]
+    exact = torch.stack([rows.sum(0) for rows in groups])
+    size = torch.stack([rows.abs().sum(0) for rows in groups])
+    for sums_of_kernel in (sums, want_sums):  # kernels add up in orders of their own
+        cases.within(sums_of_kernel, exact, size * 2.0**-16)
 
 
 def _compare(
-    cases: Cases,
-    got: Sequence[Tensor],
-    want: Sequence[Tensor | None],
-    sizes: tuple[int, ...] | None = None,
+    cases: Cases, got: Sequence[Tensor], want: Sequence[Tensor | None], offs: Tensor
 ) -> None:
-    """All results that are there; of a transpose of groups, what is behind them means nothing."""
-    used = None if sizes is None else sum(round_up(size, SPAN) for size in sizes)
+    """Compare what a cast of groups gave; the transpose behind the last group means nothing."""
+    used = sum(round_up(end - start, SPAN) for start, end, _ in bounds_of(offs))
     for index, (result, expected) in enumerate(zip(got, want, strict=True)):
         if expected is None or not expected.numel():
             continue
-        transpose = want[3] if used is not None and index in (3, 4) else None
-        if (
-            used is not None
-            and transpose is not None
-            and expected.ndim == 2
-            and expected.shape[1] > 1
-        ):
+        transpose = want[3] if index in (3, 4) and expected.ndim == 2 else None
+        if transpose is not None and expected.shape[1] > 1:
             columns = used * expected.shape[1] // transpose.shape[1]
             result, expected = (x[:, :columns].contiguous() for x in (result, expected))
         cases.same(result, expected)
@@ -149,11 +121,17 @@ def _compare(
 @checks("gemms", REFERENCE, "plan_groups_op")
 def _check_plan_groups(cases: Cases) -> None:
     for index, (name, sizes) in enumerate(_SIZES.items()):
-        offs = _offsets(sizes, (torch.int32, torch.int64)[index % 2])
         for more in (0, 9):
             cases.begin(f"{name} and {more} padding rows")
-            got = ops.plan_groups_op(offs.to(cases.device), sum(sizes) + more)
-            cases.same(got.to(offs.device), reference.plan_groups(offs, sum(sizes) + more))
+            cases.agree("plan_groups_op", _offsets(sizes, index), sum(sizes) + more)
+
+
+class _Operand(NamedTuple):
+    """A cast of rows or weights in one orientation, on the CPU."""
+
+    data: Tensor
+    scale: Tensor
+    block: tuple[int, int]
 
 
 @checks("gemms", GEMM_BOUND, "scaled_mm_op", name="grouped_mm")
@@ -163,82 +141,69 @@ def _check_grouped_mm(cases: Cases) -> None:
         for index, (name, sizes) in enumerate({**_SIZES, **many}.items()):
             if name in many and scaling == "1x32":
                 continue  # emulated
-            offs = _offsets(sizes, (torch.int32, torch.int64)[index % 2])
+            offs = _offsets(sizes, index)
             beyond = 60 * SPAN if name in many else 9
             x, dy = (_rows(cases, sizes, columns, FP32, beyond) for columns in (144, 272))
-            w = cases.normal(len(sizes), 272, 144)
-            both = rule, 0.0, ALIGN, True, True
-            operands = {
-                "x": _cast("", [x], FP32, E4M3, block, *both, offs=offs),
-                "dy": _cast("", [dy], FP32, FP8_DTYPES[index % 2], block, *both, offs=offs),
-                "w": _cast("", [w], FP32, E4M3, w_block, *both),
-            }
-            bias = cases.normal(len(sizes), 272)
+            operands: dict[str, _Operand] = {}
+            for key, matrix, fp8_dtype, blocks in (
+                ("x", x, E4M3, block),
+                ("dy", dy, FP8_DTYPES[index % 2], block),
+                ("w", cases.normal(len(sizes), 272, 144), E4M3, w_block),
+            ):
+                options = (fp8_dtype, blocks, rule, 0.0, ALIGN, True, True)
+                groups = None if key == "w" else offs
+                q, scale, _, q_t, scale_t, _ = _cast(*given(matrix), *options, offs=groups)
+                operands[key] = _Operand(q, scale, blocks)
+                operands[f"{key}'"] = _Operand(q_t, scale_t, blocks)
+            bias = None if index % 2 else cases.normal(len(sizes), 272)
             kinds = (BF16, False), (BF16, True), (FP32, False)
             for out_dtype, fast in kinds[:1] if name in many else kinds:
                 kind = f"{name} {scaling} {name_of(out_dtype)}{' fast_accum' * fast}"
-                formats = {key: operand[0].dtype for key, operand in operands.items()}
-                for left, right, blocks, added in (
-                    ("x", "w", (block, w_block), None if index % 2 else bias),
-                    ("dy", "w'", (block, w_block), None),
-                    ("dy'", "x'", (block, block), None),
+                for left, right, added in (
+                    ("x", "w", bias),
+                    ("dy", "w'", None),
+                    ("dy'", "x'", None),
                 ):
-                    pair = [formats[key.rstrip("'")] for key in (left, right)]
-                    why = why_gemm_is_emulated(*blocks, cases.device, *pair)
+                    a, b = operands[left], operands[right]
+                    why = why_gemm_is_emulated(
+                        a.block, b.block, cases.device, a.data.dtype, b.data.dtype
+                    )
                     cases.begin(f"{left} by {right} {kind}", why)
-                    how_it_runs = out_dtype, fast, not why
-                    _multiply(cases, operands, (left, right), blocks, offs, added, how_it_runs)
+                    arguments = (*a, *b, added, out_dtype, fast, offs)
+                    got = ops.scaled_mm_op(*cases.on_device(arguments))
+                    _compare_groups(cases, got, a, b, offs, added, out_dtype, not why)
 
 
-def _multiply(
-    cases: Cases,
-    operands: Mapping[str, tuple[Tensor | None, ...]],
-    names: tuple[str, str],
-    blocks: tuple[tuple[int, int], tuple[int, int]],
-    offs: Tensor,
-    bias: Tensor | None,
-    options: tuple[torch.dtype, bool, bool],
-) -> None:
-    """Compare a grouped GEMM by group; ``options``: output dtype, fast sums, native FP8."""
-    out_dtype, fast_accum, native = options
-    (a, a_scale), (b, b_scale) = (
-        operands[name.rstrip("'")][3:5] if name.endswith("'") else operands[name][:2]
-        for name in names
-    )
-    assert a is not None, "cast"
-    assert b is not None, "cast"
-    (a_d, a_s), (b_d, b_s) = all_to(cases, (a, a_scale)), all_to(cases, (b, b_scale))
-    added = None if bias is None else bias.to(cases.device)
-    got = ops.scaled_mm_op(
-        a_d, a_s, blocks[0], b_d, b_s, blocks[1], added, out_dtype, fast_accum,
-        offs.to(cases.device),
-    )  # fmt: skip
-    start = place = 0
-    for index, end in enumerate(offs.tolist()):
+def _compare_groups(
+    cases: Cases, got: Tensor, a: _Operand, b: _Operand, offs: Tensor, bias: Tensor | None,
+    out_dtype: torch.dtype, native: bool,
+) -> None:  # fmt: skip
+    """Compare a grouped GEMM group by group."""
+    end = 0
+    for index, (start, end, place) in enumerate(bounds_of(offs)):
         columns = slice(place, place + round_up(end - start, SPAN))
-        if b.ndim == 3:
-            assert a_scale is not None, "cast"
-            group_scale = a_scale[index] if a_scale.ndim == 3 else a_scale[start:end]
-            left = reference.dequantize(a[start:end], group_scale, blocks[0], torch.float64)
-            right = reference.dequantize(b[index], b_scale[index], blocks[1], torch.float64)  # type: ignore
+        if b.data.ndim == 3:
+            scale = a.scale[index] if a.scale.ndim == 3 else a.scale[start:end]
+            group = (
+                a._replace(data=a.data[start:end], scale=scale),
+                b._replace(data=b.data[index], scale=b.scale[index]),
+            )
             output = got[start:end]
         else:
-            left, right = (
-                reference.dequantize(
-                    q[:, columns], _of_group(scale, block, index, columns), block, torch.float64
-                )
-                for q, scale, block in ((a, a_scale, blocks[0]), (b, b_scale, blocks[1]))
-            )
+            group = _of_group(a, index, columns), _of_group(b, index, columns)
             output = got[index]
+        left, right = (reference.dequantize(*operand, torch.float64) for operand in group)
         group_bias = None if bias is None else bias[index]
         ExactGemm(left, right).within(cases, output.cpu(), group_bias, out_dtype, native)
-        start, place = end, columns.stop
-    if b.ndim == 3:
-        cases.same(got[start:], torch.zeros_like(got[start:], device="cpu"))
+    if b.data.ndim == 3:
+        cases.same(got[end:], torch.zeros_like(got[end:], device="cpu"))
 
 
-def _of_group(scale: Tensor | None, block: tuple[int, int], index: int, columns: slice) -> Tensor:
-    assert scale is not None, "cast"
+def _of_group(operand: _Operand, index: int, columns: slice) -> _Operand:
+    """The columns of a transpose that a group has, with their scales."""
+    data, scale, block = operand
     if block[1] != -1:
-        return scale[:, columns.start // block[1] : columns.stop // block[1]]
-    return scale[index] if scale.ndim == 3 else scale
+        scale = scale[:, columns.start // block[1] : columns.stop // block[1]]
+    elif scale.ndim == 3:
+        scale = scale[index]
+    return _Operand(data[:, columns], scale, block)

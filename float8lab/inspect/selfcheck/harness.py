@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from float8lab import ops
 from float8lab.formats import FP8_DTYPES
 
-__all__ = [
-    "BF16",
-    "FP16",
-    "FP32",
-    "Cases",
-    "Check",
-    "Report",
-    "Row",
-    "checks",
-]
+__all__ = ["BF16", "FP16", "FP32", "REFERENCE", "Cases", "Check", "Report", "Row", "checks"]
+
+REFERENCE = "the reference on the CPU, bit for bit"
+_OVERLOADS = {name: getattr(ops, name).overload for name in ops.__all__ if name.endswith("_op")}
+"""The ops as the dispatcher has them, which on a CPU are their references."""
 
 _SHOWN = 8
 """Failures of one row that are written out."""
@@ -134,6 +131,48 @@ class Cases:
         tally = self._tally or self.tallies.setdefault("", _Tally())
         tally.failures.append(f"{self.case}: {message}" if self.case else message)
 
+    def on_device(self, value: Any) -> Any:
+        """A copy on the device of a tensor, or of those in a tuple or list, in the same layout."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self.on_device, value))
+        if not isinstance(value, Tensor):
+            return value
+        size = value.untyped_storage().nbytes() // value.element_size()
+        memory = value.as_strided((size,), (1,), 0).to(self.device, copy=True)
+        return memory.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    def both(self, name: str, *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Call an op of ``float8lab.ops`` and its reference, given its arguments on the CPU.
+
+        Arguments that the op writes are compared.
+
+        Returns:
+            The results on the device, and those of the reference.
+        """
+        there, overload = self.on_device(arguments), _OVERLOADS[name]
+        got, want = _listed(getattr(ops, name)(*there)), _listed(overload(*arguments))
+        assert len(got) == len(want), "as many results as the reference has"
+        for result, expected, argument in zip(
+            there, arguments, overload._schema.arguments, strict=False
+        ):
+            if argument.is_write and expected is not None:
+                self.same(result, expected)
+        return got, want
+
+    def agree(self, name: str, *arguments: object, but: int | None = None) -> list[Tensor]:
+        """Compare what an op returns and writes with its reference; return it, on the device.
+
+        Args:
+            name: of the op in ``float8lab.ops``.
+            arguments: on the CPU.
+            but: the number of a result that is not compared.
+        """
+        got, want = self.both(name, *arguments)
+        # What an op does not give is a vector without elements.
+        there = [i for i, expected in enumerate(want) if i != but and expected.shape != (0,)]
+        self.same([got[i] for i in there], [want[i] for i in there])
+        return got
+
     def same(self, got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor]) -> None:
         """Compare bits and strides; 0 is equal to -0 outside FP8, and every NaN to every other."""
         got = [got] if isinstance(got, Tensor) else got
@@ -186,6 +225,12 @@ class Cases:
             x *= torch.logspace(-3, 3, shape[1], dtype=FP32, device="cpu")
             x[shape[0] // 2], x[:, shape[1] // 2] = 0, 0
         return x.to(dtype)
+
+
+def _listed(results: Any) -> list[Any]:
+    if results is None:
+        return []
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def _difference(got: Tensor, want: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from float8lab.inspect.selfcheck.casts import compare_sums
 from float8lab.inspect.selfcheck.grid import (
     NORMS,
     RECIPES,
-    all_to,
     format_of,
     given,
     name_of,
@@ -24,7 +23,6 @@ from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
 from float8lab.ops import reference
 
 __all__: list[str] = []
-
 
 _KINDS = (*NORMS, *reference.ACTIVATIONS, *(f"{name}_backward" for name in reference.ACTIVATIONS))
 _SOME_KINDS = (
@@ -73,18 +71,14 @@ def _check_value_of(cases: Cases) -> None:
             dtype = (BF16, FP32)[index // 2 % 2]
             cases.begin(f"{kind} {shape[0]}x{shape[1]} {name_of(dtype)}")
             inputs = _inputs(cases, kind, shape, dtype)
-            got = ops.value_of_op(kind, all_to(cases, inputs), dtype)
             if function in ("norm", "relu", "srelu"):
-                cases.same(got, reference.value_of(kind, inputs, dtype))
+                cases.agree("value_of_op", kind, inputs, dtype)
                 continue
-            size = math.prod(max(_largest_of(tensor), 1.0) for tensor in inputs)
+            got = ops.value_of_op(kind, cases.on_device(inputs), dtype)
+            size = math.prod(max([1.0, *x.abs().flatten().tolist()]) for x in inputs)
             exact = reference.value_of(kind, [tensor.double() for tensor in inputs], torch.float64)
             bound = exact.abs() * (torch.finfo(dtype).eps + 2.0**-16) + 2.0**-20 * size
             cases.within(got, exact, bound)
-
-
-def _largest_of(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
 
 
 _COMPOSED = "the op of the written values, both on this device, bit for bit"
@@ -99,8 +93,21 @@ def _prologues(cases: Cases) -> Iterator[tuple[ops.Prologue, Tensor, torch.dtype
             inputs = _inputs(cases, kind, shape, dtype)
             if number == 1:
                 inputs[0] = with_infinities(inputs[0])
-            prologue = ops.Prologue(kind, all_to(cases, inputs), dtype)
+            prologue = ops.Prologue(kind, cases.on_device(inputs), dtype)
             yield prologue, prologue.value(), fp8_dtype, align
+
+
+_RECIPES = ("per tensor", "per row", "1x128", "128x128", "1x32 e8m0")
+
+
+def _recipe(index: int, fp8_dtype: torch.dtype, align: int) -> tuple[object, ...]:
+    """Options of a cast by one of the recipes."""
+    return (fp8_dtype, *RECIPES[_RECIPES[index % len(_RECIPES)]], align)
+
+
+def _cast(x: ops.Prologue | Tensor, *options: object) -> Sequence[Tensor]:
+    results: Sequence[Tensor] = ops.cast_op(*given(x), *options)
+    return results
 
 
 @checks("prologues", _COMPOSED, "amax_op", name="amax_of")
@@ -115,14 +122,13 @@ def _check_cast_of(cases: Cases) -> None:
     for prologue, value, fp8_dtype, align in _prologues(cases):
         options = (fp8_dtype, (-1, -1), "encode", 0.0, align)
         for at, transposed in ((0, False), (3, True)):
-            arguments = (*given(prologue), *options, not transposed, transposed, False, encode)
+            oriented = (*options, not transposed, transposed, False, encode)
             slot, want_slot = (torch.full_like(encode, ops.NO_DATA) for _ in range(2))
-            got = ops.cast_op(*arguments, None, None, slot)
-            oriented = given(value.t() if transposed else value)
-            rowwise = True, False, False, encode, None, None, want_slot
-            want = ops.cast_op(*oriented, *options, *rowwise)
+            got = _cast(prologue, *oriented, None, None, slot)
+            rowwise = (*options, True, False, False, encode, None, None, want_slot)
+            want = _cast(value.t() if transposed else value, *rowwise)
             cases.same((got[at], slot), (want[0], want_slot))
-            cases.same(ops.cast_op(*arguments)[at], want[0])
+            cases.same(_cast(prologue, *oriented)[at], want[0])
 
 
 @checks("prologues", f"{_COMPOSED}; column sums: float64", "cast_op", name="cast_pair_of")
@@ -130,37 +136,31 @@ def _check_cast_pair_of(cases: Cases) -> None:
     encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
     for prologue, value, fp8_dtype, align in _prologues(cases):
         options = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, True, encode)
-        got, want = ops.cast_op(*given(prologue), *options), ops.cast_op(*given(value), *options)
+        got, want = _cast(prologue, *options), _cast(value, *options)
         cases.same((got[0], got[3]), (want[0], want[3]))
         compare_sums(cases, got[5], value.cpu())
-
-
-_RECIPES = ("per tensor", "per row", "1x128", "128x128", "1x32 e8m0")
 
 
 @checks("prologues", _COMPOSED, "cast_op", name="quantize_of")
 def _check_quantize_of(cases: Cases) -> None:
     for index, (prologue, value, fp8_dtype, align) in enumerate(_prologues(cases)):
-        recipe = _RECIPES[index % len(_RECIPES)]
-        options = (fp8_dtype, *RECIPES[recipe], align)
-        rowwise = ops.cast_op(*given(prologue), *options, True, False, False)
-        cases.same(rowwise[:2], ops.cast_op(*given(value), *options, True, False, False)[:2])
-        columnwise = ops.cast_op(*given(prologue), *options, False, True, False)
-        want = ops.cast_op(*given(value.t()), *options, True, False, False)
-        cases.same(columnwise[3:5], want[:2])
-        if recipe == "per tensor":
+        options = _recipe(index, fp8_dtype, align)
+        rowwise = _cast(prologue, *options, True, False, False)
+        cases.same(rowwise[:2], _cast(value, *options, True, False, False)[:2])
+        columnwise = _cast(prologue, *options, False, True, False)
+        cases.same(columnwise[3:5], _cast(value.t(), *options, True, False, False)[:2])
+        if options[1] == (-1, -1):
             amax = ops.amax_op(*given(prologue), (-1, -1))
             cases.same(columnwise[2], amax)
-            requantized = ops.cast_op(*given(prologue), *options, False, True, False, amax)
+            requantized = _cast(prologue, *options, False, True, False, amax)
             cases.same(requantized[3:5], columnwise[3:5])
 
 
 @checks("prologues", f"{_COMPOSED}; column sums: float64", "cast_op", name="quantize_pair_of")
 def _check_quantize_pair_of(cases: Cases) -> None:
     for index, (prologue, value, fp8_dtype, align) in enumerate(_prologues(cases)):
-        recipe = _RECIPES[index % len(_RECIPES)]
-        options = (fp8_dtype, *RECIPES[recipe], align)
-        q, scale, _, *transposed, sums = ops.cast_op(*given(prologue), *options, True, True, True)
-        want = ops.cast_op(*given(value), *options, True, True, False)
+        options = _recipe(index, fp8_dtype, align)
+        q, scale, _, *transposed, sums = _cast(prologue, *options, True, True, True)
+        want = _cast(value, *options, True, True, False)
         cases.same((q, scale, *transposed), (*want[:2], *want[3:5]))
         compare_sums(cases, sums, value.cpu())

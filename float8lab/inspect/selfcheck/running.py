@@ -156,16 +156,6 @@ def _rows_of(check: Check, device: torch.device) -> list[Row]:
         status = "failed" if tally.failures else "emulated" if why else "passed"
         if tally.failures and lacking:
             status, why = "unsupported", lacking
-        rows.append(
-            Row(
-                check.group,
-                check.name,
-                check.against,
-                status,
-                tally.cases,
-                tally.worst,
-                why,
-                tally.failures,
-            )
-        )
+        result = status, tally.cases, tally.worst, why, tally.failures
+        rows.append(Row(check.group, check.name, check.against, *result))
     return rows

@@ -47,14 +47,10 @@ class Measurement:
 def measure_cast(
     x: Tensor, q: Tensor, scale: Tensor, spec: Float8Spec, *, delayed: bool
 ) -> Measurement:
-    """Measure a cast.
+    """Measure the cast of ``x``, ``[M, K]`` in high precision.
 
-    Args:
-        x: ``[M, K]``, the source of the cast, in high precision.
-        q: its FP8 data, without padding.
-        scale: decode scales that broadcast over the blocks of ``spec``.
-        spec: format and blocks.
-        delayed: whether the scale comes from earlier steps.
+    ``q`` has no padding; the decode scales broadcast over the blocks of ``spec``, and are
+    ``delayed`` if they come from earlier steps.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     size = wide.abs()

@@ -29,6 +29,7 @@ from float8lab.checkpoints.safetensors import (
     check_target,
     write_checkpoint,
 )
+from float8lab.checkpoints.source import dtype_name, listed
 from float8lab.integrations.checkpoint.saved_names import SavedNames, saved_names
 from float8lab.integrations.checkpoint.weights import find_weights, gemm_weights
 from float8lab.recipes.recipe import Recipe, check_recipe
@@ -64,20 +65,15 @@ class ExportReport:
         for kind in kinds:
             lines.append(f"{list(self.fp8.values()).count(kind)} weights in {kind}")
         if self.high_precision:
-            lines.append(f"in high precision: {_some(self.high_precision)}")
+            lines.append(f"in high precision: {listed(self.high_precision, 5)}")
         for reason in dict.fromkeys(self.reasons.values()):
             names = [name for name, why in self.reasons.items() if why == reason]
-            lines.append(f"{_some(names)}: in high precision, for {reason}")
+            lines.append(f"{listed(names, 5)}: in high precision, for {reason}")
         if self.nonfinite:
             lines.append(_counts(self.nonfinite))
         return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{more}"
 
 
 def export(  # noqa: PLR0913  # each is a keyword that users set on its own
@@ -143,8 +139,8 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     check_choice("format", format, FORMATS)
     check_recipe("recipe", recipe)
     exclude = check_names("exclude", exclude)
-    for listed in (share_scales, *share_scales):
-        check_instance("share_scales", listed, (list, tuple), "a list of lists of names")
+    for names_or_lists in (share_scales, *share_scales):
+        check_instance("share_scales", names_or_lists, (list, tuple), "a list of lists of names")
     for group in share_scales:
         check_names("share_scales", group)
     check_size("max_shard_size", max_shard_size, minimum=1)
@@ -215,7 +211,7 @@ def _check_none_left(state: Mapping[str, Tensor], in_fp8: Container[str]) -> Non
     if stray:
         raise ValueError(
             f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
-            f"{', '.join(stray[:5])}. Dequantize them, or do not exclude them."
+            f"{listed(stray, 5)}. Dequantize them, or do not exclude them."
         )
 
 
@@ -238,7 +234,7 @@ def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
     These are linear layers, experts whose weights are one tensor in high precision, and routers
     beside experts in FP8.
     """
-    linear = gemm_weights(model)
+    linear = [weight for weight in gemm_weights(model) if not weight.is_stack]
     modules = [gemm.name for gemm in linear if not set(gemm.paths) & set(in_fp8)]
     named = {path for gemm in linear for path in gemm.paths} | set(in_fp8)
     parents_of_experts, routers = set(), []
@@ -291,9 +287,8 @@ def _nonfinite(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _counts(nonfinite: Mapping[str, int]) -> str:
-    listed = [f"{count} in {name}" for name, count in nonfinite.items()]
-    more = f" and {len(listed) - 3} more tensors" if len(listed) > 3 else ""
-    return f"{sum(nonfinite.values())} elements are NaN or infinite: {', '.join(listed[:3])}{more}"
+    places = listed([f"{count} in {name}" for name, count in nonfinite.items()], 3)
+    return f"{sum(nonfinite.values())} elements are NaN or infinite: {places}"
 
 
 def _groups(
@@ -343,19 +338,15 @@ def _config_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, objec
         fields["architectures"] = [type(model).__name__]
     if not fields.get("dtype") and not fields.get("torch_dtype") and dtypes:
         fields["dtype"] = max(dict.fromkeys(dtypes), key=dtypes.count)
-    return {key: _plain(value) for key, value in fields.items()}
-
-
-def _plain(value: object) -> object:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return {
+        key: dtype_name(value) if isinstance(value, torch.dtype) else value
+        for key, value in fields.items()
+    }
 
 
 def _packed_notes(state: Mapping[str, Tensor]) -> list[str]:
     names = [name for name, value in state.items() if isinstance(value, Float4Tensor)]
-    if not names:
-        return []
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return [f"{names[0]}{more}: stored in 4 bits, written in high precision"]
+    return [f"{listed(names, 1)}: stored in 4 bits, written in high precision"] if names else []
 
 
 def _notes(weights: Sequence[Weight], format: Format) -> list[str]:
@@ -370,8 +361,7 @@ def _notes(weights: Sequence[Weight], format: Format) -> list[str]:
     ]
     if not cut:
         return []
-    more = f" and {len(cut) - 1} more" if len(cut) > 1 else ""
     return [
-        f"{cut[0]}{more}: sizes that are no multiple of 128; Transformers does not dequantize them "
-        "correctly, as it takes all blocks to be of one size"
+        f"{listed(cut, 1)}: sizes that are no multiple of 128; Transformers does not dequantize "
+        "them correctly, as it takes all blocks to be of one size"
     ]

@@ -6,16 +6,17 @@ dtypes, and the scales. Weights are then read one at a time, in pieces.
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_flags, check_module, check_path, printable
+from float8lab.arguments import check_flags, check_module, check_path
 from float8lab.checkpoints.experts import (
     Incomplete,
     Stack,
@@ -27,16 +28,10 @@ from float8lab.checkpoints.item import Item
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
-from float8lab.checkpoints.source import CheckpointError, CheckpointSource, boxes
+from float8lab.checkpoints.source import CheckpointError, CheckpointSource, boxes, listed
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Spec
 from float8lab.integrations.checkpoint.saved_names import saved_names
-from float8lab.integrations.checkpoint.weights import (
-    GemmWeight,
-    StackedWeight,
-    gemm_weights,
-    spec_of_stacked,
-    stacked_weights,
-)
+from float8lab.integrations.checkpoint.weights import GemmWeight, gemm_weights, specs_of_parameters
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.other_experts import routers
 from float8lab.nn.convert.report import conversion_report, explain_layer
@@ -61,7 +56,7 @@ it is."""
 _PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 _COMPUTED = ("rotary_emb.inv_freq", "_extra_state", "input_global_scale")
 """Suffixes of tensors in checkpoints that models compute, or that only other libraries use."""
-_SHOWN = 8
+_some = functools.partial(listed, most=8)
 
 
 @dataclass(frozen=True)
@@ -215,10 +210,10 @@ class _Targets:
         for name, value in self.state.items():
             self.names.setdefault(id(value), []).append(name)
         self.layers: dict[str, nn.Module] = {
-            path: weight.module for weight in gemm_weights(model) for path in weight.paths
-        }
-        self.layers |= {
-            weight.path: weight.module for weight in stacked_weights(model) if not weight.joined
+            path: weight.module
+            for weight in gemm_weights(model)
+            if not weight.is_stack or len(weight.paths) == 1
+            for path in weight.paths
         }
         self.saved = saved_names(model).to_model()
 
@@ -318,8 +313,8 @@ def _check(plan: _Plan, path: str, stacks: Mapping[str, Incomplete], *, strict: 
     """Raise if a checkpoint is damaged or does not fit; note the stacks that are not loaded."""
     if plan.damage:
         raise CheckpointError(
-            f"{path} must have its FP8 weights whole; {_some(plan.damage, '; ')}. The model is "
-            "unchanged. Repeat the write, or the download."
+            f"{path} must have its FP8 weights whole; {_some(plan.damage, separator='; ')}. The "
+            "model is unchanged. Repeat the write, or the download."
         )
     problems = list(plan.problems)
     if strict:
@@ -335,8 +330,8 @@ def _check(plan: _Plan, path: str, stacks: Mapping[str, Incomplete], *, strict: 
         ]
     if problems:
         raise ValueError(
-            f"{path} must fit the model; {_some(problems, '; ')}. The model is unchanged. Build "
-            "the model that the checkpoint is of"
+            f"{path} must fit the model; {_some(problems, separator='; ')}. The model is "
+            "unchanged. Build the model that the checkpoint is of"
             f"{', rename tensors in a state dict, or pass strict=False' if strict else ''}."
         )
 
@@ -390,12 +385,6 @@ def _problem(item: Item, target: Tensor) -> str | None:
     if entry.dtype.is_floating_point != target.dtype.is_floating_point:
         return f"{item.name} is {entry.dtype_name} there and {target.dtype} in the model"
     return None
-
-
-def _some(texts: Iterable[str], separator: str = ", ") -> str:
-    listed = list(map(printable, texts))
-    more = len(listed) - _SHOWN
-    return separator.join(listed[:_SHOWN]) + (f"{separator}and {more} more" if more > 0 else "")
 
 
 def _device_of(target: Tensor) -> torch.device:
@@ -472,11 +461,15 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     """Give the layers of FP8 weights recipes that use their bytes; return notes on exceptions."""
     by_name = {name: item for item, names in plan.stored for name in names}
     choice = _Choice()
+    stacks: dict[str, list[GemmWeight]] = {}
     for gemm in gemm_weights(model):
         specs = {spec for name in gemm.paths if name in by_name and (spec := by_name[name].spec)}
-        if specs:
+        if gemm.is_stack:
+            stacks.setdefault(gemm.name, []).append(gemm)
+        elif specs:
             _choose_for_gemm(choice, gemm, specs, plan.input_scales)
-    _choose_for_stacks(choice, model, by_name)
+    for weights in stacks.values():
+        _choose_for_stacks(choice, weights, by_name)
     for recipe in dict.fromkeys(choice.recipes.values()):
         layers = {name for name, chosen in choice.recipes.items() if chosen == recipe}
         choice.notes += _convert(model, recipe, layers)
@@ -486,8 +479,8 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     if unused:
         choice.notes.append(f"{_some(unused)}: not used, for the recipe scales activations itself")
     if choice.requantized:
-        layers_text = _some(choice.requantized)
-        choice.notes.append(f"{layers_text}: the recipe they have requantizes these weights")
+        names = _some(choice.requantized)
+        choice.notes.append(f"{names}: the recipe they have requantizes these weights")
     return choice.notes
 
 
@@ -500,10 +493,13 @@ def _choose_for_gemm(
     """Choose the recipe of a linear layer whose weight is stored in these formats."""
     precision = gemm.precision
     if precision is not None and (precision.recipe is not None or precision.pinned):
-        if not _casts_to(precision.recipe, specs):
+        # It is to cast to the blocks of one of these FP8 formats.
+        blocks = {spec.block for spec in specs if not any(s.is_packed for s in specs)}
+        if precision.recipe is None or precision.recipe.linear.w.block not in blocks:
             choice.requantized.append(gemm.name)
     elif all(not spec.is_packed for spec in specs):  # else in high precision
-        recipe = _recipe_for(specs)
+        kinds = {(s.block, s.element_dtype) for s in specs if s.element_dtype == E4M3}
+        recipe = _RECIPES.get(kinds.pop()) if len(kinds) == 1 else None
         static = any(_stem(name) in input_scales for name in gemm.paths)
         if recipe is None:
             choice.notes.append(f"{gemm.name} runs without a recipe: none has its blocks")
@@ -513,37 +509,27 @@ def _choose_for_gemm(
             choice.recipes[gemm.name] = recipe
 
 
-def _casts_to(recipe: Recipe | None, specs: Collection[Spec]) -> bool:
-    """Whether a recipe's cast of a weight has the blocks of one of these FP8 formats."""
-    blocks = {spec.block for spec in specs}
-    packed = any(spec.is_packed for spec in specs)
-    return recipe is not None and not packed and recipe.linear.w.block in blocks
-
-
-def _choose_for_stacks(choice: _Choice, model: nn.Module, by_name: Mapping[str, Item]) -> None:
-    """Choose the recipes of experts and other modules that use the weights as they are stored."""
-    of_module: dict[str, list[StackedWeight]] = {}
-    for stack in stacked_weights(model):
-        of_module.setdefault(stack.name, []).append(stack)
-    for name, weights in of_module.items():
-        items = [by_name.get(weight.path) for weight in weights]
-        if not any(item is not None and item.fp8 for item in items):
-            continue
-        fitting = [
-            recipe
-            for recipe in _RECIPES.values()
-            if all(_fits(weight, item, recipe) for weight, item in zip(weights, items, strict=True))
-        ]
-        states = [precision for _, precision in precisions(weights[0].module)]
-        recipes_now = {state.recipe for state in states if state.recipe is not None or state.pinned}
-        if recipes_now:
-            choice.requantized += [] if recipes_now <= set(fitting) else [name]
-        elif weights[0].castable and fitting:
-            choice.recipes[name] = fitting[0]
-        elif weights[0].castable:
-            choice.notes.append(
-                f"{name} runs without a recipe: none has the blocks of all its experts"
-            )
+def _choose_for_stacks(
+    choice: _Choice, weights: Sequence[GemmWeight], by_name: Mapping[str, Item]
+) -> None:
+    """Choose the recipe of experts or another module that uses the weights as they are stored."""
+    name = weights[0].name
+    stored = [by_name[path] for weight in weights for path in weight.paths if path in by_name]
+    if not any(item.fp8 for item in stored):
+        return
+    fitting = [
+        recipe
+        for recipe in _RECIPES.values()
+        if all(_fits(weight, by_name, recipe) for weight in weights)
+    ]
+    states = [precision for _, precision in precisions(weights[0].module)]
+    recipes_now = {state.recipe for state in states if state.recipe is not None or state.pinned}
+    if recipes_now:
+        choice.requantized += [] if recipes_now <= set(fitting) else [name]
+    elif weights[0].castable and fitting:
+        choice.recipes[name] = fitting[0]
+    elif weights[0].castable:
+        choice.notes.append(f"{name} runs without a recipe: none has the blocks of all its experts")
 
 
 def _set_input_scales(
@@ -553,22 +539,43 @@ def _set_input_scales(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     used: set[str] = set()
     for gemm in gemm_weights(model):
-        if gemm.precision is not None:
-            gemm.precision.prepare(device)
-            if _set_input_scale(gemm.precision, gemm.paths, by_name, scales):
-                used |= {_stem(name) for name in gemm.paths}
+        if gemm.precision is None or gemm.is_stack:
+            continue
+        gemm.precision.prepare(device)
+        names = [name for name in gemm.paths if name in by_name]
+        inputs = [scales[_stem(name)] for name in names if _stem(name) in scales]
+        if inputs and isinstance(gemm.precision.recipe, DelayedScaling):
+            # The largest scale covers the weight, should it be requantized.
+            weight = max(float(by_name[name].scales().max()) for name in names)
+            _start_delayed(gemm.precision, {X: max(inputs), W: weight})
+            used |= {_stem(name) for name in gemm.paths}
     return [f"{stem}input_scale" for stem in scales if stem not in used]
 
 
-def _fits(weight: StackedWeight, item: Item | None, recipe: Recipe) -> bool:
+def _start_delayed(precision: Precision, scales: Mapping[int, float]) -> None:
+    """Start the delayed recipe of a layer from scales by slot."""
+    for (recipe, _), slots in precision.slots.items():
+        if recipe == precision.recipe:
+            state = {name: slots.tensors()[name].clone() for name in ("scale", "seeded")}
+            for slot, scale in scales.items():
+                if scale > 0:
+                    start = slots.column_starts[slot]
+                    columns = slice(start, start + slots.widths[slot])
+                    state["scale"][columns] = scale
+                    state["seeded"][columns] = True
+            slots.load(state)
+
+
+def _fits(weight: GemmWeight, by_name: Mapping[str, Item], recipe: Recipe) -> bool:
     """Whether a recipe uses a weight as a checkpoint stores it."""
-    spec = None if item is None else item.spec
-    if spec is None or spec.element_dtype != E4M3:
-        return False
-    cast_spec = spec_of_stacked(weight, recipe)
-    if cast_spec is None or cast_spec.element_dtype != spec.element_dtype:
-        return False
-    return cast_spec.block == spec.block
+    stored = [item.spec for path in weight.paths if (item := by_name.get(path)) is not None]
+    specs = specs_of_parameters(weight, recipe) or []
+    return len(stored) == len(specs) > 0 and all(
+        spec is not None
+        and spec.element_dtype == cast_spec.element_dtype == E4M3
+        and spec.block == cast_spec.block
+        for spec, cast_spec in zip(stored, specs, strict=True)
+    )
 
 
 def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
@@ -598,37 +605,6 @@ def _convert(model: nn.Module, recipe: Recipe, layers: Container[str]) -> list[s
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
 
 
-def _recipe_for(specs: Iterable[Spec]) -> Recipe | None:
-    """The recipe that uses weights stored in this way as they are; None if there is none."""
-    kinds = {(spec.block, spec.element_dtype) for spec in specs if spec.element_dtype == E4M3}
-    return _RECIPES.get(kinds.pop()) if len(kinds) == 1 else None
-
-
 def _stem(name: str) -> str:
     """The part of a weight's name that the name of its input's scale has as well."""
     return name.removesuffix("weight")
-
-
-def _set_input_scale(
-    precision: Precision,
-    names: Sequence[str],
-    items: Mapping[str, Item],
-    scales: Mapping[str, float],
-) -> bool:
-    """Start a delayed recipe from the checkpoint's scales; False if one of the two is missing."""
-    inputs = [scales[_stem(name)] for name in names if name in items and _stem(name) in scales]
-    if not inputs or not isinstance(precision.recipe, DelayedScaling):
-        return False
-    # The largest scale covers the weight, should it be requantized.
-    weight = max(float(items[name].scales().max()) for name in names if name in items)
-    for (recipe, _), slots in precision.slots.items():
-        if recipe == precision.recipe:
-            state = {name: value.clone() for name, value in slots.tensors().items()}
-            for slot, scale in ((X, max(inputs)), (W, weight)):
-                if scale > 0:
-                    start = slots.column_starts[slot]
-                    columns = slice(start, start + slots.widths[slot])
-                    state["scale"][columns] = scale
-                    state["seeded"][columns] = True
-            slots.load({name: state[name] for name in ("scale", "seeded")})
-    return True

@@ -13,7 +13,7 @@ from float8lab.arguments import check_names, check_path, check_size
 from float8lab.checkpoints.megatron import arguments_of
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError
-from float8lab.inspect.checkpoint.report import named
+from float8lab.inspect.checkpoint.report import selected
 
 __all__ = ["MegatronCheckpoint", "read_megatron"]
 
@@ -73,18 +73,13 @@ def read_megatron(
     if source.notes:
         raise CheckpointError(f"{path} must be a whole checkpoint; {source.notes[0]}.")
     entries = [entry for entry in source.entries if not entry.name.startswith(_NOT_OF_MODEL)]
-    if globs:
-        entries = [entry for entry in entries if named(entry.name, globs)]
-    if not entries and not (globs and source.entries):
-        raise CheckpointError(f"{path} must have tensors of a model; it has none.")
     if not entries:
-        raise CheckpointError(
-            f"layer must match a tensor of {path}; {' and '.join(globs)} matches none of its "
-            f"{len(source.entries)}, from {source.entries[0].name} on."
-        )
+        raise CheckpointError(f"{path} must have tensors of a model; it has none.")
+    chosen = set(selected([entry.name for entry in entries], globs, str(path)))
     state = {
         entry.name: entry.read()[:vocab_size] if entry.name in _VOCABULARY else entry.read()
         for entry in entries
+        if entry.name in chosen
     }
     args = SimpleNamespace(**arguments_of(Path(path)))
     return MegatronCheckpoint(str(path), source.container, state, args)

@@ -27,6 +27,7 @@ from float8lab.arguments import check_instance, check_module, check_path
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError, refusing
 from float8lab.checkpoints.unpickling import TRANSFORMER_ENGINE_STATE, load_restricted
+from float8lab.integrations.checkpoint.weights import delayed_slots
 from float8lab.nn.precision import DY, Precision, W, X, precisions
 from float8lab.ops import NO_DATA
 from float8lab.recipes.delayed import DelayedSlots
@@ -110,7 +111,8 @@ def load_te_scaling(
             continue
         loaded.append(name)
         for precision, scales in zip(modules[name], gemms, strict=True):
-            slots = _slots(precision, recipe or saved_recipe, device, given=recipe is not None)
+            chosen = _first_delayed(recipe, precision.recipe, saved_recipe)
+            slots = delayed_slots(precision, chosen, device)
             ready.append((slots, _converted(scales, slots)))
     for slots, values in ready:
         slots.load(values)
@@ -213,14 +215,8 @@ def _saved_tensor(name: str, state: Mapping[str, object], key: str, ndim: int) -
     )
 
 
-def _slots(
-    precision: Precision, recipe: DelayedScaling, device: torch.device, *, given: bool
-) -> DelayedSlots:
-    chosen = precision.recipe
-    if given or not isinstance(chosen, DelayedScaling):
-        chosen = recipe
-    precision.prepare(device, chosen)
-    return next(slots for (used, _), slots in precision.slots.items() if used == chosen)
+def _first_delayed(*recipes: object) -> DelayedScaling:
+    return next(recipe for recipe in recipes if isinstance(recipe, DelayedScaling))
 
 
 def _converted(scales: _GemmScales, slots: DelayedSlots) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from float8lab.nn.convert.walk import (
 from float8lab.nn.precision import precisions
 from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.recipe import LinearPlan, Recipe
+from float8lab.tables import aligned, html_table
 
 __all__ = [
     "ConversionReport",
@@ -59,19 +60,16 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The linear layers of a model, in FP8 or not, and why; ``print`` it for a table.
-
-    Attributes:
-        layers: one entry for each candidate, in the model's order.
-        unmatched: names given in ``exclude`` or ``overrides`` that no layer has.
-        total_parameters: of the whole model, shared ones counted once.
-        notes: sentences about the whole, each printed as a line.
-    """
+    """The linear layers of a model, in FP8 or not, and why; ``print`` it for a table."""
 
     layers: tuple[LayerReport, ...]
+    """One entry for each candidate, in the model's order."""
     unmatched: tuple[str, ...]
+    """Names given in ``exclude`` or ``overrides`` that no layer has."""
     total_parameters: int
+    """Those of the whole model, shared ones counted once."""
     notes: tuple[str, ...] = ()
+    """Sentences about the whole, each printed as a line."""
 
     @property
     def converted(self) -> tuple[LayerReport, ...]:
@@ -93,29 +91,15 @@ class ConversionReport:
         )
 
     def __str__(self) -> str:
-        rows = [_HEADINGS, *self._rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i == 4 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        lines = aligned([_HEADINGS, *self._rows()], left=4)
         return "\n".join([*lines, *self._remarks()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """The table that notebooks show."""
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEADINGS)
-        rows = [
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self._rows()
-        ]
         remarks = "<br>".join(escape(line) for line in self._remarks())
-        table = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
-        return f"<table>{table}</table><p>{remarks}</p>"
+        return f"{html_table(_HEADINGS, self._rows())}<p>{remarks}</p>"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -198,15 +182,7 @@ def remember_conversion(
     notes: Sequence[str],
     layers: Iterable[tuple[nn.Module, str]],
 ) -> None:
-    """Keep the notes of a conversion, in place of those of earlier ones.
-
-    Args:
-        model: the model that was converted.
-        walk: its modules.
-        unmatched: names given that no layer has.
-        notes: sentences about the model.
-        layers: pairs of a candidate and the sentence about it.
-    """
+    """Keep the notes of a conversion, ``layers`` of each candidate, in place of earlier ones."""
     for module in walk.modules:
         vars(module).pop(_CONVERSION, None)
     vars(model)[_CONVERSION] = (tuple(unmatched), tuple(notes))

@@ -55,7 +55,8 @@ _TILE = Tile(rows=128, columns=128, warps=8)
 _NARROW = Tile(rows=128, columns=64, warps=4)
 """The tile of other casts, as ``prologue.tile_for`` has it for words."""
 _NARROW_OF_PROLOGUE = Tile(rows=128, columns=64, warps=8)
-_AMAX_TILE = Tile(rows=64, columns=128, warps=8)
+_AMAX_TILE = Tile(rows=32, columns=256, warps=8)
+"""Wide, since a program reads its tiles one after another: rows of 512 bytes."""
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of all there is."""
 _SUMS = 128
@@ -187,7 +188,7 @@ def _part_of_plan(plan_ptr, index, PARTS: tl.constexpr):
 def _amax_groups_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     plan_ptr,  # [E + 1 + tiles, 4] int32, of ``plan_groups``
-    amax_ptr,  # [E, programs] fp32
+    amax_ptr,  # [programs, E] fp32
     K, E,
     COUNT: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
@@ -195,8 +196,8 @@ def _amax_groups_kernel(
 ):  # fmt: skip
     """The amax of each group in the tiles of a program, which writes 0 for groups in none of them.
 
-    All programs go down the matrix together, so that its end is in the cache when they are done.
-    Groups come in order, so a program has to reduce its registers only where another one begins.
+    A program reads neighbouring tiles. Groups come in order, so it has to reduce its registers only
+    where another one begins: of many groups, most programs have tiles of one or two.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     PARTS: tl.constexpr = 128 // TILE_M
@@ -204,18 +205,20 @@ def _amax_groups_kernel(
     tiles = PARTS * tiles_k * (tl.load(plan_ptr + 4 * E) - tl.load(plan_ptr + 4 * E + 1))
     plan_ptr += 4 * (E + 1)
     index = tl.arange(0, COUNT)
-    amax_ptr += index.to(tl.int64) * programs + program
-    bits = tl.zeros([TILE_M], tl.int32)
+    amax_ptr += program * E + index
+    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     current = 0
     written = 0  # groups
-    last = tl.maximum(tiles - 1, 0)
-    group, row, end = _part_of_plan(plan_ptr, tl.minimum(program, last) // tiles_k, PARTS)
-    for tile in range(program, tiles, programs):
+    of_program = tl.cdiv(tiles, programs)
+    first = program * of_program
+    last = tl.maximum(tl.minimum(first + of_program, tiles) - 1, 0)
+    group, row, end = _part_of_plan(plan_ptr, tl.minimum(first, last) // tiles_k, PARTS)
+    for tile in range(first, tl.minimum(first + of_program, tiles)):
         if group != current:
-            amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
+            amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
             mask = (index >= written) & (index <= current)
             tl.store(amax_ptr, tl.where(index == current, amax, 0.0), mask=mask)
-            bits = tl.zeros([TILE_M], tl.int32)
+            bits = tl.zeros([TILE_M, TILE_K], tl.int32)
             written = current + 1
             current = group
         tile_k = (tile % tiles_k).to(tl.int64)
@@ -225,10 +228,9 @@ def _amax_groups_kernel(
             FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         # The next tile's place arrives with the values of this one.
-        ahead = tl.minimum(tile + programs, last)
-        group, row, end = _part_of_plan(plan_ptr, ahead // tiles_k, PARTS)
-        bits = tl.maximum(bits, tl.max(abs_bits(y.to(tl.float32)), 1))
-    amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
+        group, row, end = _part_of_plan(plan_ptr, tl.minimum(tile + 1, last) // tiles_k, PARTS)
+        bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
+    amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
     mask = (index >= written) & (index < E)
     tl.store(amax_ptr, tl.where(index == current, amax, 0.0), mask=mask)
 
@@ -260,15 +262,17 @@ def _amax_batch_kernel(
 
 @launched
 def _factors_kernel(
-    partial_ptr,  # [matrices, parts] fp32, or one for all
+    partial_ptr,  # [matrices, parts] fp32 of these strides, or one for all
     amax_ptr, scale_ptr, scale_t_ptr, encode_ptr,  # [matrices] fp32
-    count, stride, eps,
+    count, stride, stride_part, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Amax, scale and encode factor of each matrix or group, from its partial amaxes."""
     matrix = tl.program_id(0)
     index = tl.arange(0, PARTS)
-    partial = tl.load(partial_ptr + matrix * stride + index, mask=index < count, other=0.0)
+    partial = tl.load(
+        partial_ptr + matrix * stride + index * stride_part, mask=index < count, other=0.0
+    )
     amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
     scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
     tl.store(amax_ptr + matrix, amax)
@@ -627,23 +631,25 @@ def _factors(
 ) -> list[Tensor]:  # fmt: skip
     """Amax, scale twice, and encode factor, of each group or matrix; the amax may be ``given``."""
     (_, (first, *_), _), (offs, M, K, E, stride) = matrix, layout
-    count, partial = 1, given
+    count, partial, strides = 1, given, (0 if given is None or given.numel() == 1 else 1, 0)
     if partial is None:
         tensors, constants = arguments_of(*matrix, _AMAX_TILE)
         rows = M if offs is None else padded_rows(M, E)
         tiles = ceil_div(rows, _AMAX_TILE.rows) * ceil_div(K, _AMAX_TILE.columns)
         count = min(tiles, ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
         partial = first.new_empty((E, count), dtype=torch.float32)
+        strides = count, 1
         if offs is None:
             _amax_batch_kernel[(count, E)](*tensors, partial, M, K, stride, **constants)
         else:
+            strides = 1, E
             plan = plan_groups(offs, M) if plan is None else plan
             _amax_groups_kernel[(count,)](
                 *tensors, plan, partial, K, E, COUNT=next_power_of_2(E), **constants
             )
     results = [first.new_empty((E, 1, 1), dtype=torch.float32) for _ in range(4)]
     _factors_kernel[(E,)](
-        partial, *results, count, count if partial.numel() > 1 else 0, eps,
+        partial, *results, count, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, PARTS=next_power_of_2(count),
     )  # fmt: skip
     return results

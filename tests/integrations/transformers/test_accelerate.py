@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import float8lab
 from float8lab import recipes
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture, slow_check
+from tests.distributed.ranks import Collectives, Ranks, each_check, slow_check
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its dependencies are deprecated for
@@ -185,9 +185,6 @@ def check_trainer_under_fsdp2_resumes_and_gathers_in_fp8(ranks: Ranks) -> None:
     assert torch.uint8 in {dtype for dtype, _ in seen.of("allgather")}
 
 
-outcome = ranks_fixture(__name__, 2)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_two_processes(name: str, outcome: Any) -> None:
+@each_check(sys.modules[__name__], 2)
+def test_on_two_processes(outcome: Any, name: str) -> None:
     outcome(name)

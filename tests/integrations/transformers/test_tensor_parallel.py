@@ -6,7 +6,6 @@ import copy
 import sys
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -15,7 +14,7 @@ from transformers.distributed import DistributedConfig
 
 import float8lab
 from float8lab.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Ranks, each_check
 from tests.distributed.test_parallelize import integers, whole
 
 transformers.utils.logging.disable_progress_bar()
@@ -135,9 +134,6 @@ def check_the_report_says_why_experts_stay(ranks: Ranks):
         model(tokens.to(ranks.device), labels=tokens.to(ranks.device)).loss.backward()
 
 
-job = ranks_fixture(__name__, 2)
-
-
-@pytest.mark.parametrize("check", check_names(sys.modules[__name__]))
-def test_ranks(job, check):
-    job(check)
+@each_check(sys.modules[__name__], 2)
+def test_ranks(outcome: Any, name: str) -> None:
+    outcome(name)

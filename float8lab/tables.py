@@ -1,0 +1,51 @@
+"""Text in rows and columns: as aligned lines, and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+__all__ = ["aligned", "html_table"]
+
+
+def aligned(
+    rows: Sequence[Sequence[str]],
+    left: int = 1,
+    *,
+    separator: str = "  ",
+    left_out: int = 0,
+    of: str = "",
+) -> list[str]:
+    """Rows of cells as lines: the first ``left`` columns to the left, the others to the right.
+
+    A last line says that so many were left out, and in which attribute all are.
+
+    >>> print("\\n".join(aligned([("layer", "us"), ("0", "1200")])))
+    layer    us
+    0      1200
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        separator.join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return [*lines, f"and {left_out} more in {of}"] if left_out > 0 else lines
+
+
+def html_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = ()
+) -> str:
+    """The same as HTML; ``marked`` rows have the class ``wrong``."""
+
+    def line(kind: str, cells: Sequence[str], attribute: str = "") -> str:
+        return f"<tr{attribute}>{''.join(f'<{kind}>{escape(c)}</{kind}>' for c in cells)}</tr>"
+
+    body = [
+        line("td", row, " class=wrong" * is_marked)
+        for row, is_marked in zip(rows, marked or [False] * len(rows), strict=True)
+    ]
+    head = f"<thead>{line('th', columns)}</thead>"
+    return "\n".join([f"<table>{head}<tbody>", *body, "</tbody></table>"])
