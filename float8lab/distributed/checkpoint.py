@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_instance, check_module, shown
-from float8lab.distributed.fsdp.shards import settle
+from float8lab.distributed.fsdp.shards import detach_window
 from float8lab.distributed.fsdp.weight import (
     cast_rows,
-    layout_of,
     reduced_amaxes,
+    row_shard_of,
     shard_mesh,
 )
 from float8lab.tensor import Float8Tensor
@@ -109,12 +109,12 @@ class _Stored:
     def __init__(self, model: nn.Module, name: str, value: Tensor) -> None:
         self.value, self.local = value, cast(Float8Tensor, local_of(value))
         if self.local._window is not None:
-            settle(self.local)
+            detach_window(self.local)
         module, parameter = _parameter(model, name, value)
         self.placement = getattr(module, "_placement", None)  # by tensor parallelism, or None
         ndim, self.mesh = 0 if self.placement is None else self.placement.ndim, None
         if is_dtensor(value) and value.device_mesh.ndim > ndim:
-            self.mesh, self.layout = shard_mesh(value, ndim), layout_of(parameter)
+            self.mesh, self.row_shard = shard_mesh(value, ndim), row_shard_of(parameter)
 
     def unsharded_scales(self) -> tuple[Tensor, Tensor]:
         """Scales and amaxes of the blocks of the unsharded weight."""
@@ -122,7 +122,7 @@ class _Stored:
         scale, amax = local.scale, local.amax
         if self.mesh is not None:
             shards = [local, local.replace(scale=local.amax)]
-            _, (scale, amax) = reduced_amaxes([self.layout] * 2, shards, local.device, self.mesh)
+            _, (scale, amax) = reduced_amaxes([self.row_shard] * 2, shards, local.device, self.mesh)
         if self.placement is None:
             return scale, amax
         return self.placement.unshard(scale, local.spec), self.placement.unshard(amax, local.spec)
@@ -134,16 +134,16 @@ class _Stored:
             return with_local(self.value, local.qdata.view(torch.uint8))
         if self.placement is not None:
             scale = self.placement.shard(scale, local.spec)
-        runs = [
-            cast_rows(local[rows], scale[blocks], self.layout.spec).view(torch.uint8)
-            for rows, blocks in self.layout.runs
+        segments = [
+            cast_rows(local[rows], scale[blocks], self.row_shard.spec).view(torch.uint8)
+            for rows, blocks in self.row_shard.segments
         ]
-        qdata = torch.cat(runs) if runs else local.qdata.view(torch.uint8)
+        qdata = torch.cat(segments) if segments else local.qdata.view(torch.uint8)
         return with_local(self.value, qdata)
 
     def checked(self, name: str, saved: Sequence[object]) -> list[Tensor]:
         """Return what a state has for the weight, if it is its bytes, scales and amaxes."""
-        spec = self.local.spec if self.mesh is None else self.layout.spec
+        spec = self.local.spec if self.mesh is None else self.row_shard.spec
         scales = spec.scale_shape(tuple(self.value.shape))
         shapes = (tuple(self.value.shape), scales, scales)
         fields = []
@@ -166,7 +166,7 @@ class _Stored:
             scale, amax = (self.placement.shard(x, local.spec) for x in (scale, amax))
         blocks: slice | Tensor = slice(None)
         if self.mesh is not None:
-            blocks = self.layout.block_rows(local.spec.block[0], scale.device)
+            blocks = self.row_shard.block_rows(local.spec.block[0], scale.device)
         with torch.no_grad():
             local.qdata.view(torch.uint8).copy_(local_of(qdata))
             local.scale.copy_(scale[blocks])

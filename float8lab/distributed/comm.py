@@ -11,7 +11,7 @@ Note: the nouns of this room.
 - *sequence parallel*: x of a column parallel layer and y of a row parallel one are shards of the
   *tokens*, the first dimension: they are *gathered* where they enter such a pair of layers, and
   their sums are *scattered* where they leave it. Without it they are the same on all ranks.
-- *layout*: the ``ShardMap`` of the tokens of a tensor, known as long as the tensor lives.
+- *tokens* of a tensor, as a variable: their ``ShardMap``, known as long as the tensor lives.
 - *comm*: what a call sends. ``ONE_GPU`` sends nothing, ``Sharded`` what the ranks lack.
 
 What travels is bytes: FP8 data as uint8, and scales. An amax that ranks share is the largest over
@@ -59,7 +59,7 @@ __all__ = [
     "SharedScales",
     "TensorParallel",
     "TokenShard",
-    "keep_layout",
+    "inherit_tokens",
     "mark_sequence_parallel",
     "misfit",
     "reduce_sequence_parallel_gradients",
@@ -183,11 +183,11 @@ class TensorParallel:
     def tokens_of(self, x: Tensor) -> ShardMap | None:
         """The tokens of a call's input, ``[..., K]``; None without sequence parallelism.
 
-        Of an input that is a shard a rank knows but its own size. Ranks tell each other, through
-        memory of the CPU, once for each tensor that comes from outside: the layout of what layers
-        make of it is known (``set_layout``). All ranks look for a layout, or none, as all run the
-        same program; their sizes would not do, for one may change where another's does not. A
-        compiled graph takes all shards to be as large as its own.
+        A rank knows the size of its own shard alone. Ranks tell each other their sizes, through
+        memory of the CPU, once for each tensor that comes from outside; the tokens of what layers
+        make of it are known (``remember_tokens``). Whether tokens are known is the same on all
+        ranks, which run the same program; a size may change on one and not on another. A compiled
+        graph takes all shards to be as large as its own.
 
         Raises:
             RuntimeError: on all ranks, if some have run other layers.
@@ -210,18 +210,18 @@ class TensorParallel:
             return ShardMap.of(lead, self.size, self.rank, inner=inner)
         if torch.compiler.is_compiling():
             return ShardMap(lead * self.size, lead, self.size, self.rank, inner)
-        group, layout = _Known.layouts.get(x) or ("", None)
-        if layout is None or group != self.name or layout.rows_of_run != lead * inner:
-            layout = self._agree_on_layout(lead, inner, x.shape[-1])
-            self.set_layout(x, layout)
-        return layout
+        group, tokens = _Known.tokens.get(x) or ("", None)
+        if tokens is None or group != self.name or tokens.rows_per_outer != lead * inner:
+            tokens = self._agree_on_tokens(lead, inner, x.shape[-1])
+            self.remember_tokens(x, tokens)
+        return tokens
 
-    def set_layout(self, x: Tensor, tokens: ShardMap | None) -> None:
-        """Keep the layout of the shard ``x``, for layers that get it as their input."""
+    def remember_tokens(self, x: Tensor, tokens: ShardMap | None) -> None:
+        """Keep the tokens of the shard ``x``, for layers that get it as their input."""
         if tokens is not None and not torch.compiler.is_compiling():
-            _Known.layouts[x] = self.name, tokens
+            _Known.tokens[x] = self.name, tokens
 
-    def _agree_on_layout(self, lead: int, inner: int, features: int) -> ShardMap:
+    def _agree_on_tokens(self, lead: int, inner: int, features: int) -> ShardMap:
         local = torch.tensor([[lead, inner, features]])
         host = channel(self.group).host_group(self.group).group_name
         leads, *other_sizes = all_gathered(local, self.size, host).t().tolist()
@@ -256,28 +256,28 @@ class TensorParallel:
 
     def scatter(self, partial: Tensor, tokens: ShardMap) -> Tensor:
         """This rank's rows of the sum over ranks: ``[M, ...]`` to its shard."""
-        ops, size, runs = torch.ops._c10d_functional, tokens.chunk * tokens.inner, tokens.runs
+        ops, size, outer = torch.ops._c10d_functional, tokens.chunk * tokens.inner, tokens.outer
         padded = size * self.size
-        if partial.shape[0] != padded * runs:
-            by_run = partial.unflatten(0, (runs, tokens.size * tokens.inner))
-            partial = F.pad(by_run, (0, 0, 0, padded - by_run.shape[1])).flatten(0, 1)
-        if runs > 1:
-            partial = partial.unflatten(0, (runs, self.size, size)).transpose(0, 1).flatten(0, 2)
+        if partial.shape[0] != padded * outer:
+            by_outer = partial.unflatten(0, (outer, tokens.size * tokens.inner))
+            partial = F.pad(by_outer, (0, 0, 0, padded - by_outer.shape[1])).flatten(0, 1)
+        if outer > 1:
+            partial = partial.unflatten(0, (outer, self.size, size)).transpose(0, 1).flatten(0, 2)
         shard: Tensor = ops.wait_tensor(
             ops.reduce_scatter_tensor(partial.contiguous(), "sum", self.size, self.name)
         )
-        count = tokens.rows_of_run
+        count = tokens.rows_per_outer
         if count == size:
             return shard
-        return shard.unflatten(0, (runs, size))[:, :count].flatten(0, 1)
+        return shard.unflatten(0, (outer, size))[:, :count].flatten(0, 1)
 
     def gather(self, shard: Tensor, tokens: ShardMap, dim: int = 0) -> Tensor:
         """The unsharded matrix of a shard of its rows, or columns."""
-        size, run, runs = tokens.chunk * tokens.inner, tokens.size * tokens.inner, tokens.runs
+        size, length, outer = tokens.chunk * tokens.inner, tokens.size * tokens.inner, tokens.outer
         raw = shard.view(torch.uint8) if shard.element_size() == 1 else shard
-        if runs > 1:
-            count = tokens.rows_of_run
-            raw = raw.narrow(dim, 0, runs * count).unflatten(dim, (runs, count))
+        if outer > 1:
+            count = tokens.rows_per_outer
+            raw = raw.narrow(dim, 0, outer * count).unflatten(dim, (outer, count))
             dim += 1
         if raw.shape[dim] > size:
             raw = raw.narrow(dim, 0, size)
@@ -286,9 +286,9 @@ class TensorParallel:
         gathered = all_gathered(raw, self.size, self.name)
         if dim:
             gathered = _side_by_side(gathered.unflatten(0, (self.size, -1)), dim)
-        if gathered.shape[dim] != run:
-            gathered = gathered.narrow(dim, 0, run)
-        if runs > 1:
+        if gathered.shape[dim] != length:
+            gathered = gathered.narrow(dim, 0, length)
+        if outer > 1:
             gathered = gathered.flatten(dim - 1, dim)
         return gathered.view(shard.dtype) if raw.dtype != shard.dtype else gathered
 
@@ -361,18 +361,18 @@ def misfit(features: Sequence[ShardMap], plan: LinearPlan) -> str | None:
 class _Known:
     """Facts about tensors, as long as these live: several layers may have one as their input."""
 
-    layouts: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
+    tokens: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
     """The group's name and the ``ShardMap`` of a shard of tokens."""
     gathered: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
     """The unsharded operand of FP8 data of a shard."""
 
 
-def keep_layout(y: Tensor, *inputs: Tensor) -> Tensor:
-    """``y``, which has the tokens of the inputs and gets the layout that one of them has."""
+def inherit_tokens(y: Tensor, *inputs: Tensor) -> Tensor:
+    """Return ``y``, whose tokens are those of the inputs, and known if those of one input are."""
     for x in inputs:
-        layout = None if torch.compiler.is_compiling() else _Known.layouts.get(x)
-        if layout is not None:
-            _Known.layouts[y] = layout
+        tokens = None if torch.compiler.is_compiling() else _Known.tokens.get(x)
+        if tokens is not None:
+            _Known.tokens[y] = tokens
     return y
 
 
@@ -457,12 +457,12 @@ class TokenShard:
             _set_gathered(self.operand.data, self.gathered)
         return self.gathered
 
-    def leave(self) -> list[Tensor]:
+    def tensors_to_send(self) -> list[Tensor]:
         """The tensors to gather: FP8 data, and scales unless all ranks have those of all."""
         q, scale = self.operand
         return [q.contiguous(), *[scale.t().contiguous()] * (self.block[1] != -1)]
 
-    def arrive(self, data: Tensor, scales: Tensor | None) -> None:
+    def set_gathered(self, data: Tensor, scales: Tensor | None) -> None:
         """Take ``[R, *shape]`` of that."""
         raw, scale = _side_by_side(data, 1), self.operand.scale
         if scales is not None and scales.numel():
@@ -528,7 +528,7 @@ class OneGpu:
         bias: Tensor | None = None,
         *,
         backward: bool = False,
-        beside: TokenShard | None = None,
+        companion: TokenShard | None = None,
         keep: bool = False,
     ) -> Gemm:
         """fprop, ``a @ b.T + bias``, or dgrad: ``comm.reduce(mm(comm.gather(a), b))``.
@@ -539,7 +539,7 @@ class OneGpu:
             task: what is computed.
             bias: of this rank's features.
             backward: whether this is dgrad.
-            beside: what may be gathered meanwhile.
+            companion: what may be gathered meanwhile.
             keep: whether the left operand is wanted, as multiplied.
         """
         return Gemm(_mm(a, b, task, bias), a)
@@ -614,7 +614,7 @@ class Sharded(OneGpu):
         bias: Tensor | None = None,
         *,
         backward: bool = False,
-        beside: TokenShard | None = None,
+        companion: TokenShard | None = None,
         keep: bool = False,
     ) -> Gemm:
         tokens, bias = self.tokens, self.bias(bias)
@@ -623,14 +623,14 @@ class Sharded(OneGpu):
         to_gather = self._tokens_to_gather_in_fp8(backward=backward)
         left = a if to_gather is None else _get_gathered(a.data)
         if to_gather is not None and left is None:
-            return self._gather_and_mm(a, b, task, bias, to_gather, beside, keep)
+            return self._gather_and_mm(a, b, task, bias, to_gather, companion, keep)
         left = a if left is None else left
         reduces = (self.parallel.mode == "row") != backward and not self.parallel.partial
         if tokens is None or not reduces or not self._overlaps(a, b, task.plan, tokens):
             y = _local_mm(left, b, task, bias)
             return Gemm(self.reduce(y, backward=backward), left)
-        (y,) = self._overlapped(mm_scatter, a, b, task, bias, beside)
-        return Gemm(y[: tokens.rows_of_run, : task.shape[1]].contiguous(), a)
+        (y,) = self._overlapped(mm_scatter, a, b, task, bias, companion)
+        return Gemm(y[: tokens.rows_per_outer, : task.shape[1]].contiguous(), a)
 
     def _gather_and_mm(
         self,
@@ -639,7 +639,7 @@ class Sharded(OneGpu):
         task: GemmTask,
         bias: Tensor | None,
         tokens: ShardMap,
-        beside: TokenShard | None,
+        companion: TokenShard | None,
         keep: bool,
     ) -> Gemm:
         """The GEMM of an operand of which this rank has some tokens."""
@@ -647,7 +647,7 @@ class Sharded(OneGpu):
             left = self.parallel.gather_operand(a, task.plan.left.block, tokens, 0)
             y = _local_mm(left, b, task, bias)
         else:
-            y, q, scale = self._overlapped(gather_mm, a, b, task, bias, beside, keep)
+            y, q, scale = self._overlapped(gather_mm, a, b, task, bias, companion, keep)
             y = y[: task.shape[0], : task.shape[1]].contiguous()
             if not keep:
                 return Gemm(y, a)
@@ -664,7 +664,7 @@ class Sharded(OneGpu):
         """
         # What pays is told by sizes, which have to be the same on all ranks.
         parallel = self.parallel
-        if parallel.overlap is False or tokens.runs > 1:
+        if parallel.overlap is False or tokens.outer > 1:
             return False
         if not all(map_.is_even for map_ in parallel.features):
             return False
@@ -683,7 +683,7 @@ class Sharded(OneGpu):
         b: Operand,
         task: GemmTask,
         bias: Tensor | None,
-        beside: TokenShard | None,
+        companion: TokenShard | None,
         *keep: bool,
     ) -> Sequence[Tensor]:
         """The results of an op that overlaps, which also gathers ``beside``."""
@@ -692,10 +692,10 @@ class Sharded(OneGpu):
             bias = F.pad(bias, (0, b.data.shape[0] - bias.shape[0]))
         operands = [*a, *b, *([] if bias is None else [bias])]
         options = gemm.left.block, gemm.right.block, dtype, gemm.fast_accum, self.parallel.name
-        extras = [] if beside is None else beside.leave()
+        extras = [] if companion is None else companion.tensors_to_send()
         *results, data, scales = op(operands, *options, extras, *keep)
-        if beside is not None:
-            beside.arrive(data, scales)
+        if companion is not None:
+            companion.set_gathered(data, scales)
         return results
 
 

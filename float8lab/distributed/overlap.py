@@ -247,12 +247,12 @@ class _WindowGather(_CollectiveGather):
     Args:
         window: of the ranks.
         tensors: this rank's.
-        first: how many of them are waited for rank by rank; the others come behind these.
-        keep: whether this rank's own of the first are wanted, too.
+        early: how many of them are waited for rank by rank; the others come behind these.
+        keep: whether this rank's own of the early ones are wanted, too.
     """
 
     def __init__(
-        self, window: Window, tensors: Sequence[Tensor], first: int, *, keep: bool = False
+        self, window: Window, tensors: Sequence[Tensor], early: int, *, keep: bool = False
     ) -> None:
         starts, start = [], 0
         for x in tensors:
@@ -274,13 +274,13 @@ class _WindowGather(_CollectiveGather):
                 slot[rank].copy_(x if is_local else window.view(rank, start, x.shape, x.dtype))
 
         with stream.copies(ready, self._current):
-            for index, rank in enumerate(self.order if first else ()):
-                copy_from(rank, slice(first))
+            for index, rank in enumerate(self.order if early else ()):
+                copy_from(rank, slice(early))
                 self._events[rank] = stream.record(1 + index, stream.stream)
-            for rank in (*self.order, window.rank) if first < len(tensors) else ():
-                copy_from(rank, slice(first, None))
+            for rank in (*self.order, window.rank) if early < len(tensors) else ():
+                copy_from(rank, slice(early, None))
             if keep:
-                copy_from(window.rank, slice(first))
+                copy_from(window.rank, slice(early))
             self._last = stream.record(window.size, stream.stream)
 
     def wait(self, rank: int) -> None:
@@ -349,14 +349,14 @@ def _gather_mm(
     tensors = [q]
     if has_row_scales:
         tensors.append((scale.t() if by_column else scale).contiguous())
-    first = len(tensors)
+    early = len(tensors)
     tensors += extras
     window = window_of(ranks, q.device, _window_bytes(tensors))
     if window is None:
         arrivals = _CollectiveGather(tensors, ranks)
     else:
         window.begin(q.device)
-        arrivals = _WindowGather(window, tensors, first, keep=keep_gathered)
+        arrivals = _WindowGather(window, tensors, early, keep=keep_gathered)
 
     (rows, K), N, size = q.shape, b.shape[0], ranks.size()
     constants = _Constants(a_block, b, b_scale, b_block, next(iter(bias), None), fast_accum)
@@ -372,13 +372,13 @@ def _gather_mm(
     arrivals.wait_for_all()
     y = y.view(size * rows, N)
     if not keep_gathered:
-        return y, *(None, None), *_pair(arrivals.gathered[first:])
+        return y, *(None, None), *_pair(arrivals.gathered[early:])
     gathered = Operand(all_q.view(size * rows, K), scale.clone())
     if by_column:
         gathered = gathered._replace(scale=arrivals.gathered[1].transpose(0, 1).flatten(1).t())
     elif has_row_scales:
         gathered = gathered._replace(scale=arrivals.gathered[1].flatten(0, 1))
-    return y, *gathered, *_pair(arrivals.gathered[first:])
+    return y, *gathered, *_pair(arrivals.gathered[early:])
 
 
 def _mm_scatter(
@@ -392,20 +392,8 @@ def _mm_scatter(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """This rank's rows, ``[M / R, N]``, of the sum over ranks of ``a @ b.T + bias``.
 
-    Args:
-        operands: of the same sizes on all ranks:
-
-            - ``a``, ``[M, K]`` FP8, contiguous, M divisible by R;
-            - its scales, of (parts of) rows, or of the tensor;
-            - ``b``, ``[N, K]`` FP8, and its scales;
-            - ``[N]``, if there is a bias.
-        a_block: the block of the scales of ``a``.
-        b_block: the block of the scales of ``b``.
-        out_dtype: dtype of the partial sums, which are sent, and of their sum.
-        fast_accum: as for ``scaled_mm``.
-        group: name of the process group.
-        extras: up to two contiguous tensors to be gathered meanwhile, of the same sizes on all
-            ranks.
+    Args are those of ``_gather_mm``; but ``a`` is ``[M, K]``, M divisible by R, and its scales may
+    differ between ranks. The partial sums, which are sent, and their sum are in ``out_dtype``.
 
     Returns:
         - the sum;
@@ -414,27 +402,27 @@ def _mm_scatter(
     q, scale, b, b_scale, *bias = operands
     ranks, (M, K), N = group_named(group), q.shape, b.shape[0]
     constants = _Constants(a_block, b, b_scale, b_block, next(iter(bias), None), fast_accum)
-    size, first = ranks.size(), _window_bytes(extras)
+    size, offset = ranks.size(), _window_bytes(extras)
     rows = M // size
 
     def mm_into(out: Tensor, start: int) -> None:
         run = slice(start, start + out.shape[0])
         constants.mm_into(out, q[run], scale if a_block[0] == -1 else scale[run])
 
-    window = window_of(ranks, q.device, first + M * N * out_dtype.itemsize)
+    window = window_of(ranks, q.device, offset + M * N * out_dtype.itemsize)
     if window is None:
         partial_sum = q.new_empty((M, N), dtype=out_dtype)
         mm_into(partial_sum, 0)
         return _reduce_scatter(partial_sum, ranks), *_pair([_all_gather(x, ranks) for x in extras])
     window.begin(q.device)
     gathered = _WindowGather(window, extras, 0).gathered if extras else []
-    landing = window.view(window.rank, first, (size, rows, N), out_dtype).unbind()
+    landing = window.view(window.rank, offset, (size, rows, N), out_dtype).unbind()
     stream = _copy_stream(q.device)
     current = stream.current()
     step = rows // 2 if K <= _SMALL_K and rows % 256 == 0 else rows
     unsent, sent = [], None
     for rank in _other_ranks(window):
-        remote = window.view(rank, first, (size, rows, N), out_dtype)[window.rank]
+        remote = window.view(rank, offset, (size, rows, N), out_dtype)[window.rank]
         for start in range(0, rows, step):
             out = q.new_empty((step, N), dtype=out_dtype)
             mm_into(out, rank * rows + start)
@@ -466,8 +454,8 @@ def _reduce_scatter(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _pair(gathered: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """The gathered extras, with None for those that there are not."""
-    first, second, *_ = [*gathered, None, None]
-    return first, second
+    data, scale, *_ = [*gathered, None, None]
+    return data, scale
 
 
 def _allocate_gather_mm(args: SimpleNamespace) -> tuple[Tensor | None, ...]:

@@ -109,8 +109,8 @@ def _checkpoint_in_eager(
     trees = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
     run = _Run(function, [spec for _, spec in trees], tuple(kwargs), get_rng_state_tracker)
     values = [value for leaves, _ in trees for value in leaves]
-    first = next((v for v in values if isinstance(v, Tensor)), None)
-    with _sharded_over(group, first) if shards and type(first) is Tensor else _nothing:
+    tensor = next((v for v in values if isinstance(v, Tensor)), None)
+    with _sharded_over(group, tensor) if shards and type(tensor) is Tensor else _nothing:
         return torch_checkpoint.checkpoint(run, *values, use_reentrant=use_reentrant)
 
 

@@ -16,8 +16,8 @@ __all__ = ["ShardMap"]
 class ShardMap(NamedTuple):
     """A dimension of an unsharded tensor, and the shard of it that a rank has.
 
-    A tensor ``[runs, size, inner, features]`` is a matrix of ``runs * size * inner`` rows. Where
-    ``size`` is sharded, a rank has ``length * inner`` rows of each run.
+    A tensor ``[outer, size, inner, features]`` is a matrix of ``outer * size * inner`` rows. Where
+    ``size`` is sharded, a rank has ``length * inner`` rows for each outer index.
 
     >>> shards = ShardMap.of(10, ranks=4, rank=3)
     >>> shards.start, shards.length, shards.lengths
@@ -32,13 +32,13 @@ class ShardMap(NamedTuple):
     rank: int
     inner: int = 1
     """Rows for each index."""
-    runs: int = 1
-    """How often the dimension runs; a rank has as many runs of rows."""
+    outer: int = 1
+    """How many indices the dimensions before it have; a rank has rows for each of them."""
 
     @staticmethod
-    def of(size: int, ranks: int, rank: int, *, inner: int = 1, runs: int = 1) -> ShardMap:
+    def of(size: int, ranks: int, rank: int, *, inner: int = 1, outer: int = 1) -> ShardMap:
         """The shard that a rank has by the rule of ``torch.chunk``."""
-        return ShardMap(size, -(-size // ranks), ranks, rank, inner, runs)
+        return ShardMap(size, -(-size // ranks), ranks, rank, inner, outer)
 
     @property
     def start(self) -> int:
@@ -66,26 +66,27 @@ class ShardMap(NamedTuple):
     @property
     def unsharded_rows(self) -> int:
         """The rows of all ranks."""
-        return self.size * self.inner * self.runs
+        return self.size * self.inner * self.outer
 
     @property
-    def rows_of_run(self) -> int:
-        """How many rows of each run this rank has."""
+    def rows_per_outer(self) -> int:
+        """How many rows this rank has for each outer index."""
         return self.length * self.inner
 
     def block_crosses_shards(self, block: int) -> bool:
-        """Whether a block of so many rows, counted from the first, has rows of two ranks or runs.
+        """Whether a block of so many rows, counted from the first, has rows of two ranks or outer
+        indices.
 
         A block of all rows, -1, is not asked about: every rank has rows of it.
         """
-        if self.runs > 1 and self.size * self.inner % block:
+        if self.outer > 1 and self.size * self.inner % block:
             return True
         return self.chunk < self.size and self.chunk * self.inner % block != 0
 
     def blocks(self, block: int) -> ShardMap:
         """The map that counts blocks in place of rows, where no block crosses shards."""
         count, chunk = -(-self.size * self.inner // block), -(-self.chunk * self.inner // block)
-        return ShardMap(count, chunk, self.ranks, self.rank, 1, self.runs)
+        return ShardMap(count, chunk, self.ranks, self.rank, 1, self.outer)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard of an unsharded tensor, a view."""

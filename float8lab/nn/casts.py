@@ -1,4 +1,4 @@
-"""The operands of a linear layer: casts that layers share, weights that are kept."""
+"""The operands of a linear layer: casts that layers share, weights that are weight_cast."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = [
     "WeightSource",
     "amaxes_of_shards",
     "input_source",
+    "keeps_fp8_data",
     "kept_transpose",
     "note_weight",
-    "outlives_step",
     "plain",
     "recast",
     "remember_input",
@@ -47,7 +47,7 @@ __all__ = [
     "shared_cast",
     "show_cast",
     "show_gemm",
-    "show_input",
+    "show_quantized",
     "spec_of_experts",
     "stored_as",
     "weight_source",
@@ -104,7 +104,7 @@ def input_source(
         shared = None if key is None else (inp, key)
         if shared and last is not None and last[0]() is inp and last[1] == key:
             return InputSource(quantized=last[2])
-    if call.shards is not None:
+    if call.cast_parallel is not None:
         return InputSource(None, call.scales.quantize(x, X, *specs, amax=amax), shared)
     return InputSource(call.scales.params(X, x) if call.scales.are_given else None, None, shared)
 
@@ -115,7 +115,7 @@ def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple
     if node is None or (inp.is_cuda and capturing()):
         return None  # while a CUDA graph is recorded nothing is shared: a replay needs all
     stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
-    key: tuple[Any, ...] = *specs, call.plan.epsilon, call.shards, call.comm.tokens
+    key: tuple[Any, ...] = *specs, call.plan.epsilon, call.cast_parallel, call.comm.tokens
     if isinstance(x, Groups):
         offs: Any = x.offs  # of the same groups, too
         offs_storage = StorageWeakRef(offs.untyped_storage())
@@ -188,22 +188,24 @@ def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
     return Operand(operand.data, scale), replace(spec, block=(1, -1))
 
 
-def show_input(x: Matrix, specs: Orientations, quantized: Quantized, call: Call) -> None:
-    """A layer's input was cast."""
+def show_quantized(
+    x: Matrix, specs: Orientations, quantized: Quantized, index: int, call: Call
+) -> None:
+    """A layer's input, or its gradient, was cast."""
     if specs.rowwise:
-        show_cast(x, quantized.rowwise, specs.rowwise, X, call)
+        show_cast(x, quantized.rowwise, specs.rowwise, index, call)
     elif specs.columnwise and isinstance(x, Tensor):  # groups are laid out in another way
-        show_cast(x.t(), quantized.columnwise, specs.columnwise, X, call)
+        show_cast(x.t(), quantized.columnwise, specs.columnwise, index, call)
 
 
 def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> None:
     """The weights of all experts below each other, unless a block would have rows of two."""
-    (E, N, K), (q, scale), (high, wide) = weight.shape, operand, spec.block
-    if isinstance(weight, Float8Tensor) or (high > 1 and N % high):
+    (E, N, K), (q, scale), (block_rows, block_columns) = weight.shape, operand, spec.block
+    if isinstance(weight, Float8Tensor) or (block_rows > 1 and N % block_rows):
         return
-    down = N if high == 1 else scale.shape[1]
+    down = N if block_rows == 1 else scale.shape[1]
     rows = Operand(q[:, :N].reshape(E * N, -1), scale[:, :down].reshape(E * down, -1))
-    below = replace(spec, block=(N if high == -1 else high, wide))
+    below = replace(spec, block=(N if block_rows == -1 else block_rows, block_columns))
     show_cast(weight.detach().reshape(E * N, K), rows, below, W, call)
 
 
@@ -216,15 +218,16 @@ def show_gemm(kind: str, call: Call, a: Operand | None, b: Operand | None) -> No
 # Weights.
 
 
-def plain(weight: Tensor, event: Tensor | None = None) -> Tensor:
+def plain(weight: Tensor, prior: Tensor | None = None) -> Tensor:
     """A weight in high precision.
 
-    A compiled forward keeps nothing of it for a backward that gives ``event``, a tensor of its own.
+    A compiled backward gives ``prior``, a tensor that it computes: it dequantizes the weight after
+    that, and the forward saves nothing of it.
     """
     if not isinstance(weight, Float8Tensor):
         return weight.dequantize() if isinstance(weight, Float4Tensor) else weight
-    if event is not None and torch.compiler.is_compiling():
-        return weight._decode(event)
+    if prior is not None and torch.compiler.is_compiling():
+        return weight._decode(prior)
     return weight.dequantize()
 
 
@@ -245,18 +248,18 @@ def recast(weight: Tensor, spec: Spec) -> str | None:
     """From what to what a weight that is stored in FP8 is cast; None if it is not cast."""
     if not isinstance(weight, Float8Tensor) or stored_as(weight, spec):
         return None
-    wanted = spec if weight.ndim < 3 else spec_of_experts(spec)
-    return f"stored as {weight.spec.describe()} and cast to {wanted.describe()}"
+    cast_spec = spec if weight.ndim < 3 else spec_of_experts(spec)
+    return f"stored as {weight.spec.describe()} and cast to {cast_spec.describe()}"
 
 
 def _warn_of_recast(weight: Tensor, call: Call) -> None:
     """Say once a module that its weight's bytes are not the operand."""
-    precision, found = call.precision, recast(weight, call.plan.w)
-    if found is None or precision.warned_of_recast:
+    precision, change = call.precision, recast(weight, call.plan.w)
+    if change is None or precision.warned_of_recast:
         return
     precision.warned_of_recast = True
     warnings.warn(
-        f"{precision.name or 'A layer'}: its weight {tuple(weight.shape)} is {found} in every "
+        f"{precision.name or 'A layer'}: its weight {tuple(weight.shape)} is {change} in every "
         f"forward, for {call.recipe}: it is rounded twice. Store it for that recipe, or run it "
         "under the one that it was stored for.",
         UserWarning,
@@ -271,8 +274,8 @@ def _stored(weight: Float8Tensor) -> Operand:
     if q.shape[-2:] != (rows, columns):
         pad = (0, columns - q.shape[-1], 0, rows - q.shape[-2])
         q = F.pad(q.view(torch.uint8), pad).view(q.dtype)
-        *_, high, wide = weight.spec.scale_shape(q.shape)
-        scale = F.pad(scale, (0, wide - scale.shape[-1], 0, high - scale.shape[-2]), value=1.0)
+        *_, down, across = weight.spec.scale_shape(q.shape)
+        scale = F.pad(scale, (0, across - scale.shape[-1], 0, down - scale.shape[-2]), value=1.0)
     return Operand(q, scale)
 
 
@@ -298,7 +301,7 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
         if not call.in_graph:
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
-    if call.in_graph or (call.shards is not None and call.first_microbatch is None):
+    if call.in_graph or (call.cast_parallel is not None and call.first_microbatch is None):
         return WeightSource(quantized=call.scales.quantize(weight, W, call.plan.w, amax=amax))
     if call.first_microbatch is None:
         scales = call.scales
@@ -306,16 +309,18 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
     return WeightSource(quantized=Quantized(_kept_weight(weight, call)))
 
 
-def outlives_step(weight: Tensor, call: Call) -> bool:
-    """Whether the FP8 data of a weight is kept in any case, saved for backward or not.
+def keeps_fp8_data(weight: Tensor, call: Call) -> bool:
+    """Whether a weight's FP8 data are kept for backward even if memory is to be saved.
 
-    It is where the weight is stored in FP8, and where it is kept from one microbatch to the next.
+    They exist in any case where the weight is stored so, and where its cast is kept over
+    microbatches. Those of a weight that is stored for another recipe are kept in a graph, and where
+    ranks share their scales.
     """
     graph = torch.compiler.is_compiling()
     is_kept = not graph and call.first_microbatch is not None
     if not isinstance(weight, Float8Tensor):
         return is_kept
-    return is_kept or graph or call.shards is not None or stored_as(weight, call.plan.w)
+    return is_kept or graph or call.cast_parallel is not None or stored_as(weight, call.plan.w)
 
 
 def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
@@ -335,16 +340,17 @@ def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:
     """The cast of a weight that is kept over microbatches."""
-    precision, scales, kept = call.precision, call.scales, call.precision.weight_cast
-    if not call.first_microbatch and kept is not None and kept.fits(weight, call.recipe):
-        if isinstance(scales, DelayedScales) and kept.params is not None:
-            scales.known[W] = kept.params
-        return kept.operand
+    scales, weight_cast = call.scales, call.precision.weight_cast
+    reuses = not call.first_microbatch and weight_cast is not None
+    if reuses and weight_cast.fits(weight, call.recipe):
+        if isinstance(scales, DelayedScales) and weight_cast.params is not None:
+            scales.known_params[W] = weight_cast.params
+        return weight_cast.operand
     with torch.inference_mode(False), torch.no_grad():  # training may use it next
         operand: Operand = scales.quantize(weight, W, call.plan.w).rowwise
-    params = scales.known[W] if isinstance(scales, DelayedScales) else None
+    params = scales.known_params[W] if isinstance(scales, DelayedScales) else None
     params = params and params._replace(amax_slot=None)
-    precision.weight_cast = _WeightCast(
+    call.precision.weight_cast = _WeightCast(
         weakref.ref(weight), version_of(weight), call.recipe, operand, params, []
     )
     return operand
@@ -363,8 +369,8 @@ class _WeightCast(NamedTuple):
     """Its transpose, once a backward of experts has made it."""
 
     def fits(self, weight: Tensor, recipe: Recipe) -> bool:
-        same = self.weight() is weight and self.recipe == recipe
-        return same and self.version == version_of(weight)
+        is_same = self.weight() is weight and self.recipe == recipe
+        return is_same and self.version == version_of(weight)
 
 
 def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | None:
@@ -372,16 +378,16 @@ def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | Non
 
     Of many small experts it takes a tenth of the time of a step. A CUDA graph makes its own.
     """
-    kept = _kept_cast(q, call)
-    if kept is None or scale is None or (q.is_cuda and capturing()):
+    weight_cast = _kept_cast(q, call)
+    if weight_cast is None or scale is None or (q.is_cuda and capturing()):
         return None
-    if not kept.transposes:
+    if not weight_cast.transposes:
         with torch.inference_mode(False), torch.no_grad():
-            kept.transposes.append(Operand(transpose_op(q, 1, None), scale.mT))
-    return kept.transposes[0]
+            weight_cast.transposes.append(Operand(transpose_op(q, 1, None), scale.mT))
+    return weight_cast.transposes[0]
 
 
 def _kept_cast(q: Tensor, call: Call) -> _WeightCast | None:
     """The cast that is kept from one microbatch to the next, if ``q`` are its FP8 data."""
-    kept: _WeightCast | None = call.precision.weight_cast
-    return kept if kept is not None and kept.operand.data is q else None
+    weight_cast: _WeightCast | None = call.precision.weight_cast
+    return weight_cast if weight_cast is not None and weight_cast.operand.data is q else None

@@ -288,8 +288,8 @@ def _tokens(
 
     None: blocks of tokens cross them, and DTensor gathers the tokens in high precision.
     """
-    runs, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
-    tokens = ShardMap.of(shape[dim], parallel.size, parallel.rank, inner=inner, runs=runs)
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
+    tokens = ShardMap.of(shape[dim], parallel.size, parallel.rank, inner=inner, outer=outer)
     crosses = plan is not None and any(map(tokens.block_crosses_shards, plan.token_blocks))
     return None if crosses else tokens
 

@@ -93,16 +93,16 @@ class ExpertsBase(MovedInPlace):
             self._begin_layer(precision, x, weight, first_microbatch)
             for precision, (weight, _) in zip(precisions, layers, strict=True)
         ]
-        first, second = calls
-        if isinstance(activation, str) and first is not None and second is not None:
+        fc1, fc2 = calls
+        if isinstance(activation, str) and fc1 is not None and fc2 is not None:
             row_map, rows = to or (None, x.shape[0])
-            options = MlpCall(None, activation, first, second, rows=rows)
+            options = MlpCall(None, activation, fc1, fc2, rows=rows)
             y = ExpertMlpFunction.run(x, offs, row_map, *layers[0], *layers[1], options)
         else:
             x = x if to is None else scatter_rows(x, *to)[0]
-            h = self._apply_experts(precisions[0], x, offs, layers[0], first, first_microbatch)
+            h = self._apply_experts(precisions[0], x, offs, layers[0], fc1, first_microbatch)
             a = activate(h, activation) if isinstance(activation, str) else activation(h)
-            y = self._apply_experts(precisions[1], a, offs, layers[1], second, first_microbatch)
+            y = self._apply_experts(precisions[1], a, offs, layers[1], fc2, first_microbatch)
         for precision, call in zip(precisions, calls, strict=True):
             if call is not None and call.is_region:
                 precision.end(call)
@@ -122,7 +122,7 @@ class ExpertsBase(MovedInPlace):
             weights = None if fused is None else (fused,)
             options = CallOptions(first_microbatch, weights, experts=held)
         call = precision.begin(x, weight, training=self.training, options=options)
-        if call is not None and call.plan.delayed:
+        if call is not None and call.scales.are_given:
             check_held_experts(weight.shape[0], precision.experts, held)
         return call
 
@@ -271,9 +271,9 @@ class ExpertMLP(ExpertsBase, GemmModule):
                 f"experts must have layers of the same shapes; got {len(modules)} experts of "
                 f"{len(kinds)} kinds. Convert each kind by itself."
             )
-        *first, last = layers[0]
-        H, F = last.weight.shape
-        rows = sum(layer.weight.shape[0] for layer in first)
+        *up, down = layers[0]
+        H, F = down.weight.shape
+        rows = sum(layer.weight.shape[0] for layer in up)
         if rows != (2 * F if gated else F) or len({layer.bias is None for layer in layers[0]}) > 1:
             raise ValueError(
                 f"experts must give {'twice ' * gated}the {F} features of the last layer to "
@@ -287,10 +287,10 @@ class ExpertMLP(ExpertsBase, GemmModule):
             "fc1": iter([weight for (weight, _), _ in values]),
             "fc2": iter([weight for _, (weight, _) in values]),
         }
-        has_bias = last.bias is not None
+        has_bias = down.bias is not None
         made = cls(
-            len(modules), H, F, bias=has_bias, activation=activation, device=last.weight.device,
-            params_dtype=last.weight.dtype,
+            len(modules), H, F, bias=has_bias, activation=activation, device=down.weight.device,
+            params_dtype=down.weight.dtype,
             init_method=lambda weight: weight.copy_(next(values_of_layers["fc1"])),
             output_layer_init_method=lambda weight: weight.copy_(next(values_of_layers["fc2"])),
         )  # fmt: skip
@@ -380,7 +380,7 @@ _NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 def _layers_of(module: nn.Module, names: Sequence[str] | None) -> list[nn.Linear]:
-    """The linear layers of an expert, the last one last."""
+    """The linear layers of an expert, the last one down."""
     if names is None:
         names = next((n for n in _NAMES if all(hasattr(module, local) for local in n)), ())
     layers: list[Any] = [getattr(module, name, None) for name in names]
@@ -394,12 +394,12 @@ def _layers_of(module: nn.Module, names: Sequence[str] | None) -> list[nn.Linear
 
 def _values_of(layers: Sequence[nn.Linear]) -> tuple[Layer, Layer]:
     """Weights and biases of an expert, those of gate and up below each other."""
-    *first, last = layers
-    weight = torch.cat([plain(layer.weight) for layer in first])
-    if last.bias is None:
-        return (weight, None), (plain(last.weight), None)
-    bias = torch.cat([layer.bias for layer in first])
-    return (weight, bias), (plain(last.weight), last.bias)
+    *up, down = layers
+    weight = torch.cat([plain(layer.weight) for layer in up])
+    if down.bias is None:
+        return (weight, None), (plain(down.weight), None)
+    bias = torch.cat([layer.bias for layer in up])
+    return (weight, bias), (plain(down.weight), down.bias)
 
 
 def _check_that_they_compute(

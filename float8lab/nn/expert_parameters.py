@@ -70,27 +70,27 @@ class ExpertMemory:
 
 def _as_stack(parameters: Sequence[Tensor]) -> Tensor | None:
     """Parameters of one shape that follow each other in memory, as one tensor; else None."""
-    first = parameters[0]
-    if isinstance(first, Float8Tensor):
-        return _as_stored_stack(first, parameters)
-    storage = first.untyped_storage().data_ptr()
-    if not first.numel() or any(p.untyped_storage().data_ptr() != storage for p in parameters):
+    parameter = parameters[0]
+    if isinstance(parameter, Float8Tensor):
+        return _as_stored_stack(parameter, parameters)
+    storage = parameter.untyped_storage().data_ptr()
+    if not parameter.numel() or any(p.untyped_storage().data_ptr() != storage for p in parameters):
         return None
-    shape = len(parameters), *first.shape
+    shape = len(parameters), *parameter.shape
     # Not a view of any of them, whose version counter would be its own.
-    stack = first.detach().as_strided(shape, (first.numel(), *first.stride()))
+    stack = parameter.detach().as_strided(shape, (parameter.numel(), *parameter.stride()))
     return stack if _is_stack(stack, parameters) else None
 
 
-def _as_stored_stack(first: Float8Tensor, parameters: Sequence[Tensor]) -> Float8Tensor | None:
+def _as_stored_stack(parameter: Float8Tensor, parameters: Sequence[Tensor]) -> Float8Tensor | None:
     """``_as_stack`` of weights that are stored in FP8."""
-    if any(type(p) is not type(first) or p.spec != first.spec for p in parameters):
+    if any(type(p) is not type(parameter) or p.spec != parameter.spec for p in parameters):
         return None
     buffers = [_as_stack([*map(buffer, parameters)]) for buffer in _BUFFERS]
     if any(buffer is None for buffer in buffers):
         return None
     qdata, scale, amax = cast("list[Tensor]", buffers)
-    return Float8Tensor(qdata, scale, amax, spec_of_experts(first.spec), first.dtype)
+    return Float8Tensor(qdata, scale, amax, spec_of_experts(parameter.spec), parameter.dtype)
 
 
 _BUFFERS = tuple(map(operator.attrgetter, ("qdata", "scale", "amax")))
@@ -110,12 +110,12 @@ def _is_stack(stack: Tensor, parameters: Sequence[Tensor]) -> bool:
 
 def lay_together(parameters: Sequence[Tensor]) -> None:
     """Have parameters of one shape follow each other in memory, where they can."""
-    first = parameters[0]
-    data = first.qdata if isinstance(first, Float8Tensor) else first
+    parameter = parameters[0]
+    data = parameter.qdata if isinstance(parameter, Float8Tensor) else parameter
     kinds = {(type(p), p.shape, p.dtype, p.device, getattr(p, "spec", None)) for p in parameters}
-    if type(first) not in (nn.Parameter, Float8Tensor) or len(kinds) > 1:
+    if type(parameter) not in (nn.Parameter, Float8Tensor) or len(kinds) > 1:
         return
-    if first.is_meta or not data.untyped_storage().size() or _as_stack(parameters) is not None:
+    if parameter.is_meta or not data.untyped_storage().size() or _as_stack(parameters) is not None:
         return
     with torch.no_grad():
         stack = torch.stack([p.data for p in parameters])

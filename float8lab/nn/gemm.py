@@ -3,13 +3,8 @@
 M tokens, N out features, K in features. The autograd functions of all modules are compositions of
 ``forward`` and ``backward``.
 
-Note: the nouns of this room.
+Note: the nouns of this room; others are those of ``tensor/operands.py``.
 
-- *matrix*: what is cast. A tensor; a ``Prologue``, a norm or an activation that the cast
-  computes on the way; or ``Groups``, either of them with the offsets of experts' rows.
-- *operand*: FP8 data and decode scales, as a GEMM takes them. Its rows are the rows of the matrix
-  (*rowwise*), or the matrix's columns (*columnwise*).
-- *quantization parameters*: what is known of a scale before the cast: an amax, or scale and factor.
 - *requantize*: to cast a matrix in backward to the bytes that it had in forward, by its scale and
   the value beside it that tells the encode factor.
 - *save policy*: which form of each operand autograd saves, decided before anything runs.
@@ -38,14 +33,14 @@ from float8lab.nn.casts import (
     WeightSource,
     amaxes_of_shards,
     input_source,
+    keeps_fp8_data,
     kept_transpose,
     note_weight,
-    outlives_step,
     plain,
     remember_input,
     show_cast,
     show_gemm,
-    show_input,
+    show_quantized,
     weight_source,
 )
 from float8lab.nn.main_grad import accumulate
@@ -291,7 +286,7 @@ def forward(
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     save_memory = save_memory or (is_prologue and isinstance(weight, nn.Parameter))
-    requantizes = save_memory and not outlives_step(weight, call)
+    requantizes = save_memory and not keeps_fp8_data(weight, call)
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
         policy, casts, casts_weight = _decide(call.recipe, needs, *flags)
@@ -328,7 +323,7 @@ def forward(
 def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, call: Call) -> None:
     """Tell an observer, and CPU offload, of what forward has cast."""
     if call.watched:
-        show_input(x, specs, done.x, call)
+        show_quantized(x, specs, done.x, X, call)
     if done.w.rowwise is not None:
         note_weight(weight, done.w, call)
     if call.watched and call.plan.fprop is None:
@@ -419,11 +414,11 @@ def _in_high_precision(
     x: Matrix, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, comm: OneGpu
 ) -> Tensor:
     """fprop where the plan has no specs for it."""
-    high, bias = comm.gather(value_of(x).to(dtype)), comm.bias(bias)
+    matrix, bias = comm.gather(value_of(x).to(dtype)), comm.bias(bias)
     added = None if bias is None else bias.to(dtype)
     if isinstance(x, Groups):
-        return _mm_in_groups(high, plain(weight).to(dtype), x.offs, dtype, added)
-    return comm.reduce(F.linear(high, plain(weight).to(dtype), added))
+        return _mm_in_groups(matrix, plain(weight).to(dtype), x.offs, dtype, added)
+    return comm.reduce(F.linear(matrix, plain(weight).to(dtype), added))
 
 
 def _mm_in_groups(
@@ -497,7 +492,7 @@ class Gradient:
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
         specs = _gradient_specs(plan, needs_dx=needs_dx, needs_dw=needs_dw)
-        sums = needs_db and (offsets is not None or all(specs))
+        wants_dbias = needs_db and (offsets is not None or all(specs))
         if isinstance(dy, Prologue) and not _serves_all(specs, needs):
             dy = dy.value()
         self.high_precision = None if isinstance(dy, Prologue) else dy
@@ -509,17 +504,17 @@ class Gradient:
             self.transposes_gathered, specs = True, Orientations(specs.rowwise, None)
         x: Matrix = dy if offsets is None else Groups.of(dy, offsets)
         if call.comm.gathers_dy_first:
-            high = value_of(x)
-            self.dbias = high.float().sum(0) if sums else None
-            x, sums = call.comm.gather(high, backward=True), False
-        made = call.scales.quantize(x, DY, *specs, dbias=sums)
+            value = value_of(x)
+            self.dbias = value.float().sum(0) if wants_dbias else None
+            x, wants_dbias = call.comm.gather(value, backward=True), False
+        made = call.scales.quantize(x, DY, *specs, dbias=wants_dbias)
         self.rowwise = made.rowwise
         if specs.columnwise:
             block = specs.columnwise.block
             self.columnwise = call.comm.token_operand(made.columnwise, block, backward=True)
-        self.dbias = made.dbias if sums else self.dbias
+        self.dbias = made.dbias if wants_dbias else self.dbias
         if call.watched:
-            _show_gradient(x, made, specs, call)
+            show_quantized(x, specs, made, DY, call)
 
 
 def _gradient_specs(plan: LinearPlan, *, needs_dx: bool, needs_dw: bool) -> Orientations:
@@ -536,15 +531,6 @@ def _serves_all(specs: Orientations, needs: tuple[bool, bool, bool]) -> bool:
     if specs.rowwise is None:
         return False
     return specs.columnwise is not None if needs_dw else not needs_db
-
-
-def _show_gradient(x: Matrix, made: Quantized, specs: Orientations, call: Call) -> None:
-    """Show an observer the cast of dy."""
-    if specs.rowwise:
-        show_cast(x, made.rowwise, specs.rowwise, DY, call)
-    elif specs.columnwise and not isinstance(x, Groups):
-        assert isinstance(x, Tensor), "written, for dgrad runs in high precision"
-        show_cast(x.t(), made.columnwise, specs.columnwise, DY, call)
 
 
 class _DgradWeight(NamedTuple):
@@ -591,14 +577,6 @@ class _Gradients(NamedTuple):
     db: Tensor | None
 
 
-class _CastGradient(NamedTuple):
-    """dy in FP8, and its column sums, as far as each has been made before."""
-
-    rowwise: Operand | None
-    columnwise: Operand | TokenShard | None
-    dbias: Tensor | None
-
-
 def backward(
     dy: Tensor | Gradient,
     x: Prologue | None,
@@ -609,7 +587,7 @@ def backward(
     shape: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     offsets: Offsets | None = None,
-    wanted: Sequence[bool] = (),
+    has_gradient: Sequence[bool] = (),
 ) -> _Gradients:
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
@@ -625,10 +603,10 @@ def backward(
         shape: M, N, K.
         dtypes: of the gradients.
         offsets: the offsets of experts' rows, if they are in groups.
-        wanted: of weights of experts that are a parameter each, which of them have gradients.
+        has_gradient: of weights of experts that are a parameter each, which of them have gradients.
     """
     if isinstance(dy, Tensor) and (
-        torch.compiler.is_compiling() or call.watched or call.shards is not None
+        torch.compiler.is_compiling() or call.watched or call.cast_parallel is not None
     ):
         dy = Gradient(dy, call, needs=needs, offsets=offsets)
     for_dx = for_dw = operand = None
@@ -652,7 +630,7 @@ def backward(
         made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, offsets)
     if call.fused_weight is not None and made.dw is not None:
         overwrite = call.first_microbatch is True
-        dw = accumulate(call.fused_weight, made.dw, overwrite=overwrite, wanted=wanted)
+        dw = accumulate(call.fused_weight, made.dw, overwrite=overwrite, has_gradient=has_gradient)
         made = made._replace(dw=dw)
     return made
 
@@ -682,8 +660,8 @@ def _wgrad_operand(
             operand = quantize(matrix, None, right, params, call.scales.epsilon).columnwise
     if comm.keeps_gathered:
         return operand
-    found: Operand | TokenShard = comm.token_operand(operand, right.block, backward=False)
-    return found
+    shard: Operand | TokenShard = comm.token_operand(operand, right.block, backward=False)
+    return shard
 
 
 def _gradient_params(
@@ -700,21 +678,21 @@ def _dgrad_weight(
 ) -> _DgradWeight:
     """The weight as dgrad will take it; cast now, where other ranks or a graph take part."""
     plan, data, scale = call.plan, saved.w, saved.w_scale
-    high = None if data is not None and plan.dgrad else saved.weight
-    shards_cast = scale is None and call.shards is not None
+    value = None if data is not None and plan.dgrad else saved.weight
+    shards_cast = scale is None and call.cast_parallel is not None
     params = columnwise = None
     if data is None:
         params, scale = call.scales.requant_params(scale, saved.w_requant), None
     if isinstance(dy, Gradient) and plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
-        event = None if dy.rowwise is None else dy.rowwise.scale
-        high, params, columnwise = _columnwise_weight(
-            high, data, scale, params, call, plan.dgrad.right, event=event
+        prior = None if dy.rowwise is None else dy.rowwise.scale
+        value, params, columnwise = _columnwise_weight(
+            value, data, scale, params, call, plan.dgrad.right, prior=prior
         )
     elif in_groups and data is not None and call.first_microbatch is not None:
         columnwise = kept_transpose(data, scale, call)
-    elif isinstance(high, (Float8Tensor, Float4Tensor)):
-        high = plain(high, dy if isinstance(dy, Tensor) else dy.high_precision)
-    return _DgradWeight(high, data, scale, params, columnwise, dtype)
+    elif isinstance(value, (Float8Tensor, Float4Tensor)):
+        value = plain(value, dy if isinstance(dy, Tensor) else dy.high_precision)
+    return _DgradWeight(value, data, scale, params, columnwise, dtype)
 
 
 def _gradients_of_cast(
@@ -736,18 +714,18 @@ def _gradients_of_cast(
         waiting = (x for x in operands if isinstance(x, TokenShard) and x.gathered is None)
         dx, gathered = _dgrad(
             left, call.recipe, (M, K), watching, offsets, for_dx, comm,
-            beside=next(waiting, None), keep=dy.transposes_gathered,
+            companion=next(waiting, None), keep=dy.transposes_gathered,
         )  # fmt: skip
         if dy.transposes_gathered:
             dy.columnwise = Operand(transpose_op(gathered.data, 1, None), gathered.scale)
     elif for_dx is not None:
         run = _run_of_cast(dy, call)
-        cast_dy = _CastGradient(dy.rowwise, None, None)
+        cast_dy = Quantized(dy.rowwise)
         dx = run(dy.high_precision, cast_dy, None, for_dx, None, None, *context).dx
     dy.rowwise = None  # its memory may serve for dw
     if for_dw is not None or db_dtype is not None:
         run = _run_of_cast(dy, call)
-        cast_dy = _CastGradient(None, dy.columnwise, dy.dbias)
+        cast_dy = Quantized(None, dy.columnwise, None, dy.dbias)
         made = run(dy.high_precision, cast_dy, None, None, for_dw, db_dtype, *context)
         dw, db = made.dw, made.db
     return _Gradients(dx, dw, db)
@@ -764,7 +742,7 @@ def _run_of_cast(dy: Gradient, call: Call) -> Any:
 
 def _gradients(
     dy: Tensor | None,
-    cast_dy: _CastGradient | None,
+    cast_dy: Quantized | None,
     params: QuantParams | None,
     for_dx: _DgradWeight | None,
     for_dw: _WgradInput | None,
@@ -794,8 +772,13 @@ def _gradients(
     dx = dw = db = None
     if cast_dy is None:
         specs = _gradient_specs(plan, needs_dx=for_dx is not None, needs_dw=for_dw is not None)
-        cast_dy = _cast_gradient(dy, specs, plan, params, offsets, sums=db_dtype is not None)
-    rowwise, columnwise, sums = cast_dy
+        cast_dy = Quantized()
+        if any(specs):
+            value = _saved_value(dy)
+            matrix = value if offsets is None else Groups.of(value, offsets)
+            dbias_is_free = db_dtype is not None and (offsets is not None or all(specs))
+            cast_dy = quantize(matrix, *specs, params, float(plan.epsilon), dbias_is_free)
+    rowwise, columnwise, _, dbias = cast_dy
     del cast_dy
     if for_dx is not None:
         left: Any = rowwise if plan.dgrad else dy
@@ -806,31 +789,12 @@ def _gradients(
         right: Any = columnwise if plan.wgrad else dy
         dw = _wgrad(right, recipe, (N, K), watching, offsets, for_dw, comm)
     if db_dtype is not None:
-        sums = _column_sums(dy, offsets) if sums is None else sums
-        db = sums.to(db_dtype)
+        dbias = _column_sums(dy, offsets) if dbias is None else dbias
+        db = dbias.to(db_dtype)
     return _Gradients(dx, dw, db)
 
 
 _planned_gradients = planned(_gradients)
-
-
-def _cast_gradient(
-    dy: Tensor | None,
-    specs: Orientations,
-    plan: LinearPlan,
-    params: QuantParams | None,
-    offsets: Offsets | None,
-    *,
-    sums: bool,
-) -> _CastGradient:
-    """dy in FP8, and its column sums, if ``sums`` are wanted and come for free."""
-    if not any(specs):
-        return _CastGradient(None, None, None)
-    dy = _saved_value(dy)
-    sums = sums and (offsets is not None or all(specs))
-    matrix = dy if offsets is None else Groups.of(dy, offsets)
-    made = quantize(matrix, *specs, params, float(plan.epsilon), sums)
-    return _CastGradient(made.rowwise, made.columnwise, made.dbias if sums else None)
 
 
 def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
@@ -852,21 +816,21 @@ def _columnwise_weight(
     call: Call,
     spec: Spec,
     *,
-    event: Tensor | None,
+    prior: Tensor | None,
 ) -> tuple[Tensor | None, QuantParams | None, Operand | None]:
     """The weight to cast and its parameters, or dgrad's operand.
 
     In a graph, and where ranks share scales. A compiled forward keeps nothing of the transpose for
-    a backward that gives ``event``, a tensor of its own.
+    a backward that gives ``prior``, a tensor of its own.
     """
     if data is not None and scale is not None:
         scale = scale if scale.ndim == 1 else scale.mT
-        return None, None, Operand(transpose_op(data, 1, event), scale)
-    high = plain(_saved_value(weight), event)
+        return None, None, Operand(transpose_op(data, 1, prior), scale)
+    value = plain(_saved_value(weight), prior)
     if params is None:
-        made = call.scales.quantize(high, W, None, spec)
-        return high, None, made.columnwise
-    return high, params, None
+        made = call.scales.quantize(value, W, None, spec)
+        return value, None, made.columnwise
+    return value, params, None
 
 
 def _dgrad(
@@ -878,22 +842,22 @@ def _dgrad(
     weight: _DgradWeight,
     comm: OneGpu,
     *,
-    beside: TokenShard | None = None,
+    companion: TokenShard | None = None,
     keep: bool = False,
 ) -> Gemm:
     """``dy @ weight``, of dy in high precision or of its rowwise FP8 data.
 
-    ``beside`` may be gathered meanwhile; with ``keep`` dy is wanted as multiplied.
+    ``companion`` may be gathered meanwhile; with ``keep`` dy is wanted as multiplied.
     """
-    plan, high, dgrad = recipe.linear, weight.high_precision, recipe.linear.dgrad
+    plan, value, dgrad = recipe.linear, weight.high_precision, recipe.linear.dgrad
     if dgrad is None:
-        high = _saved_value(high)
+        value = _saved_value(value)
         if watching is not None:
             show_gemm("dgrad", watching, None, None)
         dy = comm.gather(dy, backward=True)
         if offsets is not None:
-            return Gemm(_mm_in_groups(dy, high.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
-        dx = (dy @ high.to(dy.dtype)).to(weight.dtype)
+            return Gemm(_mm_in_groups(dy, value.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
+        dx = (dy @ value.to(dy.dtype)).to(weight.dtype)
         return Gemm(comm.reduce(dx, backward=True), dy)
     operand = weight.columnwise
     if operand is None and weight.data is not None and weight.scale is not None:
@@ -902,14 +866,14 @@ def _dgrad(
         operand = Operand(transpose_op(weight.data, 1, None), scale if has_one else scale.mT)
     elif operand is None:
         params, epsilon = weight.params, float(plan.epsilon)
-        made = quantize(_saved_value(high), None, dgrad.right, params, epsilon)
+        made = quantize(_saved_value(value), None, dgrad.right, params, epsilon)
         operand = made.columnwise
     if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
-        matrix = _saved_value(high).t()
+        matrix = _saved_value(value).t()
         show_cast(matrix, operand, dgrad.right, W, watching, only_in_backward=True)
     task = GemmTask(dgrad, shape, weight.dtype, offsets)
     keep = keep or watching is not None
-    gemm = comm.mm(dy, operand, task, backward=True, beside=beside, keep=keep)
+    gemm = comm.mm(dy, operand, task, backward=True, companion=companion, keep=keep)
     if watching is not None:
         show_gemm("dgrad", watching, gemm.left, operand)
     return gemm
@@ -927,13 +891,13 @@ def _wgrad(
     """``dy.T @ x``, of dy in high precision or of its columnwise FP8 data."""
     plan, wgrad = recipe.linear, recipe.linear.wgrad
     if wgrad is None:
-        high = _saved_value(x.data) if x.prologue is None else x.prologue.value()
+        value = _saved_value(x.data) if x.prologue is None else x.prologue.value()
         if watching is not None:
             show_gemm("wgrad", watching, None, None)
-        dy, high = comm.gather(dy, backward=True), comm.gather(high)
+        dy, value = comm.gather(dy, backward=True), comm.gather(value)
         if offsets is not None:
-            return _mm_in_groups(dy.t(), high.to(dy.dtype).t(), offsets.offs, x.dtype)
-        return (dy.t() @ high.to(dy.dtype)).to(x.dtype)
+            return _mm_in_groups(dy.t(), value.to(dy.dtype).t(), offsets.offs, x.dtype)
+        return (dy.t() @ value.to(dy.dtype)).to(x.dtype)
     operand: Any = x.operand
     if operand is None and x.data is not None and x.scale is not None:
         operand = Operand(x.data, x.scale.float())

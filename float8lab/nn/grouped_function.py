@@ -95,7 +95,7 @@ class GroupedFunction(Float8Function):
         dx, *of_experts = backward(
             dy, None, Saved._make(saved), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes, offsets=Offsets(offs, plan),
-            wanted=wants[last - weights : last],
+            has_gradient=wants[last - weights : last],
         )  # fmt: skip
         single: list[Tensor | None] = []
         for gradient, count in zip(of_experts, ctx.counts, strict=True):

@@ -70,7 +70,7 @@ def cast_in_graph(
     spec = rowwise or columnwise
     assert spec is not None, "one of the two"
     matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
-    q, factors, q_t, sums = _cast_op(
+    q, factors, q_t, column_sums = _cast_op(
         *matrix, *state[:3], index, state.record, _next_number(), spec.fp8_dtype, align,
         rowwise is not None, columnwise is not None, dbias,
         x.offs if isinstance(x, Groups) else None, state.first_expert,
@@ -81,7 +81,9 @@ def cast_in_graph(
     if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
         scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
     operands = Operand(q, scale), Operand(q_t, scale)
-    return Quantized(rowwise and operands[0], columnwise and operands[1], encode, sums)
+    return Quantized(
+        rowwise and operands[0], columnwise and operands[1], encode, column_sums if dbias else None
+    )
 
 
 class _Casts(threading.local):
@@ -159,9 +161,9 @@ _spec_of_tensor = functools.cache(Spec)
 
 def _outputs(args: SimpleNamespace) -> _Results:
     args.block, args.rule = (-1, -1), "encode"
-    q, _, _, q_t, _, sums = cast_outputs(args)
+    q, _, _, q_t, _, column_sums = cast_outputs(args)
     pair = args.inputs[0].new_empty((2, *groups_of(args)), dtype=torch.float32)
-    return _Results(q, pair, q_t, sums)
+    return _Results(q, pair, q_t, column_sums)
 
 
 _cast_op = declare(_cast, name="cast.delayed", outputs=_outputs, any_strides=True)

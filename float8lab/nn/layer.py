@@ -39,7 +39,7 @@ from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.parallel import (
-    TensorParallelGroup,
+    TensorParallelModule,
     ignore_extra_state,
     mark_shard,
     overlap_of,
@@ -106,10 +106,10 @@ class GemmDef(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """``[N, K]`` on this rank, ``[E, N, K]`` of experts."""
-        first = self.shapes[0]
+        *_, rows, columns = self.shapes[0]
         if self.experts:
-            return (self.experts, *first[-2:])
-        return sum(shape[0] for shape in self.shapes), first[1]
+            return self.experts, rows, columns
+        return sum(shape[0] for shape in self.shapes), columns
 
     def parameters(
         self, device: torch.device, dtype: torch.dtype
@@ -133,7 +133,7 @@ class GemmDef(NamedTuple):
         return [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
 
 
-class GemmModule(MovedInPlace, Shardable, TensorParallelGroup):
+class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
     """A module whose parameters, FP8 state, shard marks and repr follow from its definitions."""
 
     gemms: tuple[GemmDef, ...] = ()

@@ -172,7 +172,7 @@ class LayerNormLinear(NormGemmModule):
         if call is not None and call.is_region:
             self._fp8.end(call)
         if by_features:
-            parallel.set_layout(y, tokens)
+            parallel.remember_tokens(y, tokens)
         if not self.return_layernorm_output:
             normed = None
         elif self.return_layernorm_output_gathered and by_features:

@@ -1,4 +1,4 @@
-"""LayerNormMLP: a norm, a linear layer, an activation and a second linear layer as one module."""
+"""LayerNormMLP: a norm, a linear layer, an activation and a modes[1] linear layer as one module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerNormMLP(NormGemmModule):
 
     Shape: input and output ``[..., hidden_size]`` of any leading dimensions and any size. A gated
     activation (geglu, reglu, sreglu, qgeglu, swiglu, glu) takes ``2 * ffn_hidden_size`` features
-    from fc1: the first half goes through the function, the second half multiplies it. GPT-OSS's
+    from fc1: the first half goes through the function, the modes[1] half multiplies it. GPT-OSS's
     clamped_swiglu_interleaved takes these features in pairs.
 
     Numerics: those of the parts one after the other, bit for bit. In FP8 neither the norm's nor the
@@ -157,10 +157,10 @@ class LayerNormMLP(NormGemmModule):
             for init in (init_method, output_layer_init_method)
         )
         pieces = (F, F) if gated else (F,)
-        first, second = ("column", "row") if set_parallel_mode else (None, None)
+        modes = ("column", "row") if set_parallel_mode else (None, None)
         self._build(
-            GemmDef.named("fc1", (sum(pieces), H), bias, fc1, first, features=pieces),
-            GemmDef.named("fc2", (H, F), bias, fc2, second, features=(F,)),
+            GemmDef.named("fc1", (sum(pieces), H), bias, fc1, modes[0], features=pieces),
+            GemmDef.named("fc2", (H, F), bias, fc2, modes[1], features=(F,)),
             device=device,
             params_dtype=params_dtype,
             tp_group=tp_group,
@@ -209,7 +209,7 @@ class LayerNormMLP(NormGemmModule):
             results = self._forward_in_high_precision(x, added, is_first_microbatch, tokens)
         normed = results[1] if self.return_layernorm_output else None
         if parallel is not None:
-            parallel.set_layout(results[0], tokens)
+            parallel.remember_tokens(results[0], tokens)
         if normed is not None and parallel is not None and tokens is not None:
             gathered = self.return_layernorm_output_gathered
             normed = parallel.gather_tokens(normed, tokens) if gathered else normed

@@ -185,7 +185,7 @@ class Linear(GemmModule, nn.Linear):
             if call.is_region:
                 self._fp8.end(call)
         if parallel is not None and parallel.scatters:
-            parallel.set_layout(y, tokens)
+            parallel.remember_tokens(y, tokens)
         return (y, bias) if self.return_bias else y
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

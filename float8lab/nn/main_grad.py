@@ -16,12 +16,12 @@ __all__ = ["accumulate", "fused_weight", "plain_weight"]
 
 
 def accumulate(
-    weight: Any, dw: Tensor, *, overwrite: bool, wanted: Sequence[bool] = ()
+    weight: Any, dw: Tensor, *, overwrite: bool, has_gradient: Sequence[bool] = ()
 ) -> Tensor | None:
     """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``.
 
     Of experts it is a tuple of one weight for all, or of each one's, of which those that are not
-    ``wanted`` stay as they are.
+    ``has_gradient`` stay as they are.
 
     Returns the gradient for autograd. It is None; but a tensor of any values, or of zeros with
     ``weight.zero_out_wgrad``, where the weight has the mark ``grad_added_to_main_grad``: hooks of
@@ -30,9 +30,9 @@ def accumulate(
     weights, grads = (weight,), [dw]
     if isinstance(weight, tuple):
         weights, grads = weight, [dw] if weight[0].ndim == dw.ndim else list(dw.unbind())
-    if not all(wanted):
-        grads = [*itertools.compress(grads, wanted)]
-        weights = tuple(itertools.compress(weights, wanted))
+    if not all(has_gradient):
+        grads = [*itertools.compress(grads, has_gradient)]
+        weights = tuple(itertools.compress(weights, has_gradient))
     into = [w.main_grad.view_as(grad) for w, grad in zip(weights, grads, strict=True)]
     if overwrite:
         torch._foreach_copy_(into, grads)

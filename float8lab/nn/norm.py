@@ -19,7 +19,7 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
-from float8lab.distributed.comm import keep_layout, mark_sequence_parallel
+from float8lab.distributed.comm import inherit_tokens, mark_sequence_parallel
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.parallel import ignore_extra_state
@@ -135,7 +135,7 @@ class _Norm(nn.Module):
         flat = x.flatten(x.ndim - len(shape)) if len(shape) > 1 else x
         y = normalize(flat, self.weight.flatten(), bias, self._kind, output_dtype(x))
         y = y.reshape(x.shape)
-        return keep_layout(y, x) if self.sequence_parallel else y
+        return inherit_tokens(y, x) if self.sequence_parallel else y
 
 
 class LayerNorm(_Norm, nn.LayerNorm):

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "ContextParallelGroup",
+    "ContextParallelModule",
     "ParameterShard",
-    "TensorParallelGroup",
+    "TensorParallelModule",
     "context_of",
     "heads_of_rank",
     "ignore_extra_state",
@@ -220,7 +220,7 @@ class _GroupRef:
         return _GroupRef, ()
 
 
-class TensorParallelGroup:
+class TensorParallelModule:
     """Base of modules with a tensor-parallel group."""
 
     tp_size = 1
@@ -286,7 +286,7 @@ class TensorParallelGroup:
         self.tp_group = tp_group
         module = cast(nn.Module, self)
         for child in module.children():
-            if isinstance(child, TensorParallelGroup):
+            if isinstance(child, TensorParallelModule):
                 child.set_tensor_parallel_group(tp_group, keep_gathered=keep_gathered)
         for name, (mode, sizes) in modes.items():
             parallel = self._make_parallel(mode, sizes, keep_gathered)
@@ -315,7 +315,7 @@ class TensorParallelGroup:
         )  # fmt: skip
 
 
-class ContextParallelGroup(TensorParallelGroup):
+class ContextParallelModule(TensorParallelModule):
     """Base of modules with a context-parallel group as well."""
 
     context_parallel: ContextParallel | None = None
@@ -348,7 +348,7 @@ class ContextParallelGroup(TensorParallelGroup):
             check_size("cp_global_ranks", rank)
         context = context_of(cp_group, cp_comm_type)
         module = cast(nn.Module, self)
-        modules = [m for m in module.modules() if isinstance(m, ContextParallelGroup)]
+        modules = [m for m in module.modules() if isinstance(m, ContextParallelModule)]
         for child in modules:
             child._check_context(context)
         for child in modules:
@@ -391,14 +391,14 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
 
 def shards_of(model: nn.Module) -> dict[str, ParameterShard]:
     """The shard that each parameter is, by qualified name; replicas are left out."""
-    return {name: shard for name, shard in _layouts(model).items() if shard.ranks > 1}
+    return {name: shard for name, shard in _parameter_shards(model).items() if shard.ranks > 1}
 
 
-def _layouts(model: nn.Module) -> dict[str, ParameterShard]:
+def _parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
     """The same, and of modules with a parallel mode and one rank, how several would share them."""
-    layouts: dict[str, ParameterShard] = {}
+    parameter_shards: dict[str, ParameterShard] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, TensorParallelGroup):
+        if not isinstance(module, TensorParallelModule):
             continue
         for name, dim, pieces in _sharded_parameters(module):
             shard = module._shard(dim, pieces)
@@ -408,12 +408,12 @@ def _layouts(model: nn.Module) -> dict[str, ParameterShard]:
                     "set_tensor_parallel_group(group)."
                 )
             shard = shard or ParameterShard(dim, pieces=pieces or (1,))
-            layouts[f"{path}.{name}" if path else name] = shard
-    return layouts
+            parameter_shards[f"{path}.{name}" if path else name] = shard
+    return parameter_shards
 
 
 def _sharded_parameters(
-    module: TensorParallelGroup,
+    module: TensorParallelModule,
 ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """The parameters that ranks share: name, dimension, and sizes of the pieces of a shard."""
     parameters = [name for name, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
@@ -468,16 +468,16 @@ def shard_state_dict(
     """
     check_module("model", model)
     states = _check_state_dicts(state_dict)
-    layouts, result = _layouts(model), dict(states[0])
+    parameter_shards, result = _parameter_shards(model), dict(states[0])
     distributed = [name for name, value in result.items() if is_dtensor(value)]
     for name in distributed:
         result[name] = _of_dtensors(name, _checked(name, states))
-    if len(states) > 1 and not layouts and not distributed:
+    if len(states) > 1 and not parameter_shards and not distributed:
         raise ValueError(
             f"model must have parallel modes to join the state dicts of {len(states)} ranks; it "
             "has none. Make it with set_parallel_mode=True, or parallel_mode."
         )
-    for name, shard in layouts.items():
+    for name, shard in parameter_shards.items():
         if name in result and name not in distributed:
             result[name] = _of_rank(name, shard, _checked(name, states))
     for name, local in model.state_dict().items():
@@ -507,7 +507,7 @@ def _of_rank(name: str, shard: ParameterShard, shards: list[Tensor]) -> Tensor:
     return unsharded if shard.ranks == 1 else _take_shard(name, shard, unsharded)
 
 
-def _layout_of(name: str, x: Any) -> tuple[int, int | None]:
+def _ranks_and_dim(name: str, x: Any) -> tuple[int, int | None]:
     """How many ranks share a DTensor, and along which dimension; None: each has all of it."""
     is_local = type(local_of(x)) in (Tensor, nn.Parameter, Float8Tensor)
     if not is_local or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
@@ -522,7 +522,7 @@ def _layout_of(name: str, x: Any) -> tuple[int, int | None]:
 
 def _of_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
     """The unsharded tensor of a DTensor, whose shards the state dicts of all its ranks have."""
-    ranks, dim = _layout_of(name, shards[0])
+    ranks, dim = _ranks_and_dim(name, shards[0])
     if dim is None:
         return local_of(shards[0])
     if len(shards) != ranks:
@@ -536,7 +536,7 @@ def _of_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
 
 def _as_dtensor(name: str, local: DTensor, unsharded: Tensor) -> DTensor:
     """This rank's shard of a tensor, as a DTensor like ``local``."""
-    ranks, dim = _layout_of(name, local)
+    ranks, dim = _ranks_and_dim(name, local)
     if dim is not None:
         rank = local.device_mesh.get_local_rank()
         unsharded = _take_shard(name, ParameterShard(dim - local.ndim, rank, ranks), unsharded)
@@ -603,7 +603,7 @@ def _full(name: str, x: DTensor) -> Tensor:
     """The unsharded tensor; DTensor's own method would give one stored in FP8 other blocks."""
     if type(local_of(x)) is not Float8Tensor:  # FSDP2's shards know how to be gathered
         return x.full_tensor()
-    ranks, dim = _layout_of(name, x)
+    ranks, dim = _ranks_and_dim(name, x)
     if dim is None:
         return local_of(x)
     shards = all_objects(local_of(x).detach().cpu(), x.device_mesh.get_group())
@@ -630,23 +630,23 @@ def _take_shard(name: str, shard: ParameterShard, unsharded: Tensor) -> Tensor:
 
 def _unshard(name: str, shard: ParameterShard, shards: Sequence[Any]) -> Tensor:
     """The unsharded tensor, from the shards of all ranks."""
-    first = shards[0]
-    if not isinstance(first, Float8Tensor):
+    local = shards[0]
+    if not isinstance(local, Float8Tensor):
         return shard.unshard(shards)
-    unit = _unit(shard, first, sum(local.shape[shard.dim] for local in shards))
-    qdata = shard.unshard([local.qdata for local in shards])
+    unit = _unit(shard, local, sum(x.shape[shard.dim] for x in shards))
+    qdata = shard.unshard([x.qdata for x in shards])
 
     def join(scales: Sequence[Tensor]) -> Tensor:
         expanded = [
-            _expand(scale, shard.dim, first.spec.block, local.shape, unit)
-            for scale, local in zip(scales, shards, strict=True)
+            _expand(scale, shard.dim, local.spec.block, x.shape, unit)
+            for scale, x in zip(scales, shards, strict=True)
         ]
         return _merged(
-            name, shard.unshard(expanded), shard.dim, first.spec.block, qdata.shape, unit
+            name, shard.unshard(expanded), shard.dim, local.spec.block, qdata.shape, unit
         )
 
-    scale, amax = (join([getattr(local, name) for local in shards]) for name in ("scale", "amax"))
-    return first.replace(qdata=qdata, scale=scale, amax=amax)
+    scale, amax = (join([getattr(x, name) for x in shards]) for name in ("scale", "amax"))
+    return local.replace(qdata=qdata, scale=scale, amax=amax)
 
 
 def _unit(shard: ParameterShard, x: Float8Tensor, size: int) -> int:
@@ -685,5 +685,5 @@ def _merged(
 
 
 def _groups(model: nn.Module) -> dict[str, ProcessGroup]:
-    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, TensorParallelGroup)]
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, TensorParallelModule)]
     return {name: module.tp_group for name, module in modules if module.tp_group is not None}

@@ -114,16 +114,16 @@ def initialise(
     that are stored in FP8 keep these initial values in high precision. Shards are those of the
     unsharded weight that one rank alone would initialise.
     """
-    init, first = init_method or normal_init, weights[0]
+    init, weight = init_method or normal_init, weights[0]
     with torch.no_grad():
-        if len(weights) == 1 and first.ndim == 2 and not keep and shard is None:
-            init(first)
+        if len(weights) == 1 and weight.ndim == 2 and not keep and shard is None:
+            init(weight)
             return
         shard = shard or ParameterShard()
         shapes = [shard.unsharded_shape(weight.shape) for weight in weights]
         rows = [shape[0] for shape in shapes]
-        values = torch.empty((sum(rows), *shapes[0][1:]), device=first.device, dtype=first.dtype)
-        for matrix in values if first.ndim == 3 else (values,):
+        values = torch.empty((sum(rows), *shapes[0][1:]), device=weight.device, dtype=weight.dtype)
+        for matrix in values if weight.ndim == 3 else (values,):
             init(matrix)
         for weight, value in zip(weights, values.split(rows), strict=True):
             local = shard.shard(value)

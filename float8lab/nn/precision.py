@@ -88,7 +88,7 @@ class Call:
         recipe: how to cast; ``plan`` is what it says of the three GEMMs.
         precision: the state of the module.
         scales: where the scales of the casts come from.
-        shards: how ranks share what is cast, if they do.
+        cast_parallel: how ranks share what is cast, if they do.
         comm: what the GEMMs send, unless the caller sees to that.
         is_region: the call, outside of all autocast regions, is one of its own, to be ended.
         in_graph: a compiled graph is traced.
@@ -96,6 +96,7 @@ class Call:
     """
 
     __slots__ = (
+        "cast_parallel",
         "comm",
         "first_microbatch",
         "fused_weight",
@@ -105,7 +106,6 @@ class Call:
         "precision",
         "recipe",
         "scales",
-        "shards",
         "watched",
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ class Call:
         self.plan: LinearPlan = recipe.linear
         self.precision = precision
         self.scales = scales
-        self.shards = scales.parallel
+        self.cast_parallel = scales.parallel
         self.comm = comm
         self.first_microbatch = options.first_microbatch
         self.fused_weight = options.fused_weight
@@ -205,7 +205,7 @@ class Precision:
         memo[id(self)] = copy
         return copy
 
-    def slot_layout(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
+    def slot_formats(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
         """Formats of the module's cast tensors, and which of them belong to the forward."""
         return [plan.x.fp8_dtype, plan.w.fp8_dtype, plan.dy.fp8_dtype], [True, True, False]
 
@@ -270,14 +270,14 @@ class Precision:
         if torch.compiler.is_compiling():
             return self._begin_in_graph(x, training, options)
         recordings = CHECKPOINTS.recordings
-        original = CHECKPOINTS.replay
+        recording = CHECKPOINTS.replay
         hooks = _saved_tensors_hooks(True)
         if hooks is not None:
             made, followed = _torch_recordings(hooks)
             recordings += made
-            original = original or followed
-        if original is not None or _graph_task() != NO_BACKWARD:
-            call = self._begin_recomputation(original, x.device, training, options)
+            recording = recording or followed
+        if recording is not None or _graph_task() != NO_BACKWARD:
+            call = self._begin_recomputation(recording, x.device, training, options)
         else:
             call = self._last = self._begin_forward(x, training, options)
         for checkpoint in recordings:
@@ -336,7 +336,7 @@ class Precision:
             tokens = comm.tokens
             scales = DelayedScales(
                 float(plan.epsilon), parallel, delayed, record=record, experts=options.experts,
-                is_empty=tokens is None or tokens.unsharded_rows == 0,
+                is_empty_everywhere=tokens is None or tokens.unsharded_rows == 0,
             )  # fmt: skip
         return Call(recipe, self, scales, comm, options, is_region=is_region)
 
@@ -352,7 +352,7 @@ class Precision:
         record = training or STATE.autocast.calibrating
         state = GraphState(
             self.handle, recipe.number, name_of_group(STATE.autocast.group), record,
-            self.slot_layout(recipe.linear)[1],
+            self.slot_formats(recipe.linear)[1],
             0 if options.experts is None else options.experts.start,
         )  # fmt: skip
         is_region = record and STATE.region is None
@@ -487,16 +487,16 @@ class Precision:
         if isinstance(recipe, DelayedScaling):
             group = STATE.autocast.group if group is None else group
             slots = self._slots(recipe, device, group)
-            found = channel_of(group)
-            if found is not None and recipe.reduce_amax:
-                found[1].add(slots)
+            group_and_channel = channel_of(group)
+            if group_and_channel is not None and recipe.reduce_amax:
+                group_and_channel[1].add(slots)
 
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
         group = STATE.autocast.group if group is _HERE else group
         key = (recipe, group)
         slots = self.slots.get(key)
         if slots is None:
-            fp8_dtypes, forward = self.slot_layout(recipe.linear)
+            fp8_dtypes, forward = self.slot_formats(recipe.linear)
             slots = DelayedSlots(
                 recipe,
                 group,

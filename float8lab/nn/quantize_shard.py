@@ -44,19 +44,21 @@ def quantize_shard(
     rows_span, columns_span = _spans(rowwise, dim), _spans(columnwise, 1 - dim)
     if not (rows_span or columns_span):
         return replayed_quantize(x, rowwise, columnwise, *context, dbias, align)
-    sums = None
+    column_sums = None
     if dbias:
-        sums = _sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
-    first = second = None
+        column_sums = (
+            _column_sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
+        )
+    by_rows = by_columns = None
     if rowwise is not None and rows_span:
-        first = _quantize_spanning(x, rowwise, parallel, epsilon, align, False)
+        by_rows = _quantize_spanning(x, rowwise, parallel, epsilon, align, False)
     elif rowwise is not None:
-        first = replayed_quantize(x, rowwise, None, *context, False, align).rowwise
+        by_rows = replayed_quantize(x, rowwise, None, *context, False, align).rowwise
     if columnwise is not None and columns_span:
-        second = _quantize_spanning(x, columnwise, parallel, epsilon, align, True)
+        by_columns = _quantize_spanning(x, columnwise, parallel, epsilon, align, True)
     elif columnwise is not None:
-        second = replayed_quantize(x, None, columnwise, *context, False, align).columnwise
-    return Quantized(first, second, dbias=sums)
+        by_columns = replayed_quantize(x, None, columnwise, *context, False, align).columnwise
+    return Quantized(by_rows, by_columns, dbias=column_sums)
 
 
 def _shape(x: Tensor | Prologue) -> tuple[int, ...]:
@@ -86,9 +88,9 @@ def _quantize_spanning(
         q, scale = _quantize_spanning(matrix, spec, parallel, epsilon, align, is_columnwise)
         return Operand(q[: len(matrix)], scale[: len(matrix)])
     if isinstance(x, Tensor) and x.ndim == 3:
-        each, rows_of_block = x.mT if is_columnwise else x, spec.block[0]
-        E, rows, _ = each.shape
-        below = F.pad(each, (0, 0, 0, round_up(rows, max(rows_of_block, align)) - rows))
+        weights, rows_of_block = x.mT if is_columnwise else x, spec.block[0]
+        E, rows, _ = weights.shape
+        below = F.pad(weights, (0, 0, 0, round_up(rows, max(rows_of_block, align)) - rows))
         q, scale = _quantize_spanning(below.flatten(0, 1), spec, parallel, epsilon, align, False)
         rows = round_up(rows, align)
         q = q.view(torch.uint8).unflatten(0, (E, -1))[:, :rows].contiguous().view(q.dtype)
@@ -107,7 +109,7 @@ def _quantize_spanning(
     return operand
 
 
-def _sums_of_groups(x: Groups) -> Tensor:
+def _column_sums_of_groups(x: Groups) -> Tensor:
     """The column sums of each group, ``[E, K]``, float32."""
     (value,), offs = x.inputs, x.offs
     row = torch.arange(value.shape[0], device=value.device, dtype=offs.dtype)

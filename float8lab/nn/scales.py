@@ -138,7 +138,7 @@ class DelayedScales(ScaleSource):
     slot sees.
     """
 
-    __slots__ = ("experts", "is_empty", "known", "record", "slots")
+    __slots__ = ("experts", "is_empty_everywhere", "known_params", "record", "slots")
 
     are_given = True
 
@@ -149,54 +149,59 @@ class DelayedScales(ScaleSource):
         slots: DelayedSlots,
         *,
         record: bool,
-        is_empty: bool,
+        is_empty_everywhere: bool,
         experts: range | None,
-        known: list[QuantParams | None] | None = None,
+        known_params: list[QuantParams | None] | None = None,
     ) -> None:
         """Ask the slots for the scales that are known.
 
         Args:
             slots: of the module.
             record: whether the amaxes that casts find are recorded.
-            is_empty: whether a call without rows has none on other ranks, either.
+            is_empty_everywhere: whether a call without rows has none on other ranks, either.
             experts: which of the module's experts this rank has, if not all.
-            known: by tensor, in a recomputation: the scales of the call that it repeats.
+            known_params: by tensor, in a recomputation: the scales of the call that it repeats.
         """
         super().__init__(epsilon, parallel)
         self.slots = slots
         self.record = record
-        self.is_empty = is_empty
+        self.is_empty_everywhere = is_empty_everywhere
         self.experts = experts
-        if known is None:
-            known = slots.known(record=record, experts=experts)
-        self.known = known
+        if known_params is None:
+            known_params = slots.known_params(record=record, experts=experts)
+        self.known_params = known_params
 
     def params(self, index: int, x: Matrix) -> QuantParams:
         """The scale and encode factor of a tensor, and the slot for its amax."""
-        return self.known[index] or self._look_up(index, x)
+        return self.known_params[index] or self._look_up(index, x)
 
     def _look_up(self, index: int, x: Matrix) -> QuantParams:
         """Ask the slots; a forward's answer holds for the rest of the call."""
         params = self.slots.scale_for(
-            index, x, record=self.record, empty=self.is_empty, experts=self.experts
+            index,
+            x,
+            record=self.record,
+            is_empty_everywhere=self.is_empty_everywhere,
+            experts=self.experts,
         )
         if self.slots.forward[index]:
-            self.known[index] = params
+            self.known_params[index] = params
         return params
 
     def uses_amax(self, index: int) -> bool:
         """Whether ``params`` will make the tensor's first scale of its values."""
-        return self.known[index] is None and not self.slots.is_seeded(index)
+        return self.known_params[index] is None and not self.slots.is_seeded(index)
 
     def repetition(self) -> DelayedScales:
         """The scales of a recomputation of the call: it records the amaxes of gradients alone."""
-        known = [params and params._replace(amax_slot=None) for params in self.known]
+        unrecorded = (params and params._replace(amax_slot=None) for params in self.known_params)
         if self.record:
             # Tied to the backward pass that the recomputation runs in, not to one inside of it.
-            self.slots.pack.await_backward()
+            self.slots.pack.watch_backward()
         return DelayedScales(
-            self.epsilon, self.parallel, self.slots, record=self.record, is_empty=self.is_empty,
-            experts=self.experts, known=known,
+            self.epsilon, self.parallel, self.slots, record=self.record,
+            is_empty_everywhere=self.is_empty_everywhere, experts=self.experts,
+            known_params=[*unrecorded],
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from float8lab.arguments import check_choice, check_flags, check_input, check_number, shown
-from float8lab.distributed.comm import keep_layout
+from float8lab.distributed.comm import inherit_tokens
 from float8lab.distributed.ranks import from_first_rank
 from float8lab.nn.attention.arguments import Lengths
 from float8lab.nn.attention.inference import InferenceParams
@@ -26,7 +26,7 @@ from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.parallel import (
-    ContextParallelGroup,
+    ContextParallelModule,
     ignore_extra_state,
     overlap_of,
     parallel_size,
@@ -36,7 +36,7 @@ from float8lab.nn.parameters import GetRngStateTracker, InitMethod, reset_childr
 __all__ = ["TransformerLayer"]
 
 
-class TransformerLayer(nn.Module, ContextParallelGroup):
+class TransformerLayer(nn.Module, ContextParallelModule):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
@@ -438,7 +438,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
                 stays = from_first_rank(stays, group)  # all ranks have tokens of a sample
             x = x * stays / (keep_rate or 1.0)
         summed = residual + x
-        return keep_layout(summed, attended, residual) if self.sequence_parallel else summed
+        return inherit_tokens(summed, attended, residual) if self.sequence_parallel else summed
 
     @property
     def _has_part_of_the_tokens(self) -> bool:

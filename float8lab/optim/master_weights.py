@@ -36,8 +36,8 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.comm import shared_amaxes
 from float8lab.distributed.fsdp.weight import (
-    layout_of,
     requantize_shards_,
+    row_shard_of,
 )
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
@@ -457,12 +457,12 @@ def _shares_blocks(p: Tensor) -> bool:
     local = local_of(p)
     if local is p or p.ndim != 2 or not isinstance(local, Float8Tensor):
         return False
-    layout = layout_of(p) if hasattr(local, "weight") else None
-    if layout is not None:  # sent by FSDP2, of the rows or columns that tensor parallelism gives
-        return layout.spec.amax_block[0] != 1 or layout.group is not None
+    row_shard = row_shard_of(p) if hasattr(local, "weight") else None
+    if row_shard is not None:  # FSDP2 sends it, of the rows or columns of tensor parallelism
+        return row_shard.spec.amax_block[0] != 1 or row_shard.group is not None
     *replicas, last = cast("DTensor", p).placements
     by_rows = bool(last.is_shard(0)) and all(r.is_replicate() for r in replicas)
-    return by_rows and layout_of(p).spec.amax_block[0] != 1
+    return by_rows and row_shard_of(p).spec.amax_block[0] != 1
 
 
 def _is_16_bit(x: Tensor) -> bool:

@@ -196,16 +196,16 @@ class ScalePack:
         """The modules' parts of the pack that still exist, in order."""
         return [m for ref in self.members if (m := ref()) and m.pack is self]
 
-    def factors_of(self, slots: slice, first: int) -> Factors:
+    def factors_of(self, slots: slice, start: int) -> Factors:
         """The factors of slots in a row, unchanged by later updates.
 
-        ``first`` is the first slot of their tensor.
+        ``start`` is the first slot of their tensor.
         """
         live = self.live()
         if live is None:
             return Factors.of(self.factors[:, slots].clone())
-        pairs = live[2 * first].view(-1, 2, 1, 1)
-        return Factors(*pairs[slots.start - first : slots.stop - first].unbind(1))
+        pairs = live[2 * start].view(-1, 2, 1, 1)
+        return Factors(*pairs[slots.start - start : slots.stop - start].unbind(1))
 
     def set_factors(self, slots: slice, factors: Tensor, seeded: Tensor | None = None) -> None:
         """Give slots in a row factors, ``[2, slots]``, from outside their history.
@@ -231,7 +231,7 @@ class ScalePack:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
         if self._backward is not None:
-            self.settle()
+            self.forget_interrupted_backward()
         self.first_scales.clear()
         if self.keeps_previous:
             self.previous.copy_(self.factors)
@@ -299,7 +299,7 @@ class ScalePack:
             )
             self.forget_live()
 
-    def await_backward(self) -> None:
+    def watch_backward(self) -> None:
         """Keep what the gradients of the backward pass on this thread record only if it succeeds.
 
         A pass inside it, of a reentrant checkpoint, is a part of it.
@@ -309,7 +309,7 @@ class ScalePack:
         if self._backward is not None:
             if self._backward() is not None:
                 return
-            self.settle()
+            self.forget_interrupted_backward()
         # Called at the end of the pass; freed with its graph task, also if that raised.
         ended = functools.partial(self._end_backward)
         self._backward = weakref.ref(ended)
@@ -318,7 +318,7 @@ class ScalePack:
     def _end_backward(self) -> None:
         self._backward = None  # what gradients recorded stays
 
-    def settle(self) -> None:
+    def forget_interrupted_backward(self) -> None:
         """Forget what gradients recorded if their backward pass was interrupted."""
         if self._backward is None:
             return
@@ -376,8 +376,8 @@ class DelayedSlots:
     """
 
     __slots__ = (
-        *("__weakref__", "first", "forward", "fp8_dtypes", "key", "pack", "seeded", "start"),
-        *("_asked", "widths"),
+        *("__weakref__", "_asked", "column_starts", "forward", "fp8_dtypes", "key", "pack"),
+        *("seeded", "start", "widths"),
     )
 
     def __init__(
@@ -435,15 +435,15 @@ class DelayedSlots:
 
     def _lay_out(self, widths: tuple[int, ...]) -> None:
         self.widths = widths
-        self.first = tuple(sum(widths[:index]) for index in range(len(widths)))
+        self.column_starts = tuple(sum(widths[:index]) for index in range(len(widths)))
 
     def _by_column(self, values: Sequence[Any]) -> list[Any]:
         return [x for x, width in zip(values, self.widths, strict=True) for _ in range(width)]
 
     def columns_of(self, index: int, experts: range | None = None) -> range:
         """The columns of the pack that a tensor has, or those of some ``experts``' parts of it."""
-        first = self.start + self.first[index]
-        columns = range(first, first + self.widths[index])
+        start = self.start + self.column_starts[index]
+        columns = range(start, start + self.widths[index])
         return columns if experts is None else columns[experts.start : experts.stop]
 
     def _columns(self, index: int, experts: range | None) -> slice:
@@ -474,7 +474,7 @@ class DelayedSlots:
 
     def tensors(self) -> dict[str, Tensor]:
         """This module's columns of the pack (views), and of the rows of ``factors``."""
-        self.pack.settle()
+        self.pack.forget_interrupted_backward()
         columns = slice(self.start, self.start + sum(self.widths))
         return {name: getattr(self.pack, name)[..., columns] for name in (*_TENSORS, *_ROWS)}
 
@@ -579,7 +579,9 @@ class DelayedSlots:
         memo[id(self)] = copy
         return copy
 
-    def known(self, *, record: bool, experts: range | None = None) -> list[QuantParams | None]:
+    def known_params(
+        self, *, record: bool, experts: range | None = None
+    ) -> list[QuantParams | None]:
         """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
         pack, slot = self.pack, self.start
         params: list[QuantParams | None] = []
@@ -610,26 +612,27 @@ class DelayedSlots:
         *,
         record: bool,
         shared: bool = True,
-        empty: bool = True,
+        is_empty_everywhere: bool = True,
         experts: range | None = None,
     ) -> QuantParams:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record).
 
-        ``empty``: whether the unsharded tensor is empty, too, if ``x`` is; if it is not, the first
-        scale is kept all the same. ``experts``: which of the module's experts ``x`` has.
+        ``is_empty_everywhere``: whether the unsharded tensor is empty, too, if ``x`` is; if it is
+        not, the first scale is kept all the same. ``experts``: which of the module's experts ``x``
+        has.
         """
         pack, slot = self.pack, self._slot(index, experts)
         if record and not self.forward[index]:
-            pack.await_backward()
+            pack.watch_backward()
         if not self.is_seeded(index):
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
-            first = x if isinstance(x, Tensor) else x.inputs[0]
+            values = x if isinstance(x, Tensor) else x.inputs[0]
             # A prologue, or groups, are computed for their values, unless they are empty.
-            initial = self._own_factors(index, x if first.numel() else first)
+            initial = self._own_factors(index, x if values.numel() else values)
             # Not if another rank has used this module before: then its amaxes have made a scale;
             # nor if a CUDA graph has.
             initial = torch.where(pack.has_scale()[slot], pack.factors[:, slot], initial)
-            if record and (first.numel() or not empty):
+            if record and (values.numel() or not is_empty_everywhere):
                 self._set_first_scale(index, initial, x, experts)
             # Experts without rows so far have none to keep.
             if not record or not self.seeded[index]:

@@ -129,7 +129,7 @@ class AmaxChannel:
         )
         wire[:1].fill_(len(self.waiting()))
         for pack, on_wire, in_pack in plan:
-            pack.settle()
+            pack.forget_interrupted_backward()
             wire[on_wire] = pack.amax[in_pack].to(device)
         wire = amax_over_ranks(wire, group)
         for pack, on_wire, in_pack in plan:
@@ -193,9 +193,9 @@ class AmaxChannel:
 
 def _indices(places: list[int], device: torch.device | None) -> _Places:
     """Elements of a vector: a slice, which needs no kernel, where they follow each other."""
-    first = places[0]
-    if places == list(range(first, first + len(places))):
-        return slice(first, first + len(places))
+    start = places[0]
+    if places == list(range(start, start + len(places))):
+        return slice(start, start + len(places))
     return torch.tensor(places, device=device)
 
 

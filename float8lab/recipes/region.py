@@ -157,11 +157,11 @@ def in_backward() -> bool:
 class Region:
     """The delayed-scaling packs that recorded amaxes since the region began."""
 
-    __slots__ = ("first", "fp8_calls", "groups", "packs", "silent", "training")
+    __slots__ = ("fp8_calls", "groups", "has_new_modules", "packs", "silent", "training")
 
     def __init__(self, silent: bool | None = None) -> None:
         self.packs: dict[ScalePack, None] = {}
-        self.first = False  # on every rank this region is the first with certain modules
+        self.has_new_modules = False  # this region is the first with certain modules, on every rank
         self.groups: dict[Any, None] = {}  # over which amaxes are reduced, used here or not
         self.fp8_calls = 0
         # Recomputation in backward re-enters user code, autocast included; nothing advances then.
@@ -192,7 +192,7 @@ class Region:
             # pack stays as it is.
             self.packs.update(dict.fromkeys(RECORDED.packs))
         if self.packs or (self.groups and has_ranks()):
-            advance_scales(self.packs, self.groups, agree=self.first)
+            advance_scales(self.packs, self.groups, agree=self.has_new_modules)
 
     def discard(self) -> None:
         """Forget what the forward recorded: the region did not finish."""

@@ -278,17 +278,17 @@ def _matrices(value: Tensor, spec: Spec, stored: _Stored) -> Iterator[tuple[Tens
 
 
 def dequantize_blocks(
-    q: Tensor, scale: Tensor, spec: Spec, dtype: torch.dtype, *, event: Tensor | None = None
+    q: Tensor, scale: Tensor, spec: Spec, dtype: torch.dtype, *, prior: Tensor | None = None
 ) -> Tensor:
     """``q * scale``, multiplied in float32 and rounded once to ``dtype``; exact in float64.
 
-    ``event`` is a tensor of a compiled graph that must be computed first, where one op dequantizes;
+    ``prior`` is a tensor that a compiled graph must compute first, where one op dequantizes;
     elsewhere it is ignored.
     """
     if dtype == torch.float64:
         return q.double() * expand_scale(scale, spec.block, q.shape)
     if q.ndim == 2:
-        result: Tensor = value_of_op("dequantize", (q, scale), dtype, spec.block, event)
+        result: Tensor = value_of_op("dequantize", (q, scale), dtype, spec.block, prior)
         return result
     return (q.float() * expand_scale(scale, spec.block, q.shape)).to(dtype)
 

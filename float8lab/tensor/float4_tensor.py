@@ -42,8 +42,8 @@ def pack(elements: Tensor, dim: int = -1) -> Tensor:
     >>> pack(torch.tensor([1, 2, 3, 15], dtype=torch.uint8)).tolist() == [0x21, 0xF3]
     True
     """
-    first, second = elements.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
-    return first | second << 4
+    low, high_bits = elements.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
+    return low | high_bits << 4
 
 
 def decode_codes(
@@ -212,9 +212,9 @@ class Float4Tensor(Tensor):
         shape, size = self.shape, max(math.prod(self.shape[1:]), 1)
         if self.ndim > 1 and shape[0] > (step := max(_AT_ONCE // size, 1)):
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
-            for first in range(0, shape[0], step):
-                rows = _slice(aten.slice.Tensor, self, 0, first, first + step)
-                out[first : first + step] = rows._decode()
+            for start in range(0, shape[0], step):
+                rows = _slice(aten.slice.Tensor, self, 0, start, start + step)
+                out[start : start + step] = rows._decode()
             return out
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
         return values.to(self.dtype)
@@ -367,10 +367,10 @@ def _index_select(op: OpOverload, x: Float4Tensor, dim: int, index: Tensor) -> _
 
 
 def _index(op: OpOverload, x: Float4Tensor, indices: Sequence[Tensor | None]) -> _Result:
-    first = indices[0]
-    if len(indices) > 1 or first is None or first.ndim != 1 or first.dtype == torch.bool:
+    index = indices[0]
+    if len(indices) > 1 or index is None or index.ndim != 1 or index.dtype == torch.bool:
         return NotImplemented
-    return _index_select(op, x, 0, first % x.shape[0])
+    return _index_select(op, x, 0, index % x.shape[0])
 
 
 _HANDLERS: dict[OpOverload, Callable[..., object]] = {

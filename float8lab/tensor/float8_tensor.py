@@ -298,11 +298,11 @@ class Float8Tensor(Tensor):
         """Free the kept initial values."""
         self._high_precision_init_val = None
 
-    def _decode(self, event: Tensor | None = None) -> Tensor:
-        """``dequantize`` without autograd, for handlers; in a compiled graph, after ``event``."""
+    def _decode(self, prior: Tensor | None = None) -> Tensor:
+        """``dequantize`` without autograd, for handlers; in a compiled graph, after ``prior``."""
         if self._window is not None:
             self._refresh()
-        return dequantize_blocks(self.qdata, self.scale, self.spec, self.dtype, event=event)
+        return dequantize_blocks(self.qdata, self.scale, self.spec, self.dtype, prior=prior)
 
     def _refresh(self) -> None:
         """Renew the scales of a view that holds a copy of its base's."""

@@ -84,7 +84,7 @@ def quantize(
         rule = spec.scale_rule
         if not spec.shares_matrix_amax:
             given = None
-    q, q_scale, amax, q_t, q_t_scale, sums = cast_op(
+    q, q_scale, amax, q_t, q_t_scale, column_sums = cast_op(
         prologue, inputs, dtype, spec.fp8_dtype, spec.block, rule, epsilon, align,
         rowwise is not None, columnwise is not None, dbias, given, offs, plan, slot,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def quantize(
     return Quantized(
         None if q is None else Operand(q, q_scale),
         None if q_t is None else Operand(q_t, q_t_scale),
-        given, sums,
+        given, column_sums if dbias else None,
     )  # fmt: skip
 
 

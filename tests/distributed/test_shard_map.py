@@ -11,7 +11,7 @@ def owners_of_rows(shards: ShardMap) -> list[tuple[int, int]]:
     """The run and the rank of each row of the unsharded matrix."""
     return [
         (run, rank)
-        for run in range(shards.runs)
+        for run in range(shards.outer)
         for rank, length in enumerate(shards.lengths)
         for _ in range(length * shards.inner)
     ]
@@ -31,8 +31,8 @@ def test_shards_are_those_of_torch_chunk():
 
 
 def test_blocks_cross_shards_where_they_have_rows_of_two():
-    for size, ranks, inner, runs in itertools.product(range(9), (1, 2, 3, 4), (1, 2, 3), (1, 2)):
-        shards = ShardMap.of(size, ranks, 0, inner=inner, runs=runs)
+    for size, ranks, inner, outer in itertools.product(range(9), (1, 2, 3, 4), (1, 2, 3), (1, 2)):
+        shards = ShardMap.of(size, ranks, 0, inner=inner, outer=outer)
         owners = owners_of_rows(shards)
         assert len(owners) == shards.unsharded_rows
         for block in range(1, 8):
@@ -42,10 +42,10 @@ def test_blocks_cross_shards_where_they_have_rows_of_two():
             assert shards.block_crosses_shards(block) or not crosses
             if not shards.block_crosses_shards(block):
                 spans = [
-                    ShardMap.of(size, ranks, rank, inner=inner, runs=runs).blocks(block)
+                    ShardMap.of(size, ranks, rank, inner=inner, outer=outer).blocks(block)
                     for rank in range(ranks)
                 ]
-                of_ranks = [span.length * runs for span in spans]
+                of_ranks = [span.length * outer for span in spans]
                 assert of_ranks == [
                     sum(rank in {r for _, r in group} for group in groups) for rank in range(ranks)
                 ]

@@ -6,7 +6,7 @@ Note: the nouns of this room.
 - *shard*: a rank's consecutive rows of it, by a ``ShardMap``. The last shards may be shorter or
   empty, and are padded for the all-gather. A ``MasterShard`` is in high precision, a
   ``StoredShard`` in FP8.
-- *layout*: the place of a shard in the unsharded weight and among its blocks. Its *runs* are
+- *row shard*: the place of a shard in the unsharded weight and among its blocks. Its *segments* are
   consecutive rows of the shard that have blocks of their own: two if a block crosses its start.
 - *sharded parameter*: the DTensor that FSDP2 registers with the module between two forwards; the
   shard is its local tensor. *Owner* of a shard is its sharded parameter.

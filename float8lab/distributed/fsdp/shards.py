@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.distributed.fsdp.weight import (
-    Layout,
+    RowShard,
     ShardedWeight,
     WeightCast,
     cast_rows,
@@ -48,11 +48,11 @@ __all__ = [
     "MasterShard",
     "Shardable",
     "StoredShard",
+    "detach_window",
     "is_column_or_row_shard",
     "is_sharded_plain",
     "is_tensor_parallel",
     "reshard",
-    "settle",
     "sharded_by_fsdp",
 ]
 
@@ -91,16 +91,17 @@ class Shard(_Tensor):
         shard = self if isinstance(self, Shard) else _first_shard(self, mesh, module)
         is_stored = isinstance(shard, Float8Tensor)
         if isinstance(shard, Float8Tensor) and shard._window is not None:
-            settle(shard)
+            detach_window(shard)
         weight = shard.weight
         weight.prepare(shard, mesh)
-        layout, chunks = weight.layout, []
-        is_one_run = is_stored and len(layout.runs) == 1
-        for rows, blocks in layout.runs:
-            run = shard if is_one_run else shard[rows]
-            chunks.append(cast_rows(run, weight.factor[blocks], layout.spec).view(torch.uint8))
-        if layout.padding or not chunks:
-            size = (layout.padding, *layout.shape[1:])
+        row_shard, chunks = weight.row_shard, []
+        is_one_segment = is_stored and len(row_shard.segments) == 1
+        for rows, blocks in row_shard.segments:
+            segment = shard if is_one_segment else shard[rows]
+            qdata = cast_rows(segment, weight.factor[blocks], row_shard.spec)
+            chunks.append(qdata.view(torch.uint8))
+        if row_shard.padding or not chunks:
+            size = (row_shard.padding, *row_shard.shape[1:])
             chunks.append(torch.zeros(size, dtype=torch.uint8, device=shard.device))
         sent = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
         return (sent,), (weight.scale, weight.amax)
@@ -131,9 +132,9 @@ class Shard(_Tensor):
         if out is not None:
             out.scale, out.amax = scale, amax  # not written: autograd may have saved the others
             return None
-        layout = self.weight.layout
-        qdata = outputs[0][: layout.shape[0]].view(layout.spec.fp8_dtype)
-        return Float8Tensor._make(qdata, scale, amax, layout.spec, param_dtype), ()
+        row_shard = self.weight.row_shard
+        qdata = outputs[0][: row_shard.shape[0]].view(row_shard.spec.fp8_dtype)
+        return Float8Tensor._make(qdata, scale, amax, row_shard.spec, param_dtype), ()
 
     new_zeros, narrow, to, cpu, pin_memory = map(
         _move, ("new_zeros", "narrow", "to", "cpu", "pin_memory")
@@ -180,7 +181,7 @@ def _become_shard(
     return shard
 
 
-def settle(x: Float8Tensor) -> None:
+def detach_window(x: Float8Tensor) -> None:
     """Give a view scales of its own; its base is FSDP2's padded copy, which has no reader."""
     x._refresh()
     x.scale, x.amax = x.scale.clone(), x.amax.clone()
@@ -196,7 +197,7 @@ def _first_shard(local: Float8Tensor, mesh: DeviceMesh, module: nn.Module) -> Sh
     parameters = [p for p in module._parameters.values() if is_dtensor(p)]
     sharded = [p for p in parameters if type(local_of(p)) is type(local)]
     owner = next((p for p in sharded if local_of(p) is local), sharded[0])
-    weight = ShardedWeight(Layout.of(local.spec, owner.shape, mesh))
+    weight = ShardedWeight(RowShard.of(local.spec, owner.shape, mesh))
     return _become_shard(local_of(owner), owner, weight).to(local.device, non_blocking=True)
 
 
@@ -248,24 +249,24 @@ class Shardable(nn.Module):
         if isinstance(before, Shard):
             _stay_shard(parameter, before.weight)
         elif isinstance(local, Float8Tensor) and isinstance(before, Float8Tensor):
-            layout = self._layout(before.spec, parameter, before.shape, tp_dims)
-            if layout is not None:
-                _take_rows(local, before, layout)
-                _become_shard(local, parameter, ShardedWeight(layout))
+            row_shard = self._row_shard(before.spec, parameter, before.shape, tp_dims)
+            if row_shard is not None:
+                _take_rows(local, before, row_shard)
+                _become_shard(local, parameter, ShardedWeight(row_shard))
         elif type(local) is Tensor and _may_be_fsdp_alone(copied):
             cast = self._weight_cast(name)
-            layout = cast and self._layout(cast.spec, parameter, before.shape, tp_dims)
-            if layout is not None:
-                _become_shard(local, parameter, ShardedWeight(layout, cast))
+            row_shard = cast and self._row_shard(cast.spec, parameter, before.shape, tp_dims)
+            if row_shard is not None:
+                _become_shard(local, parameter, ShardedWeight(row_shard, cast))
 
-    def _layout(
+    def _row_shard(
         self, spec: Float8Spec, parameter: DTensor, shape: Sequence[int], tp_dims: int
-    ) -> Layout | None:
-        """The layout of a parameter of which a rank has ``shape``; None: FP8 cannot be gathered."""
+    ) -> RowShard | None:
+        """The row shard where a rank has ``shape`` of a parameter; None: FP8 cannot be gathered."""
         shares, group = True, None
         if self._placement is not None:
             shares, group = self._placement.shares_blocks(spec)
-        return Layout.of(spec, shape, shard_mesh(parameter, tp_dims), group) if shares else None
+        return RowShard.of(spec, shape, shard_mesh(parameter, tp_dims), group) if shares else None
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with _shards_kept(self):
@@ -298,19 +299,19 @@ def _stay_shard(parameter: Tensor | None, weight: ShardedWeight) -> None:
     _become_shard(local, parameter, weight)
 
 
-def _take_rows(local: Float8Tensor, unsharded: Float8Tensor, layout: Layout) -> None:
+def _take_rows(local: Float8Tensor, unsharded: Float8Tensor, row_shard: RowShard) -> None:
     """Give a shard the exact data, scales and initial values of its rows in the unsharded weight.
 
     FSDP2 has copied the data into a tensor of the weight's blocks, which requantized it where the
     shard's edge cuts a block. Such a shard gets smaller blocks.
     """
-    start, size = layout.shards.start, unsharded.spec.block[0]
-    rows = slice(start, start + layout.shards.length)
+    start, size = row_shard.rows.start, unsharded.spec.block[0]
+    rows = slice(start, start + row_shard.rows.length)
     initial = unsharded.get_high_precision_init_val()
     if size > 1:
-        size = math.gcd(layout.shards.chunk, size)
+        size = math.gcd(row_shard.rows.chunk, size)
         unsharded = cut(unsharded.data, (size, unsharded.spec.block[1]))
-    blocks = layout._replace(spec=unsharded.spec).block_rows(size, local.device)
+    blocks = row_shard._replace(spec=unsharded.spec).block_rows(size, local.device)
     with torch.no_grad():
         local.qdata.copy_(unsharded.qdata[rows])
         local.scale, local.amax = unsharded.scale[blocks].clone(), unsharded.amax[blocks].clone()

@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "Layout",
+    "RowShard",
     "ShardedWeight",
     "WeightCast",
     "cast_rows",
-    "layout_of",
     "reduced_amaxes",
     "requantize_shards_",
+    "row_shard_of",
     "shard_mesh",
 ]
 
@@ -72,7 +72,7 @@ def shard_mesh(parameter: DTensor, tp_dims: int = 0) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh[names[-1 - tp_dims]]
 
 
-class Layout(NamedTuple):
+class RowShard(NamedTuple):
     """The rows of a weight ``[N, K]`` that are a rank's shard, and their blocks.
 
     Of the weights of several experts, ``[E, N, K]`` in blocks of one expert each, they are experts.
@@ -83,10 +83,10 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]  # the shape of the unsharded weight
     blocks: tuple[int, ...]  # the shape of the weight's scales
     numbers: int  # floats from these scales to the next weight's, so that all are aligned
-    shards: ShardMap  # of the weight's rows
+    rows: ShardMap  # of the weight
     padding: int  # rows that the shard sends besides, where the shards of other ranks have more
-    runs: tuple[tuple[slice, slice], ...]
-    """Runs of rows of the shard within the weight's blocks, each with its block rows.
+    segments: tuple[tuple[slice, slice], ...]
+    """Segments of the shard's rows within the weight's blocks, each with its block rows.
 
     A shard that starts inside a block has two: the rest of that block, and what follows.
     """
@@ -97,40 +97,40 @@ class Layout(NamedTuple):
     @staticmethod
     def of(
         spec: Float8Spec, shape: Sequence[int], mesh: DeviceMesh, group: ProcessGroup | None = None
-    ) -> Layout:
-        """The layout of a weight that is cut for the ranks of ``mesh``."""
+    ) -> RowShard:
+        """The row shard of a weight that is cut for the ranks of ``mesh``."""
         N = shape[0]
-        shards = ShardMap.of(N, mesh.size(), mesh.get_local_rank())
-        start, rows = shards.start, shards.length
+        rows = ShardMap.of(N, mesh.size(), mesh.get_local_rank())
+        start, length = rows.start, rows.length
         size = N if spec.block[0] == -1 else spec.block[0]
-        head = 0 if spec.block[0] == -1 else min(rows, -start % size)
-        runs = tuple(
-            (slice(first, stop), slice((start + first) // size, -(-(start + stop) // size)))
-            for first, stop in ((0, head), (head, rows))
-            if first < stop
+        head = 0 if spec.block[0] == -1 else min(length, -start % size)
+        segments = tuple(
+            (slice(begin, stop), slice((start + begin) // size, -(-(start + stop) // size)))
+            for begin, stop in ((0, head), (head, length))
+            if begin < stop
         )
         blocks = spec.scale_shape(tuple(shape))
         numbers = round_up(math.prod(blocks), _ALIGNED)
-        padding = shards.chunk - rows
-        return Layout(spec, tuple(shape), blocks, numbers, shards, padding, runs, mesh, group)
+        padding = rows.chunk - length
+        return RowShard(spec, tuple(shape), blocks, numbers, rows, padding, segments, mesh, group)
 
     def block_rows(self, size: int, device: torch.device) -> slice | Tensor:
         """The weight's block rows in which the shard's blocks, of ``size`` rows each, begin."""
         if size == -1:
             return slice(0, 1)
-        start, count = self.shards.start, -(-self.shards.length // size)
+        start, count = self.rows.start, -(-self.rows.length // size)
         if size == self.spec.block[0] and start % size == 0:
             return slice(start // size, start // size + count)
         return (torch.arange(count, device=device) * size + start) // self.spec.block[0]
 
 
-def layout_of(parameter: Tensor) -> Layout:
-    """The layout of a sharded parameter that is stored in FP8."""
+def row_shard_of(parameter: Tensor) -> RowShard:
+    """The row shard of a sharded parameter that is stored in FP8."""
     local = cast(Float8Tensor, local_of(parameter))
     weight: ShardedWeight | None = getattr(local, "weight", None)
     if weight is not None:
-        return weight.layout
-    return Layout.of(local.spec, parameter.shape, shard_mesh(cast("DTensor", parameter)))
+        return weight.row_shard
+    return RowShard.of(local.spec, parameter.shape, shard_mesh(cast("DTensor", parameter)))
 
 
 _Rule = tuple[torch.dtype, str, float, float]
@@ -151,7 +151,7 @@ class ShardedWeight:
     """A sharded weight, as one rank knows it, whichever tensor holds the shard.
 
     Args:
-        layout: where the shard lies in the weight.
+        row_shard: where the shard lies in the weight.
         cast: how the weight is cast for the all-gather; None: it is stored in FP8. Blocks of such
             a weight have scales already; those of a block that several ranks hold parts of, such as
             the one block of a weight scaled as a whole, can differ after the ranks wrote to their
@@ -163,10 +163,10 @@ class ShardedWeight:
     factor: Tensor  # the factors that a cast takes for these scales
     amax: Tensor  # the amaxes from which they were made
 
-    def __init__(self, layout: Layout, cast: WeightCast | None = None) -> None:
-        self.layout = layout
+    def __init__(self, row_shard: RowShard, cast: WeightCast | None = None) -> None:
+        self.row_shard = row_shard
         # Weights with equal rules get scales from amaxes by the same function.
-        spec = layout.spec
+        spec = row_shard.spec
         self.rule: _Rule | None = (
             None
             if cast is None
@@ -232,11 +232,13 @@ def _set_scales(
     """
     made: dict[_Rule | None, list[tuple[Tensor, ...]]] = {}
     with torch.inference_mode(False), torch.no_grad():
-        flat, amaxes = reduced_amaxes([w.layout for w in weights], shards, device, mesh)
-        sizes = [weight.layout.numbers for weight in weights]
+        flat, amaxes = reduced_amaxes([w.row_shard for w in weights], shards, device, mesh)
+        sizes = [weight.row_shard.numbers for weight in weights]
         for i, (weight, amax) in enumerate(zip(weights, amaxes, strict=True)):
             weight.amax = amax
-            if weight.rule is not None and weight.layout.spec.tensor_scale:  # of this weight alone
+            if (
+                weight.rule is not None and weight.row_shard.spec.tensor_scale
+            ):  # of this weight alone
                 fp8_dtype, scale_rule, epsilon, _ = weight.rule
                 made_alone = factors_from_amax(amax, fp8_dtype, scale_rule, epsilon)
                 weight.scale, weight.factor = made_alone
@@ -255,33 +257,33 @@ def _set_scales(
 
 
 def reduced_amaxes(
-    layouts: Sequence[Layout], shards: _Shards, device: torch.device, mesh: DeviceMesh
+    row_shards: Sequence[RowShard], shards: _Shards, device: torch.device, mesh: DeviceMesh
 ) -> tuple[Tensor, list[Tensor]]:
     """The amaxes of the blocks of unsharded weights, flat and of each weight: one all-reduce.
 
     The amax of a block that is stored in FP8 is the largest scale that a rank has for it.
     """
-    sizes = [layout.numbers for layout in layouts]
+    sizes = [row_shard.numbers for row_shard in row_shards]
     flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     amaxes = [
-        floats[: math.prod(layout.blocks)].view(layout.blocks)
-        for floats, layout in zip(flat.split(sizes), layouts, strict=True)
+        floats[: math.prod(row_shard.blocks)].view(row_shard.blocks)
+        for floats, row_shard in zip(flat.split(sizes), row_shards, strict=True)
     ]
     targets, values = [], []
-    for amax, layout, shard in zip(amaxes, layouts, shards, strict=True):
+    for amax, row_shard, shard in zip(amaxes, row_shards, shards, strict=True):
         if shard is not None:
-            targets += [amax[blocks] for _, blocks in layout.runs]
+            targets += [amax[blocks] for _, blocks in row_shard.segments]
             if shard.device != device:
                 shard = shard.detach().to(device, non_blocking=True)
-            values += _shard_amaxes(shard, layout)
+            values += _shard_amaxes(shard, row_shard)
     if targets:
         torch._foreach_copy_(targets, values)
     if mesh.size() > 1:
         amax_over_ranks(flat, mesh.get_group(), out=flat)
     groups: dict[ProcessGroup, list[Tensor]] = {}
-    for amax, layout in zip(amaxes, layouts, strict=True):
-        if layout.group is not None:
-            groups.setdefault(layout.group, []).append(amax)
+    for amax, row_shard in zip(amaxes, row_shards, strict=True):
+        if row_shard.group is not None:
+            groups.setdefault(row_shard.group, []).append(amax)
     for group, local in groups.items():
         shared = amax_over_ranks(torch.cat([amax.flatten() for amax in local]), group)
         split = shared.split([amax.numel() for amax in local])
@@ -291,16 +293,16 @@ def reduced_amaxes(
     return flat, amaxes
 
 
-def _shard_amaxes(shard: Tensor, layout: Layout) -> list[Tensor]:
-    """The amaxes, or the largest scales, of the blocks of each run of a shard."""
-    block = layout.spec.block
+def _shard_amaxes(shard: Tensor, row_shard: RowShard) -> list[Tensor]:
+    """The amaxes, or the largest scales, of the blocks of each segment of a shard."""
+    block = row_shard.spec.block
     if isinstance(shard, Float8Tensor):
-        is_one_run = shard._window is None and len(layout.runs) == 1
-        runs = [shard] if is_one_run else [shard[rows] for rows, _ in layout.runs]
-        return [_largest_scales(cast(Float8Tensor, run), block) for run in runs]
+        is_one_segment = shard._window is None and len(row_shard.segments) == 1
+        segments = [shard] if is_one_segment else [shard[rows] for rows, _ in row_shard.segments]
+        return [_largest_scales(cast(Float8Tensor, segment), block) for segment in segments]
     if shard.ndim == 3:
-        return [_amaxes_of_experts(shard[rows], block) for rows, _ in layout.runs]
-    return [amax_op("", (shard[rows],), shard.dtype, block) for rows, _ in layout.runs]
+        return [_amaxes_of_experts(shard[rows], block) for rows, _ in row_shard.segments]
+    return [amax_op("", (shard[rows],), shard.dtype, block) for rows, _ in row_shard.segments]
 
 
 def _amaxes_of_experts(weights: Tensor, block: tuple[int, ...]) -> Tensor:
@@ -392,10 +394,10 @@ def requantize_shards_(parameters: Sequence[Tensor], values: Sequence[Tensor]) -
             )
     meshes: dict[DeviceMesh, list[_Write]] = {}
     for parameter, value in zip(parameters, values, strict=True):
-        layout = layout_of(parameter)
-        weight = ShardedWeight(layout, WeightCast(layout.spec))
+        row_shard = row_shard_of(parameter)
+        weight = ShardedWeight(row_shard, WeightCast(row_shard.spec))
         write = _Write(weight, cast(Float8Tensor, local_of(parameter)), value)
-        meshes.setdefault(layout.mesh, []).append(write)
+        meshes.setdefault(row_shard.mesh, []).append(write)
     with torch.no_grad():
         for mesh, writes in meshes.items():
             plain = [write.value for write in writes]
@@ -406,7 +408,7 @@ def requantize_shards_(parameters: Sequence[Tensor], values: Sequence[Tensor]) -
 def _write(writes: Sequence[_Write]) -> None:
     """Cast by the scales of unsharded weights, one op for each kind of shard, and write them."""
     scales, amaxes = [x.scale for _, x, _ in writes], [x.amax for _, x, _ in writes]
-    rows = [w.layout.block_rows(x.spec.block[0], x.device) for w, x, _ in writes]
+    rows = [w.row_shard.block_rows(x.spec.block[0], x.device) for w, x, _ in writes]
     groups: dict[tuple[torch.dtype, Float8Spec], list[tuple[Tensor, Tensor, Tensor]]] = {}
     for _, local, value in writes:
         kind = (value.dtype, local.spec)

@@ -462,7 +462,7 @@ def _measure_gathered(x: Float8Tensor, weight: ShardedWeight) -> Measurement | N
     if shard is None or shard.numel() == 0:
         return None
     x = stored(x)
-    shards = weight.layout.shards
+    shards = weight.row_shard.rows
     rows = slice(shards.start, shards.start + shards.length)
     tall, wide = x.spec.block
     scale = expand_scale(x.scale, (tall, 1), x.shape)

@@ -559,7 +559,8 @@ def _start_delayed(precision: Precision, scales: Mapping[int, float]) -> None:
             state = {name: slots.tensors()[name].clone() for name in ("scale", "seeded")}
             for slot, scale in scales.items():
                 if scale > 0:
-                    columns = slice(slots.first[slot], slots.first[slot] + slots.widths[slot])
+                    start = slots.column_starts[slot]
+                    columns = slice(start, start + slots.widths[slot])
                     state["scale"][columns] = scale
                     state["seeded"][columns] = True
             slots.load(state)

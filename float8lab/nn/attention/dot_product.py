@@ -63,7 +63,7 @@ from float8lab.nn.attention.masks import (
     window_of,
 )
 from float8lab.nn.parallel import (
-    ContextParallelGroup,
+    ContextParallelModule,
     heads_of_rank,
     ignore_extra_state,
     parallel_size,
@@ -97,7 +97,7 @@ def _starts_of_packed(
     return query_ends, query_ends if key_ends is None else key_ends
 
 
-class DotProductAttention(nn.Module, ContextParallelGroup):
+class DotProductAttention(nn.Module, ContextParallelModule):
     """``dropout(softmax(q @ k.T * scale + bias)) @ v`` with masks, grouped heads and FP8.
 
     Shape: query ``[S, B, H, D]`` (sbhd), ``[B, S, H, D]`` (bshd) or ``[T, H, D]`` (thd); key and

@@ -44,7 +44,7 @@ Q, K, V = 0, 1, 2
 class AttentionPrecision(Precision):
     """The FP8 state of one attention module."""
 
-    def slot_layout(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
+    def slot_formats(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
         """Formats of q, k and v."""
         return [plan.x.fp8_dtype] * 3, [True] * 3
 
@@ -101,8 +101,8 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
 
 def _cast(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
     laid_out, order = _as_in_memory(x)
-    first, second, third, size = laid_out.shape
-    rows = laid_out.reshape(first * second, third * size)
+    outer, middle, inner, size = laid_out.shape
+    rows = laid_out.reshape(outer * middle, inner * size)
     spec = call.plan.x.with_one_scale()
     operand = call.scales.quantize(rows, index, spec, align=1).rowwise
     if call.watched and not in_backward():  # where it is a repetition, by activation checkpointing

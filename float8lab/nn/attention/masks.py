@@ -137,9 +137,9 @@ class AttentionMask(NamedTuple):
             return True
         if isinstance(self.diagonal, Tensor):
             return False
-        first, last = self.diagonal, self.diagonal + Sq - 1
-        return (self.right < 0 or first + self.right >= 0) and (
-            self.left < 0 or last - self.left <= Sk - 1
+        top, bottom = self.diagonal, self.diagonal + Sq - 1
+        return (self.right < 0 or top + self.right >= 0) and (
+            self.left < 0 or bottom - self.left <= Sk - 1
         )
 
     def is_plain_causal(self, Sq: int, Sk: int) -> bool:

@@ -27,7 +27,7 @@ from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear
 from float8lab.nn.norm import check_norm
 from float8lab.nn.parallel import (
-    ContextParallelGroup,
+    ContextParallelModule,
     ignore_extra_state,
     overlap_of,
     parallel_size,
@@ -92,7 +92,7 @@ def _check_sizes(
     return heads, check_groups(heads, groups), channels
 
 
-class MultiheadAttention(nn.Module, ContextParallelGroup):
+class MultiheadAttention(nn.Module, ContextParallelModule):
     """Query, key and value projections, attention, output projection; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or

@@ -53,7 +53,7 @@ class CallRegion:
             self._prepared = True
             self._prepare(model)
             # In an enclosing region other ranks may not call this model at all.
-            region.first = self._open is not None
+            region.has_new_modules = self._open is not None
         for recipe in self.recipes:
             region.expect(recipe, outer.group, calibrating=outer.calibrating)
 
