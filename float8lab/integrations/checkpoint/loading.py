@@ -56,7 +56,7 @@ it is."""
 _PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 _COMPUTED = ("rotary_emb.inv_freq", "_extra_state", "input_global_scale")
 """Suffixes of tensors in checkpoints that models compute, or that only other libraries use."""
-_some = functools.partial(listed, most=8)
+_few = functools.partial(listed, most=8)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class LoadReport:
         ]
         for kind, names in (("missing", self.missing), ("unexpected", self.unexpected)):
             if names:
-                lines.append(f"{kind}: {_some(names)}")
+                lines.append(f"{kind}: {_few(names)}")
         return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__
@@ -313,7 +313,7 @@ def _check(plan: _Plan, path: str, stacks: Mapping[str, Incomplete], *, strict: 
     """Raise if a checkpoint is damaged or does not fit; note the stacks that are not loaded."""
     if plan.damage:
         raise CheckpointError(
-            f"{path} must have its FP8 weights whole; {_some(plan.damage, separator='; ')}. The "
+            f"{path} must have its FP8 weights whole; {_few(plan.damage, separator='; ')}. The "
             "model is unchanged. Repeat the write, or the download."
         )
     problems = list(plan.problems)
@@ -326,11 +326,11 @@ def _check(plan: _Plan, path: str, stacks: Mapping[str, Incomplete], *, strict: 
         ]
     else:
         plan.notes += [
-            f"{name} is not loaded: {_some(stack.problems)}" for name, stack in stacks.items()
+            f"{name} is not loaded: {_few(stack.problems)}" for name, stack in stacks.items()
         ]
     if problems:
         raise ValueError(
-            f"{path} must fit the model; {_some(problems, separator='; ')}. The model is "
+            f"{path} must fit the model; {_few(problems, separator='; ')}. The model is "
             "unchanged. Build the model that the checkpoint is of"
             f"{', rename tensors in a state dict, or pass strict=False' if strict else ''}."
         )
@@ -477,9 +477,9 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
         _say_what_stays(model, choice.recipes)
     unused = _set_input_scales(model, by_name, plan.input_scales) + plan.unused
     if unused:
-        choice.notes.append(f"{_some(unused)}: not used, for the recipe scales activations itself")
+        choice.notes.append(f"{_few(unused)}: not used, for the recipe scales activations itself")
     if choice.requantized:
-        names = _some(choice.requantized)
+        names = _few(choice.requantized)
         choice.notes.append(f"{names}: the recipe they have requantizes these weights")
     return choice.notes
 

@@ -213,10 +213,10 @@ def _stack_of_experts(
 
     def lay_out(stack: Tensor) -> Sequence[Tensor]:
         stacks = [stack] if len(counts) == 1 else stack.split(counts, 1)
-        stacks = [part.mT if weight.transposed else part for part in stacks]
+        stacks = [rows.mT if weight.transposed else rows for rows in stacks]
         return [
-            part if part.shape == shape else part.reshape(shape)
-            for part, shape in zip(stacks, shapes, strict=True)
+            rows if rows.shape == shape else rows.reshape(shape)
+            for rows, shape in zip(stacks, shapes, strict=True)
         ]
 
     states = dict(precisions(module)) if isinstance(module, ExpertsBase) else {}
