@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pkgutil
 import re
 import subprocess
@@ -291,17 +290,9 @@ def test_colours_are_for_terminals(terminal, no_color, only, monkeypatch, capsys
     assert coloured == (terminal and not no_color)
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "float8lab", *arguments],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ}, check=False,
-    )  # fmt: skip
-
-
-def test_the_command_of_a_program():
-    run = run_command("env", "--json", "--device", "cpu")
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["versions"]["torch"] == torch.__version__
+def test_the_environment_in_json(capsys):
+    assert command.main(["env", "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"]["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize(
@@ -316,22 +307,20 @@ def test_arguments_of_the_command(arguments, status, capsys):
 
 @pytest.mark.slow
 def test_the_whole_command(device):
-    run = run_command("selfcheck", "--json", "--device", device.type)
+    run = subprocess.run(
+        [sys.executable, "-m", "float8lab", "selfcheck", "--json", "--device", device.type],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout
     report = json.loads(run.stdout)
     assert report["passed"]
     assert {*report["seconds"]} == {check.name for check in CHECKS}
 
 
-def test_it_is_reached_from_the_top_and_loaded_when_it_is():
-    code = """
-import sys, float8lab
-assert "selfcheck" in float8lab.__all__ and "selfcheck" in dir(float8lab)
-loaded = [name for name in sys.modules if name.startswith("float8lab.inspect.selfcheck")]
-assert not loaded, loaded
-assert callable(float8lab.selfcheck)
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+def test_it_is_reached_from_the_top():
+    """That ``import float8lab`` does not load it ``test_structure.py`` asserts."""
+    assert "selfcheck" in float8lab.__all__
+    assert "selfcheck" in dir(float8lab)
     assert float8lab.selfcheck is selfcheck
     with pytest.raises(AttributeError, match="no attribute 'selfchek'"):
         float8lab.selfchek  # noqa: B018

@@ -262,7 +262,8 @@ def test_sources(kind: str, rows: int, device: torch.device) -> None:
     scale = torch.ones(1, device=device)
     check(ops.value_of_op, *source)
     check(ops.amax_op, *source)
-    for wanted in ORIENTATIONS.values():
+    # What is wanted does not depend on the kind: all for one, both orientations for the others.
+    for wanted in ORIENTATIONS.values() if kind == "layer_norm" else [(True, True)]:
         how = (*wanted, all(wanted) and rows > 0)
         check(ops.cast_op, *source, E5M2, (-1, -1), "encode", 0.0, 16, *how, scale)
         for block in ((-1, -1), (1, 32)) if all(wanted) else ():
