@@ -558,6 +558,7 @@ sys.modules.update(dict.fromkeys({blocked!r}))  # None: importing it raises
 start = time.process_time()
 import float8lab
 print(time.process_time() - start)
+assert not [name for name in sys.modules if name.startswith("float8lab.inspect.selfcheck")]
 new = {{name.split(".")[0] for name in set(sys.modules) - before}}
 print(*sorted(new & set({OPTIONAL!r}) - set({blocked!r})))
 """

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -54,6 +52,4 @@ def test_communication_is_exposed_where_nothing_else_runs():
     assert not tensor_parallel.COMMUNICATION.search("nvjet_qqtst_128x256_128x4_1x2_h_TNT")
 
 
-@each_check(sys.modules[__name__], 2)
-def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_on_ranks = each_check(__name__, 2)

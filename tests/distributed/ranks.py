@@ -1,7 +1,7 @@
 """Run checks on several processes: gloo on the CPU, NCCL on GPUs, from the same code.
 
-A test file holds checks, functions of a ``Ranks`` whose names start with ``check_``, and a test of
-each, which ``each_check`` parametrizes. The test sends the name of the check to the ranks of the
+A test file holds checks, functions of a ``Ranks`` whose names start with ``check_``, and a test
+of each, which ``each_check`` makes. The test sends the name of the check to the ranks of the
 session's pool, which run it once, whichever worker of pytest-xdist the test is on.
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import itertools
 import multiprocessing
+import sys
 import time
 import traceback
 import warnings
@@ -136,11 +137,11 @@ def on_ranks(number: int) -> Callable[[Any], Any]:
     return mark
 
 
-def each_check(module: Any, *worlds: int, cpu: int = 0) -> Any:
-    """``parametrize`` a test by the fixture ``outcome`` and the name of each check of its file.
+def each_check(module: str, *worlds: int, cpu: int = 0) -> Callable[..., None]:
+    """A test that runs each check of a test file.
 
     Args:
-        module: the test file.
+        module: ``__name__`` of the file.
         worlds: numbers of processes to run all checks on, a GPU each.
         cpu: the number on a CPU, where several processes share a core: 2 without it, if that is
             among ``worlds``. There 1 process, if it is among them, is quick too; more are ``slow``,
@@ -149,7 +150,7 @@ def each_check(module: Any, *worlds: int, cpu: int = 0) -> Any:
     usual = cpu or min(world for world in worlds if world > 1)
     cases = []
     for device, world in itertools.product(("cpu", "cuda"), sorted(worlds)):
-        for name, check in vars(module).items():
+        for name, check in vars(sys.modules[module]).items():
             if not name.startswith("check_"):
                 continue
             quick = _ON_A_CPU.get(check, usual)
@@ -158,7 +159,12 @@ def each_check(module: Any, *worlds: int, cpu: int = 0) -> Any:
             if device == "cuda" or world == 1 or world >= quick:
                 label = f"{device}-{world}-{name}"
                 cases.append(pytest.param((device, world), name, id=label, marks=marks))
-    return pytest.mark.parametrize(("outcome", "name"), cases, indirect=["outcome"])
+
+    @pytest.mark.parametrize(("outcome", "name"), cases, indirect=["outcome"])
+    def test(outcome: Callable[[str], None], name: str) -> None:
+        outcome(name)
+
+    return test
 
 
 def forks() -> BaseContext:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -240,6 +238,4 @@ def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
     assert step(third, optimizer, 3).isfinite()
 
 
-@each_check(sys.modules[__name__], 2, 4)
-def test_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_ranks = each_check(__name__, 2, 4)

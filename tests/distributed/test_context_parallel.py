@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -282,6 +280,4 @@ def check_wrong_calls(ranks: Ranks) -> None:
             shard_sequence(sized(ranks, 8 * world), group, cu_seqlens=torch.tensor([0, 3]))
 
 
-@each_check(sys.modules[__name__], 2, 4, cpu=4)
-def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_on_ranks = each_check(__name__, 2, 4, cpu=4)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -291,6 +289,4 @@ def check_data_parallel_training(ranks: Ranks) -> None:
         ranks.assert_same(model[1].weight)
 
 
-@each_check(sys.modules[__name__], 2, 4)
-def test_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_ranks = each_check(__name__, 2, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -238,9 +237,7 @@ def check_what_is_equal(ranks: Ranks) -> None:
     assert_row(ranks, "experts: `moe_dispatch`, `ExpertMLP`", layer)
 
 
-@each_check(sys.modules[__name__], 2, 4)
-def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_on_ranks = each_check(__name__, 2, 4)
 
 
 def test_one_process_is_a_permutation() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -634,6 +633,4 @@ def check_clipping_and_full_state(ranks: Ranks) -> None:
     assert all(p.grad.dtype == p.dtype for p in model.parameters())
 
 
-@each_check(sys.modules[__name__], 1, 2, 4)
-def test_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_ranks = each_check(__name__, 1, 2, 4)

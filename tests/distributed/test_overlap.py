@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -253,6 +252,4 @@ def check_a_cuda_graph(ranks: Ranks) -> None:
             assert all(torch.equal(*pair) for pair in zip(results, want, strict=True))
 
 
-@each_check(sys.modules[__name__], 2)
-def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_on_ranks = each_check(__name__, 2)

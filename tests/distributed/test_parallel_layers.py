@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -675,6 +674,4 @@ def check_grouped_linear(ranks: Ranks) -> None:
             assert torch.equal(mine_a[..., : want.shape[-1]], want), (recipe, mode)
 
 
-@each_check(sys.modules[__name__], 2, 4)
-def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_on_ranks = each_check(__name__, 2, 4)

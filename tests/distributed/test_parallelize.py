@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -562,6 +560,4 @@ def check_fused_module_by_the_rules_of_its_ops(ranks: Ranks) -> None:
             assert_summed_alike(one, other, ranks, len(x), "a result")
 
 
-@each_check(sys.modules[__name__], 2, 4)
-def test_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_ranks = each_check(__name__, 2, 4)

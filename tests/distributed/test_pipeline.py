@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -254,6 +252,4 @@ def check_a_region_for_each_microbatch(ranks: Ranks) -> None:
             run.zero_grad()
 
 
-@each_check(sys.modules[__name__], 2)
-def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_on_ranks = each_check(__name__, 2)

@@ -6,9 +6,7 @@ random streams that ranks share or do not.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -187,6 +185,4 @@ def check_spread_activations_and_random_streams(ranks: Ranks) -> None:
                 assert torch.equal(one, other)
 
 
-@each_check(sys.modules[__name__], 2, 4, cpu=4)
-def test_on_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_on_ranks = each_check(__name__, 2, 4, cpu=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Any
 
 import pytest
@@ -137,6 +136,4 @@ def check_modules_on_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
             assert_same(got, expected, exact=False)
 
 
-@each_check(sys.modules[__name__], 4)
-def test_on_ranks(outcome: Any, name: str) -> None:
-    outcome(name)
+test_on_ranks = each_check(__name__, 4)

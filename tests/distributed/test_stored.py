@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -423,6 +421,4 @@ def check_dtensor(ranks: Ranks) -> None:
             assert torch.equal(back.dequantize(), chunks[ranks.rank].dequantize())
 
 
-@each_check(sys.modules[__name__], 1, 2, 4)
-def test_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_ranks = each_check(__name__, 1, 2, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -729,6 +728,4 @@ def check_compiled(ranks: Ranks) -> None:
                 assert torch.equal(one, same), (recipe, layout.modes, step)
 
 
-@each_check(sys.modules[__name__], 2, 4)
-def test_on_several_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_on_several_ranks = each_check(__name__, 2, 4)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.programs import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "launchers.md").read_text()
 PROGRAMS = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```$", PAGE, re.M | re.S)
@@ -44,17 +46,38 @@ def losses(command: str, folder: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "train_accelerate"))
-        for name, _ in PROGRAMS
-    ],
-)
+def commands_of(name: str) -> list[str]:
+    return [command for command in COMMANDS if f"{name}.py" in command]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, _ in PROGRAMS])
 def test_resumes_on_two_processes(name: str, tmp_path: Path) -> None:
     pytest.importorskip(name.removeprefix("train_"))
     (tmp_path / f"{name}.py").write_text(dict(PROGRAMS)[name])
-    start, resume = (command for command in COMMANDS if f"{name}.py" in command)
+    start, resume = commands_of(name)
     whole = losses(start, tmp_path)
     assert len(whole) == 6  # of 12 batches: each process had every other one
     assert losses(resume, tmp_path) == whole[3:]
+
+
+def test_accelerates_program_resumes_on_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the launcher, whose configuration is read as it reads it."""
+    config = pytest.importorskip("accelerate.commands.config.config_args")
+    program = tmp_path / "train_accelerate.py"
+    program.write_text(dict(PROGRAMS)[program.stem])
+    monkeypatch.chdir(tmp_path)
+    printed = []
+    for number, command in enumerate(commands_of(program.stem)):
+        _, launch, _, path, _, *words = command.split()
+        assert launch == "launch"
+        world = config.load_config_from_file(str(ROOT / path)).num_processes
+        folder = tmp_path / f"printed-{number}"
+        folder.mkdir()
+        lines = run_program(world, program, *words, folder=folder).splitlines()
+        printed.append([line for line in lines if line.startswith("step")])
+    whole, resumed = printed
+    assert len(whole) == 6  # of 12 batches: each process had every other one
+    assert resumed == whole[3:]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -233,6 +231,4 @@ def check_shards_count_as_what_the_rank_holds(ranks: Ranks) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@each_check(sys.modules[__name__], 2)
-def test_on_ranks(outcome, name):
-    outcome(name)
+test_on_ranks = each_check(__name__, 2)

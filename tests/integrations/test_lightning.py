@@ -677,6 +677,4 @@ def check_report_is_logged_once(ranks: Ranks) -> None:
     assert sum("Float8Precision" in r.getMessage() for r in records) == (ranks.rank == 0)
 
 
-@each_check(sys.modules[__name__], 2)
-def test_on_two_processes(outcome: Any, name: str) -> None:
-    outcome(name)
+test_on_two_processes = each_check(__name__, 2)

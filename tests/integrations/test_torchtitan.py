@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 import time
 import warnings
 from types import SimpleNamespace
@@ -375,6 +374,4 @@ def check_compiled(ranks: Ranks) -> None:
         assert_equal(*states, norms=False)
 
 
-@each_check(sys.modules[__name__], 2)
-def test_trainer(outcome: Any, name: str) -> None:
-    outcome(name)
+test_trainer = each_check(__name__, 2)

@@ -27,7 +27,6 @@ from tests.nn.models import (
     each_recipe,
     same_gradients,
     states,
-    with_slow,
 )
 
 
@@ -63,10 +62,32 @@ def compiled_twin(eager, recipe, **how):
     return eager, model, torch.compile(model, fullgraph=True, backend=backend, **how), backend
 
 
-@with_slow({"delayed", "block"}, *RECIPES)
-def test_a_converted_gpt_compiles_once_and_once_more_for_other_lengths(name):
+def feed(_):
+    """Layers of a GPT that are compiled fast."""
+    layers = [nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)]
+    return nn.Sequential(nn.Embedding(48, 32), *layers)
+
+
+def gpt(checkpointed):
+    return GPT(checkpointed=[checkpointed])
+
+
+def each_model(**quick):
+    """``parametrize`` by models and names of recipes: ``quick`` ones, and other GPTs, ``slow``."""
+    cases = [(make, name) for make in (feed, gpt) for name in RECIPES]
+    marks = [[pytest.mark.slow] * (name not in quick[make.__name__]) for make, name in cases]
+    kept = [
+        pytest.param(*case, marks=mark)
+        for case, mark in zip(cases, marks, strict=True)
+        if case[0] is gpt or not mark
+    ]
+    return pytest.mark.parametrize(("make", "name"), kept)
+
+
+@each_model(gpt=["delayed"], feed=["block"])
+def test_a_converted_model_compiles_once_and_once_more_for_other_lengths(make, name):
     """With a block that is computed again; the next test has one that keeps its activations."""
-    eager, model, compiled, backend = compiled_twin(GPT(checkpointed=[True]), RECIPES[name])
+    eager, model, compiled, backend = compiled_twin(make(True), RECIPES[name])
     # 130 tokens and more: one block of scales alone would be a third case, size 1.
     for seed, (length, graphs) in enumerate(
         [(70, 1), (70, 1), (65, 2), (96, 2), (128, 2), (129, 2)]
@@ -74,15 +95,20 @@ def test_a_converted_gpt_compiles_once_and_once_more_for_other_lengths(name):
         batch = tokens(length, seed)
         assert torch.equal(train(compiled, batch), train(eager, batch))
         assert same_gradients(model, eager)
+        assert states(model) == states(eager)
         assert backend.graphs == graphs
+    compiled.eval()
+    compiled(tokens(8))  # an evaluation changes nothing
+    assert states(model) == states(eager)
+    for one in (model.train(), eager):  # back in eager mode
+        train(one, tokens(8, seed=9))
+    assert states(model) == states(eager)
 
 
-@with_slow({"mx"}, *RECIPES)
-def test_dynamic_true_serves_every_length_from_the_first_on(name):
+@each_model(gpt=[], feed=["mx"])
+def test_dynamic_true_serves_every_length_from_the_first_on(make, name):
     """``dynamic=True`` makes an input of the graph of every number that a module reads."""
-    eager, model, compiled, backend = compiled_twin(
-        GPT(checkpointed=[False]), RECIPES[name], dynamic=True
-    )
+    eager, model, compiled, backend = compiled_twin(make(False), RECIPES[name], dynamic=True)
     counts = []
     for length in (70, 96, 65):
         assert torch.equal(train(compiled, tokens(length)), train(eager, tokens(length)))
@@ -93,7 +119,11 @@ def test_dynamic_true_serves_every_length_from_the_first_on(name):
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [(name, "outside") for name in RECIPES] + [("delayed", "inside"), ("mx", "inside")],
+    [
+        pytest.param(name, "outside", marks=[pytest.mark.slow] * (name not in ("delayed", "block")))
+        for name in RECIPES
+    ]
+    + [("delayed", "inside"), ("mx", "inside")],
 )
 def test_autocast_inside_and_outside_the_compiled_function(name, where):
     recipe = RECIPES[name]
@@ -134,7 +164,10 @@ def test_weights_stored_in_fp8(recipe):
     assert torch.equal(layer.weight.grad, eager.weight.grad)
 
 
-@pytest.mark.parametrize(("name", "count"), [("current", 3), ("rowwise", 0), ("block", 0)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("current", 3), ("rowwise", 0), pytest.param("block", 0, marks=pytest.mark.slow)],
+)
 def test_current_scaling_leaves_the_amax_to_the_compiler(name, count):
     """Of inputs and of gradients with long rows; the rest, and of a weight, is the op's own."""
     model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 1040))
@@ -178,18 +211,29 @@ def saved_by(model, x):
     return saved
 
 
-@with_slow({"mx"}, "rowwise", "mx")
-def test_weights_stored_in_fp8_save_no_more_than_others(name):
+def mlp(**how):
+    return float8lab.LayerNormMLP(64, 192, **how)
+
+
+def transformer(**how):
+    return float8lab.TransformerLayer(64, 192, 2, hidden_dropout=0.0, attention_dropout=0.0, **how)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (mlp, "mx"),
+        *(pytest.param(transformer, n, marks=pytest.mark.slow) for n in ("rowwise", "mx")),
+    ],
+)
+def test_weights_stored_in_fp8_save_no_more_than_others(make, name):
     """What these recipes cast again for dgrad they cast in backward."""
     recipe = RECIPES[name]
     size = {}
     for stored in (False, True):
         torch._dynamo.reset()
         with float8lab.fp8_model_init(enabled=stored, recipe=recipe):
-            model = float8lab.TransformerLayer(
-                64, 192, 2, activation="swiglu", hidden_dropout=0.0, attention_dropout=0.0,
-                params_dtype=torch.bfloat16, bias=False, device="cpu",
-            )  # fmt: skip
+            model = make(activation="swiglu", params_dtype=torch.bfloat16, bias=False, device="cpu")
         x = torch.randn(32, 2, 64, dtype=torch.bfloat16, requires_grad=True)
         with float8lab.autocast(recipe=recipe):
             saved = [node.meta["val"] for node in saved_by(model, x) if node.op != "placeholder"]
@@ -246,24 +290,6 @@ def test_inductor(name):
     assert (loss - expected).abs() <= 0.01 * expected
     a, b = model.blocks[0].up.weight.grad, eager.blocks[0].up.weight.grad
     assert (a - b).norm() <= 0.05 * b.norm()
-
-
-def test_delayed_state_equals_that_of_eager():
-    eager = GPT(checkpointed=[True])
-    float8lab.convert_to_float8(eager, RECIPES["delayed"])
-    model = copy.deepcopy(eager)
-    backend = Counted()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for step in range(4):
-        train(compiled, tokens(8, seed=step))
-        train(eager, tokens(8, seed=step))
-        assert states(model) == states(eager)
-    compiled.eval()
-    compiled(tokens(8))  # an evaluation changes nothing
-    assert states(model) == states(eager)
-    train(model.train(), tokens(8, seed=5))  # back in eager mode
-    train(eager, tokens(8, seed=5))
-    assert states(model) == states(eager)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["after-region", "in-region"])

@@ -106,9 +106,11 @@ def check_same(actual, expected):
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("norm-linear", "delayed"),
+        # Quick below, with accumulated microbatches.
+        pytest.param("norm-linear", "delayed", marks=pytest.mark.slow),
         pytest.param("mlp", "delayed", marks=pytest.mark.slow),  # quick with FP8 input
-        ("mlp-checkpoint", "delayed"),
+        # Quick below, where its second call is checkpointed, too.
+        pytest.param("mlp-checkpoint", "delayed", marks=pytest.mark.slow),
         ("mlp-fp8-input", "delayed"),
         ("attention", "delayed-dpa"),
         # Quick in test_transformer.py, where its attention is in FP8 under delayed scaling, too.

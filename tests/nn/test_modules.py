@@ -380,7 +380,7 @@ COMPILED: dict[str, tuple[Subject, dict[str, Any], tuple[str, ...], tuple[str, .
     "cross-attention": (ATTENTIONS["cross-attention"], {}, (), ("current",)),
     "decoder": (ATTENTIONS["decoder"], {}, ("block",), ("delayed",)),
     # And these in the tests of the layer's parts.
-    "encoder": (ENCODER, ROPE, ("block",), ("current-dpa", "delayed")),
+    "encoder": (ENCODER, ROPE, (), ("block", "current-dpa", "delayed")),
     "layer": (DEFAULT_LAYER, ROPE, ("delayed-dpa",), ("current", "rowwise", "mx")),
 }  # fmt: skip
 """Subjects, what they are made or called with, and recipes: quick ones and slow ones."""

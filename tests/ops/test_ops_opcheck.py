@@ -33,10 +33,13 @@ def check(op: Any, *arguments: Any, whole: bool = True) -> None:
     if any(isinstance(one, Tensor) and one.dtype in FP8_DTYPES for one in leaves):
         # It compares inputs before and after by torch.allclose, which has no FP8 kernel.
         utilities = tuple(name for name in utilities if name != "test_schema")
-    torch.library.opcheck(op.overload, arguments, test_utils=utilities)
-    if op is ops.cast_op and (len(arguments) < 15 or arguments[14] is None):
-        arguments = arguments[:14]
-        torch.library.opcheck(torch.ops.float8lab.cast.pure, arguments, test_utils=utilities)
+    if op is not ops.cast_op or (len(arguments) == 15 and arguments[14] is not None):
+        torch.library.opcheck(op.overload, arguments, test_utils=utilities)
+        return
+    # Without a slot it is traced by its own name, and with one by the other.
+    torch.library.opcheck(torch.ops.float8lab.cast.pure, arguments[:14], test_utils=utilities)
+    untraced = tuple(name for name in utilities if name != "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op.overload, arguments, test_utils=untraced)
 
 
 ORIENTATIONS = {"straight": (True, False), "transposed": (False, True), "both": (True, True)}
@@ -262,7 +265,8 @@ def test_sources(kind: str, rows: int, device: torch.device) -> None:
     scale = torch.ones(1, device=device)
     check(ops.value_of_op, *source)
     check(ops.amax_op, *source)
-    for wanted in ORIENTATIONS.values():
+    # What is wanted does not depend on the kind: all for one, both orientations for the others.
+    for wanted in ORIENTATIONS.values() if kind == "layer_norm" else [(True, True)]:
         how = (*wanted, all(wanted) and rows > 0)
         check(ops.cast_op, *source, E5M2, (-1, -1), "encode", 0.0, 16, *how, scale)
         for block in ((-1, -1), (1, 32)) if all(wanted) else ():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -457,6 +456,4 @@ def check_a_process_that_plays_one_of_many(ranks: Ranks) -> None:
     assert out.shape == (2, 8)
 
 
-@each_check(sys.modules[__name__], 2, 4, cpu=4)
-def test_ranks(outcome: Callable[[str], None], name: str) -> None:
-    outcome(name)
+test_ranks = each_check(__name__, 2, 4, cpu=4)

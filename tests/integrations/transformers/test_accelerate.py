@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -185,6 +184,4 @@ def check_trainer_under_fsdp2_resumes_and_gathers_in_fp8(ranks: Ranks) -> None:
     assert torch.uint8 in {dtype for dtype, _ in seen.of("allgather")}
 
 
-@each_check(sys.modules[__name__], 2)
-def test_on_two_processes(outcome: Any, name: str) -> None:
-    outcome(name)
+test_on_two_processes = each_check(__name__, 2)

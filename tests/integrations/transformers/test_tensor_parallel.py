@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import torch
@@ -134,6 +133,4 @@ def check_the_report_says_why_experts_stay(ranks: Ranks):
         model(tokens.to(ranks.device), labels=tokens.to(ranks.device)).loss.backward()
 
 
-@each_check(sys.modules[__name__], 2)
-def test_ranks(outcome: Any, name: str) -> None:
-    outcome(name)
+test_ranks = each_check(__name__, 2)
