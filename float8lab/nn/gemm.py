@@ -226,13 +226,13 @@ def _decide(
     )  # fmt: skip
     casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     if is_prologue:
-        rowwise = plan.x if plan.fprop or policy.x is Keep.REQUANTIZE else None
-        casts = make_casts(recipe, Orientations(rowwise, None), False)
-        return _Decisions(policy, casts, casts_weight)
-    columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
-    rowwise = None if plan.fprop is None else plan.fprop.left
-    specs, keeps_gathered = Orientations(rowwise, columnwise), policy.x is Keep.GATHERED
-    return _Decisions(policy, make_casts(recipe, specs, keeps_gathered), casts_weight)
+        rowwise, columnwise = plan.x if plan.fprop or policy.x is Keep.REQUANTIZE else None, None
+    else:
+        rowwise = None if plan.fprop is None else plan.fprop.left
+        columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
+    specs = Orientations(rowwise, columnwise)
+    casts = make_casts(recipe, specs, policy.x is Keep.GATHERED)
+    return _Decisions(policy, casts, casts_weight)
 
 
 @functools.lru_cache(maxsize=1024)

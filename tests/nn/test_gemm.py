@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn.gemm import Keep, SavePolicy, save_policy
+from float8lab.nn.gemm import Keep, SavePolicy, _decide, save_policy
 from tests.nn.composition import RECIPES
 
 SHAPES = {"32": (32, 128, 128), "odd": (33, 72, 40), "one": (1, 48, 64), "K2048": (64, 2048, 256)}
@@ -204,3 +204,12 @@ def test_save_policy(plan, needs, options, x, w, weight):
     options = dict.fromkeys(options.split(), True)
     policy = save_policy({**PLANS, "high": HIGH}[plan], needs, **{"is_prologue": False, **options})
     assert policy == SavePolicy(Keep[x], Keep[w], weight)
+
+
+@pytest.mark.parametrize("is_prologue", [False, True])
+@pytest.mark.parametrize("keeps_gathered", [False, True])
+def test_fprop_keeps_what_it_gathers_for_wgrad(is_prologue, keeps_gathered):
+    """Where copies overlap with the GEMM, fprop gives up what it gathered unless it is told."""
+    flags = is_prologue, False, False, keeps_gathered, False
+    made = _decide(RECIPES["current"], BOTH, *flags)
+    assert made.casts.keeps_gathered is keeps_gathered
