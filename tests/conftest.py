@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import float8lab
 from tests.distributed.ranks import RankPool
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,22 +31,26 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Do not read files of GPU tests where there is no GPU, unless a file is named."""
+    return True if collection_path.name.endswith("_gpu.py") and not GPUS else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs more GPUs than torch sees; to skip thousands of tests takes a while."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def needed(item: pytest.Item) -> int:
         if item.get_closest_marker("multi_gpu"):
             return 2
         return 1 if item.get_closest_marker("gpu") else 0
 
-    left_out = [item for item in items if needed(item) > gpus]
+    left_out = [item for item in items if needed(item) > GPUS]
     if len(left_out) < len(items):
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if needed(item) <= gpus]
+        items[:] = [item for item in items if needed(item) <= GPUS]
         return
     for item in left_out:  # nothing else was asked for: say why it does not run
-        skip = pytest.mark.skip(reason=f"needs {needed(item)} CUDA GPUs; torch sees {gpus}")
+        skip = pytest.mark.skip(reason=f"needs {needed(item)} CUDA GPUs; torch sees {GPUS}")
         item.add_marker(skip)
 
 
