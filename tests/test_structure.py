@@ -552,21 +552,25 @@ def test_words_are_those_of_the_field(word: str):
 @pytest.mark.parametrize("blocked", [(), OPTIONAL], ids=["installed", "missing"])
 def test_import_loads_nothing_optional_and_adds_less_than_300_ms_to_torch(blocked: tuple[str, ...]):
     code = f"""
-import sys, time, torch
+import sys, time
+start = time.process_time()
+import torch
+torch_seconds = time.process_time() - start
 before = set(sys.modules)
 sys.modules.update(dict.fromkeys({blocked!r}))  # None: importing it raises
 start = time.process_time()
 import float8lab
-print(time.process_time() - start)
+print(time.process_time() - start, torch_seconds)
 assert not [name for name in sys.modules if name.startswith("float8lab.inspect.selfcheck")]
 new = {{name.split(".")[0] for name in set(sys.modules) - before}}
 print(*sorted(new & set({OPTIONAL!r}) - set({blocked!r})))
 """
     # With bytecode, as an installed package has it; the first run writes what is missing. In CPU
-    # time, which hardly depends on what else the machine does.
+    # time, and 300 ms where torch takes 1.5 s: machines differ, and so does one under load.
     for _ in range(4):
-        seconds, *loaded = _run_python(code, PYTHONDONTWRITEBYTECODE="").split()
-        assert loaded == []
-        if float(seconds) < 0.3:
+        *seconds, loaded = _run_python(code, PYTHONDONTWRITEBYTECODE="").split("\n", 1)
+        assert not loaded.strip()
+        ours, torch_seconds = map(float, seconds[0].split())
+        if ours < max(0.3, 0.2 * torch_seconds):
             break
-    assert float(seconds) < 0.3
+    assert ours < max(0.3, 0.2 * torch_seconds)
