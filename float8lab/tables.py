@@ -18,7 +18,7 @@ def aligned(
 ) -> list[str]:
     """Rows of cells as lines: the first ``left`` columns to the left, the others to the right.
 
-    A last line says that so many were left out, and in which attribute all are.
+    If rows were ``left_out``, a last line says how many, and that ``of``, an attribute, has all.
 
     >>> print("\\n".join(aligned([("layer", "us"), ("0", "1200")])))
     layer    us

@@ -184,12 +184,11 @@ def test_no_import_circle():
 
 
 def test_one_function_calls_the_cast_op():
-    """``quantize`` alone, outside of the ops and of what checks or exports FP8 data."""
+    """``quantize`` alone, outside of the ops and of what checks them."""
     files = [
         path.relative_to(PACKAGE).as_posix()
         for path in MODULES
-        if _layer(path) in ("tensor", "distributed", "nn", "optim", "recipes")
-        and re.search(r"\bcast_op\(", path.read_text())
+        if _layer(path) not in ("ops", "inspect") and re.search(r"\bcast_op\(", path.read_text())
     ]
     assert files == ["tensor/operands.py"]
     assert (PACKAGE / files[0]).read_text().count("cast_op(") == 1
@@ -568,9 +567,10 @@ print(*sorted(new & set({OPTIONAL!r}) - set({blocked!r})))
     # With bytecode, as an installed package has it; the first run writes what is missing. In CPU
     # time, and 300 ms where torch takes 1.5 s: machines differ, and so does one under load.
     for _ in range(4):
-        *seconds, loaded = _run_python(code, PYTHONDONTWRITEBYTECODE="").split("\n", 1)
+        seconds, loaded = _run_python(code, PYTHONDONTWRITEBYTECODE="").split("\n", 1)
         assert not loaded.strip()
-        ours, torch_seconds = map(float, seconds[0].split())
-        if ours < max(0.3, 0.2 * torch_seconds):
+        ours, torch_seconds = map(float, seconds.split())
+        limit = max(0.3, 0.2 * torch_seconds)
+        if ours < limit:
             break
-    assert ours < max(0.3, 0.2 * torch_seconds)
+    assert ours < limit

@@ -686,7 +686,7 @@ class Sharded(OneGpu):
         companion: TokenShard | None,
         *keep: bool,
     ) -> Sequence[Tensor]:
-        """The results of an op that overlaps, which also gathers ``beside``."""
+        """The results of an op that overlaps, which also gathers ``companion``."""
         gemm, _, dtype, _ = task
         if bias is not None:
             bias = F.pad(bias, (0, b.data.shape[0] - bias.shape[0]))

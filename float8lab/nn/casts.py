@@ -1,4 +1,4 @@
-"""The operands of a linear layer: casts that layers share, weights that are weight_cast."""
+"""The operands of a linear layer: casts that layers share, weights that are kept."""
 
 from __future__ import annotations
 

@@ -604,9 +604,9 @@ def _recv_any(
             "src must be a rank for an empty tensor, of which no message comes; got None. Pass the "
             "rank that sends it."
         )
-    work = dist.Work.unbox(op(buffers[:1], group, tag))
-    work.wait()
-    source, recv = work._source_rank(), c10d.recv_.default
+    message = dist.Work.unbox(op(buffers[:1], group, tag))
+    message.wait()
+    source, recv = message._source_rank(), c10d.recv_.default
     work = _Work([_begun(recv([t], group, source, tag)) for t in buffers[1:]], finish)
     work.source = source
     return work.boxed()

@@ -42,8 +42,8 @@ def pack(elements: Tensor, dim: int = -1) -> Tensor:
     >>> pack(torch.tensor([1, 2, 3, 15], dtype=torch.uint8)).tolist() == [0x21, 0xF3]
     True
     """
-    low, high_bits = elements.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
-    return low | high_bits << 4
+    even, odd = elements.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
+    return even | odd << 4
 
 
 def decode_codes(

@@ -236,9 +236,8 @@ def _set_scales(
         sizes = [weight.row_shard.numbers for weight in weights]
         for i, (weight, amax) in enumerate(zip(weights, amaxes, strict=True)):
             weight.amax = amax
-            if (
-                weight.rule is not None and weight.row_shard.spec.tensor_scale
-            ):  # of this weight alone
+            # A scale of the whole tensor is made of the amaxes of this weight alone.
+            if weight.rule is not None and weight.row_shard.spec.tensor_scale:
                 fp8_dtype, scale_rule, epsilon, _ = weight.rule
                 made_alone = factors_from_amax(amax, fp8_dtype, scale_rule, epsilon)
                 weight.scale, weight.factor = made_alone

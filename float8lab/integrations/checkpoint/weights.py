@@ -32,7 +32,6 @@ from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import Precision, W, X, call_under, precisions
-from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
@@ -352,12 +351,12 @@ def _cast(
     """Cast a weight as a forward in evaluation would now, or by a scale per tensor."""
     x, spec = weight.matrices(experts), recipe.linear.w
     with torch.no_grad():
-        if scale is not None:
-            scale = scale.to(x.device).reshape(1, 1)
-            given = ("", (x,), x.dtype, spec.fp8_dtype, spec.block, "decode", 0.0, 1)
-            qdata = cast_op(*given, True, False, False, scale)[0]
-        elif weight.is_stack:
-            params = _params_of_experts(weight, recipe, x, experts.start or 0)
+        if scale is not None or weight.is_stack:
+            params: QuantParams | None
+            if scale is not None:
+                params = QuantParams.of_scale(scale.to(x.device).reshape(1, 1), spec)
+            else:
+                params = _params_of_experts(weight, recipe, x, experts.start or 0)
             qdata, scale = quantize(x, spec, None, params, float(recipe.linear.epsilon)).rowwise
         else:
             slots = None

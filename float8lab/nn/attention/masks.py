@@ -83,7 +83,7 @@ def window_of(
 
 
 def _checked_window(window: object, argument: str) -> tuple[int, int]:
-    """Two integers, each -1 or more; raises for anything else."""
+    """Return a window of two integers, each -1 or more; raise for anything else."""
     if type(window) is tuple and len(window) == 2:  # two Python integers pass at once
         left, right = window
         if type(left) is int and type(right) is int and left >= -1 and right >= -1:

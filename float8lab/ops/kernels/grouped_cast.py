@@ -211,9 +211,10 @@ def _amax_groups_kernel(
     written = 0  # groups
     of_program = tl.cdiv(tiles, programs)
     first = program * of_program
-    last = tl.maximum(tl.minimum(first + of_program, tiles) - 1, 0)
+    stop = tl.minimum(first + of_program, tiles)
+    last = tl.maximum(stop - 1, 0)
     group, row, end = _part_of_plan(plan_ptr, tl.minimum(first, last) // tiles_k, PARTS)
-    for tile in range(first, tl.minimum(first + of_program, tiles)):
+    for tile in range(first, stop):
         if group != current:
             amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
             mask = (index >= written) & (index <= current)
@@ -631,18 +632,18 @@ def _factors(
 ) -> list[Tensor]:  # fmt: skip
     """Amax, scale twice, and encode factor, of each group or matrix; the amax may be ``given``."""
     (_, (first, *_), _), (offs, M, K, E, stride) = matrix, layout
-    count, partial, strides = 1, given, (0 if given is None or given.numel() == 1 else 1, 0)
-    if partial is None:
+    if given is not None:
+        count, partial, strides = 1, given, (int(given.numel() > 1), 0)
+    else:
         tensors, constants = arguments_of(*matrix, _AMAX_TILE)
         rows = M if offs is None else padded_rows(M, E)
         tiles = ceil_div(rows, _AMAX_TILE.rows) * ceil_div(K, _AMAX_TILE.columns)
         count = min(tiles, ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
-        partial = first.new_empty((E, count), dtype=torch.float32)
-        strides = count, 1
+        partial = first.new_empty(E * count, dtype=torch.float32)
+        strides = (count, 1) if offs is None else (1, E)
         if offs is None:
             _amax_batch_kernel[(count, E)](*tensors, partial, M, K, stride, **constants)
         else:
-            strides = 1, E
             plan = plan_groups(offs, M) if plan is None else plan
             _amax_groups_kernel[(count,)](
                 *tensors, plan, partial, K, E, COUNT=next_power_of_2(E), **constants
