@@ -380,7 +380,7 @@ _NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 def _layers_of(module: nn.Module, names: Sequence[str] | None) -> list[nn.Linear]:
-    """The linear layers of an expert, the last one down."""
+    """The linear layers of an expert, the down projection last."""
     if names is None:
         names = next((n for n in _NAMES if all(hasattr(module, local) for local in n)), ())
     layers: list[Any] = [getattr(module, name, None) for name in names]
