@@ -350,9 +350,7 @@ def sum_of_rows(x0, x1, x2, x3):
 
 @triton.jit
 def pack_scaled(x0, x1, x2, x3, encode, dtype: tl.constexpr):
-    """Words of four neighbours in a column, each multiplied by an encode factor."""
-    x0, x1 = widen(nan_for_infinity(x0, dtype)), widen(nan_for_infinity(x1, dtype))
-    x2, x3 = widen(nan_for_infinity(x2, dtype)), widen(nan_for_infinity(x3, dtype))
+    """Words of four neighbours in a column, float32 as ``saturate`` takes it, times a factor."""
     return pack(x0 * encode, x1 * encode, x2 * encode, x3 * encode, x0, x1, x2, x3, dtype)
 
 

@@ -565,7 +565,9 @@ def _write_words(
     dtype: tl.constexpr = q_t_ptr.dtype.element_ty
     if PER_ROW:
         encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)[None, :]
-    packed = pack_scaled(x0, x1, x2, x3, encode, dtype)
+    w0, w1 = widen(nan_for_infinity(x0, dtype)), widen(nan_for_infinity(x1, dtype))
+    w2, w3 = widen(nan_for_infinity(x2, dtype)), widen(nan_for_infinity(x3, dtype))
+    packed = pack_scaled(w0, w1, w2, w3, encode, dtype)
     if WRITE:
         for row in tl.static_range(4):
             rows = 4 * words + row
