@@ -26,12 +26,20 @@ from float8lab.formats import has_kernels
 from float8lab.ops.sharding import Rule, takes_dtensors
 
 __all__ = [
+    "OPS",
     "RECORDING",
+    "Declared",
     "announce",
     "called_by_ops",
     "compute_intensive_ops",
     "declare",
+    "filled",
+    "is_profiled",
+    "is_watched_by_a_mode",
+    "load_launcher",
     "planned",
+    "tell_when_imported",
+    "untraced",
 ]
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
@@ -44,7 +52,7 @@ _HAS_MARKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2
 """Whether torch is one whose marks on code were seen to work."""
 
 
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo from tracing an implementation, or what it calls, when a compiled graph calls it.
 
     ``torch._disable_dynamo`` does so by a wrapper around every call. A mark on the code costs a
@@ -63,7 +71,8 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _load(path: str) -> Callable[..., Any]:
+def load_launcher(path: str) -> Callable[..., Any]:
+    """The function that ``path`` names, ``"module:function"`` in ``ops/kernels``."""
     module_name, function_name = path.split(":")
     module = importlib.import_module(f"float8lab.ops.kernels.{module_name}")
     launcher: Callable[..., Any] = getattr(module, function_name)
@@ -72,7 +81,7 @@ def _load(path: str) -> Callable[..., Any]:
 
 def _lazy(path: str) -> Callable[..., Any]:
     """The function that ``path`` names, imported by the first call."""
-    return lambda *args: _load(path)(*args)
+    return lambda *args: load_launcher(path)(*args)
 
 
 def _or_reference(
@@ -92,7 +101,7 @@ def _or_reference(
         if has_kernels(tuple(args[block]), args[rule]):
             return launcher(*args)
         if names[0] == "prologue" and args[0]:
-            args = ("", [_load("prologue:value_of")(*args[:3])], *args[2:])
+            args = ("", [load_launcher("prologue:value_of")(*args[:3])], *args[2:])
         return reference(*args)
 
     return call
@@ -158,16 +167,16 @@ def declare(
     def fake(*args: Any, **kwargs: Any) -> Any:
         announce()
         given = dict(zip(parameters, args, strict=False))
-        return _filled(outputs(SimpleNamespace(**{**defaults, **given, **kwargs})), args)
+        return filled(outputs(SimpleNamespace(**{**defaults, **given, **kwargs})), args)
 
     function = _by_position(function)
     exact = function if cuda is None else _exact(function)
     # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
-    on_any_device = _untraced(_complete(exact))
+    on_any_device = untraced(_complete(exact))
     implementations = {"CompositeExplicitAutograd": on_any_device}
     if cuda is not None:
         on_gpu = _exact(_or_reference(_lazy(cuda), function), "cuda")
-        implementations = {"CPU": on_any_device, "CUDA": _untraced(_complete(on_gpu))}
+        implementations = {"CPU": on_any_device, "CUDA": untraced(_complete(on_gpu))}
 
     def define(name: str, schema: str) -> Any:
         tags = [torch.Tag.pt2_compliant_tag, *[torch.Tag.flexible_layout] * any_strides]
@@ -179,19 +188,23 @@ def declare(
         overload: Any = getattr(getattr(torch.ops.float8lab, packet), form or "default")
         given = [argument.name for argument in overload._schema.arguments]
         arguments = {n: defaults.get(n) for n in given}
-        _OPS.declared[overload] = _Declared(arguments, fake, mutates, sharding)
+        OPS.declared[overload] = Declared(arguments, fake, mutates, sharding)
         return overload
 
     overload = through = define(name, _schema(function, mutates))
+    forms = [overload]
     *_, last = parameters
     if last in mutates and defaults.get(last, last) is None:
         pure = define(f"{name}.pure", _schema(function, (), without=last))
+        forms.append(pure)
         through = _either(overload, pure, len(parameters) - 1)
     if flops is not None:
-        _OPS.declared[overload] = _OPS.declared[overload]._replace(flops=flops)
+        OPS.declared[overload] = OPS.declared[overload]._replace(flops=flops)
+    call: Any = function if cuda is None else _direct(through, cuda, function)
+    for form in forms:
+        OPS.declared[form] = OPS.declared[form]._replace(call=call, cuda=cuda)
     if cuda is None:
         return overload
-    call = _direct(through, cuda, function)
     call.overload = overload
     return call
 
@@ -268,12 +281,13 @@ def _complete(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` with an empty tensor for each result that it gives as None."""
 
     def call(*args: Any) -> Any:
-        return _filled(function(*args), args)
+        return filled(function(*args), args)
 
     return call
 
 
-def _filled(results: Any, args: Sequence[Any]) -> Any:
+def filled(results: Any, args: Sequence[Any]) -> Any:
+    """The results of an op's call with ``args``, with an empty tensor in the place of each None."""
     if not isinstance(results, tuple):
         return results
     like = args[type(args[0]) is str]  # a prologue comes before its inputs
@@ -281,7 +295,7 @@ def _filled(results: Any, args: Sequence[Any]) -> Any:
     return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
-class _Declared(NamedTuple):
+class Declared(NamedTuple):
     """The answers to what others than the dispatcher ask about an op."""
 
     arguments: Mapping[str, Any]
@@ -290,22 +304,23 @@ class _Declared(NamedTuple):
     mutates: Sequence[str]
     sharding: Rule | None
     flops: Callable[..., int] | None = None
-
-
-_COUNTER, _DTENSOR = "torch.utils.flop_counter", "torch.distributed.tensor"
+    call: Callable[..., Any] | None = None
+    """The op past the dispatcher."""
+    cuda: str | None = None
+    """The launcher, as ``declare`` is given it."""
 
 
 class _Ops:
     """The ops that exist, and who has yet to be told about them."""
 
     def __init__(self) -> None:
-        self.declared: dict[Any, _Declared] = {}
+        self.declared: dict[Any, Declared] = {}
         """What is known of each overload."""
-        self.untold = {_COUNTER, _DTENSOR}
-        """The modules of torch that ``announce`` has not found imported so far."""
+        self.untold: dict[str, Callable[[Any], None]] = {}
+        """Functions that tell a module of torch, which ``announce`` has not found imported yet."""
 
 
-_OPS = _Ops()
+OPS = _Ops()
 
 
 def compute_intensive_ops() -> list[torch._ops.OpOverload]:
@@ -317,7 +332,7 @@ def compute_intensive_ops() -> list[torch._ops.OpOverload]:
     >>> torch.ops.float8lab.scaled_mm.default in float8lab.compute_intensive_ops()
     True
     """
-    return [overload for overload, declared in _OPS.declared.items() if declared.flops]
+    return [overload for overload, declared in OPS.declared.items() if declared.flops]
 
 
 def announce() -> None:
@@ -326,16 +341,19 @@ def announce() -> None:
     Both take long to import, and the counter imports triton, so nothing here imports them. Whoever
     has them imported calls an op where it can be seen: below a mode, with a DTensor, or in a trace.
     """
-    for name, tell in ((_COUNTER, _tell_counter), (_DTENSOR, _tell_dtensor)):
-        if name in _OPS.untold and name in sys.modules:
-            _OPS.untold.remove(name)
-            tell(sys.modules[name])
+    for name in [name for name in OPS.untold if name in sys.modules]:
+        OPS.untold.pop(name)(sys.modules[name])
+
+
+def tell_when_imported(name: str, tell: Callable[[Any], None]) -> None:
+    """Have ``announce`` call ``tell`` with a module of torch, once that is imported."""
+    OPS.untold[name] = tell
 
 
 def _tell_counter(counter: Any) -> None:
     formulas = {
         overload.overloadpacket: declared.flops
-        for overload, declared in _OPS.declared.items()
+        for overload, declared in OPS.declared.items()
         if declared.flops is not None
     }
     for packet, formula in formulas.items():
@@ -348,8 +366,13 @@ def _tell_counter(counter: Any) -> None:
 
 
 def _tell_dtensor(module: Any) -> None:
-    for overload, (arguments, outputs, mutates, sharding, _) in _OPS.declared.items():
-        takes_dtensors(module, overload, arguments, outputs, sharding, mutates, _LIBRARY)
+    for overload, op in OPS.declared.items():
+        rule = op.arguments, op.outputs, op.sharding, op.mutates
+        takes_dtensors(module, overload, *rule, _LIBRARY)
+
+
+tell_when_imported("torch.utils.flop_counter", _tell_counter)
+tell_when_imported("torch.distributed.tensor", _tell_dtensor)
 
 
 _PLAIN = frozenset(
@@ -357,17 +380,17 @@ _PLAIN = frozenset(
 )
 """Types whose values the dispatcher hands on as they are, also as elements of a list."""
 
-_is_watched_by_a_mode = torch._C._len_torch_dispatch_stack
+is_watched_by_a_mode = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _trace = torch._C._get_tracing_state
-_is_profiled = torch._C._autograd._profiler_enabled
+is_profiled = torch._C._autograd._profiler_enabled
 
 
 def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[..., Any]) -> Any:
     """``overload``, past the dispatcher where that would do nothing but find the implementation."""
 
     def dispatch(*args: Any) -> Any:
-        if _OPS.untold and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and OPS.untold:
             announce()
         return overload(*args)
 
@@ -375,10 +398,10 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
         nonlocal launcher
         if (
             torch.compiler.is_compiling()
-            or (_is_watched_by_a_mode() and not _records())
+            or (is_watched_by_a_mode() and not _records())
             or _transform() is not None
             or _trace() is not None
-            or _is_profiled()
+            or is_profiled()
             or not _PLAIN.issuperset(map(type, args))
         ):
             return dispatch(*args)
@@ -395,7 +418,7 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
             return overload(*args)
         if x.is_cuda:
             if type(launcher) is str:
-                launcher = _or_reference(_load(launcher), reference)
+                launcher = _or_reference(load_launcher(launcher), reference)
             if torch.is_autocast_enabled("cuda"):
                 return _exact(launcher, "cuda")(*args)
             return launcher(*args)
@@ -410,7 +433,7 @@ def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any
     """A function for the bodies of ops: it calls a launcher, or on a CPU its reference."""
 
     def call(x: Tensor, *args: Any) -> Any:
-        run = _load(cuda) if x.is_cuda else reference
+        run = load_launcher(cuda) if x.is_cuda else reference
         return _exact(run, x.device.type)(x, *args)
 
     return call
@@ -434,14 +457,14 @@ def planned(body: Callable[..., Any]) -> Callable[..., Any]:
         if (
             torch.compiler.is_compiling()
             or torch.is_grad_enabled()
-            or _is_watched_by_a_mode()
+            or is_watched_by_a_mode()
             or _transform() is not None
             or _trace() is not None
-            or _is_profiled()
+            or is_profiled()
         ):
             return body(*args)
         if repeat is None:
-            repeat = _load("_replay:replayed")(body)
+            repeat = load_launcher("_replay:replayed")(body)
         if torch.is_autocast_enabled("cuda"):
             return _exact(repeat, "cuda")(*args)
         return repeat(*args)

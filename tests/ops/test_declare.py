@@ -75,7 +75,7 @@ def test_dynamo_traces_an_implementation_that_is_not_marked(library):
 
 
 def test_dynamo_does_not_trace_a_marked_implementation(library):
-    library.impl("shift", declare._untraced(_copied(_shift)), "CPU")
+    library.impl("shift", declare.untraced(_copied(_shift)), "CPU")
     for _ in range(2):
         assert _call_in_compiled().eq(2).all()
         torch._dynamo.reset()
@@ -86,7 +86,7 @@ def test_dynamo_does_not_trace_a_launcher(library, monkeypatch):
     module = types.ModuleType("float8lab.ops.kernels.of_test")
     module.shift = _copied(_shift)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    library.impl("shift", declare._untraced(declare._lazy("of_test:shift")), "CPU")
+    library.impl("shift", declare.untraced(declare._lazy("of_test:shift")), "CPU")
     for _ in range(2):
         assert _call_in_compiled().eq(2).all()
     assert SEEN == [False] * 4
@@ -95,7 +95,7 @@ def test_dynamo_does_not_trace_a_launcher(library, monkeypatch):
 def test_dynamo_does_not_trace_without_the_private_names(library, monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy")
     function = _copied(_shift)
-    marked = declare._untraced(function)
+    marked = declare.untraced(function)
     assert marked is not function
     library.impl("shift", marked, "CPU")
     assert _call_in_compiled().eq(2).all()

@@ -1,0 +1,142 @@
+"""Calls of our ops in the code that Inductor generates.
+
+Our ops are opaque to Inductor. The call that it writes for such an op goes through torch's
+dispatcher, and on a GPU each run looks up which launches serve the arguments: together some 50 us.
+But sizes are constants of a graph. So the generated code calls a ``call_site`` instead: it has no
+dispatcher before it, and repeats what the launcher did in an earlier run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from float8lab.ops.declare import (
+    OPS,
+    filled,
+    is_profiled,
+    is_watched_by_a_mode,
+    load_launcher,
+    tell_when_imported,
+    untraced,
+)
+
+__all__ = ["call_site"]
+
+_NAMESPACE = "float8lab::"
+_RUNS = 8
+"""A call that was not recorded in so many runs never will be."""
+
+
+def call_site(name: str, wanted: Sequence[int], *, repeats: bool) -> Callable[..., Any]:
+    """The function that generated code calls, in one place, instead of an op.
+
+    Args:
+        name: of the op's overload, ``"float8lab::cast.pure"``.
+        wanted: indices of the results that the graph reads. Those that the op does not compute are
+            empty tensors there, as the op itself returns them, and all others may be None.
+        repeats: the graph is a GPU's, and no size of the arguments varies.
+    """
+    packet, _, form = name.removeprefix(_NAMESPACE).partition(".")
+    overload: Any = getattr(getattr(torch.ops.float8lab, packet), form or "default")
+    op, repeat = OPS.declared[overload], None
+    run: Any = op.call
+    runs = _RUNS if repeats and op.cuda is not None else 0
+
+    def call(*args: Any) -> Any:
+        nonlocal repeat, runs
+        if is_watched_by_a_mode() or is_profiled():
+            return overload(*args)
+        results = NotImplemented
+        if repeat is not None and not torch.is_autocast_enabled("cuda"):
+            results = repeat(args)
+        elif runs and repeat is None:
+            runs -= 1
+            repeat = _repetition(str(op.cuda), args)
+        if results is NotImplemented:
+            results = run(*args)
+        if any(results[i] is None for i in wanted):
+            results = filled(results, args)
+        return results
+
+    return untraced(call)
+
+
+def _repetition(cuda: str, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any] | None:
+    """What repeats a call of the launcher that was recorded with such arguments, on a GPU."""
+    launcher = load_launcher(cuda)
+    if not hasattr(launcher, "calls"):
+        return None
+    return load_launcher("_replay:repeated")(launcher, args)
+
+
+def _register(lowering: Any) -> None:
+    """Have Inductor write call sites. Where its names are others than these, it writes ops."""
+    try:
+        from torch._library.utils import get_layout_constraint_tag
+
+        kind = _operation_class(lowering.ir)
+        for overload in [*OPS.declared]:
+            if overload not in lowering.lowerings:
+                tag = get_layout_constraint_tag(overload, with_default=True)
+                constraint = lowering.tag_to_layout_constraint(tag)
+                lowering.make_fallback(overload, layout_constraint=constraint, warn=False)
+            lower = lowering.lowerings[overload]
+            lowering.lowerings[overload] = _with_call_site(lowering.V, overload, lower, kind)
+    except (AttributeError, ImportError, TypeError):  # they are private
+        return
+
+
+def _with_call_site(
+    virtual: Any, overload: Any, lower: Callable[..., Any], kind: Any
+) -> Callable[..., Any]:
+    """A lowering whose operation is of ``kind``."""
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        operations = virtual.graph.operations
+        before = len(operations)
+        results = lower(*args, **kwargs)
+        for operation in operations[before:]:
+            if type(operation) is kind.__base__ and operation.op_overload is overload:
+                operation.__class__ = kind
+        return results
+
+    return lowered
+
+
+def _operation_class(ir: Any) -> Any:
+    """Inductor's operation for ops that it does not know, written as a call site."""
+
+    class CallSite(ir.FallbackKernel):
+        is_call_site = False
+
+        def codegen(self, wrapper: Any) -> None:
+            graph, outputs = ir.V.graph, self.outputs
+            names = [argument.name for argument in self.op_overload._schema.arguments]
+            by_name = [text.partition("=")[0] for text in super().codegen_kwargs()]
+            left = names[len(super().codegen_args()) :]
+            in_order = left[: len(by_name)] == by_name
+            if in_order and not graph.cpp_wrapper and graph.name is None:
+                self.is_call_site = True
+                is_read = [output.get_name() not in graph.removed_buffers for output in outputs]
+                wanted = [i for i, read in enumerate(is_read) if read and len(outputs) > 1]
+                sizes = [n for x in self.inputs for n in (*x.get_size(), *x.get_stride())]
+                varies = any(getattr(n, "free_symbols", ()) for n in (*sizes, *self.constant_args))
+                repeats = self.get_device().type == "cuda" and not varies
+                op = self.op_overload.name()
+                name = f"{op[len(_NAMESPACE) :].replace('.', '_')}_{self.get_name()}"
+                wrapper.add_import_once("from float8lab.ops.inductor import call_site")
+                wrapper.header.writeline(f"{name} = call_site({op!r}, {wanted}, {repeats=})")
+                self.python_kernel_name = name
+            super().codegen(wrapper)
+
+        def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
+            written: list[str] = super().codegen_kwargs(skip_out)
+            return [x.partition("=")[2] for x in written] if self.is_call_site else written
+
+    return CallSite
+
+
+tell_when_imported("torch._inductor.lowering", _register)
