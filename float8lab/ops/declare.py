@@ -15,7 +15,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -200,13 +200,13 @@ def declare(
         through = _either(overload, pure, len(parameters) - 1)
     if flops is not None:
         OPS.declared[overload] = OPS.declared[overload]._replace(flops=flops)
-    call: Any = function if cuda is None else _direct(through, cuda, function)
+    call = function
+    if cuda is not None:
+        call = direct = _direct(through, cuda, function)
+        direct.overload = overload
     for form in forms:
         OPS.declared[form] = OPS.declared[form]._replace(call=call, cuda=cuda)
-    if cuda is None:
-        return overload
-    call.overload = overload
-    return call
+    return overload if cuda is None else call
 
 
 def _by_position(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,7 +304,7 @@ class Declared(NamedTuple):
     mutates: Sequence[str]
     sharding: Rule | None
     flops: Callable[..., int] | None = None
-    call: Callable[..., Any] | None = None
+    call: Callable[..., object] = NotImplemented
     """The op past the dispatcher."""
     cuda: str | None = None
     """The launcher, as ``declare`` is given it."""
@@ -316,7 +316,7 @@ class _Ops:
     def __init__(self) -> None:
         self.declared: dict[Any, Declared] = {}
         """What is known of each overload."""
-        self.untold: dict[str, Callable[[Any], None]] = {}
+        self.untold: dict[str, Callable[[ModuleType], None]] = {}
         """Functions that tell a module of torch, which ``announce`` has not found imported yet."""
 
 
@@ -345,12 +345,12 @@ def announce() -> None:
         OPS.untold.pop(name)(sys.modules[name])
 
 
-def tell_when_imported(name: str, tell: Callable[[Any], None]) -> None:
+def tell_when_imported(name: str, tell: Callable[[ModuleType], None]) -> None:
     """Have ``announce`` call ``tell`` with a module of torch, once that is imported."""
     OPS.untold[name] = tell
 
 
-def _tell_counter(counter: Any) -> None:
+def _tell_counter(counter: ModuleType) -> None:
     formulas = {
         overload.overloadpacket: declared.flops
         for overload, declared in OPS.declared.items()
@@ -365,7 +365,7 @@ def _tell_counter(counter: Any) -> None:
             registry.update((packet, counter.flop_registry[packet]) for packet in formulas)
 
 
-def _tell_dtensor(module: Any) -> None:
+def _tell_dtensor(module: ModuleType) -> None:
     for overload, op in OPS.declared.items():
         rule = op.arguments, op.outputs, op.sharding, op.mutates
         takes_dtensors(module, overload, *rule, _LIBRARY)

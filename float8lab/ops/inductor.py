@@ -9,9 +9,11 @@ dispatcher before it, and repeats what the launcher did in an earlier run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from float8lab.ops.declare import (
     OPS,
@@ -30,7 +32,7 @@ _RUNS = 8
 """A call that was not recorded in so many runs never will be."""
 
 
-def call_site(name: str, wanted: Sequence[int], *, repeats: bool) -> Callable[..., Any]:
+def call_site(name: str, wanted: Sequence[int], *, repeats: bool) -> Callable[..., object]:
     """The function that generated code calls, in one place, instead of an op.
 
     Args:
@@ -40,73 +42,66 @@ def call_site(name: str, wanted: Sequence[int], *, repeats: bool) -> Callable[..
         repeats: the graph is a GPU's, and no size of the arguments varies.
     """
     packet, _, form = name.removeprefix(_NAMESPACE).partition(".")
-    overload: Any = getattr(getattr(torch.ops.float8lab, packet), form or "default")
-    op, repeat = OPS.declared[overload], None
-    run: Any = op.call
+    overload = getattr(getattr(torch.ops.float8lab, packet), form or "default")
+    op = OPS.declared[overload]
     runs = _RUNS if repeats and op.cuda is not None else 0
+    repeat = lacks = None
 
-    def call(*args: Any) -> Any:
-        nonlocal repeat, runs
+    def call(*args: object) -> object:
+        nonlocal lacks, repeat, runs
         if is_watched_by_a_mode() or is_profiled():
             return overload(*args)
-        results = NotImplemented
+        results: Any = NotImplemented
         if repeat is not None and not torch.is_autocast_enabled("cuda"):
             results = repeat(args)
         elif runs and repeat is None:
             runs -= 1
-            repeat = _repetition(str(op.cuda), args)
+            launcher = load_launcher(str(op.cuda))
+            if hasattr(launcher, "calls"):
+                repeat = load_launcher("_replay:repeated")(launcher, args)
         if results is NotImplemented:
-            results = run(*args)
-        if any(results[i] is None for i in wanted):
-            results = filled(results, args)
-        return results
+            results = op.call(*args)
+        if lacks is None:
+            lacks = any(results[i] is None for i in wanted)
+        return filled(results, args) if lacks else results
 
     return untraced(call)
 
 
-def _repetition(cuda: str, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any] | None:
-    """What repeats a call of the launcher that was recorded with such arguments, on a GPU."""
-    launcher = load_launcher(cuda)
-    if not hasattr(launcher, "calls"):
-        return None
-    return load_launcher("_replay:repeated")(launcher, args)
-
-
-def _register(lowering: Any) -> None:
+def _register(lowering: ModuleType) -> None:
     """Have Inductor write call sites. Where its names are others than these, it writes ops."""
     try:
-        from torch._library.utils import get_layout_constraint_tag
-
         kind = _operation_class(lowering.ir)
-        for overload in [*OPS.declared]:
+        for overload in OPS.declared:
             if overload not in lowering.lowerings:
-                tag = get_layout_constraint_tag(overload, with_default=True)
+                tag = torch._library.utils.get_layout_constraint_tag(overload, with_default=True)
                 constraint = lowering.tag_to_layout_constraint(tag)
                 lowering.make_fallback(overload, layout_constraint=constraint, warn=False)
             lower = lowering.lowerings[overload]
-            lowering.lowerings[overload] = _with_call_site(lowering.V, overload, lower, kind)
-    except (AttributeError, ImportError, TypeError):  # they are private
+            lowering.lowerings[overload] = _with_call_site(lowering, overload, lower, kind)
+    except (AttributeError, TypeError):  # they are private
         return
 
 
 def _with_call_site(
-    virtual: Any, overload: Any, lower: Callable[..., Any], kind: Any
-) -> Callable[..., Any]:
+    lowering: ModuleType, overload: OpOverload, lower: Callable[..., object], kind: type
+) -> Callable[..., object]:
     """A lowering whose operation is of ``kind``."""
 
-    def lowered(*args: Any, **kwargs: Any) -> Any:
-        operations = virtual.graph.operations
+    def lowered(*args: object, **kwargs: object) -> object:
+        operations = lowering.V.graph.operations
         before = len(operations)
         results = lower(*args, **kwargs)
         for operation in operations[before:]:
-            if type(operation) is kind.__base__ and operation.op_overload is overload:
+            is_ours = getattr(operation, "op_overload", None) is overload
+            if is_ours and type(operation) is kind.__base__:
                 operation.__class__ = kind
         return results
 
     return lowered
 
 
-def _operation_class(ir: Any) -> Any:
+def _operation_class(ir: Any) -> type:
     """Inductor's operation for ops that it does not know, written as a call site."""
 
     class CallSite(ir.FallbackKernel):
@@ -117,8 +112,7 @@ def _operation_class(ir: Any) -> Any:
             names = [argument.name for argument in self.op_overload._schema.arguments]
             by_name = [text.partition("=")[0] for text in super().codegen_kwargs()]
             left = names[len(super().codegen_args()) :]
-            in_order = left[: len(by_name)] == by_name
-            if in_order and not graph.cpp_wrapper and graph.name is None:
+            if left[: len(by_name)] == by_name and not graph.cpp_wrapper and graph.name is None:
                 self.is_call_site = True
                 is_read = [output.get_name() not in graph.removed_buffers for output in outputs]
                 wanted = [i for i, read in enumerate(is_read) if read and len(outputs) > 1]

@@ -12,9 +12,8 @@ has served, as the function itself would have done between its GEMMs.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -103,22 +102,10 @@ _STREAM = object()
 """Stands for the current stream among the arguments of a launch."""
 
 
-class _Phase(NamedTuple):
-    """Some steps in a row, up to a kernel of torch's, which allocates its result itself."""
-
-    allocations: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]]
-    """Number, size, strides and dtype of each tensor that is first used here."""
-    steps: Sequence[tuple[Any, ...]]
-    """A function, what picks its arguments, and those by name; the number of its result."""
-    done: Sequence[int]
-    """Numbers of tensors that nothing needs any more."""
-
-
 class _Call:
-    """The steps of a call, each of which picks its arguments from one list.
+    """The steps of a call as one function, whose source names the tensors ``t0``, ``t1`` ...
 
-    The list holds the tensors that the call is given, those that it allocates, the current stream
-    and all constants.
+    A tensor is allocated before the first step that uses it, and given back after the last one.
     """
 
     def __init__(
@@ -129,7 +116,7 @@ class _Call:
         outputs: Sequence[int | None],
         *,
         given: int,
-        build: Callable[[tuple[Any, ...]], Any],
+        build: Callable[[tuple[Any, ...]], object],
     ) -> None:
         """Take over what a recording has found.
 
@@ -142,70 +129,53 @@ class _Call:
             given: the number of tensors that are given.
             build: makes the result of a call of its outputs.
         """
-        self.build = build
-        self.stream = stream = given + len(allocations)
-        self.rest: list[Any] = [None] * (len(allocations) + 1)
-        """The values behind the tensors that a call is given, before its first step."""
+        names: dict[str, object] = {"current_stream": current_stream, "build": build}
+        source: list[str] = []
+        exist = {*range(given)}
 
-        def pick(args: Iterable[Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
-            places = []
-            for arg in args:
-                if type(arg) is _Number:
-                    places.append(int(arg))
-                elif arg is _STREAM:
-                    places.append(stream)
-                else:
-                    places.append(given + len(self.rest))
-                    self.rest.append(arg)
-            if len(places) == 1:  # then an itemgetter gives no tuple
-                (place,) = places
-                return lambda values: (values[place],)
-            return operator.itemgetter(*places) if places else lambda values: ()
+        def named(value: object) -> str:
+            if type(value) is _Number:
+                return f"t{int(value)}"
+            if value is _STREAM:
+                return "stream"
+            if value is None or type(value) in (bool, int):
+                return repr(value)
+            names[name := f"c{len(names)}"] = value
+            return name
 
-        phases: list[list[_Step]] = [[]]
-        for step in steps:
-            if phases[-1] and phases[-1][-1].allocates:
-                phases.append([])
-            phases[-1].append(step)
-        used = [
-            {arg for step in phase for arg in step.args if type(arg) is _Number} for phase in phases
-        ]
-        made = [{step.number for step in phase if step.number is not None} for phase in phases]
-        used[0] |= {*range(given, stream)}.difference(*made, *used)  # by nothing but the caller
-        self.phases: list[_Phase] = []
-        held = {*range(given)}
-        for i, phase in enumerate(phases):
-            new = sorted(used[i].difference(held, *made))
-            zeroed = [_Step(Tensor.zero_, (_Number(n),), {}, None) for n in new if n in zeros]
-            held |= used[i] | made[i]
-            done = held.difference(outputs, *used[i + 1 :]) if i + 1 < len(phases) else set()
-            held -= done
-            self.phases.append(
-                _Phase(
-                    [(n, *allocations[n - given]) for n in new],  # type: ignore[misc]
-                    [(s.function, pick(s.args), s.kwargs, s.number) for s in [*zeroed, *phase]],
-                    [*done],
-                )
-            )
-        self.outputs = pick([None if i is None else _Number(i) for i in outputs])
-
-    def run(self, tensors: list[Any], device: int) -> Any:
-        if _new_tensor is None or _is_deterministic():
-            new = functools.partial(_empty_strided, tensors[0].device)
-        else:
-            new = _new_tensor
-        tensors += self.rest
-        tensors[self.stream] = current_stream(device)
-        for allocations, steps, done in self.phases:
-            for number, size, stride, dtype in allocations:
-                tensors[number] = new(size, stride, dtype)
-            for function, arguments, kwargs, made in steps:
-                out = function(*arguments(tensors), **kwargs)
+        def allocate(numbers: Iterable[int | None]) -> None:
+            for number in numbers:
+                made = None if number in exist or number is None else allocations[number - given]
                 if made is not None:
-                    tensors[made] = out
-            for number in done:
-                tensors[number] = None
-        return self.build(self.outputs(tensors))
+                    source.append(f"t{number} = new({made[0]}, {made[1]}, {named(made[2])})")
+                    source.extend([f"t{number}.zero_()"] * (number in zeros))
+                    exist.add(number)
+
+        used = [dict.fromkeys(arg for arg in step.args if type(arg) is _Number) for step in steps]
+        last = {int(number): i for i, numbers in enumerate(used) for number in numbers}
+        for i, step in enumerate(steps):
+            allocate(used[i])
+            args = [*map(named, step.args), *[f"**{named(step.kwargs)}"] * bool(step.kwargs)]
+            made = "" if step.number is None else f"t{step.number} = "
+            source.append(f"{made}{named(step.function)}({', '.join(args)})")
+            kept = {*range(given), *outputs}
+            source += [f"del t{n}" for n in used[i] if last[n] == i and n not in kept]
+        allocate(outputs)
+        results = "".join(f"{named(None if n is None else _Number(n))}, " for n in outputs)
+        source.append(f"return ({results})" if build is _same else f"return build(({results}))")
+        begin = [f"[{''.join(f't{i}, ' for i in range(given))}] = tensors"]
+        begin += ["stream = current_stream(device)"] * any(step.is_launch for step in steps)
+        exec("\n    ".join(["def run(tensors, device, new):", *begin, *source]), names)
+        self._run = cast(Callable[[list[Tensor], int, object], object], names["run"])
+
+    def run(self, tensors: list[Tensor], device: int) -> object:
+        if _new_tensor is None or _is_deterministic():
+            return self._run(tensors, device, functools.partial(_empty_strided, tensors[0].device))
+        return self._run(tensors, device, _new_tensor)
+
+
+def _same(leaves: tuple[object, ...]) -> tuple[object, ...]:
+    return leaves
 
 
 def _empty_strided(
@@ -379,7 +349,7 @@ def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]]
     A result is a tensor, None, or a tuple of results; a NamedTuple is rebuilt as its own type.
     """
     if type(result) is tuple and not any(isinstance(element, tuple) for element in result):
-        return result, lambda leaves: leaves
+        return result, _same
     leaves: list[object] = []
     kinds: list[type] = []
     # One expression: nested results take a third of the time that a function for each would.
@@ -453,38 +423,32 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def repeated(launcher: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any] | None:
+def repeated(
+    launcher: Any, args: tuple[object, ...]
+) -> Callable[[tuple[object, ...]], object] | None:
     """The repetition of a recorded call for arguments that differ in their tensors alone.
 
-    None if it was not recorded. The repetition returns NotImplemented where it does not serve:
-    under hooks, and for tensors that are aligned otherwise.
+    None if it was not recorded, or with tensors that are not aligned. The repetition returns
+    NotImplemented where it does not serve: under hooks, and for such tensors.
     """
     located = _key_of(args)
     memo = None if located is None else launcher.calls.get(located[1])
     if located is None or type(memo) is not _Call:
         return None
-    device, _, tensors = located
-    offsets = [tensor.data_ptr() & 15 for tensor in tensors]
-    pick = _picks(args)
-
-    def repeat(args: tuple[Any, ...]) -> Any:
-        tensors = pick(args)
-        if has_hooks() or [tensor.data_ptr() & 15 for tensor in tensors] != offsets:
-            return NotImplemented
-        return memo.run(tensors, device)
-
-    return repeat
-
-
-def _picks(args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], list[Tensor]]:
-    """What finds the tensors of arguments like these, in the order of ``_key_of``."""
-    left: list[tuple[Any, str]] = [(arg, f"args[{i}]") for i, arg in enumerate(args)]
-    for arg, place in left:  # it grows by the elements of tuples and lists
+    device, run = located[0], memo.run
+    left: list[tuple[object, str]] = [(arg, f"args[{i}]") for i, arg in enumerate(args)]
+    for arg, place in left:  # in the order of ``_key_of``
         if isinstance(arg, (tuple, list)):
             left += [(element, f"{place}[{i}]") for i, element in enumerate(arg)]
-    places = ", ".join(place for arg, place in left if isinstance(arg, Tensor))
-    find: Callable[[tuple[Any, ...]], list[Tensor]] = eval(f"lambda args: [{places}]")
-    return find
+    places = [place for arg, place in left if isinstance(arg, Tensor)]
+    pick = eval(f"lambda args: [{', '.join(places)}]")
+    addresses = " | ".join(f"{place}.data_ptr()" for place in places)
+    offset = eval(f"lambda args: ({addresses}) & 15")
+
+    def repeat(args: tuple[object, ...]) -> object:
+        return NotImplemented if offset(args) or has_hooks() else run(pick(args), device)
+
+    return None if offset(args) else repeat
 
 
 def _on_device(
