@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 
 from float8lab.ops.declare import (
     OPS,
+    announce,
     filled,
     is_profiled,
     is_watched_by_a_mode,
@@ -50,6 +51,7 @@ def call_site(name: str, wanted: Sequence[int], *, repeats: bool) -> Callable[..
     def call(*args: object) -> object:
         nonlocal lacks, repeat, runs
         if is_watched_by_a_mode() or is_profiled():
+            announce()
             return overload(*args)
         results: Any = NotImplemented
         if repeat is not None and not torch.is_autocast_enabled("cuda"):

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from float8lab.ops import declare
 from float8lab.ops.kernels import _launch, _replay
-from float8lab.ops.kernels._replay import replayed
+from float8lab.ops.kernels._replay import repeated, replayed
 
 
 class Kernel:
@@ -118,6 +118,31 @@ def test_other_arguments_are_recorded_apart():
         for factor in (2.0, 3.0):
             scaled(torch.randn(3, 4), factor)
     assert scaled.calls == 4
+
+
+def test_a_recorded_call_is_repeated_without_its_key(monkeypatch):
+    @replayed
+    def launcher(factor: float, pair: list[Tensor], x: Tensor) -> Tensor:
+        y = x.new_empty(x.shape)
+        kernel(pair[0], pair[1], x, y, factor)
+        return y
+
+    def sum_into(a: Tensor, b: Tensor, c: Tensor, y: Tensor, factor: float) -> None:
+        y.copy_((a - b) * factor + c)
+
+    kernel, shape = Kernel(sum_into), (3, 4)
+    for _ in range(2):
+        arguments = (2.0, [torch.randn(shape), torch.randn(shape)], torch.randn(shape))
+        assert repeated(launcher, arguments) is None, "not recorded so far"
+        launcher(*arguments)
+    repeat = repeated(launcher, arguments)
+    monkeypatch.setattr(_replay, "_key_of", None)
+    a, b, c = torch.randn(3, *shape)
+    assert torch.equal(repeat((2.0, [a, b], c)), (a - b) * 2.0 + c)
+    unaligned = torch.randn(13)[1:].view(shape)
+    assert repeat((2.0, [a, unaligned], c)) is NotImplemented
+    monkeypatch.setattr(_replay, "has_hooks", lambda: True)
+    assert repeat((2.0, [a, b], c)) is NotImplemented
 
 
 def test_empty_tensors_and_other_devices_run_as_they_are(monkeypatch):

@@ -1,0 +1,78 @@
+"""The calls that Inductor's code makes in place of our ops."""
+
+import copy
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.utils.flop_counter import FlopCounterMode
+
+import float8lab
+from float8lab.formats import E4M3
+from float8lab.ops import inductor
+from float8lab.ops.inductor import call_site
+from float8lab.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+CAST = "float8lab::cast.pure"
+x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+CAST_ARGUMENTS = ("", [x], x.dtype, E4M3, [-1, -1], "fp32", 0.0, 16, True, False)
+
+
+def test_a_call_site_gives_what_its_op_gives():
+    expected = torch.ops.float8lab.cast.pure(*CAST_ARGUMENTS)
+    results = call_site(CAST, [0, 1], repeats=False)(*CAST_ARGUMENTS)
+    for i in (0, 1):
+        assert torch.equal(results[i].view(torch.uint8), expected[i].view(torch.uint8))
+    assert results[3] is None, "nothing reads the transpose, so nothing is allocated for it"
+    results = call_site(CAST, [0, 3], repeats=False)(*CAST_ARGUMENTS)
+    assert results[3].shape == expected[3].shape == (0,)
+
+
+def test_who_watches_sees_the_op():
+    q, scale = torch.ops.float8lab.cast.pure(*CAST_ARGUMENTS)[:2]
+    multiply = call_site("float8lab::scaled_mm", [], repeats=False)
+    arguments = (q, scale, [-1, -1], q, scale, [-1, -1], None, torch.float32, False)
+    with FlopCounterMode(display=False) as counter:
+        multiply(*arguments)
+    assert counter.get_total_flops() == 2 * 32 * 32 * 64
+    with torch.profiler.profile() as profile:
+        multiply(*arguments)
+    assert "float8lab::scaled_mm" in {event.name for event in profile.events()}
+
+
+def test_an_inductor_with_other_names_writes_ops():
+    inductor._register(ModuleType("torch._inductor.lowering"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
+def test_compiled_layers_repeat_their_launches(recipe, dynamic):
+    """The bytes of eager mode in every run, recorded or repeated, on aligned inputs and others."""
+    torch._dynamo.reset()
+    eager = nn.Linear(256, 512, device="cuda", dtype=torch.bfloat16)
+    float8lab.convert_to_float8(eager, recipe())
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    codes = []
+    with fresh_cache():
+        for run in range(14):
+            data = torch.randn(128 * 256 + 1, device="cuda", dtype=torch.bfloat16) * (run + 1)
+            offset = 1 if run in (9, 12) else 0
+            inputs = [data[offset:][: 128 * 256].view(128, 256).requires_grad_() for _ in range(2)]
+            outputs = []
+            for layer, x in zip((eager, compiled), inputs, strict=True):
+                with torch.autocast("cuda", torch.bfloat16, enabled=run == 10):
+                    y, new = run_and_get_code(layer, x)
+                y.backward(torch.ones_like(y))
+                codes += new
+                outputs.append((y, x.grad))
+            for expected, got in zip(*outputs, strict=True):
+                assert torch.equal(got, expected), run
+            assert torch.equal(model.weight.grad, eager.weight.grad), run
+    assert f"'float8lab::scaled_mm', [], repeats={not dynamic}" in codes[0]
+    assert "torch.ops.float8lab." not in "".join(
+        line for code in codes for line in code.splitlines() if line.strip().startswith("buf")
+    )
