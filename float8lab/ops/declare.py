@@ -48,18 +48,12 @@ RECORDING = threading.local()
 """``launch``: who is told of this thread's launches, if anyone is (``kernels/_replay.py``)."""
 
 
-_HAS_MARKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
-"""Whether torch is one whose marks on code were seen to work."""
-
-
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo from tracing an implementation, or what it calls, when a compiled graph calls it.
 
     ``torch._disable_dynamo`` does so by a wrapper around every call. A mark on the code costs a
     call nothing; all functions of the same code have it.
     """
-    if not _HAS_MARKS:
-        return torch._disable_dynamo(function)
     dynamo = torch._C._dynamo.eval_frame
     try:
         skip = dynamo._FrameAction.SKIP
