@@ -19,9 +19,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from types import FunctionType, SimpleNamespace
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph
 from float8lab.tensor.operands import Matrix, quantize
 
-__all__ = ["GraphState", "cast_in_graph", "leave_to_python"]
+__all__ = ["GraphState", "cast_in_graph"]
 
 
 class GraphState(NamedTuple):
@@ -167,12 +167,3 @@ def _outputs(args: SimpleNamespace) -> _Results:
 
 
 _cast_op = declare(_cast, name="cast.delayed", outputs=_outputs, any_strides=True)
-
-
-def leave_to_python(function: Callable[..., object]) -> None:
-    """Have Dynamo compile a function, and what it calls, as part of its callers only."""
-    dynamo = torch._C._dynamo.eval_frame
-    skip = dynamo._FrameAction.SKIP
-    dynamo.set_code_exec_strategy(
-        cast(FunctionType, function).__code__, dynamo._FrameExecStrategy(skip, skip)
-    )

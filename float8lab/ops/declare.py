@@ -49,7 +49,7 @@ RECORDING = threading.local()
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo from tracing an implementation, or what it calls, when a compiled graph calls it.
+    """Keep Dynamo from compiling a function, or what it calls, but as part of its callers.
 
     ``torch._disable_dynamo`` does so by a wrapper around every call. A mark on the code costs a
     call nothing; all functions of the same code have it.

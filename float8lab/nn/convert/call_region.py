@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from float8lab.nn.convert.first_call import remove_hooks
-from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.precision import precisions
+from float8lab.ops.declare import untraced
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 
@@ -79,7 +79,7 @@ class CallRegion:
 
 # A model's hooks are no callees of its forward, which is what torch.compile(model) traces.
 for _hook in (CallRegion.before, CallRegion.finished, CallRegion.after):
-    leave_to_python(_hook)
+    untraced(_hook)
 
 
 def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None:

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from float8lab.nn.convert.names import TRAINED_COPIES
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.walk import mark_unseen, users_of
-from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions_below
+from float8lab.ops.declare import untraced
 from float8lab.recipes.recording import CHECKPOINTS, Recording
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.dtensor import is_dtensor
@@ -88,7 +88,7 @@ class FirstCall:
 
 # Hooks are no callees of the model's forward: compiled as part of a caller, or run in Python.
 for _hook in (FirstCall.before, FirstCall.finished, FirstCall.after):
-    leave_to_python(_hook)
+    untraced(_hook)
 
 
 def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dict[str, nn.Module]:
