@@ -110,23 +110,30 @@ def _operation_class(ir: Any) -> type:
         is_call_site = False
 
         def codegen(self, wrapper: Any) -> None:
-            graph, outputs = ir.V.graph, self.outputs
-            names = [argument.name for argument in self.op_overload._schema.arguments]
-            by_name = [text.partition("=")[0] for text in super().codegen_kwargs()]
-            left = names[len(super().codegen_args()) :]
-            if left[: len(by_name)] == by_name and not graph.cpp_wrapper and graph.name is None:
-                self.is_call_site = True
-                is_read = [output.get_name() not in graph.removed_buffers for output in outputs]
-                wanted = [i for i, read in enumerate(is_read) if read and len(outputs) > 1]
-                sizes = [n for x in self.inputs for n in (*x.get_size(), *x.get_stride())]
-                varies = any(getattr(n, "free_symbols", ()) for n in (*sizes, *self.constant_args))
-                repeats = self.get_device().type == "cuda" and not varies
-                op = self.op_overload.name()
-                name = f"{op[len(_NAMESPACE) :].replace('.', '_')}_{self.get_name()}"
-                wrapper.add_import_once("from float8lab.ops.inductor import call_site")
-                wrapper.header.writeline(f"{name} = call_site({op!r}, {wanted}, {repeats=})")
-                self.python_kernel_name = name
+            try:
+                name = self.written_site(wrapper)
+            except AttributeError:  # a torch with other names: it writes the op
+                name = None
+            if name is not None:
+                self.python_kernel_name, self.is_call_site = name, True
             super().codegen(wrapper)
+
+        def written_site(self, wrapper: Any) -> str | None:
+            """The name of a call site that was written to the code; None if it cannot have one."""
+            graph, outputs, op = ir.V.graph, self.outputs, self.op_overload
+            by_name = [text.partition("=")[0] for text in super().codegen_kwargs()]
+            left = [x.name for x in op._schema.arguments][len(super().codegen_args()) :]
+            if graph.cpp_wrapper or graph.name is not None or left[: len(by_name)] != by_name:
+                return None
+            is_read = [output.get_name() not in graph.removed_buffers for output in outputs]
+            wanted = [i for i, read in enumerate(is_read) if read and len(outputs) > 1]
+            sizes = [n for x in self.inputs for n in (*x.get_size(), *x.get_stride())]
+            varies = any(getattr(n, "free_symbols", ()) for n in (*sizes, *self.constant_args))
+            repeats = self.get_device().type == "cuda" and not varies
+            name = f"{op.name()[len(_NAMESPACE) :].replace('.', '_')}_{self.get_name()}"
+            wrapper.add_import_once("from float8lab.ops.inductor import call_site")
+            wrapper.header.writeline(f"{name} = call_site({op.name()!r}, {wanted}, {repeats=})")
+            return name
 
         def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
             written: list[str] = super().codegen_kwargs(skip_out)
