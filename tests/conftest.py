@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# No test is about the speed of Inductor's loops on a CPU: headers compiled in advance, and programs
+# that ask which vector instructions there are, take 6 of the 8 s in which it compiles one.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+
 import torch
 
 import float8lab
