@@ -56,12 +56,9 @@ def test_amax(block: tuple[int, int], device: torch.device) -> None:
     ("block", "wanted", "shape", "align"), pairwise(NAMED_BLOCKS, ORIENTATIONS, SHAPES, ALIGNS)
 )
 def test_cast(
-    block: tuple[int, int],
-    wanted: tuple[bool, bool],
-    shape: tuple[int, int],
-    align: int,
+    block: tuple[int, int], wanted: tuple[bool, bool], shape: tuple[int, int], align: int,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
     matrix = ("", [x], x.dtype, E5M2 if all(wanted) else E4M3, block)
     check(ops.cast_op, *matrix, "pow2", 1e-3, align, *wanted, *[True] * (align == 16))
@@ -94,23 +91,8 @@ def test_cast_with_a_slot(
 ) -> None:
     x, scale = torch.randn(shape, device=device), torch.ones((), device=device)
     slot = torch.full((1,), ops.NO_DATA, device=device)
-    how = (
-        "",
-        [x],
-        x.dtype,
-        E4M3,
-        (-1, -1),
-        "encode",
-        0.0,
-        16,
-        *wanted,
-        True,
-        scale,
-        None,
-        None,
-        slot,
-    )
-    check(ops.cast_op, *how)
+    how = ("", [x], x.dtype, E4M3, (-1, -1), "encode", 0.0, 16, *wanted, True)
+    check(ops.cast_op, *how, scale, None, None, slot)
 
 
 def test_cast_by_block(device: torch.device) -> None:
@@ -158,11 +140,9 @@ def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: to
     ),
 )
 def test_scaled_mm(
-    blocks: tuple[tuple[int, int], tuple[int, int]],
-    out_dtype: torch.dtype,
-    with_bias: bool,
+    blocks: tuple[tuple[int, int], tuple[int, int]], out_dtype: torch.dtype, with_bias: bool,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     operands: list[Any] = []
     for rows, block in zip((20, 33), blocks, strict=True):
         x: Tensor = torch.randn(rows, 300, device=device)
@@ -182,12 +162,9 @@ def test_scaled_mm_of_batches(
 ) -> None:
     operands: list[Any] = []
     for rows, block in zip((20, 33), blocks, strict=True):
-        parts = [
-            forms.quantize(
-                ops.cast_op, torch.randn(rows, 300, device=device), E4M3, block, "fp32", 0.0, 1
-            )
-            for _ in range(3)
-        ]
+        how = (E4M3, block, "fp32", 0.0, 1)
+        xs = torch.randn(3, rows, 300, device=device)
+        parts = [forms.quantize(ops.cast_op, x, *how) for x in xs]
         q, scale = (torch.stack([part[i] for part in parts])[:batch] for i in (0, 1))
         operands += [q, scale, block]
     check(ops.scaled_mm_op, *operands, None, torch.bfloat16, False)
@@ -277,12 +254,11 @@ def test_sources(kind: str, rows: int, device: torch.device) -> None:
     check(ops.cast_op, *source, E4M3, (-1, -1), *how, traced=kind == "layer_norm")
 
 
-@pytest.mark.parametrize(
-    ("shape", "center", "dtype"),
-    pairs_first(
-        SHAPES, {"rms": False, "layer": True}, {"fp64": torch.float64, "bf16": torch.bfloat16}
-    ),
-)
+CENTERS = {"rms": False, "layer": True}
+DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize(("shape", "center", "dtype"), pairs_first(SHAPES, CENTERS, DTYPES))
 def test_norms(
     shape: tuple[int, int], center: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -297,16 +273,12 @@ def test_norms(
     check(ops.norm_backward_op, dy, x, weight, mean, rstd, center, dtype)
 
 
-@pytest.mark.parametrize(
-    ("shape", "block", "center"),
-    pairwise(SHAPES, NAMED_BLOCKS, {"rms": False, "layer": True}),
-)
+@pytest.mark.parametrize(("shape", "block", "center"), pairwise(SHAPES, NAMED_BLOCKS, CENTERS))
 def test_fp8_norms(
     shape: tuple[int, int], block: tuple[int, int], center: bool, device: torch.device
 ) -> None:
-    q, scale, _ = forms.quantize(
-        ops.cast_op, torch.randn(shape, device=device), E4M3, block, "fp32", 0.0, 1
-    )
+    x = torch.randn(shape, device=device)
+    q, scale, _ = forms.quantize(ops.cast_op, x, E4M3, block, "fp32", 0.0, 1)
     weight = torch.randn(shape[1], device=device)
     bias = torch.randn(shape[1], device=device) if center else None
     arguments = (q, weight, bias, 1e-5, center, torch.bfloat16, scale, block)
@@ -328,9 +300,8 @@ def test_groups(block: tuple[int, int], device: torch.device) -> None:
         whole = device.type == "cpu" or not wanted[1]
         check(ops.cast_op, *cast_arguments("", [x], x.dtype, offs, *how, *wanted), traced=whole)
         check(ops.cast_op, *cast_arguments("", [w], w.dtype, None, *how, *wanted[:2]))
-    q, scale, _, q_t, scale_t, _ = cast_groups(
-        ops.cast_op, "", [x], x.dtype, offs, *how, True, True
-    )
+    outputs = cast_groups(ops.cast_op, "", [x], x.dtype, offs, *how, True, True)
+    q, scale, _, q_t, scale_t, _ = outputs
     w_q, w_scale, *_ = cast_groups(ops.cast_op, "", [w], w.dtype, None, *how)
     rest = (torch.bfloat16, False, offs)
     bias = torch.randn(3, 32, device=device)

@@ -251,11 +251,9 @@ def sparse_file(path, rows, columns, blocks):
     header = {
         "a.weight": {"dtype": "F8_E4M3", "shape": [rows, columns], "data_offsets": [0, size]},
         "a.weight_scale_inv": {
-            "dtype": "F32",
-            "shape": list(blocks),
-            "data_offsets": [size, size + scale],
+            "dtype": "F32", "shape": list(blocks), "data_offsets": [size, size + scale]
         },
-    }
+    }  # fmt: skip
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
