@@ -46,8 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Deterministic mode fills torch.empty with NaN, so an output nobody wrote fails its test. The
     # mode also warns about ops without a deterministic kernel; pyproject.toml ignores that.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    if works:  # the workers share the cores
+    if works:  # the workers share the cores, and so do the processes that tests start
         torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
