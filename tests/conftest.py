@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-import float8lab
-from tests.distributed.ranks import RankPool
+if TYPE_CHECKING:  # else where they are used: with workers, this process has no use for them
+    import torch
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    from tests.distributed.ranks import RankPool
+
+# No test is about the speed of Inductor's loops on a CPU: headers compiled in advance, and programs
+# that ask which vector instructions there are, take 6 of the 8 s in which it compiles one.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+
+
+@functools.cache
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,16 +38,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    works = hasattr(config, "workerinput")  # in a worker of pytest-xdist
+    if config.getoption("numprocesses", None) and not works:
+        return
+    import torch
+
     # Deterministic mode fills torch.empty with NaN, so an output nobody wrote fails its test. The
     # mode also warns about ops without a deterministic kernel; pyproject.toml ignores that.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    if hasattr(config, "workerinput"):  # a pytest-xdist worker: the workers share the cores
+    if works:  # the workers share the cores, and so do the processes that tests start
         torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Do not read files of GPU tests where there is no GPU, unless a file is named."""
-    return True if collection_path.name.endswith("_gpu.py") and not GPUS else None
+    return True if collection_path.name.endswith("_gpu.py") and not gpus() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,13 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return 2
         return 1 if item.get_closest_marker("gpu") else 0
 
-    left_out = [item for item in items if needed(item) > GPUS]
+    left_out = [item for item in items if needed(item) > gpus()]
     if len(left_out) < len(items):
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if needed(item) <= GPUS]
+        items[:] = [item for item in items if needed(item) <= gpus()]
         return
     for item in left_out:  # nothing else was asked for: say why it does not run
-        skip = pytest.mark.skip(reason=f"needs {needed(item)} CUDA GPUs; torch sees {GPUS}")
+        skip = pytest.mark.skip(reason=f"needs {needed(item)} CUDA GPUs; torch sees {gpus()}")
         item.add_marker(skip)
 
 
@@ -64,6 +84,8 @@ def _freeze() -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # torch.manual_seed would note its caller for every backend that may come up: some 5 ms
@@ -73,12 +95,14 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _no_warning_about_idle_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     # That an autocast region held no FP8 module is said once a process: here, by its own tests.
-    monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", False)
+    monkeypatch.setattr("float8lab.autocast._warns_of_idle_regions", False)
 
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """The processes on which the checks of ``tests/distributed/ranks.py`` run."""
+    from tests.distributed.ranks import RankPool
+
     pool = RankPool()
     yield pool
     pool.close()
@@ -90,8 +114,8 @@ def outcome(
 ) -> Callable[[str], None]:
     """Runs a check on ranks, and raises if it failed on any; ``each_check`` says on how many."""
     device, world = request.param
-    if device == "cuda" and torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} CUDA GPUs; torch sees {torch.cuda.device_count()}")
+    if device == "cuda" and gpus() < world:
+        pytest.skip(f"needs {world} CUDA GPUs; torch sees {gpus()}")
 
     def outcome(name: str) -> None:
         folder = tmp_path_factory.mktemp(name)
@@ -113,4 +137,6 @@ def uncollected() -> Iterator[None]:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Run the test on the CPU and, marked ``gpu``, on the GPU."""
+    import torch
+
     return torch.device(request.param)

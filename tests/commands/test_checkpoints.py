@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -187,15 +188,13 @@ def test_without_safetensors(tmp_path, capsys, monkeypatch):
     assert 'pip install "float8lab[inspect]"' in capsys.readouterr().err
 
 
-def test_no_traceback(path):
+def test_no_traceback(path, capsys, monkeypatch):
     Path("bad.pt").write_bytes(Path(path).read_bytes()[:1000])
-    found = subprocess.run(
-        [sys.executable, "-m", "float8lab", "inspect", "bad.pt"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert (found.returncode, found.stdout, found.stderr.count("\n")) == (2, "", 1)
+    monkeypatch.setattr(sys, "argv", ["float8lab", "inspect", "bad.pt"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(command.__file__, run_name="__main__")
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out, output.err.count("\n")) == (2, "", 1)
 
 
 def test_no_progress_and_no_colours_into_a_file(path, tmp_path, capsys, monkeypatch):

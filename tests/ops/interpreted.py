@@ -9,6 +9,7 @@ two within their half; scales, amaxes and padding are compared exactly.
 
 from __future__ import annotations
 
+import functools
 import sys
 import unittest.mock
 from collections.abc import Sequence
@@ -41,15 +42,17 @@ ALL = "--all" in sys.argv
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def allow_run_time_loop_bounds() -> None:
-    """Triton 3.6 calls int() on arrays of one element, which NumPy refuses since 2.4."""
-    patch = interpreter._patch_lang_tensor
+def mend_interpreter() -> None:
+    patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 
     def patch_and_fix(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
+        # Triton 3.6 calls int() on arrays of one element, which NumPy refuses since 2.4.
+        patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_and_fix
+    # Each call of a function in a kernel looks for what to patch: two fifths of the time.
+    interpreter._patch_lang = functools.cache(lambda function: type(patch(function))())
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -213,10 +216,8 @@ def check_special_values() -> None:
 def check_amax() -> None:
     for x in (matrix(70, 135), matrix(9, 30).t(), matrix(66, 260)[:, ::2], torch.zeros(0, 3)):
         same(forms.amax(amax_of, x), reference.amax(x, (-1, -1)))
-    same(
-        forms.amax(amax_of, matrix(9, 9), (1, -1)).sign(),
-        reference.amax(matrix(9, 9), (1, -1)).sign(),
-    )
+    x = matrix(9, 9)
+    same(forms.amax(amax_of, x, (1, -1)).sign(), reference.amax(x, (1, -1)).sign())
 
 
 def check_cast() -> None:
@@ -274,10 +275,7 @@ def check_rotary() -> None:
         for shape in ((A, B, 1, R), (1, B, 1, R), (A, 1, 1, R)):
             cos, sin = torch.randn(shape), torch.randn(shape)
             for flags in ((True, True), (True, False), (False, True), (False, False)):
-                same(
-                    rotary.rotate(t, cos, sin, *flags),
-                    rotary.reference.rotate(t, cos, sin, *flags),
-                )
+                same(*(of.rotate(t, cos, sin, *flags) for of in (rotary, rotary.reference)))
 
 
 def one_for_all(rows: int) -> Tensor:
@@ -380,17 +378,12 @@ def check_cross_entropy() -> None:
         logits[1:2], logits[2:3, V // 2 :] = -torch.inf, -torch.inf
         target = torch.randint(-2, V + 2, (M,))
         arguments = logits, target
-        got, want = (
-            of.cross_entropy_statistics(*arguments)
-            for of in (cross_entropy, cross_entropy.reference)
-        )
+        both = cross_entropy, cross_entropy.reference
+        got, want = (of.cross_entropy_statistics(*arguments) for of in both)
         torch.testing.assert_close(got, want)
         factors = torch.stack([want[0] + want[1].log(), *torch.randn(3, M)])
         factors[1, 1:2] = 0.0
-        got, want = (
-            of.cross_entropy_backward(*arguments, factors)
-            for of in (cross_entropy, cross_entropy.reference)
-        )
+        got, want = (of.cross_entropy_backward(*arguments, factors) for of in both)
         torch.testing.assert_close(got, want)
 
 
@@ -673,17 +666,14 @@ def check_activations() -> None:
         h = torch.randn(9, 20) * 4
         dy = torch.randn(9, 10 if gated else 20)
         for kind, inputs in ((name, [h]), (f"{name}_backward", [h, dy])):
-            got, want = (
-                prologue.value_of(kind, inputs, FP32),
-                reference.value_of(kind, inputs, FP32),
-            )
+            got, want = (of.value_of(kind, inputs, FP32) for of in (prologue, reference))
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_num_threads(1)
-    allow_run_time_loop_bounds()
+    mend_interpreter()
     for name, check in [*globals().items()]:
         if name.startswith("check_"):
             torch.manual_seed(0)

@@ -12,6 +12,7 @@ import copy
 import functools
 import math
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -842,11 +843,12 @@ def _plain_tensors(granularity: str) -> dict[str, torch.Tensor]:
     return {name: _plain(t) for name, t in _tensors(granularity).items()}
 
 
-def operands(granularity: str, *, plain: bool = False) -> dict[str, Any]:
-    """What the expressions may name, fresh: Float8Tensors x, y, q, k and ordinary tensors."""
+def operands(expression: str, granularity: str, *, plain: bool = False) -> dict[str, Any]:
+    """What it names, fresh, of the Float8Tensors x, y, q, k and ordinary tensors; and modules."""
     tensors = (_plain_tensors if plain else _tensors)(granularity)
     modules = {"torch": torch, "F": F, "nn": nn, "copy": copy, "pickle": pickle, "step": _step}
-    return {**{name: t.clone() for name, t in tensors.items()}, **modules}
+    words = re.findall(r"\w+", expression)
+    return {**{name: t.clone() for name, t in tensors.items() if name in words}, **modules}
 
 
 def _evaluate(expression: str, names: dict[str, Any]) -> Any:
@@ -856,6 +858,12 @@ def _evaluate(expression: str, names: dict[str, Any]) -> Any:
 
 def _plain(value: Any) -> Any:
     return tree_map_only(Float8Tensor, lambda t: t.detach().dequantize(), value)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether it is what ``tolist`` returns, which is compared as a whole."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, float) or (isinstance(first, list) and _is_numbers(first))
 
 
 def _disagreement(actual: Any, expected: Any, tolerance: float) -> str:
@@ -894,7 +902,7 @@ def try_op(section: str, expression: str, granularity: str) -> Outcome | None:
     Raises:
         AssertionError: the result differs from that on the dequantized tensors.
     """
-    names, plain_names = operands(granularity), operands(granularity, plain=True)
+    names, plain_names = (operands(expression, granularity, plain=p) for p in (False, True))
     try:
         expected = _evaluate(expression, plain_names)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError):
@@ -907,7 +915,7 @@ def try_op(section: str, expression: str, granularity: str) -> Outcome | None:
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as reason:
         if "has no FP8 implementation" not in str(reason):
             return Outcome(ERROR, str(reason).split("\n")[0])
-        kind, names = DEQUANTIZE, operands(granularity)
+        kind, names = DEQUANTIZE, operands(expression, granularity)
         try:
             with float8lab.fallback("silent"):
                 actual = _evaluate(expression, names)
@@ -917,14 +925,15 @@ def try_op(section: str, expression: str, granularity: str) -> Outcome | None:
         return Outcome(kind)
     rounds = section in _ROUNDS or expression in _ROUNDED_TOO
     tolerance = _ROUNDED if rounds else _EXACT
-    pairs = list(zip(tree_leaves(actual), tree_leaves(expected), strict=True))
-    pairs += [(names[n], plain_names[n]) for n in ("x", "y", "p")]  # what it wrote in place
+    leaves, wanted = (tree_leaves(value, is_leaf=_is_numbers) for value in (actual, expected))
+    pairs = list(zip(leaves, wanted, strict=True))
+    pairs += [(names[n], plain_names[n]) for n in ("x", "y", "p") if n in names]  # written
     for one, other in pairs:
-        why = _disagreement(_plain(one), other, tolerance)
+        why = _disagreement(one if _is_numbers(one) else _plain(one), other, tolerance)
         assert not why, f"{expression} on {granularity}: {why}"
-    for leaf in tree_leaves(actual):
+    for leaf in leaves:
         if isinstance(leaf, Float8Tensor):
-            check_spec(leaf, names["x"], f"{expression} on {granularity}")
+            check_spec(leaf, _tensors(granularity)["x"], f"{expression} on {granularity}")
     return Outcome(kind)
 
 

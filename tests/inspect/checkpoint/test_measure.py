@@ -16,7 +16,7 @@ import torch
 
 import float8lab
 from float8lab.checkpoints.opening import open_checkpoint
-from float8lab.checkpoints.source import boxes
+from float8lab.checkpoints.source import BOX, boxes
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect import checkpoint
 from float8lab.inspect.checkpoint import difference, measure
@@ -251,11 +251,9 @@ def sparse_file(path, rows, columns, blocks):
     header = {
         "a.weight": {"dtype": "F8_E4M3", "shape": [rows, columns], "data_offsets": [0, size]},
         "a.weight_scale_inv": {
-            "dtype": "F32",
-            "shape": list(blocks),
-            "data_offsets": [size, size + scale],
+            "dtype": "F32", "shape": list(blocks), "data_offsets": [size, size + scale]
         },
-    }
+    }  # fmt: skip
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
@@ -268,7 +266,7 @@ def test_memory_is_bounded(tmp_path):
     pytest.importorskip("safetensors")
     rows, columns = 72 * 256, 4096  # 72 MiB
     kinds = ["blocks.safetensors", "one_scale.safetensors", "saved.pt", "dcp"]
-    for name, count in (("small", 4096), ("large", rows)):
+    for name, count in (("small", BOX // columns), ("large", rows)):
         folder = tmp_path / name
         folder.mkdir()
         sparse_file(folder / kinds[0], count, columns, (count // 128, columns // 128))
