@@ -291,12 +291,8 @@ class _Mlp(Float8Function):
         call: MlpCall,
     ) -> Tensor | tuple[Tensor, Tensor]:
         dtype, needs = output_dtype(x), ctx.needs_input_grad
-        needs_dx, needs_dw1, needs_dh, needs_dw2 = (
-            any(needs[:3]),
-            needs[3],
-            any(needs[:5]),
-            needs[5],
-        )
+        needs_dx, needs_dw1 = any(needs[:3]), needs[3]
+        needs_dh, needs_dw2 = any(needs[:5]), needs[5]
         recomputes = call.checkpoint and (needs_dh or needs_dw2)
         front: _NormFront | _ExpertFront = _ExpertFront(call.rows)
         if call.norm is not None:
