@@ -46,24 +46,13 @@ from float8lab.nn.casts import (
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import Call
 from float8lab.nn.scales import DY, W, X
-from float8lab.ops import (
-    Groups,
-    Offsets,
-    Prologue,
-    as_matrix,
-    scaled_mm_op,
-    transpose_op,
-)
+from float8lab.ops import Groups, Offsets, Prologue, as_matrix, scaled_mm_op, transpose_op
 from float8lab.ops.declare import planned
 from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.recipes.delayed import QuantParams
 from float8lab.recipes.recipe import LinearPlan, Recipe, recipe_numbered
 from float8lab.tensor import Float4Tensor, Float8Tensor
-from float8lab.tensor.differentiation import (
-    Float8Function,
-    once_differentiable,
-    wanted_gradients,
-)
+from float8lab.tensor.differentiation import Float8Function, once_differentiable, wanted_gradients
 from float8lab.tensor.operands import Matrix, quantize, value_of
 
 Value = TypeVar("Value")

@@ -27,18 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from float8lab.arguments import (
-    check_callables,
-    check_dtype,
-    check_flags,
-    check_instance,
-    shown,
-)
+from float8lab.arguments import check_callables, check_dtype, check_flags, check_instance, shown
 from float8lab.distributed.comm import shared_amaxes
-from float8lab.distributed.fsdp.weight import (
-    requantize_shards_,
-    row_shard_of,
-)
+from float8lab.distributed.fsdp.weight import requantize_shards_, row_shard_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks, quantize_blocks_, requantize_blocks

@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import FLOAT32_MAX, Spec, scale_shape, scales_by_column
-from float8lab.ops import (
-    cast_many_op,
-    factors_from_amax,
-    round_to_fp8,
-    value_of_op,
-)
+from float8lab.ops import cast_many_op, factors_from_amax, round_to_fp8, value_of_op
 from float8lab.recipes.delayed import QuantParams
 from float8lab.tensor.operands import quantize
 
