@@ -28,6 +28,7 @@ __all__ = [
     "check_device",
     "check_dtype",
     "check_flags",
+    "check_floating",
     "check_group",
     "check_input",
     "check_instance",
@@ -217,6 +218,16 @@ def has_values(x: torch.Tensor) -> bool:
     )
 
 
+def check_floating(name: str, x: torch.Tensor) -> None:
+    """Check for a tensor of one of ``PARAMETER_DTYPES``."""
+    check_tensor(name, x)
+    if x.dtype not in PARAMETER_DTYPES:
+        raise TypeError(
+            f"{name} must be a floating-point tensor; got {shown(x)}. Convert it first, for "
+            "example with .float()."
+        )
+
+
 def check_input(
     name: str, x: torch.Tensor, sizes: tuple[int, ...], argument: str, *, ndim: int | None = None
 ) -> None:
@@ -224,12 +235,7 @@ def check_input(
 
     ``argument`` is the one of the constructor that gave the sizes; ``ndim`` None is any.
     """
-    check_tensor(name, x)
-    if x.dtype not in PARAMETER_DTYPES:
-        raise TypeError(
-            f"{name} must be a floating-point tensor; got {shown(x)}. Convert it first, for "
-            "example with .float()."
-        )
+    check_floating(name, x)
     if x.shape[x.ndim - len(sizes) :] != sizes or x.ndim < len(sizes):
         last = sizes[0] if len(sizes) == 1 else sizes
         raise ValueError(

@@ -281,18 +281,15 @@ class Spec:
         # What follows from the fields, and is asked for in every step.
         tensor_scale = self.scale_rule in TENSOR_SCALE_RULES
         matrix, scale_rule = self.block[-2:], self.scale_rule.removeprefix("e2m1 ")
-        spans_matrix = all(size == -1 for size in matrix)
         derived: dict[str, object] = {
             "element_dtype": E2M1 if self.scale_rule in E2M1_RULES else self.fp8_dtype,
             "is_packed": self.fp8_dtype == E2M1,
             "scale_dtype": _SCALE_DTYPES.get(scale_rule.split()[0], torch.float32),
             "tensor_scale": tensor_scale,
             "per_tensor": all(size == -1 for size in self.block),
-            "shares_matrix_amax": spans_matrix or tensor_scale,
-            "amax_block": self.block,
+            "shares_matrix_amax": shares_matrix_amax(self.block, self.scale_rule),
+            "amax_block": (*self.block[:-2], *(-1 for _ in matrix)) if tensor_scale else self.block,
         }
-        if tensor_scale:
-            derived["amax_block"] = (*self.block[:-2], *(-1 for _ in matrix))
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 

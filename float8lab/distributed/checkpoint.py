@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 from float8lab.arguments import check_instance, check_module, shown
 from float8lab.distributed.fsdp.shards import detach_window
-from float8lab.distributed.fsdp.weight import (
-    cast_rows,
-    reduced_amaxes,
-    row_shard_of,
-    shard_mesh,
-)
+from float8lab.distributed.fsdp.weight import cast_rows, reduced_amaxes, row_shard_of, shard_mesh
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 

@@ -327,19 +327,13 @@ class TensorParallel:
         """All tokens of a tensor of which each rank has some, differentiable."""
         return _MoveTokens.run(x, _Move(self, tokens, enters=True))
 
-    def leave(self, y: Tensor, tokens: ShardMap | None) -> Tensor:
-        """A layer's output from its GEMM's, differentiable."""
-        if self.mode == "column":
-            return y
-        return _MoveTokens.run(y, _Move(self, tokens, enters=False))
-
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
     ) -> Tensor:
         """A layer in high precision, differentiable, of an input that has entered."""
         if self.mode == "column":
             return F.linear(x, weight, bias)
-        y = self.leave(F.linear(x, weight), tokens)
+        y = _MoveTokens.run(F.linear(x, weight), _Move(self, tokens, enters=False))
         return y if bias is None else y + bias
 
 

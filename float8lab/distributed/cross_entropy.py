@@ -22,11 +22,7 @@ from float8lab.arguments import (
 from float8lab.distributed.ranks import all_reduced
 from float8lab.ops import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.differentiation import (
-    AutogradContext,
-    Float8Function,
-    once_differentiable,
-)
+from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 
 __all__ = ["parallel_cross_entropy"]
 

@@ -241,9 +241,7 @@ class _Layer:
         self.previous = previous
         self.index: int = 0 if previous is None else previous.index + 1
         self.moved: list[weakref.ref[_Moved]] = []
-        self.lanes: dict[
-            _Lanes, torch.Event | None
-        ] = {}  # used, with the event after the last copy
+        self.lanes: dict[_Lanes, torch.Event | None] = {}  # in use; the event after the last copy
         self.reached = False  # by backward
 
     def end(self) -> None:

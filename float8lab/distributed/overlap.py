@@ -39,7 +39,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,7 +47,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from float8lab.distributed.ranks import all_gathered
+from float8lab.distributed.ranks import all_gathered, all_objects
 from float8lab.ops import scaled_mm_into
 from float8lab.ops.declare import declare
 from float8lab.ops.operand import Operand
@@ -147,7 +147,7 @@ def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Wi
     torch.cuda.synchronize(device)
     before = window if window is not None and (window.is_captured or window.before) else None
     larger: Window | None = None
-    hosts = _gather_objects(socket.gethostname(), group)
+    hosts = all_objects(socket.gethostname(), group)
     if len(set(hosts)) == 1:
         failure: str | None = None
         try:
@@ -155,19 +155,9 @@ def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Wi
             larger = Window(group, device, -(-nbytes // step) * step, before)
         except RuntimeError as error:  # a GPU or driver without it
             failure = str(error)
-        larger = None if any(_gather_objects(failure, group)) else larger
+        larger = None if any(all_objects(failure, group)) else larger
     Window.of_groups[group] = larger
     return larger
-
-
-_T = TypeVar("_T")
-
-
-def _gather_objects(local: _T, group: dist.ProcessGroup) -> list[_T]:
-    """The objects of all ranks."""
-    objects = [local] * group.size()
-    dist.all_gather_object(objects, local, group=group)
-    return objects
 
 
 def sees_others(group: dist.ProcessGroup, x: Tensor) -> bool:

@@ -14,13 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from float8lab.arguments import check_callables, check_flags, check_group, check_instance
 from float8lab.distributed.random import CudaRNGStatesTracker

@@ -17,11 +17,7 @@ from float8lab.distributed.offload import WEIGHT_CASTS
 from float8lab.formats import Spec
 from float8lab.nn.precision import Call
 from float8lab.nn.scales import DY, DelayedScales, W, X
-from float8lab.ops import (
-    Groups,
-    round_up,
-    transpose_op,
-)
+from float8lab.ops import Groups, round_up, transpose_op
 from float8lab.ops.grouped import groups_of_rows
 from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.ops.reference import ALIGN

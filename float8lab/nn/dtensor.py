@@ -36,11 +36,7 @@ from float8lab.nn.precision import Call, CallOptions
 from float8lab.ops import as_matrix
 from float8lab.recipes.recipe import LinearPlan
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.differentiation import (
-    Float8Function,
-    once_differentiable,
-    wanted_gradients,
-)
+from float8lab.tensor.differentiation import Float8Function, once_differentiable, wanted_gradients
 from float8lab.tensor.dtensor import local_of
 
 if TYPE_CHECKING:

@@ -17,11 +17,7 @@ from float8lab.arguments import (
     check_names,
     check_size,
 )
-from float8lab.distributed.expert_parallel import (
-    check_held_experts,
-    held_experts,
-    local_experts,
-)
+from float8lab.distributed.expert_parallel import check_held_experts, held_experts, local_experts
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain
 from float8lab.nn.fused_function import ExpertMlpFunction, Layer, MlpCall

@@ -21,29 +21,11 @@ from torch import Tensor
 
 from float8lab.formats import E4M3, Spec
 from float8lab.nn.expert_parameters import is_memory_of_parameter
-from float8lab.nn.gemm import (
-    Gradient,
-    Saved,
-    backward,
-    forward,
-    output_dtype,
-    recompute_forward,
-)
+from float8lab.nn.gemm import Gradient, Saved, backward, forward, output_dtype, recompute_forward
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.precision import Call, X
-from float8lab.ops import (
-    Offsets,
-    Prologue,
-    as_matrix,
-    gather_rows_op,
-    scatter_rows_op,
-    value_of_op,
-)
-from float8lab.tensor.differentiation import (
-    Float8Function,
-    once_differentiable,
-    wanted_gradients,
-)
+from float8lab.ops import Offsets, Prologue, as_matrix, gather_rows_op, scatter_rows_op, value_of_op
+from float8lab.tensor.differentiation import Float8Function, once_differentiable, wanted_gradients
 from float8lab.tensor.operands import quantize
 
 __all__ = [
@@ -291,12 +273,8 @@ class _Mlp(Float8Function):
         call: MlpCall,
     ) -> Tensor | tuple[Tensor, Tensor]:
         dtype, needs = output_dtype(x), ctx.needs_input_grad
-        needs_dx, needs_dw1, needs_dh, needs_dw2 = (
-            any(needs[:3]),
-            needs[3],
-            any(needs[:5]),
-            needs[5],
-        )
+        needs_dx, needs_dw1 = any(needs[:3]), needs[3]
+        needs_dh, needs_dw2 = any(needs[:5]), needs[5]
         recomputes = call.checkpoint and (needs_dh or needs_dw2)
         front: _NormFront | _ExpertFront = _ExpertFront(call.rows)
         if call.norm is not None:

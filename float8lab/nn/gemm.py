@@ -46,24 +46,13 @@ from float8lab.nn.casts import (
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import Call
 from float8lab.nn.scales import DY, W, X
-from float8lab.ops import (
-    Groups,
-    Offsets,
-    Prologue,
-    as_matrix,
-    scaled_mm_op,
-    transpose_op,
-)
+from float8lab.ops import Groups, Offsets, Prologue, as_matrix, scaled_mm_op, transpose_op
 from float8lab.ops.declare import planned
 from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.recipes.delayed import QuantParams
 from float8lab.recipes.recipe import LinearPlan, Recipe, recipe_numbered
 from float8lab.tensor import Float4Tensor, Float8Tensor
-from float8lab.tensor.differentiation import (
-    Float8Function,
-    once_differentiable,
-    wanted_gradients,
-)
+from float8lab.tensor.differentiation import Float8Function, once_differentiable, wanted_gradients
 from float8lab.tensor.operands import Matrix, quantize, value_of
 
 Value = TypeVar("Value")
@@ -425,8 +414,7 @@ def _mm_in_groups(
     a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """``scaled_mm`` of groups in high precision."""
-    y: Tensor = scaled_mm_op(a, None, (), b, None, (), bias, dtype, False, offs)
-    return y
+    return scaled_mm_op(a, None, (), b, None, (), bias, dtype, False, offs)
 
 
 def recompute_forward(
@@ -638,8 +626,7 @@ def backward(
 def _main_grad_dtype(weights: Any) -> torch.dtype:
     """The dtype of the ``main_grad`` of a weight, or of the weights of experts."""
     weight = weights[0] if isinstance(weights, tuple) else weights
-    dtype: torch.dtype = weight.main_grad.dtype
-    return dtype
+    return weight.main_grad.dtype
 
 
 def _wgrad_operand(
@@ -660,8 +647,7 @@ def _wgrad_operand(
             operand = quantize(matrix, None, right, params, call.scales.epsilon).columnwise
     if comm.keeps_gathered:
         return operand
-    shard: Operand | TokenShard = comm.token_operand(operand, right.block, backward=False)
-    return shard
+    return comm.token_operand(operand, right.block, backward=False)
 
 
 def _gradient_params(
@@ -911,8 +897,7 @@ def _wgrad(
         operand = operand.gather()
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
-    dw: Tensor = comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype, offsets))
-    return dw
+    return comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype, offsets))
 
 
 # A linear layer, the plainest composition.
@@ -956,8 +941,7 @@ class LinearFunction(Float8Function):
         # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
         if not torch.compiler.is_compiling() and y.shape == shape and not y._is_view():
             return y
-        out: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
-        return out
+        return torch.ops.aten._unsafe_view.default(y, shape)
 
     @staticmethod
     @once_differentiable

@@ -22,12 +22,7 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.expert_parallel import held_experts, local_experts
 from float8lab.nn.casts import plain
-from float8lab.nn.expert_parameters import (
-    ExpertMemory,
-    expert_names,
-    fit_state_dict,
-    lay_together,
-)
+from float8lab.nn.expert_parameters import ExpertMemory, expert_names, fit_state_dict, lay_together
 from float8lab.nn.grouped_function import (
     GroupedFunction,
     InFirstRank,

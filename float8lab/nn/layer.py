@@ -325,13 +325,9 @@ class NormGemmModule(GemmModule):
         self.normalization = normalization
         self._norm = NormKind(normalization == "LayerNorm", self.eps, self.zero_centered_gamma)
 
-    @property
-    def _norm_is_gathered(self) -> bool:
-        """Whether ranks share the features of the norm, which gather them: of row parallelism."""
-        return self.gemms[0].mode == "row" and self.tp_size > 1
-
     def _register_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
-        gathered = self._norm_is_gathered
+        # Ranks share the features of the norm, and gather them for it, under row parallelism.
+        gathered = self.gemms[0].mode == "row" and self.tp_size > 1
         size = self.gemms[0].shape[-1] * (self.tp_size if gathered else 1)
         self.layer_norm_weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         bias = torch.empty(size, device=device, dtype=dtype) if self._norm.center else None

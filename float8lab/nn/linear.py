@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,11 +31,6 @@ if TYPE_CHECKING:  # DTensor takes as long to import as all of float8lab
     from torch.distributed.tensor import Placement
 
 __all__ = ["Linear"]
-
-
-def _load_dtensor() -> ModuleType:
-    """``nn/dtensor.py``, which imports DTensor: that takes as long as all of float8lab."""
-    return importlib.import_module("float8lab.nn.dtensor")
 
 
 class Linear(GemmModule, nn.Linear):
@@ -211,7 +205,9 @@ class Linear(GemmModule, nn.Linear):
             mesh, placements = weight.device_mesh, weight.placements
             if sharded:
                 mesh, placements = mesh[(mesh.mesh_dim_names or ())[-1]], placements[-1:]
-            self._placement = _load_dtensor().WeightPlacement(mesh, placements, weight.shape)
+            # Loaded here, for it imports DTensor: that takes as long as all of float8lab.
+            dtensor = importlib.import_module("float8lab.nn.dtensor")
+            self._placement = dtensor.WeightPlacement(mesh, placements, weight.shape)
             self._placement.share_scales(weight, old)
         self._fp8.set_parallel(self._placement and self._placement.parallel)
 

@@ -105,8 +105,7 @@ def _quantize_spanning(
     params = QuantParams.of_amax(F.pad(amaxes, pad), spec.scale_rule)
     by_rows, by_columns = (None, spec) if is_columnwise else (spec, None)
     made = quantize(x, by_rows, by_columns, params, epsilon, align=align)
-    operand: Operand = made.columnwise if is_columnwise else made.rowwise
-    return operand
+    return made.columnwise if is_columnwise else made.rowwise
 
 
 def _column_sums_of_groups(x: Groups) -> Tensor:

@@ -433,14 +433,9 @@ class TransformerLayer(nn.Module, ContextParallelModule):
             shape = [n if dim == batch else 1 for dim, n in enumerate(x.shape)]
             # None is kept at a rate of 1, and nothing divided by 0.
             stays = torch.rand(shape, dtype=torch.float32, device=x.device) < keep_rate
-            group = self.tp_group
-            if batch and group is not None and self._has_part_of_the_tokens:
+            group = self.tp_group if self.sequence_parallel and self.tp_size > 1 else None
+            if batch and group is not None:
                 stays = from_first_rank(stays, group)  # all ranks have tokens of a sample
             x = x * stays / (keep_rate or 1.0)
         summed = residual + x
         return inherit_tokens(summed, attended, residual) if self.sequence_parallel else summed
-
-    @property
-    def _has_part_of_the_tokens(self) -> bool:
-        """Whether sequence parallelism leaves the others to other ranks."""
-        return self.sequence_parallel and self.tp_size > 1

@@ -11,14 +11,7 @@ from float8lab.ops.attention import (
     fp8_attention_op,
     has_fp8_attention,
 )
-from float8lab.ops.cast import (
-    Prologue,
-    amax_op,
-    cast_many_op,
-    cast_op,
-    transpose_op,
-    value_of_op,
-)
+from float8lab.ops.cast import Prologue, amax_op, cast_many_op, cast_op, transpose_op, value_of_op
 from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.ops.declare import announce, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_into, scaled_mm_op

@@ -139,10 +139,8 @@ value_of_op = declare(
 def _transpose_outputs(of: Any) -> Tensor:
     if of.q.ndim == 3:
         E, M, K = of.q.shape
-        matrices: Tensor = of.q.new_empty((K, E, M)).transpose(0, 1)
-        return matrices
-    transposed: Tensor = of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]])
-    return transposed
+        return of.q.new_empty((K, E, M)).transpose(0, 1)
+    return of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]])
 
 
 transpose_op = declare(reference.transpose, cuda="dequantize:transpose", outputs=_transpose_outputs)
@@ -160,12 +158,10 @@ class Prologue(NamedTuple):
 
     def value(self) -> Tensor:
         """The matrix."""
-        value: Tensor = value_of_op(self.prologue, self.inputs, self.dtype)
-        return value
+        return value_of_op(self.prologue, self.inputs, self.dtype)
 
     def amax(self) -> Tensor:
         """The largest absolute value, ``[1, 1]`` float32."""
         if self.known_amax is not None:
             return self.known_amax
-        amax: Tensor = amax_op(*self[:3])
-        return amax
+        return amax_op(*self[:3])

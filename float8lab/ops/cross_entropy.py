@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,10 +16,6 @@ def empty_statistics(logits: Tensor) -> Tensor:
     return logits.new_empty((4, logits.shape[0]), dtype=wide)
 
 
-def _like_logits(of: Any) -> Tensor:
-    return of.logits.new_empty(of.logits.shape)
-
-
 cross_entropy_statistics_op = declare(
     reference.cross_entropy_statistics,
     cuda="cross_entropy:cross_entropy_statistics",
@@ -30,5 +24,5 @@ cross_entropy_statistics_op = declare(
 cross_entropy_backward_op = declare(
     reference.cross_entropy_backward,
     cuda="cross_entropy:cross_entropy_backward",
-    outputs=_like_logits,
+    outputs=lambda of: of.logits.new_empty(of.logits.shape),
 )

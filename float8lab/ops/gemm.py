@@ -40,8 +40,7 @@ def _flops(
 
 def _outputs(of: Any) -> Tensor:
     groups = of.offs.shape if of.offs is not None and of.b.ndim == 2 else ()
-    y: Tensor = of.a.new_empty((*groups, *of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype)
-    return y
+    return of.a.new_empty((*groups, *of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype)
 
 
 scaled_mm_op = declare(reference.scaled_mm, cuda="gemm:scaled_mm", outputs=_outputs, flops=_flops)

@@ -28,8 +28,7 @@ __all__ = [
 def _plan_outputs(of: Any) -> Tensor:
     E = of.offs.shape[0]
     tiles = reference.padded_rows(of.rows, E) // reference.SPAN
-    plan: Tensor = of.offs.new_empty((E + 1 + tiles, 4), dtype=torch.int32)
-    return plan
+    return of.offs.new_empty((E + 1 + tiles, 4), dtype=torch.int32)
 
 
 # An op of its own, for the GEMMs of a layer, and those of its gradients, share a plan.
@@ -67,11 +66,10 @@ def _amax(
     offs: Tensor | None = None,
     plan: Tensor | None = None,
 ) -> Tensor:
-    amax: Tensor = cast_op(
+    return cast_op(
         prologue, inputs, dtype, torch.float8_e4m3fn, (-1, -1), "fp32", 0.0, reference.ALIGN,
         False, False, False, None, offs, plan,
     )[2]  # fmt: skip
-    return amax
 
 
 def amax_of_batch(x: Tensor) -> Tensor:

@@ -117,8 +117,7 @@ def _call(
             if not torch.is_grad_enabled():
                 there = there.detach()  # torch 2.11 fails where a parameter is redistributed then
             there = there.redistribute(mesh, target)
-        shard: Tensor = there.to_local()
-        return shard
+        return there.to_local()
 
     shard_results = overload(*_map(given, local).values())
     made = []

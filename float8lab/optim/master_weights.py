@@ -27,18 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from float8lab.arguments import (
-    check_callables,
-    check_dtype,
-    check_flags,
-    check_instance,
-    shown,
-)
+from float8lab.arguments import check_callables, check_dtype, check_flags, check_instance, shown
 from float8lab.distributed.comm import shared_amaxes
-from float8lab.distributed.fsdp.weight import (
-    requantize_shards_,
-    row_shard_of,
-)
+from float8lab.distributed.fsdp.weight import requantize_shards_, row_shard_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks, quantize_blocks_, requantize_blocks
@@ -294,7 +285,8 @@ class MasterWeights(torch.optim.Optimizer):
         local = local_of(p)
         if isinstance(local, Float8Tensor):
             return True
-        return self._also_16_bit and _is_16_bit(local) and local.dtype != self._master_dtype
+        is_16_bit = local.dtype in (torch.bfloat16, torch.float16)
+        return self._also_16_bit and is_16_bit and local.dtype != self._master_dtype
 
     @torch.no_grad()
     def _synchronize(self, needed: set[Tensor] | None = None) -> torch.optim.Optimizer:
@@ -463,10 +455,6 @@ def _shares_blocks(p: Tensor) -> bool:
     *replicas, last = cast("DTensor", p).placements
     by_rows = bool(last.is_shard(0)) and all(r.is_replicate() for r in replicas)
     return by_rows and row_shard_of(p).spec.amax_block[0] != 1
-
-
-def _is_16_bit(x: Tensor) -> bool:
-    return x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _plain(local: Tensor) -> Tensor:

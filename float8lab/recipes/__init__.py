@@ -13,12 +13,7 @@ from float8lab.recipes.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from float8lab.recipes.state import (
-    autocast,
-    fp8_autocast,
-    fp8_model_init,
-    quantized_model_init,
-)
+from float8lab.recipes.state import autocast, fp8_autocast, fp8_model_init, quantized_model_init
 
 __all__ = [
     "ALL",

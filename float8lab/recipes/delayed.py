@@ -369,6 +369,11 @@ def _lasting(device: torch.device, make: Callable[[], _Made]) -> _Made:
         return made
 
 
+def _copies(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies of a pack's tensors on a device, as state of their own."""
+    return _lasting(device, lambda: {k: t.to(device, copy=True) for k, t in tensors.items()})
+
+
 class DelayedSlots:
     """The slots of one module under one recipe: consecutive columns of a pack.
 
@@ -421,10 +426,7 @@ class DelayedSlots:
         """Have a pack of ``parallel``, a TensorParallel or None."""
         pack = self.pack
         if pack.parallel != parallel:
-            views = {k: t for k, t in self.tensors().items() if k in _TENSORS}
-            tensors = _lasting(
-                pack.factors.device, lambda: {k: t.clone() for k, t in views.items()}
-            )
+            tensors = _copies(self.tensors(), pack.factors.device)
             self._adopt(ScalePack(pack.recipe, pack.group, tensors, parallel), 0)
 
     def _adopt(self, pack: ScalePack, start: int) -> None:
@@ -515,7 +517,8 @@ class DelayedSlots:
         has_rows = x.has_rows()
         old = pack.factors[:, columns]
         pack.set_factors(columns, torch.where(has_rows, factors.view(2, -1), old), has_rows)
-        if index not in self._asked and not _is_captured(pack.factors):
+        is_captured = pack.factors.is_cuda and torch.cuda.is_current_stream_capturing()
+        if index not in self._asked and not is_captured:
             self._asked[index] = _Answer(pack.has_scale()[columns].all())
 
     def _keep_first_scales(self) -> None:
@@ -537,10 +540,7 @@ class DelayedSlots:
             self.seeded = fresh.seeded
             self._adopt(ScalePack(pack.recipe, pack.group, fresh.tensors(), pack.parallel), 0)
         else:
-            views = self.tensors()
-            tensors = _lasting(
-                device, lambda: {k: t.to(device, copy=True) for k, t in views.items()}
-            )
+            tensors = _copies(self.tensors(), device)
             self._adopt(ScalePack(pack.recipe, pack.group, tensors, pack.parallel), 0)
 
     def __getstate__(self) -> dict[str, object]:
@@ -566,10 +566,7 @@ class DelayedSlots:
             widths = (experts,) * len(widths)
         self._lay_out(widths)
         if tensors["factors"].is_inference():
-            saved = tensors
-            tensors = _lasting(
-                saved["factors"].device, lambda: {name: t.clone() for name, t in saved.items()}
-            )
+            tensors = _copies(tensors, tensors["factors"].device)
         self._adopt(ScalePack(state["recipe"], None, tensors, None), 0)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DelayedSlots:
@@ -693,11 +690,6 @@ def _of_each_expert(value: Tensor, experts: int) -> Tensor:
     """Repeat the columns of one input and of one gradient for each expert; weights have theirs."""
     x, w, dy = value.split((1, experts, 1), dim=-1)
     return torch.cat((x.expand_as(w), w, dy.expand_as(w)), dim=-1)
-
-
-def _is_captured(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is recording what is done with a tensor."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Answer:

@@ -18,13 +18,7 @@ from torch.distributed import ProcessGroup
 
 from float8lab.arguments import check_flags, check_group
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
-from float8lab.recipes.region import (
-    STATE,
-    Autocast,
-    ModelInit,
-    Region,
-    current_backward,
-)
+from float8lab.recipes.region import STATE, Autocast, ModelInit, Region, current_backward
 
 __all__ = ["autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"]
 

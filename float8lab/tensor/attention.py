@@ -17,11 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import fp8_attention_backward_op, fp8_attention_op, has_fp8_attention
-from float8lab.tensor.differentiation import (
-    AutogradContext,
-    Float8Function,
-    once_differentiable,
-)
+from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 from float8lab.tensor.dispatch import implements, implements_composite
 from float8lab.tensor.float8_tensor import Float8Tensor
 

@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import FLOAT32_MAX, Spec, scale_shape, scales_by_column
-from float8lab.ops import (
-    cast_many_op,
-    factors_from_amax,
-    round_to_fp8,
-    value_of_op,
-)
+from float8lab.ops import cast_many_op, factors_from_amax, round_to_fp8, value_of_op
 from float8lab.recipes.delayed import QuantParams
 from float8lab.tensor.operands import quantize
 
@@ -246,15 +241,13 @@ def quantize_blocks_(
         for x, matrix_spec, stored in _matrices(value, spec, target):
             block = _matrix_block(matrix_spec, x.ndim)
             if block is None:
-                for tensor, new in zip(
-                    stored, _by_arithmetic(x, matrix_spec, None, 0.0), strict=True
-                ):
+                made = _by_arithmetic(x, matrix_spec, None, 0.0)
+                for tensor, new in zip(stored, made, strict=True):
                     tensor.copy_(new)
                 continue
             matrices = [_as_matrix(tensor) for tensor in (x, *stored)]
-            groups[x.dtype, x.device, matrix_spec.fp8_dtype, block, matrix_spec.scale_rule].append(
-                matrices
-            )
+            kind = x.dtype, x.device, matrix_spec.fp8_dtype, block, matrix_spec.scale_rule
+            groups[kind].append(matrices)
             for tensor, matrix in zip(stored, matrices[1:], strict=True):
                 if matrix.data_ptr() != tensor.data_ptr():
                     copies.append((tensor, matrix))
@@ -288,8 +281,7 @@ def dequantize_blocks(
     if dtype == torch.float64:
         return q.double() * expand_scale(scale, spec.block, q.shape)
     if q.ndim == 2:
-        result: Tensor = value_of_op("dequantize", (q, scale), dtype, spec.block, prior)
-        return result
+        return value_of_op("dequantize", (q, scale), dtype, spec.block, prior)
     return (q.float() * expand_scale(scale, spec.block, q.shape)).to(dtype)
 
 

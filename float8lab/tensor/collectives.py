@@ -555,6 +555,8 @@ def _arriving(
         ValueError: one of the tensors cannot be written to, or not in a coalesced call. Nothing has
             been received yet.
     """
+    # Whether torch holds calls of the group back, to run them as one.
+    coalesces = dist.ProcessGroup.unbox(group) in dist.distributed_c10d._world.pg_coalesce_state
     buffers = []
     for x in tensors:
         is_buffer = x._window is None and all(t.is_contiguous() for t in _travelling(x))
@@ -563,7 +565,7 @@ def _arriving(
                 f"tensor must be one that can be written to; got {refusal}. Receive into a tensor "
                 "that quantize() made."
             )
-        if not is_buffer and _coalesces(group):
+        if not is_buffer and coalesces:
             raise ValueError(
                 "tensor must own its blocks and be stored as quantize() stores it to be received "
                 "in a batch of coalesced calls; got a view or another layout. Receive into a "
@@ -578,11 +580,6 @@ def _arriving(
                 x.copy_(buffer)
 
     return [t for x in buffers for t in _travelling(x)], finish
-
-
-def _coalesces(group: ScriptObject) -> bool:
-    """Whether torch holds calls of the group back, to run them as one."""
-    return dist.ProcessGroup.unbox(group) in dist.distributed_c10d._world.pg_coalesce_state
 
 
 @implements(*_existing(c10d, "recv_"))

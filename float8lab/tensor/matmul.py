@@ -205,8 +205,7 @@ def _fp8_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor | None:
     else:
         q, scale = quantize(Groups("", (a,), a.dtype, offs), with_block(_spec_of(b), block)).rowwise
         left = _Operand(q[:, : a.shape[1]], scale, block)
-    out: Tensor = scaled_mm_op(*left, *right, None, a.dtype, False, offs)
-    return out
+    return scaled_mm_op(*left, *right, None, a.dtype, False, offs)
 
 
 if hasattr(aten, "_grouped_mm"):  # not every torch has it

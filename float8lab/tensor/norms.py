@@ -16,11 +16,7 @@ from torch.nn import functional as F
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import norm_backward_op, norm_op
-from float8lab.tensor.differentiation import (
-    AutogradContext,
-    Float8Function,
-    once_differentiable,
-)
+from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 from float8lab.tensor.dispatch import implements, implements_composite
 from float8lab.tensor.float8_tensor import Float8Tensor
 

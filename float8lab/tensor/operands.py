@@ -114,8 +114,7 @@ def replayed_quantize(
     """``quantize`` as a list of launches of its own: a collective separates it from the GEMM."""
     on_gpu = (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
     run = _planned_quantize if on_gpu else quantize
-    made: Quantized = run(x, rowwise, columnwise, params, epsilon, dbias, align)
-    return made
+    return run(x, rowwise, columnwise, params, epsilon, dbias, align)
 
 
 def value_of(x: Matrix) -> Tensor:

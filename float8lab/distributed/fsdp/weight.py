@@ -27,12 +27,7 @@ from torch import Tensor
 from float8lab.arguments import check_instance, check_tensor, shown
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
-from float8lab.ops import (
-    amax_op,
-    cast_many_op,
-    factors_from_amax,
-    round_up,
-)
+from float8lab.ops import amax_op, cast_many_op, factors_from_amax, round_up
 from float8lab.ops.grouped import amax_of_batch
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.reduction import AmaxChannel, amax_over_ranks, channel

@@ -12,13 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.arguments import (
-    PARAMETER_DTYPES,
-    check_lengths,
-    check_tensor,
-    has_values,
-    shown,
-)
+from float8lab.arguments import check_floating, check_lengths, check_tensor, has_values, shown
 from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import Packed, Sizes, padding_from_lengths
@@ -95,12 +89,7 @@ def check_tensors(
     ndim = 3 if qkv_format == "thd" else 4
     names = ("query_layer", "key_layer", "value_layer")
     for name, x, (heads, channels) in zip(names, qkv, heads_and_channels, strict=True):
-        check_tensor(name, x)
-        if x.dtype not in PARAMETER_DTYPES:
-            raise TypeError(
-                f"{name} must be a floating-point tensor; got {shown(x)}. Convert it first, for "
-                "example with .float()."
-            )
+        check_floating(name, x)
         if x.ndim != ndim or x.shape[-2:] != (heads, channels):
             raise ValueError(
                 f"{name} must have {ndim} dimensions for {qkv_format}, the last two "

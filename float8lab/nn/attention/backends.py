@@ -382,10 +382,6 @@ def _why_not_sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> s
     return None
 
 
-def _why_not_reference(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    return None
-
-
 class _Backend(NamedTuple):
     run: Callable[[Tensor, Tensor, Tensor, Problem], Tensor]
     why_not: Callable[[Tensor, Tensor, Tensor, Problem], str | None]
@@ -395,7 +391,7 @@ _TABLE = {
     "sdpa": _Backend(_sdpa, _why_not_sdpa),
     "flex": _Backend(_flex, _why_not_flex),
     "sdpa_masked": _Backend(_sdpa_masked, _why_not_sdpa_masked),
-    "reference": _Backend(reference_attention, _why_not_reference),
+    "reference": _Backend(reference_attention, lambda *call: None),
 }
 BACKENDS = tuple(_TABLE)
 """Names of the backends, in the order in which they are tried."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.arguments import PARAMETER_DTYPES, check_choice, check_tensor, shown
+from float8lab.arguments import check_choice, check_floating, check_tensor
 from float8lab.nn.attention.masks import broadcasts, distances
 
 __all__ = [
@@ -81,7 +81,7 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
     if slopes is not None:
         _check_slopes(slopes, bias_type, heads)
     if bias is not None:
-        _check_dtype("core_attention_bias", bias)
+        check_floating("core_attention_bias", bias)
 
 
 def _check_slopes(slopes: Tensor, bias_type: str, heads: int) -> None:
@@ -91,19 +91,11 @@ def _check_slopes(slopes: Tensor, bias_type: str, heads: int) -> None:
             f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
             f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
         )
-    _check_dtype("alibi_slopes", slopes)
+    check_floating("alibi_slopes", slopes)
     if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
         raise ValueError(
             f"alibi_slopes must be [{heads}] or [B, {heads}]; got shape {tuple(slopes.shape)}. "
             "Give one slope per head."
-        )
-
-
-def _check_dtype(name: str, given: Tensor) -> None:
-    if given.dtype not in PARAMETER_DTYPES:
-        raise TypeError(
-            f"{name} must be a floating-point tensor; got {shown(given)}. Convert it first, "
-            "for example with .float()."
         )
 
 

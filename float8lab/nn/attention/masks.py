@@ -104,18 +104,13 @@ class AttentionMask(NamedTuple):
     left: int = -1
     right: int = -1
     diagonal: int | Tensor = 0
-    """One number, or ``[B]``."""
+    """One number, or ``[B]``, where the sequences differ in where their queries stand."""
     q_padding: Tensor | None = None
     """``[B, Sq]`` bool, True where the query is padding: its output is 0."""
     kv_padding: Tensor | None = None
     """``[B, Sk]`` bool, True where the key is padding."""
     arbitrary: Tensor | None = None
     """Bool, broadcasts to ``[B, H, Sq, Sk]``, True where masked out."""
-
-    @property
-    def has_tensor_diagonal(self) -> bool:
-        """Whether the sequences differ in where their queries stand."""
-        return isinstance(self.diagonal, Tensor)
 
     @property
     def has_window(self) -> bool:
@@ -144,10 +139,10 @@ class AttentionMask(NamedTuple):
 
     def is_plain_causal(self, Sq: int, Sk: int) -> bool:
         """Whether the mask is a square lower triangle and nothing else."""
-        if self.kv_padding is not None or self.arbitrary is not None or self.has_tensor_diagonal:
+        if self.kv_padding is not None or self.arbitrary is not None:
             return False
         # Branches, not one expression: a compiled graph's sizes would make it symbolic.
-        if Sq != Sk or self.diagonal != 0:
+        if isinstance(self.diagonal, Tensor) or Sq != Sk or self.diagonal != 0:
             return False
         return self.left < 0 and self.right == 0
 

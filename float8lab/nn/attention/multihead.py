@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from float8lab.arguments import (
-    check_callables,
-    check_flags,
-    check_input,
-    check_size,
-    shown,
-)
+from float8lab.arguments import check_callables, check_flags, check_input, check_size, shown
 from float8lab.nn.attention.arguments import Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
 from float8lab.nn.attention.dot_product import DotProductAttention, check_groups

@@ -77,7 +77,7 @@ class RotaryPositionEmbedding(nn.Module):
         )
         rotary_base = check_number("rotary_base", rotary_base, above=0)
         check_flags(interleaved=interleaved)
-        target = check_device("device", device)
+        target = check_device("device", device) or default_device()
         rotated = int(dim * rotary_percent)
         if rotated < 2 or rotated % 2:
             raise ValueError(
@@ -87,7 +87,6 @@ class RotaryPositionEmbedding(nn.Module):
         self.seq_len_interpolation_factor = factor
         self.pretrained_max_position_embeddings = trained
         self.interleaved = interleaved
-        target = torch.device(device) if device is not None else default_device()
         powers = torch.arange(0, rotated, 2, dtype=torch.float32, device=target) / rotated
         self.register_buffer("inv_freq", rotary_base**-powers, persistent=False)
 

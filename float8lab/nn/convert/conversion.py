@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -132,8 +133,10 @@ def convert_to_float8(  # each is a keyword that users set on its own
     if walk.is_sharded:
         reshard(model)
     users = users_of(walk.modules)
-    layers = plan.converted_layers()
-    freezing = Freezing([p for p in layers if freeze_weights and not _is_trained_copy(p)], users)
+    layers = [p for p in plan.layers if p.recipe is not None]
+    # PEFT trains its copies, whose weights must not be frozen.
+    frozen = [p for p in layers if TRAINED_COPIES not in p.candidate.name.split(".")]
+    freezing = Freezing(frozen if freeze_weights else [], users)
     if strict:
         _require_all(model, plan, freezing)
     _set_recipes(plan)
@@ -175,11 +178,6 @@ def _checked_options(
     return ConversionOptions(base, filter_fn, exclude, choices)
 
 
-def _is_trained_copy(plan: LayerPlan) -> bool:
-    """Whether a layer is a copy that PEFT trains, whose weight must not be frozen."""
-    return TRAINED_COPIES in plan.candidate.name.split(".")
-
-
 def _require_all(model: nn.Module, plan: ConversionPlan, freezing: Freezing) -> None:
     """Raise if anything that was asked for cannot be done."""
     empty = not plan.layers and not plan.runs_fp8_attention()
@@ -191,14 +189,10 @@ def _require_all(model: nn.Module, plan: ConversionPlan, freezing: Freezing) -> 
         *lines_about_recasts(plan.layers),
     ]
     if lines:
+        listed = "\n".join(lines)
         raise ValueError(
-            "\n".join(
-                [
-                    "convert_to_float8(strict=True) must do all that was asked; got",
-                    *lines,
-                    "Exclude these layers, correct the names, or pass strict=False.",
-                ]
-            )
+            f"convert_to_float8(strict=True) must do all that was asked; got\n{listed}\n"
+            "Exclude these layers, correct the names, or pass strict=False."
         )
 
 
@@ -255,7 +249,7 @@ def _warn_of_nothing(model: nn.Module, plan: ConversionPlan) -> None:
     """Warn that a conversion has converted no layer, and say the commonest reason."""
     text = f"convert_to_float8 found no linear layer in a {type(model).__name__}."
     if plan.layers:
-        note, count = plan.commonest_note()
+        note, count = Counter(layer.note for layer in plan.layers).most_common(1)[0]
         text = (
             f"convert_to_float8 converted none of the {len(plan.layers)} linear layers of a "
             f"{type(model).__name__}; the commonest reason, of {count}: {note}. "

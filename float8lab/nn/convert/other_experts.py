@@ -19,7 +19,6 @@ from torch.nn.parameter import UninitializedParameter
 from float8lab.nn.expert_mlp import ExpertsBase, layers_here, like
 from float8lab.nn.fused_function import Layer
 from float8lab.nn.gemm import output_dtype
-from float8lab.nn.precision import Precision
 from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.permute import gather_rows, routed
@@ -386,9 +385,7 @@ class TitanGroupedMM(OtherExperts):
         weight: Any = weight_EOI if B_t is None else B_t.mT
         precision = getattr(self, f"_fp8_{TitanGroupedMM.layer_names[self._gemms_begun % 3]}")
         self._gemms_begun += 1
-        return self._multiply(precision, _plain(A), offs, weight)
-
-    def _multiply(self, precision: Precision, x: Tensor, offs: Tensor, weight: Tensor) -> Tensor:
+        x = _plain(A)
         call = self._begin_layer(precision, x, weight, None)
         y: Tensor = self._apply_experts(precision, x, offs, (weight, None), call, None)
         if call is not None and call.is_region:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -93,18 +92,10 @@ class ConversionPlan(NamedTuple):
     unmatched: tuple[str, ...]
     """Names given in ``exclude`` or ``overrides`` that no layer has."""
 
-    def converted_layers(self) -> list[LayerPlan]:
-        """The plans of the layers that get a recipe."""
-        return [plan for plan in self.layers if plan.recipe is not None]
-
     def runs_fp8_attention(self) -> bool:
         """Whether an attention module is to run in FP8."""
         recipes = (plan.recipe for plan in self.attention)
         return any(recipe and asks_for_fp8_attention(recipe) for recipe in recipes)
-
-    def commonest_note(self) -> tuple[str, int]:
-        """The sentence that the most layers have, and how many have it."""
-        return Counter(plan.note for plan in self.layers).most_common(1)[0]
 
 
 def checked_choice(name: str, choice: Any) -> _Choice:

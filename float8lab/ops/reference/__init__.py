@@ -16,13 +16,7 @@ from float8lab.ops.reference.blocks import (
     round_up,
     scale_from_amax,
 )
-from float8lab.ops.reference.cast import (
-    amax_of,
-    cast,
-    cast_many_,
-    has_amax,
-    transpose,
-)
+from float8lab.ops.reference.cast import amax_of, cast, cast_many_, has_amax, transpose
 from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
 from float8lab.ops.reference.grouped import SPAN, padded_rows, plan_groups
 from float8lab.ops.reference.norm import norm, norm_backward

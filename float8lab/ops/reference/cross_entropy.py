@@ -9,11 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from float8lab.ops.reference.prologue import widen
+
 __all__ = ["cross_entropy_backward", "cross_entropy_statistics"]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
@@ -28,7 +26,7 @@ def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
         ``exp(logit - largest)``, the target's logit, 0 if it is not here, and the sum of the
         logits. A row without a logit above -inf has sum 0.
     """
-    x, V = _wide(logits), logits.shape[1]
+    x, V = widen(logits), logits.shape[1]
     largest = x.amax(1) if V else x.new_full(x.shape[:1], -torch.inf)
     finite = torch.where(largest == -torch.inf, 0.0, largest)
     exp_sum = (x - finite[:, None]).exp().sum(1)
@@ -54,7 +52,7 @@ def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> T
     Returns:
         ``[M, V]`` in the dtype of ``logits``.
     """
-    x, V = _wide(logits), logits.shape[1]
+    x, V = widen(logits), logits.shape[1]
     log_sum, factor, at_target, everywhere = (factor_row[:, None] for factor_row in factors)
     softmax = torch.where(factor == 0, 0.0, factor * (x - log_sum).exp())
     is_target = torch.arange(V, device=x.device) == target[:, None]

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from float8lab.ops.reference.prologue import widen
+
 __all__ = ["LEAST_SUM", "SCORE_FUNCTIONS", "route", "route_backward", "shares"]
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 LEAST_SUM = 1e-20
 """Added to sums of scores that scores are divided by."""
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _pointwise(z: Tensor, score_function: str) -> Tensor:
@@ -81,13 +79,13 @@ def route(
           ``topk`` is above 1. With ``dense`` in float32.
         - ``[T, E]`` bool: which experts are chosen.
     """
-    z, softmax = _wide(logits), score_function == "softmax"
+    z, softmax = widen(logits), score_function == "softmax"
     if softmax:
         ranked = z.softmax(-1) if pre_softmax or dense else z
     else:
         ranked = _pointwise(z, score_function)
     if expert_bias is not None:
-        ranked = ranked + _wide(expert_bias)
+        ranked = ranked + widen(expert_bias)
     if group_topk:
         groups = ranked.unflatten(1, (num_groups, -1))
         values, _ = _best(groups, topk // group_topk)
@@ -126,7 +124,7 @@ def route_backward(
     Returns:
         ``[T, E]`` in the dtype of ``logits``.
     """
-    z = _wide(logits)
+    z = widen(logits)
     if dense:
         routing_map, topk, pre_softmax, scaling = torch.ones_like(routing_map), 2, True, 1.0
     scores, score_sum = shares(z, routing_map, topk, score_function, pre_softmax)
