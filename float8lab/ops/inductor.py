@@ -33,13 +33,13 @@ _RUNS = 8
 """A call that was not recorded in so many runs never will be."""
 
 
-def call_site(name: str, wanted: Sequence[int], *, repeats: bool) -> Callable[..., object]:
+def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Callable[..., object]:
     """The function that generated code calls, in one place, instead of an op.
 
     Args:
         name: of the op's overload, ``"float8lab::cast.pure"``.
-        wanted: indices of the results that the graph reads. Those that the op does not compute are
-            empty tensors there, as the op itself returns them, and all others may be None.
+        used_results: indices of the results that the graph reads. One that the op does not compute
+            is an empty tensor there, as the op itself returns it; the others may be None.
         repeats: the graph is a GPU's, and no size of the arguments varies.
     """
     packet, _, form = name.removeprefix(_NAMESPACE).partition(".")
@@ -64,7 +64,7 @@ def call_site(name: str, wanted: Sequence[int], *, repeats: bool) -> Callable[..
         if results is NotImplemented:
             results = op.call(*args)
         if lacks is None:
-            lacks = any(results[i] is None for i in wanted)
+            lacks = any(results[i] is None for i in used_results)
         return filled(results, args) if lacks else results
 
     return untraced(call)
@@ -126,13 +126,15 @@ def _operation_class(ir: Any) -> type:
             if graph.cpp_wrapper or graph.name is not None or left[: len(by_name)] != by_name:
                 return None
             is_read = [output.get_name() not in graph.removed_buffers for output in outputs]
-            wanted = [i for i, read in enumerate(is_read) if read and len(outputs) > 1]
+            used_results = [i for i, read in enumerate(is_read) if read and len(outputs) > 1]
             sizes = [n for x in self.inputs for n in (*x.get_size(), *x.get_stride())]
             varies = any(getattr(n, "free_symbols", ()) for n in (*sizes, *self.constant_args))
             repeats = self.get_device().type == "cuda" and not varies
             name = f"{op.name()[len(_NAMESPACE) :].replace('.', '_')}_{self.get_name()}"
             wrapper.add_import_once("from float8lab.ops.inductor import call_site")
-            wrapper.header.writeline(f"{name} = call_site({op.name()!r}, {wanted}, {repeats=})")
+            wrapper.header.writeline(
+                f"{name} = call_site({op.name()!r}, {used_results}, {repeats=})"
+            )
             return name
 
         def codegen_kwargs(self, skip_out: bool = False) -> list[str]:

@@ -158,8 +158,8 @@ class _Call:
             args = [*map(named, step.args), *[f"**{named(step.kwargs)}"] * bool(step.kwargs)]
             made = "" if step.number is None else f"t{step.number} = "
             source.append(f"{made}{named(step.function)}({', '.join(args)})")
-            kept = {*range(given), *outputs}
-            source += [f"del t{n}" for n in used[i] if last[n] == i and n not in kept]
+            lasting = {*range(given), *outputs}
+            source += [f"del t{n}" for n in used[i] if last[n] == i and n not in lasting]
         allocate(outputs)
         results = "".join(f"{named(None if n is None else _Number(n))}, " for n in outputs)
         source.append(f"return ({results})" if build is _same else f"return build(({results}))")
