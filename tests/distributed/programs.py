@@ -14,6 +14,11 @@ from tests.distributed.ranks import forks
 
 __all__ = ["run_program"]
 
+_ENDED: list[dict[str, object]] = []
+"""The names of a program that has ended, alive until its process ends without destructors. DDP's
+waits for Gloo's thread, which may need the interpreter's lock to drop the last collective's tensors
+and waits for that in turn."""
+
 
 def _run(rank: int, world: int, port: int, program: Path, args: tuple[str, ...], folder: Path):
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": world}
@@ -24,7 +29,7 @@ def _run(rank: int, world: int, port: int, program: Path, args: tuple[str, ...],
     torch.set_num_threads(1)
     sys.argv = [str(program), *args]
     sys.path.insert(0, str(program.parent))
-    runpy.run_path(str(program), run_name="__main__")
+    _ENDED.append(runpy.run_path(str(program), run_name="__main__"))
 
 
 def run_program(world: int, program: Path, *args: str, folder: Path) -> str:
