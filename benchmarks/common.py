@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ __all__ = [
     "Timing",
     "add_sizes_of_layers",
     "append_json",
+    "gpu_events",
     "header",
     "new_parser",
     "require_cuda",
@@ -118,6 +120,24 @@ def time_device(fn: Callable[[], object], *, warm_up: int = 10, samples: int = 4
         torch.cuda.synchronize()
         timed += [start.elapsed_time(end) for start, end in events]
     return Timing(tuple(timed[:samples]))
+
+
+def gpu_events(step: Callable[[], object], steps: int = 1, *, cpu: bool = False) -> list[Any]:
+    """The kernels, copies and fills of some steps, back to back, as torch's profiler saw them.
+
+    With ``cpu`` it follows the CPU, too, which takes time.
+    """
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[*[kinds.CPU] * cpu, kinds.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    return [
+        event
+        for event in profile.events()
+        if event.device_type == on_gpu and not getattr(event, "is_user_annotation", False)
+    ]
 
 
 def time_wall(

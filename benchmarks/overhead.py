@@ -95,17 +95,11 @@ def count_launches(fn: Callable[[], object]) -> int | None:
     """Kernels, copies and fills that a call puts on the GPU; None where no profiler sees them."""
     if not torch.cuda.is_available():
         return None
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     fn()
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's own, which differ between versions
-        with torch.profiler.profile(activities=activities) as profile:
-            fn()
-            torch.cuda.synchronize()
-    on_gpu = torch.autograd.DeviceType.CUDA
-    events = [event for event in profile.events() if event.device_type == on_gpu]
-    return sum(not event.is_user_annotation for event in events) or None
+        return len(common.gpu_events(fn, cpu=True)) or None
 
 
 # One small linear layer

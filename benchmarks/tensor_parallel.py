@@ -227,19 +227,12 @@ def exposed_ms(work: Iterable[tuple[float, float, bool]]) -> float:
 
 def exposed_percent(step: Callable[[], object], steps: int = 4) -> float:
     """Exposed communication of some steps, back to back, of their time."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
     step()
     torch.cuda.synchronize()
     dist.barrier()
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
     work = [
         (event.time_range.start, event.time_range.end, bool(COMMUNICATION.search(event.name)))
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(event, "is_user_annotation", False)
+        for event in common.gpu_events(step, steps)
     ]
     span = max(end for _, end, _ in work) - min(begin for begin, _, _ in work)
     return 100 * exposed_ms(work) / span

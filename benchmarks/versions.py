@@ -6,7 +6,8 @@ Needs a CUDA GPU. ``FOLDER`` holds the package of the older version, as made by
 ``git archive COMMIT float8lab | tar -x -C FOLDER``. It is imported under another name beside this
 one. Each case first checks that both versions give results that are close; then they take turns,
 as in training, and the ratio of each round is printed: below 1, this version is faster. ``issue``
-is CPU time to put a step on the GPU's queue.
+is CPU time to put a step on the GPU's queue, and ``kernels`` the GPU's time in all kernels of
+a step: where the host's noise hides a difference, it tells.
 
 M tokens, N out features, K in features, E experts.
 """
@@ -22,11 +23,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 import float8lab
 from benchmarks import common
 from benchmarks.experts import MODELS
+from benchmarks.fsdp import Layer
 from benchmarks.recipes import RECIPES
 from float8lab.formats import E4M3, E5M2
 
@@ -121,6 +124,13 @@ def _small_stack(recipe: str, package: ModuleType) -> Step:
     return _training_step(package, recipe, module, _random(16, 1024, 512), 512)
 
 
+def _compiled_stack(recipe: str, package: ModuleType) -> Step:
+    module = nn.Sequential(*(Layer(512, 8, 8, 1536, nn.Linear) for _ in range(8)))
+    package.convert_to_float8(module.to("cuda", torch.bfloat16), _recipe(package, recipe))
+    module.compile()
+    return _training_step(package, recipe, module, _random(16, 1024, 512), 512)
+
+
 def _grouped(recipe: str, jagged: bool, package: ModuleType) -> Step:
     e, m, k, n = 8, 32768, 7168, 2048
     module = package.nn.GroupedLinear(e, k, n, bias=False, **NEW)
@@ -175,6 +185,10 @@ CASES: dict[str, Callable[[ModuleType], Step]] = {
         f"small stack, {recipe}": partial(_small_stack, recipe) for recipe in ("delayed", "current")
     },
     **{
+        f"compiled stack, {recipe}": partial(_compiled_stack, recipe)
+        for recipe in ("delayed", "current", "rowwise", "block")
+    },
+    **{
         f"grouped{' jagged' if jagged else ''}, {recipe}": partial(_grouped, recipe, jagged)
         for recipe in ("delayed", "current", "block")
         for jagged in (False, True)
@@ -201,6 +215,32 @@ def _issue_ms(steps: Mapping[str, Step]) -> dict[str, float]:
     return {key: statistics.median(times) for key, times in samples.items()}
 
 
+def _kernels_ms(steps: Mapping[str, Step], turns: int = 3, count: int = 6) -> dict[str, float]:
+    """GPU time in the kernels of a step of each version, in turns: the medians.
+
+    Of each launch the median of ``count`` steps counts, so that a step that something disturbs does
+    not.
+    """
+    samples: dict[str, list[float]] = {key: [] for key in steps}
+    for _ in range(turns):
+        for key, step in steps.items():
+            step()
+            torch.cuda.synchronize()
+            samples[key].append(ms_of_one_step(common.gpu_events(step, count), count))
+    return {key: statistics.median(times) for key, times in samples.items()}
+
+
+def ms_of_one_step(events: Iterable[Any], count: int) -> float:
+    """The time in kernels of one of ``count`` equal steps; of steps that differ, their mean."""
+    kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
+    kernels.sort(key=lambda event: event.time_range.start)
+    times = [1e-3 * event.time_range.elapsed_us() for event in kernels]
+    launches, rest = divmod(len(times), count)
+    if rest:
+        return sum(times) / count
+    return sum(statistics.median(times[i::launches]) for i in range(launches))
+
+
 def _sqnr_each(results: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     """The lowest SQNR of any result."""
     pairs = [(a, b) for a, b in zip(results, others, strict=True) if a is not None]
@@ -219,11 +259,12 @@ def compare(
     ratios = [
         a / b for a, b in zip(timed["new"].timing.samples, timed["old"].timing.samples, strict=True)
     ]
-    issue = _issue_ms(steps)
+    issue, kernels = _issue_ms(steps), _kernels_ms(steps)
     return (
         f"{name:32} {timed['new'].timing.median:8.3f} ms {timed['old'].timing.median:8.3f} ms  "
         f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})  "
-        f"issue {issue['new']:.3f} / {issue['old']:.3f} ms  {close:.0f} dB"
+        f"issue {issue['new']:.3f} / {issue['old']:.3f} ms  "
+        f"kernels {kernels['new']:.3f} / {kernels['old']:.3f} ms  {close:.0f} dB"
     )
 
 

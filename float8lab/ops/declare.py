@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import Parameter
 
 from float8lab.formats import has_kernels
@@ -37,6 +38,7 @@ __all__ = [
     "is_profiled",
     "is_watched_by_a_mode",
     "load_launcher",
+    "overload_named",
     "planned",
     "tell_when_imported",
     "untraced",
@@ -172,20 +174,20 @@ def declare(
         on_gpu = _exact(_or_reference(_lazy(cuda), function), "cuda")
         implementations = {"CPU": on_any_device, "CUDA": untraced(_complete(on_gpu))}
 
-    def define(name: str, schema: str) -> Any:
+    def define(name: str, schema: str) -> OpOverload:
         tags = [torch.Tag.pt2_compliant_tag, *[torch.Tag.flexible_layout] * any_strides]
         _LIBRARY.define(name + schema, tags=tags)
         for key, implementation in implementations.items():
             _LIBRARY.impl(name, implementation, key)
         torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
-        packet, _, form = name.partition(".")
-        overload: Any = getattr(getattr(torch.ops.float8lab, packet), form or "default")
+        overload = overload_named(name)
         given = [argument.name for argument in overload._schema.arguments]
         arguments = {n: defaults.get(n) for n in given}
         OPS.declared[overload] = Declared(arguments, fake, mutates, sharding)
         return overload
 
-    overload = through = define(name, _schema(function, mutates))
+    overload = define(name, _schema(function, mutates))
+    through: Callable[..., Any] = overload
     forms = [overload]
     *_, last = parameters
     if last in mutates and defaults.get(last, last) is None:
@@ -201,6 +203,12 @@ def declare(
     for form in forms:
         OPS.declared[form] = OPS.declared[form]._replace(call=call, cuda=cuda)
     return overload if cuda is None else call
+
+
+def overload_named(name: str) -> OpOverload:
+    """The form of an op of ``float8lab``, such as ``"cast.pure"``, that torch's modes see."""
+    packet, _, form = name.partition(".")
+    return getattr(getattr(torch.ops.float8lab, packet), form or "default")
 
 
 def _by_position(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,13 +22,13 @@ from float8lab.ops.declare import (
     is_profiled,
     is_watched_by_a_mode,
     load_launcher,
+    overload_named,
     tell_when_imported,
     untraced,
 )
 
 __all__ = ["call_site"]
 
-_NAMESPACE = "float8lab::"
 _RUNS = 8
 """A call that was not recorded in so many runs never will be."""
 
@@ -37,13 +37,12 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
     """The function that generated code calls, in one place, instead of an op.
 
     Args:
-        name: of the op's overload, ``"float8lab::cast.pure"``.
+        name: of the op's overload, ``"cast.pure"``.
         used_results: indices of the results that the graph reads. One that the op does not compute
             is an empty tensor there, as the op itself returns it; the others may be None.
         repeats: the graph is a GPU's, and no size of the arguments varies.
     """
-    packet, _, form = name.removeprefix(_NAMESPACE).partition(".")
-    overload = getattr(getattr(torch.ops.float8lab, packet), form or "default")
+    overload = overload_named(name)
     op = OPS.declared[overload]
     runs = _RUNS if repeats and op.cuda is not None else 0
     repeat = lacks = None
@@ -58,9 +57,7 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
             results = repeat(args)
         elif runs and repeat is None:
             runs -= 1
-            launcher = load_launcher(str(op.cuda))
-            if hasattr(launcher, "calls"):
-                repeat = load_launcher("_replay:repeated")(launcher, args)
+            repeat = load_launcher("_replay:repeated")(load_launcher(str(op.cuda)), args)
         if results is NotImplemented:
             results = op.call(*args)
         if lacks is None:
@@ -79,24 +76,23 @@ def _register(lowering: ModuleType) -> None:
                 tag = torch._library.utils.get_layout_constraint_tag(overload, with_default=True)
                 constraint = lowering.tag_to_layout_constraint(tag)
                 lowering.make_fallback(overload, layout_constraint=constraint, warn=False)
-            lower = lowering.lowerings[overload]
-            lowering.lowerings[overload] = _with_call_site(lowering, overload, lower, kind)
+            lowering.lowerings[overload] = _with_call_site(lowering, overload, kind)
     except (AttributeError, TypeError):  # they are private
         return
 
 
 def _with_call_site(
-    lowering: ModuleType, overload: OpOverload, lower: Callable[..., object], kind: type
+    lowering: ModuleType, overload: OpOverload, kind: type
 ) -> Callable[..., object]:
     """A lowering whose operation is of ``kind``."""
+    lower = lowering.lowerings[overload]
 
     def lowered(*args: object, **kwargs: object) -> object:
         operations = lowering.V.graph.operations
         before = len(operations)
         results = lower(*args, **kwargs)
         for operation in operations[before:]:
-            is_ours = getattr(operation, "op_overload", None) is overload
-            if is_ours and type(operation) is kind.__base__:
+            if type(operation) is lowering.ir.FallbackKernel and operation.op_overload is overload:
                 operation.__class__ = kind
         return results
 
@@ -130,11 +126,10 @@ def _operation_class(ir: Any) -> type:
             sizes = [n for x in self.inputs for n in (*x.get_size(), *x.get_stride())]
             varies = any(getattr(n, "free_symbols", ()) for n in (*sizes, *self.constant_args))
             repeats = self.get_device().type == "cuda" and not varies
-            name = f"{op.name()[len(_NAMESPACE) :].replace('.', '_')}_{self.get_name()}"
+            form = op.name().removeprefix("float8lab::")
+            name = f"{form.replace('.', '_')}_{self.get_name()}"
             wrapper.add_import_once("from float8lab.ops.inductor import call_site")
-            wrapper.header.writeline(
-                f"{name} = call_site({op.name()!r}, {used_results}, {repeats=})"
-            )
+            wrapper.header.writeline(f"{name} = call_site({form!r}, {used_results}, {repeats=})")
             return name
 
         def codegen_kwargs(self, skip_out: bool = False) -> list[str]:

@@ -145,24 +145,24 @@ class _Call:
 
         def allocate(numbers: Iterable[int | None]) -> None:
             for number in numbers:
-                made = None if number in exist or number is None else allocations[number - given]
-                if made is not None:
-                    source.append(f"t{number} = new({made[0]}, {made[1]}, {named(made[2])})")
+                room = None if number in exist or number is None else allocations[number - given]
+                if room is not None:
+                    source.append(f"t{number} = new({room[0]}, {room[1]}, {named(room[2])})")
                     source.extend([f"t{number}.zero_()"] * (number in zeros))
                     exist.add(number)
 
         used = [dict.fromkeys(arg for arg in step.args if type(arg) is _Number) for step in steps]
         last = {int(number): i for i, numbers in enumerate(used) for number in numbers}
+        lasting = {*range(given), *outputs}
         for i, step in enumerate(steps):
             allocate(used[i])
             args = [*map(named, step.args), *[f"**{named(step.kwargs)}"] * bool(step.kwargs)]
-            made = "" if step.number is None else f"t{step.number} = "
-            source.append(f"{made}{named(step.function)}({', '.join(args)})")
-            lasting = {*range(given), *outputs}
+            target = "" if step.number is None else f"t{step.number} = "
+            source.append(f"{target}{named(step.function)}({', '.join(args)})")
             source += [f"del t{n}" for n in used[i] if last[n] == i and n not in lasting]
         allocate(outputs)
         results = "".join(f"{named(None if n is None else _Number(n))}, " for n in outputs)
-        source.append(f"return ({results})" if build is _same else f"return build(({results}))")
+        source.append(f"return ({results})" if build is tuple else f"return build(({results}))")
         begin = [f"[{''.join(f't{i}, ' for i in range(given))}] = tensors"]
         begin += ["stream = current_stream(device)"] * any(step.is_launch for step in steps)
         exec("\n    ".join(["def run(tensors, device, new):", *begin, *source]), names)
@@ -172,10 +172,6 @@ class _Call:
         if _new_tensor is None or _is_deterministic():
             return self._run(tensors, device, functools.partial(_empty_strided, tensors[0].device))
         return self._run(tensors, device, _new_tensor)
-
-
-def _same(leaves: tuple[object, ...]) -> tuple[object, ...]:
-    return leaves
 
 
 def _empty_strided(
@@ -349,7 +345,7 @@ def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]]
     A result is a tensor, None, or a tuple of results; a NamedTuple is rebuilt as its own type.
     """
     if type(result) is tuple and not any(isinstance(element, tuple) for element in result):
-        return result, _same
+        return result, tuple
     leaves: list[object] = []
     kinds: list[type] = []
     # One expression: nested results take a third of the time that a function for each would.
@@ -432,7 +428,7 @@ def repeated(
     NotImplemented where it does not serve: under hooks, and for such tensors.
     """
     located = _key_of(args)
-    memo = None if located is None else launcher.calls.get(located[1])
+    memo = None if located is None else getattr(launcher, "calls", {}).get(located[1])
     if located is None or type(memo) is not _Call:
         return None
     device, run = located[0], memo.run
