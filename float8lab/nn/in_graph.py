@@ -30,8 +30,9 @@ from float8lab.formats import Spec
 from float8lab.nn.handles import owner_of
 from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
-from float8lab.ops.declare import declare
+from float8lab.ops.declare import declare, planned
 from float8lab.ops.operand import Operand, Quantized
+from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph
@@ -128,32 +129,62 @@ def _cast(
     number: int,
     fp8_dtype: torch.dtype,
     align: int,
-    *,
     rowwise: bool,
     columnwise: bool,
     dbias: bool,
     offs: Tensor | None = None,
     first_expert: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    x: Matrix = Prologue(prologue, inputs, dtype) if prologue else inputs[0]
+    x = _matrix(prologue, inputs, dtype, offs)
     experts = None
     if offs is not None:
-        x, experts = Groups(prologue, inputs, dtype, offs), offs.shape[0]
+        experts = offs.shape[0]
     elif inputs[0].ndim == 3:
         experts = inputs[0].shape[0]
     numbers = None if experts is None else range(first_expert, first_expert + experts)
     recipe_and_group = recipe_numbered(recipe), group_named(group)
-    params = owner_of(handle).scale_in_graph(*recipe_and_group, index, record, x, numbers)
+    views = owner_of(handle).slots_in_graph(*recipe_and_group, index, record, x, numbers)
+    run = _planned_cast if inputs[0].is_cuda else _cast_by_slots
+    return run(
+        prologue, inputs, dtype, *views, fp8_dtype, align, rowwise, columnwise, dbias, offs
+    )  # fmt: skip
+
+
+def _matrix(
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, offs: Tensor | None
+) -> Matrix:
+    """What is cast, of an op's arguments."""
+    if offs is not None:
+        return Groups(prologue, inputs, dtype, offs)
+    return Prologue(prologue, inputs, dtype) if prologue else inputs[0]
+
+
+def _cast_by_slots(
+    prologue: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    pair: Tensor,
+    encode: Tensor,
+    amaxes: Tensor | None,
+    fp8_dtype: torch.dtype,
+    align: int,
+    rowwise: bool,
+    columnwise: bool,
+    dbias: bool,
+    offs: Tensor | None,
+) -> _Results:
+    """Cast by factors that the next update will change: the result has a copy of them."""
     spec = _spec_of_tensor(fp8_dtype)
-    by_rows, by_columns = spec if rowwise else None, spec if columnwise else None
-    made = quantize(x, by_rows, by_columns, params, dbias=dbias, align=align)
-    pair = params.factors.joined()
-    return _Results(
-        made.rowwise and made.rowwise.data,
-        pair if experts is None else pair.view(2, -1),
-        made.columnwise and made.columnwise.data,
-        made.dbias,
-    )
+    params = QuantParams(Factors(encode, encode), amaxes, "encode")
+    made = quantize(
+        _matrix(prologue, inputs, dtype, offs), spec if rowwise else None,
+        spec if columnwise else None, params, dbias=dbias, align=align,
+    )  # fmt: skip
+    q, q_t = made.rowwise, made.columnwise
+    return _Results(q and q.data, pair.clone(), q_t and q_t.data, made.dbias)
+
+
+_planned_cast = planned(_cast_by_slots)
 
 
 _spec_of_tensor = functools.cache(Spec)

@@ -28,7 +28,7 @@ from float8lab.nn.handles import new_handle
 from float8lab.nn.in_graph import GraphState
 from float8lab.nn.scales import DY, CurrentScales, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
-from float8lab.recipes.delayed import RECORDED, DelayedSlots, QuantParams
+from float8lab.recipes.delayed import RECORDED, DelayedSlots, SlotViews
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.recording import CHECKPOINTS, Recording
 from float8lab.recipes.reduction import channel_of, name_of_group
@@ -358,7 +358,7 @@ class Precision:
         is_region = record and STATE.region is None
         return self._new_call(recipe, options, state, is_region=is_region)
 
-    def scale_in_graph(
+    def slots_in_graph(
         self,
         recipe: Recipe,
         group: Any,
@@ -366,28 +366,30 @@ class Precision:
         record: bool,
         x: Tensor | Prologue | Groups,
         experts: range | None = None,
-    ) -> QuantParams:
-        """When a compiled graph casts ``x``: factors of the graph's own, and the amax slot.
+    ) -> SlotViews:
+        """When a compiled graph casts ``x``: its slots' state, with amaxes if it is recorded.
 
         ``experts``: which of the module's experts ``x`` has, if not all.
         """
         inner = x if isinstance(x, Tensor) else x.inputs[0]
         slots = self._slots(recipe, inner.device, group)
-        slots.pack.keeps_previous = True
-        if slots.pack.is_recorded():
-            RECORDED.packs.add(slots.pack)
+        pack = slots.pack
+        pack.keeps_previous = True
+        if pack.is_recorded():
+            RECORDED.packs.add(pack)
         forward = slots.forward[index]
         if forward and in_backward():
-            return QuantParams(slots.scale_again(index, experts), None, "encode")
+            return slots.views_again(index, experts)
         if forward:
-            slots.pack.advanced = False
+            pack.advanced = False
             region = STATE.region or STATE.in_graph
             if region is None:
                 region = STATE.in_graph = Region()
             region.fp8_calls += 1
             if record:
-                region.packs[slots.pack] = None
-        return slots.scale_for(index, x, record=record, shared=False, experts=experts)
+                region.packs[pack] = None
+        views = slots.views(index, x, record=record, experts=experts)
+        return views if record else views._replace(amaxes=None)
 
     def _begin_recomputation(
         self,

@@ -129,6 +129,7 @@ def declare(
     any_strides: bool = False,
     flops: Callable[..., int] | None = None,
     sharding: Rule | None = None,
+    only_orders: bool = False,
 ) -> Callable[..., Any]:
     """Make an op of ``float8lab``, and return what calls it with plain tensors, by position.
 
@@ -155,6 +156,7 @@ def declare(
         sharding: of DTensors, which placements of arguments give which placements of the results on
             one dimension of a device mesh: from the arguments with the shapes of whole tensors.
             Without it every rank computes the whole.
+        only_orders: the op tells a compiler the order of others, and does nothing.
     """
     name = name or function.__name__
     parameters = inspect.signature(function).parameters
@@ -183,7 +185,7 @@ def declare(
         overload = overload_named(name)
         given = [argument.name for argument in overload._schema.arguments]
         arguments = {n: defaults.get(n) for n in given}
-        OPS.declared[overload] = Declared(arguments, fake, mutates, sharding)
+        OPS.declared[overload] = Declared(arguments, fake, mutates, sharding, only_orders)
         return overload
 
     overload = define(name, _schema(function, mutates))
@@ -305,6 +307,7 @@ class Declared(NamedTuple):
     outputs: Callable[..., Any]
     mutates: Sequence[str]
     sharding: Rule | None
+    only_orders: bool
     flops: Callable[..., int] | None = None
     call: Callable[..., object] = NotImplemented
     """The op past the dispatcher."""

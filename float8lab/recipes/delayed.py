@@ -53,6 +53,7 @@ __all__ = [
     "DelayedSlots",
     "Factors",
     "QuantParams",
+    "SlotViews",
     "ScalePack",
     "merge_packs",
     "own_amax",
@@ -108,6 +109,22 @@ class QuantParams(NamedTuple):
         return QuantParams(Factors(scale, scale), None, spec.rule_of("decode"))
 
 
+class SlotViews(NamedTuple):
+    """The state of a tensor's slots where it is kept: what later updates change."""
+
+    pair: Tensor
+    """The factors that decode and encode it, ``[2]``; of experts, ``[2, E]``."""
+    encode: Tensor
+    """The second of them, ``[1]``; of experts, ``[E, 1, 1]``."""
+    amaxes: Tensor | None
+    """The amaxes that casts have recorded since the last update, as many."""
+
+    @staticmethod
+    def of(pair: Tensor, amaxes: Tensor | None) -> SlotViews:
+        encode = pair.narrow(0, 1, 1) if pair.ndim == 1 else pair[1].view(-1, 1, 1)
+        return SlotViews(pair, encode, amaxes)
+
+
 class ScalePack:
     """The packed state of S slots of one recipe, reduction group and device."""
 
@@ -127,6 +144,7 @@ class ScalePack:
         "_copy",
         "_live",
         "_recorded",
+        "views",
         "parallel",
         "__weakref__",
     )
@@ -161,6 +179,7 @@ class ScalePack:
         self._copy: Tensor | None = None  # [S, 2, 4], of ``factors`` as they are now
         self._live: Sequence[Any] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
+        self.views: dict[tuple[int, int], SlotViews] = {}  # of slots that graphs cast by
 
     def live(self) -> Sequence[Any] | None:
         """The decode scale and the encode factor of each slot in turn, unchanged by later updates.
@@ -608,7 +627,6 @@ class DelayedSlots:
         x: Tensor | Prologue | Groups,
         *,
         record: bool,
-        shared: bool = True,
         is_empty_everywhere: bool = True,
         experts: range | None = None,
     ) -> QuantParams:
@@ -622,20 +640,10 @@ class DelayedSlots:
         if record and not self.forward[index]:
             pack.watch_backward()
         if not self.is_seeded(index):
-            # Without history there is no scale yet: this tensor's own is used, and kept if it may.
-            values = x if isinstance(x, Tensor) else x.inputs[0]
-            # A prologue, or groups, are computed for their values, unless they are empty.
-            initial = self._own_factors(index, x if values.numel() else values)
-            # Not if another rank has used this module before: then its amaxes have made a scale;
-            # nor if a CUDA graph has.
-            initial = torch.where(pack.has_scale()[slot], pack.factors[:, slot], initial)
-            if record and (values.numel() or not is_empty_everywhere):
-                self._set_first_scale(index, initial, x, experts)
-            # Experts without rows so far have none to keep.
-            if not record or not self.seeded[index]:
-                amaxes = pack.amax[slot] if record else None
-                return QuantParams(Factors.of(initial), amaxes, "encode")
-        live = pack.live() if shared else None
+            own = self._own_params(index, x, record, is_empty_everywhere, experts)
+            if own is not None:
+                return own
+        live = pack.live()
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
         elif isinstance(slot, slice):
@@ -645,10 +653,65 @@ class DelayedSlots:
         amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
         return QuantParams(factors, amaxes if record else None, "encode")
 
-    def scale_again(self, index: int, experts: range | None = None) -> Factors:
-        """The factors that ``scale_for`` gave for the last forward's tensor."""
+    def _own_params(
+        self,
+        index: int,
+        x: Tensor | Prologue | Groups,
+        record: bool,
+        is_empty_everywhere: bool,
+        experts: range | None,
+    ) -> QuantParams | None:
+        """``scale_for`` without history: this tensor's own scale, which is kept if it may be.
+
+        None if all slots have one now.
+        """
+        pack, slot = self.pack, self._slot(index, experts)
+        values = x if isinstance(x, Tensor) else x.inputs[0]
+        # A prologue, or groups, are computed for their values, unless they are empty.
+        initial = self._own_factors(index, x if values.numel() else values)
+        # Not if another rank has used this module before: then its amaxes have made a scale;
+        # nor if a CUDA graph has.
+        initial = torch.where(pack.has_scale()[slot], pack.factors[:, slot], initial)
+        if record and (values.numel() or not is_empty_everywhere):
+            self._set_first_scale(index, initial, x, experts)
+        # Experts without rows so far have none to keep.
+        if record and self.seeded[index]:
+            return None
+        return QuantParams(Factors.of(initial), pack.amax[slot] if record else None, "encode")
+
+    def views(
+        self,
+        index: int,
+        x: Tensor | Prologue | Groups,
+        *,
+        record: bool,
+        experts: range | None = None,
+    ) -> SlotViews:
+        """The slots' state itself, to cast ``x`` by and to record its amaxes.
+
+        What a slot without a scale is given is ``x``'s own, as in ``scale_for``.
+        """
+        pack, columns = self.pack, self.columns_of(index, experts)
+        if record and not self.forward[index]:
+            pack.watch_backward()
+        if not self.is_seeded(index):
+            own = self._own_params(index, x, record, True, experts)
+            if own is not None:
+                return SlotViews.of(own.factors.joined(), own.amax_slot)
+        known = pack.views.get((columns.start, columns.stop))
+        if known is None:
+            with torch.inference_mode(False):  # training uses these views, too
+                slot = self._slot(index, experts)
+                amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
+                known = SlotViews.of(pack.factors[:, slot], amaxes)
+            pack.views[columns.start, columns.stop] = known
+        return known
+
+    def views_again(self, index: int, experts: range | None = None) -> SlotViews:
+        """The factors by which the last forward's tensor was cast, as long as nothing changes."""
         factors = self.pack.previous if self.pack.advanced else self.pack.factors
-        return Factors.of(factors[:, self._slot(index, experts)].clone())
+        pair = factors[:, self._slot(index, experts)]
+        return SlotViews.of(pair, None)
 
     def observe(self, index: int, x: Tensor | Groups, experts: range | None = None) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""

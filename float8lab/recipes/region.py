@@ -305,5 +305,7 @@ def _nothing(of: Any) -> Tensor:
 
 
 # To the compiler both write the clock. Nothing reads it, or backward would have to save it.
-_come_after_op = declare(_come_after, name="come_after", outputs=_nothing, mutates=("clock",))
+_come_after_op = declare(
+    _come_after, name="come_after", outputs=_nothing, mutates=("clock",), only_orders=True
+)
 _advance_op = declare(_advance, name="advance", outputs=_nothing, mutates=("clock",))

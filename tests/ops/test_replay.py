@@ -44,8 +44,8 @@ class Kernel:
         self.run(5, 1, 1, 7, "handle", "metadata", None, None, None, *args)
         tell = getattr(_launch.RECORDING, "launch", None)
         if tell is not None:
-            known = (self.run, ("handle", "metadata", None, None, None), (), None)
-            tell((5,), args, known if self.is_known else None)
+            before = 5, 1, 1, _launch.STREAM, "handle", "metadata", None, None, None
+            tell(self.run if self.is_known else None, (*before, *args))
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from float8lab.ops.declare import RECORDING
 
 __all__ = [
+    "STREAM",
     "Launched",
     "current_device",
     "current_stream",
@@ -37,6 +38,9 @@ where shapes vary."""
 
 _OPTIONS = {"enable_fp_fusion": True}
 """Triton's, unless a launch has others. It fuses multiply-adds by default, up to version 3.9."""
+
+STREAM = object()
+"""Stands for the current stream among the arguments of a launch that is recorded."""
 
 _RUNTIME = triton.knobs.runtime
 
@@ -110,8 +114,13 @@ class Launched:
             x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
             run(x, y, z, current_stream(device), *first, *args, *values)
         tell = getattr(RECORDING, "launch", None)
-        if tell is not None:
-            tell(grid, args, memo)
+        if tell is None:
+            return
+        if memo is None:
+            tell(None, ())
+        else:
+            run, first, values, _ = memo
+            tell(run, (*(*grid, 1, 1)[:3], STREAM, *first, *args, *values))
 
     def _remember(
         self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.ops.kernels import _launch
 from float8lab.ops.kernels._launch import (
+    STREAM,
     current_device,
     current_stream,
     has_hooks,
@@ -98,10 +99,6 @@ class _Number(int):
     """The number of a tensor of a call: those that it is given come first."""
 
 
-_STREAM = object()
-"""Stands for the current stream among the arguments of a launch."""
-
-
 class _Call:
     """The steps of a call as one function, whose source names the tensors ``t0``, ``t1`` ...
 
@@ -136,7 +133,7 @@ class _Call:
         def named(value: object) -> str:
             if type(value) is _Number:
                 return f"t{int(value)}"
-            if value is _STREAM:
+            if value is STREAM:
                 return "stream"
             if value is None or type(value) in (bool, int):
                 return repr(value)
@@ -269,17 +266,13 @@ class _Recording(TorchDispatchMode):
         self.tensors.append(descriptor)
         return len(self.tensors) - 1
 
-    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], memo: Any) -> None:
-        """A launch of the kernel that ``memo`` names, with run-time arguments ``args``."""
-        if memo is None:
+    def launch(self, run: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
+        """A launch by ``run``, whose kernel reads and writes tensors; None: it is not repeated."""
+        if run is None:
             self.fits = False
             return
-        run, first, values, _ = memo
-        x, y, z = (*grid, 1, 1)[:3]
         args = self._numbered(args, as_they_are=False)
-        self.steps.append(
-            _Step(run, (x, y, z, _STREAM, *first, *args, *values), {}, None, is_launch=True)
-        )
+        self.steps.append(_Step(run, args, {}, None, is_launch=True))
 
     def _numbered(self, args: tuple[Any, ...], *, as_they_are: bool = True) -> tuple[Any, ...]:
         """Arguments, with its number in the place of each tensor."""

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_mm as torch_scaled_mm
 
 from float8lab.ops import reference
 from float8lab.ops.gemm import is_cublas_gemm, may_multiply
+from float8lab.ops.kernels import cublaslt
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize, transpose
 from float8lab.ops.kernels.grouped_gemm import grouped_mm
@@ -171,6 +172,10 @@ def _multiply(
         after = bias  # cuBLASLt has no epilogue that adds a bias to float32
     elif bias is not None:
         epilogue = bias.to(out_dtype)
+    if a_scale.numel() == b_scale.numel() == 1:
+        y = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype) if into is None else into
+        if cublaslt.multiply(a, b, a_scale, b_scale, epilogue, y, fast_accum=fast_accum):
+            return y if after is None else y.add_(after)
     out = torch._scaled_mm(
         a,
         b.t(),
@@ -216,6 +221,10 @@ def _multiply_blocks(
         return multiply_tiles(mode, a, _each_row(a_scale, a_block, rows), b, b_scale, None, y)
     scales = _per_block(a_scale, a_block, rows), _per_block(b_scale, b_block, columns)
     kinds = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
+    y = a.new_empty((rows, columns), dtype=out_dtype) if into is None else into
+    modes = kinds[0].value, kinds[1].value
+    if cublaslt.multiply(a, b, *scales, None, y, fast_accum=False, modes=modes):
+        return y
     if into is None:
         return torch_scaled_mm(
             a, b.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=out_dtype

@@ -1,0 +1,275 @@
+"""GEMMs of cuBLASLt, whose kernel is chosen once.  M rows of a, N rows of b, K contraction.
+
+Torch asks cuBLASLt at every GEMM of FP8 data which of its kernels suits the sizes. The answer is
+always the same, and takes the CPU longer than the launch. Here it is asked once for sizes and
+dtypes, with torch's question, so that the kernel is torch's and the bytes are.
+
+cuBLASLt has column-major matrices. ``out``, whose rows are contiguous, is its N x M matrix
+``b @ a.T``, so b is its matrix A, and a its matrix B.
+
+Source: cuBLAS documentation, "Using the cuBLASLt API"; numbers as in ``cublasLt.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import weakref
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from float8lab.ops.declare import RECORDING
+from float8lab.ops.kernels._launch import STREAM, current_stream
+
+__all__ = ["multiply"]
+
+_TENSORWISE = ScalingType.TensorWise.value
+
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14,
+          torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # fmt: skip
+"""``cudaDataType`` by dtype."""
+_COMPUTE_FLOAT32 = 68
+_TRANSPOSED_A, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _FAST, _BIAS_TYPE, _MODE_A, _MODE_B = (
+    3, 7, 8, 17, 18, 25, 26, 31, 32,
+)  # fmt: skip
+"""Attributes of a GEMM."""
+_ADDS_BIAS = 4
+_MAX_WORKSPACE = 1
+
+
+class _Sizes(NamedTuple):
+    """All that the choice of a kernel depends on."""
+
+    device: int
+    M: int
+    N: int
+    K: int
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    bias_alignment: int
+    """The largest power of 2, up to 256, that divides its address."""
+    fast_accum: bool
+    a_mode: int
+    """How the scales of a lie: a ``ScalingType`` of torch's, whose numbers are cuBLASLt's."""
+    b_mode: int
+
+
+class _Answer(ctypes.Structure):
+    """``cublasLtMatmulHeuristicResult_t``."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace_bytes", c_size_t),
+        ("state", c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    fast_accum: bool,
+    modes: tuple[int, int] = (_TENSORWISE, _TENSORWISE),
+) -> bool:
+    """``out = a @ b.T + bias``, of matrices with contiguous rows; False: it is left to torch.
+
+    That is where torch decides by more than sizes, or where no cuBLASLt is known here.
+
+    Args:
+        a: ``[M, K]`` in FP8.
+        b: ``[N, K]`` in FP8.
+        a_scale: its decode scales, which lie as ``modes`` says.
+        b_scale: likewise.
+        bias: ``[N]`` in the dtype of ``out``.
+        out: ``[M, N]``, which is written.
+        fast_accum: whether sums may stay in the tensor cores' own precision.
+        modes: a ``ScalingType`` of torch's for a and for b, as numbers.
+    """
+    if torch._C._get_sm_carveout_experimental() is not None or torch.cuda.tunable.is_enabled():
+        return False
+    (M, K), device = a.shape, a.get_device()
+    address = 0 if bias is None else bias.data_ptr()
+    gemm = _chosen(_Sizes(
+        device, M, b.shape[0], K, a.dtype, b.dtype, out.dtype, None if bias is None else bias.dtype,
+        min(address & -address, 256), fast_accum, *modes,
+    ))  # fmt: skip
+    if gemm is None:
+        return False
+    workspace = None
+    if gemm.workspace_bytes:
+        workspace = out.new_empty(gemm.workspace_bytes, dtype=torch.uint8)
+    tensors = a, b, a_scale, b_scale, bias, out, workspace
+    gemm.launch(current_stream(device), *tensors)
+    tell = getattr(RECORDING, "launch", None)
+    if tell is not None:
+        tell(gemm.launch, (STREAM, *tensors))
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(sizes: _Sizes) -> _ChosenGemm | None:
+    if _library() is None:
+        return None
+    try:
+        return _ChosenGemm(sizes)
+    except RuntimeError:  # of a cuBLASLt to which a number says something else
+        return None
+
+
+class _ChosenGemm:
+    """A kernel of cuBLASLt, and the sizes that it was chosen for.  Several threads may launch it."""
+
+    def __init__(self, sizes: _Sizes) -> None:
+        M, N, K = sizes[1:4]
+        self._handle = _handle(sizes.device)
+        self._operation = _new_operation(sizes)
+        self._b = _new_layout(sizes.b_dtype, K, N, K)
+        self._a = _new_layout(sizes.a_dtype, K, M, K)
+        self._out = _new_layout(sizes.out_dtype, N, M, N)
+        answer = _ask(self._handle, self._operation, self._b, self._a, self._out)
+        self.workspace_bytes = int(answer.workspace_bytes)
+        self._numbers = byref(c_float(1.0)), byref(c_float(0.0)), byref(answer)
+        self._addresses = {name: c_void_p() for name in (_SCALE_A, _SCALE_B, _BIAS)}
+        self._is_used = threading.Lock()
+        library = _library()
+        self._multiply, self._set = library.cublasLtMatmul, library.cublasLtMatmulDescSetAttribute
+
+    def launch(
+        self,
+        stream: int,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor,
+        b_scale: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        workspace: Tensor | None,
+    ) -> None:
+        """Multiply tensors of these sizes and dtypes on a stream of the current GPU."""
+        into, (one, zero, answer) = out.data_ptr(), self._numbers
+        room = None if workspace is None else workspace.data_ptr()
+        with self._is_used:
+            self._point(_SCALE_A, b_scale)
+            self._point(_SCALE_B, a_scale)
+            if bias is not None:
+                self._point(_BIAS, bias)
+            status = self._multiply(
+                self._handle, self._operation, one, b.data_ptr(), self._b, a.data_ptr(), self._a,
+                zero, into, self._out, into, self._out, answer, room, self.workspace_bytes, stream,
+            )  # fmt: skip
+        _check("cublasLtMatmul", status)
+
+    def _point(self, attribute: int, tensor: Tensor) -> None:
+        """Have an attribute hold the address of a tensor."""
+        known, address = self._addresses[attribute], tensor.data_ptr()
+        if known.value != address:
+            known.value = address
+            status = self._set(self._operation, attribute, byref(known), 8)
+            _check("cublasLtMatmulDescSetAttribute", status)
+
+
+def _new_operation(sizes: _Sizes) -> c_void_p:
+    operation = c_void_p()
+    _call("cublasLtMatmulDescCreate", byref(operation), _COMPUTE_FLOAT32, _TYPES[torch.float32])
+    _destroy_with(operation, _library().cublasLtMatmulDescDestroy)
+    _set(operation, _TRANSPOSED_A, c_int32(1))
+    _set(operation, _FAST, c_int8(sizes.fast_accum))
+    if (sizes.a_mode, sizes.b_mode) != (_TENSORWISE, _TENSORWISE):  # which CUDA 12.6 cannot say
+        _set(operation, _MODE_A, c_int32(sizes.b_mode))
+        _set(operation, _MODE_B, c_int32(sizes.a_mode))
+    if sizes.bias_dtype is not None:
+        _set(operation, _EPILOGUE, c_int32(_ADDS_BIAS))
+        _set(operation, _BIAS_TYPE, c_int32(_TYPES[sizes.bias_dtype]))
+        _set(operation, _BIAS, c_void_p(sizes.bias_alignment))  # all that the choice sees of it
+    return operation
+
+
+def _new_layout(dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_void_p:
+    layout = c_void_p()
+    sizes = c_uint64(rows), c_uint64(columns), c_int64(stride)
+    _call("cublasLtMatrixLayoutCreate", byref(layout), _TYPES[dtype], *sizes)
+    _destroy_with(layout, _library().cublasLtMatrixLayoutDestroy)
+    return layout
+
+
+def _destroy_with(created: c_void_p, destroy: Any) -> None:
+    """Have cuBLASLt free what ``created`` points to as soon as nothing has it."""
+    weakref.finalize(created, destroy, c_void_p(created.value)).atexit = False
+
+
+def _ask(
+    handle: c_void_p, operation: c_void_p, b: c_void_p, a: c_void_p, out: c_void_p
+) -> _Answer:
+    """The kernel that cuBLASLt's heuristic prefers."""
+    preference, found, answer = c_void_p(), c_int(), _Answer()
+    _call("cublasLtMatmulPreferenceCreate", byref(preference))
+    try:
+        limit = c_uint64(_workspace_limit())
+        _call(
+            "cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, byref(limit),
+            c_size_t(8),
+        )  # fmt: skip
+        _call(
+            "cublasLtMatmulAlgoGetHeuristic", handle, operation, b, a, out, out, preference, 1,
+            byref(answer), byref(found),
+        )  # fmt: skip
+    finally:
+        _call("cublasLtMatmulPreferenceDestroy", preference)
+    if found.value != 1 or answer.state:
+        raise RuntimeError(f"cuBLASLt has no kernel for this GEMM (status {answer.state})")
+    return answer
+
+
+def _workspace_limit() -> int:
+    """The most bytes that a kernel may work in: torch's limit."""
+    return 1024 * int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", "1024"))
+
+
+def _set(operation: c_void_p, attribute: int, value: Any) -> None:
+    size = ctypes.sizeof(value)
+    _call("cublasLtMatmulDescSetAttribute", operation, attribute, byref(value), size)
+
+
+def _call(name: str, *args: Any) -> None:
+    _check(name, getattr(_library(), name)(*args))
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"{name} failed with status {status}")
+
+
+@functools.cache
+def _library() -> Any:
+    """The cuBLASLt that torch has loaded; None where it has none."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{major}")
+    except OSError:
+        return None
+    pointer = c_void_p
+    library.cublasLtMatmul.argtypes = [*[pointer] * 14, c_size_t, pointer]
+    library.cublasLtMatmulDescSetAttribute.argtypes = [pointer, c_int, pointer, c_size_t]
+    return library
+
+
+@functools.cache
+def _handle(device: int) -> c_void_p:
+    """cuBLASLt's state for a GPU, which is the current one."""
+    handle = c_void_p()
+    _call("cublasLtCreate", byref(handle))
+    return handle

@@ -1,0 +1,165 @@
+"""What cuBLASLt is asked and told, by a library that notes it down."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from float8lab.formats import E4M3, E5M2
+from float8lab.ops.kernels import cublaslt
+from float8lab.ops.kernels._launch import STREAM
+
+
+class Library:
+    """A cuBLASLt that multiplies nothing."""
+
+    def __init__(self) -> None:
+        self.layouts: list[tuple[int, ...]] = []
+        self.attributes: dict[int, int] = {}
+        self.asked, self.destroyed, self.status, self.limit = 0, 0, 0, 1 << 20
+        self.launches: list[SimpleNamespace] = []
+
+    def cublasLtCreate(self, handle) -> int:
+        return 0
+
+    def cublasLtMatmulDescCreate(self, created, compute, scale) -> int:
+        assert (compute, scale) == (68, 0)
+        created._obj.value = 1
+        return 0
+
+    def cublasLtMatrixLayoutCreate(self, created, dtype, rows, columns, stride) -> int:
+        self.layouts.append((dtype, rows.value, columns.value, stride.value))
+        created._obj.value = 100 + len(self.layouts)
+        return 0
+
+    def cublasLtMatmulDescSetAttribute(self, _, attribute, value, size) -> int:
+        assert size == ctypes.sizeof(value._obj)
+        self.attributes[attribute] = value._obj.value
+        return 0
+
+    def cublasLtMatmulPreferenceCreate(self, created) -> int:
+        return 0
+
+    def cublasLtMatmulPreferenceSetAttribute(self, _, attribute, value, size) -> int:
+        assert (attribute, value._obj.value, size.value) == (1, self.limit, 8)
+        return 0
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *args) -> int:
+        self.asked += 1
+        *_, count, answer, found = args
+        assert count == 1
+        answer._obj.workspace_bytes, found._obj.value = 4096, 1
+        return self.status
+
+    def cublasLtMatmulPreferenceDestroy(self, _) -> int:
+        return 0
+
+    def cublasLtMatmul(self, *args) -> int:
+        _, _, one, b, b_layout, a, a_layout, zero, c, _, out, _, _, workspace, size, stream = args
+        assert (one._obj.value, zero._obj.value, c) == (1.0, 0.0, out)
+        layouts = [self.layouts[layout.value - 101] for layout in (b_layout, a_layout)]
+        self.launches.append(
+            SimpleNamespace(
+                addresses=(a, b, out, workspace), layouts=layouts, size=size, stream=stream,
+                attributes=dict(self.attributes),
+            )
+        )  # fmt: skip
+        return self.status
+
+    def cublasLtMatmulDescDestroy(self, _) -> None:
+        self.destroyed += 1
+
+    cublasLtMatrixLayoutDestroy = cublasLtMatmulDescDestroy
+
+
+@pytest.fixture
+def library(monkeypatch):
+    fake = Library()
+    cublaslt._chosen.cache_clear()
+    monkeypatch.setattr(cublaslt, "_library", lambda: fake)
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: ctypes.c_void_p(9))
+    monkeypatch.setattr(cublaslt, "current_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    yield fake
+    cublaslt._chosen.cache_clear()
+
+
+def operands(m=32, n=48, k=64, a_dtype=E4M3) -> list[Tensor]:
+    a, b = torch.ones(m, k).to(a_dtype), torch.ones(n, k).to(E4M3)
+    return [a, b, torch.ones(1), torch.ones(1)]
+
+
+def multiply(operands, bias=None, **options) -> tuple[bool, Tensor]:
+    m, n = operands[0].shape[0], operands[1].shape[0]
+    out = torch.empty(m, n, dtype=torch.bfloat16)
+    return cublaslt.multiply(*operands, bias, out, **{"fast_accum": True, **options}), out
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(48, dtype=torch.bfloat16)])
+def test_a_kernel_is_asked_for_once_and_launched_with_addresses(library, bias):
+    for launches in (1, 2):
+        a, b, a_scale, b_scale = given = operands(a_dtype=E5M2)
+        served, out = multiply(given, bias)
+        assert served
+        launch = library.launches[-1]
+        assert launch.addresses[:3] == (a.data_ptr(), b.data_ptr(), out.data_ptr())
+        # b is the column-major K x N matrix A of cuBLASLt, a its K x M matrix B.
+        assert launch.layouts == [(28, 64, 48, 64), (29, 64, 32, 64)]
+        assert (launch.size, launch.stream) == (4096, 7)
+        attributes = {3: 1, 25: 1, 17: b_scale.data_ptr(), 18: a_scale.data_ptr()}
+        if bias is not None:
+            attributes |= {7: 4, 26: 14, 8: bias.data_ptr()}
+        assert launch.attributes == attributes
+        assert library.asked == 1, launches
+    assert library.layouts[-1] == (14, 48, 32, 48)
+    multiply(operands(), bias)
+    assert library.asked == 2, "another dtype"
+    cublaslt._chosen.cache_clear()
+    assert library.destroyed == 8
+
+
+def test_a_recording_repeats_the_launch(library, monkeypatch):
+    told = []
+    monkeypatch.setattr(cublaslt.RECORDING, "launch", lambda *told_of: told.append(told_of), False)
+    multiply(operands())
+    [(run, (stream, *tensors))] = told
+    assert stream is STREAM
+    run(9, *tensors)
+    first, second = library.launches
+    assert (first.addresses, first.stream, second.stream) == (second.addresses, 7, 9)
+
+
+def test_blocks_tell_how_their_scales_lie(library):
+    a, b, *_ = operands(m=128, n=256, k=256)
+    served, _ = multiply([a, b, torch.ones(128, 2), torch.ones(2, 4)], fast_accum=False, modes=(4, 5))
+    assert served
+    assert {key: library.attributes[key] for key in (31, 32, 25)} == {31: 5, 32: 4, 25: 0}
+
+
+def test_where_torch_decides_by_more_than_sizes_it_is_left_to(library, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.tunable, "is_enabled", lambda: True)
+        assert not multiply(operands())[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 8)
+        assert not multiply(operands())[0]
+    library.status = 15  # this library has no kernel, or other numbers
+    assert not multiply(operands())[0]
+    cublaslt._chosen.cache_clear()
+    library.status, library.limit = 0, 2048 << 10
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
+    assert multiply(operands())[0]
+
+
+def test_a_launch_that_fails_says_so(library):
+    multiply(operands())
+    library.status = 13
+    with pytest.raises(RuntimeError, match="cublasLtMatmul failed with status 13"):
+        multiply(operands())
