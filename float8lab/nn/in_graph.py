@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from float8lab.formats import Spec
 from float8lab.nn.handles import owner_of
 from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
-from float8lab.ops.declare import declare, planned
+from float8lab.ops.declare import Split, declare, planned
 from float8lab.ops.operand import Operand, Quantized
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.recipe import recipe_numbered
@@ -132,22 +132,33 @@ def _cast(
     rowwise: bool,
     columnwise: bool,
     dbias: bool,
-    offs: Tensor | None = None,
-    first_expert: int = 0,
+    offs: Tensor | None,
+    first_expert: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    return _run(*_arguments(
+        prologue, inputs, dtype, handle, recipe, group, index, record, number, fp8_dtype, align,
+        rowwise, columnwise, dbias, offs, first_expert,
+    ))  # fmt: skip
+
+
+def _arguments(*args: Any) -> tuple[Any, ...]:
+    """The arguments of ``_cast_by_slots``, given those of ``_cast``: where the slots lie now."""
+    prologue, inputs, dtype, handle, recipe, group, index, record, _, *cast, offs, first = args
     x = _matrix(prologue, inputs, dtype, offs)
     experts = None
     if offs is not None:
         experts = offs.shape[0]
     elif inputs[0].ndim == 3:
         experts = inputs[0].shape[0]
-    numbers = None if experts is None else range(first_expert, first_expert + experts)
+    numbers = None if experts is None else range(first, first + experts)
     recipe_and_group = recipe_numbered(recipe), group_named(group)
     views = owner_of(handle).slots_in_graph(*recipe_and_group, index, record, x, numbers)
-    run = _planned_cast if inputs[0].is_cuda else _cast_by_slots
-    return run(
-        prologue, inputs, dtype, *views, fp8_dtype, align, rowwise, columnwise, dbias, offs
-    )  # fmt: skip
+    return prologue, inputs, dtype, *views, *cast, offs
+
+
+def _run(prologue: str, inputs: Sequence[Tensor], *args: Any) -> _Results:
+    """``_cast_by_slots``, on a GPU as a list of launches."""
+    return (_planned_cast if inputs[0].is_cuda else _cast_by_slots)(prologue, inputs, *args)
 
 
 def _matrix(
@@ -197,4 +208,7 @@ def _outputs(args: SimpleNamespace) -> _Results:
     return _Results(q, pair, q_t, column_sums)
 
 
-_cast_op = declare(_cast, name="cast.delayed", outputs=_outputs, any_strides=True)
+_cast_op = declare(
+    _cast, name="cast.delayed", outputs=_outputs, any_strides=True,
+    split=Split(_arguments, _run, _planned_cast.launcher),
+)  # fmt: skip

@@ -30,6 +30,7 @@ __all__ = [
     "OPS",
     "RECORDING",
     "Declared",
+    "Split",
     "announce",
     "called_by_ops",
     "compute_intensive_ops",
@@ -119,6 +120,17 @@ _TYPES = {
 """Types in a schema, by annotation. A result is a tensor, also where it may be None."""
 
 
+class Split(NamedTuple):
+    """A function that looks at Python's state, in two parts: the second can be repeated."""
+
+    prepare: Callable[..., tuple[Any, ...]]
+    """The look: it takes the arguments of the function, and gives those of the others."""
+    run: Callable[..., Any]
+    """All else, which depends on its arguments alone."""
+    launcher: Callable[[], Callable[..., Any]]
+    """What loads ``run`` for a GPU as a ``replayed`` function."""
+
+
 def declare(
     function: Callable[..., Any],
     *,
@@ -130,6 +142,7 @@ def declare(
     flops: Callable[..., int] | None = None,
     sharding: Rule | None = None,
     only_orders: bool = False,
+    split: Split | None = None,
 ) -> Callable[..., Any]:
     """Make an op of ``float8lab``, and return what calls it with plain tensors, by position.
 
@@ -157,6 +170,7 @@ def declare(
             one dimension of a device mesh: from the arguments with the shapes of whole tensors.
             Without it every rank computes the whole.
         only_orders: the op tells a compiler the order of others, and does nothing.
+        split: ``function`` in two, where it looks at Python's state.
     """
     name = name or function.__name__
     parameters = inspect.signature(function).parameters
@@ -202,8 +216,13 @@ def declare(
     if cuda is not None:
         call = direct = _direct(through, cuda, function)
         direct.overload = overload
+    told: dict[str, Any] = {"call": call}
+    if cuda is not None:
+        told["launcher"] = functools.partial(load_launcher, cuda)
+    elif split is not None:
+        told = {"prepare": split.prepare, "call": split.run, "launcher": split.launcher}
     for form in forms:
-        OPS.declared[form] = OPS.declared[form]._replace(call=call, cuda=cuda)
+        OPS.declared[form] = OPS.declared[form]._replace(**told)
     return overload if cuda is None else call
 
 
@@ -309,10 +328,12 @@ class Declared(NamedTuple):
     sharding: Rule | None
     only_orders: bool
     flops: Callable[..., int] | None = None
+    prepare: Callable[..., tuple[Any, ...]] | None = None
+    """What makes the arguments of ``call`` of those of the op, if they are others."""
     call: Callable[..., object] = NotImplemented
     """The op past the dispatcher."""
-    cuda: str | None = None
-    """The launcher, as ``declare`` is given it."""
+    launcher: Callable[[], Callable[..., Any]] | None = None
+    """What loads the function on a GPU that is recorded and repeated; None if there is none."""
 
 
 class _Ops:
@@ -449,16 +470,15 @@ def _records() -> bool:
     return getattr(RECORDING, "launch", None) is not None
 
 
-def planned(body: Callable[..., Any]) -> Callable[..., Any]:
+def planned(body: Callable[..., Any]) -> Any:
     """``body`` for tensors on a GPU: what it does is found out once and then repeated as one list.
 
     What it does must depend on nothing but its arguments: tensors, constants that can be hashed,
     and lists and tuples of these. It may call ops of this package and some of torch's.
     """
-    repeat: Any = None
+    launcher = functools.cache(lambda: load_launcher("_replay:replayed")(body))
 
     def call(*args: Any) -> Any:
-        nonlocal repeat
         if (
             torch.compiler.is_compiling()
             or torch.is_grad_enabled()
@@ -468,12 +488,11 @@ def planned(body: Callable[..., Any]) -> Callable[..., Any]:
             or is_profiled()
         ):
             return body(*args)
-        if repeat is None:
-            repeat = load_launcher("_replay:replayed")(body)
         if torch.is_autocast_enabled("cuda"):
-            return _exact(repeat, "cuda")(*args)
-        return repeat(*args)
+            return _exact(launcher(), "cuda")(*args)
+        return launcher()(*args)
 
+    call.launcher = launcher  # type: ignore[attr-defined]
     return call
 
 

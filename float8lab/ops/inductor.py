@@ -45,7 +45,8 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
     """
     overload = overload_named(name)
     op = OPS.declared[overload]
-    runs = _RUNS if repeats and op.cuda is not None else 0
+    prepare, run, launcher = op.prepare, op.call, op.launcher
+    runs = _RUNS if repeats and launcher is not None else 0
     repeat = lacks = None
 
     def call(*args: object) -> object:
@@ -53,14 +54,17 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
         if is_watched_by_a_mode() or is_profiled():
             announce()
             return overload(*args)
+        if prepare is not None:
+            args = prepare(*args)
         results: Any = NotImplemented
-        if repeat is not None and not torch.is_autocast_enabled("cuda"):
-            results = repeat(args)
-        elif runs and repeat is None:
-            runs -= 1
-            repeat = load_launcher("_replay:repeated")(load_launcher(str(op.cuda)), args)
+        if not torch.is_autocast_enabled("cuda"):
+            if repeat is not None:
+                results = repeat(args)
+            if results is NotImplemented and runs:
+                runs -= 1
+                repeat = load_launcher("_replay:repeated")(launcher(), args)  # type: ignore[misc]
         if results is NotImplemented:
-            results = op.call(*args)
+            results = run(*args)
         if lacks is None:
             lacks = any(results[i] is None for i in used_results)
         return filled(results, args) if lacks else results

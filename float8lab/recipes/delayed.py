@@ -53,8 +53,8 @@ __all__ = [
     "DelayedSlots",
     "Factors",
     "QuantParams",
-    "SlotViews",
     "ScalePack",
+    "SlotViews",
     "merge_packs",
     "own_amax",
 ]
@@ -708,10 +708,10 @@ class DelayedSlots:
         return known
 
     def views_again(self, index: int, experts: range | None = None) -> SlotViews:
-        """The factors by which the last forward's tensor was cast, as long as nothing changes."""
+        """The factors by which the last forward's tensor was cast, and amaxes that nobody reads."""
         factors = self.pack.previous if self.pack.advanced else self.pack.factors
         pair = factors[:, self._slot(index, experts)]
-        return SlotViews.of(pair, None)
+        return SlotViews.of(pair, torch.full_like(pair[0], NO_DATA))
 
     def observe(self, index: int, x: Tensor | Groups, experts: range | None = None) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""

@@ -138,7 +138,9 @@ def test_a_recording_repeats_the_launch(library, monkeypatch):
 
 def test_blocks_tell_how_their_scales_lie(library):
     a, b, *_ = operands(m=128, n=256, k=256)
-    served, _ = multiply([a, b, torch.ones(128, 2), torch.ones(2, 4)], fast_accum=False, modes=(4, 5))
+    served, _ = multiply(
+        [a, b, torch.ones(128, 2), torch.ones(2, 4)], fast_accum=False, modes=(4, 5)
+    )
     assert served
     assert {key: library.attributes[key] for key in (31, 32, 25)} == {31: 5, 32: 4, 25: 0}
 

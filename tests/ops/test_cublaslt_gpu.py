@@ -111,7 +111,7 @@ def test_threads_launch_with_their_own_scales(launches, monkeypatch):
 
 
 def test_a_cuda_graph_captures_it(launches, monkeypatch):
-    a, b = operand(256, 512), operand(128, 512, seed=1)
+    a, b = operand(288, 512), operand(128, 512, seed=1)
     for _ in range(3):
         call(a, b)
     graph = torch.cuda.CUDAGraph()

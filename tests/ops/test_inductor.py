@@ -76,3 +76,20 @@ def test_compiled_layers_repeat_their_launches(recipe, dynamic):
     assert "torch.ops.float8lab." not in "".join(
         line for code in codes for line in code.splitlines() if line.strip().startswith("buf")
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
+def test_what_is_repeated_is_not_looked_up(recipe, monkeypatch):
+    from float8lab.ops.kernels import _replay
+
+    torch._dynamo.reset()
+    layer = nn.Linear(256, 512, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(float8lab.convert_to_float8(layer, recipe()), fullgraph=True)
+    keys, key_of = [], _replay._key_of
+    for run in range(5):
+        if run == 4:
+            monkeypatch.setattr(_replay, "_key_of", lambda args: keys.append(args) or key_of(args))
+        x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        compiled(x).sum().backward()
+    assert len(keys) == (recipe is DelayedScaling), "the update of scales is no call site's"

@@ -136,11 +136,18 @@ def test_a_recorded_call_is_repeated_without_its_key(monkeypatch):
         assert repeated(launcher, arguments) is None, "not recorded so far"
         launcher(*arguments)
     repeat = repeated(launcher, arguments)
-    monkeypatch.setattr(_replay, "_key_of", None)
     a, b, c = torch.randn(3, *shape)
     assert torch.equal(repeat((2.0, [a, b], c)), (a - b) * 2.0 + c)
     unaligned = torch.randn(13)[1:].view(shape)
-    assert repeat((2.0, [a, unaligned], c)) is NotImplemented
+    arguments = (2.0, [a, unaligned], c)
+    assert repeat(arguments) is NotImplemented
+    for _ in range(2):
+        launcher(*arguments)
+    again = repeated(launcher, arguments)
+    assert torch.equal(again(arguments), (a - unaligned) * 2.0 + c)
+    assert again((2.0, [a, b], c)) is NotImplemented
+    monkeypatch.setattr(_replay, "_key_of", None)
+    assert torch.equal(repeat((2.0, [a, b], c)), (a - b) * 2.0 + c), "it needs no key"
     monkeypatch.setattr(_replay, "has_hooks", lambda: True)
     assert repeat((2.0, [a, b], c)) is NotImplemented
 

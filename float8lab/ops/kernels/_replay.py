@@ -417,8 +417,8 @@ def repeated(
 ) -> Callable[[tuple[object, ...]], object] | None:
     """The repetition of a recorded call for arguments that differ in their tensors alone.
 
-    None if it was not recorded, or with tensors that are not aligned. The repetition returns
-    NotImplemented where it does not serve: under hooks, and for such tensors.
+    None if it was not recorded. The repetition returns NotImplemented where it does not serve:
+    under hooks, and for tensors that are aligned otherwise.
     """
     located = _key_of(args)
     memo = None if located is None else getattr(launcher, "calls", {}).get(located[1])
@@ -431,13 +431,17 @@ def repeated(
             left += [(element, f"{place}[{i}]") for i, element in enumerate(arg)]
     places = [place for arg, place in left if isinstance(arg, Tensor)]
     pick = eval(f"lambda args: [{', '.join(places)}]")
-    addresses = " | ".join(f"{place}.data_ptr()" for place in places)
-    offset = eval(f"lambda args: ({addresses}) & 15")
+    offsets = [tensor.data_ptr() & 15 for tensor in located[2]]
+    differences = " | ".join(
+        f"{place}.data_ptr()" + f" ^ {offset}" * (offset != 0)
+        for place, offset in zip(places, offsets, strict=True)
+    )
+    is_other = eval(f"lambda args: ({differences}) & 15")
 
     def repeat(args: tuple[object, ...]) -> object:
-        return NotImplemented if offset(args) or has_hooks() else run(pick(args), device)
+        return NotImplemented if is_other(args) or has_hooks() else run(pick(args), device)
 
-    return None if offset(args) else repeat
+    return repeat
 
 
 def _on_device(

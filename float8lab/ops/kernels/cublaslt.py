@@ -131,7 +131,7 @@ def _chosen(sizes: _Sizes) -> _ChosenGemm | None:
 
 
 class _ChosenGemm:
-    """A kernel of cuBLASLt, and the sizes that it was chosen for.  Several threads may launch it."""
+    """A kernel of cuBLASLt for operands of certain sizes. Several threads may launch it."""
 
     def __init__(self, sizes: _Sizes) -> None:
         M, N, K = sizes[1:4]
@@ -211,9 +211,7 @@ def _destroy_with(created: c_void_p, destroy: Any) -> None:
     weakref.finalize(created, destroy, c_void_p(created.value)).atexit = False
 
 
-def _ask(
-    handle: c_void_p, operation: c_void_p, b: c_void_p, a: c_void_p, out: c_void_p
-) -> _Answer:
+def _ask(handle: c_void_p, operation: c_void_p, b: c_void_p, a: c_void_p, out: c_void_p) -> _Answer:
     """The kernel that cuBLASLt's heuristic prefers."""
     preference, found, answer = c_void_p(), c_int(), _Answer()
     _call("cublasLtMatmulPreferenceCreate", byref(preference))
