@@ -8,12 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 pytest.importorskip("triton")
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops.kernels import cublaslt
 from float8lab.ops.kernels._launch import STREAM
+
+BY_TENSOR, BY_ROW = ScalingType.TensorWise, ScalingType.RowWise
+BY_ROW_OF_128, BY_BLOCK = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 
 
 class Library:
@@ -99,7 +103,9 @@ def operands(m=32, n=48, k=64, a_dtype=E4M3) -> list[Tensor]:
 def multiply(operands, bias=None, **options) -> tuple[bool, Tensor]:
     m, n = operands[0].shape[0], operands[1].shape[0]
     out = torch.empty(m, n, dtype=torch.bfloat16)
-    return cublaslt.multiply(*operands, bias, out, **{"fast_accum": True, **options}), out
+    return cublaslt.multiply(
+        *operands, bias, out, **{"fast_accum": True, "scalings": (BY_TENSOR,) * 2, **options}
+    ), out
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(48, dtype=torch.bfloat16)])

@@ -17,7 +17,7 @@ from tests.ops import forms
 
 pytestmark = pytest.mark.gpu
 
-BY_ROW, BY_BLOCK, BY_TENSOR = (1, 128), (128, 128), (-1, -1)
+BY_TENSOR, BY_ROW, BY_ROW_OF_128, BY_BLOCK = (-1, -1), (1, -1), (1, 128), (128, 128)
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +74,25 @@ def test_bytes_of_one_scale(shape, dtypes, dtype, launches, monkeypatch):
             assert len(launches) == 3, "two of which were no repetitions"
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+def test_bytes_of_a_scale_for_each_row(shape, dtypes, launches, monkeypatch):
+    m, n, k = shape
+    for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
+        for fast in (True, False):
+            launches.clear()
+            for seed in range(3):
+                a = operand(m, k, dtypes[0], BY_ROW, seed=seed)
+                b = operand(n, k, dtypes[1], BY_ROW, seed=9)
+                given = a, b, bias, torch.bfloat16, fast, (BY_ROW, BY_ROW)
+                assert torch.equal(call(*given), expected(monkeypatch, *given))
+            assert len(launches) == 3, "two of which were no repetitions"
+
+
 @pytest.mark.parametrize("shape", [s for s in SHAPES if not any(n % 128 for n in s)], ids=str)
-@pytest.mark.parametrize("blocks", [(BY_ROW, BY_BLOCK), (BY_ROW, BY_ROW), (BY_BLOCK, BY_ROW)])
+@pytest.mark.parametrize(
+    "blocks", [(BY_ROW_OF_128, BY_BLOCK), (BY_ROW_OF_128,) * 2, (BY_BLOCK, BY_ROW_OF_128)]
+)
 def test_bytes_of_blocks(shape, blocks, launches, monkeypatch):
     m, n, k = shape
     for dtype in (torch.bfloat16, torch.float32):

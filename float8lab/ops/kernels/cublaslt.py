@@ -29,8 +29,6 @@ from float8lab.ops.kernels._launch import STREAM, current_stream
 
 __all__ = ["multiply"]
 
-_TENSORWISE = ScalingType.TensorWise.value
-
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14,
           torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # fmt: skip
 """``cudaDataType`` by dtype."""
@@ -40,6 +38,11 @@ _TRANSPOSED_A, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _FAST, _BIAS_TYPE, _MODE_A,
 )  # fmt: skip
 """Attributes of a GEMM."""
 _ADDS_BIAS = 4
+_MODES = {
+    ScalingType.TensorWise: 0, ScalingType.RowWise: 3, ScalingType.BlockWise1x128: 4,
+    ScalingType.BlockWise128x128: 5,
+}  # fmt: skip
+"""How scales lie, by torch's names."""
 _MAX_WORKSPACE = 1
 
 
@@ -57,9 +60,8 @@ class _Sizes(NamedTuple):
     bias_alignment: int
     """The largest power of 2, up to 256, that divides its address."""
     fast_accum: bool
-    a_mode: int
-    """How the scales of a lie: a ``ScalingType`` of torch's, whose numbers are cuBLASLt's."""
-    b_mode: int
+    a_scaling: ScalingType
+    b_scaling: ScalingType
 
 
 class _Answer(ctypes.Structure):
@@ -82,8 +84,8 @@ def multiply(
     bias: Tensor | None,
     out: Tensor,
     *,
+    scalings: tuple[ScalingType, ScalingType],
     fast_accum: bool,
-    modes: tuple[int, int] = (_TENSORWISE, _TENSORWISE),
 ) -> bool:
     """``out = a @ b.T + bias``, of matrices with contiguous rows; False: it is left to torch.
 
@@ -92,12 +94,12 @@ def multiply(
     Args:
         a: ``[M, K]`` in FP8.
         b: ``[N, K]`` in FP8.
-        a_scale: its decode scales, which lie as ``modes`` says.
+        a_scale: its decode scales, as torch's ``scaled_mm`` wants them.
         b_scale: likewise.
         bias: ``[N]`` in the dtype of ``out``.
         out: ``[M, N]``, which is written.
+        scalings: which blocks of a and of b share a scale.
         fast_accum: whether sums may stay in the tensor cores' own precision.
-        modes: a ``ScalingType`` of torch's for a and for b, as numbers.
     """
     if torch._C._get_sm_carveout_experimental() is not None or torch.cuda.tunable.is_enabled():
         return False
@@ -105,7 +107,7 @@ def multiply(
     address = 0 if bias is None else bias.data_ptr()
     gemm = _chosen(_Sizes(
         device, M, b.shape[0], K, a.dtype, b.dtype, out.dtype, None if bias is None else bias.dtype,
-        min(address & -address, 256), fast_accum, *modes,
+        min(address & -address, 256), fast_accum, *scalings,
     ))  # fmt: skip
     if gemm is None:
         return False
@@ -188,9 +190,12 @@ def _new_operation(sizes: _Sizes) -> c_void_p:
     _destroy_with(operation, _library().cublasLtMatmulDescDestroy)
     _set(operation, _TRANSPOSED_A, c_int32(1))
     _set(operation, _FAST, c_int8(sizes.fast_accum))
-    if (sizes.a_mode, sizes.b_mode) != (_TENSORWISE, _TENSORWISE):  # which CUDA 12.6 cannot say
-        _set(operation, _MODE_A, c_int32(sizes.b_mode))
-        _set(operation, _MODE_B, c_int32(sizes.a_mode))
+    for attribute in (_SCALE_A, _SCALE_B):  # the choice sees that there are some
+        _set(operation, attribute, c_void_p(256))
+    modes = _MODES[sizes.b_scaling], _MODES[sizes.a_scaling]
+    if any(modes):  # CUDA 12.6 has no other than 0, and no attribute
+        _set(operation, _MODE_A, c_int32(modes[0]))
+        _set(operation, _MODE_B, c_int32(modes[1]))
     if sizes.bias_dtype is not None:
         _set(operation, _EPILOGUE, c_int32(_ADDS_BIAS))
         _set(operation, _BIAS_TYPE, c_int32(_TYPES[sizes.bias_dtype]))

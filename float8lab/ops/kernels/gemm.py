@@ -172,10 +172,12 @@ def _multiply(
         after = bias  # cuBLASLt has no epilogue that adds a bias to float32
     elif bias is not None:
         epilogue = bias.to(out_dtype)
-    if a_scale.numel() == b_scale.numel() == 1:
-        y = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype) if into is None else into
-        if cublaslt.multiply(a, b, a_scale, b_scale, epilogue, y, fast_accum=fast_accum):
-            return y if after is None else y.add_(after)
+    kind = ScalingType.TensorWise if b_scale.numel() == 1 else ScalingType.RowWise
+    y = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype) if into is None else into
+    if cublaslt.multiply(
+        a, b, a_scale, b_scale, epilogue, y, scalings=(kind, kind), fast_accum=fast_accum
+    ):
+        return y if after is None else y.add_(after)
     out = torch._scaled_mm(
         a,
         b.t(),
@@ -222,8 +224,7 @@ def _multiply_blocks(
     scales = _per_block(a_scale, a_block, rows), _per_block(b_scale, b_block, columns)
     kinds = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
     y = a.new_empty((rows, columns), dtype=out_dtype) if into is None else into
-    modes = kinds[0].value, kinds[1].value
-    if cublaslt.multiply(a, b, *scales, None, y, fast_accum=False, modes=modes):
+    if cublaslt.multiply(a, b, *scales, None, y, scalings=kinds, fast_accum=False):
         return y
     if into is None:
         return torch_scaled_mm(
