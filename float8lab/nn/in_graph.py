@@ -32,7 +32,7 @@ from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
 from float8lab.ops.declare import Split, declare, planned
 from float8lab.ops.operand import Operand, Quantized
-from float8lab.recipes.delayed import Factors, QuantParams
+from float8lab.recipes.delayed import Factors, QuantParams, SlotViews
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph
@@ -129,70 +129,74 @@ def _cast(
     number: int,
     fp8_dtype: torch.dtype,
     align: int,
+    *,
     rowwise: bool,
     columnwise: bool,
     dbias: bool,
     offs: Tensor | None,
     first_expert: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    return _run(*_arguments(
+    return _run(*_look(
         prologue, inputs, dtype, handle, recipe, group, index, record, number, fp8_dtype, align,
         rowwise, columnwise, dbias, offs, first_expert,
     ))  # fmt: skip
 
 
-def _arguments(*args: Any) -> tuple[Any, ...]:
-    """The arguments of ``_cast_by_slots``, given those of ``_cast``: where the slots lie now."""
-    prologue, inputs, dtype, handle, recipe, group, index, record, _, *cast, offs, first = args
-    x = _matrix(prologue, inputs, dtype, offs)
-    experts = None
+class _SlotCast(NamedTuple):
+    """The arguments of ``_run``: a cast by the factors of slots."""
+
+    x: Matrix
+    slots: SlotViews
+    rowwise: Spec | None
+    columnwise: Spec | None
+    dbias: bool
+    align: int
+
+
+def _look(*args: Any) -> _SlotCast:
+    """Where the state lies that a cast with these arguments of the op reads and writes."""
+    (prologue, inputs, dtype, handle, recipe, group, index, record, _, fp8_dtype, align,
+     rowwise, columnwise, dbias, offs, first_expert) = args  # fmt: skip
+    x, experts = Prologue(prologue, inputs, dtype) if prologue else inputs[0], None
     if offs is not None:
-        experts = offs.shape[0]
+        x, experts = Groups(prologue, inputs, dtype, offs), offs.shape[0]
     elif inputs[0].ndim == 3:
         experts = inputs[0].shape[0]
-    numbers = None if experts is None else range(first, first + experts)
+    numbers = None if experts is None else range(first_expert, first_expert + experts)
     recipe_and_group = recipe_numbered(recipe), group_named(group)
-    views = owner_of(handle).slots_in_graph(*recipe_and_group, index, record, x, numbers)
-    return prologue, inputs, dtype, *views, *cast, offs
+    slots = owner_of(handle).slots_in_graph(*recipe_and_group, index, record, x, numbers)
+    spec = _spec_of_tensor(fp8_dtype)
+    return _SlotCast(
+        x, slots, spec if rowwise else None, spec if columnwise else None, dbias, align
+    )
 
 
-def _run(prologue: str, inputs: Sequence[Tensor], *args: Any) -> _Results:
-    """``_cast_by_slots``, on a GPU as a list of launches."""
-    return (_planned_cast if inputs[0].is_cuda else _cast_by_slots)(prologue, inputs, *args)
-
-
-def _matrix(
-    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, offs: Tensor | None
-) -> Matrix:
-    """What is cast, of an op's arguments."""
-    if offs is not None:
-        return Groups(prologue, inputs, dtype, offs)
-    return Prologue(prologue, inputs, dtype) if prologue else inputs[0]
+def _run(
+    x: Matrix,
+    slots: SlotViews,
+    rowwise: Spec | None,
+    columnwise: Spec | None,
+    dbias: bool,
+    align: int,
+) -> _Results:
+    run = _planned_cast if slots.pair.is_cuda else _cast_by_slots
+    results: _Results = run(x, slots, rowwise, columnwise, dbias, align)
+    return results
 
 
 def _cast_by_slots(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    pair: Tensor,
-    encode: Tensor,
-    amaxes: Tensor | None,
-    fp8_dtype: torch.dtype,
-    align: int,
-    rowwise: bool,
-    columnwise: bool,
+    x: Matrix,
+    slots: SlotViews,
+    rowwise: Spec | None,
+    columnwise: Spec | None,
     dbias: bool,
-    offs: Tensor | None,
+    align: int,
 ) -> _Results:
     """Cast by factors that the next update will change: the result has a copy of them."""
-    spec = _spec_of_tensor(fp8_dtype)
-    params = QuantParams(Factors(encode, encode), amaxes, "encode")
-    made = quantize(
-        _matrix(prologue, inputs, dtype, offs), spec if rowwise else None,
-        spec if columnwise else None, params, dbias=dbias, align=align,
-    )  # fmt: skip
+    params = QuantParams(Factors(slots.encode, slots.encode), slots.amaxes, "encode")
+    made = quantize(x, rowwise, columnwise, params, dbias=dbias, align=align)
     q, q_t = made.rowwise, made.columnwise
-    return _Results(q and q.data, pair.clone(), q_t and q_t.data, made.dbias)
+    return _Results(q and q.data, slots.pair.clone(), q_t and q_t.data, made.dbias)
 
 
 _planned_cast = planned(_cast_by_slots)
@@ -210,5 +214,5 @@ def _outputs(args: SimpleNamespace) -> _Results:
 
 _cast_op = declare(
     _cast, name="cast.delayed", outputs=_outputs, any_strides=True,
-    split=Split(_arguments, _run, _planned_cast.launcher),
+    split=Split(_look, _run, _planned_cast.launcher),
 )  # fmt: skip

@@ -121,14 +121,14 @@ _TYPES = {
 
 
 class Split(NamedTuple):
-    """A function that looks at Python's state, in two parts: the second can be repeated."""
+    """An op past the dispatcher, where it looks at Python's state in two parts."""
 
-    prepare: Callable[..., tuple[Any, ...]]
-    """The look: it takes the arguments of the function, and gives those of the others."""
-    run: Callable[..., Any]
+    prepare: Callable[..., tuple[object, ...]] | None
+    """The look: it takes the arguments of the op, and gives those of ``run``; None: the same."""
+    run: Callable[..., object]
     """All else, which depends on its arguments alone."""
-    launcher: Callable[[], Callable[..., Any]]
-    """What loads ``run`` for a GPU as a ``replayed`` function."""
+    launcher: Callable[[], Callable[..., object]] | None
+    """What loads ``run`` for a GPU as a ``replayed`` function, if there is one."""
 
 
 def declare(
@@ -216,13 +216,11 @@ def declare(
     if cuda is not None:
         call = direct = _direct(through, cuda, function)
         direct.overload = overload
-    told: dict[str, Any] = {"call": call}
-    if cuda is not None:
-        told["launcher"] = functools.partial(load_launcher, cuda)
-    elif split is not None:
-        told = {"prepare": split.prepare, "call": split.run, "launcher": split.launcher}
+    if split is None:
+        launcher = None if cuda is None else functools.partial(load_launcher, cuda)
+        split = Split(None, call, launcher)
     for form in forms:
-        OPS.declared[form] = OPS.declared[form]._replace(**told)
+        OPS.declared[form] = OPS.declared[form]._replace(split=split)
     return overload if cuda is None else call
 
 
@@ -328,12 +326,8 @@ class Declared(NamedTuple):
     sharding: Rule | None
     only_orders: bool
     flops: Callable[..., int] | None = None
-    prepare: Callable[..., tuple[Any, ...]] | None = None
-    """What makes the arguments of ``call`` of those of the op, if they are others."""
-    call: Callable[..., object] = NotImplemented
+    split: Split = Split(None, NotImplemented, None)
     """The op past the dispatcher."""
-    launcher: Callable[[], Callable[..., Any]] | None = None
-    """What loads the function on a GPU that is recorded and repeated; None if there is none."""
 
 
 class _Ops:

@@ -44,8 +44,7 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
         repeats: the graph is a GPU's, and no size of the arguments varies.
     """
     overload = overload_named(name)
-    op = OPS.declared[overload]
-    prepare, run, launcher = op.prepare, op.call, op.launcher
+    prepare, run, launcher = OPS.declared[overload].split
     runs = _RUNS if repeats and launcher is not None else 0
     repeat = lacks = None
 
@@ -54,17 +53,16 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
         if is_watched_by_a_mode() or is_profiled():
             announce()
             return overload(*args)
-        if prepare is not None:
-            args = prepare(*args)
+        given = args if prepare is None else prepare(*args)
         results: Any = NotImplemented
         if not torch.is_autocast_enabled("cuda"):
             if repeat is not None:
-                results = repeat(args)
+                results = repeat(given)
             if results is NotImplemented and runs:
                 runs -= 1
-                repeat = load_launcher("_replay:repeated")(launcher(), args)  # type: ignore[misc]
+                repeat = load_launcher("_replay:repeated")(launcher(), given)  # type: ignore[misc]
         if results is NotImplemented:
-            results = run(*args)
+            results = run(*given)
         if lacks is None:
             lacks = any(results[i] is None for i in used_results)
         return filled(results, args) if lacks else results

@@ -708,7 +708,7 @@ class DelayedSlots:
         return known
 
     def views_again(self, index: int, experts: range | None = None) -> SlotViews:
-        """The factors by which the last forward's tensor was cast, and amaxes that nobody reads."""
+        """The factors by which the last forward's tensor was cast, and amaxes for no update."""
         factors = self.pack.previous if self.pack.advanced else self.pack.factors
         pair = factors[:, self._slot(index, experts)]
         return SlotViews.of(pair, torch.full_like(pair[0], NO_DATA))

@@ -26,7 +26,7 @@ class Library:
     def __init__(self) -> None:
         self.layouts: list[tuple[int, ...]] = []
         self.attributes: dict[int, int] = {}
-        self.asked, self.destroyed, self.status, self.limit = 0, 0, 0, 1 << 20
+        self.asked, self.destroyed, self.status = 0, 0, 0
         self.launches: list[SimpleNamespace] = []
 
     def cublasLtCreate(self, handle) -> int:
@@ -51,7 +51,7 @@ class Library:
         return 0
 
     def cublasLtMatmulPreferenceSetAttribute(self, _, attribute, value, size) -> int:
-        assert (attribute, value._obj.value, size.value) == (1, self.limit, 8)
+        assert (attribute, value._obj.value, size.value) == (1, 1 << 20, 8)
         return 0
 
     def cublasLtMatmulAlgoGetHeuristic(self, *args) -> int:
@@ -90,7 +90,6 @@ def library(monkeypatch):
     monkeypatch.setattr(cublaslt, "_handle", lambda device: ctypes.c_void_p(9))
     monkeypatch.setattr(cublaslt, "current_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
-    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
     yield fake
     cublaslt._chosen.cache_clear()
 
@@ -142,13 +141,14 @@ def test_a_recording_repeats_the_launch(library, monkeypatch):
     assert (first.addresses, first.stream, second.stream) == (second.addresses, 7, 9)
 
 
-def test_blocks_tell_how_their_scales_lie(library):
+@pytest.mark.parametrize(
+    ("scalings", "modes"), [((BY_ROW, BY_ROW), (3, 3)), ((BY_ROW_OF_128, BY_BLOCK), (4, 5))]
+)
+def test_a_kernel_is_told_how_scales_lie(scalings, modes, library):
     a, b, *_ = operands(m=128, n=256, k=256)
-    served, _ = multiply(
-        [a, b, torch.ones(128, 2), torch.ones(2, 4)], fast_accum=False, modes=(4, 5)
-    )
-    assert served
-    assert {key: library.attributes[key] for key in (31, 32, 25)} == {31: 5, 32: 4, 25: 0}
+    scales = torch.ones(128, 2), torch.ones(2, 4)
+    assert multiply([a, b, *scales], fast_accum=False, scalings=scalings)[0]
+    assert (library.attributes[32], library.attributes[31], library.attributes[25]) == (*modes, 0)
 
 
 def test_where_torch_decides_by_more_than_sizes_it_is_left_to(library, monkeypatch):
@@ -161,8 +161,7 @@ def test_where_torch_decides_by_more_than_sizes_it_is_left_to(library, monkeypat
     library.status = 15  # this library has no kernel, or other numbers
     assert not multiply(operands())[0]
     cublaslt._chosen.cache_clear()
-    library.status, library.limit = 0, 2048 << 10
-    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
+    library.status = 0
     assert multiply(operands())[0]
 
 

@@ -266,7 +266,7 @@ class _Recording(TorchDispatchMode):
         self.tensors.append(descriptor)
         return len(self.tensors) - 1
 
-    def launch(self, run: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
+    def launch(self, run: Callable[..., None] | None, args: tuple[object, ...]) -> None:
         """A launch by ``run``, whose kernel reads and writes tensors; None: it is not repeated."""
         if run is None:
             self.fits = False

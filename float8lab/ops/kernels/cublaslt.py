@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import threading
 import weakref
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ _MODES = {
 }  # fmt: skip
 """How scales lie, by torch's names."""
 _MAX_WORKSPACE = 1
+_WORKSPACE_BYTES = 1024**2
+"""The most that a kernel may work in: torch's limit."""
 
 
 class _Sizes(NamedTuple):
@@ -124,11 +126,9 @@ def multiply(
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(sizes: _Sizes) -> _ChosenGemm | None:
-    if _library() is None:
-        return None
     try:
         return _ChosenGemm(sizes)
-    except RuntimeError:  # of a cuBLASLt to which a number says something else
+    except (OSError, RuntimeError):  # there is no such library, or a number says something else
         return None
 
 
@@ -211,7 +211,7 @@ def _new_layout(dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_v
     return layout
 
 
-def _destroy_with(created: c_void_p, destroy: Any) -> None:
+def _destroy_with(created: c_void_p, destroy: Callable[[c_void_p], object]) -> None:
     """Have cuBLASLt free what ``created`` points to as soon as nothing has it."""
     weakref.finalize(created, destroy, c_void_p(created.value)).atexit = False
 
@@ -221,7 +221,7 @@ def _ask(handle: c_void_p, operation: c_void_p, b: c_void_p, a: c_void_p, out: c
     preference, found, answer = c_void_p(), c_int(), _Answer()
     _call("cublasLtMatmulPreferenceCreate", byref(preference))
     try:
-        limit = c_uint64(_workspace_limit())
+        limit = c_uint64(_WORKSPACE_BYTES)
         _call(
             "cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, byref(limit),
             c_size_t(8),
@@ -237,17 +237,12 @@ def _ask(handle: c_void_p, operation: c_void_p, b: c_void_p, a: c_void_p, out: c
     return answer
 
 
-def _workspace_limit() -> int:
-    """The most bytes that a kernel may work in: torch's limit."""
-    return 1024 * int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", "1024"))
-
-
-def _set(operation: c_void_p, attribute: int, value: Any) -> None:
+def _set(operation: c_void_p, attribute: int, value: c_void_p | c_int8 | c_int32) -> None:
     size = ctypes.sizeof(value)
     _call("cublasLtMatmulDescSetAttribute", operation, attribute, byref(value), size)
 
 
-def _call(name: str, *args: Any) -> None:
+def _call(name: str, *args: object) -> None:
     _check(name, getattr(_library(), name)(*args))
 
 
@@ -257,13 +252,10 @@ def _check(name: str, status: int) -> None:
 
 
 @functools.cache
-def _library() -> Any:
-    """The cuBLASLt that torch has loaded; None where it has none."""
+def _library() -> ctypes.CDLL:
+    """The cuBLASLt that torch has loaded."""
     major = (torch.version.cuda or "").partition(".")[0]
-    try:
-        library = ctypes.CDLL(f"libcublasLt.so.{major}")
-    except OSError:
-        return None
+    library = ctypes.CDLL(f"libcublasLt.so.{major}")
     pointer = c_void_p
     library.cublasLtMatmul.argtypes = [*[pointer] * 14, c_size_t, pointer]
     library.cublasLtMatmulDescSetAttribute.argtypes = [pointer, c_int, pointer, c_size_t]
