@@ -179,7 +179,7 @@ class ScalePack:
         self._copy: Tensor | None = None  # [S, 2, 4], of ``factors`` as they are now
         self._live: Sequence[Any] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
-        self.views: dict[tuple[int, int], SlotViews] = {}  # of slots that graphs cast by
+        self.views: dict[tuple[int, range | None], SlotViews] = {}  # of slots that graphs cast by
 
     def live(self) -> Sequence[Any] | None:
         """The decode scale and the encode factor of each slot in turn, unchanged by later updates.
@@ -474,8 +474,9 @@ class DelayedSlots:
 
     def _slot(self, index: int, experts: range | None) -> int | slice:
         """The same, of which a tensor without parts has one as a number."""
-        columns = self._columns(index, experts)
-        return columns.start if self.widths[index] == 1 else columns
+        if self.widths[index] == 1:
+            return self.start + self.column_starts[index]
+        return self._columns(index, experts)
 
     def have_scales(self, index: int) -> Tensor:
         """Which of a tensor's slots have a scale that means something."""
@@ -691,20 +692,20 @@ class DelayedSlots:
 
         What a slot without a scale is given is ``x``'s own, as in ``scale_for``.
         """
-        pack, columns = self.pack, self.columns_of(index, experts)
+        pack, key = self.pack, (self.start + self.column_starts[index], experts)
         if record and not self.forward[index]:
             pack.watch_backward()
         if not self.is_seeded(index):
             own = self._own_params(index, x, record, True, experts)
             if own is not None:
                 return SlotViews.of(own.factors.joined(), own.amax_slot)
-        known = pack.views.get((columns.start, columns.stop))
+        known = pack.views.get(key)
         if known is None:
             with torch.inference_mode(False):  # training uses these views, too
                 slot = self._slot(index, experts)
                 amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
                 known = SlotViews.of(pack.factors[:, slot], amaxes)
-            pack.views[columns.start, columns.stop] = known
+            pack.views[key] = known
         return known
 
     def views_again(self, index: int, experts: range | None = None) -> SlotViews:
