@@ -270,11 +270,11 @@ def forward(
         recomputes: with a prologue, save what ``recompute_forward`` needs, too.
         offsets: the offsets of experts' rows; then weight and bias are those of E experts, and rows
             beyond the last offset give zeros.
-        save_memory: requantize the weight in backward rather than keep its FP8 data; with a
-            prologue, a parameter always is.
+        save_memory: requantize the weight in backward rather than keep its FP8 data; a parameter,
+            which is alive until then, always is.
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
-    save_memory = save_memory or (is_prologue and isinstance(weight, nn.Parameter))
+    save_memory = save_memory or isinstance(weight, nn.Parameter)
     requantizes = save_memory and not keeps_fp8_data(weight, call)
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
