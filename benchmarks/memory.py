@@ -7,10 +7,10 @@ before the forward, the output included; ``peak`` is the most it has more until 
 gradients of the parameters, which exist before, not included; ``saved`` are the distinct storages
 that autograd saves, parameters not included; ``weights`` the parameters.
 
-Candidates are plain ``torch.nn`` in bfloat16, eager and compiled, and ``TransformerLayer`` in
-bfloat16, with FP8 compute and with the weights stored in FP8, with ``--compile`` also compiled;
-each starts from the same weights and must give the plain layer's output and input gradient,
-compared without the residual stream.
+Candidates are plain ``torch.nn`` in bfloat16, eager and compiled, the same converted, and
+``TransformerLayer`` in bfloat16, with FP8 compute and with the weights stored in FP8, with
+``--compile`` also compiled; each starts from the same weights and must give the plain layer's
+output and input gradient, compared without the residual stream.
 
 ``growth`` is what the allocator has more after 200 steps of a small layer than after 20, and how
 much higher its peak was in between.
@@ -31,7 +31,15 @@ from torch import Tensor, nn
 from benchmarks import common, report
 from benchmarks.layer import add_sizes
 from benchmarks.linear import saved_bytes, storages
-from benchmarks.models import LLAMA, InContext, LayerSize, our_context, our_layer, plain_layer
+from benchmarks.models import (
+    LLAMA,
+    InContext,
+    LayerSize,
+    converted,
+    our_context,
+    our_layer,
+    plain_layer,
+)
 from benchmarks.recipes import RECIPES
 from benchmarks.report import Column, Row, Setting, Subject, Target
 from float8lab.recipes import Recipe
@@ -78,6 +86,10 @@ def variants(setting: Setting, size: LayerSize) -> Iterator[Variant]:
         yield Variant(f"{name}, fp8_activation_input", half, targets=(of_plain(0.53),))
         yield Variant(f"{name}, FP8 weights", stored)
         yield from compiled_variants(setting, name, ours, stored)
+        of_plain_layer: Any = partial(converted, recipe=RECIPES[name]())
+        yield Variant(f"plain, converted, {name}", of_plain_layer)
+        if "compile" in setting.modes:
+            yield Variant(f"plain, converted, {name}, compile", of_plain_layer, compiled=True)
 
 
 def compiled_variants(
