@@ -194,7 +194,8 @@ def operands(monkeypatch):
 
     def cast(*args):
         results = cast_op(*args)
-        if args[3] == torch.float8_e4m3fn and results[0] is not None:
+        traced = torch.compiler.is_compiling()  # the graph's own op is no call of this
+        if not traced and args[3] == torch.float8_e4m3fn and results[0] is not None:
             found.append((in_backward(), results[0].clone()))
         return results
 

@@ -177,7 +177,9 @@ def test_current_scaling_leaves_the_amax_to_the_compiler(name, count):
     def look(graph, inputs):
         for node in graph.graph.nodes:
             if node.target is torch.ops.float8lab.cast.pure:
-                found.extend(a for a in node.args if isinstance(a, torch.fx.Node))
+                given = [a for a in node.args if isinstance(a, torch.fx.Node)]
+                # What requantizes a weight in backward is an input of its graph.
+                found.extend(a for a in given if a.op != "placeholder")
         return make_boxed_func(graph)
 
     compiled = torch.compile(

@@ -60,16 +60,14 @@ def test_frozen_weights_take_two_products_and_keep_no_input(device, recipe, free
         "head": 2,
     }
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    # Between forward and backward there is nothing of the size of the input: of a weight stored in
-    # FP8 nothing at all, of another its cast, where dgrad takes the bytes of the forward.
+    # Between forward and backward there is nothing of the size of the input, and of the weight what
+    # casts it again to the bytes of the forward.
     x.requires_grad_()
     report = memory_report(model, x)
     kept = {r.name: r.activations for r in report.layers if r.name.endswith("base_layer")}
-    again = recipe.linear.w.block[0] != recipe.linear.w.block[1]
-    for name, layer in base_layers(model).items():
-        cast = 0 if freeze or again else layer.weight.numel()
-        scales = 2048  # at most: a scale a tensor, or what a CUDA allocator makes of it
-        assert cast <= kept[f"{name}.base_layer"] <= cast + (scales if cast else 0)
+    scales = 2048  # at most: a scale a tensor, or what a CUDA allocator makes of it
+    for name in base_layers(model):
+        assert kept[f"{name}.base_layer"] <= (0 if freeze else scales)
 
 
 @each_recipe
