@@ -15,7 +15,8 @@ from its own first rows, in whatever step they come. Until all have one, casts l
 Casts never read ``ScalePack.factors`` themselves but a copy, which all slots' casts share from one
 update to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA
 graph records them, each cast makes its own copy in the graph, since a replay updates them unseen; a
-pack that was recorded keeps its tensors, and is not merged any more.
+pack that was recorded keeps its tensors, and is not merged any more. In a compiled graph a cast
+reads the factors (``SlotViews``), and its result has a copy.
 
 What an exception interrupts is forgotten. A region tells its packs so. They hear nothing of a
 backward pass that was interrupted: its graph task, which owns the callback for its end, is then
