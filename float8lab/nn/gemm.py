@@ -270,12 +270,12 @@ def forward(
         recomputes: with a prologue, save what ``recompute_forward`` needs, too.
         offsets: the offsets of experts' rows; then weight and bias are those of E experts, and rows
             beyond the last offset give zeros.
-        save_memory: requantize the weight in backward rather than keep its FP8 data; a parameter,
-            which is alive until then, always is.
+        save_memory: requantize the weight in backward rather than keep its FP8 data. A parameter in
+            high precision, which is alive until then, always is, unless its cast is kept.
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
-    save_memory = save_memory or isinstance(weight, nn.Parameter)
-    requantizes = save_memory and not keeps_fp8_data(weight, call)
+    is_cast_alone = type(weight) is nn.Parameter and call.first_microbatch is None
+    requantizes = is_cast_alone or (save_memory and not keeps_fp8_data(weight, call))
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
         policy, casts, casts_weight = _decide(call.recipe, needs, *flags)

@@ -450,7 +450,8 @@ def test_memory_of_compiled_layers(few, monkeypatch):
     rows = [*memory.rows(few, LAYER), *memory.stack_rows(few, LAYER, layers=2)]
     check(memory.SUBJECT, rows, timed=False)
     assert {"TransformerLayer, delayed, compile", "delayed, FP8 weights, compile"} < names(rows)
-    assert len(compiled) == 3 * (1 + 2)  # with the plain one, of one layer and of two
+    assert "plain, converted, delayed, compile" in names(rows)
+    assert len(compiled) == 4 + 3 * 2  # with the plain one, of one layer and of two
 
 
 def test_growth_is_what_the_allocator_has_more(monkeypatch):
