@@ -181,9 +181,10 @@ class _Moved:
         return on_device
 
     def __del__(self) -> None:
-        if not self.seen and self.on_device is not None:
-            # No stream waited for the copy into this memory, which is about to be freed.
-            self.lanes.finish_first(self.on_device)
+        if not self.seen and self.on_device is not None and self.on_device.device.type != "cpu":
+            # No stream waited for the copy into this memory, which is about to be freed: the
+            # allocator must not reuse it before that copy has ended.
+            self.on_device.record_stream(self.lanes.inward)
 
 
 class _Lanes:
@@ -214,11 +215,6 @@ class _Lanes:
         with self.module.stream(self.inward):
             target.copy_(host, non_blocking=True)
         return target, self.inward.record_event()
-
-    def finish_first(self, target: Tensor) -> None:
-        """Keep the allocator from reusing this memory before the copy into it has ended."""
-        if self.device.type != "cpu":
-            target.record_stream(self.inward)
 
 
 class _Pass:

@@ -163,11 +163,9 @@ class ExpertMLP(ExpertsBase, GemmModule):
         init_method: ``init_method(weight)`` initialises each expert's first weight in place; None
             is normal, mean 0, standard deviation 0.023.
         output_layer_init_method: the same of the second weight.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU. ``"meta"`` works.
+        device: as in ``Linear``.
         params_dtype: dtype of the parameters; None is the default dtype.
-        fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``, which the
-            caller allocates, instead of producing their ``grad``.
+        fuse_wgrad_accumulation: as in ``Linear``, of each weight.
 
     Raises:
         ValueError: an unknown activation.

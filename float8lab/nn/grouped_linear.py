@@ -78,12 +78,10 @@ class GroupedLinear(GemmModule):
         bias: learn additive biases, initialised to 0.
         init_method: ``init_method(weight)`` initialises each expert's weight in place; None is
             normal, mean 0, standard deviation 0.023.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU. ``"meta"`` works.
+        device: as in ``Linear``.
         params_dtype: dtype of the parameters; None is the default dtype.
         return_bias: do not add the biases; return ``(output, biases)``.
-        fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``, which the
-            caller allocates, instead of producing their ``grad``.
+        fuse_wgrad_accumulation: as in ``Linear``, of each weight.
         single_grouped_weight: one parameter for all weights.
         single_grouped_bias: one parameter for all biases.
         sequence_parallel: no effect: the layer sends no tokens.
@@ -92,9 +90,8 @@ class GroupedLinear(GemmModule):
         parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
             part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
             input; the biases are in the first rank's part of the sum. None: each rank has all.
-        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
-            ``init_method`` draws; None is the default stream.
-        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
+        get_rng_state_tracker: as in ``Linear``.
+        rng_tracker_name: as in ``Linear``.
         ub: Transformer Engine's ``ub_overlap_ag``, ``ub_overlap_rs`` and ``ub_name``; no effect.
 
     Raises:

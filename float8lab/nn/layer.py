@@ -219,10 +219,7 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
                 self.register_parameter(name, parameter)
 
     def reset_parameters(self) -> None:
-        """Initialise weights by the init methods, and biases to 0.
-
-        Parameters on the meta device get memory on the default one, as in a new module.
-        """
+        """Initialise weights by the init methods, and biases to 0; as ``Linear`` does."""
         materialize(self)
         for gemm in self.gemms:
             weights = [getattr(self, name) for name in gemm.weights]
@@ -338,10 +335,7 @@ class NormGemmModule(GemmModule):
         super()._register_parameters(device, dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise the norm, weights by the init methods, and biases to 0.
-
-        Parameters on the meta device get memory on the default one, as of a new module.
-        """
+        """Initialise the norm, and the rest as ``Linear`` does."""
         materialize(self)
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:

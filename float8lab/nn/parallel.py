@@ -415,23 +415,17 @@ def _parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
 def _sharded_parameters(
     module: TensorParallelModule,
 ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """The parameters that ranks share: name, dimension, and sizes of the pieces of a shard."""
+    """The parameters that ranks share: name, dimension from the end, sizes of a shard's pieces."""
     parameters = [name for name, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
     for state, (mode, pieces) in module._parallel_modes().items():
         prefix = state.removeprefix("_fp8").removeprefix("_")
         names = [n for n in parameters if n.startswith(prefix) and not n.startswith("layer_norm")]
-        is_one_weight = sum("weight" in name for name in names) == 1
+        sizes = pieces if sum("weight" in name for name in names) == 1 else ()
         for name in names:
-            dim = _dimension(name, mode)
-            if dim is not None:
-                yield name, dim, pieces if is_one_weight else ()
-
-
-def _dimension(name: str, mode: str) -> int | None:
-    """The dimension of a parameter, from its end, that ranks share."""
-    if "weight" in name:
-        return -2 if mode == "column" else -1
-    return -1 if mode == "column" else None
+            if "weight" in name:
+                yield name, -2 if mode == "column" else -1, sizes
+            elif mode == "column":
+                yield name, -1, sizes
 
 
 def shard_state_dict(
@@ -586,7 +580,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     ['bias', 'weight']
     """
     check_module("model", model)
-    state, groups = dict(model.state_dict()), _groups(model)
+    state = dict(model.state_dict())
     for name, shard in shards_of(model).items():
         local = state[name]
         if is_dtensor(local):
@@ -594,7 +588,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 f"model must have plain tensors where ranks share parameters; got {name}, a "
                 f"{type(local).__name__}. Save it by torch.distributed.checkpoint."
             )
-        shards = tensors_of_ranks(local, groups[name.rpartition(".")[0]])
+        module = cast("Any", model.get_submodule(name.rpartition(".")[0]))
+        shards = tensors_of_ranks(local, module.tp_group)
         state[name] = _unshard(name, shard, shards)
     return {name: _full(name, x) if is_dtensor(x) else x for name, x in state.items()}
 
@@ -682,8 +677,3 @@ def _merged(
             "scales. Use a number of ranks that gives each whole blocks, or dequantize it first."
         )
     return merged
-
-
-def _groups(model: nn.Module) -> dict[str, ProcessGroup]:
-    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, TensorParallelModule)]
-    return {name: module.tp_group for name, module in modules if module.tp_group is not None}

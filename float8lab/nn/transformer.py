@@ -93,15 +93,12 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         bias: of all linear layers.
         activation: of the MLP, as in ``LayerNormMLP``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU.
+        device: as in ``Linear``.
         attn_input_format: sbhd, bshd or thd.
         rotary_pos_interleaved: as the rotary angles were made.
         softmax_scale: as in ``DotProductAttention``.
         fp8_activation_input: as in ``LayerNormMLP``.
-        ub: Transformer Engine's arguments ``ub_tp_comm_overlap`` and the like. GEMMs run beside
-            what is sent where that was measured to pay; ``ub_tp_comm_overlap=False`` switches it
-            off. Numbers are the same.
+        ub: as in ``Linear``; ``ub_tp_comm_overlap=False`` switches all overlap off.
 
     Raises:
         ValueError: sizes, names or flags that do not belong together.
@@ -274,10 +271,7 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         self.register_load_state_dict_pre_hook(ignore_extra_state)
 
     def reset_parameters(self) -> None:
-        """Initialise attention, MLP and norms.
-
-        Parameters on the meta device get memory on the default one, as in a new module.
-        """
+        """Initialise attention, MLP and norms, as ``Linear.reset_parameters`` does."""
         reset_children(self)
 
     def forward(
@@ -308,7 +302,6 @@ class TransformerLayer(nn.Module, ContextParallelModule):
 
         Args:
             hidden_states: in ``attn_input_format``, ``hidden_size`` last.
-            attention_mask: of the self attention, as in ``DotProductAttention.forward``.
             self_attn_mask_type: overrides the constructor's.
             window_size: overrides the constructor's.
             encoder_output: in a decoder, the tokens that the cross attention attends to.
@@ -317,10 +310,6 @@ class TransformerLayer(nn.Module, ContextParallelModule):
             checkpoint_core_attention: recompute the core attention in backward.
             inference_params: key/value cache of the self attention.
             rotary_pos_emb: angles for the self attention, from position 0 on.
-            core_attention_bias_type: of the self attention, as in ``DotProductAttention.forward``.
-            core_attention_bias: of the self attention, as in ``DotProductAttention.forward``.
-            alibi_slopes: of the self attention, as in ``DotProductAttention.forward``.
-            fast_zero_fill: no effect.
             enc_dec_attn_mask_type: overrides the constructor's.
             enc_dec_window_size: overrides the constructor's.
             cu_seqlens_q: of the layer's sequences, in self and cross attention.
@@ -328,6 +317,8 @@ class TransformerLayer(nn.Module, ContextParallelModule):
                 ``cu_seqlens_q``, which this must equal in an encoder.
             max_seqlen_q: for thd.
             max_seqlen_kv: for thd.
+
+        The other arguments are those of ``DotProductAttention.forward``, for the self attention.
 
         Returns:
             The shape of ``hidden_states``; its dtype, or that of torch.autocast if that is active,

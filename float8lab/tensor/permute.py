@@ -107,9 +107,7 @@ def moe_permute_with_probs(
     Returns:
         ``[R, H]``: the rows; ``[R]``: their probabilities, 0 where no token is; and the row map.
 
-    Raises:
-        TypeError: an argument of another type or dtype.
-        ValueError: shapes that do not fit together.
+    Errors are those of ``moe_permute``.
 
     >>> mask = torch.tensor([[True, True], [False, True]])
     >>> rows, probs, _ = moe_permute_with_probs(torch.eye(2), torch.rand(2, 2) * mask, mask, 3)
@@ -156,9 +154,7 @@ def moe_permute_and_pad_with_probs(
     Returns:
         The rows, their probabilities, the row map, the offsets of padding, and the sizes.
 
-    Raises:
-        TypeError: an argument of another type or dtype.
-        ValueError: shapes that do not fit together.
+    Errors are those of ``moe_permute``.
 
     >>> mask, probs = torch.tensor([[1, 1], [0, 1]]), torch.ones(2, 2)
     >>> rows, _, row_map, pads, sizes = moe_permute_and_pad_with_probs(
@@ -293,9 +289,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     Returns:
         ``[T, H]``, of the kind of ``inp``.
 
-    Raises:
-        TypeError: an argument of another type or dtype.
-        ValueError: shapes that do not fit together.
+    Errors are those of ``moe_permute``.
 
     >>> x = torch.arange(4.0)[:, None]
     >>> moe_sort_chunks_by_index(x, torch.tensor([1, 2, 1]), torch.tensor([2, 0, 1])).flatten()
@@ -318,17 +312,14 @@ def moe_sort_chunks_by_index_with_probs(
     Returns:
         ``[T, H]`` and ``[T]``.
 
-    Raises:
-        TypeError: an argument of another type or dtype.
-        ValueError: shapes that do not fit together.
+    Errors are those of ``moe_permute``.
 
     >>> sizes, order = torch.tensor([1, 1]), torch.tensor([1, 0])
     >>> moe_sort_chunks_by_index_with_probs(torch.eye(2), torch.tensor([0.1, 0.2]), sizes, order)[1]
     tensor([0.2000, 0.1000])
     """
     check_tensor("probs", probs)
-    y, permuted = _sort_chunks(inp, probs, split_sizes, sorted_index)
-    return y, permuted
+    return _sort_chunks(inp, probs, split_sizes, sorted_index)
 
 
 def _sort_chunks(

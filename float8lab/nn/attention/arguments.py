@@ -339,7 +339,9 @@ def mask_of(
     diagonal = None if inference_params is None else Sk - Sq
     if "padding" in mask_type:
         if cu_seqlens_q is not None:
-            padding = _padding_of_lengths(cu_seqlens_q, cu_seqlens_kv, Sq, Sk)
+            kv_ends = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+            q_padding = padding_from_lengths(cu_seqlens_q.diff(), Sq)
+            padding = (q_padding, padding_from_lengths(kv_ends.diff(), Sk))
         elif diagonal is not None and isinstance(attention_mask, Tensor):
             split_mask = split_padding_mask(attention_mask, "self", Sizes(B, Sk, Sk))[0]
             padding = (split_mask[:, Sk - Sq :], split_mask)
@@ -358,14 +360,6 @@ def mask_of(
         )
     mask = make_mask(mask_type, window, Sq, Sk, arbitrary=arbitrary, diagonal=diagonal)
     return mask, Sk - Sq
-
-
-def _padding_of_lengths(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, Sq: int, Sk: int
-) -> tuple[Tensor, Tensor]:
-    lengths = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-    q, kv = (c[1:] - c[:-1] for c in lengths)
-    return padding_from_lengths(q, Sq), padding_from_lengths(kv, Sk)
 
 
 def check_export(inference_params: InferenceParams | None, qkv_format: str) -> None:

@@ -134,14 +134,11 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
             ``fuse_qkv_params`` it is always False.
         bias: of all projections.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU.
+        device: as in ``Linear``.
         qkv_format: sbhd, bshd or thd.
         rotary_pos_interleaved: as the rotary angles were made.
         softmax_scale: as in ``DotProductAttention``.
-        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. GEMMs run beside what
-            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
-            switches it off. Numbers are the same.
+        ub: as in ``Linear``.
 
     Raises:
         ValueError: sizes or names that do not belong together.
@@ -310,10 +307,7 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
         return layer
 
     def reset_parameters(self) -> None:
-        """Initialise the projections.
-
-        Parameters on the meta device get memory on the default one, as in a new module.
-        """
+        """Initialise the projections, as ``Linear.reset_parameters`` does."""
         reset_children(self)
         self.core_attention.to(self.proj.weight.device)
 
@@ -342,7 +336,6 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
 
         Args:
             hidden_states: in ``qkv_format``, ``hidden_size`` last.
-            attention_mask: as in ``DotProductAttention.forward``.
             encoder_output: in cross attention, the source of keys and values.
             attn_mask_type: overrides the constructor's.
             window_size: overrides the constructor's.
@@ -350,14 +343,8 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
             checkpoint_core_attention: recompute the core attention in backward.
             inference_params: key/value cache, in self attention only.
             rotary_pos_emb: angles from position 0 on, for as many positions as are reached.
-            core_attention_bias_type: as in ``DotProductAttention.forward``.
-            core_attention_bias: as in ``DotProductAttention.forward``.
-            alibi_slopes: as in ``DotProductAttention.forward``.
-            fast_zero_fill: as in ``DotProductAttention.forward``.
-            cu_seqlens_q: as in ``DotProductAttention.forward``.
-            cu_seqlens_kv: as in ``DotProductAttention.forward``.
-            max_seqlen_q: as in ``DotProductAttention.forward``.
-            max_seqlen_kv: as in ``DotProductAttention.forward``.
+
+        The other arguments are those of ``DotProductAttention.forward``.
 
         Returns:
             The output; or a tuple of it, the bias of ``proj`` if ``return_bias``, and the input
