@@ -15,6 +15,7 @@ from float8lab.arguments import (
     PARAMETER_DTYPES,
     check_choice,
     check_flags,
+    check_floating,
     check_number,
     check_size,
     check_tensor,
@@ -178,9 +179,7 @@ def fused_moe_aux_loss(
     >>> float8lab.router.fused_moe_aux_loss(probs, counts, 4, 2, 1, 0.01)
     tensor(0.0100)
     """
-    check_tensor("probs", probs)
-    if probs.dtype not in PARAMETER_DTYPES:
-        raise TypeError(f"probs must be a floating-point tensor; got {shown(probs)}. Convert it.")
+    check_floating("probs", probs, "Convert it.")
     check_tensor("tokens_per_expert", tokens_per_expert)
     if tokens_per_expert.is_complex():
         raise TypeError(
@@ -207,9 +206,7 @@ def fused_moe_aux_loss(
 
 def _check_logits(logits: Tensor, topk: int, score_function: str) -> int:
     """Return the number of experts."""
-    check_tensor("logits", logits)
-    if logits.dtype not in PARAMETER_DTYPES:
-        raise TypeError(f"logits must be a floating-point tensor; got {shown(logits)}. Convert it.")
+    check_floating("logits", logits, "Convert it.")
     if not logits.ndim or not logits.shape[-1]:
         raise ValueError(
             f"logits must have experts as their last dimension; got shape {tuple(logits.shape)}. "

@@ -117,7 +117,6 @@ def quantize_blocks(
     Args:
         x: any shape; ``spec`` has one block size for each dimension. Float64 is rounded to float32,
             and saturates where that overflows.
-        spec: the format to quantize to.
         scale: given decode scales, broadcastable to one per block, that ``x`` is divided by; else
             they follow from ``x``.
         amax_epsilon: amaxes are raised to at least this before scales are made from them.

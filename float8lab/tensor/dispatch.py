@@ -32,6 +32,7 @@ __all__ = [
     "run_fallback",
     "storage_without_memory",
     "table",
+    "written_tensors",
 ]
 
 Handler = Callable[..., object]
@@ -261,7 +262,7 @@ def run_fallback(
     An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
     was given one only as its ``out`` does.
     """
-    written = [] if not op._schema.is_mutable else _written(cls, op, args, kwargs)
+    written = [] if not op._schema.is_mutable else written_tensors(cls, op, args, kwargs)
     in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)
     if not quiet and not in_place:
         announce(op)
@@ -303,7 +304,7 @@ def check_size(op: OpOverload, x: StoredInBlocks, size: Sequence[int]) -> None:
         )
 
 
-def _written(
+def written_tensors(
     cls: type[Tensor], op: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[Quantized]:
     """The Float8Tensors that the op writes to, without repeats."""

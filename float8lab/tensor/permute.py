@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from float8lab.arguments import (
     PARAMETER_DTYPES,
     check_choice,
+    check_floating,
     check_size,
     check_tensor,
     has_values,
@@ -387,9 +388,7 @@ def check_integers(name: str, x: Tensor, ndim: int) -> None:
 
 def check_probs(name: str, probs: Tensor, shape: tuple[int, ...]) -> None:
     """Check for floating-point numbers, as many as there are places for tokens."""
-    check_tensor(name, probs)
-    if probs.dtype not in PARAMETER_DTYPES:
-        raise TypeError(f"{name} must be a floating-point tensor; got {shown(probs)}. Convert it.")
+    check_floating(name, probs, "Convert it.")
     if tuple(probs.shape) != shape:
         raise ValueError(
             f"{name} must have shape {shape}, as inp and routing_map or row_id_map say; got "

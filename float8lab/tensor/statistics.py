@@ -372,10 +372,8 @@ def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
     """Count how often each code or exponent occurs; arguments and errors as in ``stats``.
 
     Args:
-        x: as in ``stats``.
         by: ``"code"``: 256 counts, by the byte. ``"exponent"``: of nonzero finite elements, by
             ``floor(log2(|code|))``, one bin for each exponent of the format, subnormal ones too.
-        local: as in ``stats``.
 
     >>> float8lab.quantize(torch.tensor([448.0, 1.0, 1.5])).histogram("exponent").counts.tolist()
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]
