@@ -507,10 +507,7 @@ class OneGpu:
     ) -> tuple[int, tuple[int, ...]]:
         """The rows of the GEMM's output without padding, and the shape of the layer's output.
 
-        Args:
-            shape: of the layer's input.
-            rows: of that, as a matrix.
-            features: N.
+        ``shape`` is that of the layer's input, a matrix of so many ``rows``.
         """
         return rows, (*shape[:-1], features)
 
@@ -530,7 +527,6 @@ class OneGpu:
         Args:
             a: x or dy in FP8, as this rank has it.
             b: the weight, or its transpose.
-            task: what is computed.
             bias: of this rank's features.
             backward: whether this is dgrad.
             companion: what may be gathered meanwhile.

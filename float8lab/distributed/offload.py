@@ -109,7 +109,7 @@ def get_cpu_offload_context(
     check_size("num_layers", num_layers, minimum=1 if enabled else 0)
     check_size("model_layers", model_layers, minimum=1 if enabled else 0, optional=True)
     if not enabled:
-        return nullcontext(), _return_same
+        return nullcontext(), lambda x=None: x
     if not offload_activations and not offload_weights:
         raise ValueError(
             "offload_activations or offload_weights must be True when enabled; got both False. "
@@ -125,10 +125,6 @@ def get_cpu_offload_context(
 
 
 _T = TypeVar("_T")
-
-
-def _return_same(x: _T | None = None) -> _T | None:
-    return x
 
 
 class _Moved:
@@ -339,7 +335,7 @@ class _Offload(AbstractContextManager["_Offload"]):
         self._weights: dict[StorageWeakRef, bool] = {}
 
     def __enter__(self) -> _Offload:
-        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks = saved_tensors_hooks(self._pack, lambda saved: saved.unpack())
         hooks.__enter__()
         self._entered.append((hooks, WEIGHT_CASTS.outlive_step))
         WEIGHT_CASTS.outlive_step = self._weights
@@ -404,7 +400,3 @@ class _Offload(AbstractContextManager["_Offload"]):
             return False
         outlives_step = self._weights.get(StorageWeakRef(storage))
         return not outlives_step and self._offloads[outlives_step is not None]
-
-
-def _unpack(saved: _Kept | _Saved | _SavedFloat8) -> Tensor:
-    return saved.unpack()

@@ -48,7 +48,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from float8lab.distributed.ranks import all_gathered, all_objects
-from float8lab.ops import scaled_mm_into
+from float8lab.ops import round_up, scaled_mm_into
 from float8lab.ops.declare import declare
 from float8lab.ops.operand import Operand
 from float8lab.recipes.reduction import group_named
@@ -81,8 +81,6 @@ class Window:
     """Memory of each rank of a group, which all of them read and write.
 
     Args:
-        group: the process group.
-        device: this rank's GPU.
         nbytes: of a half.
         before: a window that CUDA graphs may still use.
     """
@@ -124,10 +122,12 @@ class Window:
         key = (self.half, rank, start, shape, dtype)
         view = self._views.get(key)
         if view is None:
-            offset = (self.half * self.nbytes + start) // dtype.itemsize
-            view = self.handle.get_buffer(rank, tuple(shape), dtype, offset)
-            self._views[key] = view
+            view = self._views[key] = self._make_view(rank, start, shape, dtype)
         return view
+
+    def _make_view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        offset = (self.half * self.nbytes + start) // dtype.itemsize
+        return self.handle.get_buffer(rank, tuple(shape), dtype, offset)
 
 
 def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Window | None:
@@ -150,7 +150,7 @@ def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Wi
         failure: str | None = None
         try:
             step = max(1 << 21, 1 << (nbytes.bit_length() - 3))  # or each new size makes another
-            larger = Window(group, device, -(-nbytes // step) * step, before)
+            larger = Window(group, device, round_up(nbytes, step), before)
         except RuntimeError as error:  # a GPU or driver without it
             failure = str(error)
         larger = None if any(all_objects(failure, group)) else larger
@@ -246,7 +246,7 @@ class _WindowGather(_CollectiveGather):
         for x in tensors:
             window.view(window.rank, start, x.shape, x.dtype).copy_(x)
             starts.append(start)
-            start += _round_up(x.nbytes)
+            start += round_up(x.nbytes, _ALIGN)
         self.gathered = [x.new_empty((window.size, *x.shape)) for x in tensors]
         self.order = _other_ranks(window)
         self._events: dict[int, torch.Event] = {}
@@ -505,8 +505,4 @@ mm_scatter = _past_dispatcher(_mm_scatter, mm_scatter_op)
 
 def _window_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes that tensors take in a half."""
-    return sum(_round_up(x.nbytes) for x in tensors)
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+    return sum(round_up(x.nbytes, _ALIGN) for x in tensors)

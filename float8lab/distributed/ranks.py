@@ -41,7 +41,6 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
     FP8 data travels as bytes, which every backend takes.
 
     Args:
-        x: this rank's tensor.
         size: R, the number of ranks.
         name: the group's name for functional collectives.
     """

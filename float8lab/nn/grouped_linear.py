@@ -183,10 +183,7 @@ class GroupedLinear(GemmModule):
             m_splits: the number of rows of each expert; a list, or a tensor of integers on the
                 input's device, whose values the host does not read, and checks only on a CPU. A
                 CUDA graph that is captured with numbers of the host keeps these.
-            is_first_microbatch: True casts the weights and keeps the casts, False uses the kept
-                ones: say so only if the weights did not change in between. True also makes
-                ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead of adding to it. None
-                casts the weights every time.
+            is_first_microbatch: as in ``Linear.forward``, of all weights.
             out: what the output is written to, and returned as.
             dgrad_out: what the gradient of the input is written to, and given as.
 

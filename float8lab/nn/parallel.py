@@ -263,7 +263,6 @@ class TensorParallelModule:
         """Set the process group of the ranks that share the module's weights; on all of them.
 
         Args:
-            tp_group: the group.
             keep_gathered: under sequence parallelism and a recipe with one scale a tensor, keep the
                 tokens of all ranks, in FP8, from forward to backward, which needs them for
                 the weight's gradient: as many times the memory as there are ranks, and one

@@ -61,10 +61,6 @@ def quantize_shard(
     return Quantized(by_rows, by_columns, dbias=column_sums)
 
 
-def _shape(x: Tensor | Prologue) -> tuple[int, ...]:
-    return prologue_shape(*x[:2]) if isinstance(x, Prologue) else tuple(x.shape)
-
-
 def _spans(spec: Spec | None, dim: int) -> bool:
     """Whether blocks, other than of the whole matrix, span a dimension of the operand."""
     return spec is not None and spec.spans(dim)
@@ -99,7 +95,8 @@ def _quantize_spanning(
     prologue, inputs, dtype = x[:3] if isinstance(x, Prologue) else ("", (x,), x.dtype)
     amaxes = amax_op(prologue, inputs, dtype, spec.block[::-1] if is_columnwise else spec.block)
     amaxes = parallel.amax(amaxes.t() if is_columnwise else amaxes)
-    shape = _shape(x)[::-1] if is_columnwise else _shape(x)
+    shape = tuple(prologue_shape(prologue, inputs))
+    shape = shape[::-1] if is_columnwise else shape
     down, across = spec.scale_shape(tuple(round_up(n, align) for n in shape))
     pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
     params = QuantParams.of_amax(F.pad(amaxes, pad), spec.scale_rule)

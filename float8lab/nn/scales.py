@@ -156,7 +156,6 @@ class DelayedScales(ScaleSource):
         """Ask the slots for the scales that are known.
 
         Args:
-            slots: of the module.
             record: whether the amaxes that casts find are recorded.
             is_empty_everywhere: whether a call without rows has none on other ranks, either.
             experts: which of the module's experts this rank has, if not all.

@@ -113,7 +113,6 @@ class AmaxChannel:
         """Maximum over ranks of every amax on the wire; a collective.
 
         Args:
-            group: the process group.
             agree: exchange keys first in any case.
 
         Returns:

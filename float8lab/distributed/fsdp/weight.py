@@ -172,12 +172,7 @@ class ShardedWeight:
         self.index = 0  # in the batch
 
     def prepare(self, shard: Tensor, mesh: DeviceMesh) -> None:
-        """Have the scales of an all-gather that begins, by a reduction over ranks if one is due.
-
-        Args:
-            shard: the tensor that FSDP2 asks.
-            mesh: the ranks that have shards.
-        """
+        """Have the scales of an all-gather that begins, by a reduction over ranks if one is due."""
         batch, backward = self.batch, in_backward()
         members: list[ShardedWeight] = []
         shards: list[Tensor | None] = []
@@ -222,8 +217,6 @@ def _set_scales(
     Args:
         weights: in the same order on all ranks.
         shards: the rows of each that this rank has; None if they do not exist any more.
-        device: where the scales are wanted.
-        mesh: the ranks that have shards.
     """
     made: dict[_Rule | None, list[tuple[Tensor, ...]]] = {}
     with torch.inference_mode(False), torch.no_grad():

@@ -82,9 +82,7 @@ def check_tensors(
     """Raise unless query, key and value are tensors that belong together.
 
     Args:
-        qkv: query, key and value.
         heads_and_channels: the two sizes that each must have last.
-        qkv_format: sbhd, bshd or thd.
     """
     ndim = 3 if qkv_format == "thd" else 4
     names = ("query_layer", "key_layer", "value_layer")
@@ -163,12 +161,10 @@ def check_masking(
     """Raise for a mask or lengths that the mask type and the format do not take.
 
     Args:
-        rules: of the call.
         attention_type: "self" or "cross".
         sizes: of all ranks' sequences, with the keys in the cache; None: not known yet.
         attention_mask: of any type.
         lengths: of any types.
-        inference_params: the cache.
         heads: of the queries.
         uses_every_mask: a mask that the mask type does not use may have any shape.
         name: of ``attention_mask`` in the caller's signature.

@@ -112,7 +112,6 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Te
         q: ``[B, H, Sq, D]``.
         k: ``[B, G, Sk, D]``, G dividing H.
         v: ``[B, G, Sk, Dv]``.
-        problem: the rest.
 
     Returns:
         ``[B, H, Sq, Dv]`` in the dtype of ``q``.

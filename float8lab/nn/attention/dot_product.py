@@ -335,10 +335,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
     ) -> Explanation:
         """Which backend a call with these arguments gets, and why it does not get the others.
 
-        Args:
-            query_layer: as in ``forward``, with all its other arguments by keyword.
-            key_layer: as in ``forward``.
-            value_layer: as in ``forward``.
+        The arguments are those of ``forward``, which takes all but these three by keyword here.
 
         >>> attention = float8lab.DotProductAttention(2, 8, window_size=(3, 0))
         >>> attention.explain(*torch.randn(3, 5, 1, 2, 8))

@@ -120,9 +120,7 @@ class AttentionMask(NamedTuple):
     @property
     def lets_all(self) -> bool:
         """Whether every query surely sees every key."""
-        if self.kv_padding is not None or self.arbitrary is not None:
-            return False
-        return not self.has_window
+        return self.kv_padding is None and self.arbitrary is None and not self.has_window
 
     def leaves_no_query_blind(self, Sq: int, Sk: int) -> bool:
         """Whether every query surely sees some key, as the numbers alone tell."""

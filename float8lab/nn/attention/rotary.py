@@ -244,8 +244,6 @@ def rotate_heads(
     Args:
         t: as in ``apply_rotary_pos_emb``.
         freqs: angles, which the caller calls ``name``.
-        tensor_format: sbhd, bshd or thd.
-        interleaved: as the angles were made.
         start_positions: ``[B]`` or None.
         cu_seqlens: ``[B + 1]``, for thd alone.
         name: of ``freqs`` in messages.
