@@ -122,8 +122,6 @@ def fused_compute_score_for_moe_aux_loss(
     """Compute what the auxiliary loss needs: the scores of all experts, and which are the best.
 
     Args:
-        logits: ``[..., E]``, float32, bfloat16, float16 or float64.
-        topk: how many experts get a token.
         score_function: ``"softmax"``; or ``"sigmoid"`` or ``"sqrtsoftplus"``, divided by their sum.
 
     Returns:

@@ -93,19 +93,16 @@ def make_graphed_callables(  # the signature is the interface that users' code i
         num_warmup_iters: eager steps before recording, which leave no trace in FP8's state.
         allow_unused_input: some inputs or parameters get no gradient.
         sample_kwargs: dict of tensors, or a tuple of these; as ``sample_args``.
-        fp8_enabled: ``enabled``.
-        fp8_calibrating: ``calibrating``.
-        fp8_recipe: ``recipe``.
-        fp8_group: ``amax_reduction_group``.
-        fp8_weight_caching: ``cache_quantized_params``.
         pool: memory pool of the graphs, from ``torch.cuda.graph_pool_handle()``.
         enabled: record under ``autocast(enabled=...)``; a tuple has one for each module. None
             records under the recipe in force, such as a converted model's own.
-        calibrating: as in ``autocast``.
-        recipe: as in ``autocast``; implies ``enabled``.
-        amax_reduction_group: as in ``autocast``.
+        recipe: as in ``autocast``, and so are ``calibrating`` and ``amax_reduction_group``; implies
+            ``enabled``.
         cache_quantized_params: have callables accept ``is_first_microbatch``. It changes nothing: a
             graph casts its weights in every replay.
+
+    Names that begin with ``fp8_`` are older ones: ``fp8_group`` of ``amax_reduction_group``,
+    ``fp8_weight_caching`` of ``cache_quantized_params``.
 
     Returns:
         The modules, or for functions new functions, as ``modules`` was given. Each has a method

@@ -73,15 +73,10 @@ class GroupedLinear(GemmModule):
 
     Args:
         num_gemms: number of experts.
-        in_features: size of the last dimension of the input.
-        out_features: size of the last dimension of the output.
         bias: learn additive biases, initialised to 0.
         init_method: ``init_method(weight)`` initialises each expert's weight in place; None is
             normal, mean 0, standard deviation 0.023.
-        device: as in ``Linear``.
-        params_dtype: dtype of the parameters; None is the default dtype.
         return_bias: do not add the biases; return ``(output, biases)``.
-        fuse_wgrad_accumulation: as in ``Linear``, of each weight.
         single_grouped_weight: one parameter for all weights.
         single_grouped_bias: one parameter for all biases.
         sequence_parallel: no effect: the layer sends no tokens.
@@ -90,9 +85,9 @@ class GroupedLinear(GemmModule):
         parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
             part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
             input; the biases are in the first rank's part of the sum. None: each rank has all.
-        get_rng_state_tracker: as in ``Linear``.
-        rng_tracker_name: as in ``Linear``.
         ub: Transformer Engine's ``ub_overlap_ag``, ``ub_overlap_rs`` and ``ub_name``; no effect.
+
+    The other arguments are those of ``Linear``.
 
     Raises:
         ValueError: features that the ranks cannot share equally.

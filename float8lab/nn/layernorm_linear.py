@@ -37,34 +37,23 @@ class LayerNormLinear(NormGemmModule):
     input, with two numbers a row.
 
     Args:
-        in_features: size of the last dimension of the input.
-        out_features: size of the last dimension of the output.
         eps: added to the variance, or to the mean square.
         bias: learn an additive bias, initialised to 0.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
-        init_method: as in ``Linear``.
         return_layernorm_output: return the norm's output as the last output.
         return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks,
             under ``sequence_parallel``; of all features, where ``parallel_mode`` is "row".
-        parameters_split: as in ``Linear``.
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
-        device: as in ``Linear``.
         sequence_parallel: each tensor-parallel rank has its share of the input's tokens, along the
             first dimension; the norm's parameters are marked, so that a trainer sums their
             gradients over these ranks.
-        tp_group: process group of the R ranks that share the layer (``docs/many_gpus.md``).
-        tp_size: R, where ``tp_group`` is given later.
         parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight and
             gives as many features of all tokens; None: no rank shares anything; "row": each has
             ``[out_features, in_features / R]``, and as many features of the input, of all tokens. A
             norm is of all features of a token, so these are gathered, in high precision, for it and
             for its gradient; its parameters are whole on all ranks, with the gradients of all.
-        fuse_wgrad_accumulation: as in ``Linear``.
-        return_bias: do not add the bias; return it after the output.
-        params_dtype: dtype of the parameters; None is the default dtype.
-        get_rng_state_tracker: as in ``Linear``.
-        rng_tracker_name: as in ``Linear``.
-        ub: as in ``Linear``.
+
+    The other arguments are those of ``Linear``.
 
     Raises:
         ValueError: an unknown normalization; ``parameters_split`` does not add up; sizes that the

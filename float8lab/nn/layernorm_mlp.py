@@ -37,19 +37,14 @@ class LayerNormMLP(NormGemmModule):
     Args:
         hidden_size: size of the last dimension of input and output.
         ffn_hidden_size: number of features between activation and fc2.
-        eps: added to the variance, or to the mean square.
         bias: learn additive biases of fc1 and fc2, initialised to 0.
-        normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
         activation: gelu (its tanh approximation), relu, squared_relu (also srelu), qgelu, silu, or,
             gated, geglu, reglu, sreglu, qgeglu, swiglu, glu, clamped_swiglu_interleaved.
         init_method: ``init_method(fc1_weight)`` initialises in place; None is normal, mean 0,
             standard deviation 0.023.
         output_layer_init_method: the same of ``fc2_weight``.
-        return_layernorm_output: return the norm's output as the last output.
         return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks;
             no effect without ``sequence_parallel`` and ``return_layernorm_output``.
-        zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
-        device: as in ``Linear``.
         set_parallel_mode: the R ranks of ``tp_group`` share fc1 by columns and fc2 by tokens: each
             has ``ffn_hidden_size / R`` of the features in between (``docs/many_gpus.md``).
         sequence_parallel: each of them has its share of the tokens, along the first dimension of
@@ -57,9 +52,7 @@ class LayerNormMLP(NormGemmModule):
             sums their gradients over these ranks.
         tp_group: their process group.
         tp_size: R, where ``tp_group`` is given later.
-        fuse_wgrad_accumulation: as in ``Linear``, of both weights.
         return_bias: do not add fc2's bias; return it after the output.
-        params_dtype: dtype of the parameters; None is the default dtype.
         seq_length: for code that passes it to warm kernels up; nothing here needs that.
         micro_batch_size: for such code, too.
         checkpoint: do not save fc1's output either but recompute it in backward, from the
@@ -67,9 +60,8 @@ class LayerNormMLP(NormGemmModule):
         fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features:
             half the memory. The output does not change; gradients see fc1's output rounded, which
             costs them up to 1.5 dB. No effect with ``checkpoint``, which does not save it.
-        get_rng_state_tracker: as in ``Linear``, for both init methods.
-        rng_tracker_name: as in ``Linear``.
-        ub: as in ``Linear``.
+
+    The other arguments are those of ``LayerNormLinear``.
 
     Raises:
         ValueError: an unknown normalization or activation; a size that the ranks cannot share.

@@ -171,11 +171,13 @@ class DelayedScales(ScaleSource):
         self.known_params = known_params
 
     def params(self, index: int, x: Matrix) -> QuantParams:
-        """The scale and encode factor of a tensor, and the slot for its amax."""
-        return self.known_params[index] or self._look_up(index, x)
+        """The scale and encode factor of a tensor, and the slot for its amax.
 
-    def _look_up(self, index: int, x: Matrix) -> QuantParams:
-        """Ask the slots; a forward's answer holds for the rest of the call."""
+        The slots' answer in a forward holds for the rest of the call.
+        """
+        params = self.known_params[index]
+        if params is not None:
+            return params
         params = self.slots.scale_for(
             index,
             x,

@@ -50,30 +50,19 @@ class TransformerLayer(nn.Module, ContextParallelModule):
     Args:
         hidden_size: size of each token.
         ffn_hidden_size: features between the two layers of the MLP.
-        num_attention_heads: query heads.
-        num_gqa_groups: key/value heads; None is ``num_attention_heads``.
         layernorm_epsilon: of all norms.
         hidden_dropout: of the output of each block, before it is added to the residual. It uses
             the default generator, which must draw the same on all tensor-parallel ranks; with
             ``sequence_parallel``, where each has tokens of its own, run the layers under a stream
             of each rank's own (``CudaRNGStatesTracker.fork``).
-        attention_dropout: of the attention probabilities.
         init_method: of the query, key, value and fc1 weights; None is normal, standard deviation
             0.023.
         output_layer_init_method: of the ``proj`` and fc2 weights.
-        layer_number: of the layer in its model, from 1; needed for ``inference_params``.
-        kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
         self_attn_mask_type: of the self attention; as in ``DotProductAttention``.
         window_size: of the self attention.
         enc_dec_attn_mask_type: of the cross attention.
         enc_dec_window_size: of the cross attention.
-        tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
-        tp_size: how many they are, if ``tp_group`` is None.
-        params_dtype: dtype of the parameters; None is the default dtype.
-        get_rng_state_tracker: as in ``DotProductAttention``.
         fuse_wgrad_accumulation: as in ``Linear``; needs ``fuse_qkv_params``.
-        seq_length: for code that passes it to warm kernels up; nothing here needs that.
-        micro_batch_size: for such code, too.
         sequence_parallel: shard the tokens over the tensor-parallel ranks outside of the blocks'
             GEMMs: residuals, norms and dropout are of a rank's own, the norms' and output biases'
             gradients are partial (``float8lab.distributed.reduce_sequence_parallel_gradients``).
@@ -87,18 +76,12 @@ class TransformerLayer(nn.Module, ContextParallelModule):
             divide by ``1 - drop_path_rate`` where it stays. Not of the cross attention.
         set_parallel_mode: shard the heads and the features of the MLP over the tensor-parallel
             ranks, as in ``MultiheadAttention`` and ``LayerNormMLP``.
-        fuse_qkv_params: as in ``MultiheadAttention``.
-        zero_centered_gamma: as in ``LayerNorm``.
-        qkv_weight_interleaved: as in ``MultiheadAttention``.
         bias: of all linear layers.
         activation: of the MLP, as in ``LayerNormMLP``.
-        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        device: as in ``Linear``.
         attn_input_format: sbhd, bshd or thd.
-        rotary_pos_interleaved: as the rotary angles were made.
-        softmax_scale: as in ``DotProductAttention``.
-        fp8_activation_input: as in ``LayerNormMLP``.
         ub: as in ``Linear``; ``ub_tp_comm_overlap=False`` switches all overlap off.
+
+    The other arguments are those of ``MultiheadAttention`` and ``LayerNormMLP``.
 
     Raises:
         ValueError: sizes, names or flags that do not belong together.

@@ -100,15 +100,12 @@ def moe_permute_with_probs(
     """Copy each token, and its probability for the expert, to the rows of its experts.
 
     Args:
-        inp: as ``moe_permute`` takes it.
         probs: ``[T, E]``, any float.
-        routing_map: a mask, as ``moe_permute`` takes it.
-        num_out_tokens: R, as ``moe_permute`` takes it.
 
     Returns:
         ``[R, H]``: the rows; ``[R]``: their probabilities, 0 where no token is; and the row map.
 
-    Errors are those of ``moe_permute``.
+    The other arguments, with a mask, and the errors are those of ``moe_permute``.
 
     >>> mask = torch.tensor([[True, True], [False, True]])
     >>> rows, probs, _ = moe_permute_with_probs(torch.eye(2), torch.rand(2, 2) * mask, mask, 3)
@@ -146,16 +143,14 @@ def moe_permute_and_pad_with_probs(
     ``GroupedLinear`` takes any number. The CPU waits for the GPU, for the number of rows.
 
     Args:
-        inp: as ``moe_permute`` takes it.
         probs: ``[T, E]``, any float.
-        routing_map: a mask, as ``moe_permute`` takes it.
         tokens_per_expert: ``[E]`` integers, the tokens that ``routing_map`` gives each expert.
         align_size: of what the number of each expert's rows is a multiple.
 
     Returns:
         The rows, their probabilities, the row map, the offsets of padding, and the sizes.
 
-    Errors are those of ``moe_permute``.
+    The other arguments, with a mask, and the errors are those of ``moe_permute``.
 
     >>> mask, probs = torch.tensor([[1, 1], [0, 1]]), torch.ones(2, 2)
     >>> rows, _, row_map, pads, sizes = moe_permute_and_pad_with_probs(
@@ -307,13 +302,11 @@ def moe_sort_chunks_by_index_with_probs(
     Args:
         inp: ``[T, H]``, as ``moe_permute`` takes it.
         probs: ``[T]``, any float.
-        split_sizes: as ``moe_sort_chunks_by_index`` takes it.
-        sorted_index: as ``moe_sort_chunks_by_index`` takes it.
 
     Returns:
         ``[T, H]`` and ``[T]``.
 
-    Errors are those of ``moe_permute``.
+    The other arguments and the errors are those of ``moe_sort_chunks_by_index``.
 
     >>> sizes, order = torch.tensor([1, 1]), torch.tensor([1, 0])
     >>> moe_sort_chunks_by_index_with_probs(torch.eye(2), torch.tensor([0.1, 0.2]), sizes, order)[1]

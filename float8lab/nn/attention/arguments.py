@@ -95,11 +95,8 @@ def check_tensors(
                 "module with those heads and channels."
             )
     query, key, value = qkv
-    if query.dtype == key.dtype == value.dtype and query.device == key.device == value.device:
-        pass
-    else:
-        _check_alike(query, "key_layer", key)
-        _check_alike(query, "value_layer", value)
+    _check_alike(query, "key_layer", key)
+    _check_alike(query, "value_layer", value)
     if key.shape[:-2] != value.shape[:-2]:
         raise ValueError(
             f"value_layer must have the sequences of key_layer, {tuple(key.shape[:-2])}; got shape "
@@ -135,8 +132,7 @@ def tensors_of(qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-    plain = [x.dequantize() if isinstance(x, Float8Tensor) else x for x in qkv]
-    return [x.to(dtype) for x in plain]
+    return [(x.dequantize() if isinstance(x, Float8Tensor) else x).to(dtype) for x in qkv]
 
 
 def is_plain(rules: Rules, *given: object) -> bool:

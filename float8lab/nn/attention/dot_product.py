@@ -136,8 +136,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             tensors are those of a rank's tokens, but masks, biases and cumulative lengths are those
             of whole sequences. The ranks divide ``H / R``, and either divide ``G / R`` or are a
             multiple of it. Results are those of one rank.
-        cp_global_ranks: no effect, as ``cp_stream``.
-        cp_stream: see ``set_context_parallel_group``.
+        cp_global_ranks: no effect, nor has ``cp_stream`` any.
         cp_comm_type: see ``set_context_parallel_group``.
         softmax_scale: of the scores; None is ``D ** -0.5``.
         backends: names of ``float8lab.nn.attention.BACKENDS`` in the order in which they are tried.

@@ -104,20 +104,15 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
         num_attention_heads: query heads.
         kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
         attention_dropout: of the attention probabilities, in training mode.
-        layernorm_epsilon: of the input norm.
         init_method: of the query, key and value weights; None is normal, standard deviation 0.023.
         output_layer_init_method: of the weight of ``proj``.
         layer_number: of the layer in its model, from 1; needed for ``inference_params``.
-        attn_mask_type: as in ``DotProductAttention``.
-        window_size: as in ``DotProductAttention``.
         tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
         tp_size: how many they are, if ``tp_group`` is None; ``num_gqa_groups`` must be a multiple.
         num_gqa_groups: key/value heads; None is ``num_attention_heads``.
         fuse_wgrad_accumulation: as in ``Linear``; for the projections of query, key and value it
             needs ``fuse_qkv_params``.
-        get_rng_state_tracker: as in ``DotProductAttention``.
         sequence_parallel: as in ``DotProductAttention``, ``Linear`` and ``LayerNorm``.
-        params_dtype: dtype of the parameters; None is the default dtype.
         return_bias: do not add the bias of ``proj``; return it after the output.
         return_layernorm_output: return the input norm's output last.
         input_layernorm: normalize the input first.
@@ -127,18 +122,15 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
             rank has all of the module.
         fuse_qkv_params: one parameter for the three projections (two: key and value, in cross
             attention).
-        zero_centered_gamma: as in ``LayerNorm``.
         qkv_weight_interleaved: with ``fuse_qkv_params``: rows of the weight lie group by group,
             each group's query heads, key head and value head together; False: all queries, all
             keys, all values (of a rank: its queries, its keys, its values). Without
             ``fuse_qkv_params`` it is always False.
         bias: of all projections.
-        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        device: as in ``Linear``.
-        qkv_format: sbhd, bshd or thd.
         rotary_pos_interleaved: as the rotary angles were made.
-        softmax_scale: as in ``DotProductAttention``.
-        ub: as in ``Linear``.
+
+    The other arguments are those of ``DotProductAttention``, and of ``LayerNormLinear`` with
+    ``layernorm_epsilon`` for ``eps``.
 
     Raises:
         ValueError: sizes or names that do not belong together.
