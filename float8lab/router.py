@@ -73,7 +73,6 @@ def fused_topk_with_score_function(
         routing map, ``[T, E]`` bool.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: sizes that do not fit together, an unknown score function, a bias with softmax.
 
     >>> probs, routing_map = float8lab.router.fused_topk_with_score_function(
@@ -128,7 +127,6 @@ def fused_compute_score_for_moe_aux_loss(
         The routing map, ``[T, E]`` bool; and the scores, of the shape of ``logits``, float32.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: more experts wanted than there are, or an unknown score function.
 
     >>> logits = torch.tensor([[0.0, 1.0, 1.0]])
@@ -170,7 +168,6 @@ def fused_moe_aux_loss(
         The loss, a scalar in the dtype of ``probs``.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: sizes that do not fit together.
 
     >>> probs, counts = torch.full((4, 2), 0.5), torch.tensor([2, 2])

@@ -878,7 +878,6 @@ def reduce_sequence_parallel_gradients(
             group if none of them has one.
 
     Raises:
-        TypeError: an argument of another type.
         ValueError: ``group`` is None, and the modules have several.
 
     >>> norm = float8lab.LayerNorm(4, sequence_parallel=True, device="cpu")

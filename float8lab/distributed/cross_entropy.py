@@ -66,7 +66,6 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
         gradient, and is 0 for tokens that are ignored.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: shapes that do not fit together, or a number out of range.
 
     Source: label smoothing, arXiv:1512.00567; the added square, arXiv:2202.08906.

@@ -84,7 +84,6 @@ def get_cpu_offload_context(
         It takes nothing, or the layer's output, which it returns.
 
     Raises:
-        TypeError: an argument of another type.
         ValueError: there is nothing to offload, or a number of layers is below 1, or
             ``model_layers`` is below ``num_layers``.
 

@@ -91,9 +91,6 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         float8_dtype: accepted; each layer casts by its own recipe.
         fwd_config_submodule_fqn: accepted.
 
-    Raises:
-        TypeError: an argument of another type.
-
     Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
 
     >>> from torch.distributed.tensor import Replicate, Shard

@@ -445,7 +445,6 @@ def shard_state_dict(
         tensor that is stored in FP8 keeps its bytes, with the scales of the blocks it lies in.
 
     Raises:
-        TypeError: an argument of another type.
         RuntimeError: a module has no group yet.
         ValueError: state dicts of ranks that do not fit together; or a part of a tensor stored in
             FP8 that would need a new scale, since its blocks are not those of the unsharded tensor.

@@ -76,7 +76,6 @@ def moe_permute(
         ``[T, E + 1]`` or ``[T, K + 1]`` int32.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: shapes that do not fit together.
 
     >>> x = torch.tensor([[1.0], [2.0], [3.0]])
@@ -214,7 +213,6 @@ def moe_unpermute(
         ``[T, H]`` in the dtype of ``inp``; 0 for a token that no expert got.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: shapes that do not fit together, or both names of the probabilities.
 
     >>> rows, row_map = moe_permute(torch.ones(1, 2), torch.tensor([[1, 0, 1]]), 2)
