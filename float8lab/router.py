@@ -160,8 +160,6 @@ def fused_moe_aux_loss(
         tokens_per_expert: ``[E]``, any dtype.
         total_num_tokens: the tokens of all ranks that the loss is computed over; or a tensor of one
             number on the device, which a CUDA graph reads in each replay.
-        num_experts: how many experts there are.
-        topk: how many experts get a token.
         coeff: weight of the loss.
 
     Returns:

@@ -174,9 +174,6 @@ def places_of(
     Args:
         name: of the tensor that has the tokens.
         starts: as for ``positions``; None is one sequence of all tokens.
-        tokens: of a rank.
-        size: R.
-        device: of the result.
 
     Raises:
         ValueError: they have not; lengths on a GPU are not checked.
@@ -228,13 +225,8 @@ def join_sequence(
 
     Args:
         x: this rank's tokens, from ``shard_sequence``.
-        cp_group: as for ``shard_sequence``.
-        dim: as for ``shard_sequence``.
-        cu_seqlens: as for ``shard_sequence``.
 
-    Raises:
-        TypeError: not a tensor, or not a process group.
-        ValueError: lengths that are no multiples of 2 R.
+    The other arguments and the errors are those of ``shard_sequence``.
     """
     places = _checked_places(x, cp_group, dim, cu_seqlens, is_shard=True)
     if places is None or cp_group is None:

@@ -233,8 +233,6 @@ class _WindowGather(_CollectiveGather):
     """An all-gather through a window: copies on a stream of their own.
 
     Args:
-        window: of the ranks.
-        tensors: this rank's.
         early: how many of them are waited for rank by rank; the others come behind these.
         keep: whether this rank's own of the early ones are wanted, too.
     """

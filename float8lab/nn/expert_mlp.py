@@ -159,13 +159,11 @@ class ExpertMLP(ExpertsBase, GemmModule):
         hidden_size: size of the last dimension of input and output.
         ffn_hidden_size: number of features between activation and second layer.
         bias: learn additive biases, initialised to 0.
-        activation: as in ``LayerNormMLP``.
         init_method: ``init_method(weight)`` initialises each expert's first weight in place; None
             is normal, mean 0, standard deviation 0.023.
         output_layer_init_method: the same of the second weight.
-        device: as in ``Linear``.
-        params_dtype: dtype of the parameters; None is the default dtype.
-        fuse_wgrad_accumulation: as in ``Linear``, of each weight.
+
+    The other arguments are those of ``LayerNormMLP``.
 
     Raises:
         ValueError: an unknown activation.
@@ -229,7 +227,6 @@ class ExpertMLP(ExpertsBase, GemmModule):
         random tokens. Parameters of frozen layers are frozen.
 
         Args:
-            experts: the MLPs, such as a ``ModuleList``.
             names: of their linear layers: gate, up and down; or up and down, where up is also one
                 layer of gate and up, in this order. None looks for gate_proj, up_proj and
                 down_proj, or w1, w3 and w2.

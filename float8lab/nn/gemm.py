@@ -132,7 +132,6 @@ def save_policy(
     one scale per tensor, or in square blocks.
 
     Args:
-        plan: the specs of the three GEMMs.
         needs: whether the gradient of x, and of the weight, is needed.
         is_prologue: whether a prologue computes x; its inputs are alive in backward.
         recomputes: whether backward recomputes the output, by ``recompute_forward``.
@@ -577,11 +576,8 @@ def backward(
             ``Gradient``, which is of no use afterwards.
         x: what was multiplied, if it was a prologue.
         saved: from ``forward``.
-        call: how to cast.
         needs: which gradients are needed.
         shape: M, N, K.
-        dtypes: of the gradients.
-        offsets: the offsets of experts' rows, if they are in groups.
         has_gradient: of weights of experts that are a parameter each, which of them have gradients.
     """
     if isinstance(dy, Tensor) and (
@@ -736,7 +732,6 @@ def _gradients(
         dy: the gradient in high precision, if it is written.
         cast_dy: it in FP8; None if it is to be cast.
         params: then its quantization parameters.
-        watching: the call, if an observer watches it.
     """
     (M, N, K), plan = shape, recipe.linear
     dx = dw = db = None

@@ -310,7 +310,6 @@ class _Graphed:
     """A callable that replays a graph where that gives what the call would give.
 
     Args:
-        function: what is called: a module or a function of tensors.
         limit: record at most so many kinds of calls; 0 leaves it to ``make_graphed_callables``,
             whose graphs are for calls with any strides, with and without gradients, on any stream.
         ignored: keyword arguments that change nothing.

@@ -194,7 +194,6 @@ class Linear(GemmModule, nn.Linear):
         """Have ranks share the layer as the placements of a weight that is a DTensor say.
 
         Args:
-            weight: the layer's.
             old: the one in whose place it comes.
             sharded: FSDP2 shards it over all dimensions of its mesh but the last.
         """

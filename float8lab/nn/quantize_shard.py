@@ -33,7 +33,6 @@ def quantize_shard(
     crosses shards: such tokens are gathered before, and such features run in high precision.
 
     Args:
-        parallel: how ranks share the matrix.
         dim: the sharded dimension of ``x``.
         amax: of the unsharded matrix, ``[1, 1]``, if it is known.
     """

@@ -76,13 +76,10 @@ class ScaleSource:
         """Cast tensor ``index`` of the call.
 
         Args:
-            x: what is cast.
             index: which of the layer's tensors it is.
-            rowwise: the spec of its rows; None where they are not wanted.
-            columnwise: the spec of its transpose; or None.
-            dbias: the column sums, ``x.sum(0)``, are wanted, too.
-            align: the sizes of the result are multiples of it.
             amax: of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
+
+        The other arguments are those of the function ``quantize``.
         """
         params = self.params(index, x)
         return self._run(x, rowwise, columnwise, params, self.epsilon, dbias, align)

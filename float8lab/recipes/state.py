@@ -143,8 +143,6 @@ class fp8_autocast(autocast):
     """``autocast`` under its older name and parameter names.
 
     Args:
-        enabled: as in ``autocast``.
-        calibrating: as in ``autocast``.
         fp8_recipe: ``recipe`` of ``autocast``.
         fp8_group: ``amax_reduction_group`` of ``autocast``.
     """

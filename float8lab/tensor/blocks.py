@@ -231,7 +231,6 @@ def quantize_blocks_(
 
     Args:
         values: any shapes, high precision.
-        specs: the format of each.
         targets: FP8 data, scales and amaxes of each, of the shapes that ``quantize_blocks`` gives.
     """
     groups: dict[_Kind, list[list[Tensor]]] = defaultdict(list)

@@ -213,7 +213,6 @@ def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
     """Warn once that the memory of a quantized weight is read as ``dtype``, or raise.
 
     Args:
-        dtype: the dtype that the weight stands for.
         stored: how it is stored, in words.
         keeper: what saves it as it is stored.
     """

@@ -298,7 +298,6 @@ def moe_sort_chunks_by_index_with_probs(
     """Cut tokens and their probabilities into chunks, and put the chunks in another order.
 
     Args:
-        inp: ``[T, H]``, as ``moe_permute`` takes it.
         probs: ``[T]``, any float.
 
     Returns:

@@ -159,9 +159,6 @@ def check_masking(
     Args:
         attention_type: "self" or "cross".
         sizes: of all ranks' sequences, with the keys in the cache; None: not known yet.
-        attention_mask: of any type.
-        lengths: of any types.
-        heads: of the queries.
         uses_every_mask: a mask that the mask type does not use may have any shape.
         name: of ``attention_mask`` in the caller's signature.
     """

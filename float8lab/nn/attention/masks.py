@@ -223,8 +223,6 @@ def check_arbitrary(name: str, mask: MaskArgument, scores: Sequence[int]) -> Ten
     """The mask of type ``arbitrary``, with four dimensions.
 
     Args:
-        name: as the caller wrote it.
-        mask: of any type.
         scores: ``[B, H, Sq, Sk]``.
     """
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
@@ -291,8 +289,6 @@ def make_mask(
     Args:
         mask_type: canonical.
         window: from ``window_of``.
-        Sq: queries.
-        Sk: keys.
         padding: ``[B, Sq]`` and ``[B, Sk]``, True where padding.
         arbitrary: True where masked out.
         diagonal: where query 0 stands among the keys; None is what the type says: 0 for ``causal``

@@ -242,7 +242,6 @@ def rotate_heads(
     """Run ``apply_rotary_pos_emb`` on checked arguments; padding may begin beyond the angles.
 
     Args:
-        t: as in ``apply_rotary_pos_emb``.
         freqs: angles, which the caller calls ``name``.
         start_positions: ``[B]`` or None.
         cu_seqlens: ``[B + 1]``, for thd alone.

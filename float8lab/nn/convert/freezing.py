@@ -23,7 +23,6 @@ class Freezing:
     """Which weights are to be stored in FP8 and frozen; ``run`` does it.
 
     Args:
-        plans: of FP8 layers.
         users: the modules of the model that have each parameter; others than these layers may.
 
     Attributes:

@@ -83,7 +83,6 @@ def fp8_attention(
         v: ``[B, G, Sk, Dv]`` FP8.
         q_scale: one element, as ``k_scale`` and ``v_scale``: decode scales.
         causal: query i sees the keys up to the i-th.
-        scale: of the scores.
 
     Returns:
         ``[B, H, Sq, Dv]`` (in memory by token), and the logarithm of each query's sum of

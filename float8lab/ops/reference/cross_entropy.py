@@ -43,7 +43,6 @@ def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> T
     """The gradient of the logits.
 
     Args:
-        logits: ``[M, V]``, as ``cross_entropy_statistics`` took them.
         factors: ``[4, M]``, float32, or float64 for float64: the logarithm of the sum of the
             exponentials of a row's logits, over all shards; a factor of the softmax; what is
             subtracted at the target, and everywhere. A row whose factor is 0 has no softmax.

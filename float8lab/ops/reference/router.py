@@ -114,10 +114,8 @@ def route_backward(
     """The gradient of the logits.
 
     Args:
-        dprobs: ``[T, E]``, of the probabilities; of the scores with ``dense``.
-        logits: ``[T, E]``, as ``route`` took them.
-        routing_map: ``[T, E]`` bool, as ``route`` gave it.
-        topk: and the other arguments as ``route`` took them.
+        dprobs: ``[T, E]``, of the probabilities; of the scores with ``dense``. The other arguments
+            are as ``route`` took them, and gave ``routing_map``.
 
     Returns:
         ``[T, E]`` in the dtype of ``logits``.
