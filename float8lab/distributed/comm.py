@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8lab.arguments import check_group, check_module
@@ -749,9 +750,9 @@ def shared_amaxes(
             groups.setdefault(shard.parallel, {})[i] = _amaxes(value, spec.amax_block)
     for parallel, local in groups.items():
         shared = parallel.amax(torch.cat([amax.reshape(-1) for amax in local.values()]))
-        flat = shared.split([amax.numel() for amax in local.values()])
-        for (i, amax), shared_amax in zip(local.items(), flat, strict=True):
-            amaxes[i] = shared_amax.view(amax.shape)
+        split = _unflatten_dense_tensors(shared, list(local.values()))
+        for i, shared_amax in zip(local, split, strict=True):
+            amaxes[i] = shared_amax
     return amaxes
 
 
@@ -899,8 +900,7 @@ def reduce_sequence_parallel_gradients(
     for gradients in batches.values():
         flat = torch.cat([grad.reshape(-1) for grad in gradients])
         dist.all_reduce(flat, group=group)
-        for grad, new in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            grad.copy_(new.view(grad.shape))
+        torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
 
 
 def _marked(model: nn.Module) -> list[nn.Parameter]:

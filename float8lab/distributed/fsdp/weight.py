@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from float8lab.arguments import check_instance, check_tensor, shown
 from float8lab.distributed.shard_map import ShardMap
@@ -273,10 +274,7 @@ def reduced_amaxes(
             groups.setdefault(row_shard.group, []).append(amax)
     for group, local in groups.items():
         shared = amax_over_ranks(torch.cat([amax.flatten() for amax in local]), group)
-        split = shared.split([amax.numel() for amax in local])
-        torch._foreach_copy_(
-            local, [new.view(old.shape) for new, old in zip(split, local, strict=True)]
-        )
+        torch._foreach_copy_(local, _unflatten_dense_tensors(shared, local))
     return flat, amaxes
 
 
