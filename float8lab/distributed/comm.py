@@ -86,10 +86,7 @@ class CallOrder:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> CallOrder:
         """The call order of a group."""
-        order = cls.of_groups.get(group)
-        if order is None:
-            order = cls.of_groups[group] = cls()
-        return order
+        return cls.of_groups.setdefault(group, cls())
 
     def called(self, layer: TensorParallel) -> None:
         """Take in a call of a layer, whose place is that of its first call.

@@ -40,7 +40,8 @@ def quantize_shard(
     if any(spec is not None and spec.shares_matrix_amax for spec in (rowwise, columnwise)):
         params = QuantParams.of_amax(parallel.amax(own_amax(x)) if amax is None else amax)
     context = params, epsilon
-    rows_span, columns_span = _spans(rowwise, dim), _spans(columnwise, 1 - dim)
+    rows_span = rowwise is not None and rowwise.spans(dim)
+    columns_span = columnwise is not None and columnwise.spans(1 - dim)
     if not (rows_span or columns_span):
         return replayed_quantize(x, rowwise, columnwise, *context, dbias, align)
     column_sums = None
@@ -58,11 +59,6 @@ def quantize_shard(
     elif columnwise is not None:
         by_columns = replayed_quantize(x, None, columnwise, *context, False, align).columnwise
     return Quantized(by_rows, by_columns, dbias=column_sums)
-
-
-def _spans(spec: Spec | None, dim: int) -> bool:
-    """Whether blocks, other than of the whole matrix, span a dimension of the operand."""
-    return spec is not None and spec.spans(dim)
 
 
 def _quantize_spanning(

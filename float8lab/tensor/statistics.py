@@ -208,7 +208,7 @@ class TensorStats(_Shares[float]):
 
     def histogram(self, by: str = "code") -> Histogram:
         """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
-        _check_bins(by)
+        check_choice("by", by, ("code", "exponent"))
         dtype = self.spec.fp8_dtype
         if by == "code":
             return Histogram(by, code_values(dtype), torch.tensor(self.codes))
@@ -378,7 +378,7 @@ def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
     >>> float8lab.quantize(torch.tensor([448.0, 1.0, 1.5])).histogram("exponent").counts.tolist()
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]
     """
-    _check_bins(by)  # before a collective
+    check_choice("by", by, ("code", "exponent"))  # before a collective
     return stats(x, local=local).histogram(by)
 
 
@@ -458,10 +458,6 @@ def code_values(dtype: torch.dtype) -> Tensor:
 def span(low: float, high: float) -> str:
     """A range as text; one number if it is one."""
     return f"{low:.6g}" if low == high or math.isnan(low) else f"{low:.6g}..{high:.6g}"
-
-
-def _check_bins(by: str) -> None:
-    check_choice("by", by, ("code", "exponent"))
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -27,7 +27,6 @@ __all__ = [
     "check_unused_mask",
     "diagonal_of",
     "distances",
-    "is_causal_type",
     "make_mask",
     "split_padding_mask",
     "window_of",
@@ -65,11 +64,6 @@ def canonical_mask_type(mask_type: str, argument: str = "attn_mask_type") -> str
     return spelled
 
 
-def is_causal_type(mask_type: str) -> bool:
-    """Whether a query does not see what comes after it."""
-    return "causal" in mask_type
-
-
 def window_of(
     mask_type: str, window_size: Sequence[int] | None, argument: str = "window_size"
 ) -> tuple[int, int]:
@@ -79,7 +73,7 @@ def window_of(
     ((-1, 0), (128, 0), (4, 2))
     """
     left, right = _checked_window((-1, -1) if window_size is None else window_size, argument)
-    return (left, 0) if is_causal_type(mask_type) else (left, right)
+    return (left, 0) if "causal" in mask_type else (left, right)
 
 
 def _checked_window(window: object, argument: str) -> tuple[int, int]:
