@@ -150,7 +150,7 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> Tensor:
-    """Compute the loss that balances the load of the experts.
+    """Compute the loss that balances the load of the experts, a scalar in the dtype of ``probs``.
 
     It is ``coeff * num_experts / (topk * total_num_tokens ** 2)`` times the sum over the experts of
     the tokens that an expert gets times the sum of its probabilities, in float32.
@@ -161,9 +161,6 @@ def fused_moe_aux_loss(
         total_num_tokens: the tokens of all ranks that the loss is computed over; or a tensor of one
             number on the device, which a CUDA graph reads in each replay.
         coeff: weight of the loss.
-
-    Returns:
-        The loss, a scalar in the dtype of ``probs``.
 
     Raises:
         ValueError: sizes that do not fit together.

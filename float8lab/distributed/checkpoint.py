@@ -32,9 +32,6 @@ class ModelState:
     weight is), ``w.scale`` and ``w.amax`` (float32, one number for each block of the full weight,
     the same on all ranks). Both methods are collectives if the model is sharded.
 
-    Args:
-        model: any module.
-
     >>> with float8lab.fp8_model_init():
     ...     layer = float8lab.Linear(16, 16, bias=False, device="cpu")
     >>> sorted(float8lab.distributed.ModelState(layer).state_dict())

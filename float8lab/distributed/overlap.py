@@ -379,11 +379,8 @@ def _mm_scatter(
     """This rank's rows, ``[M / R, N]``, of the sum over ranks of ``a @ b.T + bias``.
 
     Args are those of ``_gather_mm``; but ``a`` is ``[M, K]``, M divisible by R, and its scales may
-    differ between ranks. The partial sums, which are sent, and their sum are in ``out_dtype``.
-
-    Returns:
-        - the sum;
-        - ``[R, *shape]`` of each of ``extras``.
+    differ between ranks. The partial sums, which are sent, and their sum are in ``out_dtype``. With
+    the sum comes ``[R, *shape]`` of each of ``extras``.
     """
     q, scale, b, b_scale, *bias = operands
     ranks, (M, K), N = group_named(group), q.shape, b.shape[0]

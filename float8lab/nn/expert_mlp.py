@@ -316,9 +316,6 @@ class ExpertMLP(ExpertsBase, GemmModule):
                 experts of each: tokens beyond are dropped. None counts them, for which a mask on a
                 GPU makes the CPU wait.
             is_first_microbatch: as in ``GroupedLinear.forward``, of both weights.
-
-        Returns:
-            ``[..., hidden_size]``.
         """
         if is_dtensor(self.fc1_weight):
             raise NotImplementedError(

@@ -183,8 +183,7 @@ class NormLinearFunction(Float8Function):
         weight: ``[N, K]``, ordinary or a Float8Tensor.
         bias: ``[N]`` or None.
 
-    Returns:
-        ``[..., N]``, in the dtype of torch.autocast if that is active, else of ``x``.
+    It returns ``[..., N]``, in the dtype that ``LinearFunction`` gives.
     """
 
     @staticmethod
@@ -253,9 +252,7 @@ class _Mlp(Float8Function):
         fc2_weight: ``[K, F]``.
         fc2_bias: ``[K]`` or None.
 
-    Returns:
-        ``[..., K]``, and the norm's output if the call returns it, in the dtype of torch.autocast
-        if that is active, else of ``x``.
+    It returns ``[..., K]``, and the norm's output if the call returns it, as ``LinearFunction``.
     """
 
     @staticmethod

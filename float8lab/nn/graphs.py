@@ -216,8 +216,7 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
         max_graphs: record at most so many kinds of calls.
         enabled: False gives back the forward and frees the graphs.
 
-    Returns:
-        The same module.
+    It returns the same module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU())
     >>> for layer in model:
@@ -407,12 +406,10 @@ class _Graphed:
 
     def _recorded_for(self, key: _Key) -> Recorded | None:
         """The recording for calls of this key, unless its scales have moved since."""
-        for recorded in self.recorded:
-            if recorded.key == key:
-                if all(slots.pack is pack for slots, pack in recorded.slots):
-                    return recorded
-                self.recorded.remove(recorded)
-                break
+        recorded = next((recorded for recorded in self.recorded if recorded.key == key), None)
+        if recorded is None or all(slots.pack is pack for slots, pack in recorded.slots):
+            return recorded
+        self.recorded.remove(recorded)
         return None
 
     def _is_due(self, key: _Key, tensors: list[Tensor], structure: _Structure) -> bool:

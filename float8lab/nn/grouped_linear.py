@@ -80,8 +80,6 @@ class GroupedLinear(GemmModule):
         single_grouped_weight: one parameter for all weights.
         single_grouped_bias: one parameter for all biases.
         sequence_parallel: no effect: the layer sends no tokens.
-        tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
-        tp_size: how many they are, if ``tp_group`` is None.
         parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
             part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
             input; the biases are in the first rank's part of the sum. None: each rank has all.

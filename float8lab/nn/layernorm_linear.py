@@ -38,7 +38,6 @@ class LayerNormLinear(NormGemmModule):
 
     Args:
         eps: added to the variance, or to the mean square.
-        bias: learn an additive bias, initialised to 0.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
         return_layernorm_output: return the norm's output as the last output.
         return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks,

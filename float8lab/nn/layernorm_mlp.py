@@ -53,8 +53,7 @@ class LayerNormMLP(NormGemmModule):
         tp_group: their process group.
         tp_size: R, where ``tp_group`` is given later.
         return_bias: do not add fc2's bias; return it after the output.
-        seq_length: for code that passes it to warm kernels up; nothing here needs that.
-        micro_batch_size: for such code, too.
+        seq_length: no effect, nor has ``micro_batch_size`` any: nothing here is to be warmed up.
         checkpoint: do not save fc1's output either but recompute it in backward, from the
             input: less memory for one more GEMM, and the same numbers.
         fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features:

@@ -151,8 +151,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
             sums their gradients over tensor-parallel ranks.
         params_dtype: dtype of the parameters; None is the default dtype.
         zero_centered_gamma: multiply by ``1 + weight``; the weight then starts from 0.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU.
+        device: as in ``Linear``.
         normalized_shape: another name of ``hidden_size``.
         dtype: another name of ``params_dtype``.
 

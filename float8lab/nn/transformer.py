@@ -286,7 +286,6 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         Args:
             hidden_states: in ``attn_input_format``, ``hidden_size`` last.
             self_attn_mask_type: overrides the constructor's.
-            window_size: overrides the constructor's.
             encoder_output: in a decoder, the tokens that the cross attention attends to.
             enc_dec_attn_mask: of the cross attention; a pair for padding masks.
             is_first_microbatch: as in ``Linear.forward``.
@@ -298,8 +297,6 @@ class TransformerLayer(nn.Module, ContextParallelModule):
             cu_seqlens_q: of the layer's sequences, in self and cross attention.
             cu_seqlens_kv: of the encoder's sequences, in cross attention; in self attention it is
                 ``cu_seqlens_q``, which this must equal in an encoder.
-            max_seqlen_q: for thd.
-            max_seqlen_kv: for thd.
 
         The other arguments are those of ``DotProductAttention.forward``, for the self attention.
 

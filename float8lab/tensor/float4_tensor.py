@@ -126,21 +126,12 @@ class Float4Tensor(Tensor):
             cls, shape, strides=strides, dtype=dtype, device=packed.device, requires_grad=False
         )
         x.packed, x.scale, x.tensor_scale, x.spec = packed, scale, tensor_scale, spec
+        x._check_parts()
         return x
 
-    def __init__(
-        self,
-        packed: Tensor,
-        scale: Tensor,
-        tensor_scale: Tensor | None,
-        spec: Spec,
-        dtype: torch.dtype,
-    ) -> None:
-        """Check the parts; ``__new__`` has set all.
-
-        Raises:
-            ValueError: dtypes or shapes that do not fit ``spec``.
-        """
+    def _check_parts(self) -> None:
+        """Raise unless the dtypes and shapes of the parts fit the spec."""
+        packed, scale, tensor_scale, spec = self.packed, self.scale, self.tensor_scale, self.spec
         if packed.dtype != torch.uint8 or len(spec.block) != packed.ndim:
             raise ValueError(
                 f"packed must be uint8 of {len(spec.block)} dimensions, as its block has; got "

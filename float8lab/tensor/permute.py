@@ -146,9 +146,6 @@ def moe_permute_and_pad_with_probs(
         tokens_per_expert: ``[E]`` integers, the tokens that ``routing_map`` gives each expert.
         align_size: of what the number of each expert's rows is a multiple.
 
-    Returns:
-        The rows, their probabilities, the row map, the offsets of padding, and the sizes.
-
     The other arguments, with a mask, and the errors are those of ``moe_permute``.
 
     >>> mask, probs = torch.tensor([[1, 1], [0, 1]]), torch.ones(2, 2)
@@ -299,9 +296,6 @@ def moe_sort_chunks_by_index_with_probs(
 
     Args:
         probs: ``[T]``, any float.
-
-    Returns:
-        ``[T, H]`` and ``[T]``.
 
     The other arguments and the errors are those of ``moe_sort_chunks_by_index``.
 

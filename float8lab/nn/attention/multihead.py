@@ -329,10 +329,7 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
         Args:
             hidden_states: in ``qkv_format``, ``hidden_size`` last.
             encoder_output: in cross attention, the source of keys and values.
-            attn_mask_type: overrides the constructor's.
-            window_size: overrides the constructor's.
             is_first_microbatch: as in ``Linear.forward``.
-            checkpoint_core_attention: recompute the core attention in backward.
             inference_params: key/value cache, in self attention only.
             rotary_pos_emb: angles from position 0 on, for as many positions as are reached.
 

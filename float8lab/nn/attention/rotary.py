@@ -45,8 +45,7 @@ class RotaryPositionEmbedding(nn.Module):
         rotary_base: base of the frequencies.
         interleaved: rotate neighbours ``(0, 1), (2, 3) ...`` instead of halves
             ``(0, R / 2), (1, R / 2 + 1) ...``.
-        device: of the frequencies; None is the default device if one was set, else the current CUDA
-            device if there is one, else the CPU.
+        device: of the frequencies, as in ``Linear``.
 
     Source: RoFormer, arXiv:2104.09864; position interpolation, arXiv:2306.15595.
 

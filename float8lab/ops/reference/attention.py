@@ -114,14 +114,13 @@ def fp8_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``fp8_attention``, its rounding of the probabilities taken as the identity.
+    """Gradients of q, k and v, the rounding of the probabilities taken as the identity.
+
+    They are in the dtype of ``dout``, and in memory by token.
 
     Args:
         dout: ``[B, H, Sq, Dv]`` high precision.
         out: from the forward, as ``lse``; the other arguments are the forward's own.
-
-    Returns:
-        Gradients of q, k, v in the dtype of ``dout`` (in memory by token).
     """
     H, G = q.shape[1], k.shape[1]
     scores = _scores(q, k, q_scale, k_scale, causal, scale)

@@ -111,14 +111,11 @@ def route_backward(
     scaling: float,
     dense: bool,
 ) -> Tensor:
-    """The gradient of the logits.
+    """The gradient of the logits, ``[T, E]`` in their dtype.
 
     Args:
         dprobs: ``[T, E]``, of the probabilities; of the scores with ``dense``. The other arguments
             are as ``route`` took them, and gave ``routing_map``.
-
-    Returns:
-        ``[T, E]`` in the dtype of ``logits``.
     """
     z = widen(logits)
     if dense:
