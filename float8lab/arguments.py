@@ -218,14 +218,13 @@ def has_values(x: torch.Tensor) -> bool:
     )
 
 
-def check_floating(name: str, x: torch.Tensor) -> None:
+def check_floating(
+    name: str, x: torch.Tensor, advice: str = "Convert it first, for example with .float()."
+) -> None:
     """Check for a tensor of one of ``PARAMETER_DTYPES``."""
     check_tensor(name, x)
     if x.dtype not in PARAMETER_DTYPES:
-        raise TypeError(
-            f"{name} must be a floating-point tensor; got {shown(x)}. Convert it first, for "
-            "example with .float()."
-        )
+        raise TypeError(f"{name} must be a floating-point tensor; got {shown(x)}. {advice}")
 
 
 def check_input(

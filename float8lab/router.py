@@ -15,6 +15,7 @@ from float8lab.arguments import (
     PARAMETER_DTYPES,
     check_choice,
     check_flags,
+    check_floating,
     check_number,
     check_size,
     check_tensor,
@@ -72,7 +73,6 @@ def fused_topk_with_score_function(
         routing map, ``[T, E]`` bool.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: sizes that do not fit together, an unknown score function, a bias with softmax.
 
     >>> probs, routing_map = float8lab.router.fused_topk_with_score_function(
@@ -121,15 +121,12 @@ def fused_compute_score_for_moe_aux_loss(
     """Compute what the auxiliary loss needs: the scores of all experts, and which are the best.
 
     Args:
-        logits: ``[..., E]``, float32, bfloat16, float16 or float64.
-        topk: how many experts get a token.
         score_function: ``"softmax"``; or ``"sigmoid"`` or ``"sqrtsoftplus"``, divided by their sum.
 
     Returns:
         The routing map, ``[T, E]`` bool; and the scores, of the shape of ``logits``, float32.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: more experts wanted than there are, or an unknown score function.
 
     >>> logits = torch.tensor([[0.0, 1.0, 1.0]])
@@ -153,7 +150,7 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> Tensor:
-    """Compute the loss that balances the load of the experts.
+    """Compute the loss that balances the load of the experts, a scalar in the dtype of ``probs``.
 
     It is ``coeff * num_experts / (topk * total_num_tokens ** 2)`` times the sum over the experts of
     the tokens that an expert gets times the sum of its probabilities, in float32.
@@ -163,24 +160,16 @@ def fused_moe_aux_loss(
         tokens_per_expert: ``[E]``, any dtype.
         total_num_tokens: the tokens of all ranks that the loss is computed over; or a tensor of one
             number on the device, which a CUDA graph reads in each replay.
-        num_experts: how many experts there are.
-        topk: how many experts get a token.
         coeff: weight of the loss.
 
-    Returns:
-        The loss, a scalar in the dtype of ``probs``.
-
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: sizes that do not fit together.
 
     >>> probs, counts = torch.full((4, 2), 0.5), torch.tensor([2, 2])
     >>> float8lab.router.fused_moe_aux_loss(probs, counts, 4, 2, 1, 0.01)
     tensor(0.0100)
     """
-    check_tensor("probs", probs)
-    if probs.dtype not in PARAMETER_DTYPES:
-        raise TypeError(f"probs must be a floating-point tensor; got {shown(probs)}. Convert it.")
+    check_floating("probs", probs, "Convert it.")
     check_tensor("tokens_per_expert", tokens_per_expert)
     if tokens_per_expert.is_complex():
         raise TypeError(
@@ -207,9 +196,7 @@ def fused_moe_aux_loss(
 
 def _check_logits(logits: Tensor, topk: int, score_function: str) -> int:
     """Return the number of experts."""
-    check_tensor("logits", logits)
-    if logits.dtype not in PARAMETER_DTYPES:
-        raise TypeError(f"logits must be a floating-point tensor; got {shown(logits)}. Convert it.")
+    check_floating("logits", logits, "Convert it.")
     if not logits.ndim or not logits.shape[-1]:
         raise ValueError(
             f"logits must have experts as their last dimension; got shape {tuple(logits.shape)}. "

@@ -16,8 +16,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from float8lab.arguments import check_size
 from float8lab.distributed.ranks import rank_and_size
@@ -93,31 +91,14 @@ def _say_that_there_is_no_affinity() -> None:
     )
 
 
-class _Context(FunctionCtx):
-    threads: list[int]
-
-
-class _ThreadOfBackward(torch.autograd.Function):
-    """Notes the thread that its backward runs on."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, threads: list[int]) -> Tensor:
-        ctx.threads = threads
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.threads.append(threading.get_native_id())
-        return gradient, None
-
-
 @functools.cache
 def _backward_thread(process: int, device: int) -> int:
     """Number of autograd's thread for a device, which lives as long as the process."""
     threads: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.empty(0, device=torch.device("cuda", device), requires_grad=True)
-        y = _ThreadOfBackward.apply(x, threads)
+        y = x.clone()
+        y.register_hook(lambda gradient: threads.append(threading.get_native_id()))
         torch.autograd.grad(y, x, torch.empty_like(y))
     return threads[0]
 

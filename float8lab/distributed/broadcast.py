@@ -23,7 +23,6 @@ def broadcast_parameters(
     Args:
         module: a model that is not sharded, with the same parameters on all ranks.
         src: global rank whose values everyone gets.
-        group: process group; None is the default one.
     """
     check_module("module", module)
     check_size("src", src)

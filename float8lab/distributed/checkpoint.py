@@ -32,9 +32,6 @@ class ModelState:
     weight is), ``w.scale`` and ``w.amax`` (float32, one number for each block of the full weight,
     the same on all ranks). Both methods are collectives if the model is sharded.
 
-    Args:
-        model: any module.
-
     >>> with float8lab.fp8_model_init():
     ...     layer = float8lab.Linear(16, 16, bias=False, device="cpu")
     >>> sorted(float8lab.distributed.ModelState(layer).state_dict())
@@ -105,7 +102,9 @@ class _Stored:
         self.value, self.local = value, cast(Float8Tensor, local_of(value))
         if self.local._window is not None:
             detach_window(self.local)
-        module, parameter = _parameter(model, name, value)
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        parameter = getattr(module, leaf, value)  # a state_dict has aliases of parameters
         self.placement = getattr(module, "_placement", None)  # by tensor parallelism, or None
         ndim, self.mesh = 0 if self.placement is None else self.placement.ndim, None
         if is_dtensor(value) and value.device_mesh.ndim > ndim:
@@ -166,10 +165,3 @@ class _Stored:
             local.qdata.view(torch.uint8).copy_(local_of(qdata))
             local.scale.copy_(scale[blocks])
             local.amax.copy_(amax[blocks])
-
-
-def _parameter(model: nn.Module, name: str, value: Tensor) -> tuple[nn.Module, Tensor]:
-    """The module and the parameter of a name; a state_dict has aliases of parameters."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    return module, getattr(module, leaf, value)

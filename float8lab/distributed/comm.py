@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8lab.arguments import check_group, check_module
@@ -85,10 +86,7 @@ class CallOrder:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> CallOrder:
         """The call order of a group."""
-        order = cls.of_groups.get(group)
-        if order is None:
-            order = cls.of_groups[group] = cls()
-        return order
+        return cls.of_groups.setdefault(group, cls())
 
     def called(self, layer: TensorParallel) -> None:
         """Take in a call of a layer, whose place is that of its first call.
@@ -507,10 +505,7 @@ class OneGpu:
     ) -> tuple[int, tuple[int, ...]]:
         """The rows of the GEMM's output without padding, and the shape of the layer's output.
 
-        Args:
-            shape: of the layer's input.
-            rows: of that, as a matrix.
-            features: N.
+        ``shape`` is that of the layer's input, a matrix of so many ``rows``.
         """
         return rows, (*shape[:-1], features)
 
@@ -530,7 +525,6 @@ class OneGpu:
         Args:
             a: x or dy in FP8, as this rank has it.
             b: the weight, or its transpose.
-            task: what is computed.
             bias: of this rank's features.
             backward: whether this is dgrad.
             companion: what may be gathered meanwhile.
@@ -753,9 +747,9 @@ def shared_amaxes(
             groups.setdefault(shard.parallel, {})[i] = _amaxes(value, spec.amax_block)
     for parallel, local in groups.items():
         shared = parallel.amax(torch.cat([amax.reshape(-1) for amax in local.values()]))
-        flat = shared.split([amax.numel() for amax in local.values()])
-        for (i, amax), shared_amax in zip(local.items(), flat, strict=True):
-            amaxes[i] = shared_amax.view(amax.shape)
+        split = _unflatten_dense_tensors(shared, list(local.values()))
+        for i, shared_amax in zip(local, split, strict=True):
+            amaxes[i] = shared_amax
     return amaxes
 
 
@@ -882,7 +876,6 @@ def reduce_sequence_parallel_gradients(
             group if none of them has one.
 
     Raises:
-        TypeError: an argument of another type.
         ValueError: ``group`` is None, and the modules have several.
 
     >>> norm = float8lab.LayerNorm(4, sequence_parallel=True, device="cpu")
@@ -904,8 +897,7 @@ def reduce_sequence_parallel_gradients(
     for gradients in batches.values():
         flat = torch.cat([grad.reshape(-1) for grad in gradients])
         dist.all_reduce(flat, group=group)
-        for grad, new in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            grad.copy_(new.view(grad.shape))
+        torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
 
 
 def _marked(model: nn.Module) -> list[nn.Parameter]:

@@ -112,8 +112,14 @@ class _Direction(NamedTuple):
 
     def move(self, x: Tensor, places: Tensor, *, backward: bool) -> Tensor:
         """The exchange, or in backward its inverse."""
-        move = _to_heads if self.to_heads != backward else _to_tokens
-        return move(x, self.ranks, self.dim, places)
+        ranks, rows = self.ranks, x.movedim(self.dim, 0)
+        if self.to_heads != backward:
+            slices = rows.unflatten(-2, (ranks.size, -1)).movedim(-3, 0)
+            rows = ranks.exchange(slices).flatten(0, 1)
+            ordered = torch.empty_like(rows).index_copy_(0, places.flatten(), rows)
+            return ordered.movedim(0, self.dim)
+        slices = rows.index_select(0, places.flatten()).unflatten(0, places.shape)
+        return ranks.exchange(slices).movedim(0, -3).flatten(-3, -2).movedim(0, self.dim)
 
 
 class _Context(AutogradContext):
@@ -133,17 +139,6 @@ class _Exchanged(Float8Function):
     def backward(ctx: _Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         return ctx.direction.move(dy, places, backward=True), None, None
-
-
-def _to_heads(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
-    slices = x.movedim(dim, 0).unflatten(-2, (ranks.size, -1)).movedim(-3, 0)
-    rows = ranks.exchange(slices).flatten(0, 1)
-    return torch.empty_like(rows).index_copy_(0, places.flatten(), rows).movedim(0, dim)
-
-
-def _to_tokens(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
-    slices = x.movedim(dim, 0).index_select(0, places.flatten()).unflatten(0, places.shape)
-    return ranks.exchange(slices).movedim(0, -3).flatten(-3, -2).movedim(0, dim)
 
 
 def positions(starts: Tensor, tokens: int, size: int) -> Tensor:
@@ -179,9 +174,6 @@ def places_of(
     Args:
         name: of the tensor that has the tokens.
         starts: as for ``positions``; None is one sequence of all tokens.
-        tokens: of a rank.
-        size: R.
-        device: of the result.
 
     Raises:
         ValueError: they have not; lengths on a GPU are not checked.
@@ -233,13 +225,8 @@ def join_sequence(
 
     Args:
         x: this rank's tokens, from ``shard_sequence``.
-        cp_group: as for ``shard_sequence``.
-        dim: as for ``shard_sequence``.
-        cu_seqlens: as for ``shard_sequence``.
 
-    Raises:
-        TypeError: not a tensor, or not a process group.
-        ValueError: lengths that are no multiples of 2 R.
+    The other arguments and the errors are those of ``shard_sequence``.
     """
     places = _checked_places(x, cp_group, dim, cu_seqlens, is_shard=True)
     if places is None or cp_group is None:

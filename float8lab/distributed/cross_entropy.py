@@ -11,8 +11,8 @@ from torch import Tensor
 
 from float8lab.arguments import (
     INTEGER_DTYPES,
-    PARAMETER_DTYPES,
     check_flags,
+    check_floating,
     check_group,
     check_number,
     check_size,
@@ -66,7 +66,6 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
         gradient, and is 0 for tokens that are ignored.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: shapes that do not fit together, or a number out of range.
 
     Source: label smoothing, arXiv:1512.00567; the added square, arXiv:2202.08906.
@@ -75,9 +74,7 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
     >>> float8lab.parallel_cross_entropy(logits, target)
     tensor([0.6931, 0.0000])
     """
-    check_tensor("inp", inp)
-    if inp.dtype not in PARAMETER_DTYPES:
-        raise TypeError(f"inp must be a floating-point tensor; got {shown(inp)}. Convert it.")
+    check_floating("inp", inp, "Convert it.")
     if not inp.ndim:
         raise ValueError("inp must have words as its last dimension; got a scalar. Reshape it.")
     check_tensor("target", target)

@@ -153,7 +153,6 @@ def moe_dispatch(
         - the handle for ``moe_combine``.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: shapes that do not fit together, experts that the ranks cannot share equally, a
             gradient format with blocks of several rows.
 
@@ -214,7 +213,6 @@ def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
         ``[T, H]`` in the dtype of ``out``: sums in float32; 0 for a token without experts.
 
     Raises:
-        TypeError: an argument of another type.
         ValueError: another number of rows.
 
     >>> routing_map = torch.ones(1, 3, dtype=torch.bool)

@@ -84,7 +84,6 @@ def get_cpu_offload_context(
         It takes nothing, or the layer's output, which it returns.
 
     Raises:
-        TypeError: an argument of another type.
         ValueError: there is nothing to offload, or a number of layers is below 1, or
             ``model_layers`` is below ``num_layers``.
 
@@ -109,7 +108,7 @@ def get_cpu_offload_context(
     check_size("num_layers", num_layers, minimum=1 if enabled else 0)
     check_size("model_layers", model_layers, minimum=1 if enabled else 0, optional=True)
     if not enabled:
-        return nullcontext(), _return_same
+        return nullcontext(), lambda x=None: x
     if not offload_activations and not offload_weights:
         raise ValueError(
             "offload_activations or offload_weights must be True when enabled; got both False. "
@@ -125,10 +124,6 @@ def get_cpu_offload_context(
 
 
 _T = TypeVar("_T")
-
-
-def _return_same(x: _T | None = None) -> _T | None:
-    return x
 
 
 class _Moved:
@@ -181,9 +176,10 @@ class _Moved:
         return on_device
 
     def __del__(self) -> None:
-        if not self.seen and self.on_device is not None:
-            # No stream waited for the copy into this memory, which is about to be freed.
-            self.lanes.finish_first(self.on_device)
+        if not self.seen and self.on_device is not None and self.on_device.device.type != "cpu":
+            # No stream waited for the copy into this memory, which is about to be freed: the
+            # allocator must not reuse it before that copy has ended.
+            self.on_device.record_stream(self.lanes.inward)
 
 
 class _Lanes:
@@ -214,11 +210,6 @@ class _Lanes:
         with self.module.stream(self.inward):
             target.copy_(host, non_blocking=True)
         return target, self.inward.record_event()
-
-    def finish_first(self, target: Tensor) -> None:
-        """Keep the allocator from reusing this memory before the copy into it has ended."""
-        if self.device.type != "cpu":
-            target.record_stream(self.inward)
 
 
 class _Pass:
@@ -343,7 +334,7 @@ class _Offload(AbstractContextManager["_Offload"]):
         self._weights: dict[StorageWeakRef, bool] = {}
 
     def __enter__(self) -> _Offload:
-        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks = saved_tensors_hooks(self._pack, lambda saved: saved.unpack())
         hooks.__enter__()
         self._entered.append((hooks, WEIGHT_CASTS.outlive_step))
         WEIGHT_CASTS.outlive_step = self._weights
@@ -408,7 +399,3 @@ class _Offload(AbstractContextManager["_Offload"]):
             return False
         outlives_step = self._weights.get(StorageWeakRef(storage))
         return not outlives_step and self._offloads[outlives_step is not None]
-
-
-def _unpack(saved: _Kept | _Saved | _SavedFloat8) -> Tensor:
-    return saved.unpack()

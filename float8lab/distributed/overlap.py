@@ -48,7 +48,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from float8lab.distributed.ranks import all_gathered, all_objects
-from float8lab.ops import scaled_mm_into
+from float8lab.ops import round_up, scaled_mm_into
 from float8lab.ops.declare import declare
 from float8lab.ops.operand import Operand
 from float8lab.recipes.reduction import group_named
@@ -81,8 +81,6 @@ class Window:
     """Memory of each rank of a group, which all of them read and write.
 
     Args:
-        group: the process group.
-        device: this rank's GPU.
         nbytes: of a half.
         before: a window that CUDA graphs may still use.
     """
@@ -152,7 +150,7 @@ def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Wi
         failure: str | None = None
         try:
             step = max(1 << 21, 1 << (nbytes.bit_length() - 3))  # or each new size makes another
-            larger = Window(group, device, -(-nbytes // step) * step, before)
+            larger = Window(group, device, round_up(nbytes, step), before)
         except RuntimeError as error:  # a GPU or driver without it
             failure = str(error)
         larger = None if any(all_objects(failure, group)) else larger
@@ -235,8 +233,6 @@ class _WindowGather(_CollectiveGather):
     """An all-gather through a window: copies on a stream of their own.
 
     Args:
-        window: of the ranks.
-        tensors: this rank's.
         early: how many of them are waited for rank by rank; the others come behind these.
         keep: whether this rank's own of the early ones are wanted, too.
     """
@@ -248,7 +244,7 @@ class _WindowGather(_CollectiveGather):
         for x in tensors:
             window.view(window.rank, start, x.shape, x.dtype).copy_(x)
             starts.append(start)
-            start += _round_up(x.nbytes)
+            start += round_up(x.nbytes, _ALIGN)
         self.gathered = [x.new_empty((window.size, *x.shape)) for x in tensors]
         self.order = _other_ranks(window)
         self._events: dict[int, torch.Event] = {}
@@ -383,11 +379,8 @@ def _mm_scatter(
     """This rank's rows, ``[M / R, N]``, of the sum over ranks of ``a @ b.T + bias``.
 
     Args are those of ``_gather_mm``; but ``a`` is ``[M, K]``, M divisible by R, and its scales may
-    differ between ranks. The partial sums, which are sent, and their sum are in ``out_dtype``.
-
-    Returns:
-        - the sum;
-        - ``[R, *shape]`` of each of ``extras``.
+    differ between ranks. The partial sums, which are sent, and their sum are in ``out_dtype``. With
+    the sum comes ``[R, *shape]`` of each of ``extras``.
     """
     q, scale, b, b_scale, *bias = operands
     ranks, (M, K), N = group_named(group), q.shape, b.shape[0]
@@ -507,8 +500,4 @@ mm_scatter = _past_dispatcher(_mm_scatter, mm_scatter_op)
 
 def _window_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes that tensors take in a half."""
-    return sum(_round_up(x.nbytes) for x in tensors)
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+    return sum(round_up(x.nbytes, _ALIGN) for x in tensors)

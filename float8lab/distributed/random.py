@@ -47,7 +47,6 @@ class CudaRNGStatesTracker:
         """Begin a stream.
 
         Args:
-            name: identifies it.
             seed: of torch's generator; each stream has a seed of its own.
 
         Raises:
@@ -67,7 +66,7 @@ class CudaRNGStatesTracker:
                 f"seed must be new to this tracker; got {seed}. Two streams of one seed draw the "
                 "same numbers: choose another."
             )
-        self._generators[name] = self._new_generator().manual_seed(seed)
+        self._generators[name] = torch.Generator(self._where()).manual_seed(seed)
         self._seeds.add(seed)
 
     @contextmanager
@@ -122,7 +121,7 @@ class CudaRNGStatesTracker:
         check_state("states", states)
         generators = {}
         for name, state in states.items():
-            generators[name] = self._new_generator()
+            generators[name] = torch.Generator(self._where())
             try:
                 generators[name].set_state(state)
             except (RuntimeError, TypeError) as error:
@@ -156,9 +155,6 @@ class CudaRNGStatesTracker:
             return torch.default_generator
         torch.cuda.init()  # default_generators is empty before
         return torch.cuda.default_generators[device.index]
-
-    def _new_generator(self) -> Generator:
-        return torch.Generator(self._where())
 
     def _where(self) -> torch.device:
         if self._device is None:

@@ -41,7 +41,6 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
     FP8 data travels as bytes, which every backend takes.
 
     Args:
-        x: this rank's tensor.
         size: R, the number of ranks.
         name: the group's name for functional collectives.
     """
@@ -97,7 +96,6 @@ def exchanged(
         x: rows for each rank behind each other; a Float8Tensor with scales of rows, or plain.
         sent: how many rows go to each rank.
         received: how many rows come from each rank.
-        group: process group; None is the default one.
     """
     data = x if isinstance(x, Float8Tensor) else x.contiguous().view(torch.uint8)
     name = (group or dist.distributed_c10d._get_default_group()).group_name

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -104,11 +104,8 @@ def _checkpoint_in_eager(
     run = _Run(function, [spec for _, spec in trees], tuple(kwargs), get_rng_state_tracker)
     values = [value for leaves, _ in trees for value in leaves]
     tensor = next((v for v in values if isinstance(v, Tensor)), None)
-    with _sharded_over(group, tensor) if shards and type(tensor) is Tensor else _nothing:
+    with _sharded_over(group, tensor) if shards and type(tensor) is Tensor else nullcontext():
         return torch_checkpoint.checkpoint(run, *values, use_reentrant=use_reentrant)
-
-
-_nothing = contextlib.nullcontext()
 
 
 class _SavedShard(NamedTuple):

@@ -83,16 +83,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     a DTensor. With ``use_local_output`` it gets plain whole tensors, gathered in high precision.
 
     Args:
-        input_layouts: placements of positional inputs, as for ``PrepareModuleInput``.
-        desired_input_layouts: the placements that they are to have.
-        input_kwarg_layouts: placements of inputs by keyword.
-        desired_input_kwarg_layouts: the placements that they are to have.
-        use_local_output: whether the module gets plain tensors.
         float8_dtype: accepted; each layer casts by its own recipe.
         fwd_config_submodule_fqn: accepted.
 
-    Raises:
-        TypeError: an argument of another type.
+    The other arguments are those of ``PrepareModuleInput``.
 
     Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
 

@@ -15,7 +15,7 @@ from float8lab.arguments import needs
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import conversion_report
-from float8lab.nn.describe import describe_fp8
+from float8lab.nn.layer import describe_fp8
 from float8lab.nn.precision import precisions_below
 from float8lab.nn.scaling_state import ScalingState
 from float8lab.recipes import Auto, Recipe

@@ -159,15 +159,11 @@ class ExpertMLP(ExpertsBase, GemmModule):
         hidden_size: size of the last dimension of input and output.
         ffn_hidden_size: number of features between activation and second layer.
         bias: learn additive biases, initialised to 0.
-        activation: as in ``LayerNormMLP``.
         init_method: ``init_method(weight)`` initialises each expert's first weight in place; None
             is normal, mean 0, standard deviation 0.023.
         output_layer_init_method: the same of the second weight.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU. ``"meta"`` works.
-        params_dtype: dtype of the parameters; None is the default dtype.
-        fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``, which the
-            caller allocates, instead of producing their ``grad``.
+
+    The other arguments are those of ``LayerNormMLP``.
 
     Raises:
         ValueError: an unknown activation.
@@ -231,7 +227,6 @@ class ExpertMLP(ExpertsBase, GemmModule):
         random tokens. Parameters of frozen layers are frozen.
 
         Args:
-            experts: the MLPs, such as a ``ModuleList``.
             names: of their linear layers: gate, up and down; or up and down, where up is also one
                 layer of gate and up, in this order. None looks for gate_proj, up_proj and
                 down_proj, or w1, w3 and w2.
@@ -321,9 +316,6 @@ class ExpertMLP(ExpertsBase, GemmModule):
                 experts of each: tokens beyond are dropped. None counts them, for which a mask on a
                 GPU makes the CPU wait.
             is_first_microbatch: as in ``GroupedLinear.forward``, of both weights.
-
-        Returns:
-            ``[..., hidden_size]``.
         """
         if is_dtensor(self.fc1_weight):
             raise NotImplementedError(

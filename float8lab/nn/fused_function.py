@@ -182,10 +182,8 @@ class NormLinearFunction(Float8Function):
         norm_bias: ``[K]`` for LayerNorm, None for RMSNorm.
         weight: ``[N, K]``, ordinary or a Float8Tensor.
         bias: ``[N]`` or None.
-        call: what is computed and how it is cast.
 
-    Returns:
-        ``[..., N]``, in the dtype of torch.autocast if that is active, else of ``x``.
+    It returns ``[..., N]``, in the dtype that ``LinearFunction`` gives.
     """
 
     @staticmethod
@@ -253,11 +251,8 @@ class _Mlp(Float8Function):
         fc1_bias: ``[F]``, ``[2 F]``, or None.
         fc2_weight: ``[K, F]``.
         fc2_bias: ``[K]`` or None.
-        call: what is computed and how it is cast.
 
-    Returns:
-        ``[..., K]``, and the norm's output if the call returns it, in the dtype of torch.autocast
-        if that is active, else of ``x``.
+    It returns ``[..., K]``, and the norm's output if the call returns it, as ``LinearFunction``.
     """
 
     @staticmethod

@@ -132,7 +132,6 @@ def save_policy(
     one scale per tensor, or in square blocks.
 
     Args:
-        plan: the specs of the three GEMMs.
         needs: whether the gradient of x, and of the weight, is needed.
         is_prologue: whether a prologue computes x; its inputs are alive in backward.
         recomputes: whether backward recomputes the output, by ``recompute_forward``.
@@ -262,9 +261,7 @@ def forward(
         x: ``[M, K]``.
         weight: ``[N, K]``, ordinary or a Float8Tensor.
         bias: ``[N]`` or None.
-        call: how to cast.
         needs: whether the gradient of x, and of the weight, is needed.
-        dtype: of the result.
         inp: with a matrix, the layer's input that it is; with a prologue, its values if they are
             written anyway.
         recomputes: with a prologue, save what ``recompute_forward`` needs, too.
@@ -362,15 +359,8 @@ def _fprop(
     """``x @ weight.T + bias``, ``[M, features]``, and the operands; it depends on nothing else.
 
     Args:
-        x: what is cast.
-        casts: how it is cast in each orientation.
-        x_params: its quantization parameters.
         x_quantized: its cast, where that is known.
         weight: the weight; empty if it is not wanted in FP8.
-        bias: ``[N]`` or None.
-        features: N.
-        dtype: of the output.
-        comm: what the call sends.
         keep_gathered: x is wanted as multiplied, gathered over ranks, whatever is saved.
     """
     plan, (rowwise, columnwise) = casts.recipe.linear, casts.specs
@@ -586,11 +576,8 @@ def backward(
             ``Gradient``, which is of no use afterwards.
         x: what was multiplied, if it was a prologue.
         saved: from ``forward``.
-        call: how to cast.
         needs: which gradients are needed.
         shape: M, N, K.
-        dtypes: of the gradients.
-        offsets: the offsets of experts' rows, if they are in groups.
         has_gradient: of weights of experts that are a parameter each, which of them have gradients.
     """
     if isinstance(dy, Tensor) and (
@@ -745,14 +732,6 @@ def _gradients(
         dy: the gradient in high precision, if it is written.
         cast_dy: it in FP8; None if it is to be cast.
         params: then its quantization parameters.
-        for_dx: the other operand of dgrad.
-        for_dw: the other operand of wgrad.
-        db_dtype: of the gradient of the bias.
-        shape: M, N, K.
-        recipe: how to cast.
-        watching: the call, if an observer watches it.
-        offsets: the offsets of experts' rows, if they are in groups.
-        comm: what the call sends.
     """
     (M, N, K), plan = shape, recipe.linear
     dx = dw = db = None
@@ -919,7 +898,6 @@ class LinearFunction(Float8Function):
         x: ``[..., K]``.
         weight: ``[N, K]``, ordinary or a Float8Tensor.
         bias: ``[N]`` or None.
-        call: how to cast, from ``Precision.begin``.
 
     Returns:
         ``[..., N]`` in the dtype of torch.autocast if that is active, else of ``x``.

@@ -93,19 +93,16 @@ def make_graphed_callables(  # the signature is the interface that users' code i
         num_warmup_iters: eager steps before recording, which leave no trace in FP8's state.
         allow_unused_input: some inputs or parameters get no gradient.
         sample_kwargs: dict of tensors, or a tuple of these; as ``sample_args``.
-        fp8_enabled: ``enabled``.
-        fp8_calibrating: ``calibrating``.
-        fp8_recipe: ``recipe``.
-        fp8_group: ``amax_reduction_group``.
-        fp8_weight_caching: ``cache_quantized_params``.
         pool: memory pool of the graphs, from ``torch.cuda.graph_pool_handle()``.
         enabled: record under ``autocast(enabled=...)``; a tuple has one for each module. None
             records under the recipe in force, such as a converted model's own.
-        calibrating: as in ``autocast``.
-        recipe: as in ``autocast``; implies ``enabled``.
-        amax_reduction_group: as in ``autocast``.
+        recipe: as in ``autocast``, and so are ``calibrating`` and ``amax_reduction_group``; implies
+            ``enabled``.
         cache_quantized_params: have callables accept ``is_first_microbatch``. It changes nothing: a
             graph casts its weights in every replay.
+
+    Names that begin with ``fp8_`` are older ones: ``fp8_group`` of ``amax_reduction_group``,
+    ``fp8_weight_caching`` of ``cache_quantized_params``.
 
     Returns:
         The modules, or for functions new functions, as ``modules`` was given. Each has a method
@@ -219,8 +216,7 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
         max_graphs: record at most so many kinds of calls.
         enabled: False gives back the forward and frees the graphs.
 
-    Returns:
-        The same module.
+    It returns the same module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU())
     >>> for layer in model:
@@ -313,7 +309,6 @@ class _Graphed:
     """A callable that replays a graph where that gives what the call would give.
 
     Args:
-        function: what is called: a module or a function of tensors.
         limit: record at most so many kinds of calls; 0 leaves it to ``make_graphed_callables``,
             whose graphs are for calls with any strides, with and without gradients, on any stream.
         ignored: keyword arguments that change nothing.
@@ -411,12 +406,10 @@ class _Graphed:
 
     def _recorded_for(self, key: _Key) -> Recorded | None:
         """The recording for calls of this key, unless its scales have moved since."""
-        for recorded in self.recorded:
-            if recorded.key == key:
-                if all(slots.pack is pack for slots, pack in recorded.slots):
-                    return recorded
-                self.recorded.remove(recorded)
-                break
+        recorded = next((recorded for recorded in self.recorded if recorded.key == key), None)
+        if recorded is None or all(slots.pack is pack for slots, pack in recorded.slots):
+            return recorded
+        self.recorded.remove(recorded)
         return None
 
     def _is_due(self, key: _Key, tensors: list[Tensor], structure: _Structure) -> bool:

@@ -73,29 +73,19 @@ class GroupedLinear(GemmModule):
 
     Args:
         num_gemms: number of experts.
-        in_features: size of the last dimension of the input.
-        out_features: size of the last dimension of the output.
         bias: learn additive biases, initialised to 0.
         init_method: ``init_method(weight)`` initialises each expert's weight in place; None is
             normal, mean 0, standard deviation 0.023.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU. ``"meta"`` works.
-        params_dtype: dtype of the parameters; None is the default dtype.
         return_bias: do not add the biases; return ``(output, biases)``.
-        fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``, which the
-            caller allocates, instead of producing their ``grad``.
         single_grouped_weight: one parameter for all weights.
         single_grouped_bias: one parameter for all biases.
         sequence_parallel: no effect: the layer sends no tokens.
-        tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
-        tp_size: how many they are, if ``tp_group`` is None.
         parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
             part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
             input; the biases are in the first rank's part of the sum. None: each rank has all.
-        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
-            ``init_method`` draws; None is the default stream.
-        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
         ub: Transformer Engine's ``ub_overlap_ag``, ``ub_overlap_rs`` and ``ub_name``; no effect.
+
+    The other arguments are those of ``Linear``.
 
     Raises:
         ValueError: features that the ranks cannot share equally.
@@ -186,10 +176,7 @@ class GroupedLinear(GemmModule):
             m_splits: the number of rows of each expert; a list, or a tensor of integers on the
                 input's device, whose values the host does not read, and checks only on a CPU. A
                 CUDA graph that is captured with numbers of the host keeps these.
-            is_first_microbatch: True casts the weights and keeps the casts, False uses the kept
-                ones: say so only if the weights did not change in between. True also makes
-                ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead of adding to it. None
-                casts the weights every time.
+            is_first_microbatch: as in ``Linear.forward``, of all weights.
             out: what the output is written to, and returned as.
             dgrad_out: what the gradient of the input is written to, and given as.
 

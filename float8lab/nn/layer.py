@@ -33,7 +33,6 @@ from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.nn.casts import plain, spec_of_experts
-from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
@@ -46,12 +45,26 @@ from float8lab.nn.parallel import (
     share_of,
 )
 from float8lab.nn.parameters import InitMethod, default_device, initialise, materialize
-from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision, place_precisions
+from float8lab.nn.precision import (
+    NO_OPTIONS,
+    Call,
+    CallOptions,
+    Precision,
+    place_precisions,
+    precisions,
+)
 from float8lab.nn.storage import MovedInPlace, store_in_fp8
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.dtensor import local_of
 
-__all__ = ["GemmDef", "GemmModule", "NormGemmModule", "linear_in_high_precision"]
+__all__ = [
+    "GemmDef",
+    "GemmModule",
+    "NormGemmModule",
+    "describe_fp8",
+    "linear_in_high_precision",
+]
 
 
 class GemmDef(NamedTuple):
@@ -219,10 +232,7 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
                 self.register_parameter(name, parameter)
 
     def reset_parameters(self) -> None:
-        """Initialise weights by the init methods, and biases to 0.
-
-        Parameters on the meta device get memory on the default one, as in a new module.
-        """
+        """Initialise weights by the init methods, and biases to 0; as ``Linear`` does."""
         materialize(self)
         for gemm in self.gemms:
             weights = [getattr(self, name) for name in gemm.weights]
@@ -338,10 +348,7 @@ class NormGemmModule(GemmModule):
         super()._register_parameters(device, dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise the norm, weights by the init methods, and biases to 0.
-
-        Parameters on the meta device get memory on the default one, as of a new module.
-        """
+        """Initialise the norm, and the rest as ``Linear`` does."""
         materialize(self)
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
@@ -390,3 +397,28 @@ def linear_in_high_precision(
     x = parallel.enter(x, tokens)
     precision.calibrate(x, weight)
     return parallel.linear(x, weight, bias, tokens)
+
+
+def describe_fp8(module: nn.Module) -> str:
+    """Return the end of a module's ``extra_repr``; empty if the module only follows autocast.
+
+    >>> from float8lab.recipes import Float8BlockScaling
+    >>> layer = float8lab.convert_to_float8(torch.nn.Linear(8, 8), Float8BlockScaling())
+    >>> describe_fp8(layer)
+    ', recipe=Float8BlockScaling()'
+    """
+    facts = []
+    # All GEMMs of a module have one recipe. A pinned None, of overrides, is high precision.
+    precision = next((precision for _, precision in precisions(module)), None)
+    if precision is not None and (precision.recipe is not None or precision.pinned):
+        facts.append(f"recipe={precision.recipe!r}")
+    weights = {
+        name: local_of(parameter)
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.ndim > 1
+    }
+    stored = {name: w.spec.storage for name, w in weights.items() if isinstance(w, Float8Tensor)}
+    if len(stored) == len(weights) and len(set(stored.values())) == 1:
+        stored = {"weight": next(iter(stored.values()))}
+    facts += [f"{name}={storage}" for name, storage in stored.items()]
+    return "".join(f", {fact}" for fact in facts)

@@ -37,42 +37,22 @@ class LayerNormLinear(NormGemmModule):
     input, with two numbers a row.
 
     Args:
-        in_features: size of the last dimension of the input.
-        out_features: size of the last dimension of the output.
         eps: added to the variance, or to the mean square.
-        bias: learn an additive bias, initialised to 0.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
-        init_method: ``init_method(weight)`` initialises in place; None is normal, mean 0, standard
-            deviation 0.023.
         return_layernorm_output: return the norm's output as the last output.
         return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks,
             under ``sequence_parallel``; of all features, where ``parallel_mode`` is "row".
-        parameters_split: names, or a mapping from names to sizes along dimension 0, of several
-            parameters that together form the weight (``<name>_weight``) and the bias
-            (``<name>_bias``).
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU.
         sequence_parallel: each tensor-parallel rank has its share of the input's tokens, along the
             first dimension; the norm's parameters are marked, so that a trainer sums their
             gradients over these ranks.
-        tp_group: process group of the R ranks that share the layer (``docs/many_gpus.md``).
-        tp_size: R, where ``tp_group`` is given later.
         parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight and
             gives as many features of all tokens; None: no rank shares anything; "row": each has
             ``[out_features, in_features / R]``, and as many features of the input, of all tokens. A
             norm is of all features of a token, so these are gathered, in high precision, for it and
             for its gradient; its parameters are whole on all ranks, with the gradients of all.
-        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the
-            caller allocates, instead of producing ``weight.grad``.
-        return_bias: do not add the bias; return it after the output.
-        params_dtype: dtype of the parameters; None is the default dtype.
-        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
-            ``init_method`` draws; None is the default stream.
-        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
-        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. GEMMs run beside what
-            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
-            switches it off. Numbers are the same.
+
+    The other arguments are those of ``Linear``.
 
     Raises:
         ValueError: an unknown normalization; ``parameters_split`` does not add up; sizes that the

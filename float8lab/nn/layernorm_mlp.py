@@ -1,4 +1,4 @@
-"""LayerNormMLP: a norm, a linear layer, an activation and a modes[1] linear layer as one module."""
+"""LayerNormMLP: a norm, a linear layer, an activation and a second linear layer as one module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerNormMLP(NormGemmModule):
 
     Shape: input and output ``[..., hidden_size]`` of any leading dimensions and any size. A gated
     activation (geglu, reglu, sreglu, qgeglu, swiglu, glu) takes ``2 * ffn_hidden_size`` features
-    from fc1: the first half goes through the function, the modes[1] half multiplies it. GPT-OSS's
+    from fc1: the first half goes through the function, the second half multiplies it. GPT-OSS's
     clamped_swiglu_interleaved takes these features in pairs.
 
     Numerics: those of the parts one after the other, bit for bit. In FP8 neither the norm's nor the
@@ -37,20 +37,14 @@ class LayerNormMLP(NormGemmModule):
     Args:
         hidden_size: size of the last dimension of input and output.
         ffn_hidden_size: number of features between activation and fc2.
-        eps: added to the variance, or to the mean square.
         bias: learn additive biases of fc1 and fc2, initialised to 0.
-        normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
         activation: gelu (its tanh approximation), relu, squared_relu (also srelu), qgelu, silu, or,
             gated, geglu, reglu, sreglu, qgeglu, swiglu, glu, clamped_swiglu_interleaved.
         init_method: ``init_method(fc1_weight)`` initialises in place; None is normal, mean 0,
             standard deviation 0.023.
         output_layer_init_method: the same of ``fc2_weight``.
-        return_layernorm_output: return the norm's output as the last output.
         return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks;
             no effect without ``sequence_parallel`` and ``return_layernorm_output``.
-        zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU.
         set_parallel_mode: the R ranks of ``tp_group`` share fc1 by columns and fc2 by tokens: each
             has ``ffn_hidden_size / R`` of the features in between (``docs/many_gpus.md``).
         sequence_parallel: each of them has its share of the tokens, along the first dimension of
@@ -58,23 +52,15 @@ class LayerNormMLP(NormGemmModule):
             sums their gradients over these ranks.
         tp_group: their process group.
         tp_size: R, where ``tp_group`` is given later.
-        fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``,
-            which the caller allocates, instead of producing their ``grad``.
         return_bias: do not add fc2's bias; return it after the output.
-        params_dtype: dtype of the parameters; None is the default dtype.
-        seq_length: for code that passes it to warm kernels up; nothing here needs that.
-        micro_batch_size: likewise.
+        seq_length: no effect, nor has ``micro_batch_size`` any: nothing here is to be warmed up.
         checkpoint: do not save fc1's output either but recompute it in backward, from the
             input: less memory for one more GEMM, and the same numbers.
         fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features:
             half the memory. The output does not change; gradients see fc1's output rounded, which
             costs them up to 1.5 dB. No effect with ``checkpoint``, which does not save it.
-        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
-            the init methods draw; None is the default stream.
-        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
-        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. GEMMs run beside what
-            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
-            switches it off. Numbers are the same.
+
+    The other arguments are those of ``LayerNormLinear``.
 
     Raises:
         ValueError: an unknown normalization or activation; a size that the ranks cannot share.

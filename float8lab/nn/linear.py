@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from float8lab.arguments import PARAMETER_DTYPES, check_input, check_size
-from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
-from float8lab.nn.layer import GemmDef, GemmModule, linear_in_high_precision
+from float8lab.nn.layer import GemmDef, GemmModule, describe_fp8, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.parallel import parallel_size
 from float8lab.nn.parameters import (
@@ -194,7 +193,6 @@ class Linear(GemmModule, nn.Linear):
         """Have ranks share the layer as the placements of a weight that is a DTensor say.
 
         Args:
-            weight: the layer's.
             old: the one in whose place it comes.
             sharded: FSDP2 shards it over all dimensions of its mesh but the last.
         """

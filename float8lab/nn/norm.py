@@ -114,10 +114,7 @@ class _Norm(nn.Module):
         mark_sequence_parallel(self, sequence_parallel, "weight", "bias")
 
     def reset_parameters(self) -> None:
-        """Make gamma 1 (0 if it is zero-centered) and the bias 0.
-
-        Parameters on the meta device get memory on the default one, as in a new module.
-        """
+        """Make gamma 1 (0 if it is zero-centered) and the bias 0, where ``Linear`` does, too."""
         materialize(self)
         nn.init.constant_(self.weight, 0.0 if self._kind.zero_centered else 1.0)
         if self._center:
@@ -154,8 +151,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
             sums their gradients over tensor-parallel ranks.
         params_dtype: dtype of the parameters; None is the default dtype.
         zero_centered_gamma: multiply by ``1 + weight``; the weight then starts from 0.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU.
+        device: as in ``Linear``.
         normalized_shape: another name of ``hidden_size``.
         dtype: another name of ``params_dtype``.
 
@@ -173,22 +169,8 @@ class LayerNorm(_Norm, nn.LayerNorm):
 class RMSNorm(_Norm, nn.RMSNorm):
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension.
 
-    Shape, numerics and parameters: as ``LayerNorm``.
-
-    Args:
-        hidden_size: size of the last dimension, or sizes of the last dimensions.
-        eps: added to the mean square.
-        sequence_parallel: mark the parameter (``parameter.sequence_parallel``), so that a trainer
-            sums its gradient over tensor-parallel ranks.
-        params_dtype: dtype of the parameter; None is the default dtype.
-        zero_centered_gamma: multiply by ``1 + weight``; the weight then starts from 0.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU.
-        normalized_shape: another name of ``hidden_size``.
-        dtype: another name of ``params_dtype``.
-
-    Raises:
-        ValueError: two names of one parameter are given, or none.
+    Shape, numerics, parameters and errors: as ``LayerNorm``, without a bias; ``eps`` is added to
+    the mean square.
 
     >>> norm = float8lab.RMSNorm(4, zero_centered_gamma=True, device="cpu")
     >>> norm(torch.tensor([[2.0, -2.0, 2.0, -2.0]])).round(decimals=3)

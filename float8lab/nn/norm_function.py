@@ -38,8 +38,6 @@ def normalize(
         x: ``[..., K]``.
         weight: ``[K]``.
         bias: ``[K]`` for LayerNorm, None for RMSNorm.
-        kind: which norm.
-        dtype: of the result.
     """
     return _Norm.run(x, weight, bias, kind, dtype)
 

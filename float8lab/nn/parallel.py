@@ -263,7 +263,6 @@ class TensorParallelModule:
         """Set the process group of the ranks that share the module's weights; on all of them.
 
         Args:
-            tp_group: the group.
             keep_gathered: under sequence parallelism and a recipe with one scale a tensor, keep the
                 tokens of all ranks, in FP8, from forward to backward, which needs them for
                 the weight's gradient: as many times the memory as there are ranks, and one
@@ -415,23 +414,17 @@ def _parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
 def _sharded_parameters(
     module: TensorParallelModule,
 ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """The parameters that ranks share: name, dimension, and sizes of the pieces of a shard."""
+    """The parameters that ranks share: name, dimension from the end, sizes of a shard's pieces."""
     parameters = [name for name, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
     for state, (mode, pieces) in module._parallel_modes().items():
         prefix = state.removeprefix("_fp8").removeprefix("_")
         names = [n for n in parameters if n.startswith(prefix) and not n.startswith("layer_norm")]
-        is_one_weight = sum("weight" in name for name in names) == 1
+        sizes = pieces if sum("weight" in name for name in names) == 1 else ()
         for name in names:
-            dim = _dimension(name, mode)
-            if dim is not None:
-                yield name, dim, pieces if is_one_weight else ()
-
-
-def _dimension(name: str, mode: str) -> int | None:
-    """The dimension of a parameter, from its end, that ranks share."""
-    if "weight" in name:
-        return -2 if mode == "column" else -1
-    return -1 if mode == "column" else None
+            if "weight" in name:
+                yield name, -2 if mode == "column" else -1, sizes
+            elif mode == "column":
+                yield name, -1, sizes
 
 
 def shard_state_dict(
@@ -452,7 +445,6 @@ def shard_state_dict(
         tensor that is stored in FP8 keeps its bytes, with the scales of the blocks it lies in.
 
     Raises:
-        TypeError: an argument of another type.
         RuntimeError: a module has no group yet.
         ValueError: state dicts of ranks that do not fit together; or a part of a tensor stored in
             FP8 that would need a new scale, since its blocks are not those of the unsharded tensor.
@@ -586,7 +578,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     ['bias', 'weight']
     """
     check_module("model", model)
-    state, groups = dict(model.state_dict()), _groups(model)
+    state = dict(model.state_dict())
     for name, shard in shards_of(model).items():
         local = state[name]
         if is_dtensor(local):
@@ -594,7 +586,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 f"model must have plain tensors where ranks share parameters; got {name}, a "
                 f"{type(local).__name__}. Save it by torch.distributed.checkpoint."
             )
-        shards = tensors_of_ranks(local, groups[name.rpartition(".")[0]])
+        module = cast("Any", model.get_submodule(name.rpartition(".")[0]))
+        shards = tensors_of_ranks(local, module.tp_group)
         state[name] = _unshard(name, shard, shards)
     return {name: _full(name, x) if is_dtensor(x) else x for name, x in state.items()}
 
@@ -682,8 +675,3 @@ def _merged(
             "scales. Use a number of ranks that gives each whole blocks, or dequantize it first."
         )
     return merged
-
-
-def _groups(model: nn.Module) -> dict[str, ProcessGroup]:
-    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, TensorParallelModule)]
-    return {name: module.tp_group for name, module in modules if module.tp_group is not None}

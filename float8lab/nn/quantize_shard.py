@@ -33,7 +33,6 @@ def quantize_shard(
     crosses shards: such tokens are gathered before, and such features run in high precision.
 
     Args:
-        parallel: how ranks share the matrix.
         dim: the sharded dimension of ``x``.
         amax: of the unsharded matrix, ``[1, 1]``, if it is known.
     """
@@ -41,7 +40,8 @@ def quantize_shard(
     if any(spec is not None and spec.shares_matrix_amax for spec in (rowwise, columnwise)):
         params = QuantParams.of_amax(parallel.amax(own_amax(x)) if amax is None else amax)
     context = params, epsilon
-    rows_span, columns_span = _spans(rowwise, dim), _spans(columnwise, 1 - dim)
+    rows_span = rowwise is not None and rowwise.spans(dim)
+    columns_span = columnwise is not None and columnwise.spans(1 - dim)
     if not (rows_span or columns_span):
         return replayed_quantize(x, rowwise, columnwise, *context, dbias, align)
     column_sums = None
@@ -59,15 +59,6 @@ def quantize_shard(
     elif columnwise is not None:
         by_columns = replayed_quantize(x, None, columnwise, *context, False, align).columnwise
     return Quantized(by_rows, by_columns, dbias=column_sums)
-
-
-def _shape(x: Tensor | Prologue) -> tuple[int, ...]:
-    return prologue_shape(*x[:2]) if isinstance(x, Prologue) else tuple(x.shape)
-
-
-def _spans(spec: Spec | None, dim: int) -> bool:
-    """Whether blocks, other than of the whole matrix, span a dimension of the operand."""
-    return spec is not None and spec.spans(dim)
 
 
 def _quantize_spanning(
@@ -99,7 +90,8 @@ def _quantize_spanning(
     prologue, inputs, dtype = x[:3] if isinstance(x, Prologue) else ("", (x,), x.dtype)
     amaxes = amax_op(prologue, inputs, dtype, spec.block[::-1] if is_columnwise else spec.block)
     amaxes = parallel.amax(amaxes.t() if is_columnwise else amaxes)
-    shape = _shape(x)[::-1] if is_columnwise else _shape(x)
+    shape = tuple(prologue_shape(prologue, inputs))
+    shape = shape[::-1] if is_columnwise else shape
     down, across = spec.scale_shape(tuple(round_up(n, align) for n in shape))
     pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
     params = QuantParams.of_amax(F.pad(amaxes, pad), spec.scale_rule)

@@ -282,10 +282,8 @@ def record(
     That leaves no trace in parameters' gradients, buffers, FP8's state and random numbers.
 
     Args:
-        units: the callables.
         warmup: eager steps before.
         allow_unused: some tensors get no gradient.
-        pool: memory of the graphs.
         exact: as in ``Recorded``.
     """
     devices = {t.device for unit in units for t in unit.sample if t.is_cuda}

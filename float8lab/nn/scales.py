@@ -76,13 +76,10 @@ class ScaleSource:
         """Cast tensor ``index`` of the call.
 
         Args:
-            x: what is cast.
             index: which of the layer's tensors it is.
-            rowwise: the spec of its rows; None where they are not wanted.
-            columnwise: the spec of its transpose; or None.
-            dbias: the column sums, ``x.sum(0)``, are wanted, too.
-            align: the sizes of the result are multiples of it.
             amax: of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
+
+        The other arguments are those of the function ``quantize``.
         """
         params = self.params(index, x)
         return self._run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
@@ -156,7 +153,6 @@ class DelayedScales(ScaleSource):
         """Ask the slots for the scales that are known.
 
         Args:
-            slots: of the module.
             record: whether the amaxes that casts find are recorded.
             is_empty_everywhere: whether a call without rows has none on other ranks, either.
             experts: which of the module's experts this rank has, if not all.
@@ -172,11 +168,13 @@ class DelayedScales(ScaleSource):
         self.known_params = known_params
 
     def params(self, index: int, x: Matrix) -> QuantParams:
-        """The scale and encode factor of a tensor, and the slot for its amax."""
-        return self.known_params[index] or self._look_up(index, x)
+        """The scale and encode factor of a tensor, and the slot for its amax.
 
-    def _look_up(self, index: int, x: Matrix) -> QuantParams:
-        """Ask the slots; a forward's answer holds for the rest of the call."""
+        The slots' answer in a forward holds for the rest of the call.
+        """
+        params = self.known_params[index]
+        if params is not None:
+            return params
         params = self.slots.scale_for(
             index,
             x,

@@ -32,7 +32,6 @@ class ScalingState:
     the next step's reduction, and the ranks exchange them here.
 
     Args:
-        model: any module.
         recipe: the recipe under which an ``autocast`` runs modules that have none of their own;
             needed to load their state before their first call.
         amax_reduction_group: the group of that ``autocast``, if it has one.

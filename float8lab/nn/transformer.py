@@ -50,30 +50,19 @@ class TransformerLayer(nn.Module, ContextParallelModule):
     Args:
         hidden_size: size of each token.
         ffn_hidden_size: features between the two layers of the MLP.
-        num_attention_heads: query heads.
-        num_gqa_groups: key/value heads; None is ``num_attention_heads``.
         layernorm_epsilon: of all norms.
         hidden_dropout: of the output of each block, before it is added to the residual. It uses
             the default generator, which must draw the same on all tensor-parallel ranks; with
             ``sequence_parallel``, where each has tokens of its own, run the layers under a stream
             of each rank's own (``CudaRNGStatesTracker.fork``).
-        attention_dropout: of the attention probabilities.
         init_method: of the query, key, value and fc1 weights; None is normal, standard deviation
             0.023.
         output_layer_init_method: of the ``proj`` and fc2 weights.
-        layer_number: of the layer in its model, from 1; needed for ``inference_params``.
-        kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
         self_attn_mask_type: of the self attention; as in ``DotProductAttention``.
         window_size: of the self attention.
         enc_dec_attn_mask_type: of the cross attention.
         enc_dec_window_size: of the cross attention.
-        tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
-        tp_size: how many they are, if ``tp_group`` is None.
-        params_dtype: dtype of the parameters; None is the default dtype.
-        get_rng_state_tracker: as in ``DotProductAttention``.
         fuse_wgrad_accumulation: as in ``Linear``; needs ``fuse_qkv_params``.
-        seq_length: for code that passes it to warm kernels up; nothing here needs that.
-        micro_batch_size: for such code, too.
         sequence_parallel: shard the tokens over the tensor-parallel ranks outside of the blocks'
             GEMMs: residuals, norms and dropout are of a rank's own, the norms' and output biases'
             gradients are partial (``float8lab.distributed.reduce_sequence_parallel_gradients``).
@@ -87,21 +76,12 @@ class TransformerLayer(nn.Module, ContextParallelModule):
             divide by ``1 - drop_path_rate`` where it stays. Not of the cross attention.
         set_parallel_mode: shard the heads and the features of the MLP over the tensor-parallel
             ranks, as in ``MultiheadAttention`` and ``LayerNormMLP``.
-        fuse_qkv_params: as in ``MultiheadAttention``.
-        zero_centered_gamma: as in ``LayerNorm``.
-        qkv_weight_interleaved: as in ``MultiheadAttention``.
         bias: of all linear layers.
         activation: of the MLP, as in ``LayerNormMLP``.
-        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU.
         attn_input_format: sbhd, bshd or thd.
-        rotary_pos_interleaved: as the rotary angles were made.
-        softmax_scale: as in ``DotProductAttention``.
-        fp8_activation_input: as in ``LayerNormMLP``.
-        ub: Transformer Engine's arguments ``ub_tp_comm_overlap`` and the like. GEMMs run beside
-            what is sent where that was measured to pay; ``ub_tp_comm_overlap=False`` switches it
-            off. Numbers are the same.
+        ub: as in ``Linear``; ``ub_tp_comm_overlap=False`` switches all overlap off.
+
+    The other arguments are those of ``MultiheadAttention`` and ``LayerNormMLP``.
 
     Raises:
         ValueError: sizes, names or flags that do not belong together.
@@ -274,10 +254,7 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         self.register_load_state_dict_pre_hook(ignore_extra_state)
 
     def reset_parameters(self) -> None:
-        """Initialise attention, MLP and norms.
-
-        Parameters on the meta device get memory on the default one, as in a new module.
-        """
+        """Initialise attention, MLP and norms, as ``Linear.reset_parameters`` does."""
         reset_children(self)
 
     def forward(
@@ -308,26 +285,20 @@ class TransformerLayer(nn.Module, ContextParallelModule):
 
         Args:
             hidden_states: in ``attn_input_format``, ``hidden_size`` last.
-            attention_mask: of the self attention, as in ``DotProductAttention.forward``.
             self_attn_mask_type: overrides the constructor's.
-            window_size: overrides the constructor's.
             encoder_output: in a decoder, the tokens that the cross attention attends to.
             enc_dec_attn_mask: of the cross attention; a pair for padding masks.
             is_first_microbatch: as in ``Linear.forward``.
             checkpoint_core_attention: recompute the core attention in backward.
             inference_params: key/value cache of the self attention.
             rotary_pos_emb: angles for the self attention, from position 0 on.
-            core_attention_bias_type: of the self attention, as in ``DotProductAttention.forward``.
-            core_attention_bias: of the self attention, as in ``DotProductAttention.forward``.
-            alibi_slopes: of the self attention, as in ``DotProductAttention.forward``.
-            fast_zero_fill: no effect.
             enc_dec_attn_mask_type: overrides the constructor's.
             enc_dec_window_size: overrides the constructor's.
             cu_seqlens_q: of the layer's sequences, in self and cross attention.
             cu_seqlens_kv: of the encoder's sequences, in cross attention; in self attention it is
                 ``cu_seqlens_q``, which this must equal in an encoder.
-            max_seqlen_q: for thd.
-            max_seqlen_kv: for thd.
+
+        The other arguments are those of ``DotProductAttention.forward``, for the self attention.
 
         Returns:
             The shape of ``hidden_states``; its dtype, or that of torch.autocast if that is active,

@@ -37,12 +37,10 @@ def takes_dtensors(
 
     Args:
         dtensor: the module ``torch.distributed.tensor``, which takes long to import.
-        overload: the op.
         defaults: its arguments in their order, None for those that have to be given.
         outputs: allocates its results, given the arguments by name.
         rule: the declaration's ``sharding``.
         mutates: the arguments that it writes, which must not be tensors here.
-        library: that has the op.
     """
 
     def call(cls: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

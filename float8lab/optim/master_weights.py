@@ -69,7 +69,6 @@ class MasterWeights(torch.optim.Optimizer):
         optimizer_class: called as ``optimizer_class(params, **optimizer_kwargs)``.
         master_dtype: float32, bfloat16 or float16.
         also_16_bit: bfloat16 and float16 parameters get masters as well.
-        optimizer_kwargs: options of ``optimizer_class``.
 
     Attributes:
         inner: the optimizer that updates the masters.

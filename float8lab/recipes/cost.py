@@ -230,7 +230,6 @@ def attention(
         elements: of q, in all sequences and heads.
         length: positions that each query may see.
         causal: whether a query sees half of them, on average.
-        sustained: as in training for long.
 
     >>> print(f"{1e3 * attention(None, 16384 * 4096, 4096):.2f} ms")
     3.63 ms

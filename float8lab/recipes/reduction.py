@@ -110,14 +110,9 @@ class AmaxChannel:
 
     @torch.inference_mode(False)  # what it keeps is not for inference alone
     def reduce(self, group: dist.ProcessGroup, *, agree: bool = False) -> list[ScalePack]:
-        """Maximum over ranks of every amax on the wire; a collective.
+        """Maximum over ranks of every amax on the wire; returns this rank's packs that got any.
 
-        Args:
-            group: the process group.
-            agree: exchange keys first in any case.
-
-        Returns:
-            The packs of this rank that received any.
+        It is a collective, and exchanges keys first if there is news, or if it is to ``agree``.
         """
         if self._has_news() or agree:
             self._agree(group)

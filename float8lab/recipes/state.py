@@ -143,8 +143,6 @@ class fp8_autocast(autocast):
     """``autocast`` under its older name and parameter names.
 
     Args:
-        enabled: as in ``autocast``.
-        calibrating: as in ``autocast``.
         fp8_recipe: ``recipe`` of ``autocast``.
         fp8_group: ``amax_reduction_group`` of ``autocast``.
     """
@@ -169,7 +167,8 @@ def _warn_about_idle_region(frame: FrameType) -> None:
     if compiled and compiled.counters["stats"]["unique_graphs"]:
         return  # calls inside a compiled graph are not seen from here
     held = [
-        f"{name} ({type(value).__name__}, {_count_linear(value)})"
+        f"{name} ({type(value).__name__}, {sum(type(m) is nn.Linear for m in value.modules())} "
+        "torch.nn.Linear layers not converted)"
         for name, value in frame.f_locals.items()
         if isinstance(value, nn.Module)
     ]
@@ -180,11 +179,6 @@ def _warn_about_idle_region(frame: FrameType) -> None:
         UserWarning,
         stacklevel=3,
     )
-
-
-def _count_linear(module: nn.Module) -> str:
-    count = sum(type(m) is nn.Linear for m in module.modules())
-    return f"{count} torch.nn.Linear layers not converted"
 
 
 class quantized_model_init:

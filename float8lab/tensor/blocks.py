@@ -117,7 +117,6 @@ def quantize_blocks(
     Args:
         x: any shape; ``spec`` has one block size for each dimension. Float64 is rounded to float32,
             and saturates where that overflows.
-        spec: the format to quantize to.
         scale: given decode scales, broadcastable to one per block, that ``x`` is divided by; else
             they follow from ``x``.
         amax_epsilon: amaxes are raised to at least this before scales are made from them.
@@ -232,7 +231,6 @@ def quantize_blocks_(
 
     Args:
         values: any shapes, high precision.
-        specs: the format of each.
         targets: FP8 data, scales and amaxes of each, of the shapes that ``quantize_blocks`` gives.
     """
     groups: dict[_Kind, list[list[Tensor]]] = defaultdict(list)

@@ -192,11 +192,7 @@ def _texts(x: Tensor, world: int, name: str, splits: Sequence[int] = ()) -> list
 
 
 def _agree(group: ScriptObject, sends: list[str], expects: list[str], size: int = 0) -> int:
-    """Raise on every rank unless each rank sends to each other what that rank expects.
-
-    Returns:
-        The largest ``size`` of any rank.
-    """
+    """The largest ``size`` of any rank; raises unless each sends what the others expect."""
     ranks = dist.ProcessGroup.unbox(group)
     if dist.get_backend(ranks) == "fake":  # torch's, for one process that plays a rank of many
         return size
@@ -415,15 +411,12 @@ def _value(x: Tensor, shape: Sequence[float] | None = None) -> str:
 def _with_values(
     call: Callable[..., _Begun], written: Sequence[Tensor], *tensors: object
 ) -> ScriptObject:
-    """Run a collective on the values in float32, and quantize the results when it is done.
+    """The boxed work of a collective on values in float32; results are quantized when it is done.
 
     Args:
         call: the collective, which takes ``tensors`` without Float8Tensors.
         written: those of the tensors that it writes.
         tensors: nested lists.
-
-    Returns:
-        The work, boxed.
     """
     values = {
         id(x): dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)

@@ -32,6 +32,7 @@ __all__ = [
     "run_fallback",
     "storage_without_memory",
     "table",
+    "written_tensors",
 ]
 
 Handler = Callable[..., object]
@@ -212,7 +213,6 @@ def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
     """Warn once that the memory of a quantized weight is read as ``dtype``, or raise.
 
     Args:
-        dtype: the dtype that the weight stands for.
         stored: how it is stored, in words.
         keeper: what saves it as it is stored.
     """
@@ -261,7 +261,7 @@ def run_fallback(
     An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
     was given one only as its ``out`` does.
     """
-    written = [] if not op._schema.is_mutable else _written(cls, op, args, kwargs)
+    written = [] if not op._schema.is_mutable else written_tensors(cls, op, args, kwargs)
     in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)
     if not quiet and not in_place:
         announce(op)
@@ -303,7 +303,7 @@ def check_size(op: OpOverload, x: StoredInBlocks, size: Sequence[int]) -> None:
         )
 
 
-def _written(
+def written_tensors(
     cls: type[Tensor], op: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[Quantized]:
     """The Float8Tensors that the op writes to, without repeats."""

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
 from float8lab.arguments import check_dtype, check_instance, check_tensor
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, Float4Spec, Spec
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.dispatch import announce_address, run_fallback, storage_without_memory
+from float8lab.tensor.dispatch import (
+    announce_address,
+    run_fallback,
+    storage_without_memory,
+    written_tensors,
+)
 
 __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 
@@ -122,21 +126,12 @@ class Float4Tensor(Tensor):
             cls, shape, strides=strides, dtype=dtype, device=packed.device, requires_grad=False
         )
         x.packed, x.scale, x.tensor_scale, x.spec = packed, scale, tensor_scale, spec
+        x._check_parts()
         return x
 
-    def __init__(
-        self,
-        packed: Tensor,
-        scale: Tensor,
-        tensor_scale: Tensor | None,
-        spec: Spec,
-        dtype: torch.dtype,
-    ) -> None:
-        """Check the parts; ``__new__`` has set all.
-
-        Raises:
-            ValueError: dtypes or shapes that do not fit ``spec``.
-        """
+    def _check_parts(self) -> None:
+        """Raise unless the dtypes and shapes of the parts fit the spec."""
+        packed, scale, tensor_scale, spec = self.packed, self.scale, self.tensor_scale, self.spec
         if packed.dtype != torch.uint8 or len(spec.block) != packed.ndim:
             raise ValueError(
                 f"packed must be uint8 of {len(spec.block)} dimensions, as its block has; got "
@@ -186,7 +181,7 @@ class Float4Tensor(Tensor):
             result = _stays_packed(op, args, kwargs)
         if result is not NotImplemented:
             return result
-        if op._schema.is_mutable and _is_written(op, args, kwargs):
+        if op._schema.is_mutable and written_tensors(cls, op, args, kwargs):
             raise NotImplementedError(
                 f"{op} must not write to a Float4Tensor: it is a frozen weight, with no cast to 4 "
                 "bits. Train adapters beside it, or load the checkpoint with dequantize=True."
@@ -277,17 +272,6 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([_rebuild])
-
-
-def _is_written(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op writes to a Float4Tensor."""
-    given = dict(enumerate(args)) | dict(kwargs)
-    written = [
-        given.get(index, given.get(argument.name))
-        for index, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return any(isinstance(x, Float4Tensor) for x in tree_leaves(written))
 
 
 # Ops whose result is packed, too.

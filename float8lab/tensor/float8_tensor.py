@@ -13,8 +13,8 @@ from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from float8lab.arguments import (
-    PARAMETER_DTYPES,
     check_dtype,
+    check_floating,
     check_instance,
     check_number,
     check_tensor,
@@ -260,12 +260,7 @@ class Float8Tensor(Tensor):
             TypeError: ``value`` is no floating-point tensor.
             ValueError: ``value`` has another shape.
         """
-        check_tensor("value", value)
-        if value.dtype not in PARAMETER_DTYPES:
-            raise TypeError(
-                f"value must be a floating-point tensor; got {shown(value)}. Convert it first, for "
-                "example with .float()."
-            )
+        check_floating("value", value)
         if value.shape != self.shape:
             raise ValueError(
                 f"value must have shape {tuple(self.shape)}; got {tuple(value.shape)}. "

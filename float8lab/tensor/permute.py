@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from float8lab.arguments import (
     PARAMETER_DTYPES,
     check_choice,
+    check_floating,
     check_size,
     check_tensor,
     has_values,
@@ -75,7 +76,6 @@ def moe_permute(
         ``[T, E + 1]`` or ``[T, K + 1]`` int32.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: shapes that do not fit together.
 
     >>> x = torch.tensor([[1.0], [2.0], [3.0]])
@@ -99,17 +99,12 @@ def moe_permute_with_probs(
     """Copy each token, and its probability for the expert, to the rows of its experts.
 
     Args:
-        inp: as ``moe_permute`` takes it.
         probs: ``[T, E]``, any float.
-        routing_map: a mask, as ``moe_permute`` takes it.
-        num_out_tokens: R, as ``moe_permute`` takes it.
 
     Returns:
         ``[R, H]``: the rows; ``[R]``: their probabilities, 0 where no token is; and the row map.
 
-    Raises:
-        TypeError: an argument of another type or dtype.
-        ValueError: shapes that do not fit together.
+    The other arguments, with a mask, and the errors are those of ``moe_permute``.
 
     >>> mask = torch.tensor([[True, True], [False, True]])
     >>> rows, probs, _ = moe_permute_with_probs(torch.eye(2), torch.rand(2, 2) * mask, mask, 3)
@@ -147,18 +142,11 @@ def moe_permute_and_pad_with_probs(
     ``GroupedLinear`` takes any number. The CPU waits for the GPU, for the number of rows.
 
     Args:
-        inp: as ``moe_permute`` takes it.
         probs: ``[T, E]``, any float.
-        routing_map: a mask, as ``moe_permute`` takes it.
         tokens_per_expert: ``[E]`` integers, the tokens that ``routing_map`` gives each expert.
         align_size: of what the number of each expert's rows is a multiple.
 
-    Returns:
-        The rows, their probabilities, the row map, the offsets of padding, and the sizes.
-
-    Raises:
-        TypeError: an argument of another type or dtype.
-        ValueError: shapes that do not fit together.
+    The other arguments, with a mask, and the errors are those of ``moe_permute``.
 
     >>> mask, probs = torch.tensor([[1, 1], [0, 1]]), torch.ones(2, 2)
     >>> rows, _, row_map, pads, sizes = moe_permute_and_pad_with_probs(
@@ -222,7 +210,6 @@ def moe_unpermute(
         ``[T, H]`` in the dtype of ``inp``; 0 for a token that no expert got.
 
     Raises:
-        TypeError: an argument of another type or dtype.
         ValueError: shapes that do not fit together, or both names of the probabilities.
 
     >>> rows, row_map = moe_permute(torch.ones(1, 2), torch.tensor([[1, 0, 1]]), 2)
@@ -293,9 +280,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     Returns:
         ``[T, H]``, of the kind of ``inp``.
 
-    Raises:
-        TypeError: an argument of another type or dtype.
-        ValueError: shapes that do not fit together.
+    Errors are those of ``moe_permute``.
 
     >>> x = torch.arange(4.0)[:, None]
     >>> moe_sort_chunks_by_index(x, torch.tensor([1, 2, 1]), torch.tensor([2, 0, 1])).flatten()
@@ -310,25 +295,16 @@ def moe_sort_chunks_by_index_with_probs(
     """Cut tokens and their probabilities into chunks, and put the chunks in another order.
 
     Args:
-        inp: ``[T, H]``, as ``moe_permute`` takes it.
         probs: ``[T]``, any float.
-        split_sizes: as ``moe_sort_chunks_by_index`` takes it.
-        sorted_index: as ``moe_sort_chunks_by_index`` takes it.
 
-    Returns:
-        ``[T, H]`` and ``[T]``.
-
-    Raises:
-        TypeError: an argument of another type or dtype.
-        ValueError: shapes that do not fit together.
+    The other arguments and the errors are those of ``moe_sort_chunks_by_index``.
 
     >>> sizes, order = torch.tensor([1, 1]), torch.tensor([1, 0])
     >>> moe_sort_chunks_by_index_with_probs(torch.eye(2), torch.tensor([0.1, 0.2]), sizes, order)[1]
     tensor([0.2000, 0.1000])
     """
     check_tensor("probs", probs)
-    y, permuted = _sort_chunks(inp, probs, split_sizes, sorted_index)
-    return y, permuted
+    return _sort_chunks(inp, probs, split_sizes, sorted_index)
 
 
 def _sort_chunks(
@@ -396,9 +372,7 @@ def check_integers(name: str, x: Tensor, ndim: int) -> None:
 
 def check_probs(name: str, probs: Tensor, shape: tuple[int, ...]) -> None:
     """Check for floating-point numbers, as many as there are places for tokens."""
-    check_tensor(name, probs)
-    if probs.dtype not in PARAMETER_DTYPES:
-        raise TypeError(f"{name} must be a floating-point tensor; got {shown(probs)}. Convert it.")
+    check_floating(name, probs, "Convert it.")
     if tuple(probs.shape) != shape:
         raise ValueError(
             f"{name} must have shape {shape}, as inp and routing_map or row_id_map say; got "

@@ -208,7 +208,7 @@ class TensorStats(_Shares[float]):
 
     def histogram(self, by: str = "code") -> Histogram:
         """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
-        _check_bins(by)
+        check_choice("by", by, ("code", "exponent"))
         dtype = self.spec.fp8_dtype
         if by == "code":
             return Histogram(by, code_values(dtype), torch.tensor(self.codes))
@@ -372,15 +372,13 @@ def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
     """Count how often each code or exponent occurs; arguments and errors as in ``stats``.
 
     Args:
-        x: as in ``stats``.
         by: ``"code"``: 256 counts, by the byte. ``"exponent"``: of nonzero finite elements, by
             ``floor(log2(|code|))``, one bin for each exponent of the format, subnormal ones too.
-        local: as in ``stats``.
 
     >>> float8lab.quantize(torch.tensor([448.0, 1.0, 1.5])).histogram("exponent").counts.tolist()
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]
     """
-    _check_bins(by)  # before a collective
+    check_choice("by", by, ("code", "exponent"))  # before a collective
     return stats(x, local=local).histogram(by)
 
 
@@ -460,10 +458,6 @@ def code_values(dtype: torch.dtype) -> Tensor:
 def span(low: float, high: float) -> str:
     """A range as text; one number if it is one."""
     return f"{low:.6g}" if low == high or math.isnan(low) else f"{low:.6g}..{high:.6g}"
-
-
-def _check_bins(by: str) -> None:
-    check_choice("by", by, ("code", "exponent"))
 
 
 def decibels(signal: float, noise: float) -> float:

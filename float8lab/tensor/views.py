@@ -37,12 +37,9 @@ def view_of(
     partial: bool = False,
     copied: bool = False,
 ) -> Float8Tensor:
-    """The view of ``x`` made of these data, scales and amaxes.
+    """The view of ``x`` made of these data, scales and amaxes, in blocks of its own.
 
     Args:
-        x: the tensor that is viewed.
-        tensors: data, scales, amaxes.
-        block: the view's block.
         step: the op that makes the view, its arguments after the first, its keyword arguments.
         partial: whether a block of the view has elements outside it.
         copied: whether the scales are a copy.

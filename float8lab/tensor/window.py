@@ -115,7 +115,6 @@ def merge_into(
     """Requantize the blocks of ``x`` in which ``mask`` is true anywhere; leave the others.
 
     Args:
-        x: a Float8Tensor that owns its blocks.
         new: all of its new values, plain.
         mask: bool, same shape: elements that were written.
         scale: for each block a scale to use, or 0 to make one.

@@ -340,7 +340,6 @@ def is_tensor_parallel(parameter: Tensor | None, *, sharded: bool) -> bool:
     """Whether a parameter is a DTensor when its module runs.
 
     Args:
-        parameter: a parameter or None.
         sharded: whether FSDP2 shards the module's parameters, which are DTensors only between runs,
             unless they are cut in another way as well.
     """

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from float8lab.arguments import check_instance, check_tensor, shown
 from float8lab.distributed.shard_map import ShardMap
@@ -172,12 +173,7 @@ class ShardedWeight:
         self.index = 0  # in the batch
 
     def prepare(self, shard: Tensor, mesh: DeviceMesh) -> None:
-        """Have the scales of an all-gather that begins, by a reduction over ranks if one is due.
-
-        Args:
-            shard: the tensor that FSDP2 asks.
-            mesh: the ranks that have shards.
-        """
+        """Have the scales of an all-gather that begins, by a reduction over ranks if one is due."""
         batch, backward = self.batch, in_backward()
         members: list[ShardedWeight] = []
         shards: list[Tensor | None] = []
@@ -222,8 +218,6 @@ def _set_scales(
     Args:
         weights: in the same order on all ranks.
         shards: the rows of each that this rank has; None if they do not exist any more.
-        device: where the scales are wanted.
-        mesh: the ranks that have shards.
     """
     made: dict[_Rule | None, list[tuple[Tensor, ...]]] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -280,10 +274,7 @@ def reduced_amaxes(
             groups.setdefault(row_shard.group, []).append(amax)
     for group, local in groups.items():
         shared = amax_over_ranks(torch.cat([amax.flatten() for amax in local]), group)
-        split = shared.split([amax.numel() for amax in local])
-        torch._foreach_copy_(
-            local, [new.view(old.shape) for new, old in zip(split, local, strict=True)]
-        )
+        torch._foreach_copy_(local, _unflatten_dense_tensors(shared, local))
     return flat, amaxes
 
 

@@ -82,9 +82,7 @@ def check_tensors(
     """Raise unless query, key and value are tensors that belong together.
 
     Args:
-        qkv: query, key and value.
         heads_and_channels: the two sizes that each must have last.
-        qkv_format: sbhd, bshd or thd.
     """
     ndim = 3 if qkv_format == "thd" else 4
     names = ("query_layer", "key_layer", "value_layer")
@@ -97,11 +95,8 @@ def check_tensors(
                 "module with those heads and channels."
             )
     query, key, value = qkv
-    if query.dtype == key.dtype == value.dtype and query.device == key.device == value.device:
-        pass
-    else:
-        _check_alike(query, "key_layer", key)
-        _check_alike(query, "value_layer", value)
+    _check_alike(query, "key_layer", key)
+    _check_alike(query, "value_layer", value)
     if key.shape[:-2] != value.shape[:-2]:
         raise ValueError(
             f"value_layer must have the sequences of key_layer, {tuple(key.shape[:-2])}; got shape "
@@ -137,8 +132,7 @@ def tensors_of(qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-    plain = [x.dequantize() if isinstance(x, Float8Tensor) else x for x in qkv]
-    return [x.to(dtype) for x in plain]
+    return [(x.dequantize() if isinstance(x, Float8Tensor) else x).to(dtype) for x in qkv]
 
 
 def is_plain(rules: Rules, *given: object) -> bool:
@@ -163,13 +157,8 @@ def check_masking(
     """Raise for a mask or lengths that the mask type and the format do not take.
 
     Args:
-        rules: of the call.
         attention_type: "self" or "cross".
         sizes: of all ranks' sequences, with the keys in the cache; None: not known yet.
-        attention_mask: of any type.
-        lengths: of any types.
-        inference_params: the cache.
-        heads: of the queries.
         uses_every_mask: a mask that the mask type does not use may have any shape.
         name: of ``attention_mask`` in the caller's signature.
     """
@@ -339,7 +328,9 @@ def mask_of(
     diagonal = None if inference_params is None else Sk - Sq
     if "padding" in mask_type:
         if cu_seqlens_q is not None:
-            padding = _padding_of_lengths(cu_seqlens_q, cu_seqlens_kv, Sq, Sk)
+            kv_ends = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+            q_padding = padding_from_lengths(cu_seqlens_q.diff(), Sq)
+            padding = (q_padding, padding_from_lengths(kv_ends.diff(), Sk))
         elif diagonal is not None and isinstance(attention_mask, Tensor):
             split_mask = split_padding_mask(attention_mask, "self", Sizes(B, Sk, Sk))[0]
             padding = (split_mask[:, Sk - Sq :], split_mask)
@@ -358,14 +349,6 @@ def mask_of(
         )
     mask = make_mask(mask_type, window, Sq, Sk, arbitrary=arbitrary, diagonal=diagonal)
     return mask, Sk - Sq
-
-
-def _padding_of_lengths(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, Sq: int, Sk: int
-) -> tuple[Tensor, Tensor]:
-    lengths = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-    q, kv = (c[1:] - c[:-1] for c in lengths)
-    return padding_from_lengths(q, Sq), padding_from_lengths(kv, Sk)
 
 
 def check_export(inference_params: InferenceParams | None, qkv_format: str) -> None:

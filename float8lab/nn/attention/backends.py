@@ -112,7 +112,6 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Te
         q: ``[B, H, Sq, D]``.
         k: ``[B, G, Sk, D]``, G dividing H.
         v: ``[B, G, Sk, Dv]``.
-        problem: the rest.
 
     Returns:
         ``[B, H, Sq, Dv]`` in the dtype of ``q``.
@@ -250,10 +249,7 @@ def _blocks_in_window(
     """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
 
     They are found from the blocks' first and last members: to look at each pair would take as much
-    memory as the scores.
-
-    Returns:
-        Two bool tensors, ``[B, 1, blocks of queries, blocks of keys]``.
+    memory as the scores. Both are bool, ``[B, 1, blocks of queries, blocks of keys]``.
     """
     device = farthest.device
     first_i = torch.arange(0, Sq, _FLEX_BLOCK, device=device).view(1, 1, -1, 1)

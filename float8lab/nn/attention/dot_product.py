@@ -136,8 +136,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             tensors are those of a rank's tokens, but masks, biases and cumulative lengths are those
             of whole sequences. The ranks divide ``H / R``, and either divide ``G / R`` or are a
             multiple of it. Results are those of one rank.
-        cp_global_ranks: no effect, as ``cp_stream``.
-        cp_stream: see ``set_context_parallel_group``.
+        cp_global_ranks: no effect, nor has ``cp_stream`` any.
         cp_comm_type: see ``set_context_parallel_group``.
         softmax_scale: of the scores; None is ``D ** -0.5``.
         backends: names of ``float8lab.nn.attention.BACKENDS`` in the order in which they are tried.
@@ -335,10 +334,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
     ) -> Explanation:
         """Which backend a call with these arguments gets, and why it does not get the others.
 
-        Args:
-            query_layer: as in ``forward``, with all its other arguments by keyword.
-            key_layer: as in ``forward``.
-            value_layer: as in ``forward``.
+        The arguments are those of ``forward``, which takes all but these three by keyword here.
 
         >>> attention = float8lab.DotProductAttention(2, 8, window_size=(3, 0))
         >>> attention.explain(*torch.randn(3, 5, 1, 2, 8))

@@ -225,7 +225,6 @@ class InferenceParams:
         """Add a call's keys and values to a layer's cache, and return what it now holds.
 
         Args:
-            layer_number: of the layer.
             k: ``[B, G, S, D]``.
             v: ``[B, G, S, Dv]``.
 

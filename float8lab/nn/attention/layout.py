@@ -67,8 +67,6 @@ def sizes_of(query: Tensor, key: Tensor, qkv_format: str, ranks: int = 1) -> Siz
 
     Args:
         query: in ``qkv_format``, with any dimensions behind those of sequences and tokens.
-        key: the same.
-        qkv_format: sbhd, bshd or thd.
         ranks: how many context-parallel ranks share the tokens.
     """
     if qkv_format == "thd":

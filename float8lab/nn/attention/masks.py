@@ -27,7 +27,6 @@ __all__ = [
     "check_unused_mask",
     "diagonal_of",
     "distances",
-    "is_causal_type",
     "make_mask",
     "split_padding_mask",
     "window_of",
@@ -65,11 +64,6 @@ def canonical_mask_type(mask_type: str, argument: str = "attn_mask_type") -> str
     return spelled
 
 
-def is_causal_type(mask_type: str) -> bool:
-    """Whether a query does not see what comes after it."""
-    return "causal" in mask_type
-
-
 def window_of(
     mask_type: str, window_size: Sequence[int] | None, argument: str = "window_size"
 ) -> tuple[int, int]:
@@ -79,7 +73,7 @@ def window_of(
     ((-1, 0), (128, 0), (4, 2))
     """
     left, right = _checked_window((-1, -1) if window_size is None else window_size, argument)
-    return (left, 0) if is_causal_type(mask_type) else (left, right)
+    return (left, 0) if "causal" in mask_type else (left, right)
 
 
 def _checked_window(window: object, argument: str) -> tuple[int, int]:
@@ -120,9 +114,7 @@ class AttentionMask(NamedTuple):
     @property
     def lets_all(self) -> bool:
         """Whether every query surely sees every key."""
-        if self.kv_padding is not None or self.arbitrary is not None:
-            return False
-        return not self.has_window
+        return self.kv_padding is None and self.arbitrary is None and not self.has_window
 
     def leaves_no_query_blind(self, Sq: int, Sk: int) -> bool:
         """Whether every query surely sees some key, as the numbers alone tell."""
@@ -225,8 +217,6 @@ def check_arbitrary(name: str, mask: MaskArgument, scores: Sequence[int]) -> Ten
     """The mask of type ``arbitrary``, with four dimensions.
 
     Args:
-        name: as the caller wrote it.
-        mask: of any type.
         scores: ``[B, H, Sq, Sk]``.
     """
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
@@ -293,8 +283,6 @@ def make_mask(
     Args:
         mask_type: canonical.
         window: from ``window_of``.
-        Sq: queries.
-        Sk: keys.
         padding: ``[B, Sq]`` and ``[B, Sk]``, True where padding.
         arbitrary: True where masked out.
         diagonal: where query 0 stands among the keys; None is what the type says: 0 for ``causal``

@@ -104,20 +104,15 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
         num_attention_heads: query heads.
         kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
         attention_dropout: of the attention probabilities, in training mode.
-        layernorm_epsilon: of the input norm.
         init_method: of the query, key and value weights; None is normal, standard deviation 0.023.
         output_layer_init_method: of the weight of ``proj``.
         layer_number: of the layer in its model, from 1; needed for ``inference_params``.
-        attn_mask_type: as in ``DotProductAttention``.
-        window_size: as in ``DotProductAttention``.
         tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
         tp_size: how many they are, if ``tp_group`` is None; ``num_gqa_groups`` must be a multiple.
         num_gqa_groups: key/value heads; None is ``num_attention_heads``.
         fuse_wgrad_accumulation: as in ``Linear``; for the projections of query, key and value it
             needs ``fuse_qkv_params``.
-        get_rng_state_tracker: as in ``DotProductAttention``.
         sequence_parallel: as in ``DotProductAttention``, ``Linear`` and ``LayerNorm``.
-        params_dtype: dtype of the parameters; None is the default dtype.
         return_bias: do not add the bias of ``proj``; return it after the output.
         return_layernorm_output: return the input norm's output last.
         input_layernorm: normalize the input first.
@@ -127,21 +122,15 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
             rank has all of the module.
         fuse_qkv_params: one parameter for the three projections (two: key and value, in cross
             attention).
-        zero_centered_gamma: as in ``LayerNorm``.
         qkv_weight_interleaved: with ``fuse_qkv_params``: rows of the weight lie group by group,
             each group's query heads, key head and value head together; False: all queries, all
             keys, all values (of a rank: its queries, its keys, its values). Without
             ``fuse_qkv_params`` it is always False.
         bias: of all projections.
-        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU.
-        qkv_format: sbhd, bshd or thd.
         rotary_pos_interleaved: as the rotary angles were made.
-        softmax_scale: as in ``DotProductAttention``.
-        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. GEMMs run beside what
-            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
-            switches it off. Numbers are the same.
+
+    The other arguments are those of ``DotProductAttention``, and of ``LayerNormLinear`` with
+    ``layernorm_epsilon`` for ``eps``.
 
     Raises:
         ValueError: sizes or names that do not belong together.
@@ -310,10 +299,7 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
         return layer
 
     def reset_parameters(self) -> None:
-        """Initialise the projections.
-
-        Parameters on the meta device get memory on the default one, as in a new module.
-        """
+        """Initialise the projections, as ``Linear.reset_parameters`` does."""
         reset_children(self)
         self.core_attention.to(self.proj.weight.device)
 
@@ -342,22 +328,12 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
 
         Args:
             hidden_states: in ``qkv_format``, ``hidden_size`` last.
-            attention_mask: as in ``DotProductAttention.forward``.
             encoder_output: in cross attention, the source of keys and values.
-            attn_mask_type: overrides the constructor's.
-            window_size: overrides the constructor's.
             is_first_microbatch: as in ``Linear.forward``.
-            checkpoint_core_attention: recompute the core attention in backward.
             inference_params: key/value cache, in self attention only.
             rotary_pos_emb: angles from position 0 on, for as many positions as are reached.
-            core_attention_bias_type: as in ``DotProductAttention.forward``.
-            core_attention_bias: as in ``DotProductAttention.forward``.
-            alibi_slopes: as in ``DotProductAttention.forward``.
-            fast_zero_fill: as in ``DotProductAttention.forward``.
-            cu_seqlens_q: as in ``DotProductAttention.forward``.
-            cu_seqlens_kv: as in ``DotProductAttention.forward``.
-            max_seqlen_q: as in ``DotProductAttention.forward``.
-            max_seqlen_kv: as in ``DotProductAttention.forward``.
+
+        The other arguments are those of ``DotProductAttention.forward``.
 
         Returns:
             The output; or a tuple of it, the bias of ``proj`` if ``return_bias``, and the input

@@ -45,8 +45,7 @@ class RotaryPositionEmbedding(nn.Module):
         rotary_base: base of the frequencies.
         interleaved: rotate neighbours ``(0, 1), (2, 3) ...`` instead of halves
             ``(0, R / 2), (1, R / 2 + 1) ...``.
-        device: of the frequencies; None is the default device if one was set, else the current CUDA
-            device if there is one, else the CPU.
+        device: of the frequencies, as in ``Linear``.
 
     Source: RoFormer, arXiv:2104.09864; position interpolation, arXiv:2306.15595.
 
@@ -242,10 +241,7 @@ def rotate_heads(
     """Run ``apply_rotary_pos_emb`` on checked arguments; padding may begin beyond the angles.
 
     Args:
-        t: as in ``apply_rotary_pos_emb``.
         freqs: angles, which the caller calls ``name``.
-        tensor_format: sbhd, bshd or thd.
-        interleaved: as the angles were made.
         start_positions: ``[B]`` or None.
         cu_seqlens: ``[B + 1]``, for thd alone.
         name: of ``freqs`` in messages.
@@ -254,7 +250,12 @@ def rotate_heads(
     table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
     if cu_seqlens is not None:
         token = _tokens_of_rank(cu_seqlens, t.shape[0], ranks, cu_seqlens.device)
-        index = _positions_in_sequences(token, cu_seqlens, start_positions)
+        # Tokens behind the last sequence count on from its start; no caller reads them.
+        sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+        sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
+        index = token - cu_seqlens[sequence]
+        if start_positions is not None:
+            index = index + start_positions[sequence]
         if has_values(index) and index.numel():
             check_positions(name, freqs, int(index.max()) + 1)
         angles = table[index][:, None]
@@ -320,13 +321,3 @@ def _tokens_of_rank(
     if size == 1:
         return torch.arange(tokens, device=device)
     return places_of("t", starts, tokens, size, device)[rank]
-
-
-def _positions_in_sequences(
-    token: Tensor, cu_seqlens: Tensor, start_positions: Tensor | None
-) -> Tensor:
-    # Tokens behind the last sequence count on from its start; no caller reads them.
-    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
-    sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
-    position = token - cu_seqlens[sequence]
-    return position if start_positions is None else position + start_positions[sequence]

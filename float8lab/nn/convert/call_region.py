@@ -94,8 +94,7 @@ def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None
         if precision.recipe is not None and precision.recipe.linear.delayed
     }
     recipes = tuple(delayed)
-    hooks = model._forward_pre_hooks.values()
-    for hook in hooks:
+    for hook in model._forward_pre_hooks.values():
         if isinstance(owner := getattr(hook, "__self__", None), CallRegion):
             owner.reset(recipes)
             return

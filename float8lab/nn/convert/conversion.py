@@ -108,9 +108,6 @@ def convert_to_float8(  # each is a keyword that users set on its own
             freeze them: a base for adapters (docs/peft.md), or a model to serve. These are then new
             parameters, so make optimizers after.
 
-    Returns:
-        The same model.
-
     Raises:
         TypeError: ``recipe`` or an override is neither a recipe nor ``"auto"``.
         ValueError: ``strict`` and a layer cannot be converted, a name matches nothing, or the model
@@ -211,8 +208,7 @@ def _choose_all_gather(
 ) -> list[str]:
     """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree.
 
-    Returns:
-        A sentence about weights for which that is too late, if there are such.
+    It returns a sentence about weights for which that is too late, if there are such.
     """
     recipes = {id(plan.candidate.layer): plan.recipe for plan in layers}
     late = 0
@@ -259,13 +255,10 @@ def _warn_of_nothing(model: nn.Module, plan: ConversionPlan) -> None:
 
 
 def to_high_precision(model: _Model) -> _Model:
-    """Undo ``convert_to_float8``, in place; FP8-stored weights are dequantized.
+    """Undo ``convert_to_float8``, in place; FP8-stored weights are dequantized. Returns the model.
 
     A ``float8lab.Linear`` built as one becomes a ``torch.nn.Linear``. Modules that torch has not,
     such as ``LayerNormMLP``, lose their recipe: they run in high precision outside ``autocast``.
-
-    Returns:
-        The same model.
 
     Raises:
         NotImplementedError: a layer with ``return_bias`` or ``parameters_split``, or of several

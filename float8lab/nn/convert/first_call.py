@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from float8lab.nn.convert.names import TRAINED_COPIES
 from float8lab.nn.convert.other_linear import OtherLinear
-from float8lab.nn.convert.walk import mark_unseen, users_of
+from float8lab.nn.convert.walk import UNSEEN, users_of
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.ops.declare import untraced
@@ -69,7 +69,7 @@ class FirstCall:
         if not unseen:
             return
         for layer in unseen.values():
-            mark_unseen(layer)
+            vars(layer)[UNSEEN] = True
         warnings.warn(
             f"{len(unseen)} converted layers did not run in the model's first call, though layers "
             f"beside them did: {', '.join(unseen)}. If the module above one reads its weight "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -24,7 +23,6 @@ class Freezing:
     """Which weights are to be stored in FP8 and frozen; ``run`` does it.
 
     Args:
-        plans: of FP8 layers.
         users: the modules of the model that have each parameter; others than these layers may.
 
     Attributes:
@@ -33,7 +31,8 @@ class Freezing:
 
     def __init__(self, plans: Iterable[LayerPlan], users: ParameterUsers) -> None:
         self.obstacles: list[str] = []
-        self._weights: list[_Weight] = []
+        # The modules that have a weight, with its name in each, and the recipe of its format.
+        self._weights: list[tuple[list[tuple[nn.Module, str]], Recipe]] = []
         layers = [(plan.candidate, plan.recipe) for plan in plans if plan.recipe is not None]
         recipes = {id(candidate.layer): recipe for candidate, recipe in layers}
         visited: set[int] = set()
@@ -50,7 +49,7 @@ class Freezing:
                 places = users[id(weight)]
                 obstacle = _obstacle(weight, places, recipe, recipes)
                 if obstacle is None:
-                    self._weights.append(_Weight(places, recipe))
+                    self._weights.append((places, recipe))
                 else:
                     self._leave(candidate, obstacle)
 
@@ -67,13 +66,6 @@ class Freezing:
                 for place in places:
                     setattr(*place, weight)
             weight.requires_grad_(False)
-
-
-class _Weight(NamedTuple):
-    """A weight that is to be stored, by the modules that have it and its name in each."""
-
-    places: list[tuple[nn.Module, str]]
-    recipe: Recipe
 
 
 def _obstacle(

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from float8lab.nn.casts import plain
 from float8lab.nn.expert_mlp import ExpertsBase, layers_here, like
 from float8lab.nn.fused_function import Layer
 from float8lab.nn.gemm import output_dtype
 from float8lab.ops import as_matrix
-from float8lab.tensor import Float8Tensor
 from float8lab.tensor.permute import gather_rows, routed
 
 __all__ = ["ExpertWeight", "OtherExperts", "experts_class", "routers"]
@@ -202,7 +202,7 @@ def _route(
     after: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Permute, run the experts, add up each token's, times its weights."""
-    x = as_matrix(_plain(hidden_states))
+    x = as_matrix(plain(hidden_states))
     x = x.to(output_dtype(x))  # before it is copied to each expert
     layers = layers_here(layers)
     row_map, rows, offs = routed(index, x.shape[0], layers[0][0].shape[0])
@@ -210,10 +210,6 @@ def _route(
     y = y if after is None else after(y)
     y = gather_rows(y, row_map, weights)
     return like(y.to(hidden_states.dtype), hidden_states)
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.dequantize() if isinstance(x, Float8Tensor) else x
 
 
 class LlamaExperts(OtherExperts):
@@ -250,7 +246,7 @@ class LlamaExperts(OtherExperts):
         """Apply to each of E equal parts of the rows its expert."""
         layers = layers_here(LlamaExperts.layers(self))
         experts, _, features = layers[0][0].shape
-        x = _plain(hidden_states).reshape(-1, features)
+        x = plain(hidden_states).reshape(-1, features)
         share = x.shape[0] // experts
         offs = torch.arange(1, experts + 1, device=x.device) * share
         return self._run_experts(x, offs, layers, _gated_by(self.act_fn))
@@ -335,7 +331,7 @@ class TitanExperts(OtherExperts):
         """Apply to each row, ``[M, D]``, its expert, of which each has as many rows as it says."""
         offs = num_tokens_per_expert.to(device=x.device, dtype=torch.int64).cumsum(0)
         layers = layers_here(TitanExperts.layers(self))
-        y: Tensor = self._run_experts(_plain(x), offs, layers, "swiglu")
+        y: Tensor = self._run_experts(plain(x), offs, layers, "swiglu")
         return y.to(x.dtype)
 
 
@@ -385,7 +381,7 @@ class TitanGroupedMM(OtherExperts):
         weight: Any = weight_EOI if B_t is None else B_t.mT
         precision = getattr(self, f"_fp8_{TitanGroupedMM.layer_names[self._gemms_begun % 3]}")
         self._gemms_begun += 1
-        x = _plain(A)
+        x = plain(A)
         call = self._begin_layer(precision, x, weight, None)
         y: Tensor = self._apply_experts(precision, x, offs, (weight, None), call, None)
         if call is not None and call.is_region:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from float8lab.nn.casts import plain
-from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
+from float8lab.nn.layer import describe_fp8
 from float8lab.nn.precision import Precision
 from float8lab.nn.storage import MovedInPlace
 from float8lab.tensor import Float8Tensor

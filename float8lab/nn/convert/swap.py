@@ -19,7 +19,7 @@ from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_fl
 from float8lab.nn.convert.plan import CONVERTED, LayerPlan
 from float8lab.nn.convert.walk import has_recipe
 from float8lab.nn.convert.wrapped_forward import rebind_forward
-from float8lab.nn.describe import describe_fp8
+from float8lab.nn.layer import describe_fp8
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, place_precisions, precisions
 from float8lab.tensor.dtensor import is_dtensor

@@ -28,7 +28,6 @@ __all__ = [
     "ParameterUsers",
     "has_recipe",
     "is_unseen",
-    "mark_unseen",
     "matrix_shapes",
     "shapes_of",
     "users_of",
@@ -144,11 +143,6 @@ def has_recipe(layer: nn.Module) -> bool:
 
 UNSEEN = "_float8_unseen"
 """The attribute of a converted layer that did not run when the model was called."""
-
-
-def mark_unseen(layer: nn.Module) -> None:
-    """Note that the forward of a converted layer did not run when the model was called."""
-    vars(layer)[UNSEEN] = True
 
 
 def is_unseen(layer: nn.Module) -> bool:

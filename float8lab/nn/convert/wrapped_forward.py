@@ -15,8 +15,6 @@ from torch import nn
 
 __all__ = ["has_wrapped_forward", "rebind_forward"]
 
-_VARIABLE = "original_forward"
-
 
 def has_wrapped_forward(layer: nn.Module) -> bool:
     """Whether a layer's forward is Transformers' wrapper around the forward of its class."""
@@ -39,6 +37,6 @@ def _wrapped_forward(layer: nn.Module) -> CellType | None:
     if not isinstance(wrapper, FunctionType) or not wrapper.__module__.startswith("transformers."):
         return None
     variables = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
-    wrapped = variables.get(_VARIABLE)
+    wrapped = variables.get("original_forward")
     bound_to = None if wrapped is None else getattr(wrapped.cell_contents, "__self__", None)
     return wrapped if bound_to is layer else None

@@ -82,11 +82,7 @@ def fp8_attention(
         k: ``[B, G, Sk, D]`` FP8, G dividing H.
         v: ``[B, G, Sk, Dv]`` FP8.
         q_scale: one element, as ``k_scale`` and ``v_scale``: decode scales.
-        k_scale: of ``k``.
-        v_scale: of ``v``.
         causal: query i sees the keys up to the i-th.
-        scale: of the scores.
-        out_dtype: of the output.
 
     Returns:
         ``[B, H, Sq, Dv]`` (in memory by token), and the logarithm of each query's sum of
@@ -118,23 +114,13 @@ def fp8_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``fp8_attention``, its rounding of the probabilities taken as the identity.
+    """Gradients of q, k and v, the rounding of the probabilities taken as the identity.
+
+    They are in the dtype of ``dout``, and in memory by token.
 
     Args:
         dout: ``[B, H, Sq, Dv]`` high precision.
-        q: this and all up to ``v_scale`` as the forward had them.
-        k: likewise.
-        v: likewise.
-        q_scale: likewise.
-        k_scale: likewise.
-        v_scale: likewise.
-        out: from the forward.
-        lse: from the forward.
-        causal: as in the forward.
-        scale: likewise.
-
-    Returns:
-        Gradients of q, k, v in the dtype of ``dout`` (in memory by token).
+        out: from the forward, as ``lse``; the other arguments are the forward's own.
     """
     H, G = q.shape[1], k.shape[1]
     scores = _scores(q, k, q_scale, k_scale, causal, scale)

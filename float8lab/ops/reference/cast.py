@@ -74,8 +74,6 @@ def cast(
             ``"e2m1 decode"``.
         eps: the least amax that a scale is made of.
         align: the result's sizes are multiples of it; ``ALIGN`` for groups and batches.
-        rowwise: the matrix is wanted in FP8.
-        columnwise: its transpose is wanted.
         dbias: the sums over its rows, or over the rows of each group, are wanted; not of a batch.
         given: factors or scales, one or one per block; for both orientations, the same transposed.
             Where scales are made: the amaxes that they are made of, one per block of the padded

@@ -40,17 +40,12 @@ def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
-    """The gradient of the logits.
+    """The gradient of the logits, ``[M, V]`` in their dtype.
 
     Args:
-        logits: ``[M, V]``, as ``cross_entropy_statistics`` took them.
-        target: ``[M]``, as that took them.
         factors: ``[4, M]``, float32, or float64 for float64: the logarithm of the sum of the
             exponentials of a row's logits, over all shards; a factor of the softmax; what is
             subtracted at the target, and everywhere. A row whose factor is 0 has no softmax.
-
-    Returns:
-        ``[M, V]`` in the dtype of ``logits``.
     """
     x, V = widen(logits), logits.shape[1]
     log_sum, factor, at_target, everywhere = (factor_row[:, None] for factor_row in factors)

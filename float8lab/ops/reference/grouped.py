@@ -90,9 +90,7 @@ def cast_groups(
     dbias: bool,
     given: Tensor | None,
     slot: Tensor | None,
-) -> tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
-]:
+) -> CastResults:
     """``cast`` of a matrix whose rows are in groups.
 
     Every group has the bytes of casting its rows alone: with ``(-1, -1)`` each group has a scale of

@@ -79,8 +79,6 @@ def scatter_rows(
 
     Args:
         x: ``[T, H]``, any float, or bytes, which move as they are.
-        row_map: see above.
-        rows: R.
         probs: ``[T, S]``, any float.
         merged: ``[R, H]``, the rows that ``gather_rows`` multiplied by ``probs`` and added up, of
             which ``x`` is the gradient: with it, the results are the gradients of both.
@@ -128,7 +126,6 @@ def gather_rows(
 
     Args:
         y: ``[R, H]``, any float, FP8 too.
-        row_map: see above.
         dtype: of the sums; in float64 they are added up in float64.
         probs: ``[T, S]``, any float, that the rows are multiplied by.
         row_values: ``[R]``, any float: one more number of each row.

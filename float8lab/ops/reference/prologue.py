@@ -179,7 +179,6 @@ def value_of(
 
     Args:
         prologue: one of those above, other than ``""``.
-        inputs: its inputs.
         dtype: the values are rounded to it once.
         block: of the scales that ``"dequantize"`` takes.
         event: for graphs: what backward computes from the forward's tensors alone, a partitioner

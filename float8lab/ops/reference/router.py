@@ -63,13 +63,11 @@ def route(
         logits: ``[T, E]``, any float.
         expert_bias: ``[E]``, any float, added to the scores by which experts are chosen, and to no
             probability.
-        topk: how many experts get a token.
         score_function: one of ``SCORE_FUNCTIONS``.
         pre_softmax: of softmax, over all experts; else over those that are chosen, by their logits.
         num_groups: with ``group_topk``, only experts of the best groups are chosen. A group is
             E / num_groups neighbours, and as good as the sum of its ``topk // group_topk`` best.
         group_topk: how many groups; 0 is all of them.
-        scaling: a factor of the probabilities.
         dense: the scores of all experts, divided by their sum, in place of probabilities; softmax
             is over all.
 
@@ -113,16 +111,11 @@ def route_backward(
     scaling: float,
     dense: bool,
 ) -> Tensor:
-    """The gradient of the logits.
+    """The gradient of the logits, ``[T, E]`` in their dtype.
 
     Args:
-        dprobs: ``[T, E]``, of the probabilities; of the scores with ``dense``.
-        logits: ``[T, E]``, as ``route`` took them.
-        routing_map: ``[T, E]`` bool, as ``route`` gave it.
-        topk: and the other arguments as ``route`` took them.
-
-    Returns:
-        ``[T, E]`` in the dtype of ``logits``.
+        dprobs: ``[T, E]``, of the probabilities; of the scores with ``dense``. The other arguments
+            are as ``route`` took them, and gave ``routing_map``.
     """
     z = widen(logits)
     if dense:
