@@ -84,28 +84,46 @@ def both_ways(make_step, make_model=Feed, steps=3):
         assert_same(plain, saving)
 
 
-@each_recipe
+@contextlib.contextmanager
+def under_torch_autocast():
+    with torch.autocast("cpu", torch.bfloat16), float8lab.autocast(recipe=DELAYED):
+        yield
+
+
+GROUP = torch.distributed.ProcessGroup(0, 1)  # without init_process_group only looked up
+REGIONS = {
+    **{name: partial(float8lab.autocast, recipe=recipe) for name, recipe in RECIPES.items()},
+    "amax-reduction-group": partial(float8lab.autocast, recipe=DELAYED, amax_reduction_group=GROUP),
+    "torch-autocast": under_torch_autocast,
+}
+
+
+@pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
 @each_mode
-def test_numbers_and_state_of_every_recipe(recipe, use_reentrant):
+def test_numbers_and_state_of_every_region(region, use_reentrant):
     def step(model, run, x, *_):
-        with float8lab.autocast(recipe=recipe):
+        with region():
             y = run(model, x, use_reentrant=use_reentrant)
-        return y.square().sum()
+        return y.float().square().sum()
 
     both_ways(step)
 
 
 @each_mode
-def test_several_forwards_before_their_backward_keep_their_own_scales(use_reentrant):
+@pytest.mark.parametrize("keeps_weight_cast", [False, True], ids=["", "kept-weight-cast"])
+def test_several_forwards_before_their_backward_keep_their_own_scales(
+    use_reentrant, keeps_weight_cast
+):
     def step(model, run, *inputs):
         loss = 0.0
         for i, x in enumerate(inputs):  # each a region: the scales advance in between
+            first = {"is_first_microbatch": i == 0} if keeps_weight_cast else {}
             with float8lab.autocast(recipe=DELAYED):
-                y = run(model, x * 10.0**i, use_reentrant=use_reentrant)
+                y = run(model, x * 10.0**i, use_reentrant=use_reentrant, **first)
             loss = loss + y.square().sum()
         return loss
 
-    both_ways(step)
+    both_ways(step, partial(float8lab.Linear, 32, 32, device="cpu") if keeps_weight_cast else Feed)
 
 
 @each_mode
@@ -338,16 +356,6 @@ def test_a_bias_that_is_returned_stays_a_leaf(use_reentrant):
 
 
 @each_mode
-def test_torch_autocast_is_repeated(use_reentrant):
-    def step(model, run, x, *_):
-        with torch.autocast("cpu", torch.bfloat16), float8lab.autocast(recipe=DELAYED):
-            y = run(model, x, use_reentrant=use_reentrant)
-        return y.float().square().sum()
-
-    both_ways(step)
-
-
-@each_mode
 def test_backward_inside_another_autocast(use_reentrant):
     model = Feed()
     saving = copy.deepcopy(model)
@@ -399,19 +407,6 @@ def test_a_recomputation_without_its_original_records_the_gradients_amax():
 
 
 @each_mode
-def test_microbatches_of_a_kept_weight_cast(use_reentrant):
-    def step(model, run, *inputs):
-        loss = 0.0
-        for i, x in enumerate(inputs):
-            with float8lab.autocast(recipe=DELAYED):
-                y = run(model, x, is_first_microbatch=i == 0, use_reentrant=use_reentrant)
-            loss = loss + y.square().sum()
-        return loss
-
-    both_ways(step, lambda: float8lab.Linear(32, 32, device="cpu"))
-
-
-@each_mode
 def test_weights_stored_in_fp8(use_reentrant):
     def make_model():
         with float8lab.fp8_model_init():
@@ -422,17 +417,6 @@ def test_weights_stored_in_fp8(use_reentrant):
             return run(model, x, use_reentrant=use_reentrant).square().sum()
 
     both_ways(step, make_model)
-
-
-@each_mode
-def test_amax_reduction_group_of_the_forward(use_reentrant):
-    group = torch.distributed.ProcessGroup(0, 1)  # without init_process_group only looked up
-
-    def step(model, run, x, *_):
-        with float8lab.autocast(recipe=DELAYED, amax_reduction_group=group):
-            return run(model, x, use_reentrant=use_reentrant).square().sum()
-
-    both_ways(step)
 
 
 def test_it_recomputes_and_saves_memory():
