@@ -43,6 +43,16 @@ def train(model, x):
     return y.detach().clone()
 
 
+def assert_equal_training(model, eager, shape=(32, 64), steps=3):
+    """Each step has the same output, gradients and state of delayed scaling."""
+    for i in range(steps):
+        xs = [batch(i, shape).requires_grad_() for _ in range(2)]
+        assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
+        assert torch.equal(xs[0].grad, xs[1].grad)
+        assert same_gradients(model, eager)
+        assert states(model) == states(eager)
+
+
 def test_make_graphed_callables_needs_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -205,12 +215,7 @@ def test_graphed_callables_equal_eager(recipe, used):
     same = float8lab.make_graphed_callables(model, (batch(0).requires_grad_(),))
     assert same is model
     assert states(model) == before
-    for i in range(4):
-        xs = [batch(i).requires_grad_() for _ in range(2)]
-        assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
-        assert torch.equal(xs[0].grad, xs[1].grad)
-        assert same_gradients(model, eager)
-        assert states(model) == states(eager)
+    assert_equal_training(model, eager, steps=4)
     # Whatever the graph was not recorded for runs without it.
     assert torch.equal(train(model, batch(5, (7, 64))), train(eager, batch(5, (7, 64))))
     with float8lab.autocast(enabled=False):
@@ -338,12 +343,7 @@ def test_graphed_fused_modules_equal_eager(recipe, checkpoint):
     float8lab.convert_to_float8(eager, recipe)
     model = copy.deepcopy(eager)
     float8lab.make_graphed_callables(model, (batch(0).requires_grad_(),))
-    for i in range(3):
-        xs = [batch(i).requires_grad_() for _ in range(2)]
-        assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
-        assert torch.equal(xs[0].grad, xs[1].grad)
-        assert same_gradients(model, eager)
-        assert states(model) == states(eager)
+    assert_equal_training(model, eager)
 
 
 @pytest.mark.gpu
@@ -367,12 +367,7 @@ def test_graphed_attention_modules_equal_eager(recipe, kind):
     float8lab.convert_to_float8(eager, recipe)
     model = copy.deepcopy(eager)
     float8lab.make_graphed_callables(model, (batch(0, (24, 4, 64)).requires_grad_(),))
-    for i in range(3):
-        xs = [batch(i, (24, 4, 64)).requires_grad_() for _ in range(2)]
-        assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
-        assert torch.equal(xs[0].grad, xs[1].grad)
-        assert same_gradients(model, eager)
-        assert states(model) == states(eager)
+    assert_equal_training(model, eager, (24, 4, 64))
 
 
 @pytest.mark.gpu
