@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
 from float8lab.inspect import find_nan
 from tests.inspect.models import snapshot
+from tests.nn.models import Checkpointed
 
 
 class Op(nn.Module):
@@ -229,16 +229,9 @@ def test_a_residual_stream(x):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_activation_checkpointing(x, reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.inner = make(function)
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
     def run(function):
-        model = nn.Sequential(nn.Linear(16, 16), Checkpointed(function), nn.Linear(16, 16))
+        again = Checkpointed(make(function), reentrant)
+        model = nn.Sequential(nn.Linear(16, 16), again, nn.Linear(16, 16))
         return place(find_nan(model, x))
 
     assert run(OnlyBackward.apply) == ("1.inner.1.1", "gradient of input 0", "backward", 0)

@@ -15,6 +15,7 @@ __all__ = [
     "RECIPES",
     "UNDELAYED",
     "Block",
+    "Checkpointed",
     "Counted",
     "each_recipe",
     "same_gradients",
@@ -84,6 +85,17 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.lm_head(x)
+
+
+class Checkpointed(nn.Module):
+    """A module that torch's checkpoint computes again in backward."""
+
+    def __init__(self, inner, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
 class Counted:

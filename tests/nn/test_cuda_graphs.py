@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab.nn import graphs
 from float8lab.nn.precision import precisions_below
-from tests.nn.models import GPT, RECIPES, each_recipe, same_gradients, states
+from tests.nn.models import GPT, RECIPES, Checkpointed, each_recipe, same_gradients, states
 
 pytestmark = [
     pytest.mark.usefixtures("uncollected"),
@@ -485,16 +484,8 @@ def test_graphed_calls_before_their_backwards(recipe):
 def test_a_graphed_layer_that_is_checkpointed(recipe, reentrant):
     model, eager = pair(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
-
-    class Checkpointed(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return checkpoint(self.layer, x, use_reentrant=reentrant)
-
-    assert_equal_steps(Checkpointed(model), Checkpointed(eager), [batch(i) for i in range(3)])
+    again = [Checkpointed(m, reentrant) for m in (model, eager)]
+    assert_equal_steps(*again, [batch(i) for i in range(3)])
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
 
 
