@@ -538,6 +538,19 @@ def test_distribute_saved_activations_on_one_rank():
     assert x.grad is not None
 
 
+def assert_equal_steps(eager, model, run_eager, run_compiled, recipe):
+    torch._dynamo.reset()
+    x, x2 = leaf(4, 32), leaf(4, 32)
+    with float8lab.autocast(recipe=recipe):
+        y, y2 = run_eager(x), run_compiled(x2)
+    assert torch.equal(y, y2)
+    y.square().sum().backward()
+    y2.square().sum().backward()
+    assert torch.equal(x.grad, x2.grad)
+    assert_same(eager, model)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     ("name", "use_reentrant"),
     [("current", True), ("rowwise", False), ("block", True), ("mx", False)],
@@ -558,34 +571,17 @@ def test_compiles_without_graph_breaks(name, use_reentrant):
     def step(model, x):
         return float8lab.checkpoint(model, x, scale=0.5, use_reentrant=use_reentrant)
 
-    torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    x, x2 = leaf(4, 32), leaf(4, 32)
-    with float8lab.autocast(recipe=RECIPES[name]):
-        y, y2 = step(eager, x), compiled(model, x2)
-    assert torch.equal(y, y2)
-    y.square().sum().backward()
-    y2.square().sum().backward()
-    assert torch.equal(x.grad, x2.grad)
-    assert_same(eager, model)
-    torch._dynamo.reset()
+    assert_equal_steps(eager, model, partial(step, eager), partial(compiled, model), RECIPES[name])
 
 
 @each_mode
 def test_a_compiled_module_recomputes_in_the_precision_of_its_forward(use_reentrant):
     eager = float8lab.Linear(32, 32, device="cpu")
     model = copy.deepcopy(eager)
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    x, x2 = leaf(4, 32), leaf(4, 32)
-    with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
-        y = eager(x)
-        y2 = float8lab.checkpoint(compiled, x2, use_reentrant=use_reentrant)
-    y.square().sum().backward()
-    y2.square().sum().backward()
-    assert torch.equal(x.grad, x2.grad)
-    assert_same(eager, model)
-    torch._dynamo.reset()
+    again = partial(float8lab.checkpoint, compiled, use_reentrant=use_reentrant)
+    assert_equal_steps(eager, model, eager, again, recipes.Float8CurrentScaling())
 
 
 @pytest.mark.gpu
