@@ -17,6 +17,7 @@ __all__ = [
     "Block",
     "Checkpointed",
     "Counted",
+    "GatedMLP",
     "each_recipe",
     "same_gradients",
     "saved_bytes",
@@ -68,6 +69,20 @@ class Block(nn.Module):
         if self.checkpointed:
             return x + checkpoint(self.feed, self.norm2(x), use_reentrant=False)
         return x + self.feed(self.norm2(x))
+
+
+class GatedMLP(nn.Module):
+    """As Llama's, and as experts of remote code and of models written by hand are."""
+
+    def __init__(self, width, hidden, *, bias=False, function=F.silu):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=bias)
+        self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, width, bias=bias)
+        self.function = function
+
+    def forward(self, x):
+        return self.down_proj(self.function(self.gate_proj(x)) * self.up_proj(x))
 
 
 class GPT(nn.Module):
