@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from tests.distributed.ranks import forks
+from tests.processes import run_python
 
-__all__ = ["run_program"]
+__all__ = ["run_program", "run_torchrun"]
 
 _ENDED: list[dict[str, object]] = []
 """The names of a program that has ended, alive until its process ends without destructors. DDP's
@@ -60,3 +61,9 @@ def run_program(world: int, program: Path, *args: str, folder: Path) -> str:
     )
     assert ended == [0] * world, (ended, *errors)
     return "".join(printed)
+
+
+def run_torchrun(world: int, program: Path, *args: str) -> str:
+    """What the ranks print under torchrun itself."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world))
+    return run_python(*torchrun, program, *args, OMP_NUM_THREADS="1")

@@ -246,8 +246,7 @@ def check_compiled(ranks: Ranks) -> None:
         q, k, v = (sized(ranks, S, B, n, D).requires_grad_() for n in (H, 4, 4))
         y = run(q, k, v)
         results.append([y, *torch.autograd.grad((y * y.detach().cos()).sum(), (q, k, v))])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 def check_wrong_calls(ranks: Ranks) -> None:

@@ -72,20 +72,21 @@ def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
     return model
 
 
+def sharded_model(ranks: Ranks, recipe: Any = None, **options: Any) -> nn.Sequential:
+    """A converted model under FSDP2."""
+    model = make_model(ranks.device)
+    float8lab.convert_to_float8(model, recipe)
+    return shard(model, **{"mesh": ranks.mesh(), **options})
+
+
 def fp8_linears(model: nn.Module) -> dict[str, float8lab.Linear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, float8lab.Linear)}
 
 
-def unshard_all(model: nn.Module) -> None:
+def on_each_unit(model: nn.Module, do: Callable[[FSDPModule], Any]) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.unshard()
-
-
-def reshard_all(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+            do(module)
 
 
 def full_cast(weight: Tensor, recipe: Any) -> float8lab.Float8Tensor:
@@ -102,16 +103,18 @@ def full_cast(weight: Tensor, recipe: Any) -> float8lab.Float8Tensor:
 
 
 def assert_gathered_equal_cast(model: nn.Module, recipe: Any) -> None:
-    reshard_all(model)  # the root stays unsharded after a forward without backward
+    on_each_unit(
+        model, FSDPModule.reshard
+    )  # the root stays unsharded after a forward without backward
     weights = {n: m.weight.full_tensor() for n, m in fp8_linears(model).items()}
-    unshard_all(model)
+    on_each_unit(model, FSDPModule.unshard)
     for name, layer in fp8_linears(model).items():
         gathered, expected = layer.weight, full_cast(weights[name].detach(), recipe)
         assert isinstance(gathered, float8lab.Float8Tensor), name
         assert torch.equal(gathered.qdata.view(torch.uint8), expected.qdata.view(torch.uint8)), name
         assert torch.equal(gathered.scale, expected.scale), name
         assert torch.equal(gathered.dequantize().isfinite(), weights[name].isfinite()), name
-    reshard_all(model)
+    on_each_unit(model, FSDPModule.reshard)
 
 
 def batch(ranks: Ranks, step: int, width: int = 64, rows: int = 8) -> tuple[Tensor, Tensor]:
@@ -127,6 +130,12 @@ def train_step(model: nn.Module, x: Tensor, optimizer: Any) -> Tensor:
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def train(model: nn.Module, ranks: Ranks, steps: int) -> Tensor:
+    """The losses of steps of AdamW on this rank's inputs."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.stack([train_step(model, batch(ranks, s)[1], optimizer) for s in range(steps)])
 
 
 @on_ranks(4)
@@ -191,9 +200,7 @@ def check_one_byte_an_element_and_one_reduction_a_step(ranks: Ranks) -> None:
     if ranks.world == 1:
         return  # nothing is sent
     for recipe in RECIPES:
-        model = make_model(ranks.device)
-        float8lab.convert_to_float8(model, recipe)
-        shard(model, mesh=ranks.mesh())
+        model = sharded_model(ranks, recipe)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
         delayed = 1 if recipe.linear.delayed else 0  # its own reduction of activations' amaxes
         for step in range(3):
@@ -284,20 +291,15 @@ def check_reshard_policies(ranks: Ranks) -> None:
     losses = []
     for policy in (True, False):
         torch.manual_seed(0)
-        model = make_model(ranks.device)
-        float8lab.convert_to_float8(model)
-        shard(model, mesh=ranks.mesh(), reshard_after_forward=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses.append([train_step(model, batch(ranks, s)[1], optimizer) for s in range(4)])
+        model = sharded_model(ranks, reshard_after_forward=policy)
+        losses.append(train(model, ranks, 4))
         assert_gathered_equal_cast(model, Float8CurrentScaling())
-    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+    assert torch.equal(*losses)
 
 
 def check_gradient_accumulation(ranks: Ranks) -> None:
     torch.manual_seed(0)
-    model = make_model(ranks.device)
-    float8lab.convert_to_float8(model)
-    shard(model, mesh=ranks.mesh())
+    model = sharded_model(ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(3):
         for micro in range(2):
@@ -310,18 +312,14 @@ def check_gradient_accumulation(ranks: Ranks) -> None:
 
 def check_mixed_precision(ranks: Ranks) -> None:
     for recipe in RECIPES:
-        model = make_model(ranks.device)
-        float8lab.convert_to_float8(model, recipe)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shard(model, mesh=ranks.mesh(), mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model = sharded_model(ranks, recipe, mp_policy=policy)
         dtypes = []
         layer = model[0].up
         layer.register_forward_pre_hook(
             lambda m, args, dtypes=dtypes: dtypes.extend([m.weight.dtype, args[0].dtype])
         )
-        for step in range(2):
-            train_step(model, batch(ranks, step)[1], optimizer)
+        train(model, ranks, 2)
         assert set(dtypes) == {torch.bfloat16}
         assert layer.weight.dtype == torch.float32
         assert_gathered_equal_cast(model, recipe)  # cast from the float32 masters
@@ -369,9 +367,7 @@ def check_one_reduction_a_step_after_loading_and_moving(ranks: Ranks) -> None:
     if ranks.world == 1:
         return  # nothing is sent
     recipe = Float8CurrentScaling()
-    model = make_model(ranks.device)
-    float8lab.convert_to_float8(model, recipe)
-    shard(model, mesh=ranks.mesh())
+    model = sharded_model(ranks, recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train_step(model, batch(ranks, 0)[1], optimizer)
     changes: list[Callable[[], Any]] = [
@@ -390,21 +386,16 @@ def check_one_reduction_a_step_after_loading_and_moving(ranks: Ranks) -> None:
 
 
 def check_cpu_offload(ranks: Ranks) -> None:
-    recipe = Float8BlockScaling()
-    model = make_model(ranks.device)
-    float8lab.convert_to_float8(model, recipe)
     policy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
-    shard(model, mesh=ranks.mesh(), offload_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(2):
-        train_step(model, batch(ranks, step)[1], optimizer)
+    model = sharded_model(ranks, Float8BlockScaling(), offload_policy=policy)
+    train(model, ranks, 2)
     assert model[0].up.weight.device.type == "cpu"
     full = {n: p.to_local() for n, p in model.named_parameters()}
-    unshard_all(model)
+    on_each_unit(model, FSDPModule.unshard)
     for layer in fp8_linears(model).values():
         assert isinstance(layer.weight, float8lab.Float8Tensor)
         assert layer.weight.qdata.device == ranks.device
-    reshard_all(model)
+    on_each_unit(model, FSDPModule.reshard)
     assert all(local.device.type == "cpu" for local in full.values())
 
 
@@ -413,9 +404,8 @@ def check_hybrid_sharding(ranks: Ranks) -> None:
     if ranks.world < 4:
         return
     for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
-        model = make_model(ranks.device)
-        float8lab.convert_to_float8(model, recipe)
-        shard(model, mesh=ranks.mesh(2, ranks.world // 2, names=("copies", "shards")))
+        mesh = ranks.mesh(2, ranks.world // 2, names=("copies", "shards"))
+        model = sharded_model(ranks, recipe, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(2):
             train_step(model, batch(ranks, step)[1], optimizer)
@@ -473,15 +463,11 @@ def check_a_rank_skips_a_layer_inside_a_unit(ranks: Ranks) -> None:
 
 def check_models_that_come_and_go(ranks: Ranks) -> None:
     # Garbage is collected at different times on different ranks.
-    kept = make_model(ranks.device)
-    float8lab.convert_to_float8(kept)
-    shard(kept, mesh=(mesh := ranks.mesh()))
+    kept = sharded_model(ranks, mesh=(mesh := ranks.mesh()))
     optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
     gc.disable()
     for round_ in range(3):
-        other = make_model(ranks.device)
-        float8lab.convert_to_float8(other)
-        shard(other, mesh=mesh)
+        other = sharded_model(ranks, mesh=mesh)
         other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
         train_step(kept, batch(ranks, round_)[1], optimizer)
         train_step(other, batch(ranks, round_)[1], other_optimizer)
@@ -565,9 +551,8 @@ def check_activation_checkpointing(ranks: Ranks) -> None:
                     forward, x, use_reentrant=False
                 )
         shard(model, mesh=ranks.mesh())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        results.append([train_step(model, batch(ranks, s)[1], optimizer) for s in range(3)])
-    assert torch.equal(torch.stack(results[0]), torch.stack(results[1]))
+        results.append(train(model, ranks, 3))
+    assert torch.equal(*results)
 
 
 def check_inference(ranks: Ranks) -> None:
@@ -624,9 +609,7 @@ def check_tensor_parallelism_is_told_from_fsdp(ranks: Ranks) -> None:
 
 
 def check_clipping_and_full_state(ranks: Ranks) -> None:
-    model = make_model(ranks.device)
-    float8lab.convert_to_float8(model)
-    shard(model, mesh=ranks.mesh())
+    model = sharded_model(ranks)
     model(batch(ranks, 0)[1]).square().mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
     ranks.assert_same(norm)

@@ -275,6 +275,21 @@ def test_tensors_that_share_a_storage_move_once(watch):
     assert torch.equal(x.grad, y.grad * y)
 
 
+class Save(torch.autograd.Function):
+    """Saves ``x``; backward appends what it gets of it to ``back``."""
+
+    @staticmethod
+    def forward(ctx, y, x, back):
+        ctx.save_for_backward(x)
+        ctx.back = back
+        return y * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.back.append(ctx.saved_tensors[0])
+        return grad, None, None
+
+
 def raw(x):
     return x.contiguous().reshape(-1).view(torch.uint8).tolist() if x.numel() else []
 
@@ -292,21 +307,9 @@ def test_every_dtype_and_layout_comes_back(dtype, layout, watch):
         "empty": x[:0],
     }[layout]  # fmt: skip
     context, synchronize = float8lab.get_cpu_offload_context(enabled=True)
-
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, y):
-            ctx.save_for_backward(x)
-            return y * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            back.append(ctx.saved_tensors[0])
-            return grad
-
     back = []
     with context:
-        y = Save.apply(torch.ones(1, requires_grad=True))
+        y = Save.apply(torch.ones(1, requires_grad=True), x, back)
     for _ in range(3):
         synchronize(y)
     y.backward()
@@ -437,32 +440,18 @@ def test_changes_in_place_are_errors_as_without_offload(what, when, watch):
 
 def test_a_storage_that_changes_between_two_uses_moves_twice(watch):
     context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=9)
-    buffer, seen = torch.zeros(4), []
-
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, y):
-            ctx.save_for_backward(buffer[:2] if not seen else buffer[2:])
-            seen.append(0)
-            return y * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(ctx.saved_tensors[0].clone())
-            return grad
-
+    buffer, back = torch.zeros(4), []
     y = torch.ones(1, requires_grad=True)
     with context:
         buffer[:2] = 1
-        y = Save.apply(y)
+        y = Save.apply(y, buffer[:2], back)
         synchronize(), synchronize()
         buffer[2:] = 2
-        y = Save.apply(y)
+        y = Save.apply(y, buffer[2:], back)
     synchronize(), synchronize()
     y.backward()
     assert watch.out == [16, 16]
-    assert seen[2].tolist() == [2, 2]
-    assert seen[3].tolist() == [1, 1]
+    assert [x.tolist() for x in back] == [[2, 2], [1, 1]]
 
 
 def test_nothing_outlives_its_graph(moving):

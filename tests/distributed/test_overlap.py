@@ -197,8 +197,7 @@ def check_layers(ranks: Ranks) -> None:
             data = seen.names["_c10d_functional::all_gather_into_tensor"] - (mode == "column")
             assert (data == 0) == overlaps  # but sizes
             results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(*results)
 
 
 def check_rows_that_are_not_cut(ranks: Ranks) -> None:

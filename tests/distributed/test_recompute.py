@@ -61,8 +61,7 @@ def assert_same(a, b):
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None)
         assert p.grad is None or torch.equal(p.grad, q.grad)
-    for s, t in zip(state_of(a), state_of(b), strict=True):
-        assert torch.equal(s, t)
+    torch.testing.assert_close(state_of(a), state_of(b), rtol=0, atol=0)
 
 
 def both_ways(make_step, make_model=Feed, steps=3):
@@ -84,28 +83,46 @@ def both_ways(make_step, make_model=Feed, steps=3):
         assert_same(plain, saving)
 
 
-@each_recipe
+@contextlib.contextmanager
+def under_torch_autocast():
+    with torch.autocast("cpu", torch.bfloat16), float8lab.autocast(recipe=DELAYED):
+        yield
+
+
+GROUP = torch.distributed.ProcessGroup(0, 1)  # without init_process_group only looked up
+REGIONS = {
+    **{name: partial(float8lab.autocast, recipe=recipe) for name, recipe in RECIPES.items()},
+    "amax-reduction-group": partial(float8lab.autocast, recipe=DELAYED, amax_reduction_group=GROUP),
+    "torch-autocast": under_torch_autocast,
+}
+
+
+@pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
 @each_mode
-def test_numbers_and_state_of_every_recipe(recipe, use_reentrant):
+def test_numbers_and_state_of_every_region(region, use_reentrant):
     def step(model, run, x, *_):
-        with float8lab.autocast(recipe=recipe):
+        with region():
             y = run(model, x, use_reentrant=use_reentrant)
-        return y.square().sum()
+        return y.float().square().sum()
 
     both_ways(step)
 
 
 @each_mode
-def test_several_forwards_before_their_backward_keep_their_own_scales(use_reentrant):
+@pytest.mark.parametrize("keeps_weight_cast", [False, True], ids=["", "kept-weight-cast"])
+def test_several_forwards_before_their_backward_keep_their_own_scales(
+    use_reentrant, keeps_weight_cast
+):
     def step(model, run, *inputs):
         loss = 0.0
         for i, x in enumerate(inputs):  # each a region: the scales advance in between
+            first = {"is_first_microbatch": i == 0} if keeps_weight_cast else {}
             with float8lab.autocast(recipe=DELAYED):
-                y = run(model, x * 10.0**i, use_reentrant=use_reentrant)
+                y = run(model, x * 10.0**i, use_reentrant=use_reentrant, **first)
             loss = loss + y.square().sum()
         return loss
 
-    both_ways(step)
+    both_ways(step, partial(float8lab.Linear, 32, 32, device="cpu") if keeps_weight_cast else Feed)
 
 
 @each_mode
@@ -339,16 +356,6 @@ def test_a_bias_that_is_returned_stays_a_leaf(use_reentrant):
 
 
 @each_mode
-def test_torch_autocast_is_repeated(use_reentrant):
-    def step(model, run, x, *_):
-        with torch.autocast("cpu", torch.bfloat16), float8lab.autocast(recipe=DELAYED):
-            y = run(model, x, use_reentrant=use_reentrant)
-        return y.float().square().sum()
-
-    both_ways(step)
-
-
-@each_mode
 def test_backward_inside_another_autocast(use_reentrant):
     model = Feed()
     saving = copy.deepcopy(model)
@@ -400,19 +407,6 @@ def test_a_recomputation_without_its_original_records_the_gradients_amax():
 
 
 @each_mode
-def test_microbatches_of_a_kept_weight_cast(use_reentrant):
-    def step(model, run, *inputs):
-        loss = 0.0
-        for i, x in enumerate(inputs):
-            with float8lab.autocast(recipe=DELAYED):
-                y = run(model, x, is_first_microbatch=i == 0, use_reentrant=use_reentrant)
-            loss = loss + y.square().sum()
-        return loss
-
-    both_ways(step, lambda: float8lab.Linear(32, 32, device="cpu"))
-
-
-@each_mode
 def test_weights_stored_in_fp8(use_reentrant):
     def make_model():
         with float8lab.fp8_model_init():
@@ -423,17 +417,6 @@ def test_weights_stored_in_fp8(use_reentrant):
             return run(model, x, use_reentrant=use_reentrant).square().sum()
 
     both_ways(step, make_model)
-
-
-@each_mode
-def test_amax_reduction_group_of_the_forward(use_reentrant):
-    group = torch.distributed.ProcessGroup(0, 1)  # without init_process_group only looked up
-
-    def step(model, run, x, *_):
-        with float8lab.autocast(recipe=DELAYED, amax_reduction_group=group):
-            return run(model, x, use_reentrant=use_reentrant).square().sum()
-
-    both_ways(step)
 
 
 def test_it_recomputes_and_saves_memory():
@@ -556,6 +539,19 @@ def test_distribute_saved_activations_on_one_rank():
     assert x.grad is not None
 
 
+def assert_equal_steps(eager, model, run_eager, run_compiled, recipe):
+    torch._dynamo.reset()
+    x, x2 = leaf(4, 32), leaf(4, 32)
+    with float8lab.autocast(recipe=recipe):
+        y, y2 = run_eager(x), run_compiled(x2)
+    assert torch.equal(y, y2)
+    y.square().sum().backward()
+    y2.square().sum().backward()
+    assert torch.equal(x.grad, x2.grad)
+    assert_same(eager, model)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     ("name", "use_reentrant"),
     [("current", True), ("rowwise", False), ("block", True), ("mx", False)],
@@ -576,34 +572,17 @@ def test_compiles_without_graph_breaks(name, use_reentrant):
     def step(model, x):
         return float8lab.checkpoint(model, x, scale=0.5, use_reentrant=use_reentrant)
 
-    torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    x, x2 = leaf(4, 32), leaf(4, 32)
-    with float8lab.autocast(recipe=RECIPES[name]):
-        y, y2 = step(eager, x), compiled(model, x2)
-    assert torch.equal(y, y2)
-    y.square().sum().backward()
-    y2.square().sum().backward()
-    assert torch.equal(x.grad, x2.grad)
-    assert_same(eager, model)
-    torch._dynamo.reset()
+    assert_equal_steps(eager, model, partial(step, eager), partial(compiled, model), RECIPES[name])
 
 
 @each_mode
 def test_a_compiled_module_recomputes_in_the_precision_of_its_forward(use_reentrant):
     eager = float8lab.Linear(32, 32, device="cpu")
     model = copy.deepcopy(eager)
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    x, x2 = leaf(4, 32), leaf(4, 32)
-    with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
-        y = eager(x)
-        y2 = float8lab.checkpoint(compiled, x2, use_reentrant=use_reentrant)
-    y.square().sum().backward()
-    y2.square().sum().backward()
-    assert torch.equal(x.grad, x2.grad)
-    assert_same(eager, model)
-    torch._dynamo.reset()
+    again = partial(float8lab.checkpoint, compiled, use_reentrant=use_reentrant)
+    assert_equal_steps(eager, model, eager, again, recipes.Float8CurrentScaling())
 
 
 @pytest.mark.gpu

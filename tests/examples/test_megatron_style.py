@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import megatron_style
 import pytest
 
-from tests.distributed.programs import run_program
+from tests.distributed.programs import run_program, run_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "examples" / "megatron_style.py"
@@ -24,16 +21,7 @@ def losses(printed: str) -> list[float]:
 
 
 def on_gpus(count: int, *args: str) -> list[float]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", str(count), PROGRAM, *STEPS, *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return losses(done.stdout)
+    return losses(run_torchrun(count, PROGRAM, *STEPS, *args))
 
 
 @pytest.fixture

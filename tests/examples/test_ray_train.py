@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray", reason="needs the extra 'ray'")
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("ray", reason="needs the extra 'ray'")
 
 
 def run(folder: Path, *args: str) -> str:
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "ray_train.py"), "--storage", str(folder), *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT), **quiet},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python(ROOT / "examples" / "ray_train.py", "--storage", folder, *args, **quiet)
 
 
 def check(folder: Path, *args: str) -> None:

@@ -1,31 +1,15 @@
 """The FSDP2 example on two processes."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.programs import run_program
+from tests.distributed.programs import run_program, run_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "examples" / "train_fsdp.py"
 STEPS = ["--steps", "1", "--batch", "1"]
-
-
-def on_gpus(*args):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", PROGRAM, *STEPS, *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def megabytes(line):
@@ -52,4 +36,6 @@ def test_two_processes_train_and_gather_less(tmp_path):
 
 @pytest.mark.multi_gpu
 def test_two_gpus():
-    assert "peak of GPU memory" in on_gpus("--device", "cuda", "--preset", "small")
+    assert "peak of GPU memory" in run_torchrun(
+        2, PROGRAM, *STEPS, "--device", "cuda", "--preset", "small"
+    )

@@ -3,10 +3,7 @@
 import doctest
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +17,7 @@ import train_gpt
 
 import float8lab
 from float8lab.inspect.watch.records import Log, Step
+from tests.processes import run_python
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CONFIG = gpt.GPTConfig(context=16, n_layer=2, n_head=2, dim=32)
@@ -213,18 +211,7 @@ def test_cuda_without_a_gpu_is_refused(capsys):
 
 
 def test_script_starts_as_a_program():
-    script = Path(train_gpt.__file__)
-    root = script.parent.parent
-    done = subprocess.run(
-        [sys.executable, str(script), "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "lm_head" in done.stdout
+    assert "lm_head" in run_python(train_gpt.__file__, "--help")
 
 
 def test_rate_rises_then_falls_and_validations_end_with_the_last_step():

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from float8lab.nn.precision import precisions_below
 from float8lab.recipes.region import STATE
+from float8lab.tensor import Float8Tensor
 
 
 class Noted(nn.Module):
@@ -31,15 +33,19 @@ class Noted(nn.Module):
         return self.second(y)
 
 
-def snapshot(model: nn.Module) -> Any:
-    """All that can be told apart of a model and of torch's and the library's state."""
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """All that can be told apart of a model, its optimizer, and torch's and the library's state."""
 
     def values(x: Tensor | None) -> Any:
-        return None if x is None else (id(x), x.dtype, x.detach().flatten().tolist())
+        if x is None:
+            return None
+        buffers = [x.qdata, x.scale, x.amax] if isinstance(x, Float8Tensor) else [x.detach()]
+        return id(x), x.dtype, [t.flatten().tolist() for t in buffers]
 
     modules = []
     for name, module in model.named_modules():
-        hooks = [list(getattr(module, f"_forward{kind}_hooks")) for kind in ("", "_pre")]
+        kinds = ("forward", "forward_pre", "backward")
+        hooks = [list(getattr(module, f"_{kind}_hooks")) for kind in kinds]
         modules.append((name, type(module), sorted(vars(module)), module.training, hooks))
     state = [
         (
@@ -55,7 +61,12 @@ def snapshot(model: nn.Module) -> Any:
     return {
         "modules": modules,
         "precisions": state,
-        "parameters": [(values(p), values(p.grad)) for p in model.parameters()],
+        "parameters": [
+            (values(p), values(p.grad), len(p._backward_hooks or ())) for p in model.parameters()
+        ],
+        "optimizer": tree_map_only(Tensor, Tensor.tolist, optimizer.state_dict())
+        if optimizer
+        else None,
         "buffers": [values(b) for b in model.buffers()],
         "plain": (getattr(model, "calls", 0), list(getattr(model, "seen", []))),
         "random": torch.get_rng_state().tolist(),

@@ -66,33 +66,20 @@ FP8 attention | native |""",
     )
 
 
-def test_a_gpu_before_hopper(pretend):
-    pretend((8, 9))
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)], ids=["before Hopper", "Blackwell"])
+def test_gpus_that_are_not_hopper(pretend, capability):
+    pretend(capability)
+    sm = "SM {}.{}".format(*capability)
     assert_expected_inline(
-        support(),
+        support().replace(f"this GPU is {sm}", "this GPU is (its SM)"),
         """\
 DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
-Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 8.9
+Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is (its SM)
 MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
 NVFP4BlockScaling | emulated | no kernel multiplies e2m1
-FP8 attention | missing | the kernel is for SM 9.0; this GPU is SM 8.9""",
-    )
-
-
-def test_blackwell(pretend):
-    pretend((10, 0))
-    assert_expected_inline(
-        support(),
-        """\
-DelayedScaling | native |
-Float8CurrentScaling | native |
-Float8RowwiseScaling | native |
-Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 10.0
-MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
-NVFP4BlockScaling | emulated | no kernel multiplies e2m1
-FP8 attention | missing | the kernel is for SM 9.0; this GPU is SM 10.0""",
+FP8 attention | missing | the kernel is for SM 9.0; this GPU is (its SM)""",
     )
 
 

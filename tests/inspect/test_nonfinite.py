@@ -1,16 +1,15 @@
 """find_nan: a planted NaN in each place is found, and nothing else is."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
 from float8lab.inspect import find_nan
+from tests.inspect.models import snapshot
+from tests.nn.models import Checkpointed
 
 
 class Op(nn.Module):
@@ -230,16 +229,9 @@ def test_a_residual_stream(x):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_activation_checkpointing(x, reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.inner = make(function)
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
     def run(function):
-        model = nn.Sequential(nn.Linear(16, 16), Checkpointed(function), nn.Linear(16, 16))
+        again = Checkpointed(make(function), reentrant)
+        model = nn.Sequential(nn.Linear(16, 16), again, nn.Linear(16, 16))
         return place(find_nan(model, x))
 
     assert run(OnlyBackward.apply) == ("1.inner.1.1", "gradient of input 0", "backward", 0)
@@ -281,50 +273,6 @@ def test_compiled_models(x):
     assert place(find_nan(model, x)) == ("1.1", "gradient of input 0", "backward", 0)
 
 
-def state_of(model, optimizer):
-    slots = [
-        (n, recipe, index, {k: t.clone() for k, t in s.tensors().items()})
-        for n, m in model.named_modules()
-        if isinstance(m, float8lab.Linear)
-        for index, ((recipe, _), s) in enumerate(m._fp8.slots.items())
-    ]
-    values = [
-        (p.qdata.clone().view(torch.uint8), p.scale.clone(), p.amax.clone())
-        if isinstance(p, float8lab.Float8Tensor)
-        else p.detach().clone()
-        for p in [*model.parameters(), *model.buffers()]
-    ]
-    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return {
-        "values": values,
-        "grads": grads,
-        "slots": slots,
-        "optimizer": copy.deepcopy(optimizer.state_dict()),
-        "rng": torch.get_rng_state(),
-        "modes": [m.training for m in model.modules()],
-        "hooks": [
-            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
-            for m in model.modules()
-        ],
-        "parameter hooks": [len(p._backward_hooks or ()) for p in model.parameters()],
-    }
-
-
-def assert_same(a, b, where=""):
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}/{i}")
-    else:
-        assert a == b, where
-
-
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
@@ -346,10 +294,10 @@ def test_everything_is_as_before(x, bad, stored, warm):
             y = model[:3](x).sum()
         y.backward()
         optimizer.step()
-    before = state_of(model, optimizer)
+    before = snapshot(model, optimizer)
     with float8lab.autocast(recipe=recipe):
         assert bool(find_nan(model, x, steps=2, optimizer=optimizer)) is bad
-    assert_same(before, state_of(model, optimizer))
+    assert snapshot(model, optimizer) == before
 
 
 def test_what_it_refuses(x):

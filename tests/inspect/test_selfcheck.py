@@ -6,9 +6,7 @@ import importlib
 import json
 import pkgutil
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +18,9 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect.selfcheck import CHECKS, Cases, Check, casts, gemms, selfcheck
 from float8lab.inspect.selfcheck import running as module
+from tests.processes import run_python
 from tests.recorder import Ops
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -309,12 +307,8 @@ def test_arguments_of_the_command(arguments, status, capsys):
 
 @pytest.mark.slow
 def test_the_whole_command(device):
-    run = subprocess.run(
-        [sys.executable, "-m", "float8lab", "selfcheck", "--json", "--device", device.type],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout
-    report = json.loads(run.stdout)
+    printed = run_python("-m", "float8lab", "selfcheck", "--json", "--device", device.type)
+    report = json.loads(printed)
     assert report["passed"]
     assert {*report["seconds"]} == {check.name for check in CHECKS}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -109,17 +111,12 @@ def check_weights_that_are_gathered_in_fp8(ranks: Ranks) -> None:
         x = torch.randn(8, 64, device=ranks.device) + ranks.rank
         seen = []
         for watched in (False, True):
-            with Collectives() as collectives:
-                if watched:
-                    with watch(model) as w:
-                        for _ in range(2):
-                            model(x).square().sum().backward()
-                            optimizer.zero_grad()
-                            w.step()
-                else:
-                    for _ in range(2):
-                        model(x).square().sum().backward()
-                        optimizer.zero_grad()
+            with Collectives() as collectives, watch(model) if watched else nullcontext() as w:
+                for _ in range(2):
+                    model(x).square().sum().backward()
+                    optimizer.zero_grad()
+                    if watched:
+                        w.step()
             seen.append(collectives.seen[-10:])
         assert seen[0] == seen[1], "watching talks to no other rank"
         assert w.log.about["rank"] == f"{ranks.rank} of {ranks.world}"

@@ -1,5 +1,6 @@
 """watch: what is recorded is true, of every layer, once; and nothing happens where it is off."""
 
+import contextlib
 import functools
 import importlib
 import io
@@ -206,10 +207,7 @@ def test_watching_changes_no_number(recipe):
         model = make(recipe)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.randn(33, 48)
-        if watched:
-            with watch(model):
-                train(model, x, 3, optimizer=optimizer)
-        else:
+        with watch(model) if watched else contextlib.nullcontext():
             train(model, x, 3, optimizer=optimizer)
         slots = [t for m in (model[0], model[2]) for s in m._fp8.slots.values()
                  for t in s.tensors().values()]  # fmt: skip
@@ -761,10 +759,7 @@ def test_watched_steps_keep_the_state_of_compiled_delayed_scaling():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.randn(16, 48)
-        if watched:
-            with watch(model, every=2):
-                train(compiled, x, 5, optimizer=optimizer)
-        else:
+        with watch(model, every=2) if watched else contextlib.nullcontext():
             train(compiled, x, 5, optimizer=optimizer)
         (slots,) = model[0]._fp8.slots.values()
         states.append([*model.parameters(), *slots.tensors().values()])

@@ -13,6 +13,7 @@ from float8lab.integrations import (
     transformer_layers,
 )
 from float8lab.nn import RotaryPositionEmbedding
+from tests.nn.models import GatedMLP
 
 LLAMA = SimpleNamespace(
     hidden_size=32, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2,
@@ -55,25 +56,13 @@ class LlamaAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-class LlamaMlp(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        bias = c.mlp_bias
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=bias)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class LlamaLayer(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.self_attn = LlamaAttention(c)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        self.mlp = LlamaMlp(c)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
     def forward(self, x):
         x = x + self.self_attn(self.input_layernorm(x))

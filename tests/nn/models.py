@@ -15,7 +15,9 @@ __all__ = [
     "RECIPES",
     "UNDELAYED",
     "Block",
+    "Checkpointed",
     "Counted",
+    "GatedMLP",
     "each_recipe",
     "same_gradients",
     "saved_bytes",
@@ -69,6 +71,20 @@ class Block(nn.Module):
         return x + self.feed(self.norm2(x))
 
 
+class GatedMLP(nn.Module):
+    """As Llama's, and as experts of remote code and of models written by hand are."""
+
+    def __init__(self, width, hidden, *, bias=False, function=F.silu):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=bias)
+        self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, width, bias=bias)
+        self.function = function
+
+    def forward(self, x):
+        return self.down_proj(self.function(self.gate_proj(x)) * self.up_proj(x))
+
+
 class GPT(nn.Module):
     """A GPT, one of whose blocks keeps its activations while the other computes them again."""
 
@@ -84,6 +100,17 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.lm_head(x)
+
+
+class Checkpointed(nn.Module):
+    """A module that torch's checkpoint computes again in backward."""
+
+    def __init__(self, inner, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
 class Counted:

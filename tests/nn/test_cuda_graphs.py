@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab.nn import graphs
 from float8lab.nn.precision import precisions_below
-from tests.nn.models import GPT, RECIPES, each_recipe, same_gradients, states
+from tests.nn.models import GPT, RECIPES, Checkpointed, each_recipe, same_gradients, states
 
 pytestmark = [
     pytest.mark.usefixtures("uncollected"),
@@ -41,6 +40,16 @@ def train(model, x):
     y = model(x)
     y.square().sum().backward()
     return y.detach().clone()
+
+
+def assert_equal_training(model, eager, shape=(32, 64), steps=3):
+    """Each step has the same output, gradients and state of delayed scaling."""
+    for i in range(steps):
+        xs = [batch(i, shape).requires_grad_() for _ in range(2)]
+        assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
+        assert torch.equal(xs[0].grad, xs[1].grad)
+        assert same_gradients(model, eager)
+        assert states(model) == states(eager)
 
 
 def test_make_graphed_callables_needs_a_gpu():
@@ -205,12 +214,7 @@ def test_graphed_callables_equal_eager(recipe, used):
     same = float8lab.make_graphed_callables(model, (batch(0).requires_grad_(),))
     assert same is model
     assert states(model) == before
-    for i in range(4):
-        xs = [batch(i).requires_grad_() for _ in range(2)]
-        assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
-        assert torch.equal(xs[0].grad, xs[1].grad)
-        assert same_gradients(model, eager)
-        assert states(model) == states(eager)
+    assert_equal_training(model, eager, steps=4)
     # Whatever the graph was not recorded for runs without it.
     assert torch.equal(train(model, batch(5, (7, 64))), train(eager, batch(5, (7, 64))))
     with float8lab.autocast(enabled=False):
@@ -338,12 +342,7 @@ def test_graphed_fused_modules_equal_eager(recipe, checkpoint):
     float8lab.convert_to_float8(eager, recipe)
     model = copy.deepcopy(eager)
     float8lab.make_graphed_callables(model, (batch(0).requires_grad_(),))
-    for i in range(3):
-        xs = [batch(i).requires_grad_() for _ in range(2)]
-        assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
-        assert torch.equal(xs[0].grad, xs[1].grad)
-        assert same_gradients(model, eager)
-        assert states(model) == states(eager)
+    assert_equal_training(model, eager)
 
 
 @pytest.mark.gpu
@@ -367,12 +366,7 @@ def test_graphed_attention_modules_equal_eager(recipe, kind):
     float8lab.convert_to_float8(eager, recipe)
     model = copy.deepcopy(eager)
     float8lab.make_graphed_callables(model, (batch(0, (24, 4, 64)).requires_grad_(),))
-    for i in range(3):
-        xs = [batch(i, (24, 4, 64)).requires_grad_() for _ in range(2)]
-        assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
-        assert torch.equal(xs[0].grad, xs[1].grad)
-        assert same_gradients(model, eager)
-        assert states(model) == states(eager)
+    assert_equal_training(model, eager, (24, 4, 64))
 
 
 @pytest.mark.gpu
@@ -490,16 +484,8 @@ def test_graphed_calls_before_their_backwards(recipe):
 def test_a_graphed_layer_that_is_checkpointed(recipe, reentrant):
     model, eager = pair(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
-
-    class Checkpointed(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return checkpoint(self.layer, x, use_reentrant=reentrant)
-
-    assert_equal_steps(Checkpointed(model), Checkpointed(eager), [batch(i) for i in range(3)])
+    again = [Checkpointed(m, reentrant) for m in (model, eager)]
+    assert_equal_steps(*again, [batch(i) for i in range(3)])
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
 
 

@@ -74,8 +74,7 @@ def test_it_is_its_parts(recipe, activation):
     parts = Parts(whole)
     got = step(whole, lambda x, probs: whole(x, probs, index), x, probs, recipe=recipe)
     want = step(parts, lambda x, probs: parts(x, probs, index), x, probs, recipe=recipe)
-    for mine, other in zip(got, want, strict=True):
-        assert torch.equal(mine, other)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -89,8 +88,7 @@ def test_it_is_its_parts_on_a_gpu(recipe):
     x = torch.randn(700, H, device="cuda", dtype=torch.bfloat16)
     got = step(whole, lambda x, probs: whole(x, probs, index), x, probs, recipe=recipe)
     want = step(parts, lambda x, probs: parts(x, probs, index), x, probs, recipe=recipe)
-    for mine, other in zip(got, want, strict=True):
-        assert torch.equal(mine, other)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def loop(module, x: Tensor, probs: Tensor, index: Tensor) -> Tensor:
@@ -110,8 +108,7 @@ def test_it_is_a_loop_over_the_experts_in_float64():
     inputs = torch.randn(T, H, dtype=torch.float64), probs.double()
     got = step(module, lambda x, probs: module(x, probs, index), *inputs)
     want = step(module, lambda x, probs: loop(module, x, probs, index), *inputs)
-    for mine, exact in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, exact)
+    torch.testing.assert_close(got, want)
 
 
 def test_ways_to_say_the_same():
@@ -139,8 +136,7 @@ def test_ways_to_say_the_same():
     )
     for way in ways:
         got = step(module, way, x, probs, recipe=block)
-        for mine, other in zip(got, want, strict=True):
-            torch.testing.assert_close(mine, other)  # a token's rows are added in another order
+        torch.testing.assert_close(got, want)  # a token's rows are added in another order
     dropped = module(x, spread(probs), mask, 50)
     rows, row_map = float8lab.moe_permute(x, mask, 50)
     sizes = mask.sum(0).cumsum(0).clamp(max=50).diff(prepend=torch.zeros(1, dtype=torch.long))
@@ -151,8 +147,7 @@ def test_ways_to_say_the_same():
         step(module, lambda x, probs, i=i: module(x, probs, i), x, probs, recipe=block)
         for i in (beyond, beyond.where(beyond >= 0, E))
     ]
-    for mine, other in zip(*fewer, strict=True):
-        assert torch.equal(mine, other)
+    torch.testing.assert_close(*fewer, rtol=0, atol=0)
     assert not fewer[0][2][index == 0].any()
     for weight in (module.fc1_weight, module.fc2_weight):
         weight.main_grad = torch.ones_like(weight)
@@ -178,8 +173,7 @@ def test_rows_are_saved_for_the_probabilities_alone():
     module, (probs, index), x = experts(), routing(), torch.randn(T, H)
     want = step(module, lambda x, probs: module(x, probs, index), x, probs)
     got = step(module, lambda x: module(x, probs, index), x)
-    for mine, other in zip(got, [*want[:2], *want[3:]], strict=True):
-        assert torch.equal(mine, other)
+    torch.testing.assert_close(got, [*want[:2], *want[3:]], rtol=0, atol=0)
     kept: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape), lambda _: None):
         module(x, probs, index)

@@ -54,8 +54,7 @@ def test_a_repeated_call_gives_the_bytes_of_the_first(recipe, shape, kind, monke
     repeated = _steps(made(), inputs, recipe)
     monkeypatch.setattr(launching, "ENABLED", False)
     wanted = _steps(made(), inputs, recipe)
-    for one, other in zip(repeated, wanted, strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(repeated, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -147,8 +146,7 @@ def test_a_backward_multiplies_for_the_gradients_that_it_is_for(kind, recipe):
     # The last layer's wgrad alone; a norm's parameters need its output's gradient.
     assert for_weights == (2 if kind == "LayerNormLinear" else 1)
     wanted = [every[0], *every[len(every) - len(of_weights) :]]
-    for got, want in zip((*of_x, *of_weights), wanted, strict=True):
-        assert torch.equal(got, want)
+    torch.testing.assert_close((*of_x, *of_weights), wanted, rtol=0, atol=0)
 
 
 def test_a_backward_for_the_input_leaves_main_grad_alone():

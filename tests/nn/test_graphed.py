@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
 from float8lab.nn import graphs, recorded
 from float8lab.recipes.region import STATE
+from tests.nn.models import Checkpointed
 
 RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=4),
@@ -372,18 +372,9 @@ def test_checkpoints(recorder, reentrant, recipe):
         train(m, x), train(m, x), train(m, x)
     for step in range(3):
         x = torch.randn(8, 32) * (1 + step)
-        got = [train(lambda_of(m, reentrant), x) for m in (model, eager)]
+        got = [train(Checkpointed(m, reentrant), x) for m in (model, eager)]
         assert equal(*got)
         assert equal(state(model), state(eager))
-
-
-class lambda_of(nn.Module):
-    def __init__(self, inner, reentrant):
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 def test_hooks_of_parameters(recorder):

@@ -134,8 +134,7 @@ def test_one_expert_is_a_linear_layer(recipe):
             y = alone(x)
         y.backward(dy)
         results.append((y.detach(), x.grad, alone.weight.grad, alone.bias.grad))
-        for mine, other in zip(*results, strict=True):
-            torch.testing.assert_close(mine, other)
+        torch.testing.assert_close(*results)
 
 
 @each_recipe
@@ -154,8 +153,7 @@ def test_under_torch_autocast(recipe):
 def test_outside_autocast_it_is_exact():
     layer, x, dy = experts(params_dtype=torch.float64), rows(K), rows(N)
     got = step(layer, x.double(), dy.double())
-    for mine, exact in zip(got, truth(layer, x, dy), strict=True):
-        torch.testing.assert_close(mine, exact)
+    torch.testing.assert_close(got, truth(layer, x, dy))
 
 
 def test_float64_weights_run_in_high_precision_and_leave_no_state():
@@ -266,8 +264,7 @@ def test_stored_weights_compile_whole(name, single):
     x, dy, splits = rows(K), rows(N), torch.tensor(SIZES)
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
     got, want = (step(one, x, dy, recipe, splits) for one in (compiled, layer))
-    for mine, other in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, other)  # a weight that is cast again may lose a bit
+    torch.testing.assert_close(got, want)  # a weight that is cast again may lose a bit
 
 
 @pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
@@ -286,8 +283,7 @@ def test_weights_stored_in_fp8(recipe, single):
             plain.get_parameter(name).copy_(value)
     x, dy = rows(K), rows(N)
     got, want = step(layer, x, dy, recipe), step(plain, x, dy, recipe)
-    for mine, other in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, other)  # a weight that is cast again may lose a bit
+    torch.testing.assert_close(got, want)  # a weight that is cast again may lose a bit
     y = step(layer, x, dy)[0]
     torch.testing.assert_close(y, step(plain, x, dy)[0])
 
@@ -379,8 +375,7 @@ def test_a_quiet_expert_beside_a_loud_one_loses_nothing():
             for _ in range(2):
                 y, dx, *gradients = step(layer, x * factor, dy / factor, recipe, [16, 0, 32, 0, 0])
             results.append((y[16:], dx[16:], gradients[4]))
-        for one, other in zip(*results, strict=True):
-            assert torch.equal(one, other)
+        torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_weights_lie_together_wherever_they_move():
@@ -543,8 +538,7 @@ def test_a_source_is_cast_as_its_values(recipe):
             needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None), offsets=ends,
         )  # fmt: skip
         results.append((y, *grads[:2]))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["delayed", "block"])
@@ -730,5 +724,4 @@ def test_a_cuda_graph_keeps_sizes_of_the_host(recipe, kind, large):
         with torch.no_grad():
             x[: sum(LARGE)].normal_()
         graph.replay()
-        for mine, other in zip(got, run(splits), strict=True):
-            assert torch.equal(mine, other)
+        torch.testing.assert_close(got, run(splits), rtol=0, atol=0)

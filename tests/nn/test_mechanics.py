@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
 )
 
 import float8lab
-from tests.nn.models import each_recipe
+from tests.nn.models import each_recipe, same_gradients
 
 
 def make_model(recipe):
@@ -67,8 +67,7 @@ def test_selective_checkpointing_changes_nothing(recipe, policy):
             context_fn=lambda: create_selective_checkpoint_contexts(policy),
         )
         y.square().sum().backward()
-        for p, q in zip(model.parameters(), selective.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
+        assert same_gradients(model, selective)
     state, other = (float8lab.nn.ScalingState(m).state_dict() for m in (model, selective))
     assert all(torch.equal(state[key], other[key]) for key in state)
 
@@ -81,8 +80,7 @@ def test_anomaly_mode_changes_nothing(recipe):
     step(model, x)
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
         step(watched, x)
-    for p, q in zip(model.parameters(), watched.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    assert same_gradients(model, watched)
 
 
 @each_recipe

@@ -14,6 +14,7 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
 from float8lab.ops.kernels import cast_many as many
 from tests.ops import forms
+from tests.ops.test_kernels_gpu import matrix
 
 pytestmark = pytest.mark.gpu
 
@@ -58,15 +59,6 @@ Stored = tuple[Tensor, ...]
 def _no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "_RECENT", type(many._RECENT)())
     monkeypatch.setattr(many, "_OF_GRAPHS", {})
-
-
-def matrix(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Columns of many magnitudes, and a row and a column of zeros."""
-    x = torch.randn(shape, device="cuda")
-    if x.numel() > 1:
-        x *= torch.logspace(-3, 3, shape[1], device="cuda")
-        x[shape[0] // 2], x[:, shape[1] // 2] = 0, 0
-    return x.to(dtype)
 
 
 def alone(xs: Sequence[Tensor], fp8_dtype: torch.dtype, recipe: Recipe) -> list[Stored]:

@@ -21,6 +21,7 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES
 from float8lab.ops import reference
 from tests.ops import forms
+from tests.ops.test_kernels_gpu import sums_close
 
 pytestmark = pytest.mark.gpu
 
@@ -90,11 +91,6 @@ def same(got: Tensor, want: Tensor) -> None:
 def all_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     for one, other in zip(got, want, strict=True):
         same(one, other)
-
-
-def sums_close(got: Tensor, x: Tensor) -> None:
-    bound = x.double().abs().sum(0) * 2.0**-24 * max(x.shape[0], 1)
-    assert bool(((got - x.double().sum(0)).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

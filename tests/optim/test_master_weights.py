@@ -64,10 +64,36 @@ def make_model(
         )
 
 
+@pytest.fixture
+def model() -> nn.Sequential:
+    return make_model()
+
+
+@pytest.fixture
+def twin(model) -> nn.Sequential:
+    return copy.deepcopy(model)
+
+
+@pytest.fixture
+def adamw(model) -> MasterWeights:
+    return MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
+
+
+@pytest.fixture
+def sgd(model) -> MasterWeights:
+    return MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
+
+
 def give_gradients(parameters, step: int = 0) -> None:
     for i, p in enumerate(parameters):
         noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
         p.grad = noise.to(p.dtype)
+
+
+def train(model, optimizer, steps, start=0) -> None:
+    for step in range(start, start + steps):
+        give_gradients(model.parameters(), step)
+        optimizer.step()
 
 
 def stored(model: nn.Module) -> list[Float8Tensor]:
@@ -127,10 +153,8 @@ def test_steps_equal_explicit_masters(optimizer_class, options, keep):
     reference = Reference(twin.parameters(), optimizer_class, **options)
     optimizer = MasterWeights(model.parameters(), optimizer_class, **options)
     for step in range(5):
-        give_gradients(model.parameters(), step)
-        give_gradients(twin.parameters(), step)
-        optimizer.step()
-        reference.step()
+        train(model, optimizer, 1, start=step)
+        train(twin, reference, 1, start=step)
         assert_same_parameters(model, twin)
     for p, master in zip(model.parameters(), reference.masters, strict=True):
         assert torch.equal(optimizer.masters.get(p, p), master)
@@ -265,14 +289,12 @@ def test_every_buffer_that_a_step_writes_has_a_new_version(device):
         assert all(new > old for new, old in zip(after, versions, strict=True))
 
 
-def test_parameters_keep_their_identity_and_caches_see_the_change():
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
+def test_parameters_keep_their_identity_and_caches_see_the_change(model, adamw):
     before = [(p, p.qdata, p.qdata.data_ptr(), p._version) for p in stored(model)]
     x = torch.randn(4, 56)
     y = model(x)
     y.sum().backward()
-    optimizer.step()
+    adamw.step()
     for p, (same, qdata, address, version) in zip(stored(model), before, strict=True):
         assert p is same
         assert p.qdata is qdata
@@ -302,13 +324,11 @@ def test_cached_casts_follow_an_update(recipe):
         assert torch.equal(after, expected)
 
 
-def test_backward_after_a_step_is_refused():
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
+def test_backward_after_a_step_is_refused(model, sgd):
     with float8lab.autocast(recipe=RECIPES["current"]):
         loss = model(torch.randn(4, 56)).sum()
     loss.backward(retain_graph=True)
-    optimizer.step()
+    sgd.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -316,8 +336,7 @@ def test_backward_after_a_step_is_refused():
 # --- masters -------------------------------------------------------------------------------------
 
 
-def test_masters_start_from_the_kept_initial_values_and_free_them():
-    model = make_model()
+def test_masters_start_from_the_kept_initial_values_and_free_them(model):
     kept = [p.get_high_precision_init_val() for p in stored(model)]
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
     assert len(optimizer.masters) == 2
@@ -333,8 +352,7 @@ def test_kept_initial_values_are_known_again_under_scales_of_any_rule():
     assert torch.equal(MasterWeights([p], torch.optim.SGD, lr=0.1).masters[p], x)
 
 
-def test_kept_initial_values_that_were_overwritten_are_not_used():
-    model = make_model()
+def test_kept_initial_values_that_were_overwritten_are_not_used(model):
     model.load_state_dict(make_model().state_dict())
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
     for p in stored(model):
@@ -343,11 +361,9 @@ def test_kept_initial_values_that_were_overwritten_are_not_used():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_master_dtype(dtype):
-    model = make_model()
+def test_master_dtype(model, dtype):
     optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, master_dtype=dtype, lr=0.1)
-    give_gradients(model.parameters())
-    optimizer.step()
+    train(model, optimizer, 1)
     for p, master in optimizer.masters.items():
         assert master.dtype == dtype
         assert optimizer.state[p]["exp_avg"].dtype == dtype
@@ -367,8 +383,7 @@ def test_16_bit_parameters_get_masters_on_request():
     assert torch.equal(norm.detach(), torch.full_like(norm, 1 - 2**-7).detach())
 
 
-def test_gradients_are_not_copied_and_not_kept():
-    model = make_model()
+def test_gradients_are_not_copied_and_not_kept(model):
     seen = []
 
     class Spy(torch.optim.SGD):
@@ -377,15 +392,13 @@ def test_gradients_are_not_copied_and_not_kept():
             return super().step(closure)
 
     optimizer = MasterWeights(model.parameters(), Spy, lr=0.1)
-    give_gradients(model.parameters())
-    optimizer.step()
+    train(model, optimizer, 1)
     for p, g in zip(model.parameters(), seen, strict=True):
         assert p.grad is g
     assert all(master.grad is None for master in optimizer.masters.values())
 
 
-def test_frozen_parameters_have_no_master_until_they_thaw():
-    model = make_model()
+def test_frozen_parameters_have_no_master_until_they_thaw(model):
     first, second = stored(model)
     first.requires_grad_(False)
     before = first.clone()
@@ -431,15 +444,13 @@ def test_thawing_under_an_optimizer_that_makes_its_state_at_once():
     assert len(optimizer.inner.state) == 1
 
 
-def test_parameters_without_gradients_do_not_move():
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
+def test_parameters_without_gradients_do_not_move(model, adamw):
     before = copy.deepcopy(model)
     versions = [p._version for p in model.parameters()]
-    optimizer.step()
+    adamw.step()
     assert_same_parameters(model, before)
     give_gradients([model[0].weight])
-    optimizer.step()
+    adamw.step()
     assert [p._version for p in model.parameters()][1:] == versions[1:]
     assert model[0].weight._version > versions[0]
 
@@ -448,27 +459,22 @@ def test_a_parameter_written_by_others_becomes_its_master():
     model, other = make_model(), make_model()
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.0)
     model.load_state_dict(other.state_dict())
-    give_gradients(model.parameters())
-    optimizer.step()
+    train(model, optimizer, 1)
     for p, q in zip(stored(model), stored(other), strict=True):
         assert torch.equal(optimizer.masters[p], q.dequantize())
 
 
-def test_a_parameter_swapped_out_and_back_keeps_its_master():
-    model = make_model()
+def test_a_parameter_swapped_out_and_back_keeps_its_master(model):
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.0)
     masters = [m.detach().clone() for m in optimizer.masters.values()]
     saved = copy.deepcopy(model.state_dict())
     model.load_state_dict(make_model().state_dict())
     model.load_state_dict(saved)
-    give_gradients(model.parameters())
-    optimizer.step()
-    for master, before in zip(optimizer.masters.values(), masters, strict=True):
-        assert torch.equal(master, before)
+    train(model, optimizer, 1)
+    torch.testing.assert_close([*optimizer.masters.values()], masters, rtol=0, atol=0)
 
 
-def test_an_edited_master_reaches_the_parameter():
-    model = make_model()
+def test_an_edited_master_reaches_the_parameter(model):
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.0)
     p = model[0].weight
     with torch.no_grad():
@@ -490,18 +496,15 @@ def test_replaced_parameters_get_masters_of_their_own():
     assert set(optimizer.masters) == set(stored(other))
 
 
-def test_replacing_parameters_by_another_number_of_them():
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
-    optimizer.param_groups[0]["params"] = [model[2].weight]
+def test_replacing_parameters_by_another_number_of_them(model, sgd):
+    sgd.param_groups[0]["params"] = [model[2].weight]
     before = copy.deepcopy(model)
-    give_gradients(model.parameters())
-    optimizer.step()
-    assert list(optimizer.masters) == [model[2].weight]
+    train(model, sgd, 1)
+    assert list(sgd.masters) == [model[2].weight]
     assert_same(model[0].weight, before[0].weight)
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    optimizer.step()
-    assert set(optimizer.masters) == set(stored(model))
+    sgd.param_groups[0]["params"] = list(model.parameters())
+    sgd.step()
+    assert set(sgd.masters) == set(stored(model))
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
@@ -522,8 +525,7 @@ def test_16_bit_parameters_can_be_swapped():
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1, also_16_bit=True)
     for p in model.parameters():
         torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
-    give_gradients(model.parameters())
-    optimizer.step()
+    train(model, optimizer, 1)
     assert len(optimizer.masters) == len(list(model.parameters()))
 
 
@@ -538,10 +540,8 @@ def test_without_fp8_parameters_it_is_the_plain_optimizer():
     assert optimizer.masters == {}
     assert optimizer.defaults == plain.defaults
     for step in range(3):
-        give_gradients(model.parameters(), step)
-        give_gradients(twin.parameters(), step)
-        optimizer.step()
-        plain.step()
+        train(model, optimizer, 1, start=step)
+        train(twin, plain, 1, start=step)
     assert_same_parameters(model, twin)
     ours, theirs = optimizer.state_dict(), plain.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
@@ -549,30 +549,23 @@ def test_without_fp8_parameters_it_is_the_plain_optimizer():
     assert ours["state"][0].keys() == theirs["state"][0].keys()
 
 
-def test_it_looks_like_the_optimizer_inside():
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
+def test_it_looks_like_the_optimizer_inside(model, adamw):
     plain = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert optimizer.defaults == plain.defaults
-    assert optimizer.param_groups[0].keys() == plain.param_groups[0].keys()
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
-        id(p) for p in model.parameters()
-    ]
-    assert repr(optimizer) == repr(plain).replace("AdamW", "MasterWeights of AdamW", 1)
-    assert not optimizer.state
-    give_gradients(model.parameters())
-    optimizer.step()
+    assert isinstance(adamw, torch.optim.Optimizer)
+    assert adamw.defaults == plain.defaults
+    assert adamw.param_groups[0].keys() == plain.param_groups[0].keys()
+    assert [id(p) for p in adamw.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert repr(adamw) == repr(plain).replace("AdamW", "MasterWeights of AdamW", 1)
+    assert not adamw.state
+    train(model, adamw, 1)
     p = model[0].weight
-    assert optimizer.state[p] is optimizer.inner.state[optimizer.masters[p]]
-    optimizer.state = {}
-    assert not optimizer.state
-    assert not optimizer.inner.state
+    assert adamw.state[p] is adamw.inner.state[adamw.masters[p]]
+    adamw.state = {}
+    assert not adamw.state
+    assert not adamw.inner.state
 
 
-def test_param_groups_have_options_of_their_own():
-    model = make_model()
-    twin = copy.deepcopy(model)
+def test_param_groups_have_options_of_their_own(model, twin):
     groups = [
         {"params": [model[0].weight], "lr": 0.5},
         {"params": []},
@@ -586,27 +579,22 @@ def test_param_groups_have_options_of_their_own():
         [{"params": [first], "lr": 0.5}, {"params": rest}], lr=0.1, momentum=0.9
     )
     for step in range(3):
-        give_gradients(model.parameters(), step)
-        give_gradients(twin.parameters(), step)
-        optimizer.step()
-        reference.step()
+        train(model, optimizer, 1, start=step)
+        train(twin, reference, 1, start=step)
     assert_same_parameters(model, twin)
 
 
-def test_named_parameters():
-    model = make_model()
+def test_named_parameters(model):
     optimizer = MasterWeights(model.named_parameters(), torch.optim.SGD, lr=0.1)
     names = [name for name, _ in model.named_parameters()]
     assert optimizer.param_groups[0]["param_names"] == names
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
-    give_gradients(model.parameters())
-    optimizer.step()
+    train(model, optimizer, 1)
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.param_groups[0]["param_names"] == names
 
 
-def test_add_param_group():
-    model = make_model()
+def test_add_param_group(model):
     optimizer = MasterWeights([model[0].weight], torch.optim.AdamW, lr=0.1)
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.add_param_group({"params": model[2].weight, "lr": 0.3})
@@ -614,8 +602,7 @@ def test_add_param_group():
     assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
     assert set(optimizer.masters) == set(stored(model))
     before = copy.deepcopy(model)
-    give_gradients(model.parameters())
-    optimizer.step()
+    train(model, optimizer, 1)
     for p, q in zip(stored(model), stored(before), strict=True):
         assert not torch.equal(p.qdata.float(), q.qdata.float())
     with pytest.raises(ValueError, match="more than one parameter group"):
@@ -631,17 +618,12 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS.keys())
-def test_schedulers(schedule):
-    model = make_model()
-    twin = copy.deepcopy(model)
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
+def test_schedulers(model, twin, adamw, schedule):
     reference = Reference(twin.parameters(), torch.optim.AdamW, lr=0.1)
-    mine, theirs = schedule(optimizer), schedule(reference.optimizer)
+    mine, theirs = schedule(adamw), schedule(reference.optimizer)
     for step in range(6):
-        give_gradients(model.parameters(), step)
-        give_gradients(twin.parameters(), step)
-        optimizer.step()
-        reference.step()
+        train(model, adamw, 1, start=step)
+        train(twin, reference, 1, start=step)
         mine.step()
         theirs.step()
         assert mine.get_last_lr() == theirs.get_last_lr()
@@ -649,33 +631,25 @@ def test_schedulers(schedule):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(set_to_none):
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
-    give_gradients(model.parameters())
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=set_to_none)
+def test_zero_grad(model, sgd, set_to_none):
+    train(model, sgd, 1)
+    sgd.zero_grad(set_to_none=set_to_none)
     for p in model.parameters():
         assert (p.grad is None) == set_to_none
         assert set_to_none or not p.grad.any()
 
 
-def test_step_hooks_run_once():
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
+def test_step_hooks_run_once(model, sgd):
     calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    optimizer.step()
+    sgd.register_step_pre_hook(lambda *_: calls.append("pre"))
+    sgd.register_step_post_hook(lambda *_: calls.append("post"))
+    sgd.step()
     assert calls == ["pre", "post"]
 
 
-def test_clip_grad_norm():
-    model = make_model()
-    twin = copy.deepcopy(model)
-    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
+def test_clip_grad_norm(model, twin, sgd):
     reference = Reference(twin.parameters(), torch.optim.SGD, lr=0.1)
-    for m, o in ((model, optimizer), (twin, reference)):
+    for m, o in ((model, sgd), (twin, reference)):
         give_gradients(m.parameters())
         norm = nn.utils.clip_grad_norm_(m.parameters(), 0.5)
         assert norm > 10
@@ -683,9 +657,7 @@ def test_clip_grad_norm():
     assert_same_parameters(model, twin)
 
 
-def test_gradient_scaler():
-    model = make_model()
-    twin = copy.deepcopy(model)
+def test_gradient_scaler(model, twin):
     optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1, fused=True)
     reference = MasterWeights(twin.parameters(), torch.optim.AdamW, lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -713,9 +685,7 @@ def test_gradient_scaler():
     assert scaler.get_scale() == 512.0
 
 
-def test_closure_is_called_with_gradients_enabled():
-    model = make_model()
-    twin = copy.deepcopy(model)
+def test_closure_is_called_with_gradients_enabled(model, twin):
     x = torch.randn(4, 56)
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
     reference = Reference(twin.parameters(), torch.optim.SGD, lr=0.1)
@@ -762,15 +732,8 @@ def test_lbfgs_sees_parameters_that_follow_its_masters():
 # --- saving, loading, copying --------------------------------------------------------------------
 
 
-def train(model, optimizer, steps, start=0) -> None:
-    for step in range(start, start + steps):
-        give_gradients(model.parameters(), step)
-        optimizer.step()
-
-
 @each_optimizer
-def test_state_dict_round_trip_is_exact(optimizer_class, options):
-    model = make_model()
+def test_state_dict_round_trip_is_exact(model, optimizer_class, options):
     optimizer = MasterWeights(model.parameters(), optimizer_class, **options)
     train(model, optimizer, 3)
     file = io.BytesIO()
@@ -789,22 +752,19 @@ def test_state_dict_round_trip_is_exact(optimizer_class, options):
             assert torch.equal(resumed_optimizer.masters[p], optimizer.masters[q])
 
 
-def test_state_dict_is_that_of_the_plain_optimizer_and_masters():
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
-    before = optimizer.state_dict()["state"]
+def test_state_dict_is_that_of_the_plain_optimizer_and_masters(model, adamw):
+    before = adamw.state_dict()["state"]
     assert {k: list(v) for k, v in before.items()} == {0: ["master"], 4: ["master"]}
-    train(model, optimizer, 1)
-    saved = optimizer.state_dict()
+    train(model, adamw, 1)
+    saved = adamw.state_dict()
     assert set(saved["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "master"}
     assert set(saved["state"][1]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert "master" not in optimizer.inner.state[optimizer.masters[model[0].weight]]
+    assert "master" not in adamw.inner.state[adamw.masters[model[0].weight]]
     assert not saved["state"][0]["master"].requires_grad
     torch.optim.AdamW(float8lab.to_high_precision(model).parameters()).load_state_dict(saved)
 
 
-def test_load_the_state_of_a_plain_optimizer():
-    model = make_model()
+def test_load_the_state_of_a_plain_optimizer(model):
     high = float8lab.to_high_precision(copy.deepcopy(model))
     plain = torch.optim.AdamW(high.parameters(), lr=0.3)
     train(high, plain, 2)
@@ -828,11 +788,9 @@ def test_load_the_state_of_a_plain_optimizer():
     assert all(torch.equal(m, k) for m, k in zip(optimizer.masters.values(), kept, strict=True))
 
 
-def test_loading_what_does_not_fit():
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
-    train(model, optimizer, 1)
-    saved = optimizer.state_dict()
+def test_loading_what_does_not_fit(model, adamw):
+    train(model, adamw, 1)
+    saved = adamw.state_dict()
     fewer = MasterWeights(list(model.parameters())[:-1], torch.optim.AdamW, lr=0.1)
     with pytest.raises(
         ValueError, match=r"state_dict must have groups of \[5\] parameters; got \[6\]"
@@ -841,7 +799,7 @@ def test_loading_what_does_not_fit():
     wrong = copy.deepcopy(saved)
     wrong["state"][0]["master"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"must have shape \(40, 56\); got \(3, 3\)"):
-        optimizer.load_state_dict(wrong)
+        adamw.load_state_dict(wrong)
     high = float8lab.to_high_precision(make_model())
     plain = MasterWeights(high.parameters(), torch.optim.AdamW, lr=0.1)
     with pytest.warns(UserWarning, match="master weights of 2 parameters that are not stored"):
@@ -849,19 +807,15 @@ def test_loading_what_does_not_fit():
     assert "master" not in plain.state[high[0].weight]
 
 
-def test_state_dict_hooks():
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
+def test_state_dict_hooks(model, sgd):
     calls = []
-    optimizer.register_state_dict_pre_hook(lambda o: calls.append("pre"))
-    optimizer.register_state_dict_post_hook(lambda o, s: {**s, "extra": 1})
-    optimizer.register_load_state_dict_pre_hook(
-        lambda o, s: {k: v for k, v in s.items() if k != "extra"}
-    )
-    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
-    saved = optimizer.state_dict()
+    sgd.register_state_dict_pre_hook(lambda o: calls.append("pre"))
+    sgd.register_state_dict_post_hook(lambda o, s: {**s, "extra": 1})
+    sgd.register_load_state_dict_pre_hook(lambda o, s: {k: v for k, v in s.items() if k != "extra"})
+    sgd.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    saved = sgd.state_dict()
     assert saved["extra"] == 1
-    optimizer.load_state_dict(saved)
+    sgd.load_state_dict(saved)
     assert calls == ["pre", "loaded"]
 
 
@@ -873,23 +827,20 @@ def saved_and_loaded(x):
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, saved_and_loaded])
-def test_copies_of_model_and_optimizer_train_on_their_own(copy_of):
-    model = make_model()
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
-    train(model, optimizer, 2)
-    twin, twin_optimizer = copy_of((model, optimizer))
+def test_copies_of_model_and_optimizer_train_on_their_own(model, adamw, copy_of):
+    train(model, adamw, 2)
+    twin, twin_optimizer = copy_of((model, adamw))
     frozen = copy.deepcopy(twin)
     assert set(twin_optimizer.masters) == set(stored(twin))
-    train(model, optimizer, 2, start=2)
+    train(model, adamw, 2, start=2)
     assert_same_parameters(twin, frozen)
     train(twin, twin_optimizer, 2, start=2)
     assert_same_parameters(twin, model)
     for p, q in zip(stored(twin), stored(model), strict=True):
-        assert torch.equal(twin_optimizer.masters[p], optimizer.masters[q])
+        assert torch.equal(twin_optimizer.masters[p], adamw.masters[q])
 
 
-def test_moving_average_of_an_fp8_stored_model():
-    model = make_model()
+def test_moving_average_of_an_fp8_stored_model(model):
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.01)
     average = torch.optim.swa_utils.AveragedModel(
         float8lab.to_high_precision(copy.deepcopy(model)),
@@ -906,8 +857,7 @@ def test_moving_average_of_an_fp8_stored_model():
     torch.testing.assert_close(average.module[0].weight.detach(), expected)
 
 
-def test_averaged_model_that_is_itself_stored_in_fp8():
-    model = make_model()
+def test_averaged_model_that_is_itself_stored_in_fp8(model):
     average = torch.optim.swa_utils.AveragedModel(model)
     with float8lab.fallback("silent"):
         average.update_parameters(model)
@@ -1048,8 +998,7 @@ def test_gpu_optimizers_equal_explicit_masters(options):
 
 
 @pytest.mark.gpu
-def test_masters_move_with_the_model():
-    model = make_model()
+def test_masters_move_with_the_model(model):
     optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01)
     masters = [m.detach().clone() for m in optimizer.masters.values()]
     model.to("cuda")

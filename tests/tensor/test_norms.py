@@ -187,14 +187,12 @@ def test_compiled(gradients, device):
     w = torch.randn(16, device=device, requires_grad=gradients)
     expected = function(x, w)
     actual = torch.compile(function, backend="aot_eager", fullgraph=True)(x, w)
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     if gradients:
         got, want = (
             torch.autograd.grad(a.sum() + b.square().sum(), (x, w)) for a, b in (actual, expected)
         )
-        for one, other in zip(got, want, strict=True):
-            assert torch.equal(one, other)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_functorch_takes_torchs_composition():

@@ -7,9 +7,6 @@ import json
 import math
 import os
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +18,7 @@ from float8lab.formats import E4M3, E5M2
 from float8lab.inspect import checkpoint
 from float8lab.inspect.checkpoint import difference, measure
 from tests.checkpoints.test_opening import dcp_save
-
-ROOT = Path(__file__).parents[3]
+from tests.processes import run_python
 
 
 @pytest.fixture
@@ -277,14 +273,8 @@ def test_memory_is_bounded(tmp_path):
         }
         torch.save(state, folder / kinds[2])
         dcp_save(state, folder / kinds[3])
-    run = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path), str(rows * columns), *kinds],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert run.returncode == 0, run.stderr
-    peaks = dict(zip(kinds, map(int, run.stdout.split()), strict=True))
+    printed = run_python("-c", PEAK, tmp_path, str(rows * columns), *kinds)
+    peaks = dict(zip(kinds, map(int, printed.split()), strict=True))
     assert all(peak < 64 * 2**20 for peak in peaks.values()), peaks
 
 

@@ -16,6 +16,7 @@ from float8lab.inspect import CheckpointError, diff
 from float8lab.integrations import export, load_fp8
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.float4_tensor import pack
+from tests.nn.models import GatedMLP
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 2, 256, 128, 16
 KINDS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -38,21 +39,11 @@ class Stacked(nn.Module):
         return y
 
 
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, WIDTH, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(WIDTH, HIDDEN, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class OneByOne(nn.ModuleList):
     """Experts as linear layers of their own."""
 
     def __init__(self):
-        super().__init__(Expert() for _ in range(EXPERTS))
+        super().__init__(GatedMLP(HIDDEN, WIDTH) for _ in range(EXPERTS))
 
     def forward(self, x, chosen):
         y = torch.zeros_like(x)

@@ -57,8 +57,18 @@ def visible_of(mask_type, window, sq=SQ, sk=SK):
     return visible
 
 
+def bshd_attention(**options):
+    return DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", **options)
+
+
 def padding_mask(lengths, size):
     return (torch.arange(size) >= torch.tensor(lengths)[:, None])[:, None, None]
+
+
+def masks_of(mask_type):
+    """Of the queries and of the keys, where the type has padding."""
+    padded = "padding" in mask_type
+    return (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK)) if padded else None
 
 
 def cumulative(lengths):
@@ -85,13 +95,10 @@ def check(module, tensors, visible, *, bias=None, scale=None, **kwargs):
 @each_window
 @pytest.mark.parametrize("backends", [BACKENDS, ("reference",)], ids=["default", "reference"])
 def test_every_mask_and_window(mask_type, window, backends):
-    module = DotProductAttention(
-        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type, window_size=window,
-        attention_type="cross", backends=backends,
-    )  # fmt: skip
-    mask = None
-    if "padding" in mask_type:
-        mask = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK))
+    module = bshd_attention(
+        attn_mask_type=mask_type, window_size=window, attention_type="cross", backends=backends
+    )
+    mask = masks_of(mask_type)
     check(module, make(), visible_of(mask_type, window), attention_mask=mask)
 
 
@@ -100,13 +107,10 @@ def test_every_mask_and_window(mask_type, window, backends):
 @each_mask
 @pytest.mark.parametrize("window", [None, (3, 1)], ids=str)
 def test_flex_agrees_in_forward(mask_type, window):
-    module = DotProductAttention(
-        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type, window_size=window,
-        attention_type="cross", backends=("flex",),
-    )  # fmt: skip
-    mask = None
-    if "padding" in mask_type:
-        mask = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK))
+    module = bshd_attention(
+        attn_mask_type=mask_type, window_size=window, attention_type="cross", backends=("flex",)
+    )
+    mask = masks_of(mask_type)
     q, k, v, _ = make()
     for bias_type in ("no_bias", "alibi"):
         plain = copy.deepcopy(module)
@@ -184,7 +188,7 @@ def test_thd_with_unused_tokens_and_given_longest():
 def test_spellings_of_padding_causal(spelling):
     q, k, v, _ = make(5, 5)
     mask = padding_mask([3, 5], 5)
-    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    module = bshd_attention()
     y = module(q, k, v, attn_mask_type=spelling, attention_mask=mask)
     inside = oracle.visible_window(-1, 0, 0)
     lengths = [3, 5]
@@ -202,9 +206,7 @@ def test_arbitrary_mask(shape):
     if len(shape) == 4:
         masked[1, 0, 2] = True  # a query that sees nothing
     full = masked.expand(B, H, SQ, SK)
-    module = DotProductAttention(
-        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type="arbitrary"
-    )
+    module = bshd_attention(attn_mask_type="arbitrary")
     check(module, make(), lambda b, h, i, j: not full[b, h, i, j], attention_mask=masked)
 
 
@@ -219,13 +221,9 @@ def test_bias_and_its_gradient(mask_type, bias_type, shape):
         oracle.leaves(q, k, v, bias),
         oracle.leaves(*(t.double() for t in (q, k, v, bias))),
     )
-    module = DotProductAttention(
-        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type,
-        attention_type="cross", softmax_scale=scale,
-    )  # fmt: skip
-    padding = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK))
+    module = bshd_attention(attn_mask_type=mask_type, attention_type="cross", softmax_scale=scale)
     y = module(
-        *mine[:3], padding if mask_type == "padding" else None,
+        *mine[:3], masks_of(mask_type),
         core_attention_bias_type=bias_type, core_attention_bias=mine[3],
     )  # fmt: skip
     added = exact[3] * (scale if bias_type == "pre_scale_bias" else 1.0)
@@ -251,10 +249,8 @@ def test_alibi(mask_type, slopes):
         [-used.view(-1, H)[b % used.view(-1, H).shape[0]].view(H, 1, 1) * (i + span[b] - j)
          for b in range(B)]
     ).double()  # fmt: skip
-    module = DotProductAttention(
-        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type, attention_type="cross"
-    )
-    mask = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK)) if padded else None
+    module = bshd_attention(attn_mask_type=mask_type, attention_type="cross")
+    mask = masks_of(mask_type)
     check(
         module, make(), visible_of(mask_type, None), bias=bias, attention_mask=mask,
         core_attention_bias_type="alibi", alibi_slopes=given,
@@ -291,22 +287,15 @@ def test_groups_and_channels(groups, channels, mask_type):
                          ids=str)  # fmt: skip
 @pytest.mark.parametrize("mask_type", ["causal", "padding"])
 def test_dtypes(dtype, mask_type):
-    module = DotProductAttention(
-        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type, attention_type="cross"
-    )
-    mask = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK))
-    check(
-        module, make(dtype=dtype), visible_of(mask_type, None),
-        attention_mask=mask if mask_type == "padding" else None,
-    )  # fmt: skip
+    module = bshd_attention(attn_mask_type=mask_type, attention_type="cross")
+    visible = visible_of(mask_type, None)
+    check(module, make(dtype=dtype), visible, attention_mask=masks_of(mask_type))
 
 
 @pytest.mark.parametrize(("sq", "sk"), [(0, 3), (3, 0), (1, 1), (1, 9), (9, 1)], ids=str)
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
 def test_edge_lengths(sq, sk, mask_type, device):
-    module = DotProductAttention(
-        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type
-    )
+    module = bshd_attention(attn_mask_type=mask_type)
     check(module, make(sq, sk, device=device), visible_of(mask_type, None, sq, sk))
 
 
@@ -321,15 +310,15 @@ def test_no_batch(device):
 
 def test_softmax_scale_and_its_default():
     q, k, v, _ = make()
-    plain = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
-    scaled = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", softmax_scale=0.25)
+    plain = bshd_attention()
+    scaled = bshd_attention(softmax_scale=0.25)
     assert plain.softmax_scale == D**-0.5
     assert torch.allclose(scaled(q, k, v), plain(q * 0.25 * D**0.5, k, v), atol=1e-6)
 
 
 def test_under_torch_autocast_the_output_has_its_dtype():
     q, k, v, _ = make()
-    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    module = bshd_attention()
     for backends in (BACKENDS, ("reference",)):
         module.backends = backends
         with torch.autocast("cpu", torch.bfloat16):
@@ -339,7 +328,7 @@ def test_under_torch_autocast_the_output_has_its_dtype():
 
 def test_float8_tensors_as_inputs():
     q, k, v, _ = make()
-    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    module = bshd_attention()
     stored = [float8lab.quantize(x, block=(1, 1, 1, -1)) for x in (q, k, v)]
     assert torch.equal(module(*stored), module(*(x.dequantize() for x in stored)))
 
@@ -415,11 +404,11 @@ def test_checkpoint_core_attention_saves_less_and_changes_nothing(fp8, tracked):
     for checkpointed in (False, True):
         torch.manual_seed(3)
         tracker = Tracker(5)
-        module = DotProductAttention(
-            H, D, num_gqa_groups=G, qkv_format="bshd", attention_dropout=0.0 if fp8 else 0.3,
+        module = bshd_attention(
+            attention_dropout=0.0 if fp8 else 0.3,
             window_size=None if fp8 else (8, 0),
             get_rng_state_tracker=(lambda t=tracker: t) if tracked else None,
-        )  # fmt: skip
+        )
         q, k, v, dy = make(24, 24)
         leaves = oracle.leaves(q, k, v)
         own = {t.untyped_storage().data_ptr() for t in leaves}
@@ -444,7 +433,7 @@ def test_checkpoint_core_attention_saves_less_and_changes_nothing(fp8, tracked):
 
 
 def test_a_bias_has_its_gradient_through_recomputation():
-    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    module = bshd_attention()
     q, k, v, dy = make(6, 6)
     results = []
     for checkpointed in (False, True):
@@ -475,7 +464,7 @@ def test_queries_that_see_nothing_are_known_from_the_numbers(shape, mask_type):
 
 def test_explain_names_the_backend_and_the_reasons():
     q, k, v, _ = make(5, 5)
-    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    module = bshd_attention()
     assert module.explain(q, k, v).backend == "sdpa"
     assert module.explain(q, k, v, attn_mask_type="no_mask").backend == "sdpa"
     found = module.explain(q, k, v, window_size=(2, 0))
@@ -493,11 +482,9 @@ def test_explain_names_the_backend_and_the_reasons():
 
 def test_backends_are_tried_in_their_order():
     q, k, v, _ = make(5, 5)
-    module = DotProductAttention(
-        H, D, num_gqa_groups=G, qkv_format="bshd", backends=("reference", "sdpa")
-    )
+    module = bshd_attention(backends=("reference", "sdpa"))
     assert module.explain(q, k, v).backend == "reference"
-    only = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", backends=("sdpa",))
+    only = bshd_attention(backends=("sdpa",))
     with pytest.raises(NotImplementedError, match=r"sliding window \(2, 0\).*Add 'sdpa_masked'"):
         only(q, k, v, window_size=(2, 0))
 
@@ -556,7 +543,7 @@ CALLS = {
 def test_wrong_calls_are_refused(case):
     kwargs, error, message = CALLS[case]
     q, k, v, _ = make(5, 5)
-    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    module = bshd_attention()
     with pytest.raises(error, match=message):
         module(q, k, v, **kwargs)
 
@@ -621,7 +608,7 @@ def test_arguments_without_effect_on_one_rank():
 )
 def test_compiled(variant, fp8):
     torch._dynamo.reset()
-    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    module = bshd_attention()
     kwargs = {
         "causal": {},
         "window": {"window_size": (2, 0)},

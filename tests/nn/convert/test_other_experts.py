@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import float8lab
 from float8lab import recipes
+from tests.nn.models import GatedMLP
 
 E, D, W = 4, 32, 24
 COUNTS = [5, 0, 9, 2]
@@ -184,27 +185,13 @@ def test_routers_stay_in_high_precision():
     assert isinstance(told["moe"].gate, float8lab.Linear)
 
 
-class Expert(nn.Module):
-    """As remote code and models written by hand have them."""
-
-    def __init__(self, bias: bool = False, function=F.silu):
-        super().__init__()
-        self.gate_proj = nn.Linear(D, W, bias=bias)
-        self.up_proj = nn.Linear(D, W, bias=bias)
-        self.down_proj = nn.Linear(W, D, bias=bias)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.function(self.gate_proj(x)) * self.up_proj(x))
-
-
 @pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_experts_of_a_list_become_one_module(bias, stored):
     """Which computes what the loop does, and in FP8 what each of its layers would."""
     torch.manual_seed(0)
     loop = Mixture()
-    loop.experts = nn.ModuleList(Expert(bias) for _ in range(E)).requires_grad_(stored)
+    loop.experts = nn.ModuleList(GatedMLP(D, W, bias=bias) for _ in range(E)).requires_grad_(stored)
     x, recipe = torch.randn(30, D), recipes.Float8RowwiseScaling()
     weights, index = loop.gate(x).softmax(-1).topk(2)
     with float8lab.fp8_model_init(stored, recipe):
@@ -227,7 +214,7 @@ def test_experts_of_a_list_become_one_module(bias, stored):
 
 def test_experts_that_are_no_such_mlps_are_refused():
     build = float8lab.ExpertMLP.from_experts
-    odd = nn.ModuleList([Expert(), Expert(function=F.gelu)])
+    odd = nn.ModuleList([GatedMLP(D, W), GatedMLP(D, W, function=F.gelu)])
     with pytest.raises(ValueError, match=r"experts must compute the activation 'swiglu'.*expert 1"):
         build(odd)
     with pytest.raises(ValueError, match="other numbers from expert 0"):
@@ -235,7 +222,7 @@ def test_experts_that_are_no_such_mlps_are_refused():
     with pytest.raises(ValueError, match=r"experts must give the 24 features .* got 48"):
         build(odd, activation="gelu")
     with pytest.raises(ValueError, match="2 experts of 2 kinds"):
-        build([Expert(), Expert(bias=True)])
+        build([GatedMLP(D, W), GatedMLP(D, W, bias=True)])
     with pytest.raises(TypeError, match=r"two or three layers of type torch.nn.Linear; got Linear"):
         build(nn.ModuleList([nn.Linear(D, D)]))
     plain = nn.ModuleList(nn.Sequential(nn.Linear(D, W), nn.ReLU(), nn.Linear(W, D)) for _ in "ab")
