@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -31,8 +32,7 @@ class Freezing:
 
     def __init__(self, plans: Iterable[LayerPlan], users: ParameterUsers) -> None:
         self.obstacles: list[str] = []
-        # The modules that have a weight, with its name in each, and the recipe of its format.
-        self._weights: list[tuple[list[tuple[nn.Module, str]], Recipe]] = []
+        self._weights: list[_Weight] = []
         layers = [(plan.candidate, plan.recipe) for plan in plans if plan.recipe is not None]
         recipes = {id(candidate.layer): recipe for candidate, recipe in layers}
         visited: set[int] = set()
@@ -49,7 +49,7 @@ class Freezing:
                 places = users[id(weight)]
                 obstacle = _obstacle(weight, places, recipe, recipes)
                 if obstacle is None:
-                    self._weights.append((places, recipe))
+                    self._weights.append(_Weight(places, recipe))
                 else:
                     self._leave(candidate, obstacle)
 
@@ -66,6 +66,13 @@ class Freezing:
                 for place in places:
                     setattr(*place, weight)
             weight.requires_grad_(False)
+
+
+class _Weight(NamedTuple):
+    """A weight that is to be stored, by the modules that have it and its name in each."""
+
+    places: list[tuple[nn.Module, str]]
+    recipe: Recipe
 
 
 def _obstacle(
