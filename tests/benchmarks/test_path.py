@@ -13,8 +13,8 @@ from benchmarks import path
 # became values with functions of their own, and by 3 to 6 more when scales came from objects:
 # a call takes some 0.1 us. Each cast of the reference asks once how scales of blocks are stored,
 # and is one function for matrices, batches and groups, whose last arguments have names. A
-# weight that FSDP2 gathers goes through the one function that casts. The backward of a weight that is
-# a parameter casts it again, by 9 functions of the reference more than a transpose takes.
+# weight that FSDP2 gathers goes through the one function that casts. The backward of a weight that
+# is a parameter casts it again, by 9 functions of the reference more than a transpose takes.
 CALLS = {
     "Linear, delayed, forward": 42,
     "Linear, delayed, backward": 44,
