@@ -158,6 +158,7 @@ def test_where_torch_decides_by_more_than_sizes_it_is_left_to(library, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 8)
         assert not multiply(operands())[0]
+    assert not multiply(operands(a_dtype=torch.float8_e5m2fnuz))[0]
     library.status = 15  # this library has no kernel, or other numbers
     assert not multiply(operands())[0]
     cublaslt._chosen.cache_clear()

@@ -1,8 +1,8 @@
 """GEMMs of cuBLASLt, whose kernel is chosen once.  M rows of a, N rows of b, K contraction.
 
 Torch asks cuBLASLt at every GEMM of FP8 data which of its kernels suits the sizes. The answer is
-always the same, and takes the CPU longer than the launch. Here it is asked once for sizes and
-dtypes, with torch's question, so that the kernel is torch's and the bytes are.
+always the same, and takes the CPU longer than the launch. Here the question of torch is asked once
+for sizes and dtypes, so that the kernel, and with it the bytes, are those of torch.
 
 cuBLASLt has column-major matrices. ``out``, whose rows are contiguous, is its N x M matrix
 ``b @ a.T``, so b is its matrix A, and a its matrix B.
@@ -128,7 +128,7 @@ def multiply(
 def _chosen(sizes: _Sizes) -> _ChosenGemm | None:
     try:
         return _ChosenGemm(sizes)
-    except (OSError, RuntimeError):  # there is no such library, or a number says something else
+    except (KeyError, OSError, RuntimeError):  # another dtype, no library, or one of other numbers
         return None
 
 
