@@ -271,8 +271,8 @@ def forward(
             high precision, which is alive until then, always is, unless its cast is kept.
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
-    is_cast_alone = type(weight) is nn.Parameter and call.first_microbatch is None
-    requantizes = is_cast_alone or (save_memory and not keeps_fp8_data(weight, call))
+    is_parameter = type(weight) is nn.Parameter and call.first_microbatch is None
+    requantizes = is_parameter or (save_memory and not keeps_fp8_data(weight, call))
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
         policy, casts, casts_weight = _decide(call.recipe, needs, *flags)

@@ -30,7 +30,7 @@ from float8lab.formats import Spec
 from float8lab.nn.handles import owner_of
 from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
-from float8lab.ops.declare import Split, declare, planned
+from float8lab.ops.declare import DirectCall, declare, planned
 from float8lab.ops.operand import Operand, Quantized
 from float8lab.recipes.delayed import Factors, QuantParams, SlotViews
 from float8lab.recipes.recipe import recipe_numbered
@@ -143,7 +143,7 @@ def _cast(
 
 
 class _SlotCast(NamedTuple):
-    """The arguments of ``_run``: a cast by the factors of slots."""
+    """A cast by the factors of slots."""
 
     x: Matrix
     slots: SlotViews
@@ -153,8 +153,8 @@ class _SlotCast(NamedTuple):
     align: int
 
 
-def _look(*args: Any) -> _SlotCast:
-    """Where the state lies that a cast with these arguments of the op reads and writes."""
+def _look(*args: Any) -> tuple[_SlotCast]:
+    """Find the state that a cast with these arguments of the op reads and writes."""
     (prologue, inputs, dtype, handle, recipe, group, index, record, _, fp8_dtype, align,
      rowwise, columnwise, dbias, offs, first_expert) = args  # fmt: skip
     x, experts = Prologue(prologue, inputs, dtype) if prologue else inputs[0], None
@@ -166,33 +166,18 @@ def _look(*args: Any) -> _SlotCast:
     recipe_and_group = recipe_numbered(recipe), group_named(group)
     slots = owner_of(handle).slots_in_graph(*recipe_and_group, index, record, x, numbers)
     spec = _spec_of_tensor(fp8_dtype)
-    return _SlotCast(
-        x, slots, spec if rowwise else None, spec if columnwise else None, dbias, align
-    )
+    by_rows, by_columns = spec if rowwise else None, spec if columnwise else None
+    return (_SlotCast(x, slots, by_rows, by_columns, dbias, align),)
 
 
-def _run(
-    x: Matrix,
-    slots: SlotViews,
-    rowwise: Spec | None,
-    columnwise: Spec | None,
-    dbias: bool,
-    align: int,
-) -> _Results:
-    run = _planned_cast if slots.pair.is_cuda else _cast_by_slots
-    results: _Results = run(x, slots, rowwise, columnwise, dbias, align)
-    return results
+def _run(cast: _SlotCast) -> _Results:
+    """``_cast_by_slots``, on a GPU as a list of launches."""
+    return (_planned_cast if cast.slots.pair.is_cuda else _cast_by_slots)(cast)
 
 
-def _cast_by_slots(
-    x: Matrix,
-    slots: SlotViews,
-    rowwise: Spec | None,
-    columnwise: Spec | None,
-    dbias: bool,
-    align: int,
-) -> _Results:
+def _cast_by_slots(cast: _SlotCast) -> _Results:
     """Cast by factors that the next update will change: the result has a copy of them."""
+    x, slots, rowwise, columnwise, dbias, align = cast
     params = QuantParams(Factors(slots.encode, slots.encode), slots.amaxes, "encode")
     made = quantize(x, rowwise, columnwise, params, dbias=dbias, align=align)
     q, q_t = made.rowwise, made.columnwise
@@ -214,5 +199,5 @@ def _outputs(args: SimpleNamespace) -> _Results:
 
 _cast_op = declare(
     _cast, name="cast.delayed", outputs=_outputs, any_strides=True,
-    split=Split(_look, _run, _planned_cast.launcher),
+    direct=DirectCall(_look, _run, _planned_cast.launcher),
 )  # fmt: skip

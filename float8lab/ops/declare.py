@@ -30,7 +30,7 @@ __all__ = [
     "OPS",
     "RECORDING",
     "Declared",
-    "Split",
+    "DirectCall",
     "announce",
     "called_by_ops",
     "compute_intensive_ops",
@@ -120,8 +120,8 @@ _TYPES = {
 """Types in a schema, by annotation. A result is a tensor, also where it may be None."""
 
 
-class Split(NamedTuple):
-    """An op past the dispatcher, where it looks at Python's state in two parts."""
+class DirectCall(NamedTuple):
+    """How an op is called past the dispatcher: in two parts, if it looks at Python's state."""
 
     prepare: Callable[..., tuple[object, ...]] | None
     """The look: it takes the arguments of the op, and gives those of ``run``; None: the same."""
@@ -142,7 +142,7 @@ def declare(
     flops: Callable[..., int] | None = None,
     sharding: Rule | None = None,
     only_orders: bool = False,
-    split: Split | None = None,
+    direct: DirectCall | None = None,
 ) -> Callable[..., Any]:
     """Make an op of ``float8lab``, and return what calls it with plain tensors, by position.
 
@@ -170,7 +170,7 @@ def declare(
             one dimension of a device mesh: from the arguments with the shapes of whole tensors.
             Without it every rank computes the whole.
         only_orders: the op tells a compiler the order of others, and does nothing.
-        split: ``function`` in two, where it looks at Python's state.
+        direct: ``function`` in two parts, if it looks at Python's state.
     """
     name = name or function.__name__
     parameters = inspect.signature(function).parameters
@@ -214,13 +214,13 @@ def declare(
         OPS.declared[overload] = OPS.declared[overload]._replace(flops=flops)
     call = function
     if cuda is not None:
-        call = direct = _direct(through, cuda, function)
-        direct.overload = overload
-    if split is None:
+        call = _direct(through, cuda, function)
+        call.overload = overload
+    if direct is None:
         launcher = None if cuda is None else functools.partial(load_launcher, cuda)
-        split = Split(None, call, launcher)
+        direct = DirectCall(None, call, launcher)
     for form in forms:
-        OPS.declared[form] = OPS.declared[form]._replace(split=split)
+        OPS.declared[form] = OPS.declared[form]._replace(direct=direct)
     return overload if cuda is None else call
 
 
@@ -326,8 +326,7 @@ class Declared(NamedTuple):
     sharding: Rule | None
     only_orders: bool
     flops: Callable[..., int] | None = None
-    split: Split = Split(None, NotImplemented, None)
-    """The op past the dispatcher."""
+    direct: DirectCall = DirectCall(None, NotImplemented, None)
 
 
 class _Ops:

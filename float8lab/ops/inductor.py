@@ -44,7 +44,7 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
         repeats: the graph is a GPU's, and no size of the arguments varies.
     """
     overload = overload_named(name)
-    prepare, run, launcher = OPS.declared[overload].split
+    prepare, run, launcher = OPS.declared[overload].direct
     runs = _RUNS if repeats and launcher is not None else 0
     repeat = lacks = None
 
@@ -97,7 +97,7 @@ def _with_call_site(
         for operation in operations[before:]:
             if type(operation) is lowering.ir.FallbackKernel and operation.op_overload is overload:
                 operation.__class__ = kind
-                for output in operation.outputs:  # which are what the op's own tests say
+                for output in operation.outputs:  # to assert their sizes takes time in every run
                     output.skip_size_stride_alignment_checks = True
         return results
 
@@ -111,19 +111,22 @@ def _operation_class(ir: Any) -> type:
         is_call_site = False
 
         def codegen(self, wrapper: Any) -> None:
-            removed = ir.V.graph.removed_buffers
-            if OPS.declared[self.op_overload].only_orders and removed.issuperset(
-                output.get_name() for output in self.outputs
-            ):
-                wrapper.writeline(f"{self.get_name()} = None")
-                return
             try:
+                if self.needs_no_call():
+                    wrapper.writeline(f"{self.get_name()} = None")
+                    return
                 name = self.written_site(wrapper)
             except AttributeError:  # a torch with other names: it writes the op
                 name = None
             if name is not None:
                 self.python_kernel_name, self.is_call_site = name, True
             super().codegen(wrapper)
+
+        def needs_no_call(self) -> bool:
+            """Whether the op only orders others, and nothing in Python code reads its results."""
+            graph = ir.V.graph
+            only_orders = OPS.declared[self.op_overload].only_orders and not graph.cpp_wrapper
+            return only_orders and all(x.get_name() in graph.removed_buffers for x in self.outputs)
 
         def written_site(self, wrapper: Any) -> str | None:
             """The name of a call site that was written to the code; None if it cannot have one."""

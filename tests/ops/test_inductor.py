@@ -46,6 +46,18 @@ def test_an_inductor_with_other_names_writes_ops():
     inductor._register(ModuleType("torch._inductor.lowering"))
 
 
+@pytest.mark.slow
+def test_a_wrapper_in_cpp_calls_ops():
+    """Also those that only order others, which Python code leaves out."""
+    torch._dynamo.reset()
+    model = float8lab.convert_to_float8(nn.Linear(64, 64), DelayedScaling())
+    expected = model(x).detach()
+    with fresh_cache(), torch._inductor.config.patch(cpp_wrapper=True):
+        y = torch.compile(model, fullgraph=True)(x.clone().requires_grad_())
+        y.sum().backward()
+    torch.testing.assert_close(y, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])

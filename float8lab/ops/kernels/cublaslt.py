@@ -73,7 +73,7 @@ class _Answer(ctypes.Structure):
         ("algorithm", c_uint64 * 8),
         ("workspace_bytes", c_size_t),
         ("state", c_int),
-        ("waves", ctypes.c_float),
+        ("waves", c_float),
         ("reserved", c_int * 4),
     )
 

@@ -216,14 +216,13 @@ def _multiply_blocks(
     """In bfloat16 or float32, by cuBLASLt or, for blocks that it lacks, by our kernel."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     rows, columns = a.shape[0], b.shape[0]
+    y = a.new_empty((rows, columns), dtype=out_dtype) if into is None else into
     if not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
         b_scale = b_scale if b_block[0] == 128 else _per_block(b_scale, b_block, columns)
         mode = "rows" if b_scale.shape[0] == columns else "block"
-        y = a.new_empty((rows, columns), dtype=out_dtype) if into is None else into
         return multiply_tiles(mode, a, _each_row(a_scale, a_block, rows), b, b_scale, None, y)
     scales = _per_block(a_scale, a_block, rows), _per_block(b_scale, b_block, columns)
     kinds = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
-    y = a.new_empty((rows, columns), dtype=out_dtype) if into is None else into
     if cublaslt.multiply(a, b, *scales, None, y, scalings=kinds, fast_accum=False):
         return y
     if into is None:
