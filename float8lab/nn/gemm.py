@@ -589,10 +589,10 @@ def backward(
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
             operand = _wgrad_operand(x, saved, call, call.plan.wgrad.right)
         dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
-        params = None
-        if x is not None:
-            params = call.scales.requant_params(saved.x_scale, saved.x_requant)
-        for_dw = _WgradInput(x, saved.x, saved.x_scale, params, operand, dw_dtype)
+        params, x_scale = None, saved.x_scale
+        if saved.x is None:
+            params, x_scale = call.scales.requant_params(x_scale, saved.x_requant), None
+        for_dw = _WgradInput(x, saved.x, x_scale, params, operand, dw_dtype)
     if needs[0]:
         for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=offsets is not None)
     db_dtype = dtypes[2] if needs[2] else None

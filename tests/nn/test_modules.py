@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
+from float8lab.nn import gemm
 from float8lab.nn.precision import Precision, precisions
 from tests.nn.composition import RECIPES, perturb
 from tests.nn.models import states
@@ -293,6 +295,23 @@ def test_main_grad_takes_the_weight_gradients(subject: Subject, recipe: Any) -> 
             mine = module.get_parameter(name)
             assert torch.equal(mine.main_grad if name in own else mine.grad, parameter.grad)
             assert name not in own or mine.grad is None
+
+
+@each_subject
+def test_no_tensor_is_two_arguments(subject: Subject, recipe: Any, monkeypatch: Any) -> None:
+    """Of what a GPU repeats without its Python: it could not tell that from two tensors."""
+    calls = []
+
+    def watch(function: Callable[..., Any], *args: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        calls.append(len(tensors) - len({id(tensor) for tensor in tensors}))
+        return function(*args)
+
+    for name in ("_fprop", "_gradients"):
+        monkeypatch.setattr(gemm, name, functools.partial(watch, getattr(gemm, name)))
+    module = subject.build()
+    step(subject, module, module, subject.data(), recipe)
+    assert calls and not any(calls)
 
 
 # --- copies --------------------------------------------------------------------------------------
