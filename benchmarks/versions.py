@@ -62,7 +62,9 @@ def _recipe(package: ModuleType, name: str) -> object:
     here = RECIPES[name]()
     given = {field.name: getattr(here, field.name) for field in fields(here)}
     given = {name: value for name, value in given.items() if not isinstance(value, enum.Enum)}
-    return getattr(package.recipes, type(here).__name__)(**given)
+    kind = getattr(package.recipes, type(here).__name__)
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in given.items() if name in known})
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:

@@ -390,6 +390,8 @@ class GemmTask(NamedTuple):
     dtype: torch.dtype
     offsets: Offsets | None = None
     """The offsets of experts' rows, whose GEMMs no ranks share."""
+    after: Tensor | None = None
+    """In a graph, without offsets, a tensor that there is before the GEMM begins."""
 
 
 class Gemm(NamedTuple):
@@ -401,11 +403,12 @@ class Gemm(NamedTuple):
 
 def _mm(a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None) -> Tensor:
     """``a @ b.T + bias`` of two operands, for the rows of each expert if there are offsets."""
-    gemm, shape, dtype, offsets = task
+    gemm, shape, dtype, offsets, after = task
     if bias is not None and bias.shape[-1] != b.data.shape[-2]:
         bias = F.pad(bias, (0, b.data.shape[-2] - bias.shape[-1]))
     operands = *a, gemm.left.block, *b, gemm.right.block, bias
-    y: Tensor = scaled_mm_op(*operands, dtype, gemm.fast_accum, *(offsets or ()))
+    groups = (None, after) if after is not None else offsets or ()
+    y: Tensor = scaled_mm_op(*operands, dtype, gemm.fast_accum, *groups)
     # Without padding. A compiled graph always crops: asking whether it must would fix the number
     # of tokens.
     if torch.compiler.is_compiling() or y.shape[-2:] != shape:
@@ -555,8 +558,7 @@ class Sharded(OneGpu):
         self.gathers_x_first = crosses and parallel.gathers
         self.gathers_dy_first = crosses and parallel.scatters
         self.transposes_gathered = parallel.scatters and plan.dy.block == (-1, -1)
-        same_cast = plan.fprop and plan.wgrad and plan.wgrad.right == plan.fprop.left
-        has_one_scale = bool(same_cast) and plan.x.block == (-1, -1)
+        has_one_scale = plan.casts_x_once and plan.x.block == (-1, -1)
         self.keeps_gathered = parallel.keep_gathered and parallel.gathers and has_one_scale
 
     def _tokens_to_gather(self, *, backward: bool) -> ShardMap | None:
@@ -675,7 +677,7 @@ class Sharded(OneGpu):
         *keep: bool,
     ) -> Sequence[Tensor]:
         """The results of an op that overlaps, which also gathers ``companion``."""
-        gemm, _, dtype, _ = task
+        gemm, dtype = task.plan, task.dtype
         if bias is not None:
             bias = F.pad(bias, (0, b.data.shape[0] - bias.shape[0]))
         operands = [*a, *b, *([] if bias is None else [bias])]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from float8lab.distributed.comm import Gemm, GemmTask, OneGpu, TokenShard
 from float8lab.distributed.offload import WEIGHT_CASTS
-from float8lab.formats import E8M0, Spec
+from float8lab.formats import E8M0, FP8_DTYPES, Spec
 from float8lab.nn.casts import (
     WeightSource,
     amaxes_of_shards,
@@ -81,11 +81,11 @@ class Saved(NamedTuple):
     """
 
     x: Tensor | None = None
-    """The columnwise FP8 data of a matrix, or the matrix, where wgrad runs in high precision."""
+    """The columnwise FP8 data of a matrix, or the matrix, which wgrad takes as it is or casts."""
     x_scale: Tensor | None = None
-    """The scale of that data, or the one that requantizes a prologue."""
+    """The scale of that data, or the one that requantizes the matrix or a prologue."""
     x_requant: Tensor | None = None
-    """What requantizes a prologue, beside its scale."""
+    """What requantizes the matrix or a prologue, beside its scale."""
     weight: Tensor | None = None
     """The weight as the caller gave it."""
     w: Tensor | None = None
@@ -122,6 +122,7 @@ def save_policy(
     *,
     is_prologue: bool,
     recomputes: bool = False,
+    requantizes_x: bool = False,
     requantizes_weight: bool = False,
     keeps_gathered: bool = False,
     gathers_before_cast: bool = False,
@@ -135,7 +136,8 @@ def save_policy(
         needs: whether the gradient of x, and of the weight, is needed.
         is_prologue: whether a prologue computes x; its inputs are alive in backward.
         recomputes: whether backward recomputes the output, by ``recompute_forward``.
-        requantizes_weight: whether the weight is cast in backward again rather than kept in FP8.
+        requantizes_x: whether a matrix x is kept and cast in backward, rather than kept in FP8.
+        requantizes_weight: likewise of the weight.
         keeps_gathered: whether x, gathered over ranks for fprop, serves wgrad, too.
         gathers_before_cast: whether ranks gather x in high precision: then each keeps its own.
     """
@@ -152,10 +154,17 @@ def save_policy(
         has_use = plan.x.per_tensor and (fp8_wgrad or recomputes_in_fp8)
         x = Keep.REQUANTIZE if has_use else Keep.NOTHING
     elif fp8_wgrad and not gathers_before_cast:
-        x = Keep.FP8_DATA
+        x = _requantized_matrix(plan) if requantizes_x else Keep.FP8_DATA
     else:
         x = Keep.HIGH_PRECISION if needs_dw else Keep.NOTHING
     return SavePolicy(x, w, _saves_weight(plan, needs_dx, recomputes, has_data=w is Keep.FP8_DATA))
+
+
+def _requantized_matrix(plan: LinearPlan) -> Keep:
+    """How a matrix x is saved that backward casts, if it can have the bytes of forward."""
+    if not plan.casts_x_once:
+        return Keep.FP8_DATA
+    return Keep.REQUANTIZE if plan.x.per_tensor else Keep.HIGH_PRECISION
 
 
 def _saves_weight(plan: LinearPlan, needs_dx: bool, recomputes: bool, *, has_data: bool) -> bool:
@@ -169,6 +178,10 @@ def _saved_value(value: Value | None) -> Value:
     if value is None:
         raise AssertionError("a GEMM asked for a tensor that was not kept; report this, please")
     return value
+
+
+_LARGE_INPUT = 2**25
+"""Values of the smallest input that ``save="auto"`` requantizes: less is not worth a launch."""
 
 
 class _FpropCasts:
@@ -199,6 +212,7 @@ def _decide(
     needs: tuple[bool, bool],
     is_prologue: bool,
     recomputes: bool,
+    requantizes_x: bool,
     requantizes_weight: bool,
     keeps_gathered: bool,
     gathers_before_cast: bool,
@@ -208,7 +222,7 @@ def _decide(
     """Decide how ``forward`` casts and saves; the arguments are those of ``save_policy``."""
     plan = recipe.linear
     policy = save_policy(
-        plan, needs, is_prologue=is_prologue, recomputes=recomputes,
+        plan, needs, is_prologue=is_prologue, recomputes=recomputes, requantizes_x=requantizes_x,
         requantizes_weight=requantizes_weight, keeps_gathered=keeps_gathered,
         gathers_before_cast=gathers_before_cast,
     )  # fmt: skip
@@ -273,7 +287,10 @@ def forward(
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     is_parameter = type(weight) is nn.Parameter and call.first_microbatch is None
     requantizes = is_parameter or (save_memory and not keeps_fp8_data(weight, call))
-    flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
+    flags = (
+        is_prologue, recomputes, _requantizes_input(x, call, offsets), requantizes,
+        comm.keeps_gathered, comm.gathers_x_first,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         policy, casts, casts_weight = _decide(call.recipe, needs, *flags)
     else:
@@ -306,6 +323,20 @@ def forward(
     return y, _saved(policy, x, weight, done, plan)
 
 
+def _requantizes_input(x: Tensor | Prologue, call: Call, offsets: Offsets | None) -> bool:
+    """Whether a matrix x is cast in backward for wgrad, so that its FP8 data need not be saved.
+
+    A compiler has the last word: where it cannot have x in backward for nothing, it makes both
+    casts in forward (``ops/graph_casts.py``).
+    """
+    if not torch.compiler.is_compiling() or isinstance(x, Prologue) or offsets is not None:
+        return False
+    if call.comm.is_sharded or call.watched:
+        return False
+    save = call.recipe.save
+    return save == "recompute" or (save == "auto" and x.numel() >= _LARGE_INPUT)
+
+
 def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, call: Call) -> None:
     """Tell an observer, and CPU offload, of what forward has cast."""
     if call.watched:
@@ -329,6 +360,7 @@ def _saved(
         requant = done.x.requant
     elif policy.x is Keep.REQUANTIZE:
         scale, requant = done.x.rowwise.scale, done.x.requant
+        data = x if isinstance(x, Tensor) else None
     elif policy.x is Keep.FP8_DATA:
         data, scale = done.x.columnwise
         if plan.wgrad is not None and plan.wgrad.right.scale_dtype == E8M0:
@@ -525,6 +557,8 @@ class _DgradWeight(NamedTuple):
     columnwise: Operand | None
     """The operand itself."""
     dtype: torch.dtype
+    after: Tensor | None = None
+    """In a graph, a tensor that there is before the GEMM begins."""
 
     @property
     def has_forward_bytes(self) -> bool:
@@ -539,9 +573,9 @@ class _WgradInput(NamedTuple):
     data: Tensor | None
     """The columnwise FP8 data, or the matrix in high precision; else there is a prologue."""
     scale: Tensor | None
-    """The scale of these data."""
+    """The scale of FP8 data."""
     params: QuantParams | None
-    """What requantizes the prologue."""
+    """What requantizes the matrix or the prologue."""
     operand: Operand | TokenShard | None
     """The operand itself, of a sharded layer."""
     dtype: torch.dtype
@@ -590,7 +624,7 @@ def backward(
             operand = _wgrad_operand(x, saved, call, call.plan.wgrad.right)
         dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
         params, x_scale = None, saved.x_scale
-        if saved.x is None:
+        if saved.x is None or saved.x.dtype not in FP8_DTYPES:
             params, x_scale = call.scales.requant_params(x_scale, saved.x_requant), None
         for_dw = _WgradInput(x, saved.x, x_scale, params, operand, dw_dtype)
     if needs[0]:
@@ -678,30 +712,65 @@ def _gradients_of_cast(
     offsets: Offsets | None,
 ) -> _Gradients:
     """``_gradients`` of what is cast already, which is forgotten as soon as it has served."""
-    (M, _, K), comm, dx, dw, db = shape, call.comm, None, None, None
     watching = call if call.watched else None
-    context = shape, call.recipe, watching, offsets, comm
-    if for_dx is not None and comm.is_sharded:
-        left = dy.rowwise if call.plan.dgrad else dy.high_precision
-        operands = dy.columnwise, None if for_dw is None else for_dw.operand
-        waiting = (x for x in operands if isinstance(x, TokenShard) and x.gathered is None)
-        dx, gathered = _dgrad(
-            left, call.recipe, (M, K), watching, offsets, for_dx, comm,
-            companion=next(waiting, None), keep=dy.transposes_gathered,
-        )  # fmt: skip
-        if dy.transposes_gathered:
-            dy.columnwise = Operand(transpose_op(gathered.data, 1, None), gathered.scale)
-    elif for_dx is not None:
-        run = _run_of_cast(dy, call)
-        cast_dy = Quantized(dy.rowwise)
-        dx = run(dy.high_precision, cast_dy, None, for_dx, None, None, *context).dx
+    context = shape, call.recipe, watching, offsets, call.comm
+    dx = dw = db = None
+    wgrad_first = for_dx is not None and _casts_matrix(for_dw, call)
+    if wgrad_first:
+        dw, db = _weight_gradients(dy, for_dw, db_dtype, call, context)
+    if for_dx is not None:
+        dx = _input_gradient(dy, for_dx._replace(after=dw), for_dw, call, context)
     dy.rowwise = None  # its memory may serve for dw
-    if for_dw is not None or db_dtype is not None:
-        run = _run_of_cast(dy, call)
-        cast_dy = Quantized(None, dy.columnwise, None, dy.dbias)
-        made = run(dy.high_precision, cast_dy, None, None, for_dw, db_dtype, *context)
-        dw, db = made.dw, made.db
+    if not wgrad_first and (for_dw is not None or db_dtype is not None):
+        dw, db = _weight_gradients(dy, for_dw, db_dtype, call, context)
     return _Gradients(dx, dw, db)
+
+
+def _input_gradient(
+    dy: Gradient,
+    weight: _DgradWeight,
+    for_dw: _WgradInput | None,
+    call: Call,
+    context: tuple[Any, ...],
+) -> Tensor:
+    """The gradient of x; where ranks share the layer, an operand of wgrad travels meanwhile."""
+    if not call.comm.is_sharded:
+        run, cast_dy = _run_of_cast(dy, call), Quantized(dy.rowwise)
+        return run(dy.high_precision, cast_dy, None, weight, None, None, *context).dx
+    (M, _, K), recipe, watching, offsets, comm = context
+    left = dy.rowwise if call.plan.dgrad else dy.high_precision
+    operands = dy.columnwise, None if for_dw is None else for_dw.operand
+    waiting = (x for x in operands if isinstance(x, TokenShard) and x.gathered is None)
+    dx, gathered = _dgrad(
+        left, recipe, (M, K), watching, offsets, weight, comm,
+        companion=next(waiting, None), keep=dy.transposes_gathered,
+    )  # fmt: skip
+    if dy.transposes_gathered:
+        dy.columnwise = Operand(transpose_op(gathered.data, 1, None), gathered.scale)
+    return dx
+
+
+def _casts_matrix(x: _WgradInput | None, call: Call) -> bool:
+    """Whether wgrad casts a matrix x in a graph.
+
+    It comes before dgrad then: else Inductor recomputes x in the loop that takes dx, and holds both.
+    """
+    if x is None or not torch.compiler.is_compiling() or call.plan.wgrad is None:
+        return False
+    return x.data is not None and x.scale is None and x.operand is None
+
+
+def _weight_gradients(
+    dy: Gradient,
+    for_dw: _WgradInput | None,
+    db_dtype: torch.dtype | None,
+    call: Call,
+    context: tuple[object, ...],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the weight and of the bias."""
+    run, cast_dy = _run_of_cast(dy, call), Quantized(None, dy.columnwise, None, dy.dbias)
+    made = run(dy.high_precision, cast_dy, None, None, for_dw, db_dtype, *context)
+    return made.dw, made.db
 
 
 def _run_of_cast(dy: Gradient, call: Call) -> Any:
@@ -836,7 +905,7 @@ def _dgrad(
     if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
         matrix = _saved_value(value).t()
         show_cast(matrix, operand, dgrad.right, W, watching, only_in_backward=True)
-    task = GemmTask(dgrad, shape, weight.dtype, offsets)
+    task = GemmTask(dgrad, shape, weight.dtype, offsets, weight.after)
     keep = keep or watching is not None
     gemm = comm.mm(dy, operand, task, backward=True, companion=companion, keep=keep)
     if watching is not None:
@@ -864,12 +933,8 @@ def _wgrad(
             return _mm_in_groups(dy.t(), value.to(dy.dtype).t(), offsets.offs, x.dtype)
         return (dy.t() @ value.to(dy.dtype)).to(x.dtype)
     operand: Any = x.operand
-    if operand is None and x.data is not None and x.scale is not None:
-        operand = Operand(x.data, x.scale.float())
-    elif operand is None:
-        matrix = x.prologue if offsets is None else Groups.of(x.prologue, offsets)  # type: ignore[arg-type]
-        made = quantize(matrix, None, wgrad.right, x.params, float(plan.epsilon))  # type: ignore[arg-type]
-        operand = made.columnwise
+    if operand is None:
+        operand = _columnwise_input(x, plan, offsets)
     if isinstance(dy, TokenShard):
         dy = dy.gather()
     if isinstance(operand, TokenShard):
@@ -877,6 +942,21 @@ def _wgrad(
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
     return comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype, offsets))
+
+
+def _columnwise_input(x: _WgradInput, plan: LinearPlan, offsets: Offsets | None) -> Operand:
+    """The input x as wgrad's operand, cast if it is not yet."""
+    if x.data is not None and x.scale is not None:
+        return Operand(x.data, x.scale.float())
+    matrix: Any = _saved_value(x.data if x.prologue is None else x.prologue)
+    spec = _saved_value(plan.wgrad).right
+    if offsets is not None:
+        matrix = Groups.of(matrix, offsets)
+    operand = _saved_value(quantize(matrix, None, spec, x.params, float(plan.epsilon)).columnwise)
+    if spec.scale_dtype == E8M0 and torch.compiler.is_compiling():
+        # A graph may make it in forward: there the scales are saved in a byte each.
+        return Operand(operand.data, operand.scale.to(torch.float8_e8m0fnu).float())
+    return operand
 
 
 # A linear layer, the plainest composition.

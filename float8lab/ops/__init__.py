@@ -4,7 +4,7 @@
 only place that imports triton.
 """
 
-from float8lab.ops import inductor  # noqa: F401
+from float8lab.ops import graph_casts, inductor  # noqa: F401
 from float8lab.ops.attention import (
     LARGEST_HEAD,
     fp8_attention_backward_op,

@@ -72,6 +72,7 @@ class GemmPlan(NamedTuple):
 
 
 _SIDES = ("left", "right")
+_SAVES = ("auto", "fp8", "recompute")
 
 
 class LinearPlan(NamedTuple):
@@ -112,6 +113,11 @@ class LinearPlan(NamedTuple):
         return max(1, *(size for spec in specs for size in spec.block))
 
     @property
+    def casts_x_once(self) -> bool:
+        """Whether fprop and wgrad run in FP8 and take x in one format, in blocks of one size."""
+        return bool(self.fprop and self.wgrad and self.fprop.left == self.wgrad.right)
+
+    @property
     def amax_epsilon(self) -> float:
         """The value to which smaller amaxes are raised."""
         return float(self.epsilon)
@@ -132,6 +138,10 @@ class Recipe:
     fp8_mha: bool = False
     """The same as ``fp8_dpa``; tensors between attention and its projections stay in high
     precision."""
+    save: str = "auto"
+    """What is saved of a layer's input for wgrad: ``"fp8"`` its FP8 data; ``"recompute"`` nothing,
+    where a compiled graph can recompute the input from what backward needs anyway; ``"auto"`` the
+    latter of large inputs."""
 
     def __post_init__(self) -> None:
         for name in ("override_linear_precision", "fast_accum"):
@@ -143,6 +153,7 @@ class Recipe:
         if isinstance(self.fp8_format, Spec):
             raise _packed("fp8_format", self.fp8_format)
         self._require(isinstance(self.fp8_format, Format), "fp8_format", "a recipes.Format")
+        self._require(self.save in _SAVES, "save", f"one of {', '.join(map(repr, _SAVES))}")
         self._check()
         values = [(f.name, getattr(self, f.name)) for f in fields(self)]
         shown = [

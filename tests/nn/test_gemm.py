@@ -177,6 +177,11 @@ BOTH, DX, DW, NONE = (True, True), (True, False), (False, True), (False, False)
         ("current", DW, "", "FP8_DATA", "NOTHING", False),
         ("current", NONE, "", "NOTHING", "NOTHING", False),
         ("current", BOTH, "requantizes_weight", "FP8_DATA", "REQUANTIZE", True),
+        ("current", BOTH, "requantizes_x", "REQUANTIZE", "FP8_DATA", False),
+        ("current", DX, "requantizes_x", "NOTHING", "FP8_DATA", False),
+        ("current", BOTH, "requantizes_x keeps_gathered", "GATHERED", "FP8_DATA", False),
+        ("block", BOTH, "requantizes_x", "HIGH_PRECISION", "FP8_DATA", False),
+        ("high", BOTH, "requantizes_x", "HIGH_PRECISION", "NOTHING", True),
         ("current", BOTH, "is_prologue", "REQUANTIZE", "FP8_DATA", False),
         ("current", DX, "is_prologue", "NOTHING", "FP8_DATA", False),
         ("current", DX, "is_prologue recomputes", "REQUANTIZE", "FP8_DATA", False),
@@ -208,6 +213,6 @@ def test_save_policy(plan, needs, options, x, w, weight):
 @pytest.mark.parametrize("keeps_gathered", [False, True])
 def test_fprop_keeps_what_it_gathers_for_wgrad(is_prologue, keeps_gathered):
     """Where copies overlap with the GEMM, fprop gives up what it gathered unless it is told."""
-    flags = is_prologue, False, False, keeps_gathered, False
+    flags = is_prologue, False, False, False, keeps_gathered, False
     made = _decide(RECIPES["current"], BOTH, *flags)
     assert made.casts.keeps_gathered is keeps_gathered

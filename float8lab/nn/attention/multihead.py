@@ -360,6 +360,8 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
             kv_lengths = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
             query = self._rotate(query, angles[0], inference_params, cu_seqlens_q)
             key = self._rotate(key, angles[1], inference_params, kv_lengths)
+            # A view would keep the memory of what has been rotated until backward.
+            value = value.contiguous() if torch.is_grad_enabled() else value
         context = self.core_attention(
             query,
             key,

@@ -212,10 +212,11 @@ def _amax_rows_columns(
 def _scales_of_rows(
     matrix: _Matrix, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, tile: Tile,
     *, write: bool, transpose: bool, given: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Scales of rows and of columns, and the encode factors of both.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Scales of rows and of columns, the encode factors of both, and the amaxes of the columns.
 
-    ``given`` are the amaxes of the columns, if those alone are wanted.
+    These are returned of a written matrix of which the columns alone are cast. ``given`` are the
+    amaxes of the columns, if those alone are wanted.
     """
     first = matrix[1][0]
     rows, columns = (round_up(size, align) for size in prologue_shape(*matrix[:2]))
@@ -224,13 +225,15 @@ def _scales_of_rows(
         _amax_rows_columns(matrix, amaxes, rows, tile, write, transpose)
     else:
         amaxes[rows:].view(torch.float32).copy_(given.view(-1))
+    columns_alone = given is None and not write and not matrix[0]
+    amax = amaxes[rows:].view(torch.float32).clone().view(-1, 1) if columns_alone else None
     scale = first.new_empty((rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((columns, 1), dtype=torch.float32)
     make_scales[(ceil_div(rows + columns, SCALES),)](
         amaxes, scale, scale_t, rows, columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
-    return scale, scale_t, amaxes.view(torch.float32)
+    return scale, scale_t, amaxes.view(torch.float32), amax
 
 
 # One orientation, by factors that are given, or by one that follows from the amax.
@@ -537,7 +540,7 @@ def _cast_straight(
         _cast(matrix, q, encode, block, "encode", eps)
         return q, scale, None
     if prologue and block == (1, -1):
-        scale, _, encode = _scales_of_rows(
+        scale, _, encode, _ = _scales_of_rows(
             matrix, fp8_dtype, rule, eps, align, tile_for(prologue), write=True, transpose=False
         )
         _cast(matrix, q, encode.view(-1, 1), block, "encode", eps)
@@ -636,7 +639,7 @@ def _cast_words(
         assert given is not None, "the rule says so"
         scale = scale_t = None
     elif block == (1, -1):
-        scale, scale_t, given = _scales_of_rows(
+        scale, scale_t, given, amax = _scales_of_rows(
             matrix, fp8_dtype, rule, eps, align, tile, write=write, transpose=True, given=given
         )
     else:
@@ -690,7 +693,8 @@ def cast(
         arguments: Any = (rowwise, columnwise, dbias, given)
         return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *arguments, slot=slot)
     grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
-    if both_orientations or (columnwise and (prologue or grid)):
+    by_words = prologue or given is not None or block == (1, -1)
+    if both_orientations or (columnwise and by_words):
         tiles = has_tiles if prologue else takes_tiles
         if finds and not grid and tiles(first, dtype, block, align):
             return cast_tiles(matrix, *options, write=rowwise, column_sum=dbias)
