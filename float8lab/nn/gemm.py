@@ -715,11 +715,12 @@ def _gradients_of_cast(
     watching = call if call.watched else None
     context = shape, call.recipe, watching, offsets, call.comm
     dx = dw = db = None
-    wgrad_first = for_dx is not None and _casts_matrix(for_dw, call)
+    wgrad_first = _casts_matrix(for_dw, call)
     if wgrad_first:
         dw, db = _weight_gradients(dy, for_dw, db_dtype, call, context)
+        for_dx = for_dx and for_dx._replace(after=dw)
     if for_dx is not None:
-        dx = _input_gradient(dy, for_dx._replace(after=dw), for_dw, call, context)
+        dx = _input_gradient(dy, for_dx, for_dw, call, context)
     dy.rowwise = None  # its memory may serve for dw
     if not wgrad_first and (for_dw is not None or db_dtype is not None):
         dw, db = _weight_gradients(dy, for_dw, db_dtype, call, context)
@@ -753,7 +754,7 @@ def _input_gradient(
 def _casts_matrix(x: _WgradInput | None, call: Call) -> bool:
     """Whether wgrad casts a matrix x in a graph.
 
-    It comes before dgrad then: else Inductor recomputes x in the loop that takes dx, and holds both.
+    Wgrad comes first then: else Inductor recomputes x in the loop that takes dx, and holds both.
     """
     if x is None or not torch.compiler.is_compiling() or call.plan.wgrad is None:
         return False
