@@ -15,6 +15,7 @@ from float8lab.arguments import (
     check_floating,
     check_group,
     check_number,
+    check_shape,
     check_size,
     check_tensor,
     shown,
@@ -80,11 +81,7 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
     check_tensor("target", target)
     if target.dtype not in INTEGER_DTYPES:
         raise TypeError(f"target must hold integers; got {shown(target)}. Pass each token's word.")
-    if target.shape != inp.shape[:-1]:
-        raise ValueError(
-            f"target must have the shape of inp without its last dimension, "
-            f"{tuple(inp.shape[:-1])}; got {tuple(target.shape)}. Reshape it."
-        )
+    check_shape("target", target, inp.shape[:-1], "Give it all dimensions of inp but the last.")
     smoothing = check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
     z_loss = check_number("z_loss_weight", z_loss_weight, minimum=0)
     check_flags(

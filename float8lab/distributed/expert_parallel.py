@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8lab.arguments import check_group, check_instance, check_tensor
+from float8lab.arguments import check_group, check_instance, check_shape, check_tensor
 from float8lab.distributed.ranks import exchanged, rank_and_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
@@ -223,11 +223,8 @@ def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
     check_tensor("out", out)
     check_instance("handle", handle, DispatchHandle, "the handle of moe_dispatch")
     rows = sum(handle.received)
-    if out.ndim != 2 or out.shape[0] != rows:
-        raise ValueError(
-            f"out must have 2 dimensions and the {rows} rows that moe_dispatch gave; got shape "
-            f"{tuple(out.shape)}. Pass the rows in the order in which they came."
-        )
+    advice = "Pass the rows that moe_dispatch gave, in the order in which they came."
+    check_shape("out", out, (rows, None), advice)
     if isinstance(out, Float8Tensor):
         out = out.dequantize()
     if handle.gradient is not None:

@@ -374,12 +374,7 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     >>> heads_of_rank(32, 8, 4)
     (8, 2)
     """
-    if groups % ranks:
-        raise ValueError(
-            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got "
-            f"{groups}. Each key/value head is on one rank: use a smaller tp_size, or more groups."
-        )
-    return heads // ranks, groups // ranks
+    return heads // ranks, share_of("num_gqa_groups", groups, ranks)
 
 
 # State dicts. The unsharded parameter is the one that one rank alone would have. A checkpoint of

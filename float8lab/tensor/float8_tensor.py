@@ -17,6 +17,7 @@ from float8lab.arguments import (
     check_floating,
     check_instance,
     check_number,
+    check_shape,
     check_tensor,
     shown,
 )
@@ -94,11 +95,8 @@ def _check_fields(
         )
     blocks = spec.scale_shape(tuple(qdata.shape))
     for name, tensor in (("scale", scale), ("amax", amax)):
-        if tuple(tensor.shape) != blocks:
-            raise ValueError(
-                f"{name} must have shape {blocks}, one number for each block of {spec.block}; got "
-                f"{shown(tensor)}. quantize() makes all parts of a tensor."
-            )
+        advice = f"Give one number for each block of {spec.block}, as quantize() does."
+        check_shape(name, tensor, blocks, advice)
 
 
 class Float8Tensor(Tensor):
@@ -261,11 +259,8 @@ class Float8Tensor(Tensor):
             ValueError: ``value`` has another shape.
         """
         check_floating("value", value)
-        if value.shape != self.shape:
-            raise ValueError(
-                f"value must have shape {tuple(self.shape)}; got {tuple(value.shape)}. "
-                "Reshape it or quantize() it into a new tensor."
-            )
+        advice = "Reshape it or quantize() it into a new tensor."
+        check_shape("value", value, self.shape, advice)
         value = value.dequantize() if isinstance(value, Float8Tensor) else value.to(self.dtype)
         if self._window is not None:
             self._window.write(value.detach())
@@ -310,11 +305,7 @@ class Float8Tensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, Float8Tensor):
-            if value.shape != self.shape:
-                raise ValueError(
-                    f"data must have shape {tuple(self.shape)}, or be a Float8Tensor; got a plain "
-                    f"tensor of shape {tuple(value.shape)}. quantize() it first."
-                )
+            check_shape("data", value, self.shape, "Or make it a Float8Tensor by quantize().")
             q = quantize_blocks(value.detach().to(self.dtype), self.spec)
             value = Float8Tensor._make(*q, self.spec, self.dtype)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # sizes, strides, dtype

@@ -19,6 +19,7 @@ from float8lab.arguments import (
     PARAMETER_DTYPES,
     check_choice,
     check_floating,
+    check_shape,
     check_size,
     check_tensor,
     has_values,
@@ -351,11 +352,7 @@ def check_tokens(name: str, x: Tensor) -> None:
             f"{name} must be a floating-point tensor or a Float8Tensor; got {shown(x)}. Convert it "
             "first; FP8 data moves with their scales as a Float8Tensor."
         )
-    if x.ndim != 2:
-        raise ValueError(
-            f"{name} must have 2 dimensions, tokens and features; got shape {tuple(x.shape)}. "
-            "Reshape it."
-        )
+    check_shape(name, x, (None, None), "Reshape it to tokens and features.")
 
 
 def check_integers(name: str, x: Tensor, ndim: int) -> None:
@@ -363,21 +360,13 @@ def check_integers(name: str, x: Tensor, ndim: int) -> None:
     check_tensor(name, x)
     if x.is_floating_point() or x.is_complex():
         raise TypeError(f"{name} must hold integers; got {shown(x)}. Convert it, by .int().")
-    if x.ndim != ndim:
-        raise ValueError(
-            f"{name} must have {ndim} dimension{'s' * (ndim > 1)}; got shape {tuple(x.shape)}. "
-            "Reshape it."
-        )
+    check_shape(name, x, (None,) * ndim)
 
 
 def check_probs(name: str, probs: Tensor, shape: tuple[int, ...]) -> None:
     """Check for floating-point numbers, as many as there are places for tokens."""
     check_floating(name, probs, "Convert it.")
-    if tuple(probs.shape) != shape:
-        raise ValueError(
-            f"{name} must have shape {shape}, as inp and routing_map or row_id_map say; got "
-            f"{tuple(probs.shape)}. Reshape it."
-        )
+    check_shape(name, probs, shape, "Reshape it, as inp and routing_map or row_id_map say.")
 
 
 # Row maps.
