@@ -117,7 +117,7 @@ def calibrate_experts(
     """Record amaxes of a grouped GEMM in high precision, if an autocast asks for calibration."""
     if STATE.autocast.calibrating:
         groups = Groups.of(x.detach(), Offsets(offs, None))
-        precision.calibrate(groups, weight.detach(), held)
+        precision.calibrate(groups, weight.detach(), experts=held)
 
 
 class IntoBuffer(Float8Function):
