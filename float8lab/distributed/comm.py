@@ -782,16 +782,11 @@ class _Move(NamedTuple):
     enters: bool
 
 
-class _MoveContext(AutogradContext):
-    move: _Move
-    shape: torch.Size
-
-
 class _MoveTokens(Float8Function):
     """Tokens move into a layer or out of it; their gradients move in the opposite direction."""
 
     @staticmethod
-    def forward(ctx: _MoveContext, x: Tensor, move: _Move) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, move: _Move) -> Tensor:
         (parallel, tokens, enters), ctx.move, ctx.shape = move, move, x.shape
         if not enters:
             y = _reduced(parallel, tokens, as_matrix(x), backward=False)
@@ -803,7 +798,7 @@ class _MoveTokens(Float8Function):
         return y.view(parallel.output_shape(x.shape, tokens, x.shape[-1]))
 
     @staticmethod
-    def backward(ctx: _MoveContext, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, dy: Tensor) -> tuple[Tensor, None]:
         (parallel, tokens, enters), dx = ctx.move, as_matrix(dy)
         if enters:
             dx = _reduced(parallel, tokens, dx, backward=True)
@@ -812,21 +807,16 @@ class _MoveTokens(Float8Function):
         return dx.reshape(ctx.shape), None
 
 
-class _FeaturesContext(AutogradContext):
-    parallel: TensorParallel
-    gather: bool
-
-
 class _Features(Float8Function):
     """Features of ranks are gathered, or a rank takes its own; their gradients the opposite."""
 
     @staticmethod
-    def forward(ctx: _FeaturesContext, x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
         ctx.parallel, ctx.gather = parallel, gather
         return _Features._move(x, parallel, gather)
 
     @staticmethod
-    def backward(ctx: _FeaturesContext, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, dy: Tensor) -> tuple[Tensor, None, None]:
         return _Features._move(dy, ctx.parallel, not ctx.gather), None, None
 
     @staticmethod

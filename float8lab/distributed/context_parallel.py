@@ -122,21 +122,17 @@ class _Direction(NamedTuple):
         return ranks.exchange(slices).movedim(0, -3).flatten(-3, -2).movedim(0, self.dim)
 
 
-class _Context(AutogradContext):
-    direction: _Direction
-
-
 class _Exchanged(Float8Function):
     """Tokens for heads, or heads for tokens; the gradient takes the inverse exchange."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, places: Tensor, direction: _Direction) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, places: Tensor, direction: _Direction) -> Tensor:
         ctx.save_for_backward(places)
         ctx.direction = direction
         return direction.move(x, places, backward=False)
 
     @staticmethod
-    def backward(ctx: _Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         return ctx.direction.move(dy, places, backward=True), None, None
 

@@ -120,17 +120,12 @@ class _Settings:
     z_loss: float
 
 
-class _Context(AutogradContext):
-    settings: _Settings
-    words: int
-
-
 class _CrossEntropy(Float8Function):
     """Losses and logarithms of the sums of exponentials, ``[M]`` each."""
 
     @staticmethod
     def forward(
-        ctx: _Context, logits: Tensor, target: Tensor, settings: _Settings
+        ctx: AutogradContext, logits: Tensor, target: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
         words = logits.shape[1]
         V = words * settings.ranks
@@ -161,7 +156,7 @@ class _CrossEntropy(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, dloss: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dloss: Tensor, _: None) -> tuple[Tensor | None, ...]:
         settings, (logits, place, log_sum, is_word, used) = ctx.settings, ctx.saved_tensors
         grad = torch.where(used, torch.where(is_word, dloss.to(log_sum.dtype), torch.nan), 0.0)
         factor = grad * (1 + 2 * settings.z_loss * log_sum) if settings.z_loss else grad

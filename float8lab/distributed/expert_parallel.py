@@ -236,16 +236,12 @@ def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
     return x if handle.gradient is None else _Gradient.run(x, handle.gradient)
 
 
-class _ExchangeContext(AutogradContext):
-    inverse: tuple[tuple[int, ...], tuple[int, ...], dist.ProcessGroup | None]
-
-
 class _Exchange(Float8Function):
     """Rows sent to other ranks; their gradients, plain or in FP8, are sent back."""
 
     @staticmethod
     def forward(
-        ctx: _ExchangeContext,
+        ctx: AutogradContext,
         x: Tensor,
         sent: tuple[int, ...],
         received: tuple[int, ...],
@@ -255,24 +251,20 @@ class _Exchange(Float8Function):
         return exchanged(x, sent, received, group)
 
     @staticmethod
-    def backward(ctx: _ExchangeContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (exchanged(grad, *ctx.inverse), *[None] * 3)
-
-
-class _GradientContext(AutogradContext):
-    spec: Float8Spec | None
 
 
 class _Gradient(Float8Function):
     """The tensor itself, whose gradient becomes an FP8 one, or a plain one for None."""
 
     @staticmethod
-    def forward(ctx: _GradientContext, x: Tensor, spec: Float8Spec | None) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, spec: Float8Spec | None) -> Tensor:
         ctx.spec = spec
         return x.map(lambda t: t) if isinstance(x, Float8Tensor) else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: _GradientContext, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         if ctx.spec is None or isinstance(grad, Float8Tensor):
             return grad.dequantize() if isinstance(grad, Float8Tensor) else grad, None
         return Float8Tensor._make(*quantize_blocks(grad, ctx.spec), ctx.spec, grad.dtype), None

@@ -78,19 +78,14 @@ def plain_weight(
     return _IntoMainGrad.run(value, (fused,), first_microbatch is True)
 
 
-class _MainGradContext(AutogradContext):
-    weights: tuple[Tensor]
-    overwrite: bool
-
-
 class _IntoMainGrad(Float8Function):
     @staticmethod
     def forward(
-        ctx: _MainGradContext, value: Tensor, weights: tuple[Tensor], overwrite: bool
+        ctx: AutogradContext, value: Tensor, weights: tuple[Tensor], overwrite: bool
     ) -> Tensor:
         ctx.weights, ctx.overwrite = weights, overwrite  # a tuple: no other input of the function
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: _MainGradContext, dw: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: AutogradContext, dw: Tensor) -> tuple[Tensor | None, None, None]:
         return accumulate(ctx.weights, dw, overwrite=ctx.overwrite), None, None

@@ -87,14 +87,10 @@ class _Settings(NamedTuple):
     scale: float
 
 
-class _Context(AutogradContext):
-    settings: _Settings
-
-
 class _Attention(Float8Function):
     @staticmethod
     def forward(
-        ctx: _Context, q: Float8Tensor, k: Float8Tensor, v: Float8Tensor, settings: _Settings
+        ctx: AutogradContext, q: Float8Tensor, k: Float8Tensor, v: Float8Tensor, settings: _Settings
     ) -> Tensor:
         for x in (q, k, v):
             x._refresh()
@@ -105,7 +101,7 @@ class _Attention(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dout: Tensor) -> tuple[Tensor | None, ...]:
         *operands, out, lse = ctx.saved_tensors
         if isinstance(dout, Float8Tensor):
             dout = dout._decode()

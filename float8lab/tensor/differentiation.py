@@ -34,12 +34,17 @@ Result = TypeVar("Result")
 
 
 class AutogradContext(FunctionCtx):
-    """The context of a function's forward and backward; subclasses add its attributes."""
+    """The context of a function's forward and backward, which adds attributes of its own."""
 
     save_for_backward: Callable[..., None]
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     next_functions: tuple[tuple[Node | None, int], ...]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: object) -> None: ...
 
 
 class _Export(threading.local):

@@ -169,14 +169,10 @@ def _rms_norm(
     return _RMSNorm.run(x, weight, shape, _rms_eps(x, eps))
 
 
-class _Context(AutogradContext):
-    shape: Sequence[int]
-
-
 class _RMSNorm(Float8Function):
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, weight: Tensor | None, shape: Sequence[int], eps: float
+        ctx: AutogradContext, x: Tensor, weight: Tensor | None, shape: Sequence[int], eps: float
     ) -> Tensor:
         y, _, rstd = _forward(x, shape, weight, None, eps, center=False)
         ctx.save_for_backward(x, weight, rstd)
@@ -185,7 +181,7 @@ class _RMSNorm(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
         return (*_backward(dy, x, ctx.shape, None, rstd, weight, needs=needs), None, None)

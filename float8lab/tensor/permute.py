@@ -532,18 +532,10 @@ def _gathered(
     return x, back
 
 
-class _ScatterContext(AutogradContext):
-    tokens: int
-
-
-class _GatherContext(AutogradContext):
-    rows: int
-
-
 class _Scatter(Float8Function):
     @staticmethod
     def forward(
-        ctx: _ScatterContext, x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None
+        ctx: AutogradContext, x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(row_map)
         ctx.tokens = x.shape[0]
@@ -554,7 +546,7 @@ class _Scatter(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: _ScatterContext, dy: Tensor, dprobs: Tensor | None
+        ctx: AutogradContext, dy: Tensor, dprobs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         (row_map,) = ctx.saved_tensors
         dx, back = _gathered(dy, row_map, None, dprobs)
@@ -565,7 +557,7 @@ class _Scatter(Float8Function):
 
 class _Gather(Float8Function):
     @staticmethod
-    def forward(ctx: _GatherContext, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
+    def forward(ctx: AutogradContext, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
         ctx.rows = y.shape[0]
         # The rows are for the gradient of the probabilities alone.
         rows = y if ctx.needs_input_grad[2] else None
@@ -574,7 +566,7 @@ class _Gather(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _GatherContext, dx: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dx: Tensor) -> tuple[Tensor | None, ...]:
         row_map, *merged = ctx.saved_tensors
         if not merged:
             return _scattered(dx, row_map, ctx.rows)[0], None, None
