@@ -18,6 +18,7 @@ __all__ = [
     "EXPORT",
     "AutogradContext",
     "Float8Function",
+    "GradientMap",
     "is_exporting",
     "once_differentiable",
     "version_of",
@@ -86,6 +87,24 @@ class Float8Function(torch.autograd.Function):
                 f"{_INSTEAD}"
             )
         return cls.apply(*args)
+
+
+class GradientMap(Float8Function):
+    """A function of one tensor, and the one that makes the input's gradient of the output's."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.map_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.map_gradient(gradient), None, None
 
 
 def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result]:
