@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from float8lab.formats import DEQUANTIZED_DTYPES
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.dispatch import check_size, implements, run_fallback
+from float8lab.tensor.dispatch import check_size, implements, overloads, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
 
 __all__: list[str] = []
@@ -194,7 +194,7 @@ def _resize(op: OpOverload, x: Float8Tensor, size: Sequence[int], **kwargs: obje
 
 
 @implements(
-    *(getattr(aten.set_, name) for name in aten.set_.overloads() if "out" not in name),
+    *overloads("set_"),
     aten.resize_as_.default,
     aten.as_strided_.default,
     aten.t_.default,
