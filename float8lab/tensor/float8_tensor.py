@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-__all__ = ["PLAIN", "Float8Tensor", "quantize"]
+__all__ = ["PLAIN", "Float8Tensor", "decoded", "quantize"]
 
 _FIELDS = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
 
@@ -487,6 +487,11 @@ class Float8Tensor(Tensor):
         if self.requires_grad:
             facts.append("requires_grad=True")
         return f"Float8Tensor({_INDENT.join([body, ', '.join(facts), *lines])})"
+
+
+def decoded(x: Tensor) -> Tensor:
+    """A tensor in high precision, for what runs below autograd."""
+    return x._decode() if isinstance(x, Float8Tensor) else x
 
 
 def _has_default_hook(t: type) -> bool:
