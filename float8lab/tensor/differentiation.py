@@ -97,13 +97,13 @@ class GradientMap(Float8Function):
         ctx: AutogradContext,
         x: Tensor,
         forward: Callable[[Tensor], Tensor],
-        backward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor | None],
     ) -> Tensor:
         ctx.map_gradient = backward
         return forward(x)
 
     @staticmethod
-    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         return ctx.map_gradient(gradient), None, None
 
 

@@ -23,7 +23,7 @@ from float8lab.arguments import (
 )
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
-from float8lab.tensor.differentiation import Float8Function
+from float8lab.tensor.differentiation import Float8Function, GradientMap
 from float8lab.tensor.dispatch import (
     ANY_VIEW,
     announce_address,
@@ -547,19 +547,6 @@ class _Dequantize(Float8Function):
         return grad
 
 
-class _Quantize(Float8Function):
-    @staticmethod
-    def forward(
-        ctx: object, x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
-    ) -> Float8Tensor:
-        tensors = quantize_blocks(x, spec, scale=scale, amax_epsilon=amax_epsilon)
-        return Float8Tensor._make(*tensors, spec, x.dtype)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad, *[None] * 3)
-
-
 def _rebuild(  # noqa: PLR0913  # the state in pickles
     qdata: Tensor,
     scale: Tensor,
@@ -647,7 +634,12 @@ def quantize(
     spec = spec.expand(x.ndim)
     if scale is not None:
         scale = _checked_scale(scale, spec.scale_shape(tuple(x.shape))).to(x.device)
-    return _Quantize.run(x, spec, scale, amax_epsilon)
+
+    def quantized(x: Tensor) -> Float8Tensor:
+        tensors = quantize_blocks(x, spec, scale=scale, amax_epsilon=amax_epsilon)
+        return Float8Tensor._make(*tensors, spec, x.dtype)
+
+    return GradientMap.run(x, quantized, lambda grad: grad)
 
 
 def _checked_scale(scale: Tensor | float, expected: tuple[int, ...]) -> Tensor:
