@@ -37,6 +37,7 @@ __all__ = [
     "check_names",
     "check_number",
     "check_path",
+    "check_shape",
     "check_size",
     "check_state",
     "check_tensor",
@@ -241,10 +242,18 @@ def check_input(
             f"{name} must have {last} as its last dimension{'s' * (len(sizes) > 1)} ({argument}); "
             f"got shape {tuple(x.shape)}. Reshape it, or build the module with that {argument}."
         )
-    if ndim is not None and x.ndim != ndim:
-        raise ValueError(
-            f"{name} must have {ndim} dimensions; got shape {tuple(x.shape)}. Reshape it."
-        )
+    if ndim is not None:
+        check_shape(name, x, (None,) * ndim)
+
+
+def check_shape(
+    name: str, x: torch.Tensor, sizes: Sequence[int | None], advice: str = "Reshape it."
+) -> None:
+    """Check for a tensor of these sizes, one for each dimension; None is any size."""
+    pairs = zip(x.shape, sizes, strict=False)
+    if x.ndim != len(sizes) or any(n is not None and n != size for size, n in pairs):
+        shape = str(tuple(sizes)).replace("None", "any")
+        raise ValueError(f"{name} must have shape {shape}; got {tuple(x.shape)}. {advice}")
 
 
 def check_module(name: str, value: object) -> None:

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from float8lab.arguments import shown
+from float8lab.arguments import check_choice, check_instance, shown
 
 __all__ = [
     "DEQUANTIZED_DTYPES",
@@ -145,11 +145,10 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ..
     return blocks
 
 
-def _wrong_shapes(shape: Any, block: Any) -> TypeError | ValueError:
-    """The error for a shape and a block that do not belong together."""
+def _wrong_shapes(shape: Any, block: Any) -> ValueError:
+    """The error for a shape and a block that do not belong together; raises if one is no tuple."""
     for name, value in (("shape", shape), ("block", block)):
-        if not isinstance(value, (tuple, list)):
-            return _no_tuple(name, value)
+        check_instance(name, value, (tuple, list), "a tuple of sizes")
     return ValueError(
         f"shape and block must be integers, one of each for a dimension; got {shown(shape)} and "
         f"{shown(block)}. A block has positive sizes, or -1 for a whole dimension."
@@ -186,12 +185,6 @@ def gemm_support(a_block: Sequence[int], b_block: Sequence[int]) -> GemmSupport 
     """
     a, b = a_block[1], b_block[1]
     return _GEMMS.get((a if a == -1 else tuple(a_block), b if b == -1 else tuple(b_block)))
-
-
-def _no_tuple(name: str, value: object) -> TypeError:
-    return TypeError(
-        f"{name} must be a tuple of sizes; got {shown(value)}. Pass one for each dimension."
-    )
 
 
 def shares_matrix_amax(block: Sequence[int], rule: str) -> bool:
@@ -259,19 +252,14 @@ class Spec:
                 "fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
                 f"{shown(self.fp8_dtype)}. Choose one."
             )
-        if not isinstance(self.scale_rule, str) or self.scale_rule not in SCALE_RULES:
-            raise ValueError(
-                f"scale_rule must be one of {SCALE_RULES}; got {shown(self.scale_rule)}. Choose "
-                "one."
-            )
+        check_choice("scale_rule", self.scale_rule, SCALE_RULES)
         allowed = (E4M3, E2M1) if self.scale_rule in E2M1_RULES else FP8_DTYPES
         if self.fp8_dtype not in allowed:
             raise ValueError(
                 f"scale_rule must be a rule for {self.fp8_dtype}; got {self.scale_rule!r}. "
                 "Elements in e2m1 are held in torch.float8_e4m3fn, or packed."
             )
-        if not isinstance(self.block, tuple):
-            raise _no_tuple("block", self.block)
+        check_instance("block", self.block, tuple, "a tuple of sizes")
         if self.fp8_dtype == E2M1:
             _check_packed_block(self.block)
         elif not all(isinstance(b, int) and (b > 0 or b == -1) for b in self.block):
@@ -408,8 +396,7 @@ def Float4Spec(
     >>> Float4Spec((1, 1, 16)).scale_shape((8, 64, 128))
     (8, 64, 8)
     """
-    if not isinstance(block, tuple):
-        raise _no_tuple("block", block)
+    check_instance("block", block, tuple, "a tuple of sizes")
     _check_packed_block(block)
     if scale_dtype not in (E4M3, E8M0):
         raise ValueError(

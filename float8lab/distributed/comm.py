@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -46,7 +47,7 @@ from float8lab.ops.operand import Operand
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.recipe import GemmPlan, LinearPlan
 from float8lab.recipes.reduction import amax_over_ranks, channel
-from float8lab.tensor.differentiation import AutogradContext, Float8Function
+from float8lab.tensor.differentiation import GradientMap
 from float8lab.tensor.dtensor import local_of
 
 __all__ = [
@@ -315,7 +316,16 @@ class TensorParallel:
 
         The gradient of all is the same on all ranks, as what they compute of all is.
         """
-        return _Features.run(x, self, gather)
+        there, back = (partial(self._move_features, gather=way) for way in (gather, not gather))
+        return GradientMap.run(x, there, back)
+
+    def _move_features(self, x: Tensor, *, gather: bool) -> Tensor:
+        """Gather the features of ranks, or take a rank's own."""
+        size = x.shape[-1] * (self.size if gather else 1)
+        features = ShardMap.of(size, self.size, self.rank)
+        if not gather:
+            return features.shard(x, -1).contiguous()
+        return self.gather(as_matrix(x), features, 1).view(*x.shape[:-1], size)
 
     def enter(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
         """A layer's input as its GEMM takes it, differentiable."""
@@ -323,7 +333,7 @@ class TensorParallel:
 
     def gather_tokens(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
         """All tokens of a tensor of which each rank has some, differentiable."""
-        return _MoveTokens.run(x, _Move(self, tokens, enters=True))
+        return self._move_tokens(x, tokens, enters=True)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
@@ -331,8 +341,32 @@ class TensorParallel:
         """A layer in high precision, differentiable, of an input that has entered."""
         if self.mode == "column":
             return F.linear(x, weight, bias)
-        y = _MoveTokens.run(F.linear(x, weight), _Move(self, tokens, enters=False))
+        y = self._move_tokens(F.linear(x, weight), tokens, enters=False)
         return y if bias is None else y + bias
+
+    def _move_tokens(self, x: Tensor, tokens: ShardMap | None, *, enters: bool) -> Tensor:
+        """Move tokens into a layer or out of it; their gradients move in the opposite direction."""
+        shape = x.shape
+
+        def forward(x: Tensor) -> Tensor:
+            if enters and tokens is None:
+                return x.view_as(x)
+            y = as_matrix(x)
+            if not enters:
+                y = _reduced(self, tokens, y, backward=False)
+            elif tokens is not None and self.gathers:
+                y = self.gather(y, tokens)
+            return y.view(self.output_shape(shape, tokens, shape[-1]))
+
+        def backward(dy: Tensor) -> Tensor:
+            dx = as_matrix(dy)
+            if enters:
+                dx = _reduced(self, tokens, dx, backward=True)
+            elif tokens is not None and self.scatters:
+                dx = self.gather(dx, tokens)
+            return dx.reshape(shape)
+
+        return GradientMap.run(x, forward, backward)
 
 
 def misfit(features: Sequence[ShardMap], plan: LinearPlan) -> str | None:
@@ -774,71 +808,6 @@ def _side_by_side(shards: Tensor, dim: int) -> Tensor:
 def _after(count: int, dim: int) -> tuple[int, ...]:
     """``count`` more rows, or columns, behind those of a matrix, as ``F.pad`` takes it."""
     return (0, 0, 0, count) if dim == 0 else (0, count)
-
-
-class _Move(NamedTuple):
-    """A move of tokens into a layer, or out of it."""
-
-    parallel: TensorParallel
-    tokens: ShardMap | None
-    enters: bool
-
-
-class _MoveContext(AutogradContext):
-    move: _Move
-    shape: torch.Size
-
-
-class _MoveTokens(Float8Function):
-    """Tokens move into a layer or out of it; their gradients move in the opposite direction."""
-
-    @staticmethod
-    def forward(ctx: _MoveContext, x: Tensor, move: _Move) -> Tensor:
-        (parallel, tokens, enters), ctx.move, ctx.shape = move, move, x.shape
-        if not enters:
-            y = _reduced(parallel, tokens, as_matrix(x), backward=False)
-        elif tokens is None:
-            return x.view_as(x)
-        else:
-            y = as_matrix(x)
-            y = parallel.gather(y, tokens) if parallel.gathers else y
-        return y.view(parallel.output_shape(x.shape, tokens, x.shape[-1]))
-
-    @staticmethod
-    def backward(ctx: _MoveContext, dy: Tensor) -> tuple[Tensor, None]:
-        (parallel, tokens, enters), dx = ctx.move, as_matrix(dy)
-        if enters:
-            dx = _reduced(parallel, tokens, dx, backward=True)
-        elif tokens is not None and parallel.scatters:
-            dx = parallel.gather(dx, tokens)
-        return dx.reshape(ctx.shape), None
-
-
-class _FeaturesContext(AutogradContext):
-    parallel: TensorParallel
-    gather: bool
-
-
-class _Features(Float8Function):
-    """Features of ranks are gathered, or a rank takes its own; their gradients the opposite."""
-
-    @staticmethod
-    def forward(ctx: _FeaturesContext, x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
-        ctx.parallel, ctx.gather = parallel, gather
-        return _Features._move(x, parallel, gather)
-
-    @staticmethod
-    def backward(ctx: _FeaturesContext, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _Features._move(dy, ctx.parallel, not ctx.gather), None, None
-
-    @staticmethod
-    def _move(x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
-        if not gather:
-            features = ShardMap.of(x.shape[-1], parallel.size, parallel.rank)
-            return features.shard(x, -1).contiguous()
-        size = x.shape[-1] * parallel.size
-        features = ShardMap.of(size, parallel.size, parallel.rank)
-        return parallel.gather(as_matrix(x), features, 1).view(*x.shape[:-1], size)
 
 
 # Gradients that sequence parallelism makes partial: of parameters that all ranks have alike. Each

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from float8lab.arguments import check_group, check_lengths, check_size, check_tensor, has_values
 from float8lab.distributed.ranks import all_gathered, exchanged
-from float8lab.tensor.differentiation import AutogradContext, Float8Function
+from float8lab.tensor.differentiation import GradientMap
 
 __all__ = ["ContextParallel", "join_sequence", "places_of", "positions", "shard_sequence"]
 
@@ -85,11 +86,25 @@ class ContextParallel:
         """
         if x.shape[-2] < self.size:
             x = x.repeat_interleave(self.size // x.shape[-2], -2)
-        return _Exchanged.run(x, places, _Direction(self, dim, to_heads=True))
+        moves = (self._to_heads, self._to_tokens)
+        return GradientMap.run(x, *(partial(move, dim=dim, places=places) for move in moves))
 
     def local_tokens(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
         """The inverse of ``full_sequence``: what each rank computed of this rank's tokens."""
-        return _Exchanged.run(x, places, _Direction(self, dim, to_heads=False))
+        moves = (self._to_tokens, self._to_heads)
+        return GradientMap.run(x, *(partial(move, dim=dim, places=places) for move in moves))
+
+    def _to_heads(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
+        """Exchange tokens for heads."""
+        slices = x.movedim(dim, 0).unflatten(-2, (self.size, -1)).movedim(-3, 0)
+        rows = self.exchange(slices).flatten(0, 1)
+        return torch.empty_like(rows).index_copy_(0, places.flatten(), rows).movedim(0, dim)
+
+    def _to_tokens(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
+        """Exchange heads for tokens."""
+        rows = x.movedim(dim, 0).index_select(0, places.flatten())
+        slices = self.exchange(rows.unflatten(0, places.shape))
+        return slices.movedim(0, -3).flatten(-3, -2).movedim(0, dim)
 
     def exchange(self, slices: Tensor) -> Tensor:
         """``[R, ...]``: slice r goes to rank r, and from rank r comes slice r of the result."""
@@ -101,44 +116,6 @@ class ContextParallel:
         if not isinstance(x, Tensor) or x.ndim < -dim or x.shape[dim] == 1:
             return x
         return cast("Value", x.chunk(self.size, dim)[self.rank])
-
-
-class _Direction(NamedTuple):
-    """Which exchange runs, and along which dimension the tokens are."""
-
-    ranks: ContextParallel
-    dim: int
-    to_heads: bool
-
-    def move(self, x: Tensor, places: Tensor, *, backward: bool) -> Tensor:
-        """The exchange, or in backward its inverse."""
-        ranks, rows = self.ranks, x.movedim(self.dim, 0)
-        if self.to_heads != backward:
-            slices = rows.unflatten(-2, (ranks.size, -1)).movedim(-3, 0)
-            rows = ranks.exchange(slices).flatten(0, 1)
-            ordered = torch.empty_like(rows).index_copy_(0, places.flatten(), rows)
-            return ordered.movedim(0, self.dim)
-        slices = rows.index_select(0, places.flatten()).unflatten(0, places.shape)
-        return ranks.exchange(slices).movedim(0, -3).flatten(-3, -2).movedim(0, self.dim)
-
-
-class _Context(AutogradContext):
-    direction: _Direction
-
-
-class _Exchanged(Float8Function):
-    """Tokens for heads, or heads for tokens; the gradient takes the inverse exchange."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, places: Tensor, direction: _Direction) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.direction = direction
-        return direction.move(x, places, backward=False)
-
-    @staticmethod
-    def backward(ctx: _Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return ctx.direction.move(dy, places, backward=True), None, None
 
 
 def positions(starts: Tensor, tokens: int, size: int) -> Tensor:

@@ -15,6 +15,7 @@ from float8lab.arguments import (
     check_floating,
     check_group,
     check_number,
+    check_shape,
     check_size,
     check_tensor,
     shown,
@@ -80,11 +81,7 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
     check_tensor("target", target)
     if target.dtype not in INTEGER_DTYPES:
         raise TypeError(f"target must hold integers; got {shown(target)}. Pass each token's word.")
-    if target.shape != inp.shape[:-1]:
-        raise ValueError(
-            f"target must have the shape of inp without its last dimension, "
-            f"{tuple(inp.shape[:-1])}; got {tuple(target.shape)}. Reshape it."
-        )
+    check_shape("target", target, inp.shape[:-1], "Give it all dimensions of inp but the last.")
     smoothing = check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
     z_loss = check_number("z_loss_weight", z_loss_weight, minimum=0)
     check_flags(
@@ -123,17 +120,12 @@ class _Settings:
     z_loss: float
 
 
-class _Context(AutogradContext):
-    settings: _Settings
-    words: int
-
-
 class _CrossEntropy(Float8Function):
     """Losses and logarithms of the sums of exponentials, ``[M]`` each."""
 
     @staticmethod
     def forward(
-        ctx: _Context, logits: Tensor, target: Tensor, settings: _Settings
+        ctx: AutogradContext, logits: Tensor, target: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
         words = logits.shape[1]
         V = words * settings.ranks
@@ -164,7 +156,7 @@ class _CrossEntropy(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, dloss: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dloss: Tensor, _: None) -> tuple[Tensor | None, ...]:
         settings, (logits, place, log_sum, is_word, used) = ctx.settings, ctx.saved_tensors
         grad = torch.where(used, torch.where(is_word, dloss.to(log_sum.dtype), torch.nan), 0.0)
         factor = grad * (1 + 2 * settings.z_loss * log_sum) if settings.z_loss else grad

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8lab.arguments import check_group, check_instance, check_tensor
+from float8lab.arguments import check_group, check_instance, check_shape, check_tensor
 from float8lab.distributed.ranks import exchanged, rank_and_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks
-from float8lab.tensor.differentiation import AutogradContext, Float8Function
+from float8lab.tensor.differentiation import GradientMap
 from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.permute import (
     check_integers,
@@ -187,9 +188,9 @@ def moe_dispatch(
     y, row_probs, row_map = moe_permute_with_probs(inp, probs, routing_map, sum(sent))
     order = None
     if size > 1:
-        y = _Exchange.run(y, sent, received, group)
-        row_probs = _Exchange.run(row_probs[:, None], sent, received, group)
-    y = _Gradient.run(y, gradient) if gradient is not None else y
+        y = _exchange(y, sent, received, group)
+        row_probs = _exchange(row_probs[:, None], sent, received, group)
+    y = _with_gradient(y, gradient) if gradient is not None else y
     if size > 1:
         chunks = torch.arange(arriving.numel(), device=arriving.device).view_as(arriving)
         order = map_of_chunks(sum(received), arriving.flatten(), chunks.t().flatten())
@@ -223,59 +224,37 @@ def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
     check_tensor("out", out)
     check_instance("handle", handle, DispatchHandle, "the handle of moe_dispatch")
     rows = sum(handle.received)
-    if out.ndim != 2 or out.shape[0] != rows:
-        raise ValueError(
-            f"out must have 2 dimensions and the {rows} rows that moe_dispatch gave; got shape "
-            f"{tuple(out.shape)}. Pass the rows in the order in which they came."
-        )
+    advice = "Pass the rows that moe_dispatch gave, in the order in which they came."
+    check_shape("out", out, (rows, None), advice)
     if isinstance(out, Float8Tensor):
         out = out.dequantize()
     if handle.gradient is not None:
-        out = _Gradient.run(out, None)
+        out = _with_gradient(out, None)
     if handle.order is not None:
         out = gather_rows(out, handle.order)
-        out = _Exchange.run(out, handle.received, handle.sent, handle.group)
+        out = _exchange(out, handle.received, handle.sent, handle.group)
     x = gather_rows(out, handle.row_map)
-    return x if handle.gradient is None else _Gradient.run(x, handle.gradient)
+    return x if handle.gradient is None else _with_gradient(x, handle.gradient)
 
 
-class _ExchangeContext(AutogradContext):
-    inverse: tuple[tuple[int, ...], tuple[int, ...], dist.ProcessGroup | None]
-
-
-class _Exchange(Float8Function):
+def _exchange(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
     """Rows sent to other ranks; their gradients, plain or in FP8, are sent back."""
-
-    @staticmethod
-    def forward(
-        ctx: _ExchangeContext,
-        x: Tensor,
-        sent: tuple[int, ...],
-        received: tuple[int, ...],
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        ctx.inverse = received, sent, group
-        return exchanged(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: _ExchangeContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (exchanged(grad, *ctx.inverse), *[None] * 3)
+    there = partial(exchanged, sent=sent, received=received, group=group)
+    back = partial(exchanged, sent=received, received=sent, group=group)
+    return GradientMap.run(x, there, back)
 
 
-class _GradientContext(AutogradContext):
-    spec: Float8Spec | None
-
-
-class _Gradient(Float8Function):
+def _with_gradient(x: Tensor, spec: Float8Spec | None) -> Tensor:
     """The tensor itself, whose gradient becomes an FP8 one, or a plain one for None."""
 
-    @staticmethod
-    def forward(ctx: _GradientContext, x: Tensor, spec: Float8Spec | None) -> Tensor:
-        ctx.spec = spec
+    def alias(x: Tensor) -> Tensor:
         return x.map(lambda t: t) if isinstance(x, Float8Tensor) else x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: _GradientContext, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.spec is None or isinstance(grad, Float8Tensor):
-            return grad.dequantize() if isinstance(grad, Float8Tensor) else grad, None
-        return Float8Tensor._make(*quantize_blocks(grad, ctx.spec), ctx.spec, grad.dtype), None
+    def store(grad: Tensor) -> Tensor:
+        if spec is None or isinstance(grad, Float8Tensor):
+            return grad.dequantize() if isinstance(grad, Float8Tensor) else grad
+        return Float8Tensor._make(*quantize_blocks(grad, spec), spec, grad.dtype)
+
+    return GradientMap.run(x, alias, store)

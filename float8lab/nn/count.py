@@ -16,26 +16,16 @@ from float8lab.formats import E4M3, E5M2
 from float8lab.nn.convert.walk import is_unseen
 from float8lab.ops.gemm import may_multiply
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.dispatch import overloads
 
 __all__ = ["GEMM_OPS", "GemmCounts", "count_gemms"]
 
 
-def _overloads(*names: str) -> frozenset[Any]:
-    """The overloads of torch's ops of these names, save those that write to ``out``."""
-    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-    return frozenset(
-        getattr(packet, overload)
-        for packet in packets
-        for overload in packet.overloads()
-        if not overload.endswith("out")
-    )
-
-
-_HIGH_PRECISION = _overloads(
+_HIGH_PRECISION = overloads(
     "mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "matmul", "linear",
     "_grouped_mm",
 )  # fmt: skip
-_SCALED = _overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+_SCALED = overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 _FP8 = frozenset((torch.ops.float8lab.scaled_mm.default,))
 GEMM_OPS = _HIGH_PRECISION | _SCALED | _FP8
 """The overloads that count as a GEMM."""

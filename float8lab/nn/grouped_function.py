@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from float8lab.nn.expert_parameters import is_memory_of_parameter
@@ -26,7 +25,7 @@ from float8lab.tensor.differentiation import (
     wanted_gradients,
 )
 
-__all__ = ["GroupedFunction", "InFirstRank", "IntoBuffer", "calibrate_experts"]
+__all__ = ["GroupedFunction", "calibrate_experts"]
 
 _IN_HIGH_PRECISION = call_under(Float8CurrentScaling(override_linear_precision=(True, True, True)))
 
@@ -117,29 +116,4 @@ def calibrate_experts(
     """Record amaxes of a grouped GEMM in high precision, if an autocast asks for calibration."""
     if STATE.autocast.calibrating:
         groups = Groups.of(x.detach(), Offsets(offs, None))
-        precision.calibrate(groups, weight.detach(), held)
-
-
-class IntoBuffer(Float8Function):
-    """``x``, whose gradient is written to a buffer, and given as that: ``run`` it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: Tensor) -> Tensor:
-        ctx.buffer = buffer
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return ctx.buffer.copy_(dx), None
-
-
-class InFirstRank(Float8Function):
-    """A bias in a rank's part of a sum: the first one's alone. All get its gradient: ``run`` it."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, rank: int) -> Tensor:
-        return torch.zeros_like(bias) if rank else bias.view_as(bias)
-
-    @staticmethod
-    def backward(ctx: Any, db: Tensor) -> tuple[Tensor, None]:
-        return db, None
+        precision.calibrate(groups, weight.detach(), experts=held)

@@ -23,12 +23,7 @@ from float8lab.arguments import (
 from float8lab.distributed.expert_parallel import held_experts, local_experts
 from float8lab.nn.casts import plain
 from float8lab.nn.expert_parameters import ExpertMemory, expert_names, fit_state_dict, lay_together
-from float8lab.nn.grouped_function import (
-    GroupedFunction,
-    InFirstRank,
-    IntoBuffer,
-    calibrate_experts,
-)
+from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
 from float8lab.nn.layer import GemmDef, GemmModule
 from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import parallel_size, share_of
@@ -37,7 +32,7 @@ from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
 from float8lab.ops import as_matrix
 from float8lab.recipes.region import capturing
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.differentiation import is_exporting
+from float8lab.tensor.differentiation import GradientMap, is_exporting
 from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.permute import are_sizes
 
@@ -257,7 +252,8 @@ class GroupedLinear(GemmModule):
         if dgrad_out is None:
             return x
         _check_buffer("dgrad_out", dgrad_out, (*inp.shape[:-1], self.in_features))
-        return IntoBuffer.run(x, dgrad_out.view_as(x))
+        buffer = dgrad_out.view_as(x)
+        return GradientMap.run(x, lambda x: x.view_as(x), lambda dx: buffer.copy_(dx))
 
     def _begin_experts(
         self,
@@ -312,7 +308,12 @@ class GroupedLinear(GemmModule):
         single, parallel = self.single_grouped_bias, self._fp8.parallel
         bias, parameters = (biases[0], ()) if single else self._stacked("bias", biases)
         if parallel is not None and self.parallel_mode == "row":
-            bias = InFirstRank.run(bias, parallel.rank)
+            # One rank adds it to the sum, and all have its gradient.
+            bias = GradientMap.run(
+                bias,
+                lambda b: torch.zeros_like(b) if parallel.rank else b.view_as(b),
+                lambda db: db,
+            )
         return bias, parameters
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -27,6 +27,7 @@ from float8lab.arguments import (
     check_dtype,
     check_flags,
     check_input,
+    check_shape,
 )
 from float8lab.distributed.comm import SharedScales, mark_sequence_parallel
 from float8lab.distributed.fsdp.shards import Shardable
@@ -365,11 +366,8 @@ class NormGemmModule(GemmModule):
         if dtype not in PARAMETER_DTYPES or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (features,), argument)
         if self.layer_norm_weight.shape != (normed,):
-            raise ValueError(
-                f"layer_norm_weight must have the {normed} features of the weight ({argument}); "
-                f"got shape {tuple(self.layer_norm_weight.shape)}. Replace both by parameters of "
-                "one size."
-            )
+            advice = f"Give it and the weight the same features ({argument})."
+            check_shape("layer_norm_weight", self.layer_norm_weight, (normed,), advice)
         return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
 
     def _normed(self, x: Tensor) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from float8lab.nn.casts import plain
-from float8lab.tensor.differentiation import AutogradContext, Float8Function
+from float8lab.tensor.differentiation import GradientMap
 
 __all__ = ["accumulate", "fused_weight", "plain_weight"]
 
@@ -75,22 +76,5 @@ def plain_weight(
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
     value = plain(weight).to(fused.main_grad.dtype) if as_main else plain(weight)
-    return _IntoMainGrad.run(value, (fused,), first_microbatch is True)
-
-
-class _MainGradContext(AutogradContext):
-    weights: tuple[Tensor]
-    overwrite: bool
-
-
-class _IntoMainGrad(Float8Function):
-    @staticmethod
-    def forward(
-        ctx: _MainGradContext, value: Tensor, weights: tuple[Tensor], overwrite: bool
-    ) -> Tensor:
-        ctx.weights, ctx.overwrite = weights, overwrite  # a tuple: no other input of the function
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: _MainGradContext, dw: Tensor) -> tuple[Tensor | None, None, None]:
-        return accumulate(ctx.weights, dw, overwrite=ctx.overwrite), None, None
+    into_main = partial(accumulate, (fused,), overwrite=first_microbatch is True)
+    return GradientMap.run(value, lambda value: value.view_as(value), into_main)

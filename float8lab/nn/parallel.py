@@ -29,7 +29,7 @@ from float8lab.distributed.context_parallel import ContextParallel
 from float8lab.distributed.ranks import all_objects, tensors_of_ranks
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.dtensor import is_dtensor, local_of
+from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -374,12 +374,7 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     >>> heads_of_rank(32, 8, 4)
     (8, 2)
     """
-    if groups % ranks:
-        raise ValueError(
-            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got "
-            f"{groups}. Each key/value head is on one rank: use a smaller tp_size, or more groups."
-        )
-    return heads // ranks, groups // ranks
+    return heads // ranks, share_of("num_gqa_groups", groups, ranks)
 
 
 # State dicts. The unsharded parameter is the one that one rank alone would have. A checkpoint of
@@ -532,10 +527,7 @@ def _as_dtensor(name: str, local: DTensor, unsharded: Tensor) -> DTensor:
     if dim is not None:
         rank = local.device_mesh.get_local_rank()
         unsharded = _take_shard(name, ParameterShard(dim - local.ndim, rank, ranks), unsharded)
-    return type(local).from_local(
-        unsharded.to(local.device), local.device_mesh, local.placements, run_check=False,
-        shape=local.shape, stride=local.stride(),
-    )  # fmt: skip
+    return cast("DTensor", with_local(local, unsharded.to(local.device)))
 
 
 def _checked(name: str, states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -432,27 +432,34 @@ class Precision:
         for slots in self.slots.values():
             slots.set_parallel(parallel)
 
-    def calibrate(
-        self, x: Tensor | Groups, weight: Tensor | Groups, experts: range | None = None
-    ) -> None:
-        """Record amaxes of a call in high precision, if an autocast asks for calibration."""
+    def has_slots(self, recipe: Recipe) -> bool:
+        """Whether a recipe has delayed scales of the GEMM."""
+        return recipe.linear.delayed
+
+    def calibrate(self, *operands: Tensor | Groups, experts: range | None = None) -> None:
+        """Record amaxes of a call in high precision, if an autocast asks for calibration.
+
+        ``operands`` are in the order of their slots; x in groups has a weight of several experts.
+        """
         if STATE.autocast.calibrating:
-            self._calibrate(x, weight, experts)
+            self._calibrate(operands, experts)
 
     @torch._disable_dynamo  # a graph cannot hold it
-    def _calibrate(
-        self, x: Tensor | Groups, weight: Tensor | Groups, experts: range | None
-    ) -> None:
+    def _calibrate(self, operands: Sequence[Tensor | Groups], experts: range | None) -> None:
         if STATE.autocast.enabled or in_backward():
             return
         recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
         if self.pinned:
             recipe = self.recipe or recipe
-        if not recipe.linear.delayed or x.dtype not in HIGH_PRECISION_DTYPES:
+        x = operands[0]
+        if not self.has_slots(recipe) or x.dtype not in HIGH_PRECISION_DTYPES:
             return
         slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device)
-        slots.observe(X, as_matrix(x.detach()) if isinstance(x, Tensor) else x, experts)
-        slots.observe(W, weight.detach() if isinstance(weight, Tensor) else weight, experts)
+        for index, operand in enumerate(operands):
+            if isinstance(operand, Tensor):
+                operand = as_matrix(operand) if isinstance(x, Tensor) else operand
+                operand = operand.detach()
+            slots.observe(index, operand, experts)
         if STATE.region is not None:
             STATE.region.packs[slots.pack] = None
 

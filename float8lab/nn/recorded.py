@@ -98,7 +98,7 @@ class Recorded:
             p for p in unit.module.parameters() if p.requires_grad and self.with_gradients
         ]
         self.backward: Callable[[], None] = _no_graph  # replays it
-        self.node: weakref.ref[_ReplayContext] | None = None
+        self.node: weakref.ref[AutogradContext] | None = None
         self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
         self._aliases = _aliases(unit.module)
 
@@ -190,7 +190,7 @@ class Recorded:
         return [y.clone() if self.exact else y.detach() for y in self.outputs]
 
     def replay_backward(
-        self, node: _ReplayContext, gradients: Sequence[Tensor | None]
+        self, node: AutogradContext, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The gradients of inputs and parameters."""
         if self.node is None or self.node() is not node:
@@ -225,15 +225,11 @@ class Recorded:
         return copies
 
 
-class _ReplayContext(AutogradContext):
-    recorded: Recorded
-
-
 class _Replay(torch.autograd.Function):
     """The node of a replay."""
 
     @staticmethod
-    def forward(ctx: _ReplayContext, recorded: Recorded, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: AutogradContext, recorded: Recorded, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = recorded.replay_forward(tensors)
         ctx.recorded = recorded
         ctx.set_materialize_grads(False)
@@ -247,7 +243,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _ReplayContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         recorded = ctx.recorded
         if recorded.exact:
             _ = ctx.saved_tensors  # which torch checks

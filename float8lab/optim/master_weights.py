@@ -34,6 +34,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks, quantize_blocks_, requantize_blocks
 from float8lab.tensor.dtensor import local_of, with_local
+from float8lab.tensor.float8_tensor import decoded
 
 __all__ = ["MasterWeights"]
 
@@ -331,7 +332,7 @@ class MasterWeights(torch.optim.Optimizer):
         for p, master in self.masters.items():
             gradient = p.grad
             if gradient is not None:
-                gradient = _high_precision(gradient, master.dtype)
+                gradient = with_local(gradient, decoded(local_of(gradient))).to(master.dtype)
             master.grad = gradient
 
     def _write_parameters(self) -> None:
@@ -363,7 +364,7 @@ def _update_master_(master: Tensor, p: Tensor) -> None:
         moved = torch.empty_like(local_master, device=local.device)
         local_master.data = moved.copy_(local_master)
     if not _describes(local_master, local):
-        local_master.copy_(_plain(local))
+        local_master.copy_(decoded(local))
 
 
 @torch.no_grad()
@@ -456,23 +457,11 @@ def _shares_blocks(p: Tensor) -> bool:
     return by_rows and row_shard_of(p).spec.amax_block[0] != 1
 
 
-def _plain(local: Tensor) -> Tensor:
-    return local.dequantize() if isinstance(local, Float8Tensor) else local
-
-
-def _high_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype`` and not in FP8; ``x`` itself if it is that already."""
-    local = local_of(x)
-    if isinstance(local, Float8Tensor):
-        x = with_local(x, local.dequantize())
-    return x.to(dtype)
-
-
 @torch.no_grad()
 def _new_master(p: Tensor, dtype: torch.dtype) -> Tensor:
     """The master of a stored parameter, of the best initial value there is."""
     local = local_of(p)
-    value = _plain(local)
+    value = decoded(local)
     if isinstance(local, Float8Tensor):
         initial = local.get_high_precision_init_val()
         if initial is not None:

@@ -19,7 +19,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import fp8_attention_backward_op, fp8_attention_op, has_fp8_attention
 from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 from float8lab.tensor.dispatch import implements, implements_composite
-from float8lab.tensor.float8_tensor import Float8Tensor
+from float8lab.tensor.float8_tensor import Float8Tensor, decoded
 
 __all__: list[str] = []
 
@@ -87,14 +87,10 @@ class _Settings(NamedTuple):
     scale: float
 
 
-class _Context(AutogradContext):
-    settings: _Settings
-
-
 class _Attention(Float8Function):
     @staticmethod
     def forward(
-        ctx: _Context, q: Float8Tensor, k: Float8Tensor, v: Float8Tensor, settings: _Settings
+        ctx: AutogradContext, q: Float8Tensor, k: Float8Tensor, v: Float8Tensor, settings: _Settings
     ) -> Tensor:
         for x in (q, k, v):
             x._refresh()
@@ -105,11 +101,11 @@ class _Attention(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dout: Tensor) -> tuple[Tensor | None, ...]:
         *operands, out, lse = ctx.saved_tensors
-        if isinstance(dout, Float8Tensor):
-            dout = dout._decode()
-        gradients = fp8_attention_backward_op(dout, *_operands(*operands), out, lse, *ctx.settings)
+        gradients = fp8_attention_backward_op(
+            decoded(dout), *_operands(*operands), out, lse, *ctx.settings
+        )
         needs = ctx.needs_input_grad[:3]
         return (*(g if need else None for g, need in zip(gradients, needs, strict=True)), None)
 

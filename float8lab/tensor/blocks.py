@@ -16,6 +16,7 @@ from torch import Tensor
 
 from float8lab.formats import FLOAT32_MAX, Spec, scale_shape, scales_by_column
 from float8lab.ops import cast_many_op, factors_from_amax, round_to_fp8, value_of_op
+from float8lab.ops.reference.blocks import expand_scale
 from float8lab.recipes.delayed import QuantParams
 from float8lab.tensor.operands import quantize
 
@@ -32,14 +33,6 @@ __all__ = [
     "stores_scales_by_column",
     "with_block",
 ]
-
-
-def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Scales, one per block, as a tensor that broadcasts against one of ``shape``."""
-    for dim, size in enumerate(block):
-        if size > 1:
-            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
-    return scale
 
 
 def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Tensor:

@@ -16,7 +16,13 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from float8lab.tensor.dispatch import announce, implements, implements_composite, run_fallback
+from float8lab.tensor.dispatch import (
+    announce,
+    implements,
+    implements_composite,
+    overloads,
+    run_fallback,
+)
 from float8lab.tensor.float8_tensor import Float8Tensor
 
 __all__ = ["DEQUANTIZE_INSIDE"]
@@ -37,12 +43,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-DEQUANTIZE_INSIDE = frozenset(
-    getattr(packet, overload)
-    for packet in (getattr(aten, name) for name in _NAMES if hasattr(aten, name))
-    for overload in packet.overloads()
-    if "out" not in overload
-)
+DEQUANTIZE_INSIDE = overloads(*_NAMES)
 """Overloads of this torch that dequantize by intent; the documentation's table names them."""
 
 

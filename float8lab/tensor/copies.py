@@ -10,8 +10,8 @@ from torch._ops import OpOverload
 
 from float8lab.formats import DEQUANTIZED_DTYPES
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.dispatch import check_size, implements, run_fallback
-from float8lab.tensor.float8_tensor import Float8Tensor
+from float8lab.tensor.dispatch import check_size, implements, overloads, run_fallback
+from float8lab.tensor.float8_tensor import Float8Tensor, decoded
 
 __all__: list[str] = []
 
@@ -67,16 +67,16 @@ def _record_stream(op: OpOverload, x: Float8Tensor, stream: torch.Stream) -> Non
 @implements(aten.copy_.default)
 def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(x, Float8Tensor):
-        return op(x, _decoded(source), non_blocking)
+        return op(x, decoded(source), non_blocking)
     value: Tensor
     if not isinstance(source, Float8Tensor) or (source.spec, source.shape) != (x.spec, x.shape):
-        value = _decoded(source).to(device=x.device, dtype=x.dtype)
+        value = decoded(source).to(device=x.device, dtype=x.dtype)
         return x.requantize_(value.expand(x.shape))
     if x._window is None:
         for name in ("qdata", "scale", "amax"):
             op(getattr(x, name), getattr(source, name), non_blocking)
         return x
-    value = _decoded(source).to(device=x.device, dtype=x.dtype)
+    value = decoded(source).to(device=x.device, dtype=x.dtype)
     # The source's scales are kept where they can be, and so are its bytes.
     scale, amax = (
         expand_scale(t.to(x.device), x.spec.block, x.shape).expand(x.shape)
@@ -85,10 +85,6 @@ def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False)
     x._window.write(value, scale, amax)
     x._refresh()
     return x
-
-
-def _decoded(x: Tensor) -> Tensor:
-    return x._decode() if isinstance(x, Float8Tensor) else x
 
 
 @implements(aten.fill_.Scalar, aten.fill_.Tensor)
@@ -194,7 +190,7 @@ def _resize(op: OpOverload, x: Float8Tensor, size: Sequence[int], **kwargs: obje
 
 
 @implements(
-    *(getattr(aten.set_, name) for name in aten.set_.overloads() if "out" not in name),
+    *overloads("set_"),
     aten.resize_as_.default,
     aten.as_strided_.default,
     aten.t_.default,

@@ -18,6 +18,7 @@ __all__ = [
     "EXPORT",
     "AutogradContext",
     "Float8Function",
+    "GradientMap",
     "is_exporting",
     "once_differentiable",
     "version_of",
@@ -34,12 +35,17 @@ Result = TypeVar("Result")
 
 
 class AutogradContext(FunctionCtx):
-    """The context of a function's forward and backward; subclasses add its attributes."""
+    """The context of a function's forward and backward, which adds attributes of its own."""
 
     save_for_backward: Callable[..., None]
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     next_functions: tuple[tuple[Node | None, int], ...]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: object) -> None: ...
 
 
 class _Export(threading.local):
@@ -81,6 +87,24 @@ class Float8Function(torch.autograd.Function):
                 f"{_INSTEAD}"
             )
         return cls.apply(*args)
+
+
+class GradientMap(Float8Function):
+    """A function of one tensor, and the one that makes the input's gradient of the output's."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor | None],
+    ) -> Tensor:
+        ctx.map_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        return ctx.map_gradient(gradient), None, None
 
 
 def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result]:

@@ -29,6 +29,7 @@ __all__ = [
     "fallback",
     "implements",
     "implements_composite",
+    "overloads",
     "run_fallback",
     "storage_without_memory",
     "table",
@@ -119,6 +120,17 @@ class fallback:
 
     def __exit__(self, *exc: object) -> None:
         _POLICY.name = self._before
+
+
+def overloads(*names: str) -> frozenset[OpOverload]:
+    """The overloads without ``out`` of those ops of ATen that this torch has."""
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return frozenset(
+        getattr(packet, overload)
+        for packet in packets
+        for overload in packet.overloads()
+        if "out" not in overload
+    )
 
 
 def implements(*overloads: OpOverload | str) -> Callable[[AnyHandler], AnyHandler]:

@@ -17,12 +17,13 @@ from float8lab.arguments import (
     check_floating,
     check_instance,
     check_number,
+    check_shape,
     check_tensor,
     shown,
 )
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
-from float8lab.tensor.differentiation import Float8Function
+from float8lab.tensor.differentiation import Float8Function, GradientMap
 from float8lab.tensor.dispatch import (
     ANY_VIEW,
     announce_address,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-__all__ = ["PLAIN", "Float8Tensor", "quantize"]
+__all__ = ["PLAIN", "Float8Tensor", "decoded", "quantize"]
 
 _FIELDS = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
 
@@ -94,11 +95,8 @@ def _check_fields(
         )
     blocks = spec.scale_shape(tuple(qdata.shape))
     for name, tensor in (("scale", scale), ("amax", amax)):
-        if tuple(tensor.shape) != blocks:
-            raise ValueError(
-                f"{name} must have shape {blocks}, one number for each block of {spec.block}; got "
-                f"{shown(tensor)}. quantize() makes all parts of a tensor."
-            )
+        advice = f"Give one number for each block of {spec.block}, as quantize() does."
+        check_shape(name, tensor, blocks, advice)
 
 
 class Float8Tensor(Tensor):
@@ -261,11 +259,8 @@ class Float8Tensor(Tensor):
             ValueError: ``value`` has another shape.
         """
         check_floating("value", value)
-        if value.shape != self.shape:
-            raise ValueError(
-                f"value must have shape {tuple(self.shape)}; got {tuple(value.shape)}. "
-                "Reshape it or quantize() it into a new tensor."
-            )
+        advice = "Reshape it or quantize() it into a new tensor."
+        check_shape("value", value, self.shape, advice)
         value = value.dequantize() if isinstance(value, Float8Tensor) else value.to(self.dtype)
         if self._window is not None:
             self._window.write(value.detach())
@@ -310,11 +305,7 @@ class Float8Tensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, Float8Tensor):
-            if value.shape != self.shape:
-                raise ValueError(
-                    f"data must have shape {tuple(self.shape)}, or be a Float8Tensor; got a plain "
-                    f"tensor of shape {tuple(value.shape)}. quantize() it first."
-                )
+            check_shape("data", value, self.shape, "Or make it a Float8Tensor by quantize().")
             q = quantize_blocks(value.detach().to(self.dtype), self.spec)
             value = Float8Tensor._make(*q, self.spec, self.dtype)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # sizes, strides, dtype
@@ -498,6 +489,11 @@ class Float8Tensor(Tensor):
         return f"Float8Tensor({_INDENT.join([body, ', '.join(facts), *lines])})"
 
 
+def decoded(x: Tensor) -> Tensor:
+    """A tensor in high precision, for what runs below autograd."""
+    return x._decode() if isinstance(x, Float8Tensor) else x
+
+
 def _has_default_hook(t: type) -> bool:
     """Whether a class has torch's ``__torch_function__``, as ``Tensor`` has."""
     hooks = (getattr(c, "__torch_function__", None) for c in (t, Tensor))
@@ -549,19 +545,6 @@ class _Dequantize(Float8Function):
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
         return grad
-
-
-class _Quantize(Float8Function):
-    @staticmethod
-    def forward(
-        ctx: object, x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
-    ) -> Float8Tensor:
-        tensors = quantize_blocks(x, spec, scale=scale, amax_epsilon=amax_epsilon)
-        return Float8Tensor._make(*tensors, spec, x.dtype)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad, *[None] * 3)
 
 
 def _rebuild(  # noqa: PLR0913  # the state in pickles
@@ -651,7 +634,12 @@ def quantize(
     spec = spec.expand(x.ndim)
     if scale is not None:
         scale = _checked_scale(scale, spec.scale_shape(tuple(x.shape))).to(x.device)
-    return _Quantize.run(x, spec, scale, amax_epsilon)
+
+    def quantized(x: Tensor) -> Float8Tensor:
+        tensors = quantize_blocks(x, spec, scale=scale, amax_epsilon=amax_epsilon)
+        return Float8Tensor._make(*tensors, spec, x.dtype)
+
+    return GradientMap.run(x, quantized, lambda grad: grad)
 
 
 def _checked_scale(scale: Tensor | float, expected: tuple[int, ...]) -> Tensor:

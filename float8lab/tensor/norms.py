@@ -18,21 +18,17 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import norm_backward_op, norm_op
 from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 from float8lab.tensor.dispatch import implements, implements_composite
-from float8lab.tensor.float8_tensor import Float8Tensor
+from float8lab.tensor.float8_tensor import Float8Tensor, decoded
 
 __all__: list[str] = []
 
 aten = torch.ops.aten
 
 
-def _plain(x: Tensor) -> Tensor:
-    return x._decode() if isinstance(x, Float8Tensor) else x
-
-
 def _rows(x: Tensor, shape: Sequence[int]) -> Tensor:
     """``x`` as [M, K], where a norm over the last dimensions, ``shape``, is a norm of each row."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
-        x = _plain(x)
+        x = decoded(x)
     leading = x.shape[: x.ndim - len(shape)]
     return x.reshape(math.prod(leading), math.prod(shape))
 
@@ -40,7 +36,7 @@ def _rows(x: Tensor, shape: Sequence[int]) -> Tensor:
 def _vector(x: Tensor | None, K: int, like: Tensor, default: float) -> Tensor:
     if x is None:
         return torch.full((K,), default, dtype=like.dtype, device=like.device)
-    return _plain(x).reshape(K)
+    return decoded(x).reshape(K)
 
 
 def _forward(
@@ -84,9 +80,8 @@ def _backward(
     M, K = rows.shape
     stats = None if mean is None else mean.reshape(M), rstd.reshape(M)
     data, *scales = _data_and_scales(rows)
-    gradients = norm_backward_op(
-        _plain(dy).reshape(M, K), data, _vector(weight, K, x, 1.0), *stats, center, x.dtype, *scales
-    )
+    dy, gamma = decoded(dy).reshape(M, K), _vector(weight, K, x, 1.0)
+    gradients = norm_backward_op(dy, data, gamma, *stats, center, x.dtype, *scales)
     return tuple(
         gradient.view(given.shape).to(given.dtype) if need and given is not None else None
         for gradient, given, need in zip(gradients, (x, weight, bias), needs, strict=False)
@@ -169,14 +164,10 @@ def _rms_norm(
     return _RMSNorm.run(x, weight, shape, _rms_eps(x, eps))
 
 
-class _Context(AutogradContext):
-    shape: Sequence[int]
-
-
 class _RMSNorm(Float8Function):
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, weight: Tensor | None, shape: Sequence[int], eps: float
+        ctx: AutogradContext, x: Tensor, weight: Tensor | None, shape: Sequence[int], eps: float
     ) -> Tensor:
         y, _, rstd = _forward(x, shape, weight, None, eps, center=False)
         ctx.save_for_backward(x, weight, rstd)
@@ -185,7 +176,7 @@ class _RMSNorm(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
         return (*_backward(dy, x, ctx.shape, None, rstd, weight, needs=needs), None, None)

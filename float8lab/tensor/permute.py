@@ -19,6 +19,7 @@ from float8lab.arguments import (
     PARAMETER_DTYPES,
     check_choice,
     check_floating,
+    check_shape,
     check_size,
     check_tensor,
     has_values,
@@ -351,11 +352,7 @@ def check_tokens(name: str, x: Tensor) -> None:
             f"{name} must be a floating-point tensor or a Float8Tensor; got {shown(x)}. Convert it "
             "first; FP8 data moves with their scales as a Float8Tensor."
         )
-    if x.ndim != 2:
-        raise ValueError(
-            f"{name} must have 2 dimensions, tokens and features; got shape {tuple(x.shape)}. "
-            "Reshape it."
-        )
+    check_shape(name, x, (None, None), "Reshape it to tokens and features.")
 
 
 def check_integers(name: str, x: Tensor, ndim: int) -> None:
@@ -363,21 +360,13 @@ def check_integers(name: str, x: Tensor, ndim: int) -> None:
     check_tensor(name, x)
     if x.is_floating_point() or x.is_complex():
         raise TypeError(f"{name} must hold integers; got {shown(x)}. Convert it, by .int().")
-    if x.ndim != ndim:
-        raise ValueError(
-            f"{name} must have {ndim} dimension{'s' * (ndim > 1)}; got shape {tuple(x.shape)}. "
-            "Reshape it."
-        )
+    check_shape(name, x, (None,) * ndim)
 
 
 def check_probs(name: str, probs: Tensor, shape: tuple[int, ...]) -> None:
     """Check for floating-point numbers, as many as there are places for tokens."""
     check_floating(name, probs, "Convert it.")
-    if tuple(probs.shape) != shape:
-        raise ValueError(
-            f"{name} must have shape {shape}, as inp and routing_map or row_id_map say; got "
-            f"{tuple(probs.shape)}. Reshape it."
-        )
+    check_shape(name, probs, shape, "Reshape it, as inp and routing_map or row_id_map say.")
 
 
 # Row maps.
@@ -543,18 +532,10 @@ def _gathered(
     return x, back
 
 
-class _ScatterContext(AutogradContext):
-    tokens: int
-
-
-class _GatherContext(AutogradContext):
-    rows: int
-
-
 class _Scatter(Float8Function):
     @staticmethod
     def forward(
-        ctx: _ScatterContext, x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None
+        ctx: AutogradContext, x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(row_map)
         ctx.tokens = x.shape[0]
@@ -565,7 +546,7 @@ class _Scatter(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: _ScatterContext, dy: Tensor, dprobs: Tensor | None
+        ctx: AutogradContext, dy: Tensor, dprobs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         (row_map,) = ctx.saved_tensors
         dx, back = _gathered(dy, row_map, None, dprobs)
@@ -576,7 +557,7 @@ class _Scatter(Float8Function):
 
 class _Gather(Float8Function):
     @staticmethod
-    def forward(ctx: _GatherContext, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
+    def forward(ctx: AutogradContext, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
         ctx.rows = y.shape[0]
         # The rows are for the gradient of the probabilities alone.
         rows = y if ctx.needs_input_grad[2] else None
@@ -585,7 +566,7 @@ class _Gather(Float8Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _GatherContext, dx: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dx: Tensor) -> tuple[Tensor | None, ...]:
         row_map, *merged = ctx.saved_tensors
         if not merged:
             return _scattered(dx, row_map, ctx.rows)[0], None, None

@@ -334,18 +334,10 @@ def why_a_matrix(Sq: int, Sk: int, problem: Problem) -> str | None:
     return f"its causal mask is square, and this one is for {Sq} queries and {Sk} keys"
 
 
-def _why_not_sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    if not (q.numel() and k.numel() and v.numel()):
-        return "an input is empty"
-    return why_a_matrix(q.shape[2], k.shape[2], problem)
-
-
 _FLEX_MIN_QUERIES = 128
 
 
 def _why_not_flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    if not (q.numel() and k.numel() and v.numel()):
-        return "an input is empty"
     if problem.dropout:
         return "it has no dropout"
     if problem.bias is not None or problem.mask.arbitrary is not None:
@@ -368,8 +360,6 @@ def _flex_does_not_pay(q: Tensor) -> str | None:
 
 
 def _why_not_sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    if not (q.numel() and k.numel() and v.numel()):
-        return "an input is empty"
     wide = problem.alibi is not None or (
         problem.bias is not None and problem.bias.dtype not in (q.dtype, torch.bool)
     )
@@ -384,13 +374,20 @@ class _Backend(NamedTuple):
 
 
 _TABLE = {
-    "sdpa": _Backend(_sdpa, _why_not_sdpa),
+    "sdpa": _Backend(_sdpa, lambda q, k, v, problem: why_a_matrix(q.shape[2], k.shape[2], problem)),
     "flex": _Backend(_flex, _why_not_flex),
     "sdpa_masked": _Backend(_sdpa_masked, _why_not_sdpa_masked),
     "reference": _Backend(reference_attention, lambda *call: None),
 }
 BACKENDS = tuple(_TABLE)
 """Names of the backends, in the order in which they are tried."""
+
+
+def _why_not(name: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+    """Why a backend does not take a call; None if it does."""
+    if name != "reference" and not (q.numel() and k.numel() and v.numel()):
+        return "an input is empty"
+    return _TABLE[name].why_not(q, k, v, problem)
 
 
 def explain(
@@ -403,7 +400,7 @@ def explain(
     """
     chosen, rejected = None, {}
     for name in backends:
-        reason = _TABLE[name].why_not(q, k, v, problem)
+        reason = _why_not(name, q, k, v, problem)
         if reason is None and name == "flex" and len(backends) > 1:
             reason = _flex_does_not_pay(q)
         if reason is not None:
@@ -412,7 +409,7 @@ def explain(
             chosen = name
     if chosen is None:
         candidates = [n for n in BACKENDS if n != "flex" or _flex_does_not_pay(q) is None]
-        able = [n for n in candidates if _TABLE[n].why_not(q, k, v, problem) is None]
+        able = [n for n in candidates if _why_not(n, q, k, v, problem) is None]
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
         raise NotImplementedError(
             f"backends must hold one that supports this call; got {tuple(backends)} ({reasons}). "

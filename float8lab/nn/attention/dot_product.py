@@ -369,7 +369,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         with self._dropout_context(problem.dropout):
             if call is None:
                 if why is None:
-                    self._fp8.calibrate_attention(q, k, v)
+                    self._fp8.calibrate(q, k, v)
                 return attend(q, k, v, problem, self.backends)
             out = fp8_attention(q, k, v, problem, call)
         if call.is_region:

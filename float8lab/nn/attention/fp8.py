@@ -18,13 +18,12 @@ from float8lab.nn.casts import show_cast
 from float8lab.nn.precision import Call, Precision
 from float8lab.ops import (
     LARGEST_HEAD,
-    as_matrix,
     fp8_attention_backward_op,
     fp8_attention_op,
     has_fp8_attention,
 )
 from float8lab.recipes.recipe import LinearPlan, Recipe
-from float8lab.recipes.region import DEFAULT_RECIPE, STATE, in_backward
+from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = [
@@ -53,23 +52,9 @@ class AttentionPrecision(Precision):
         recipe = super().active_recipe()
         return recipe if recipe is not None and asks_for_fp8_attention(recipe) else None
 
-    def calibrate_attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Record amaxes of a call in high precision, if an autocast asks for calibration."""
-        if STATE.autocast.calibrating:
-            self._calibrate_attention(q, k, v)
-
-    @torch._disable_dynamo  # a graph cannot hold it
-    def _calibrate_attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if STATE.autocast.enabled or in_backward():
-            return
-        recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
-        if not recipe.linear.delayed or not asks_for_fp8_attention(recipe):
-            return
-        slots = self._slots(recipe, q.device)
-        for index, x in ((Q, q), (K, k), (V, v)):
-            slots.observe(index, as_matrix(x.detach()))
-        if STATE.region is not None:
-            STATE.region.packs[slots.pack] = None
+    def has_slots(self, recipe: Recipe) -> bool:
+        """Whether a recipe has delayed scales of q, k and v."""
+        return super().has_slots(recipe) and asks_for_fp8_attention(recipe)
 
 
 def asks_for_fp8_attention(recipe: Recipe) -> bool:

@@ -292,22 +292,17 @@ def _takes_op(t: Tensor, angles: Tensor) -> bool:
     return plain and t.is_cuda and t.dtype in HIGH_PRECISION_DTYPES
 
 
-class _RotateContext(AutogradContext):
-    interleaved: bool
-    back: bool
-
-
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _RotateContext, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+        ctx: AutogradContext, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.back = interleaved, back
         return rotate_op(t, cos, sin, interleaved, back)
 
     @staticmethod
-    def backward(ctx: _RotateContext, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         # A graph has no backward of backward.
         rotate = rotate_op if torch.compiler.is_compiling() else _Rotate.apply
         return rotate(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.back), *[None] * 4

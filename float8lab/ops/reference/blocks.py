@@ -191,11 +191,13 @@ def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float 
 
 
 def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Scales, one per block, as a matrix, or a batch, that broadcasts against one of ``shape``."""
-    if block[0] > 1:
-        scale = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
-    if block[1] > 1:
-        scale = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
+    """Scales, one per block, as a tensor that broadcasts against one of ``shape``.
+
+    Blocks of fewer dimensions than the scales have are blocks of the last ones.
+    """
+    for dim in range(-len(block), 0):
+        if block[dim] > 1:
+            scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
     return scale
 
 
