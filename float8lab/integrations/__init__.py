@@ -9,7 +9,7 @@ from float8lab.integrations.hf_weights import (
     transformer_layers,
 )
 from float8lab.integrations.onnx import onnx_export
-from float8lab.nn.convert.other_linear import OtherLinear, register_linear
+from float8lab.nn.convert.other_linear import register_linear
 
 if TYPE_CHECKING:
     from float8lab.integrations.checkpoint import (
@@ -45,11 +45,10 @@ _CHECKPOINT = {*__all__} - {*globals()}
 """Names of ``checkpoint``, which few programs use: the first use of one loads it."""
 
 
-def _load_conv1d() -> type[OtherLinear]:
-    return importlib.import_module("float8lab.integrations.transformers").Float8Conv1D
-
-
-register_linear("transformers.pytorch_utils.Conv1D", _load_conv1d)
+register_linear(
+    "transformers.pytorch_utils.Conv1D",
+    lambda: importlib.import_module("float8lab.integrations.transformers").Float8Conv1D,
+)
 
 
 def __getattr__(name: str) -> object:

@@ -212,10 +212,10 @@ def _decide(
     needs: tuple[bool, bool],
     is_prologue: bool,
     recomputes: bool,
-    requantizes_x: bool,
     requantizes_weight: bool,
     keeps_gathered: bool,
     gathers_before_cast: bool,
+    requantizes_x: bool = False,
     *,
     make_casts: Callable[..., _FpropCasts] = _FpropCasts,
 ) -> _Decisions:
@@ -287,12 +287,10 @@ def forward(
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     is_parameter = type(weight) is nn.Parameter and call.first_microbatch is None
     requantizes = is_parameter or (save_memory and not keeps_fp8_data(weight, call))
-    flags = (
-        is_prologue, recomputes, _requantizes_input(x, call, offsets), requantizes,
-        comm.keeps_gathered, comm.gathers_x_first,
-    )  # fmt: skip
+    flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
-        policy, casts, casts_weight = _decide(call.recipe, needs, *flags)
+        requantizes_x = _requantizes_input(x, call, offsets)
+        policy, casts, casts_weight = _decide(call.recipe, needs, *flags, requantizes_x)
     else:
         policy, casts, casts_weight = _decide_once(call.recipe.number, needs, *flags)
     specs = casts.specs
@@ -324,14 +322,12 @@ def forward(
 
 
 def _requantizes_input(x: Tensor | Prologue, call: Call, offsets: Offsets | None) -> bool:
-    """Whether a matrix x is cast in backward for wgrad, so that its FP8 data need not be saved.
+    """Whether a graph casts a matrix x in backward for wgrad, so as not to save its FP8 data.
 
     A compiler has the last word: where it cannot have x in backward for nothing, it makes both
     casts in forward (``ops/graph_casts.py``).
     """
-    if not torch.compiler.is_compiling() or isinstance(x, Prologue) or offsets is not None:
-        return False
-    if call.comm.is_sharded or call.watched:
+    if isinstance(x, Prologue) or offsets is not None or call.comm.is_sharded or call.watched:
         return False
     save = call.recipe.save
     return save == "recompute" or (save == "auto" and x.numel() >= _LARGE_INPUT)
@@ -580,6 +576,11 @@ class _WgradInput(NamedTuple):
     """The operand itself, of a sharded layer."""
     dtype: torch.dtype
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether x is a matrix in high precision."""
+        return self.data is not None and self.scale is None and self.operand is None
+
 
 class _Gradients(NamedTuple):
     """The gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``."""
@@ -712,34 +713,31 @@ def _gradients_of_cast(
     offsets: Offsets | None,
 ) -> _Gradients:
     """``_gradients`` of what is cast already, which is forgotten as soon as it has served."""
-    watching = call if call.watched else None
-    context = shape, call.recipe, watching, offsets, call.comm
-    dx = dw = db = None
-    wgrad_first = _casts_matrix(for_dw, call)
-    if wgrad_first:
-        dw, db = _weight_gradients(dy, for_dw, db_dtype, call, context)
-        for_dx = for_dx and for_dx._replace(after=dw)
-    if for_dx is not None:
-        dx = _input_gradient(dy, for_dx, for_dw, call, context)
+    context = shape, call.recipe, call if call.watched else None, offsets, call.comm
+    run: Any = functools.partial(_run_of_cast(dy, call), dy.high_precision)
+    dx, of_weight = None, _Gradients(None, None, None)
+    wgrad_first = torch.compiler.is_compiling() and for_dw is not None and for_dw.is_matrix
+    if wgrad_first:  # else Inductor recomputes x in the loop that takes dx, and holds both
+        cast_dy = Quantized(None, dy.columnwise, None, dy.dbias)
+        of_weight = run(cast_dy, None, None, for_dw, db_dtype, *context)
+        for_dx = for_dx and for_dx._replace(after=of_weight.dw)
+    if for_dx is not None and call.comm.is_sharded:
+        dx = _sharded_dgrad(dy, for_dx, for_dw, context)
+    elif for_dx is not None:
+        dx = run(Quantized(dy.rowwise), None, for_dx, None, None, *context).dx
     dy.rowwise = None  # its memory may serve for dw
     if not wgrad_first and (for_dw is not None or db_dtype is not None):
-        dw, db = _weight_gradients(dy, for_dw, db_dtype, call, context)
-    return _Gradients(dx, dw, db)
+        cast_dy = Quantized(None, dy.columnwise, None, dy.dbias)
+        of_weight = run(cast_dy, None, None, for_dw, db_dtype, *context)
+    return of_weight._replace(dx=dx)
 
 
-def _input_gradient(
-    dy: Gradient,
-    weight: _DgradWeight,
-    for_dw: _WgradInput | None,
-    call: Call,
-    context: tuple[Any, ...],
+def _sharded_dgrad(
+    dy: Gradient, weight: _DgradWeight, for_dw: _WgradInput | None, context: tuple[Any, ...]
 ) -> Tensor:
-    """The gradient of x; where ranks share the layer, an operand of wgrad travels meanwhile."""
-    if not call.comm.is_sharded:
-        run, cast_dy = _run_of_cast(dy, call), Quantized(dy.rowwise)
-        return run(dy.high_precision, cast_dy, None, weight, None, None, *context).dx
+    """dgrad of a layer that ranks share: an operand of wgrad may travel meanwhile."""
     (M, _, K), recipe, watching, offsets, comm = context
-    left = dy.rowwise if call.plan.dgrad else dy.high_precision
+    left = dy.rowwise if recipe.linear.dgrad else dy.high_precision
     operands = dy.columnwise, None if for_dw is None else for_dw.operand
     waiting = (x for x in operands if isinstance(x, TokenShard) and x.gathered is None)
     dx, gathered = _dgrad(
@@ -749,29 +747,6 @@ def _input_gradient(
     if dy.transposes_gathered:
         dy.columnwise = Operand(transpose_op(gathered.data, 1, None), gathered.scale)
     return dx
-
-
-def _casts_matrix(x: _WgradInput | None, call: Call) -> bool:
-    """Whether wgrad casts a matrix x in a graph.
-
-    Wgrad comes first then: else Inductor recomputes x in the loop that takes dx, and holds both.
-    """
-    if x is None or not torch.compiler.is_compiling() or call.plan.wgrad is None:
-        return False
-    return x.data is not None and x.scale is None and x.operand is None
-
-
-def _weight_gradients(
-    dy: Gradient,
-    for_dw: _WgradInput | None,
-    db_dtype: torch.dtype | None,
-    call: Call,
-    context: tuple[object, ...],
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the weight and of the bias."""
-    run, cast_dy = _run_of_cast(dy, call), Quantized(None, dy.columnwise, None, dy.dbias)
-    made = run(dy.high_precision, cast_dy, None, None, for_dw, db_dtype, *context)
-    return made.dw, made.db
 
 
 def _run_of_cast(dy: Gradient, call: Call) -> Any:
@@ -934,8 +909,10 @@ def _wgrad(
             return _mm_in_groups(dy.t(), value.to(dy.dtype).t(), offsets.offs, x.dtype)
         return (dy.t() @ value.to(dy.dtype)).to(x.dtype)
     operand: Any = x.operand
-    if operand is None:
-        operand = _columnwise_input(x, plan, offsets)
+    if operand is None and x.data is not None and x.scale is not None:
+        operand = Operand(x.data, x.scale.float())
+    elif operand is None:
+        operand = _cast_input(x, wgrad.right, float(plan.epsilon), offsets)
     if isinstance(dy, TokenShard):
         dy = dy.gather()
     if isinstance(operand, TokenShard):
@@ -945,15 +922,11 @@ def _wgrad(
     return comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype, offsets))
 
 
-def _columnwise_input(x: _WgradInput, plan: LinearPlan, offsets: Offsets | None) -> Operand:
-    """The input x as wgrad's operand, cast if it is not yet."""
-    if x.data is not None and x.scale is not None:
-        return Operand(x.data, x.scale.float())
-    matrix: Any = _saved_value(x.data if x.prologue is None else x.prologue)
-    spec = _saved_value(plan.wgrad).right
-    if offsets is not None:
-        matrix = Groups.of(matrix, offsets)
-    operand = _saved_value(quantize(matrix, None, spec, x.params, float(plan.epsilon)).columnwise)
+def _cast_input(x: _WgradInput, spec: Spec, epsilon: float, offsets: Offsets | None) -> Any:
+    """The input x, a matrix or a prologue, cast for wgrad."""
+    matrix: Any = x.data if x.prologue is None else x.prologue
+    matrix = matrix if offsets is None else Groups.of(matrix, offsets)
+    operand: Any = quantize(matrix, None, spec, x.params, epsilon).columnwise
     if spec.scale_dtype == E8M0 and torch.compiler.is_compiling():
         # A graph may make it in forward: there the scales are saved in a byte each.
         return Operand(operand.data, operand.scale.to(torch.float8_e8m0fnu).float())

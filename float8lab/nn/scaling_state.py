@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -99,10 +99,11 @@ class ScalingState:
             if f"{key}/encode" in state:  # else 1 over the scale
                 names.append("encode")
             present = {name: slots.tensors()[name] for name in names}
-            theirs = {name: _fitted(slots, state.get(f"{key}/{name}")) for name in names}
+            given = ((name, state.get(f"{key}/{name}")) for name in names)
+            theirs = {n: slots.fitted(x) if isinstance(x, Tensor) else x for n, x in given}
             if any(value is None for value in theirs.values()):
                 missing.append(key)
-            elif not all(_is_like(theirs[name], present[name]) for name in present):
+            elif any(getattr(theirs[n], "shape", None) != x.shape for n, x in present.items()):
                 different.append(key)
             else:
                 values[slots] = cast("dict[str, Tensor]", theirs)
@@ -139,14 +140,6 @@ class ScalingState:
                 path = ".".join(filter(None, (name, gemm)))
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots
-
-
-def _fitted(slots: DelayedSlots, value: Any) -> Any:
-    return slots.fitted(value) if isinstance(value, Tensor) else value
-
-
-def _is_like(value: Any, tensor: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
 def _counted(keys: Sequence[object]) -> str:

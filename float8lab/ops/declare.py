@@ -417,7 +417,7 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
         nonlocal launcher
         if (
             torch.compiler.is_compiling()
-            or (is_watched_by_a_mode() and not _records())
+            or (is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None)
             or _transform() is not None
             or _trace() is not None
             or is_profiled()
@@ -456,11 +456,6 @@ def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any
         return _exact(run, x.device.type)(x, *args)
 
     return call
-
-
-def _records() -> bool:
-    """Whether the mode that watches is the one that records the ops of a plan."""
-    return getattr(RECORDING, "launch", None) is not None
 
 
 def planned(body: Callable[..., Any]) -> Any:

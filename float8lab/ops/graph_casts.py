@@ -14,31 +14,27 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from float8lab.ops.declare import OPS, overload_named, tell_when_imported
 
+if TYPE_CHECKING:
+    from torch._inductor.pattern_matcher import Match
+
 __all__: list[str] = []
 
-
-class Match(Protocol):
-    """What a pattern of Inductor has found."""
-
-    def output_node(self) -> Node:
-        """The cast."""
-
-
 _Q, _SCALE, _AMAX, _Q_T, _SCALE_T = range(5)
-"""Indices of the results of a cast."""
 _FACTORS_BY_SLOTS, _Q_T_BY_SLOTS = 1, 2
-"""Those of a cast by slots."""
-_COMMON = ("prologue", "inputs", "dtype", "fp8_dtype", "align")
-"""Arguments that two casts of one matrix have in common."""
-_CAST, _CAST_BY_SLOTS = "float8lab::cast.pure", "float8lab::cast.delayed"
+"""Indices of the results of a cast, and of those of one by slots."""
+
+
+def _arguments(cast: Node) -> dict[str, Any]:
+    """The arguments of a cast by name."""
+    defaults = OPS.declared[cast.target].arguments
+    return {**defaults, **dict(zip(defaults, cast.args, strict=False)), **cast.kwargs}
 
 
 def _is_columnwise(match: Match) -> bool:
@@ -73,28 +69,23 @@ def _merge(match: Match, *_: object, **__: object) -> None:
 
 def _is_rowwise_of(cast: Node, by_columns: Node) -> bool:
     """Whether a cast makes only the rowwise operand of what another casts columnwise, alike."""
-    if _name(cast) not in (_CAST, _CAST_BY_SLOTS):
+    by_slots = cast.target is overload_named("cast.delayed")
+    if not by_slots and cast.target is not by_columns.target:
         return False
     rowwise, columnwise = _arguments(cast), _arguments(by_columns)
+    common = ["prologue", "inputs", "dtype", "fp8_dtype", "align"]
+    common += [] if by_slots else ["block", "rule", "eps"]
+    is_alike = all(rowwise[name] == columnwise[name] for name in common)
     if (rowwise["rowwise"], rowwise["columnwise"], rowwise["offs"]) != (True, False, None):
         return False
-    if any(rowwise[name] != columnwise[name] for name in _COMMON):
-        return False
-    if _name(cast) == _CAST_BY_SLOTS:
-        return columnwise["rule"] == "encode" and _is_by_factors_of(cast, columnwise["given"])
-    if any(rowwise[name] != columnwise[name] for name in ("block", "rule", "eps")):
-        return False
+    given = columnwise["given"]
+    if by_slots:
+        while isinstance(given, Node) and given.target is not operator.getitem:
+            given = given.args[0]
+        return is_alike and isinstance(given, Node) and given.args == (cast, _FACTORS_BY_SLOTS)
     # The amax that only one orientation gives must not be used by anything else.
     of_amax = [user for result in cast.users if result.args[1] == _AMAX for user in result.users]
-    given = columnwise["given"]
-    return of_amax == ([by_columns] if given is not rowwise["given"] else [])
-
-
-def _is_by_factors_of(cast: Node, given: object) -> bool:
-    """Whether what a cast is given are the factors that a cast by slots returns."""
-    while isinstance(given, Node) and given.target is not operator.getitem:
-        given = given.args[0]
-    return isinstance(given, Node) and given.args == (cast, _FACTORS_BY_SLOTS)
+    return is_alike and of_amax == ([by_columns] if given is not rowwise["given"] else [])
 
 
 def _with_columnwise(cast: Node, by_columns: Node) -> Node:
@@ -112,28 +103,18 @@ def _with_columnwise(cast: Node, by_columns: Node) -> Node:
     return both
 
 
-def _replace(cast: Node, both: Node, indices: dict[int, int]) -> None:
+def _replace(cast: Node, both: Node, indices: dict[object, int]) -> None:
     """Have the results of ``both`` in the place of those of ``cast``, which goes."""
     graph = cast.graph
     for result in [*cast.users]:
         if result.users:
-            index = int(result.args[1])  # type: ignore[arg-type]
+            index = indices.get(result.args[1], result.args[1])
             with graph.inserting_after(both):
-                other = graph.call_function(operator.getitem, (both, indices.get(index, index)))
+                other = graph.call_function(operator.getitem, (both, index))
             other.meta = result.meta
             result.replace_all_uses_with(other)
         graph.erase_node(result)
     graph.erase_node(cast)
-
-
-def _arguments(cast: Node) -> dict[str, Any]:
-    """The arguments of a cast by name."""
-    defaults = OPS.declared[cast.target].arguments
-    return {**defaults, **dict(zip(defaults, cast.args, strict=False)), **cast.kwargs}
-
-
-def _name(node: Node) -> str:
-    return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
 def _at_casts(handler: Callable[..., None]) -> Callable[[ModuleType], None]:

@@ -213,6 +213,6 @@ def test_save_policy(plan, needs, options, x, w, weight):
 @pytest.mark.parametrize("keeps_gathered", [False, True])
 def test_fprop_keeps_what_it_gathers_for_wgrad(is_prologue, keeps_gathered):
     """Where copies overlap with the GEMM, fprop gives up what it gathered unless it is told."""
-    flags = is_prologue, False, False, False, keeps_gathered, False
+    flags = is_prologue, False, False, keeps_gathered, False
     made = _decide(RECIPES["current"], BOTH, *flags)
     assert made.casts.keeps_gathered is keeps_gathered

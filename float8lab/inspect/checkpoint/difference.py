@@ -291,7 +291,9 @@ def _compared(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]
     reference_is_b = a.quantized and not b.quantized
     share = row.nbytes / max(row.numel, 1)
     changed, changed_scales, deviation = 0, 0, _Deviation()
-    for box in boxes(a.entry.shape, _common_blocks(a, b)):
+    # A box starts at whole blocks of both; a block of -1 is no constraint.
+    blocks = [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(a.block, b.block, strict=True)]
+    for box in boxes(a.entry.shape, blocks):
         if alike:
             changed += _changed(_raw(a, box), _raw(b, box))
         if same_blocks:
@@ -308,11 +310,6 @@ def _compared(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]
         changed_scales=changed_scales if same_blocks else None,
         **asdict(deviation),
     )
-
-
-def _common_blocks(a: Item, b: Item) -> list[int]:
-    """The sizes at multiples of which a box starts at whole blocks of both; -1 is no constraint."""
-    return [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(a.block, b.block, strict=True)]
 
 
 def _same_format(a: Item, b: Item) -> bool:

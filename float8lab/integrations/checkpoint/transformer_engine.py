@@ -111,7 +111,8 @@ def load_te_scaling(
             continue
         loaded.append(name)
         for precision, scales in zip(modules[name], gemms, strict=True):
-            chosen = _first_delayed(recipe, precision.recipe, saved_recipe)
+            candidates = recipe, precision.recipe, saved_recipe
+            chosen = next(each for each in candidates if isinstance(each, DelayedScaling))
             slots = delayed_slots(precision, chosen, device)
             ready.append((slots, _converted(scales, slots)))
     for slots, values in ready:
@@ -213,10 +214,6 @@ def _saved_tensor(name: str, state: Mapping[str, object], key: str, ndim: int) -
     raise CheckpointError(
         f"{name}.{_KEY} must have {key}, a float32 tensor of {ndim} dimensions; got {got}."
     )
-
-
-def _first_delayed(*recipes: object) -> DelayedScaling:
-    return next(recipe for recipe in recipes if isinstance(recipe, DelayedScaling))
 
 
 def _converted(scales: _GemmScales, slots: DelayedSlots) -> dict[str, Tensor]:
