@@ -17,12 +17,14 @@ model       training steps of 8 of them
 overhead    what calls cost the CPU, and how many kernels they launch
 path        how many functions a call enters, and how large the package is; prints; needs no GPU
 memory      what a layer and a stack hold, and whether many steps need more
+power       joules a step and a token of a decoder layer
 accuracy    SQNR of a linear layer; needs no GPU
 advise      how far the steps that ``float8lab.inspect.advise`` predicts are from measured ones
 fsdp        sharded training steps, by torchrun on several GPUs
 links       what a GPU sends to others, by torchrun; prints
 offload     CPU offload of activations; not among "all"
 watch       what ``float8lab.inspect.watch`` costs; prints, and is in docs/watch.md
+pretrain    a Llama of a billion parameters from scratch, run by run; prints loss gaps and tokens/s
 scale       how far predicted steps are from the rows of RESULTS.md; prints; needs no GPU
 report_page how fast the report of a large run opens in a browser; prints; needs no GPU
 =========== ====================================================================================

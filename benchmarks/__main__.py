@@ -44,6 +44,7 @@ SUBJECTS = (
     "model",
     "overhead",
     "memory",
+    "power",
     "accuracy",
     "advise",
     "fsdp",

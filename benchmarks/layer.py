@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -184,16 +184,22 @@ def compare_auto(rows: Iterable[Row]) -> Iterator[Row]:
         yield row
 
 
-def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
-    """All candidates on one size."""
-    plain = plain_layer(size, setting.device, setting.seed)
+def make_trial(
+    setting: Setting, size: LayerSize, plain: Any, floor: Callable[[Recipe | None], float | None]
+) -> Trial:
+    """The plain layer's step; results are compared without the residual stream."""
     data = x, dy = size.input(setting.device, setting.generator())
     right = training_results(plain, x, dy, PLAIN, steps=1)
     less = (x.detach(), dy)
     right["y"], right["dX"] = right["y"] - less[0], right["dX"] - less[1]
-    gate = common.Gate(right, FLOOR_DB)
+    return Trial(size.describe(), data, common.Gate(right, FLOOR_DB), size.flops(), floor, less)
+
+
+def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
+    """All candidates on one size."""
+    plain = plain_layer(size, setting.device, setting.seed)
     floor = partial(floor_ms, setting.floor, size, attention_ms(setting, size))
-    trial = Trial(size.describe(), data, gate, size.flops(), floor, less)
+    trial = make_trial(setting, size, plain, floor)
     made = candidates(setting, plain, size)
     yield from compare_auto(trial.rows(setting, made, TARGETS if size == LLAMA else {}))
 

@@ -50,6 +50,7 @@ PRESETS = {
     "124m": LlamaConfig(
         context=1024, n_layer=12, n_head=12, n_group=4, dim=768, ffn=2048, vocab_size=50304
     ),
+    "1b": LlamaConfig(context=2048, n_layer=16, n_head=16, n_group=8, dim=2048, ffn=8192),
 }
 
 

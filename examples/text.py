@@ -14,7 +14,7 @@ import hashlib
 import importlib
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,9 +122,13 @@ def _tokens(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def load_text(*, code: bool = False) -> Text:
-    """The manual and the standard library's docstrings, or all its source code; each text once."""
+def load_text(*, code: bool = False, folders: Sequence[Path] = ()) -> Text:
+    """The manual and the standard library's docstrings, or all its source code; each text once.
+
+    The source code below further ``folders`` follows.
+    """
     library = (sources if code else docstrings)(Path(sysconfig.get_path("stdlib")))
-    text = SEPARATOR.join(dict.fromkeys(manual() + library)).encode()
+    further = [source for folder in folders for source in sources(folder)]
+    text = SEPARATOR.join(dict.fromkeys(manual() + library + further)).encode()
     train, validation = split(text)
     return Text(_tokens(train), _tokens(validation), hashlib.sha256(text).hexdigest()[:32])

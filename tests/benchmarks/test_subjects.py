@@ -26,6 +26,7 @@ from benchmarks import (
     norm_linear,
     overhead,
     permute,
+    power,
     quantize,
     report,
 )
@@ -40,7 +41,7 @@ LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
 FLOORED = [name for name in RECIPES if name != "mx"]  # which has no FP8 GEMM
 GPU_SUBJECTS = (
     advise, attention, gemm, layer, linear, memory, mlp, model, norm_linear, overhead, permute,
-    quantize,
+    power, quantize,
 )  # fmt: skip
 
 
@@ -396,6 +397,7 @@ def test_auto_leaves_the_small_gpt_of_overhead_in_bfloat16(mode):
         (overhead, ["--recipe", "delayed"]),
         (advise, ["--layers", "1", "--recipe", "delayed"]),
         (memory, ["--batch", "1", "--sequence", "512", "--recipe", "delayed"]),
+        (power, ["--batch", "1", "--sequence", "512", "--seconds", "0.5", "--rounds", "1"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

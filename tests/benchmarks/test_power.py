@@ -1,0 +1,120 @@
+"""The energy of a layer on a CPU, with counters that are made up."""
+
+import ctypes
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import power, report
+from benchmarks.models import LayerSize
+
+LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
+
+
+def steady_counter():
+    """Of a GPU that takes 300 W."""
+    return 300 * time.perf_counter()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", lambda self: None)
+    monkeypatch.setattr(power, "SETTLING", 0.0)
+
+
+def test_energy_of_a_layer(setting):
+    setting.recipes = ("delayed", "block")
+    rows = list(power.rows(setting, LAYER, steady_counter, seconds=0.01, rounds=2))
+    assert [row.name for row in rows] == [
+        "plain bfloat16, compile",
+        "converted, delayed, compile",
+        "TransformerLayer, delayed, eager",
+        "converted, block, compile",
+        "TransformerLayer, block, eager",
+    ]
+    for row in rows:
+        assert row.refusal is None
+        assert row.values["W"] == pytest.approx(300, rel=0.05)
+        joules = row.values["W"] * row.values["sustained ms"] / 1e3
+        assert row.values["J a step"] == joules
+        assert row.values["mJ a token"] == pytest.approx(1e3 * joules / 64)
+    assert rows[0].baseline
+    lines = report.tabulate(power.SUBJECT.columns, rows).splitlines()
+    assert lines[0].split("|")[-2].strip() == "J / bf16"
+    ratio = rows[1].values["J a step"] / rows[0].values["J a step"]
+    assert [line.split("|")[-2].strip() for line in lines[2:4]] == ["1.00", f"{ratio:.2f}"]
+
+
+def test_a_wrong_layer_takes_no_turn(setting, monkeypatch):
+    def doubled(plain, recipe, **options):
+        layer = power.copy.deepcopy(plain)
+        layer.down.weight.data.mul_(2)
+        return layer
+
+    setting.recipes = ("current",)
+    monkeypatch.setattr(power, "converted", doubled)
+    rows = list(power.rows(setting, LAYER, steady_counter, seconds=0.01, rounds=1))
+    assert [row.refusal is None for row in rows] == [True, False, True]
+    assert rows[1].refusal.startswith("wrong: y ")
+    assert rows[1].values == {}
+
+
+class Clock:
+    """A GPU of 100 W whose counter ticks every 40 seconds, and on which a step takes one."""
+
+    seconds = 0.0
+
+    def step(self):
+        self.seconds += 1
+
+    def joules(self):
+        return 100 * (self.seconds // 40) * 40
+
+
+def test_an_interval_lasts_from_tick_to_tick(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(power.time, "perf_counter", lambda: clock.seconds)
+    monkeypatch.setattr(power, "LONGEST_TICK", 1000)
+    found = power.energy_in_turns({"a": clock.step}, counter=clock.joules, seconds=50, rounds=2)
+    assert clock.seconds == 2 * (40 + 80)
+    assert found["a"].watts == 100
+    assert found["a"].timing.samples == (1000.0, 1000.0)
+
+
+def test_a_counter_that_stands_still_is_an_error(monkeypatch):
+    monkeypatch.setattr(power, "LONGEST_TICK", 0.01)
+    with pytest.raises(RuntimeError, match="must move within"):
+        power.energy_in_turns({"a": list}, counter=lambda: 1.0, seconds=0.01, rounds=1)
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """NVML with a GPU called ``uuid`` that has taken 12345 mJ."""
+
+    def energy(handle, millijoules):
+        millijoules._obj.value = 12345
+        return 0
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetHandleByUUID=lambda uuid, handle: 0 if uuid == b"GPU-uuid" else 6,
+        nvmlDeviceGetTotalEnergyConsumption=energy,
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    device = SimpleNamespace(uuid="uuid")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    return library
+
+
+def test_nvml_counts_millijoules(nvml):
+    assert power.open_counter()() == 12.345
+
+
+def test_a_gpu_without_a_counter_is_named(nvml):
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle, millijoules: 3
+    with pytest.raises(SystemExit, match="got: nvmlDeviceGetTotalEnergyConsumption returned 3"):
+        power.open_counter()
