@@ -63,10 +63,11 @@ def in_fp8(saved):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mx"])
-def test_an_input_is_cast_again_from_what_backward_has_anyway(name):
+def test_an_input_is_cast_again_from_what_backward_has_anyway(name, device):
     """No FP8 data are saved; without a choice by size they are. The gradients are the same."""
     torch.manual_seed(0)
-    model, x = Mlp().bfloat16(), torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
+    model = Mlp().to(device, torch.bfloat16)
+    x = torch.randn(M, K).to(device, torch.bfloat16).requires_grad_()
     results, saved, codes = zip(
         *(
             compiled(copy.deepcopy(model), replace(RECIPES[name], save=save), x)
@@ -90,10 +91,11 @@ def test_an_input_is_cast_again_from_what_backward_has_anyway(name):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
-def test_an_input_that_is_not_computed_is_cast_once_both_ways(name):
+def test_an_input_that_is_not_computed_is_cast_once_both_ways(name, device):
     """One op with one read, also where ``save`` asks for less: FP8 data are the least to keep."""
     torch.manual_seed(0)
-    model, x = nn.Linear(K, N).bfloat16(), torch.randn(M, K).bfloat16().requires_grad_()
+    model = nn.Linear(K, N).to(device, torch.bfloat16)
+    x = torch.randn(M, K).to(device, torch.bfloat16).requires_grad_()
     eager = float8lab.convert_to_float8(copy.deepcopy(model), RECIPES[name])
     y = eager(x)
     y.float().square().sum().backward()
