@@ -17,6 +17,7 @@ model       training steps of 8 of them
 overhead    what calls cost the CPU, and how many kernels they launch
 path        how many functions a call enters, and how large the package is; prints; needs no GPU
 memory      what a layer and a stack hold, and whether many steps need more
+saving      what ``save`` of a recipe costs and frees in a compiled layer; prints
 power       joules a step and a token of a decoder layer
 accuracy    SQNR of a linear layer; needs no GPU
 advise      how far the steps that ``float8lab.inspect.advise`` predicts are from measured ones
