@@ -121,7 +121,7 @@ def test_an_input_is_cast_in_backward_from_what_it_has_anyway(name):
         assert backward.count((False, True)) == of_weights
         large = [sum(n for _, n in each if n >= M * K) for each in (saved, all_saved)]
         assert large[0] == large[1] - sum(in_fp8(all_saved))
-        check_that_gradients_stay(results, others)
+        assert all(torch.equal(results[key], others[key]) for key in results)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
