@@ -266,6 +266,7 @@ UNPREDICTED = {
     "Products beside communication": "single products beside copies",
     "overlap": "single products, with what the CPU needs to queue them",
     "Links between two H200s": "the rate of links is taken from it",
+    "A Llama of a billion parameters, from scratch": "tokens of layers of another width",
     "Report page in a browser": "a browser's",
     "Inspection on a GPU": "small layers, which wait for the CPU",
 }
