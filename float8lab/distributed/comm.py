@@ -425,7 +425,7 @@ class GemmTask(NamedTuple):
     offsets: Offsets | None = None
     """The offsets of experts' rows, whose GEMMs no ranks share."""
     after: Tensor | None = None
-    """In a graph, without offsets, a tensor that there is before the GEMM begins."""
+    """In a graph, and without offsets, a tensor that is computed before the GEMM begins."""
 
 
 class Gemm(NamedTuple):

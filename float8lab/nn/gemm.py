@@ -554,7 +554,7 @@ class _DgradWeight(NamedTuple):
     """The operand itself."""
     dtype: torch.dtype
     after: Tensor | None = None
-    """In a graph, a tensor that there is before the GEMM begins."""
+    """In a graph, a tensor that is computed before the GEMM begins."""
 
     @property
     def has_forward_bytes(self) -> bool:
@@ -716,7 +716,8 @@ def _gradients_of_cast(
     context = shape, call.recipe, call if call.watched else None, offsets, call.comm
     run: Any = functools.partial(_run_of_cast(dy, call), dy.high_precision)
     dx, of_weight = None, _Gradients(None, None, None)
-    wgrad_first = torch.compiler.is_compiling() and for_dw is not None and for_dw.is_matrix
+    casts_x = call.plan.wgrad and for_dw and for_dw.is_matrix
+    wgrad_first = casts_x and torch.compiler.is_compiling()
     if wgrad_first:  # else Inductor recomputes x in the loop that takes dx, and holds both
         cast_dy = Quantized(None, dy.columnwise, None, dy.dbias)
         of_weight = run(cast_dy, None, None, for_dw, db_dtype, *context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -98,15 +97,15 @@ class ScalingState:
             names = [name for name in (*_NAMES, "seeded") if name != "encode"]
             if f"{key}/encode" in state:  # else 1 over the scale
                 names.append("encode")
-            present = {name: slots.tensors()[name] for name in names}
-            given = ((name, state.get(f"{key}/{name}")) for name in names)
-            theirs = {n: slots.fitted(x) if isinstance(x, Tensor) else x for n, x in given}
-            if any(value is None for value in theirs.values()):
+            shapes = {name: slots.tensors()[name].shape for name in names}
+            given = {name: state.get(f"{key}/{name}") for name in names}
+            theirs = {n: slots.fitted(x) for n, x in given.items() if isinstance(x, Tensor)}
+            if any(value is None for value in given.values()):
                 missing.append(key)
-            elif any(getattr(theirs[n], "shape", None) != x.shape for n, x in present.items()):
+            elif {name: x.shape for name, x in theirs.items()} != shapes:
                 different.append(key)
             else:
-                values[slots] = cast("dict[str, Tensor]", theirs)
+                values[slots] = theirs
         extra = [str(k).rpartition("/")[0] or k for k in state if k not in expected]
         self._report(missing, list(dict.fromkeys(extra)), different, strict)
         for slots, value in values.items():

@@ -96,7 +96,7 @@ def _with_columnwise(cast: Node, by_columns: Node) -> Node:
     values, of_columns = [*cast.meta["val"]], by_columns.meta["val"]
     if both.target is by_columns.target:
         empty = of_columns[_Q]
-        values[_AMAX:] = [empty, of_columns[_Q_T], of_columns[_SCALE_T], empty]
+        values[_AMAX : _SCALE_T + 1] = [empty, of_columns[_Q_T], of_columns[_SCALE_T]]
     else:
         values[_Q_T_BY_SLOTS] = of_columns[_Q_T]
     both.meta = {**cast.meta, "val": tuple(values)}

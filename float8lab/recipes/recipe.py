@@ -139,9 +139,9 @@ class Recipe:
     """The same as ``fp8_dpa``; tensors between attention and its projections stay in high
     precision."""
     save: str = "auto"
-    """What is saved of a layer's input for wgrad: ``"fp8"`` its FP8 data; ``"recompute"`` nothing,
-    where a compiled graph can recompute the input from what backward needs anyway; ``"auto"`` the
-    latter of large inputs."""
+    """What is saved of a layer's input for wgrad: ``"fp8"``: its FP8 data; ``"recompute"``: nothing
+    where a compiled graph can recompute the input from what backward needs anyway, else FP8 data;
+    ``"auto"``: as ``"recompute"`` for large inputs, as ``"fp8"`` for others."""
 
     def __post_init__(self) -> None:
         for name in ("override_linear_precision", "fast_accum"):

@@ -45,6 +45,7 @@ STATES = {
         r"2 \(0/.*history_len=4.*missing, 2 \(0/.*history_len=8.*extra",
     ),
     "another shape": (lambda s: {k: v[..., :1] for k, v in s.items()}, r"2 \(0/.*other shapes"),
+    "arrays": (lambda s: {k: v.numpy() for k, v in s.items()}, r"2 \(0/.*are no tensors"),
     "no tensors": (lambda s: dict.fromkeys(s, "garbage"), r"2 \(0/.*are no tensors"),
 }
 
