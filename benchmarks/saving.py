@@ -1,10 +1,11 @@
-"""What ``save`` of a recipe costs and frees: a Llama-3-8B layer, converted and compiled.
+"""What ``save`` of a recipe costs and frees: a Llama-3-8B layer, converted.
 
-    python -m benchmarks.saving [--recipe current ...] [--seconds 0.5] [--rounds 4]
+    python -m benchmarks.saving [--eager] [--recipe current ...] [--seconds 0.5] [--rounds 4]
 
-Needs a CUDA GPU. ``held`` and ``peak`` are those of ``benchmarks.memory``. The steps of all
-candidates, forward and backward, take turns; ``x fp8`` is the time against ``save="fp8"``, and
-``dB`` how close the output and the input gradient are to those of bfloat16.
+Needs a CUDA GPU. The layer is compiled, unless ``--eager`` is given. ``held`` and ``peak`` are those
+of ``benchmarks.memory``. The steps of all candidates, forward and backward, take turns; ``x fp8`` is
+the time against ``save="fp8"``, and ``dB`` how close the output and the input gradient are to those
+of bfloat16.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ def candidates(layer: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn
 
 
 def compare(
-    size: LayerSize, names: Sequence[str], device: torch.device, *, seconds: float, rounds: int
+    size: LayerSize,
+    names: Sequence[str],
+    device: torch.device,
+    *,
+    seconds: float,
+    rounds: int,
+    compiled: bool = True,
 ) -> Iterator[str]:
     """A line for each candidate: memory, closeness, and the time of a step."""
     layer = plain_layer(size, device, 0)
@@ -46,7 +53,8 @@ def compare(
     steps: dict[str, Callable[[], object]] = {}
     lines: dict[str, str] = {}
     for name, module in candidates(layer, names):
-        compile_layers(module)
+        if compiled:
+            compile_layers(module)
         values, results = measure(module, data)
         db = gate.measure(results)
         if refusal := gate.refusal(db):
@@ -78,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="benchmarks.saving", description=__doc__)
     parser.add_argument("--recipe", action="append", choices=RECIPES, help="default: three")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args(argv)
@@ -87,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{'candidate':24} {'held':>6}  {'peak GB':>7}  {'y / dX dB':>11}  {'step':>11}  x fp8")
     names = options.recipe or ["delayed", "current", "block"]
     device = torch.device("cuda")
-    times = {"seconds": options.seconds, "rounds": options.rounds}
-    for line in compare(LLAMA, names, device, **times):
+    how = {"seconds": options.seconds, "rounds": options.rounds, "compiled": not options.eager}
+    for line in compare(LLAMA, names, device, **how):
         print(line, flush=True)
 
 

@@ -85,7 +85,7 @@ def input_source(
     """The cast of a layer's input, where another layer or a graph has made it; or its parameters.
 
     Layers with the same input, ``inp``, share its cast: q, k and v, or gate and up. The last input
-    that was cast for training is remembered, weakly, and its cast for as long as it lives. Only a
+    that was cast is remembered, weakly, and its cast for as long as it lives. Only a
     result of autograd counts, by the node that made it: of other tensors it could not be told
     whether a kernel has overwritten them since, as a replayed CUDA graph does with its outputs.
     Delayed scaling does not share, for every layer has a scale of its own.
@@ -95,7 +95,7 @@ def input_source(
     if call.in_graph:
         return InputSource(quantized=call.scales.quantize(x, X, *specs, amax=amax))
     shared = None
-    if inp is not None and not call.scales.are_given and all(specs):
+    if inp is not None and not call.scales.are_given and specs.rowwise is not None:
         key, last = _input_key(x, inp, specs, call), _SHARED.last
         shared = None if key is None else (inp, key)
         if shared and last is not None and last[0]() is inp and last[1] == key:

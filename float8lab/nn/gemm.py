@@ -45,15 +45,17 @@ from float8lab.nn.casts import (
 )
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import Call
+from float8lab.nn.producer import SharedCast, origin_of
 from float8lab.nn.scales import DY, W, X
 from float8lab.ops import Groups, Offsets, Prologue, as_matrix, scaled_mm_op, transpose_op
 from float8lab.ops.declare import planned
 from float8lab.ops.operand import Operand, Orientations, Quantized
+from float8lab.ops.reference import ALIGN
 from float8lab.recipes.delayed import QuantParams
 from float8lab.recipes.recipe import LinearPlan, Recipe, recipe_numbered
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable, wanted_gradients
-from float8lab.tensor.operands import Matrix, quantize, value_of
+from float8lab.tensor.operands import Matrix, quantize, replayed_quantize, value_of
 
 Value = TypeVar("Value")
 
@@ -268,6 +270,7 @@ def forward(
     recomputes: bool = False,
     offsets: Offsets | None = None,
     save_memory: bool = False,
+    has_origin: bool = False,
 ) -> tuple[Tensor, Saved]:
     """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
 
@@ -283,16 +286,18 @@ def forward(
             beyond the last offset give zeros.
         save_memory: requantize the weight in backward rather than keep its FP8 data. A parameter in
             high precision, which is alive until then, always is, unless its cast is kept.
+        has_origin: backward has a matrix x once more, so that neither it nor its FP8 data are saved
+            where they can be cast then.
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     is_parameter = type(weight) is nn.Parameter and call.first_microbatch is None
     requantizes = is_parameter or (save_memory and not keeps_fp8_data(weight, call))
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
-        requantizes_x = _requantizes_input(x, call, offsets)
+        requantizes_x = isinstance(x, Tensor) and offsets is None and _requantizes_input(x, call)
         policy, casts, casts_weight = _decide(call.recipe, needs, *flags, requantizes_x)
     else:
-        policy, casts, casts_weight = _decide_once(call.recipe.number, needs, *flags)
+        policy, casts, casts_weight = _decide_once(call.recipe.number, needs, *flags, has_origin)
     specs = casts.specs
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
@@ -318,16 +323,17 @@ def forward(
     y = done.y
     if y is None:
         y = _in_high_precision(matrix, weight, bias, dtype, comm)
-    return y, _saved(policy, x, weight, done, plan)
+    matrix_x = None if has_origin or not isinstance(x, Tensor) else x
+    return y, _saved(policy, matrix_x, weight, done, plan)
 
 
-def _requantizes_input(x: Tensor | Prologue, call: Call, offsets: Offsets | None) -> bool:
-    """Whether a graph casts a matrix x in backward for wgrad, so as not to save its FP8 data.
+def _requantizes_input(x: Tensor, call: Call) -> bool:
+    """Whether x is cast in backward for wgrad, rather than saved in FP8, where it has an origin.
 
-    A compiler has the last word: where it cannot have x in backward for nothing, it makes both
-    casts in forward (``ops/graph_casts.py``).
+    In a graph the compiler has the last word: where it cannot have x in backward for nothing, it
+    makes both casts in forward (``ops/graph_casts.py``).
     """
-    if isinstance(x, Prologue) or offsets is not None or call.comm.is_sharded or call.watched:
+    if call.comm.is_sharded or call.watched:
         return False
     save = call.recipe.save
     return save == "recompute" or (save == "auto" and x.numel() >= _LARGE_INPUT)
@@ -346,23 +352,21 @@ def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, 
 
 
 def _saved(
-    policy: SavePolicy, x: Tensor | Prologue, weight: Tensor, done: _Fprop, plan: LinearPlan
+    policy: SavePolicy, x: Tensor | None, weight: Tensor, done: _Fprop, plan: LinearPlan
 ) -> Saved:
-    """The tensors that a policy names."""
+    """The tensors that a policy names; x is a matrix that is not there in backward otherwise."""
     data = scale = requant = w_data = w_scale = w_requant = None
     if policy.x is Keep.GATHERED:
         gathered = _saved_value(done.gathered)
         data, scale = transpose_op(gathered.data, 1, None), gathered.scale
         requant = done.x.requant
     elif policy.x is Keep.REQUANTIZE:
-        scale, requant = done.x.rowwise.scale, done.x.requant
-        data = x if isinstance(x, Tensor) else None
+        data, scale, requant = x, done.x.rowwise.scale, done.x.requant
     elif policy.x is Keep.FP8_DATA:
         data, scale = done.x.columnwise
         if plan.wgrad is not None and plan.wgrad.right.scale_dtype == E8M0:
             scale = scale.to(torch.float8_e8m0fnu)  # exact, and one byte each
     elif policy.x is Keep.HIGH_PRECISION:
-        assert isinstance(x, Tensor), "a prologue is there in backward"
         data = x
     if policy.w is Keep.REQUANTIZE:
         w_scale, w_requant = done.w.rowwise.scale, done.w.requant
@@ -601,6 +605,7 @@ def backward(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     offsets: Offsets | None = None,
     has_gradient: Sequence[bool] = (),
+    operand: Operand | TokenShard | None = None,
 ) -> _Gradients:
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
@@ -614,12 +619,13 @@ def backward(
         needs: which gradients are needed.
         shape: M, N, K.
         has_gradient: of weights of experts that are a parameter each, which of them have gradients.
+        operand: x as wgrad's operand, if the caller has cast it.
     """
     if isinstance(dy, Tensor) and (
         torch.compiler.is_compiling() or call.watched or call.cast_parallel is not None
     ):
         dy = Gradient(dy, call, needs=needs, offsets=offsets)
-    for_dx = for_dw = operand = None
+    for_dx = for_dw = None
     if needs[1]:
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
             operand = _wgrad_operand(x, saved, call, call.plan.wgrad.right)
@@ -946,6 +952,30 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def _recasts_in_eager_mode(x: Tensor, call: Call) -> bool:
+    """Whether an eager layer casts x in backward for wgrad, if x has an origin."""
+    recasts = call.plan.wgrad is not None and _requantizes_input(x, call)
+    return recasts and not torch.compiler.is_compiling()
+
+
+def _recast(
+    saved: Saved, call: Call, shared: SharedCast, make_input: Callable[[], Tensor | Prologue]
+) -> Operand:
+    """The input of an eager layer, cast in backward for wgrad."""
+    scales, scale, wgrad = call.scales, saved.x_scale, call.plan.wgrad
+    params = scales.requant_params(scale, saved.x_requant)
+
+    def cast() -> Operand:
+        spec = _saved_value(wgrad).right
+        made = replayed_quantize(make_input(), None, spec, params, scales.epsilon, False, ALIGN)
+        return _saved_value(made.columnwise)
+
+    if scales.are_given:  # each layer has its own
+        return cast()
+    pointer = None if scale is None else scale.data_ptr()
+    return shared.operand((call.recipe, pointer), cast)
+
+
 class LinearFunction(Float8Function):
     """``x @ weight.T + bias`` with FP8 GEMMs, forward and backward: ``run`` it.
 
@@ -962,12 +992,18 @@ class LinearFunction(Float8Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         rows = x if x.ndim == 2 else as_matrix(x)
         N, K = weight.shape
+        needs = ctx.needs_input_grad[:2]
+        origin = origin_of(x) if needs[1] and _recasts_in_eager_mode(x, call) else None
         y, saved = forward(
             rows, weight, bias, call,
-            needs=ctx.needs_input_grad[:2], dtype=output_dtype(x), inp=x,
+            needs=needs, dtype=output_dtype(x), inp=x, has_origin=origin is not None,
         )  # fmt: skip
-        ctx.save_for_backward(*saved)
-        ctx.call = call
+        ctx.call, ctx.shared_cast = call, None
+        if origin is None or saved.x is not None:
+            ctx.save_for_backward(*saved)
+        else:
+            ctx.save_for_backward(*saved, *origin.tensors)
+            ctx.make_input, ctx.shared_cast = origin.make, origin.shared_cast(x)
         M, shape = call.comm.output_shape(x.shape, rows.shape[0], N)
         ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -982,9 +1018,13 @@ class LinearFunction(Float8Function):
         needs, (x_shape, shape) = wanted_gradients(ctx)[:3], ctx.shapes
         if dy.ndim != 2:
             dy = dy.reshape(shape[:2]) if ctx.call.comm.tokens is None else as_matrix(dy)
+        tensors, operand = ctx.saved_tensors, None
+        saved, of_origin = Saved._make(tensors[: len(Saved._fields)]), tensors[len(Saved._fields) :]
+        if needs[1] and ctx.shared_cast is not None:
+            operand = _recast(saved, ctx.call, ctx.shared_cast, lambda: ctx.make_input(*of_origin))
         dx, dw, db = backward(
-            dy, None, Saved._make(ctx.saved_tensors), ctx.call,
-            needs=needs, shape=shape, dtypes=ctx.dtypes,
+            dy, None, saved, ctx.call,
+            needs=needs, shape=shape, dtypes=ctx.dtypes, operand=operand,
         )  # fmt: skip
         if dx is not None and len(x_shape) != 2:
             dx = dx.reshape(x_shape)

@@ -140,8 +140,8 @@ class Recipe:
     precision."""
     save: str = "auto"
     """What is saved of a layer's input for wgrad: ``"fp8"``: its FP8 data; ``"recompute"``: nothing
-    where a compiled graph can recompute the input from what backward needs anyway, else FP8 data;
-    ``"auto"``: as ``"recompute"`` for large inputs, as ``"fp8"`` for others."""
+    where backward can recompute the input from what it has anyway, else FP8 data; ``"auto"``: as
+    ``"recompute"`` for large inputs, as ``"fp8"`` for others."""
 
     def __post_init__(self) -> None:
         for name in ("override_linear_precision", "fast_accum"):

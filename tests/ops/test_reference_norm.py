@@ -114,7 +114,9 @@ def test_a_constant_row_gives_the_bias() -> None:
     torch.testing.assert_close(y, bias.expand(2, 8), rtol=0, atol=0)
 
 
-SOURCES = ["layer_norm", "rms_norm", "gelu", "swiglu", "gelu_backward", "swiglu_backward"]
+SOURCES = [
+    "layer_norm", "rms_norm", "product", "gelu", "swiglu", "gelu_backward", "swiglu_backward",
+]  # fmt: skip
 
 
 def source(kind: str) -> list[Tensor]:
@@ -123,6 +125,7 @@ def source(kind: str) -> list[Tensor]:
     return {
         "layer_norm": [x, *vectors],
         "rms_norm": [x, *vectors[:2]],
+        "product": [x, x.flip(0)],
         "gelu_backward": [x, x.flip(0)],
         "swiglu_backward": [x, x[:, 3:38]],
     }.get(kind, [x])

@@ -174,7 +174,7 @@ def _load_clamped(
 @triton.jit
 def load(  # noqa: PLR0915
     a_ptr,  # x or h: [M, K], or [M, 2 K] where GATED and not BACKWARD; x: [T, K] to permute
-    b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED; token: [M] int32 to permute
+    b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED; token: [M] int32; or a factor
     c_ptr,  # weight: [K]
     d_ptr,  # mean: [M] fp32
     e_ptr,  # bias: [K]
@@ -187,7 +187,7 @@ def load(  # noqa: PLR0915
     tile_k,
     M,
     K,
-    FUNCTION: tl.constexpr,  # "", "permute", a norm, or the function of an activation
+    FUNCTION: tl.constexpr,  # "", "permute", "product", a norm, or the function of an activation
     GATED: tl.constexpr,
     BACKWARD: tl.constexpr,
     HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
@@ -207,6 +207,9 @@ def load(  # noqa: PLR0915
         mask = mask & (token >= 0)[:, None]
         offsets = token[:, None] * stride_am + columns[None, :] * stride_ak
         y = tl.load(a_ptr + offsets, mask=mask, other=0.0)
+    elif FUNCTION == "product":
+        y = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
+        y = y * _load(b_ptr, rows, columns, mask, stride_bm, stride_bk)
     elif FUNCTION == "layer_norm" or FUNCTION == "rms_norm":
         y = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
         if FUNCTION == "layer_norm":
@@ -294,7 +297,7 @@ def arguments_of(
     """Pointers and strides, and constants, of ``load``; what is None is never read."""
     first = inputs[0]
     function, gated = prologue, False
-    if prologue and not prologue.endswith("_norm") and prologue != "permute":
+    if prologue.removesuffix("_backward") in ACTIVATIONS:
         function, gated = ACTIVATIONS[prologue.removesuffix("_backward")]
     if function == "clamped" and not _has_words(first):
         first = first.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,155 @@
+"""A layer's input in backward, made of what the op that produced it saves anyway.
+
+In eager mode autograd's node of that op holds its saved tensors, such as the factors of a product.
+They are alive in backward whether or not a layer saves them, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from float8lab.ops import Prologue
+from float8lab.ops.operand import Operand
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+__all__ = ["Origin", "SharedCast", "origin_of"]
+
+_VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"))
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class SharedCast:
+    """The cast in backward of an input that several layers have; the last of them forgets it."""
+
+    __slots__ = ("__weakref__", "_key", "_operand", "_waiting", "layers")
+
+    def __init__(self) -> None:
+        self.layers = 0
+        """The number of layers that have the input."""
+        self._waiting = 0
+        self._key: object = None
+        self._operand: Operand | None = None
+
+    def operand(self, key: object, cast: Callable[[], Operand]) -> Operand:
+        """What ``cast`` gives, which depends on ``key`` alone; call it once for each layer."""
+        if self._operand is None or self._key != key:
+            self._key, self._operand = key, cast()
+        operand = self._operand
+        self._waiting = (self._waiting or self.layers) - 1
+        if not self._waiting:
+            self._operand = None
+        return operand
+
+
+class _Last(threading.local):
+    """The last input that had an origin on a thread, and its cast."""
+
+    input: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    cast: Callable[[], SharedCast | None] = staticmethod(lambda: None)
+
+
+_LAST = _Last()
+
+
+class Origin(NamedTuple):
+    """What gives the bytes of a matrix once more: a function, and tensors alive in backward."""
+
+    make: Callable[..., Tensor | Prologue]
+    tensors: tuple[Tensor, ...]
+
+    def shared_cast(self, x: Tensor) -> SharedCast:
+        """The cast of x in backward, one for all layers that have it one after the other."""
+        cast = _LAST.cast() if _LAST.input() is x else None
+        if cast is None:
+            cast = SharedCast()
+            _LAST.input, _LAST.cast = weakref.ref(x), weakref.ref(cast)
+        cast.layers += 1
+        return cast
+
+
+def origin_of(x: Tensor) -> Origin | None:
+    """The origin of an input ``[..., K]`` as rows ``[M, K]``; None if none is known.
+
+    Saved-tensor hooks may move what is saved: then a tensor that two nodes save is there twice.
+    """
+    if x.grad_fn is None or _saved_tensors_hooks(True) is not None:
+        return None
+    try:
+        output = _saved_output(_behind_views(x.grad_fn, {*_VIEWS, "TransposeBackward0"}))
+        if output is not None and _share_memory(x, output):
+            return Origin(partial(torch.reshape, shape=(-1, x.shape[-1])), (x,))
+        if x._version:  # something has changed the values since
+            return None
+        return _origin_by(_behind_views(x.grad_fn, _VIEWS), x)
+    except RuntimeError:  # the node has no saved tensors any more, or one was changed
+        return None
+
+
+def _behind_views(node: Node | None, views: frozenset[str] | set[str]) -> Node | None:
+    """The node whose output some views show; None of a function that is not torch's own."""
+    while node is not None and node.name() in views:
+        node = node.next_functions[0][0]
+    return None if isinstance(node, BackwardCFunction) else node
+
+
+def _saved_output(node: Node | None) -> Tensor | None:
+    """The output of an op that saves it, such as attention and ReLU."""
+    output = getattr(node, "_saved_output", None)
+    return output if output is not None else getattr(node, "_saved_result", None)
+
+
+def _share_memory(x: Tensor, output: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+
+
+def _origin_by(node: Node | None, x: Tensor) -> Origin | None:
+    """The origin of x as the output of a node, by the node's inputs of the same dtype."""
+    rows = (-1, x.shape[-1])
+    make: Callable[..., Tensor | Prologue]
+    names: tuple[str, ...]
+    match node and node.name():
+        case "MulBackward0":
+            make, names = partial(_product, rows=rows), ("self", "other")
+        case "FusedRmsNormBackward0":
+            make, names = _rms_norm, ("input", "weight", "result1")
+        case "GeluBackward0":
+            approximate = getattr(node, "_saved_approximate", "none")
+            make, names = partial(_gelu, approximate=approximate, rows=rows), ("self",)
+        case _:
+            return None
+    found = [getattr(node, f"_saved_{name}", None) for name in names]
+    tensors = tuple(tensor for tensor in found if isinstance(tensor, Tensor))
+    if len(tensors) < len(names) or any(tensor.dtype != x.dtype for tensor in tensors[:2]):
+        return None
+    if make is _rms_norm and tensors[1].shape != x.shape[-1:]:
+        return None
+    if any(isinstance(tensor, nn.Parameter) and tensor.ndim > 1 for tensor in tensors):
+        return None
+    # FSDP2 frees parameters between forward and backward, and gathers those of a group at a time.
+    kept = [t.detach().clone() if isinstance(t, nn.Parameter) else t for t in tensors]
+    return Origin(make, tuple(kept))
+
+
+def _product(a: Tensor, b: Tensor, *, rows: tuple[int, int]) -> Prologue:
+    factors = [factor.reshape(rows) for factor in torch.broadcast_tensors(a, b)]
+    return Prologue("product", factors, a.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, rstd: Tensor) -> Prologue:
+    rows = x.reshape(-1, x.shape[-1])
+    return Prologue("rms_norm", (rows, rstd.reshape(-1), weight), x.dtype)
+
+
+def _gelu(x: Tensor, *, approximate: str, rows: tuple[int, int]) -> Tensor:
+    return F.gelu(x, approximate=approximate).reshape(rows)
