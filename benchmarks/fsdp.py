@@ -33,7 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import float8lab
 from benchmarks import common, report
 from benchmarks.report import Column, Row, Subject
-from float8lab.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling
+from float8lab.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+)
 
 SAME = 0.01
 """How far, relative to bf16's, the loss before any update may be off."""
@@ -43,6 +48,7 @@ on which Adam's first steps follow the sign of every gradient."""
 
 RECIPES = {
     "tensor": Float8CurrentScaling(),
+    "delayed": DelayedScaling(),
     "row": Float8RowwiseScaling(),
     "block": Float8BlockScaling(),
 }

@@ -2,10 +2,10 @@
 
     python -m benchmarks.saving [--eager] [--recipe current ...] [--seconds 0.5] [--rounds 4]
 
-Needs a CUDA GPU. The layer is compiled, unless ``--eager`` is given. ``held`` and ``peak`` are those
-of ``benchmarks.memory``. The steps of all candidates, forward and backward, take turns; ``x fp8`` is
-the time against ``save="fp8"``, and ``dB`` how close the output and the input gradient are to those
-of bfloat16.
+Needs a CUDA GPU. The layer is compiled, unless ``--eager`` is given. ``held`` and ``peak`` are
+those of ``benchmarks.memory``. The steps of all candidates, forward and backward, take turns;
+``x fp8`` is the time against ``save="fp8"``, and ``dB`` how close the output and the input gradient
+are to those of bfloat16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FP8 on this machine and on many, and FP8 checkpoints: ``python -m float8lab COMMAND --help``."""
+"""FP8 on this machine and on many, checkpoints and training runs: ``float8lab COMMAND --help``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from float8lab.commands import checkpoints, scale
-from float8lab.commands.terminal import fail
-from float8lab.inspect.environment import environment
+from float8lab.commands import checkpoints, runs, scale
+from float8lab.commands.terminal import fail, program_name
+from float8lab.inspect.environment import environment, package_version
 from float8lab.inspect.selfcheck import selfcheck
 
 __all__ = ["main"]
@@ -29,7 +29,7 @@ _COLOURS = {
     "failed": 31,
     "FAILED": 31,
 }
-_DESCRIPTION = "FP8 on this machine and on many GPUs, and what FP8 checkpoints hold."
+_DESCRIPTION = "FP8 on this machine and on many GPUs, in checkpoints and in training runs."
 _WORDS = re.compile(rf"(?<!\b0 )\b({'|'.join(_COLOURS)})\b(?!:)")  # but "0 failed"
 
 
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with status 2, the arguments are not understood or torch sees no such device.
     """
-    parser = argparse.ArgumentParser(prog="python -m float8lab", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog=program_name(), description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"float8lab {package_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     check = commands.add_parser("selfcheck", help="check every op on this machine")
     check.add_argument("--verbose", action="store_true", help="what each op is compared with")
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.set_defaults(run=_about_the_machine)
     checkpoints.add_commands(commands)
+    runs.add_commands(commands)
     scale.add_commands(commands)
     options = parser.parse_args(arguments)
     if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
@@ -74,7 +76,7 @@ def _about_the_machine(options: argparse.Namespace) -> int:
 def _until_closed(options: argparse.Namespace) -> int:
     """Run a command and return its status: a signal's if it was interrupted or its output has no
     reader, 2 if its output cannot be written."""
-    program = f"python -m float8lab {options.command}"
+    program = f"{program_name()} {options.command}"
     if sys.stdout is None:
         return fail(program, "standard output must be open; it is closed.")
     if isinstance(sys.stdout, io.TextIOWrapper):  # no name is beyond what a terminal can encode

@@ -11,15 +11,21 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from float8lab.arguments import printable
 from float8lab.inspect.text import Grid, rich_table
 
-__all__ = ["add_output_options", "count", "fail", "present", "progress_bar", "show"]
+__all__ = ["add_output_options", "count", "fail", "present", "program_name", "progress_bar", "show"]
 
 _FOLDED = {"tensor": 30, "why": 24, "A -> B": 16, "format": 10, "dtype": 10}
 """Columns whose cells may be folded, with the least width in characters that is left to each."""
+
+
+def program_name() -> str:
+    """The program as it was called: the console command, or ``python -m float8lab``."""
+    return "float8lab" if Path(sys.argv[0]).stem == "float8lab" else "python -m float8lab"
 
 
 def show(summary: str, grids: Sequence[Grid]) -> None:
@@ -107,7 +113,7 @@ def present(options: argparse.Namespace, make: Callable[[], _Report]) -> _Report
 
     If a file cannot be read or written the result is None, after a one-line message.
     """
-    program = f"python -m float8lab {options.command}"
+    program = f"{program_name()} {options.command}"
     try:
         report = make()
     except (ValueError, ModuleNotFoundError) as error:  # a CheckpointError, or a wrong argument

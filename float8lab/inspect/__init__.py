@@ -23,13 +23,14 @@ from float8lab.inspect.plot import plot
 from float8lab.inspect.report import report
 from float8lab.inspect.text import bars, summary, table
 from float8lab.inspect.watch import watch
+from float8lab.inspect.watch.findings import Diagnosis, Finding, diagnose
+from float8lab.inspect.watch.runs import RunComparison, compare
 from float8lab.tensor.statistics import (
     BlockStats,
     Comparison,
     Histogram,
     TensorStats,
     blocks,
-    compare,
     health,
     histogram,
     stats,
@@ -48,11 +49,14 @@ __all__ = [
     "CheckpointReport",
     "Comparison",
     "Damage",
+    "Diagnosis",
+    "Finding",
     "Histogram",
     "LayerAdvice",
     "LayerMemory",
     "MemoryReport",
     "NonFinite",
+    "RunComparison",
     "Sensitivity",
     "TensorStats",
     "advise",
@@ -60,6 +64,7 @@ __all__ = [
     "blocks",
     "checkpoint",
     "compare",
+    "diagnose",
     "diff",
     "find_nan",
     "health",

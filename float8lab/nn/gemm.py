@@ -45,7 +45,7 @@ from float8lab.nn.casts import (
 )
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import Call
-from float8lab.nn.producer import SharedCast, origin_of
+from float8lab.nn.producer import Origin, SharedCast, origin_of
 from float8lab.nn.scales import DY, W, X
 from float8lab.ops import Groups, Offsets, Prologue, as_matrix, scaled_mm_op, transpose_op
 from float8lab.ops.declare import planned
@@ -182,10 +182,6 @@ def _saved_value(value: Value | None) -> Value:
     return value
 
 
-_LARGE_INPUT = 2**25
-"""Values of the smallest input that ``save="auto"`` requantizes: less is not worth a launch."""
-
-
 class _FpropCasts:
     """How fprop casts x: rowwise for itself, columnwise for wgrad if that is saved.
 
@@ -294,7 +290,7 @@ def forward(
     requantizes = is_parameter or (save_memory and not keeps_fp8_data(weight, call))
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
-        requantizes_x = isinstance(x, Tensor) and offsets is None and _requantizes_input(x, call)
+        requantizes_x = _requantizes_input(x, call, offsets)
         policy, casts, casts_weight = _decide(call.recipe, needs, *flags, requantizes_x)
     else:
         policy, casts, casts_weight = _decide_once(call.recipe.number, needs, *flags, has_origin)
@@ -323,20 +319,18 @@ def forward(
     y = done.y
     if y is None:
         y = _in_high_precision(matrix, weight, bias, dtype, comm)
-    matrix_x = None if has_origin or not isinstance(x, Tensor) else x
-    return y, _saved(policy, matrix_x, weight, done, plan)
+    return y, _saved(policy, x, weight, done, plan, has_origin=has_origin)
 
 
-def _requantizes_input(x: Tensor, call: Call) -> bool:
-    """Whether x is cast in backward for wgrad, rather than saved in FP8, where it has an origin.
+def _requantizes_input(x: Tensor | Prologue, call: Call, offsets: Offsets | None) -> bool:
+    """Whether a matrix x is cast in backward for wgrad, rather than saved in FP8.
 
     In a graph the compiler has the last word: where it cannot have x in backward for nothing, it
     makes both casts in forward (``ops/graph_casts.py``).
     """
-    if call.comm.is_sharded or call.watched:
+    if isinstance(x, Prologue) or offsets is not None or call.comm.is_sharded or call.watched:
         return False
-    save = call.recipe.save
-    return save == "recompute" or (save == "auto" and x.numel() >= _LARGE_INPUT)
+    return x.numel() >= call.plan.recast_size
 
 
 def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, call: Call) -> None:
@@ -352,22 +346,29 @@ def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, 
 
 
 def _saved(
-    policy: SavePolicy, x: Tensor | None, weight: Tensor, done: _Fprop, plan: LinearPlan
+    policy: SavePolicy,
+    x: Tensor | Prologue,
+    weight: Tensor,
+    done: _Fprop,
+    plan: LinearPlan,
+    *,
+    has_origin: bool,
 ) -> Saved:
-    """The tensors that a policy names; x is a matrix that is not there in backward otherwise."""
+    """The tensors that a policy names."""
+    matrix_x = x if isinstance(x, Tensor) and not has_origin else None
     data = scale = requant = w_data = w_scale = w_requant = None
     if policy.x is Keep.GATHERED:
         gathered = _saved_value(done.gathered)
         data, scale = transpose_op(gathered.data, 1, None), gathered.scale
         requant = done.x.requant
     elif policy.x is Keep.REQUANTIZE:
-        data, scale, requant = x, done.x.rowwise.scale, done.x.requant
+        data, scale, requant = matrix_x, done.x.rowwise.scale, done.x.requant
     elif policy.x is Keep.FP8_DATA:
         data, scale = done.x.columnwise
         if plan.wgrad is not None and plan.wgrad.right.scale_dtype == E8M0:
             scale = scale.to(torch.float8_e8m0fnu)  # exact, and one byte each
     elif policy.x is Keep.HIGH_PRECISION:
-        data = x
+        data = matrix_x
     if policy.w is Keep.REQUANTIZE:
         w_scale, w_requant = done.w.rowwise.scale, done.w.requant
     elif policy.w is Keep.FP8_DATA:
@@ -952,10 +953,10 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _recasts_in_eager_mode(x: Tensor, call: Call) -> bool:
-    """Whether an eager layer casts x in backward for wgrad, if x has an origin."""
-    recasts = call.plan.wgrad is not None and _requantizes_input(x, call)
-    return recasts and not torch.compiler.is_compiling()
+def _origin_in_eager_mode(x: Tensor, call: Call) -> Origin | None:
+    """What gives a layer's input in backward once more; None in a graph, which finds it itself."""
+    is_eager = call.plan.wgrad is not None and not torch.compiler.is_compiling()
+    return origin_of(x) if is_eager and _requantizes_input(x, call, None) else None
 
 
 def _recast(
@@ -993,7 +994,9 @@ class LinearFunction(Float8Function):
         rows = x if x.ndim == 2 else as_matrix(x)
         N, K = weight.shape
         needs = ctx.needs_input_grad[:2]
-        origin = origin_of(x) if needs[1] and _recasts_in_eager_mode(x, call) else None
+        origin = None
+        if needs[1] and x.numel() >= call.plan.recast_size:
+            origin = _origin_in_eager_mode(x, call)
         y, saved = forward(
             rows, weight, bias, call,
             needs=needs, dtype=output_dtype(x), inp=x, has_origin=origin is not None,

@@ -1,7 +1,7 @@
 """A layer's input in backward, made of what the op that produced it saves anyway.
 
-In eager mode autograd's node of that op holds its saved tensors, such as the factors of a product.
-They are alive in backward whether or not a layer saves them, too.
+In eager mode autograd's node of that op holds its saved tensors, such as the two factors of a
+multiplication. They are alive in backward whether or not a layer saves them, too.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _origin_by(node: Node | None, x: Tensor) -> Origin | None:
     names: tuple[str, ...]
     match node and node.name():
         case "MulBackward0":
-            make, names = partial(_product, rows=rows), ("self", "other")
+            make, names = partial(_multiply, rows=rows), ("self", "other")
         case "FusedRmsNormBackward0":
             make, names = _rms_norm, ("input", "weight", "result1")
         case "GeluBackward0":
@@ -141,9 +141,9 @@ def _origin_by(node: Node | None, x: Tensor) -> Origin | None:
     return Origin(make, tuple(kept))
 
 
-def _product(a: Tensor, b: Tensor, *, rows: tuple[int, int]) -> Prologue:
+def _multiply(a: Tensor, b: Tensor, *, rows: tuple[int, int]) -> Prologue:
     factors = [factor.reshape(rows) for factor in torch.broadcast_tensors(a, b)]
-    return Prologue("product", factors, a.dtype)
+    return Prologue("multiply", factors, a.dtype)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, rstd: Tensor) -> Prologue:

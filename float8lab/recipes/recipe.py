@@ -9,6 +9,7 @@ recipe's class.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -72,7 +73,8 @@ class GemmPlan(NamedTuple):
 
 
 _SIDES = ("left", "right")
-_SAVES = ("auto", "fp8", "recompute")
+_SAVES = {"auto": 2**25, "fp8": sys.maxsize, "recompute": 0}
+"""Values of the smallest input that backward casts once more: for less it is not worth a launch."""
 
 
 class LinearPlan(NamedTuple):
@@ -93,6 +95,8 @@ class LinearPlan(NamedTuple):
     epsilon: str
     """``amax_epsilon`` as text. Under ``torch.compile(dynamic=True)`` a float is an input of the
     graph, and Dynamo does not find it again in a second autograd function."""
+    recast_size: int = sys.maxsize
+    """Values of the smallest x that backward casts once more, rather than save its FP8 data."""
 
     def gemms(self) -> dict[str, GemmPlan | None]:
         """The three by name."""
@@ -222,6 +226,7 @@ class Recipe:
             fprop, dgrad, of_weight if wgrad else None, x_spec, w_spec, dy_spec,
             delayed=delayed,
             epsilon=repr(float(amax_epsilon)),
+            recast_size=_SAVES[self.save],
         )  # fmt: skip
 
     def __repr__(self) -> str:

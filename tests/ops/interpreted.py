@@ -457,7 +457,7 @@ def check_groups() -> None:
             token = torch.randint(-1, sum(sizes), (len(x),), dtype=torch.int32)
             for kind, *inputs in (
                 ("", x), ("reglu", x.float()), ("relu_backward", x.float(), x.float()),
-                ("permute", x, token), ("product", x.float(), x.float()[:, :1].expand_as(x)),
+                ("permute", x, token), ("multiply", x.float(), x.float()[:, :1].expand_as(x)),
             ):  # fmt: skip
                 if kind and not (all(wanted) and rule == "pow2"):
                     continue

@@ -155,7 +155,7 @@ vector, rows_of = torch.ones(512), torch.ones(256)
 INPUTS: dict[str, list[torch.Tensor]] = {
     "layer_norm": [x, rows_of, vector, rows_of, vector],
     "rms_norm": [x, rows_of, vector],
-    "product": [x, x],
+    "multiply": [x, x],
     "swiglu": [x],
     "gelu_backward": [x, x],
     "swiglu_backward": [x, x[:, :256].contiguous()],
@@ -398,7 +398,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     ),
     "cast-of-layer-norm": cast_of("layer_norm", slot=one),
     "cast-of-rms-norm-transposed": cast_of("rms_norm", transposed=True),
-    "cast-of-product-transposed": cast_of("product", transposed=True),
+    "cast-of-multiply-transposed": cast_of("multiply", transposed=True),
     "cast-of-swiglu": cast_of("swiglu", slot=one),
     "cast-both-of-gelu-backward": pair_of("gelu_backward", slot=one),
     "cast-both-of-geglu-backward": pair_of("geglu_backward", slot=one),

@@ -38,14 +38,14 @@ BLOCKS = {
     "fallback-1x96": ((1, 96), "pow2", 0.0),
 }
 KINDS = [
-    "layer_norm", "rms_norm", "product",
+    "layer_norm", "rms_norm", "multiply",
     *reference.ACTIVATIONS,
     *(f"{name}_backward" for name in reference.ACTIVATIONS),
 ]  # fmt: skip
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SOME = [
-    *((kind, BF16) for kind in ("layer_norm", "rms_norm", "swiglu", "product", "gelu_backward")),
+    *((kind, BF16) for kind in ("layer_norm", "rms_norm", "swiglu", "multiply", "gelu_backward")),
     *(("geglu_backward", dtype) for dtype in (BF16, FP32)),
     ("layer_norm", FP32),
     ("gelu_backward", FP32),
@@ -71,7 +71,7 @@ def inputs_of(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Ten
         weight, bias = torch.randn(columns, device="cuda"), torch.randn(columns, device="cuda")
         x = matrix(columns)
         return [x, rstd, weight, *([mean, bias] if kind == "layer_norm" else [])]
-    if kind == "product":
+    if kind == "multiply":
         return [matrix(columns), matrix(columns)[:, :1].expand(-1, columns)]
     name = kind.removesuffix("_backward")
     gated = reference.ACTIVATIONS[name][1]

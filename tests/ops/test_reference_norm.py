@@ -115,7 +115,7 @@ def test_a_constant_row_gives_the_bias() -> None:
 
 
 SOURCES = [
-    "layer_norm", "rms_norm", "product", "gelu", "swiglu", "gelu_backward", "swiglu_backward",
+    "layer_norm", "rms_norm", "multiply", "gelu", "swiglu", "gelu_backward", "swiglu_backward",
 ]  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def source(kind: str) -> list[Tensor]:
     return {
         "layer_norm": [x, *vectors],
         "rms_norm": [x, *vectors[:2]],
-        "product": [x, x.flip(0)],
+        "multiply": [x, x.flip(0)],
         "gelu_backward": [x, x.flip(0)],
         "swiglu_backward": [x, x[:, 3:38]],
     }.get(kind, [x])

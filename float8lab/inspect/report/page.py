@@ -10,6 +10,7 @@ from float8lab.arguments import check_instance, check_path, needs
 from float8lab.checkpoints.replacing import write_text
 from float8lab.inspect.html import filled, page_of
 from float8lab.inspect.report.data import embed
+from float8lab.inspect.watch.findings import diagnose
 from float8lab.inspect.watch.records import Log
 
 __all__ = ["report"]
@@ -18,10 +19,11 @@ __all__ = ["report"]
 def report(log: Log, path: str | Path, *, title: str = "FP8 training report") -> Path:
     """Write the log of a training run as one HTML file.
 
-    The page shows heat maps of underflow, saturation, SQNR and more by layer and step, the layers
-    that lose most, each layer's curves and histograms, the loss, the recipe and the conversion
-    report. The file needs no network and no other file; its charts are drawn by plotly, of which it
-    holds a copy (4.8 MB). A long run is thinned as the page then says: see ``docs/report.md``.
+    The page begins with the verdict of ``diagnose``. It shows heat maps of underflow, saturation,
+    SQNR and more by layer and step, the layers that lose most, each layer's curves and histograms,
+    the loss, the recipe and the conversion report. The file needs no network and no other file; its
+    charts are drawn by plotly, of which it holds a copy (4.8 MB). A long run is thinned as the page
+    then says: see ``docs/report.md``.
 
     Args:
         log: a log by ``float8lab.inspect.watch``. An empty one gives a page that says so.
@@ -44,6 +46,7 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     replacements = {
         "title": escape(title),
         "recipe": escape(log.recipe or "not recorded"),
+        "verdict": escape(diagnose(log).summary()).replace("\n", "<br>"),
         "about": "".join(
             f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
             for name, value in log.about.items()

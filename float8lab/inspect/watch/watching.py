@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
 from float8lab.inspect.watch import views
+from float8lab.inspect.watch.findings import Finding, findings_of_record, findings_of_step
 from float8lab.inspect.watch.measure import (
     Measurement,
     measure_cast,
@@ -44,7 +46,7 @@ from float8lab.inspect.watch.measure import (
     numbers_of,
     record_of,
 )
-from float8lab.inspect.watch.records import Log, Step
+from float8lab.inspect.watch.records import Log, Record, Step
 from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
 from float8lab.nn.casts import plain, stored_as
 from float8lab.nn.convert import matches
@@ -99,6 +101,8 @@ class watch:
 
     Attributes:
         log: the records so far, with the model's ``conversion_report`` if it was converted.
+        alerts: what is wrong so far, by the rules of ``float8lab.inspect.diagnose``: step, layer,
+            operand, kind, value and advice of each. What is new in a step is also a warning.
 
     Raises:
         ValueError: ``every`` is below 1; no layer that can run in FP8 is meant; ``jsonl`` is one
@@ -153,6 +157,7 @@ class watch:
             about=_about(self._model),
             layers=self._listed(),
         )
+        self.alerts: list[Finding] = []
         self._recipes: dict[str, None] = {}
         self._seen: dict[tuple[Precision, int, torch.dtype, bool], Measurement] = {}
         self._gemms: dict[str, dict[str, int]] = {}
@@ -364,6 +369,7 @@ class watch:
         order = {precision: i for i, precision in enumerate(self._names)}
         keys = sorted(seen, key=lambda key: (order[key[0]], key[1]))
         measurements = [seen[key] for key in keys]
+        first = len(self.log.records)
         for (precision, index, *_), measurement, numbers in zip(
             keys, measurements, numbers_of(measurements), strict=True
         ):
@@ -382,6 +388,18 @@ class watch:
         self._recorded.update(key[0] for key in keys)
         self.log.layers = self._listed()
         self._write()
+        self._alert(self.log.records[first:], [s for s in self.log.steps[-1:] if gemms])
+
+    def _alert(self, records: Sequence[Record], steps: Sequence[Step]) -> None:
+        """Add what is wrong in them to the alerts, and warn of what was not before."""
+        known = {(f.layer, f.operand, f.kind) for f in self.alerts}
+        found = [f for record in records for f in findings_of_record(record)]
+        found += [f for step in steps for f in findings_of_step(step)]
+        self.alerts += found
+        new = [f for f in found if (f.layer, f.operand, f.kind) not in known]
+        if new:
+            more = f" {len(new) - 1} more are in the watch's alerts." if len(new) > 1 else ""
+            warnings.warn(f"step {new[0].step}: {new[0]}{more}", UserWarning, stacklevel=4)
 
     def _keep_loss(self, step: int, loss: float | Tensor | None) -> None:
         """Log the loss of a step; one on a GPU is fetched when a step is collected."""

@@ -187,7 +187,7 @@ def load(  # noqa: PLR0915
     tile_k,
     M,
     K,
-    FUNCTION: tl.constexpr,  # "", "permute", "product", a norm, or the function of an activation
+    FUNCTION: tl.constexpr,  # "", "permute", "multiply", a norm, or the function of an activation
     GATED: tl.constexpr,
     BACKWARD: tl.constexpr,
     HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
@@ -207,7 +207,7 @@ def load(  # noqa: PLR0915
         mask = mask & (token >= 0)[:, None]
         offsets = token[:, None] * stride_am + columns[None, :] * stride_ak
         y = tl.load(a_ptr + offsets, mask=mask, other=0.0)
-    elif FUNCTION == "product":
+    elif FUNCTION == "multiply":
         y = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
         y = y * _load(b_ptr, rows, columns, mask, stride_bm, stride_bk)
     elif FUNCTION == "layer_norm" or FUNCTION == "rms_norm":

@@ -5,7 +5,7 @@
 - ``"rms_norm"``: from x [M, K], rstd [M], weight [K];
 - ``"permute"``: from x [T, K] and token [M] int32: each row is that row of x, or zeros where the
   number is negative;
-- ``"product"``: from a [M, K] and b [M, K];
+- ``"multiply"``: from a [M, K] and b [M, K];
 - ``"dequantize"``, which is no cast's: from FP8 data [M, K] and their scales;
 - an activation: from h [M, K], or [M, 2 K] if it gates;
 - an activation and ``"_backward"``: from h [M, K], dy [M, K], or [M, K / 2] if it gates.
@@ -192,7 +192,7 @@ def value_of(
         value = x.new_zeros((token.shape[0], x.shape[1]))
         is_filled = token >= 0
         value[is_filled] = x[token[is_filled].long()]
-    elif prologue == "product":
+    elif prologue == "multiply":
         value = widen(inputs[0]) * widen(inputs[1])
     elif prologue.endswith("_norm"):
         x, rstd, weight, *statistics = inputs

@@ -1,0 +1,63 @@
+"""``float8lab report`` and ``float8lab compare``, of logs of watched training runs."""
+
+from __future__ import annotations
+
+import argparse
+
+from float8lab.commands.terminal import add_output_options, present
+from float8lab.inspect.report import report
+from float8lab.inspect.watch.findings import Diagnosis, diagnose
+from float8lab.inspect.watch.records import Log
+from float8lab.inspect.watch.runs import RunComparison, compare
+
+__all__ = ["add_commands"]
+
+_LOG = "a log that float8lab.inspect.watch(model, jsonl=...) wrote"
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add both to ``argparse``'s subparsers; ``options.run(options)`` gives the exit status."""
+    of_one = commands.add_parser(
+        "report",
+        help="say whether FP8 is healthy in a training run",
+        description="Say whether FP8 is healthy in a watched training run; if not, where, and what "
+        "to do.",
+        epilog="Exit status: 0; with --strict 1 if something was found; 2 if LOG cannot be read.",
+    )
+    of_one.add_argument("log", metavar="LOG", help=_LOG)
+    of_one.add_argument("--html", metavar="OUT", help="also write the report page to OUT")
+    of_one.add_argument("--strict", action="store_true", help="exit with 1 if something was found")
+    of_one.set_defaults(run=_report)
+    of_two = commands.add_parser(
+        "compare",
+        help="compare two training runs",
+        description="Compare two watched training runs: their losses, and each operand of each "
+        "layer.",
+        epilog="Exit status: 0; 2 if a log cannot be read.",
+    )
+    of_two.add_argument("a", metavar="A", help=_LOG)
+    of_two.add_argument("b", metavar="B", help="another one")
+    of_two.set_defaults(run=_compare)
+    for command in (of_one, of_two):
+        add_output_options(command, limit=20)
+
+
+def _report(options: argparse.Namespace) -> int:
+    def look() -> Diagnosis:
+        log = Log.from_jsonl(options.log)
+        if options.html is not None:
+            report(log, options.html)
+        return diagnose(log)
+
+    diagnosis = present(options, look)
+    if diagnosis is None:
+        return 2
+    return 1 if options.strict and not diagnosis.is_healthy else 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    def look() -> RunComparison:
+        logs = [Log.from_jsonl(path) for path in (options.a, options.b)]
+        return compare(*logs, names=(options.a, options.b))
+
+    return 2 if present(options, look) is None else 0

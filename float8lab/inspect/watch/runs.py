@@ -1,0 +1,195 @@
+"""Two watched runs side by side: their losses, and each operand of each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, cast, overload
+
+from torch import Tensor
+
+from float8lab.arguments import check_instance
+from float8lab.inspect.text import Grid, Printed
+from float8lab.inspect.watch.records import Log, Record
+from float8lab.tensor import statistics
+
+__all__ = ["OperandOfRuns", "Quality", "RunComparison", "compare"]
+
+
+class Quality(NamedTuple):
+    """The quality of an operand over all watched steps of a run."""
+
+    sqnr: float | None
+    """The least, in dB; None where no record has one."""
+    flushed: float
+    """The largest share that became zero."""
+    saturated: float
+    """The largest share at the largest code."""
+    nonfinite: int
+    """How many NaNs and infinities."""
+
+
+class OperandOfRuns(NamedTuple):
+    """An operand of a layer in both runs; None in the one that does not have it."""
+
+    layer: str
+    operand: str
+    a: Quality | None
+    b: Quality | None
+
+    @property
+    def sqnr_gain(self) -> float:
+        """How much better b is, in dB; 0 where one of the two has no SQNR."""
+        known = [q.sqnr for q in (self.a, self.b) if q is not None and q.sqnr is not None]
+        return known[1] - known[0] if len(known) == 2 else 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class RunComparison(Printed):
+    """Two runs side by side; ``print`` it for tables."""
+
+    names: tuple[str, str]
+    losses: tuple[tuple[int, float, float], ...]
+    """Step, and the loss of each run, where both have one."""
+    operands: tuple[OperandOfRuns, ...]
+    """Those whose SQNR differs most come first."""
+
+    def gap(self, part: float = 0.1) -> float | None:
+        """The mean loss of b over that of a, minus 1, over the last part of the common steps."""
+        last = self.losses[-max(1, round(part * len(self.losses))) :]
+        base = sum(a for _, a, _ in last)
+        return sum(b for _, _, b in last) / base - 1 if last and base else None
+
+    def summary(self) -> str:
+        """The runs, the gap of their losses, and where b is better or worse."""
+        a, b = self.names
+        gap = self.gap()
+        losses = "no step has a loss in both"
+        if gap is not None:
+            losses = (
+                f"over the last tenth of {len(self.losses)} common steps the loss of b is "
+                f"{100 * gap:+.2f} % of a's"
+            )
+        both = [o for o in self.operands if o.a is not None and o.b is not None]
+        better, worse = (sum(sign * o.sqnr_gain > 1 for o in both) for sign in (1, -1))
+        operands = (
+            f"{len(both)} operands in both: SQNR of b is more than 1 dB higher in {better}, lower "
+            f"in {worse}; {len(self.operands) - len(both)} in one alone"
+        )
+        return f"a: {a}\nb: {b}\n{losses}\n{operands}"
+
+    def tables(self, limit: int | None = 20) -> list[Grid]:
+        """Losses at steps of even distances, and a row for each operand."""
+        chosen = _evenly_chosen(self.losses, 10)
+        losses = [(str(s), f"{a:.4f}", f"{b:.4f}", f"{_percent(a, b)}") for s, a, b in chosen]
+        shown: Iterable[tuple[str, Callable[[Quality], str]]] = (
+            ("SQNR", lambda q: "" if q.sqnr is None else f"{q.sqnr:.1f}"),
+            ("flush%", lambda q: f"{100 * q.flushed:.3g}"),
+            ("NaN, inf", lambda q: str(q.nonfinite or "")),
+        )
+        rows = [
+            (
+                o.layer, o.operand,
+                *(text(q) if q else "-" for _, text in shown for q in (o.a, o.b)),
+            )
+            for o in self.operands
+        ]  # fmt: skip
+        columns = ["layer", "operand", *(f"{name} {run}" for name, _ in shown for run in "ab")]
+        grids = [
+            Grid("Loss", ("step", "a", "b", "b to a"), losses),
+            Grid("Operands, the largest difference of SQNR first", columns, rows).first(limit),
+        ]
+        return [grid for grid in grids if grid.rows]
+
+    def to_json(self) -> dict[str, object]:
+        """The same for programs."""
+        operands = [
+            {
+                "layer": o.layer, "operand": o.operand,
+                **{run: q and q._asdict() for run, q in (("a", o.a), ("b", o.b))},
+            }
+            for o in self.operands
+        ]  # fmt: skip
+        losses = [{"step": s, "a": a, "b": b} for s, a, b in self.losses]
+        named = dict(zip("ab", self.names, strict=True))
+        return {"runs": named, "gap": self.gap(), "losses": losses, "operands": operands}
+
+
+@overload
+def compare(x: Tensor, original: Tensor, *, local: bool = ...) -> statistics.Comparison: ...
+@overload
+def compare(x: Log, original: Log, *, names: tuple[str, str] | None = ...) -> RunComparison: ...
+def compare(
+    x: Tensor | Log,
+    original: Tensor | Log,
+    *,
+    local: bool = False,
+    names: tuple[str, str] | None = None,
+) -> statistics.Comparison | RunComparison:
+    """Measure how far an FP8 tensor is from its original; or set two watched runs side by side.
+
+    Runs are compared step by step and operand by operand: those of bfloat16 and FP8, of two
+    recipes, or of one before and after a change. Layers are told by their names. A run without FP8
+    has losses alone: ``Log(steps=[Step(0, loss=2.5), ...])``.
+
+    Args:
+        x: a Float8Tensor, or the log of the first run by ``float8lab.inspect.watch``, "a".
+        original: the tensor that x was made of; or the log of the second run, "b".
+        local: of tensors, as in ``stats``, whose errors are these.
+        names: of the runs; None for their recipes.
+
+    >>> x = torch.tensor([1.0, 1.03125])
+    >>> float8lab.inspect.compare(float8lab.quantize(x, scale=1.0), x).max_error
+    0.03125
+    """
+    if not isinstance(x, Log):
+        return statistics.compare(x, cast(Tensor, original), local=local)
+    check_instance("original", original, Log, "the log of a watch, as x is")
+    return _compare_runs(x, cast(Log, original), names)
+
+
+def _compare_runs(a: Log, b: Log, names: tuple[str, str] | None) -> RunComparison:
+    losses = [{step.step: step.loss for step in log.steps} for log in (a, b)]
+    common = [
+        (step, loss, other)
+        for step, loss in losses[0].items()
+        if loss is not None and (other := losses[1].get(step)) is not None
+    ]
+    qualities = [_qualities(log.records) for log in (a, b)]
+    operands = [
+        OperandOfRuns(*key, *(quality.get(key) for quality in qualities))
+        for key in dict.fromkeys([*qualities[0], *qualities[1]])
+    ]
+    operands.sort(key=lambda operand: -abs(operand.sqnr_gain))
+    default = (a.recipe or "high precision", b.recipe or "high precision")
+    return RunComparison(names or default, tuple(common), tuple(operands))
+
+
+def _qualities(records: Iterable[Record]) -> dict[tuple[str, str], Quality]:
+    """The quality of each operand, by layer and operand."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.layer, record.operand), []).append(record)
+    return {
+        key: Quality(
+            min((r.sqnr for r in group if r.sqnr is not None), default=None),
+            max(r.flushed for r in group),
+            max(r.saturated for r in group),
+            sum(r.nan + r.inf for r in group),
+        )
+        for key, group in groups.items()
+    }
+
+
+def _percent(a: float, b: float) -> str:
+    return f"{100 * (b / a - 1):+.2f} %" if a and math.isfinite(a) else ""
+
+
+def _evenly_chosen(
+    values: tuple[tuple[int, float, float], ...], most: int
+) -> list[tuple[int, float, float]]:
+    """At most so many of the values, the first and the last among them."""
+    count = min(most, len(values))
+    places = [i * (len(values) - 1) // max(count - 1, 1) for i in range(count)]
+    return [values[i] for i in places]
