@@ -53,14 +53,7 @@ from float8lab.ops.declare import declare
 from float8lab.ops.operand import Operand
 from float8lab.recipes.reduction import group_named
 
-__all__ = [
-    "Window",
-    "gather_mm",
-    "is_worth_it",
-    "mm_scatter",
-    "sees_others",
-    "window_of",
-]
+__all__ = ["Window", "gather_mm", "is_worth_it", "mm_scatter", "sees_others", "window_of"]
 
 _ALIGN = 512
 """Bytes between the tensors of a half; FP8 GEMMs want at least 16."""

@@ -256,11 +256,7 @@ class GroupedLinear(GemmModule):
         return GradientMap.run(x, lambda x: x.view_as(x), lambda dx: buffer.copy_(dx))
 
     def _begin_experts(
-        self,
-        x: Tensor,
-        weights: list[Tensor],
-        first_microbatch: bool | None,
-        held: range | None,
+        self, x: Tensor, weights: list[Tensor], first_microbatch: bool | None, held: range | None
     ) -> tuple[Call | None, list[Tensor]]:
         """How the GEMM runs, None in high precision, and the weights that autograd sees.
 

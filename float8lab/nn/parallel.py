@@ -406,9 +406,7 @@ def _parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
     return parameter_shards
 
 
-def _sharded_parameters(
-    module: TensorParallelModule,
-) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+def _sharded_parameters(module: TensorParallelModule) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """The parameters that ranks share: name, dimension from the end, sizes of a shard's pieces."""
     parameters = [name for name, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
     for state, (mode, pieces) in module._parallel_modes().items():

@@ -62,12 +62,7 @@ def quantize_shard(
 
 
 def _quantize_spanning(
-    x: Matrix,
-    spec: Spec,
-    parallel: TensorParallel,
-    epsilon: float,
-    align: int,
-    is_columnwise: bool,
+    x: Matrix, spec: Spec, parallel: TensorParallel, epsilon: float, align: int, is_columnwise: bool
 ) -> Operand:
     """One orientation of a shard whose blocks span the dimension that ranks share.
 

@@ -90,11 +90,7 @@ def cast_outputs(of: Any) -> tuple[Tensor | None, ...]:
 
 
 cast_op = declare(
-    reference.cast,
-    cuda="cast:cast",
-    outputs=cast_outputs,
-    mutates=("slot",),
-    any_strides=True,
+    reference.cast, cuda="cast:cast", outputs=cast_outputs, mutates=("slot",), any_strides=True
 )
 # An op of its own, not a cast that wants nothing else: selective checkpointing knows calls by op
 # and order, and a recomputation does not find the amaxes that delayed scaling began with.

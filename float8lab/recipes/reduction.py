@@ -220,9 +220,7 @@ def has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def channel_of(
-    group: dist.ProcessGroup | None,
-) -> tuple[dist.ProcessGroup, AmaxChannel] | None:
+def channel_of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, AmaxChannel] | None:
     """The process group meant by ``group`` (None: the default one) and its channel.
 
     None if there is nothing to reduce over.

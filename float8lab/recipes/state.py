@@ -52,14 +52,7 @@ class autocast:
     ...     y = layer(torch.ones(4, 32))
     """
 
-    __slots__ = (
-        "_calibrating",
-        "_enabled",
-        "_group",
-        "_outer",
-        "_recipe",
-        "_region",
-    )
+    __slots__ = ("_calibrating", "_enabled", "_group", "_outer", "_recipe", "_region")
 
     _warns_of_idle_regions: ClassVar[bool] = True
     """Whether a region without an FP8 module is warned about; the first warning is the last."""

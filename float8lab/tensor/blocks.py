@@ -157,11 +157,7 @@ def _is_batch(x: Tensor, spec: Spec) -> bool:
 
 
 def _by_matrix(
-    x: Tensor,
-    spec: Spec,
-    scale: Tensor | None,
-    amax_epsilon: float,
-    known_amax: Tensor | None,
+    x: Tensor, spec: Spec, scale: Tensor | None, amax_epsilon: float, known_amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     matrix_spec = replace(spec, block=spec.block[1:])
     scales_in, amaxes_in = (

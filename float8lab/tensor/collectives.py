@@ -490,11 +490,7 @@ def _reduce_scatter_base(
     *_existing(c10d, "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 )
 def _each_base(
-    op: OpOverload,
-    outputs: list[Tensor],
-    inputs: list[Tensor],
-    group: ScriptObject,
-    *args: object,
+    op: OpOverload, outputs: list[Tensor], inputs: list[Tensor], group: ScriptObject, *args: object
 ) -> ScriptObject:
     """Run the collective of one pair of tensors for each pair."""
     gathers = op is c10d.allgather_into_tensor_coalesced_.default
@@ -669,11 +665,7 @@ def _broadcast_functional(op: OpOverload, x: Float8Tensor, source: int, group: s
 
 @implements(*_existing(functional, "all_to_all_single"))
 def _all_to_all(
-    op: OpOverload,
-    x: Float8Tensor,
-    out_splits: Sequence[int],
-    in_splits: Sequence[int],
-    group: str,
+    op: OpOverload, x: Float8Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: str
 ) -> Float8Tensor:
     """Exchange rows with other ranks; in the result each block holds one row."""
     return _unpack(_wait_for(op(_pack(x), out_splits, in_splits, group)), x)

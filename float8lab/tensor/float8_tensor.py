@@ -56,13 +56,7 @@ _FIELDS = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
 _NO_DATA = (torch._subclasses.FakeTensor, FunctionalTensor)
 
 PLAIN = frozenset(
-    (
-        Tensor,
-        torch.nn.Parameter,
-        torch.nn.Buffer,
-        torch._subclasses.FakeTensor,
-        FunctionalTensor,
-    )
+    (Tensor, torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor, FunctionalTensor)
 )
 """Tensors that may sit in an op beside a Float8Tensor. Any other subclass (a DTensor, say) gets to
 handle the op first, and calls it again on the Float8Tensors inside it."""

@@ -403,10 +403,7 @@ def _check_routing_map(routing_map: Tensor, tokens: int, map_type: str) -> None:
 
 
 def routed(
-    routing_map: Tensor,
-    tokens: int,
-    experts: int | None = None,
-    num_out_tokens: int | None = None,
+    routing_map: Tensor, tokens: int, experts: int | None = None, num_out_tokens: int | None = None
 ) -> tuple[Tensor, int, Tensor]:
     """Where tokens go, so that those of an expert are side by side.
 

@@ -169,10 +169,7 @@ def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) ->
 
 
 def split_padding_mask(
-    attention_mask: MaskArgument,
-    attention_type: str,
-    sizes: Sizes,
-    name: str = "attention_mask",
+    attention_mask: MaskArgument, attention_type: str, sizes: Sizes, name: str = "attention_mask"
 ) -> tuple[Tensor, Tensor]:
     """The ``[B, Sq]`` and ``[B, Sk]`` masks in the ``attention_mask`` of a padding mask type."""
     B, Sq, Sk = sizes

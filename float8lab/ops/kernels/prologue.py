@@ -16,14 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.ops import reference
-from float8lab.ops.kernels._common import (
-    INTERPRETED,
-    TILE,
-    Tile,
-    grid_of,
-    store_tile,
-    triton_dtype,
-)
+from float8lab.ops.kernels._common import INTERPRETED, TILE, Tile, grid_of, store_tile, triton_dtype
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize

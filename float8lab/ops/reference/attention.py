@@ -48,12 +48,7 @@ def _sum_groups(x: Tensor, groups: int) -> Tensor:
 
 
 def _scores(
-    q: Tensor,
-    k: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor, causal: bool, scale: float
 ) -> Tensor:
     decode = (q_scale * k_scale).view(1) * scale
     scores = q.float() @ _repeat(k, q.shape[1]).transpose(2, 3) * decode

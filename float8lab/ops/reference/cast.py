@@ -21,13 +21,7 @@ from float8lab.ops.reference.blocks import CastResults, amax, quantize
 from float8lab.ops.reference.grouped import cast_batch, cast_groups
 from float8lab.ops.reference.prologue import value_of
 
-__all__ = [
-    "amax_of",
-    "cast",
-    "cast_many_",
-    "has_amax",
-    "transpose",
-]
+__all__ = ["amax_of", "cast", "cast_many_", "has_amax", "transpose"]
 
 
 def amax_of(
