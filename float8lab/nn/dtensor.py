@@ -280,10 +280,8 @@ def _local_shape(x: DTensor, placements: Sequence[Placement], axis: int) -> list
 def _tokens(
     shape: Sequence[int], dim: int, parallel: TensorParallel, plan: LinearPlan | None
 ) -> ShardMap | None:
-    """The shards of tokens along a dimension.
-
-    None: blocks of tokens cross them, and DTensor gathers the tokens in high precision.
-    """
+    """The shards of tokens along a dimension."""
+    # None: blocks of tokens cross them, and DTensor gathers the tokens in high precision.
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
     tokens = ShardMap.of(shape[dim], parallel.size, parallel.rank, inner=inner, outer=outer)
     crosses = plan is not None and any(map(tokens.block_crosses_shards, plan.token_blocks))

@@ -258,12 +258,10 @@ class GroupedLinear(GemmModule):
     def _begin_experts(
         self, x: Tensor, weights: list[Tensor], first_microbatch: bool | None, held: range | None
     ) -> tuple[Call | None, list[Tensor]]:
-        """How the GEMM runs, None in high precision, and the weights that autograd sees.
-
-        The gradients of all weights go into their ``main_grad`` at once where autograd has it of
-        them as they are. Where it has it of a copy, it does not tell which of them have one: then
-        each weight passes its own on.
-        """
+        """How the GEMM runs, None in high precision, and the weights that autograd sees."""
+        # The gradients of all weights go into their ``main_grad`` at once where autograd has it of
+        # them as they are. Where it has it of a copy, it does not tell which of them have one: then
+        # each weight passes its own on.
         fused: tuple[Tensor, ...] = ()
         if self.fuse_wgrad_accumulation:
             fused = tuple(
@@ -285,10 +283,8 @@ class GroupedLinear(GemmModule):
     def _stacked(
         self, kind: str, parameters: Sequence[Tensor], *, keeps_cast: bool = False
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Parameters, one for each expert, as one tensor; and those that have its gradient.
-
-        They are the matrices of one tensor, or a copy that autograd knows if they lie elsewhere.
-        """
+        """Parameters, one for each expert, as one tensor; and those that have its gradient."""
+        # They are the matrices of one tensor, or a copy that autograd knows if they lie elsewhere.
         if torch.compiler.is_compiling():
             # Dynamo cannot read the spec of a Float8Tensor that a graph makes.
             return torch.stack([plain(parameter) for parameter in parameters]), ()
@@ -392,10 +388,8 @@ def _is_readable(m_splits: Tensor, experts: int, argument: str) -> bool:
 
 
 def _filled(offsets: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers of the host on a device, by the arguments of kernels: a CUDA graph keeps these.
-
-    A copy would read the host's memory in each replay.
-    """
+    """Numbers of the host on a device, by the arguments of kernels: a CUDA graph keeps these."""
+    # A copy would read the host's memory in each replay.
     filled = torch.zeros(len(offsets), dtype=torch.int32, device=device)
     torch._foreach_add_(filled.unbind(), offsets)
     return filled

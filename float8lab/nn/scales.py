@@ -115,13 +115,11 @@ class CurrentScales(ScaleSource):
 
 
 def _amax_params(x: Tensor, index: int) -> QuantParams | None:
-    """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it.
-
-    A compiler finds it in the loop that computes the matrix; the op has to read the matrix for it.
-    By rows, as norms are, or the compiler makes two loops. A weight is computed by nothing. Short
-    rows make Inductor hold whole ones in registers: right for a norm, but a costly gradient, such
-    as that of rotary embedding, took three times as long on an H200.
-    """
+    """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it."""
+    # A compiler finds it in the loop that computes the matrix; the op has to read the matrix for
+    # it. By rows, as norms are, or the compiler makes two loops. A weight is computed by nothing.
+    # Short rows make Inductor hold whole ones in registers: right for a norm, but a costly
+    # gradient, such as that of rotary embedding, took three times as long on an H200.
     is_short = index == DY and x.shape[1] <= _SHORT_ROWS
     if index == W or is_short or not x.numel():
         return None

@@ -380,10 +380,8 @@ class TransformerLayer(nn.Module, ContextParallelModule):
     def _lengths_of_both(
         self, given: Lengths, self_type: str, cross_type: str
     ) -> tuple[Lengths, Lengths]:
-        """The lengths for the self and the cross attention of a decoder, each if it takes any.
-
-        Where neither does, both get them, and refuse them.
-        """
+        """The lengths for the self and the cross attention of a decoder, each if it takes any."""
+        # Where neither does, both get them, and refuse them.
         self_lengths = given._replace(
             cu_seqlens_kv=given.cu_seqlens_q, max_seqlen_kv=given.max_seqlen_q
         )

@@ -281,11 +281,9 @@ def rotate_heads(
 
 
 def _takes_op(t: Tensor, angles: Tensor) -> bool:
-    """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated.
-
-    It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
-    be recomputed for every head.
-    """
+    """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated."""
+    # It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
+    # be recomputed for every head.
     if torch._C._are_functorch_transforms_active():
         return False
     plain = type(t) in (Tensor, nn.Parameter) and not angles.requires_grad

@@ -218,10 +218,8 @@ def _exponents(s, largest, factor):
 
 @gluon.jit
 def _add_values(x, rescale, exp_sum, out, v_tiles, stage):
-    """The GEMM of a tile's probabilities and values, in flight, and the new total.
-
-    While the tensor cores multiply one half, the other half's exponentials are computed.
-    """
+    """The GEMM of a tile's probabilities and values, in flight, and the new total."""
+    # While the tensor cores multiply one half, the other half's exponentials are computed.
     ROWS: gl.constexpr = x.shape[0]
     HALF: gl.constexpr = x.shape[1] // 2
     WIDTH: gl.constexpr = v_tiles.shape[1]

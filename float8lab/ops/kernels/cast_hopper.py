@@ -360,10 +360,8 @@ def cast_tiles(
     write: bool,
     column_sum: bool,
 ) -> tuple[Any, ...]:
-    """The op's results for a matrix that ``takes_tiles``, or a prologue that ``has_tiles``.
-
-    Only the transpose unless ``write``.
-    """
+    """The op's results for a matrix that ``takes_tiles``, or a prologue that ``has_tiles``."""
+    # Only the transpose unless ``write``.
     prologue, inputs, _ = matrix
     first, shape = inputs[0], prologue_shape(prologue, inputs)
     rows, columns = (round_up(size, align) for size in shape)
