@@ -115,12 +115,9 @@ class Window:
         key = (self.half, rank, start, shape, dtype)
         view = self._views.get(key)
         if view is None:
-            view = self._views[key] = self._make_view(rank, start, shape, dtype)
+            offset = (self.half * self.nbytes + start) // dtype.itemsize
+            view = self._views[key] = self.handle.get_buffer(rank, tuple(shape), dtype, offset)
         return view
-
-    def _make_view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        offset = (self.half * self.nbytes + start) // dtype.itemsize
-        return self.handle.get_buffer(rank, tuple(shape), dtype, offset)
 
 
 def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Window | None:
@@ -221,12 +218,10 @@ class _CollectiveGather:
 
 
 class _WindowGather(_CollectiveGather):
-    """An all-gather through a window: copies on a stream of their own.
+    """An all-gather through a window: copies on a stream of their own."""
 
-    Args:
-        early: how many of them are waited for rank by rank; the others come behind these.
-        keep: whether this rank's own of the early ones are wanted, too.
-    """
+    # ``early`` of the tensors are waited for rank by rank, the others come behind these; ``keep``:
+    # this rank's own of the early ones are wanted, too.
 
     def __init__(
         self, window: Window, tensors: Sequence[Tensor], early: int, *, keep: bool = False

@@ -60,11 +60,7 @@ class WeightPlacement:
     def __init__(
         self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
     ) -> None:
-        """Read the placements of a weight of an unsharded ``shape``.
-
-        Raises:
-            NotImplementedError: it is not a shard of rows or columns over one dimension.
-        """
+        """Read the placements of a weight of an unsharded ``shape``."""
         axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
         self.ndim = len(placements)
         self.axis = axes[0] if axes else -1  # no dimension of any mesh

@@ -52,11 +52,7 @@ __all__ = [
 
 
 def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: str | None) -> int:
-    """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``.
-
-    Raises:
-        ValueError: the group has another size than ``tp_size``.
-    """
+    """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``."""
     check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
     check_group("tp_group", tp_group)
     size = check_size("tp_size", tp_size, minimum=1)
@@ -72,11 +68,7 @@ def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: st
 
 
 def share_of(name: str, features: int, ranks: int) -> int:
-    """A rank's share of features.
-
-    Raises:
-        ValueError: they do not divide.
-    """
+    """A rank's share of features."""
     if features % ranks:
         raise ValueError(
             f"{name} must be a multiple of the {ranks} tensor-parallel ranks; got {features}. "
@@ -103,10 +95,6 @@ def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
     None: where that was measured to pay, whatever arguments are True; False: never, where
     ``ub_tp_comm_overlap`` is False, or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are. The others
     have no meaning of their own, ``symmetric_ar_type`` neither: the group chooses how it reduces.
-
-    Raises:
-        TypeError: an argument that is no such, as Python would say.
-        NotImplementedError: ``delay_wgrad_compute`` or ``save_original_input`` is True.
 
     >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
     """
@@ -363,9 +351,6 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     A rank has whole groups: a key/value head with all its query heads. A head that several ranks
     had would be computed several times, and its gradient be partial on each; fewer groups than
     ranks are therefore refused.
-
-    Raises:
-        ValueError: the ranks cannot share the groups equally.
 
     >>> heads_of_rank(32, 8, 4)
     (8, 2)

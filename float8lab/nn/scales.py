@@ -49,9 +49,7 @@ class ScaleSource:
     def requant_params(self, scale: Tensor | None, requant: Tensor | None) -> QuantParams | None:
         """The parameters that requantize a matrix to its FP8 data of forward, if these are saved.
 
-        Args:
-            scale: of the data.
-            requant: as ``quantize`` has returned it.
+        ``scale`` is that of the data, ``requant`` what ``quantize`` has returned.
         """
         if scale is None:
             return None
@@ -73,13 +71,9 @@ class ScaleSource:
         align: int = ALIGN,
         amax: Tensor | None = None,
     ) -> Quantized:
-        """Cast tensor ``index`` of the call.
+        """Cast tensor ``index`` of the call, by the arguments of the function ``quantize``.
 
-        Args:
-            index: which of the layer's tensors it is.
-            amax: of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
-
-        The other arguments are those of the function ``quantize``.
+        ``amax`` is that of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
         """
         params = self.params(index, x)
         return self._run(x, rowwise, columnwise, params, self.epsilon, dbias, align)

@@ -222,12 +222,8 @@ def _announce_update(
 
 
 def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
-    """Warn once that the memory of a quantized weight is read as ``dtype``, or raise.
-
-    Args:
-        stored: how it is stored, in words.
-        keeper: what saves it as it is stored.
-    """
+    """Warn once that the memory of a quantized weight is read as ``dtype``, or raise."""
+    # ``stored`` says how it is stored, ``keeper`` what saves it so.
     if _POLICY.name == "error":
         raise NotImplementedError(
             f"data_ptr() of a weight stored in {stored} must dequantize it. Save with {keeper}, "

@@ -408,10 +408,8 @@ def routed(
     """Where tokens go, so that those of an expert are side by side.
 
     Args:
-        routing_map: ``[T, E]``, a mask; or with ``experts`` ``[T, K]`` of integers, the experts of
-            each token. What is not in ``range(experts)`` is none.
-        tokens: T.
-        experts: E.
+        routing_map: ``[T, E]``, a mask; or with ``experts``, E, ``[T, K]`` of integers, the experts
+            of each token. What is not in ``range(experts)`` is none.
         num_out_tokens: of a mask, as ``moe_permute`` takes it.
 
     Returns:

@@ -108,13 +108,8 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """``dropout(softmax(q @ k.T * scale + bias)) @ v``, float32 inside (float64 for float64).
 
-    Args:
-        q: ``[B, H, Sq, D]``.
-        k: ``[B, G, Sk, D]``, G dividing H.
-        v: ``[B, G, Sk, Dv]``.
-
-    Returns:
-        ``[B, H, Sq, Dv]`` in the dtype of ``q``.
+    Of q ``[B, H, Sq, D]``, k ``[B, G, Sk, D]``, G dividing H, and v ``[B, G, Sk, Dv]`` it is
+    ``[B, H, Sq, Dv]`` in the dtype of q.
     """
     Sq, Sk = q.shape[2], k.shape[2]
     with torch.autocast(q.device.type, enabled=False):

@@ -51,13 +51,8 @@ def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
 def _rank_by_rank(
     init_method: InitMethod | None, sizes: Sequence[int], ranks: int
 ) -> Callable[[Tensor], Any] | None:
-    """``init_method`` for a weight whose rows lie rank by rank, and of a rank piece by piece.
-
-    Args:
-        init_method: of the weight as one rank has it, piece by piece; None is the default.
-        sizes: rows of the pieces, each of which the ranks share.
-        ranks: how many they are.
-    """
+    """``init_method`` for a weight whose rows lie rank by rank, and of a rank piece by piece."""
+    # It initialises the weight as one rank has it, piece by piece; the ranks share each piece.
     if ranks == 1:
         return init_method
 

@@ -241,8 +241,6 @@ def rotate_heads(
     """Run ``apply_rotary_pos_emb`` on checked arguments; padding may begin beyond the angles.
 
     Args:
-        freqs: angles, which the caller calls ``name``.
-        start_positions: ``[B]`` or None.
         cu_seqlens: ``[B + 1]``, for thd alone.
         name: of ``freqs`` in messages.
         ranks: how many context-parallel ranks share the tokens, and which of them has ``t``.

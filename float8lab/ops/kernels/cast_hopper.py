@@ -327,12 +327,9 @@ def launch_tiles(
     """Cast to ``results``: FP8 data, that of the transpose, the scales of both, partial sums.
 
     Args:
-        matrix: what is cast.
         results: the data and scales of the rows, and the sums, are None where not wanted.
         padded: rows and columns of the transpose, transposed back.
         block: of one row.
-        rule: of the scales.
-        eps: the least amax.
         plan: of ``plan_groups``, where the rows are in groups.
         groups: how many.
     """

@@ -312,6 +312,7 @@ def _multiply_fast(
         sums = warpgroup_mma_wait(0, (sums,))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
         below = HALF * number
+        y_tile = y_tiles.index(number)
         y_row = _row_in_y(group, row, M, GROUPS)
         sums = _scale(sums, scales, group, row + below, column, M, N)
         ahead = gl.minimum(tile + programs, last)
@@ -319,17 +320,7 @@ def _multiply_fast(
             sums = _add_bias(sums, scales, group, column, steps, N)
         else:  # the next tile's place arrives while this one is stored; with a bias it would spill
             following = _find(ahead, schedule, plan_ptr, BAND, GROUPS)
-        _store(
-            sums,
-            y_desc,
-            y_ptr,
-            y_tiles.index(number),
-            y_row + below,
-            column,
-            left - below,
-            N,
-            GROUPS,
-        )
+        _store(sums, y_desc, y_ptr, y_tile, y_row + below, column, left - below, N, GROUPS)
         if BIAS:
             following = _find(ahead, schedule, plan_ptr, BAND, GROUPS)
         group, row, _first, _b_row, _b_column, steps, left, column = following
@@ -531,19 +522,15 @@ def multiply_tiles(
     b_place: tuple[int, int] = (0, 0),
     config: Config | None = None,
 ) -> Tensor:
-    """Launch the kernel.
+    """Launch the kernel, which writes ``y``.
 
     Args:
         mode: see above.
         a: ``[M, K]``, contiguous and aligned.
-        a_scale: by group, row and step, where there are several.
+        a_scale: by group, row and step, where there are several; so is ``b_scale``.
         b: ``[N, K]``, of all groups below each other or side by side; contiguous and aligned.
-        b_scale: the same of b.
         bias: ``[E, N]``.
-        y: the result.
         groups: ``DENSE``, ``GROUPED_ROWS`` or ``GROUPED_SUMS``.
-        plan: of the groups.
-        E: groups.
         b_place: rows, and columns, from the matrix of one group to the next's.
         config: in place of the one in the table.
     """
