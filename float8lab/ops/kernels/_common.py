@@ -247,14 +247,8 @@ def nan_for_infinity(x, dtype: tl.constexpr):
         elif x.dtype == tl.float32:
             x = tl.fma(x, tl.zeros_like(x), x)
         else:
-            x = tl.inline_asm_elementwise(
-                NAN_FOR_BF16 if x.dtype == tl.bfloat16 else NAN_FOR_FP16,
-                "=r,r",
-                [x],
-                dtype=x.dtype,
-                is_pure=False,
-                pack=2,
-            )
+            CODE: tl.constexpr = NAN_FOR_BF16 if x.dtype == tl.bfloat16 else NAN_FOR_FP16
+            x = tl.inline_asm_elementwise(CODE, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
 
 
@@ -321,13 +315,9 @@ def widen(x):
     if x.dtype == tl.float32 or INTERPRETED:
         wide = x.to(tl.float32)
     else:
+        CODE: tl.constexpr = WIDEN_BF16 if x.dtype == tl.bfloat16 else WIDEN_FP16
         wide = tl.inline_asm_elementwise(
-            WIDEN_BF16 if x.dtype == tl.bfloat16 else WIDEN_FP16,
-            "=r,=r,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=False,
-            pack=2,
+            CODE, "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2
         )
     return wide
 

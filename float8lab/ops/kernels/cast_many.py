@@ -210,15 +210,9 @@ class _Job(NamedTuple):
 
 
 def cast_many_(
-    x: Sequence[Tensor],
-    q: Sequence[Tensor],
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    scale: Sequence[Tensor],
-    amax: Sequence[Tensor],
-    given: Sequence[Tensor],
-) -> None:
+    x: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int], rule: str, eps: float,
+    scale: Sequence[Tensor], amax: Sequence[Tensor], given: Sequence[Tensor],
+) -> None:  # fmt: skip
     """``reference.cast_many_``: at most two launches, or six per tensor, for matrices alike."""
     # Matrices that are not stored by rows, or not like the first one in dtypes and device, those
     # without elements or with one column, and blocks without a kernel are done one by one.

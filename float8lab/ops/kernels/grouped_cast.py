@@ -595,14 +595,10 @@ def _sums_of_groups(partial: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def cast_tiles_of_groups(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype],
-    offs: Tensor,
-    options: tuple[torch.dtype, tuple[int, ...], str, float],
-    *,
-    write: bool,
-    column_sum: bool,
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], offs: Tensor,
+    options: tuple[torch.dtype, tuple[int, ...], str, float], *, write: bool, column_sum: bool,
     plan: Tensor | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
     (_, (first, *_), _), (fp8_dtype, block, rule, eps) = matrix, options
     (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]

@@ -65,6 +65,11 @@ GROUPED_ROWS = gl.constexpr(1)
 """Each group of a's rows has a matrix b of its own."""
 GROUPED_SUMS = gl.constexpr(2)
 """Each group of the contraction gives a result of its own."""
+_ADD = gl.constexpr("add.rn.f32 $0, $1, $2;")
+_ADD_SCALED = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
+_ADD_SCALED_TWICE = gl.constexpr(
+    "{ .reg .f32 scaled; mul.rn.f32 scaled, $1, $3; fma.rn.f32 $0, scaled, $2, $4; }"
+)
 
 
 class Config(NamedTuple):
@@ -182,37 +187,19 @@ def _add_part(sums, partial, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: g
     # then be there at the same time, and spill.
     if not SCALED:
         sums = gl.inline_asm_elementwise(
-            "add.rn.f32 $0, $1, $2;",
-            "=f,f,f",
-            [partial, sums],
-            dtype=gl.float32,
-            is_pure=False,
-            pack=1,
+            _ADD, "=f,f,f", [partial, sums], dtype=gl.float32, is_pure=False, pack=1
         )
     elif B_BY_ROW:
         a_scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), partial)
         b_scale, _ = gl.broadcast(gl.expand_dims(b_scale, 0), partial)
+        operands = [partial, a_scale, b_scale, sums]
         sums = gl.inline_asm_elementwise(
-            """{
-                .reg .f32 scaled;
-                mul.rn.f32 scaled, $1, $3;
-                fma.rn.f32 $0, scaled, $2, $4;
-            }""",
-            "=f,f,f,f,f",
-            [partial, a_scale, b_scale, sums],
-            dtype=gl.float32,
-            is_pure=False,
-            pack=1,
+            _ADD_SCALED_TWICE, "=f,f,f,f,f", operands, dtype=gl.float32, is_pure=False, pack=1
         )
     else:
         scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), partial)
         sums = gl.inline_asm_elementwise(
-            "fma.rn.f32 $0, $1, $2, $3;",
-            "=f,f,f,f",
-            [partial, scale, sums],
-            dtype=gl.float32,
-            is_pure=False,
-            pack=1,
+            _ADD_SCALED, "=f,f,f,f", [partial, scale, sums], dtype=gl.float32, is_pure=False, pack=1
         )
     return sums
 
@@ -508,20 +495,10 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def multiply_tiles(
-    mode: str,
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    *,
-    groups: int = 0,
-    plan: Tensor | None = None,
-    E: int = 1,
-    b_place: tuple[int, int] = (0, 0),
-    config: Config | None = None,
-) -> Tensor:
+    mode: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    y: Tensor, *, groups: int = 0, plan: Tensor | None = None, E: int = 1,
+    b_place: tuple[int, int] = (0, 0), config: Config | None = None,
+) -> Tensor:  # fmt: skip
     """Launch the kernel, which writes ``y``.
 
     Args:

@@ -350,12 +350,9 @@ def _value_kernel(
 
 @replayed
 def value_of(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    block: Sequence[int] = (),
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (),
     event: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if prologue == "dequantize":
         return dequantize(inputs[0], inputs[1], block, dtype)
     if not has_kernel(prologue, inputs, dtype):

@@ -16,6 +16,9 @@ from float8lab.ops.reference.grouped import SPAN, bounds_of
 
 __all__ = ["scaled_mm", "scaled_mm_into"]
 
+_Operand = tuple[Tensor, Tensor | None, Sequence[int]]
+"""Data, scales unless it is in high precision, and the block that shares one."""
+
 
 def scaled_mm(
     a: Tensor,
@@ -47,7 +50,7 @@ def scaled_mm(
     that a transpose had, where several GEMMs share it. It changes nothing.
     """
     if offs is None:
-        return _mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
+        return _mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
     contracts, shape = b.ndim == 2, (a.shape[0], b.shape[-2])
     out = a.new_zeros((len(offs), *shape) if contracts else shape, dtype=out_dtype)
     for index, (start, end, place) in enumerate(bounds_of(offs)):
@@ -59,26 +62,18 @@ def scaled_mm(
                 columns = slice(place, place + round_up(end - start, SPAN))
             left = a[:, columns], _scales_of_columns(a_scale, a_block, index, columns), a_block
             right = b[:, columns], _scales_of_columns(b_scale, b_block, index, columns), b_block
-            out[index] = _mm(*left, *right, None, out_dtype)
+            out[index] = _mm(left, right, None, out_dtype)
         else:
             rows = slice(start, end)
             left = a[rows], _scales_of_rows(a_scale, index, rows), a_block
             right = b[index], None if b_scale is None else b_scale[index], b_block
-            out[rows] = _mm(*left, *right, None if bias is None else bias[index], out_dtype)
+            out[rows] = _mm(left, right, None if bias is None else bias[index], out_dtype)
     return out
 
 
-def _mm(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor | None,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _mm(left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``scaled_mm`` without groups."""
+    (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     if a_scale is None or b_scale is None:
         with torch.autocast(a.device.type, enabled=False):
             return F.linear(a, b, bias).to(out_dtype)
