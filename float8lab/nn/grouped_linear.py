@@ -125,12 +125,9 @@ class GroupedLinear(GemmModule):
         self.tp_size = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(sequence_parallel=sequence_parallel)
         self._set_flags(
-            bias=bias,
-            return_bias=return_bias,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            single_grouped_weight=single_grouped_weight,
-            single_grouped_bias=single_grouped_bias,
-        )
+            bias=bias, return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
+        )  # fmt: skip
         init_method = draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
         self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
         in_features = check_size("in_features", in_features)

@@ -78,13 +78,9 @@ def share_of(name: str, features: int, ranks: int) -> int:
 
 
 _UB_FLAGS = (
-    "ub_tp_comm_overlap",
-    "ub_overlap_ag",
-    "ub_overlap_rs",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_dgrad",
+    "ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
     "ub_bulk_wgrad",
-)
+)  # fmt: skip
 _UB_NAMES = ("ub_name", "symmetric_ar_type")
 _NOT_HERE = ("delay_wgrad_compute", "save_original_input")
 

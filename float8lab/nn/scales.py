@@ -168,12 +168,9 @@ class DelayedScales(ScaleSource):
         if params is not None:
             return params
         params = self.slots.scale_for(
-            index,
-            x,
-            record=self.record,
-            is_empty_everywhere=self.is_empty_everywhere,
+            index, x, record=self.record, is_empty_everywhere=self.is_empty_everywhere,
             experts=self.experts,
-        )
+        )  # fmt: skip
         if self.slots.forward[index]:
             self.known_params[index] = params
         return params

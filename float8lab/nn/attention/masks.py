@@ -33,14 +33,9 @@ __all__ = [
 ]
 
 MASK_TYPES = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
-)
+    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
+    "padding_causal_bottom_right", "arbitrary",
+)  # fmt: skip
 
 MaskArgument = Tensor | tuple[Tensor, Tensor] | None
 """The ``attention_mask`` that callers pass: True where a position is masked out."""
