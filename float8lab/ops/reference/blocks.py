@@ -112,12 +112,9 @@ def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool)
 
 
 def factors_from_amax(
-    amax: Tensor,
-    fp8_dtype: torch.dtype,
-    rule: str,
-    eps: float = 0.0,
+    amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0,
     matrix_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
 
     A rule of elements with 4 bits has ``_factors_of_packed``, and may depend on the amax of the
@@ -236,14 +233,9 @@ def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "
 
 
 def quantize(
-    x: Tensor,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float = 0.0,
-    align: int = 1,
-    given: Tensor | None = None,
-) -> tuple[Tensor, Any, Any]:
+    x: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], rule: str, eps: float = 0.0,
+    align: int = 1, given: Tensor | None = None,
+) -> tuple[Tensor, Any, Any]:  # fmt: skip
     """FP8 data of a matrix, the scales that are found for its blocks, and their amaxes.
 
     ``rule`` and ``given`` are those of ``cast``. Where factors or scales are given, none are found,

@@ -21,18 +21,10 @@ _Operand = tuple[Tensor, Tensor | None, Sequence[int]]
 
 
 def scaled_mm(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor | None,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    offs: Tensor | None = None,
-    plan: Tensor | None = None,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor | None, a_block: Sequence[int], b: Tensor, b_scale: Tensor | None,
+    b_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    offs: Tensor | None = None, plan: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``a @ b.T + bias`` of quantized ``a`` [M, K] and ``b`` [N, K], accumulated in float32.
 
     Or of each of a batch: ``a`` [B, M, K], ``b`` [B, N, K] of any strides, scales of each matrix,
@@ -86,10 +78,10 @@ def _mm(left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.d
         # A lone scale has any shape.
         out = out * a_scale * (b_scale if b_scale.ndim < 2 else b_scale.mT)
     else:
-        left = (a.float() * expand_scale(a_scale, a_block, a.shape)).contiguous()
-        right = (b.float() * expand_scale(b_scale, b_block, b.shape)).contiguous()
+        a = (a.float() * expand_scale(a_scale, a_block, a.shape)).contiguous()
+        b = (b.float() * expand_scale(b_scale, b_block, b.shape)).contiguous()
         with torch.autocast(a.device.type, enabled=False):
-            out = left @ right.mT
+            out = a @ b.mT
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
@@ -115,15 +107,8 @@ def _scales_of_rows(scale: Tensor | None, group: int, rows: slice) -> Tensor | N
 
 
 def scaled_mm_into(
-    out: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    fast_accum: bool,
-) -> None:
+    out: Tensor, a: Tensor, a_scale: Tensor, a_block: Sequence[int], b: Tensor, b_scale: Tensor,
+    b_block: Sequence[int], bias: Tensor | None, fast_accum: bool,
+) -> None:  # fmt: skip
     """``scaled_mm`` of matrices, written to the ``out`` [M, N] that is there."""
     out.copy_(scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out.dtype, fast_accum))
