@@ -103,10 +103,8 @@ def add_output_options(command: argparse.ArgumentParser, limit: int) -> None:
 
 
 def present(options: argparse.Namespace, make: Callable[[], _Report]) -> _Report | None:
-    """Make and print a command's result: JSON with all rows, or text with some of each table.
-
-    If a file cannot be read or written the result is None, after a one-line message.
-    """
+    """Make and print a command's result: JSON with all rows, or text with some of each table."""
+    # If a file cannot be read or written the result is None, after a one-line message.
     program = f"python -m float8lab {options.command}"
     try:
         report = make()
@@ -125,11 +123,9 @@ def present(options: argparse.Namespace, make: Callable[[], _Report]) -> _Report
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Any]:
-    """Show a bar on standard error while the block runs, if standard error is a terminal.
-
-    The block is given a function of the bytes done, the bytes in all and a name; None if standard
-    error is no terminal.
-    """
+    """Show a bar on standard error while the block runs, if standard error is a terminal."""
+    # The block is given a function of the bytes done, the bytes in all and a name; None if standard
+    # error is no terminal.
     if not sys.stderr.isatty():
         yield None
         return
