@@ -115,9 +115,12 @@ class Window:
         key = (self.half, rank, start, shape, dtype)
         view = self._views.get(key)
         if view is None:
-            offset = (self.half * self.nbytes + start) // dtype.itemsize
-            view = self._views[key] = self.handle.get_buffer(rank, tuple(shape), dtype, offset)
+            view = self._views[key] = self._make_view(rank, start, shape, dtype)
         return view
+
+    def _make_view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        offset = (self.half * self.nbytes + start) // dtype.itemsize
+        return self.handle.get_buffer(rank, tuple(shape), dtype, offset)
 
 
 def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Window | None:
