@@ -42,12 +42,7 @@ from float8lab.nn import (
     to_high_precision,
 )
 from float8lab.ops import compute_intensive_ops
-from float8lab.recipes import (
-    autocast,
-    fp8_autocast,
-    fp8_model_init,
-    quantized_model_init,
-)
+from float8lab.recipes import autocast, fp8_autocast, fp8_model_init, quantized_model_init
 from float8lab.tensor import (
     Float4Tensor,
     Float8Tensor,

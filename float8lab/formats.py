@@ -197,10 +197,8 @@ def shares_matrix_amax(block: Sequence[int], rule: str) -> bool:
 
 
 def scales_by_column(block: Sequence[int]) -> bool:
-    """Whether the scales of a quantized matrix are stored column by column: those of 1xB blocks.
-
-    cuBLASLt reads them so; see "Scaling Factors Layouts" in the cuBLAS documentation.
-    """
+    """Whether the scales of a quantized matrix are stored column by column: those of 1xB blocks."""
+    # cuBLASLt reads them so; see "Scaling Factors Layouts" in the cuBLAS documentation.
     return block[0] == 1 and block[1] > 1
 
 

@@ -225,14 +225,6 @@ class _Route(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dprobs: Tensor, _: None) -> tuple[Tensor, None, None]:
-        routing: _Routing = ctx.routing
-        dlogits = route_backward_op(
-            dprobs,
-            *ctx.saved_tensors,
-            routing.topk,
-            routing.score_function,
-            routing.pre_softmax,
-            routing.scaling,
-            routing.dense,
-        )
-        return dlogits, None, None
+        topk, score_function, pre_softmax, _, _, scaling, dense = ctx.routing
+        options = topk, score_function, pre_softmax, scaling, dense
+        return route_backward_op(dprobs, *ctx.saved_tensors, *options), None, None

@@ -51,10 +51,8 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def refusing(problem: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Raise these errors of the block as a CheckpointError, but an OSError as it is.
-
-    By default these are all errors: unpickling damaged data may raise any, says pickle's manual.
-    """
+    """Raise these errors of the block as a CheckpointError, but an OSError as it is."""
+    # By default these are all errors: unpickling damaged data may raise any, says pickle's manual.
     try:
         yield
     except (CheckpointError, OSError):

@@ -188,10 +188,8 @@ def _torch_load(
 
 @contextmanager
 def _checking_tensors() -> Iterator[None]:
-    """Have torch refuse sparse tensors with indices outside of their shape.
-
-    It would read them outside of their memory.
-    """
+    """Have torch refuse sparse tensors with indices outside of their shape."""
+    # It would read them outside of their memory.
     with torch.sparse.check_sparse_tensor_invariants(), warnings.catch_warnings():
         # Torch 2.15 checks by itself, and warns that it takes time.
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
@@ -199,22 +197,15 @@ def _checking_tensors() -> Iterator[None]:
 
 
 def load_opaquely(path: Path, *, mmap: bool) -> object:
-    """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class.
-
-    Nothing that the file names is imported or called, but for torch's makers of tensors.
-    """
+    """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class."""
+    # Nothing that the file names is imported or called, but for torch's makers of tensors.
     problem = f"{path} must be a file by torch.save; it is not one, or it is damaged"
     with refusing(problem), _checking_tensors():
         return _torch_load(path, _restricted_unpickler(_ANY_NAME, str(path)), mmap=mmap)
 
 
 def load_safely(file: Path | IO[bytes], subject: str, *, mmap: bool = False) -> object:
-    """``torch.load`` of tensors and plain data.
-
-    Raises:
-        CheckpointError: the file is damaged, or needs classes whose loading can run code;
-            ``subject`` is how the message calls it.
-    """
+    """``torch.load`` of tensors and plain data."""
     try:
         with _checking_tensors():
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)

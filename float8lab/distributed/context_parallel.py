@@ -50,12 +50,7 @@ class ContextParallel:
         return ContextParallel, (None, self.size, self.rank)  # nor is it another process's
 
     def check_heads(self, heads: int, groups: int) -> None:
-        """Check that the ranks can share so many query heads, and key/value heads.
-
-        Raises:
-            RuntimeError: the module was pickled, and has no group any more.
-            ValueError: they cannot do so equally.
-        """
+        """Check that the ranks can share so many query heads, and key/value heads."""
         if self.group is None:
             raise RuntimeError(
                 f"cp_group must be set on a module that was pickled with one of {self.size} ranks; "
@@ -77,12 +72,8 @@ class ContextParallel:
     def full_sequence(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
         """``[..., S / R, ..., H, D]`` to ``[..., S, ..., H / R, D]``, differentiable.
 
-        Heads that are too few for the ranks are repeated, one for each.
-
-        Args:
-            x: this rank's tokens of all heads.
-            dim: of the tokens.
-            places: from ``positions``.
+        Heads that are too few for the ranks are repeated, one for each. ``dim`` is that of the
+        tokens, ``places`` are from ``positions``.
         """
         if x.shape[-2] < self.size:
             x = x.repeat_interleave(self.size // x.shape[-2], -2)
@@ -148,12 +139,7 @@ def places_of(
 ) -> Tensor:
     """``positions``, of sequences that have chunks for all ranks.
 
-    Args:
-        name: of the tensor that has the tokens.
-        starts: as for ``positions``; None is one sequence of all tokens.
-
-    Raises:
-        ValueError: they have not; lengths on a GPU are not checked.
+    ``name`` is that of the tensor that has the tokens; ``starts`` None is one sequence of all.
     """
     lengths: list[int] = []
     if starts is None:

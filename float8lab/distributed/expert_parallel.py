@@ -61,11 +61,7 @@ def shares_experts(placements: Sequence[Placement]) -> bool:
 
 
 def local_experts(parameter: Parameter) -> Parameter:
-    """The experts of a stacked parameter that this rank has; differentiable.
-
-    Raises:
-        NotImplementedError: a DTensor that is placed otherwise.
-    """
+    """The experts of a stacked parameter that this rank has; differentiable."""
     if not is_dtensor(parameter):
         return parameter
     if not shares_experts(parameter.placements):
@@ -86,11 +82,7 @@ def held_experts(parameter: Tensor | None) -> range | None:
 
 
 def check_held_experts(local: int, experts: int, held: range | None) -> None:
-    """Check that a layer under delayed scaling has the weights of the experts that it is for.
-
-    Raises:
-        NotImplementedError: it has other weights, and nothing says of which experts.
-    """
+    """Check that a layer under delayed scaling has the weights of the experts that it is for."""
     if local != (experts if held is None else len(held)):
         raise NotImplementedError(
             f"weights must be those of all {experts} experts under DelayedScaling, or DTensors "

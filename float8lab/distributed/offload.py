@@ -129,16 +129,7 @@ _T = TypeVar("_T")
 class _Moved:
     """The bytes of one storage: on the device, in host memory, or both."""
 
-    __slots__ = (
-        "__weakref__",
-        "arrival",
-        "host",
-        "lanes",
-        "on_device",
-        "seen",
-        "sources",
-        "stale",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "arrival", "host", "lanes", "on_device", "seen", "sources", "stale")
 
     def __init__(self, x: Tensor, lanes: _Lanes) -> None:
         self.seen = True  # the computing stream has waited for the arrival

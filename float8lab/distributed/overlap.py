@@ -53,14 +53,7 @@ from float8lab.ops.declare import declare
 from float8lab.ops.operand import Operand
 from float8lab.recipes.reduction import group_named
 
-__all__ = [
-    "Window",
-    "gather_mm",
-    "is_worth_it",
-    "mm_scatter",
-    "sees_others",
-    "window_of",
-]
+__all__ = ["Window", "gather_mm", "is_worth_it", "mm_scatter", "sees_others", "window_of"]
 
 _ALIGN = 512
 """Bytes between the tensors of a half; FP8 GEMMs want at least 16."""
@@ -131,10 +124,8 @@ class Window:
 
 
 def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Window | None:
-    """The window of a group, with halves of at least so many bytes; None if there cannot be one.
-
-    All ranks call it together, and the first time it waits for all of them.
-    """
+    """The window of a group, with halves of at least so many bytes; None if there cannot be one."""
+    # All ranks call it together, and the first time it waits for all of them.
     window = Window.of_groups.get(group)
     if window is None and group in Window.of_groups:
         return None
@@ -230,12 +221,10 @@ class _CollectiveGather:
 
 
 class _WindowGather(_CollectiveGather):
-    """An all-gather through a window: copies on a stream of their own.
+    """An all-gather through a window: copies on a stream of their own."""
 
-    Args:
-        early: how many of them are waited for rank by rank; the others come behind these.
-        keep: whether this rank's own of the early ones are wanted, too.
-    """
+    # ``early`` of the tensors are waited for rank by rank, the others come behind these; ``keep``:
+    # this rank's own of the early ones are wanted, too.
 
     def __init__(
         self, window: Window, tensors: Sequence[Tensor], early: int, *, keep: bool = False

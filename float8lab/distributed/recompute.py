@@ -145,11 +145,9 @@ def _has_no_gradient(x: object) -> bool:
 
 
 def _without_parameters(results: object) -> object:
-    """The results, with a tensor of its own for each parameter, such as a bias that is returned.
-
-    Autograd would take a parameter for a result of the checkpoint, whose backward would then run
-    itself without end.
-    """
+    """The results, with a tensor of its own for each parameter, such as a bias that is returned."""
+    # Autograd would take a parameter for a result of the checkpoint, whose backward would then run
+    # itself without end.
     if not any(isinstance(x, torch.nn.Parameter) for x in tree_leaves(results)):
         return results
     return tree_map_only(

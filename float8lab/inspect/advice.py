@@ -289,11 +289,9 @@ def _calibrated(
     beyond_layers: Times,
     mode: str,
 ) -> dict[_Case, _Times]:
-    """Scale the cases' FP8 times so that, with ``rest``, they add up to a step with all in FP8.
-
-    The times need it because a layer measured alone finds its code in the CPU's caches, and its
-    data not in the GPU's.
-    """
+    """Scale the cases' FP8 times so that, with ``rest``, they add up to a step with all in FP8."""
+    # The times need it because a layer measured alone finds its code in the CPU's caches, and its
+    # data not in the GPU's.
     gpu = sum(times.gpu for times in all_fp8)
     cpu = sum(times.cpu for times in all_fp8)
     of_gpu = max(0.0, fp8_step.gpu - beyond_layers.gpu) / gpu if gpu else 1.0

@@ -432,11 +432,9 @@ class _Look:
 
 
 def _relative_error(error: Tensor, exact: Tensor) -> Tensor:
-    """Root mean square of the relative errors of rows, or of columns if that is more.
-
-    The relative error of the whole matrix is not used: if one row is huge, the errors of the others
-    would not show, though a norm or a zero in the next weight may make them count as much.
-    """
+    """Root mean square of the relative errors of rows, or of columns if that is more."""
+    # The relative error of the whole matrix is not used: if one row is huge, the errors of the
+    # others would not show, though a norm or a zero in the next weight may make them count as much.
     errors = []
     for dim in (0, 1):
         size, lost = (torch.linalg.vector_norm(t, dim=dim) for t in (exact, error))

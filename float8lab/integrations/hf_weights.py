@@ -154,10 +154,8 @@ def _by_layer(
 def _take(
     layer: dict[str, Tensor], names: Sequence[str], new_names: Sequence[str], transposed: bool
 ) -> dict[str, Tensor]:
-    """Take parameters out of a layer, joined and split under other names; none if not there.
-
-    The new parameters are equally large, as the queries, keys and values of GPT-2 are.
-    """
+    """Take parameters out of a layer, joined and split under other names; none if not there."""
+    # The new parameters are equally large, as the queries, keys and values of GPT-2 are.
     if names[0] not in layer:
         return {}
     joined = torch.cat([layer.pop(name) for name in names])

@@ -32,12 +32,10 @@ __all__ = ["LightningPlugin"]
 
 
 def _of_base(name: str) -> property:
-    """A method of the plugin's base class, which the Trainer and Fabric have each their own of.
-
-    The Trainer's methods call hooks of the Trainer, which Fabric lacks. Fabric checks whether the
-    methods are its own: where they are not, it demands ``fabric.backward(loss)`` in place of
-    ``loss.backward()``.
-    """
+    """A method of the plugin's base class, which the Trainer and Fabric have each their own of."""
+    # The Trainer's methods call hooks of the Trainer, which Fabric lacks. Fabric checks whether the
+    # methods are its own: where they are not, it demands ``fabric.backward(loss)`` in place of
+    # ``loss.backward()``.
     return property(lambda plugin: getattr(plugin._base, name).__get__(plugin))
 
 

@@ -271,10 +271,8 @@ def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
 
 def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | None:
-    """The scale of a tensor, or of an expert's rows; None if the expert has had no tokens.
-
-    In eager mode, too, such an expert has the scale of the rows that it gets.
-    """
+    """The scale of a tensor, or of an expert's rows; None if the expert has had no tokens."""
+    # In eager mode, too, such an expert has the scale of the rows that it gets.
     slots = None
     if call.precision is not None:
         slots = call.precision.slots.get((call.recipe, STATE.autocast.group))

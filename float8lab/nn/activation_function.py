@@ -14,11 +14,7 @@ __all__ = ["activate", "check_activation"]
 
 
 def check_activation(activation: str) -> bool:
-    """Whether an activation gates, that is, takes twice as many features as it gives.
-
-    Raises:
-        ValueError: there is no such activation.
-    """
+    """Whether an activation gates, that is, takes twice as many features as it gives."""
     check_choice("activation", activation, ACTIVATIONS)
     return ACTIVATIONS[activation][1]
 

@@ -60,11 +60,7 @@ class WeightPlacement:
     def __init__(
         self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
     ) -> None:
-        """Read the placements of a weight of an unsharded ``shape``.
-
-        Raises:
-            NotImplementedError: it is not a shard of rows or columns over one dimension.
-        """
+        """Read the placements of a weight of an unsharded ``shape``."""
         axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
         self.ndim = len(placements)
         self.axis = axes[0] if axes else -1  # no dimension of any mesh
@@ -280,10 +276,8 @@ def _local_shape(x: DTensor, placements: Sequence[Placement], axis: int) -> list
 def _tokens(
     shape: Sequence[int], dim: int, parallel: TensorParallel, plan: LinearPlan | None
 ) -> ShardMap | None:
-    """The shards of tokens along a dimension.
-
-    None: blocks of tokens cross them, and DTensor gathers the tokens in high precision.
-    """
+    """The shards of tokens along a dimension."""
+    # None: blocks of tokens cross them, and DTensor gathers the tokens in high precision.
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
     tokens = ShardMap.of(shape[dim], parallel.size, parallel.rank, inner=inner, outer=outer)
     crosses = plan is not None and any(map(tokens.block_crosses_shards, plan.token_blocks))

@@ -446,12 +446,9 @@ class _Graphed:
             return None
         tensors: list[Tensor] = []
         key: list[object] = [
-            spec,
-            STATE.autocast.group,
-            STATE.autocast.calibrating,
-            torch.is_autocast_enabled("cuda"),
-            structure.modes(),
-        ]
+            spec, STATE.autocast.group, STATE.autocast.calibrating,
+            torch.is_autocast_enabled("cuda"), structure.modes(),
+        ]  # fmt: skip
         for leaf in leaves:
             kind = type(leaf)
             if kind in PLAIN:
@@ -470,12 +467,10 @@ class _Graphed:
             return None
         if exact:
             key += (
-                gradients,
-                torch.is_inference_mode_enabled(),
-                torch.are_deterministic_algorithms_enabled(),
-                torch.get_autocast_dtype("cuda"),
+                gradients, torch.is_inference_mode_enabled(),
+                torch.are_deterministic_algorithms_enabled(), torch.get_autocast_dtype("cuda"),
                 stream,
-            )
+            )  # fmt: skip
         return tuple(key), tensors
 
     def describe_sample(self, sample: _Sample, enter: _Enter) -> tuple[_Key, Unit]:

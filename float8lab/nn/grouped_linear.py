@@ -125,12 +125,9 @@ class GroupedLinear(GemmModule):
         self.tp_size = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(sequence_parallel=sequence_parallel)
         self._set_flags(
-            bias=bias,
-            return_bias=return_bias,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            single_grouped_weight=single_grouped_weight,
-            single_grouped_bias=single_grouped_bias,
-        )
+            bias=bias, return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
+        )  # fmt: skip
         init_method = draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
         self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
         in_features = check_size("in_features", in_features)
@@ -256,18 +253,12 @@ class GroupedLinear(GemmModule):
         return GradientMap.run(x, lambda x: x.view_as(x), lambda dx: buffer.copy_(dx))
 
     def _begin_experts(
-        self,
-        x: Tensor,
-        weights: list[Tensor],
-        first_microbatch: bool | None,
-        held: range | None,
+        self, x: Tensor, weights: list[Tensor], first_microbatch: bool | None, held: range | None
     ) -> tuple[Call | None, list[Tensor]]:
-        """How the GEMM runs, None in high precision, and the weights that autograd sees.
-
-        The gradients of all weights go into their ``main_grad`` at once where autograd has it of
-        them as they are. Where it has it of a copy, it does not tell which of them have one: then
-        each weight passes its own on.
-        """
+        """How the GEMM runs, None in high precision, and the weights that autograd sees."""
+        # The gradients of all weights go into their ``main_grad`` at once where autograd has it of
+        # them as they are. Where it has it of a copy, it does not tell which of them have one: then
+        # each weight passes its own on.
         fused: tuple[Tensor, ...] = ()
         if self.fuse_wgrad_accumulation:
             fused = tuple(
@@ -289,10 +280,8 @@ class GroupedLinear(GemmModule):
     def _stacked(
         self, kind: str, parameters: Sequence[Tensor], *, keeps_cast: bool = False
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Parameters, one for each expert, as one tensor; and those that have its gradient.
-
-        They are the matrices of one tensor, or a copy that autograd knows if they lie elsewhere.
-        """
+        """Parameters, one for each expert, as one tensor; and those that have its gradient."""
+        # They are the matrices of one tensor, or a copy that autograd knows if they lie elsewhere.
         if torch.compiler.is_compiling():
             # Dynamo cannot read the spec of a Float8Tensor that a graph makes.
             return torch.stack([plain(parameter) for parameter in parameters]), ()
@@ -396,10 +385,8 @@ def _is_readable(m_splits: Tensor, experts: int, argument: str) -> bool:
 
 
 def _filled(offsets: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers of the host on a device, by the arguments of kernels: a CUDA graph keeps these.
-
-    A copy would read the host's memory in each replay.
-    """
+    """Numbers of the host on a device, by the arguments of kernels: a CUDA graph keeps these."""
+    # A copy would read the host's memory in each replay.
     filled = torch.zeros(len(offsets), dtype=torch.int32, device=device)
     torch._foreach_add_(filled.unbind(), offsets)
     return filled

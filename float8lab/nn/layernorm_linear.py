@@ -97,14 +97,11 @@ class LayerNormLinear(NormGemmModule):
         super().__init__()
         self.tp_size = parallel_size(tp_size, tp_group, parallel_mode)
         self._set_flags(
-            bias=bias,
-            return_layernorm_output=return_layernorm_output,
+            bias=bias, return_layernorm_output=return_layernorm_output,
             return_layernorm_output_gathered=return_layernorm_output_gathered,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            return_bias=return_bias,
-            sequence_parallel=sequence_parallel,
-            zero_centered_gamma=zero_centered_gamma,
-        )
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, return_bias=return_bias,
+            sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma,
+        )  # fmt: skip
         self.parallel_mode = parallel_mode and parallel_mode.lower()
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)

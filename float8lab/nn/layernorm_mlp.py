@@ -116,17 +116,13 @@ class LayerNormMLP(NormGemmModule):
         super().__init__()
         gated = check_activation(activation)
         self._set_flags(
-            bias=bias,
-            return_layernorm_output=return_layernorm_output,
+            bias=bias, return_layernorm_output=return_layernorm_output,
             return_layernorm_output_gathered=return_layernorm_output_gathered,
-            set_parallel_mode=set_parallel_mode,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            return_bias=return_bias,
-            checkpoint=checkpoint,
-            fp8_activation_input=fp8_activation_input,
-            sequence_parallel=sequence_parallel,
+            set_parallel_mode=set_parallel_mode, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            return_bias=return_bias, checkpoint=checkpoint,
+            fp8_activation_input=fp8_activation_input, sequence_parallel=sequence_parallel,
             zero_centered_gamma=zero_centered_gamma,
-        )
+        )  # fmt: skip
         self.tp_size = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         check_callables(
             ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method

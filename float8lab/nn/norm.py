@@ -25,13 +25,7 @@ from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.parallel import ignore_extra_state
 from float8lab.nn.parameters import default_device, materialize
 
-__all__ = [
-    "LayerNorm",
-    "RMSNorm",
-    "check_norm",
-    "convert_norms",
-    "normalized_size",
-]
+__all__ = ["LayerNorm", "RMSNorm", "check_norm", "convert_norms", "normalized_size"]
 
 
 def normalized_size(

@@ -45,12 +45,7 @@ def normalize(
 class _Norm(Float8Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        kind: NormKind,
-        dtype: torch.dtype,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype
     ) -> Tensor:
         y: Tensor
         y, mean, rstd, _ = norm_op(x, kind.gamma(weight), bias, kind.eps, kind.center, dtype)

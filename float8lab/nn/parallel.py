@@ -52,11 +52,7 @@ __all__ = [
 
 
 def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: str | None) -> int:
-    """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``.
-
-    Raises:
-        ValueError: the group has another size than ``tp_size``.
-    """
+    """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``."""
     check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
     check_group("tp_group", tp_group)
     size = check_size("tp_size", tp_size, minimum=1)
@@ -72,11 +68,7 @@ def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: st
 
 
 def share_of(name: str, features: int, ranks: int) -> int:
-    """A rank's share of features.
-
-    Raises:
-        ValueError: they do not divide.
-    """
+    """A rank's share of features."""
     if features % ranks:
         raise ValueError(
             f"{name} must be a multiple of the {ranks} tensor-parallel ranks; got {features}. "
@@ -86,13 +78,9 @@ def share_of(name: str, features: int, ranks: int) -> int:
 
 
 _UB_FLAGS = (
-    "ub_tp_comm_overlap",
-    "ub_overlap_ag",
-    "ub_overlap_rs",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_dgrad",
+    "ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
     "ub_bulk_wgrad",
-)
+)  # fmt: skip
 _UB_NAMES = ("ub_name", "symmetric_ar_type")
 _NOT_HERE = ("delay_wgrad_compute", "save_original_input")
 
@@ -103,10 +91,6 @@ def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
     None: where that was measured to pay, whatever arguments are True; False: never, where
     ``ub_tp_comm_overlap`` is False, or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are. The others
     have no meaning of their own, ``symmetric_ar_type`` neither: the group chooses how it reduces.
-
-    Raises:
-        TypeError: an argument that is no such, as Python would say.
-        NotImplementedError: ``delay_wgrad_compute`` or ``save_original_input`` is True.
 
     >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
     """
@@ -162,11 +146,9 @@ def ignore_extra_state(
 
 
 def mark_shard(parameter: Tensor, dim: int) -> None:
-    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at.
-
-    A parameter that is whole on every rank gets none of them: whoever looks takes that for False,
-    and Megatron's ``set_tensor_model_parallel_attributes`` refuses a parameter that has one.
-    """
+    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at."""
+    # A parameter that is whole on every rank gets none of them: whoever looks takes that for False,
+    # and Megatron's ``set_tensor_model_parallel_attributes`` refuses a parameter that has one.
     marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
     parameter.__dict__.update(marks)
 
@@ -250,11 +232,9 @@ class TensorParallelModule:
         return ParameterShard(dim, rank, self.tp_size, pieces or (1,))
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """How ranks share each GEMM's weight, by the name of the GEMM's FP8 state.
-
-        That is a mode, and how many of the features that ranks share this rank has: one number,
-        or one for each of several matrices behind each other.
-        """
+        """How ranks share each GEMM's weight, by the name of the GEMM's FP8 state."""
+        # That is a mode, and how many of the features that ranks share this rank has: one number,
+        # or one for each of several matrices behind each other.
         return {}
 
     def set_tensor_parallel_group(
@@ -368,9 +348,6 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     had would be computed several times, and its gradient be partial on each; fewer groups than
     ranks are therefore refused.
 
-    Raises:
-        ValueError: the ranks cannot share the groups equally.
-
     >>> heads_of_rank(32, 8, 4)
     (8, 2)
     """
@@ -406,9 +383,7 @@ def _parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
     return parameter_shards
 
 
-def _sharded_parameters(
-    module: TensorParallelModule,
-) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+def _sharded_parameters(module: TensorParallelModule) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """The parameters that ranks share: name, dimension from the end, sizes of a shard's pieces."""
     parameters = [name for name, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
     for state, (mode, pieces) in module._parallel_modes().items():

@@ -62,18 +62,12 @@ def quantize_shard(
 
 
 def _quantize_spanning(
-    x: Matrix,
-    spec: Spec,
-    parallel: TensorParallel,
-    epsilon: float,
-    align: int,
-    is_columnwise: bool,
+    x: Matrix, spec: Spec, parallel: TensorParallel, epsilon: float, align: int, is_columnwise: bool
 ) -> Operand:
-    """One orientation of a shard whose blocks span the dimension that ranks share.
-
-    Ranks share the features of experts, never their rows, so groups are cast rowwise here, padding
-    rows as zeros. The weights of experts are cast below each other, each padded to whole blocks.
-    """
+    """One orientation of a shard whose blocks span the dimension that ranks share."""
+    # Ranks share the features of experts, never their rows, so groups are cast rowwise here,
+    # padding rows as zeros. The weights of experts are cast below each other, each padded to whole
+    # blocks.
     if isinstance(x, Groups):
         matrix = x.owned()
         q, scale = _quantize_spanning(matrix, spec, parallel, epsilon, align, is_columnwise)

@@ -387,12 +387,11 @@ def _refuse_to_wait() -> Iterator[None]:
 
 
 def _aliases(module: nn.Module) -> _Aliases:
-    """For the id of each parameter that wants a gradient, another with the same memory.
-
-    Autograd's node of a parameter belongs to the stream where it was made, and is reused as
-    long as anything holds it, such as a forward whose backward is to come, or
-    ``DistributedDataParallel``. A recording cannot wait for another stream, so it needs new nodes.
-    """
+    """For the id of each parameter that wants a gradient, another with the same memory."""
+    # Autograd's node of a parameter belongs to the stream where it was made, and is reused as long
+    # as anything holds it, such as a forward whose backward is to come, or
+    # ``DistributedDataParallel``. A recording cannot wait for another stream, so it needs new
+    # nodes.
     aliases: _Aliases = {}
     for parameter in module.parameters() if torch.is_grad_enabled() else ():
         if parameter.requires_grad:

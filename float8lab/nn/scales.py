@@ -49,9 +49,7 @@ class ScaleSource:
     def requant_params(self, scale: Tensor | None, requant: Tensor | None) -> QuantParams | None:
         """The parameters that requantize a matrix to its FP8 data of forward, if these are saved.
 
-        Args:
-            scale: of the data.
-            requant: as ``quantize`` has returned it.
+        ``scale`` is that of the data, ``requant`` what ``quantize`` has returned.
         """
         if scale is None:
             return None
@@ -73,13 +71,9 @@ class ScaleSource:
         align: int = ALIGN,
         amax: Tensor | None = None,
     ) -> Quantized:
-        """Cast tensor ``index`` of the call.
+        """Cast tensor ``index`` of the call, by the arguments of the function ``quantize``.
 
-        Args:
-            index: which of the layer's tensors it is.
-            amax: of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
-
-        The other arguments are those of the function ``quantize``.
+        ``amax`` is that of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
         """
         params = self.params(index, x)
         return self._run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
@@ -115,13 +109,11 @@ class CurrentScales(ScaleSource):
 
 
 def _amax_params(x: Tensor, index: int) -> QuantParams | None:
-    """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it.
-
-    A compiler finds it in the loop that computes the matrix; the op has to read the matrix for it.
-    By rows, as norms are, or the compiler makes two loops. A weight is computed by nothing. Short
-    rows make Inductor hold whole ones in registers: right for a norm, but a costly gradient, such
-    as that of rotary embedding, took three times as long on an H200.
-    """
+    """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it."""
+    # A compiler finds it in the loop that computes the matrix; the op has to read the matrix for
+    # it. By rows, as norms are, or the compiler makes two loops. A weight is computed by nothing.
+    # Short rows make Inductor hold whole ones in registers: right for a norm, but a costly
+    # gradient, such as that of rotary embedding, took three times as long on an H200.
     is_short = index == DY and x.shape[1] <= _SHORT_ROWS
     if index == W or is_short or not x.numel():
         return None
@@ -176,12 +168,9 @@ class DelayedScales(ScaleSource):
         if params is not None:
             return params
         params = self.slots.scale_for(
-            index,
-            x,
-            record=self.record,
-            is_empty_everywhere=self.is_empty_everywhere,
+            index, x, record=self.record, is_empty_everywhere=self.is_empty_everywhere,
             experts=self.experts,
-        )
+        )  # fmt: skip
         if self.slots.forward[index]:
             self.known_params[index] = params
         return params

@@ -214,43 +214,28 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         }
         returns_norm = apply_residual_connection_post_layernorm and not output_layernorm
         self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
+            hidden_size, num_attention_heads,
             **{**attention, "return_layernorm_output": returns_norm},
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
+            attn_mask_type=self_attn_mask_type, window_size=window_size,
             input_layernorm=not output_layernorm,
-        )
+        )  # fmt: skip
         if layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                **attention,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                input_layernorm=True,
-                attention_type="cross",
-            )
+                hidden_size, num_attention_heads, **attention,
+                attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
+                input_layernorm=True, attention_type="cross",
+            )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            eps=layernorm_epsilon,
-            activation=activation,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            fp8_activation_input=fp8_activation_input,
-            **shared,
-        )
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
+            seq_length=seq_length, micro_batch_size=micro_batch_size,
+            fp8_activation_input=fp8_activation_input, **shared,
+        )  # fmt: skip
         if output_layernorm:
             norm: Any = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
             self.layernorm = norm(
-                hidden_size,
-                eps=layernorm_epsilon,
-                sequence_parallel=sequence_parallel,
-                params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma,
-                device=device,
-            )
+                hidden_size, eps=layernorm_epsilon, sequence_parallel=sequence_parallel,
+                params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma, device=device,
+            )  # fmt: skip
         self.register_load_state_dict_pre_hook(ignore_extra_state)
 
     def reset_parameters(self) -> None:
@@ -334,23 +319,15 @@ class TransformerLayer(nn.Module, ContextParallelModule):
                 "Set layer_type='decoder' to attend to it."
             )
         attended: Any = self.self_attention(
-            hidden_states,
-            attention_mask,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            is_first_microbatch=is_first_microbatch,
-            checkpoint_core_attention=checkpoint_core_attention,
-            inference_params=inference_params,
-            rotary_pos_emb=rotary_pos_emb,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            fast_zero_fill=fast_zero_fill,
-            cu_seqlens_q=self_lengths.cu_seqlens_q,
-            cu_seqlens_kv=self_lengths.cu_seqlens_kv,
-            max_seqlen_q=self_lengths.max_seqlen_q,
+            hidden_states, attention_mask, attn_mask_type=self_attn_mask_type,
+            window_size=window_size, is_first_microbatch=is_first_microbatch,
+            checkpoint_core_attention=checkpoint_core_attention, inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill, cu_seqlens_q=self_lengths.cu_seqlens_q,
+            cu_seqlens_kv=self_lengths.cu_seqlens_kv, max_seqlen_q=self_lengths.max_seqlen_q,
             max_seqlen_kv=self_lengths.max_seqlen_kv,
-        )
+        )  # fmt: skip
         if self.parallel_attention_mlp:
             outputs = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
             return self._add(outputs, None, hidden_states, drop_path=True)
@@ -359,19 +336,12 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         x = self._add(output, bias, normed[0] if normed else hidden_states, drop_path=True)
         if is_decoder:
             output, bias, *normed = self.inter_attention(
-                x,
-                enc_dec_attn_mask,
-                encoder_output,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                is_first_microbatch=is_first_microbatch,
-                checkpoint_core_attention=checkpoint_core_attention,
-                fast_zero_fill=fast_zero_fill,
-                cu_seqlens_q=cross_lengths.cu_seqlens_q,
-                cu_seqlens_kv=cross_lengths.cu_seqlens_kv,
-                max_seqlen_q=cross_lengths.max_seqlen_q,
-                max_seqlen_kv=cross_lengths.max_seqlen_kv,
-            )
+                x, enc_dec_attn_mask, encoder_output, attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size, is_first_microbatch=is_first_microbatch,
+                checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill,
+                cu_seqlens_q=cross_lengths.cu_seqlens_q, cu_seqlens_kv=cross_lengths.cu_seqlens_kv,
+                max_seqlen_q=cross_lengths.max_seqlen_q, max_seqlen_kv=cross_lengths.max_seqlen_kv,
+            )  # fmt: skip
             x = self._add(output, bias, normed[0] if normed else x, drop_path=False)
         output, bias, *normed = self.layernorm_mlp(x, is_first_microbatch)
         x = self._add(output, bias, normed[0] if post_norm else x, drop_path=True)
@@ -380,10 +350,8 @@ class TransformerLayer(nn.Module, ContextParallelModule):
     def _lengths_of_both(
         self, given: Lengths, self_type: str, cross_type: str
     ) -> tuple[Lengths, Lengths]:
-        """The lengths for the self and the cross attention of a decoder, each if it takes any.
-
-        Where neither does, both get them, and refuse them.
-        """
+        """The lengths for the self and the cross attention of a decoder, each if it takes any."""
+        # Where neither does, both get them, and refuse them.
         self_lengths = given._replace(
             cu_seqlens_kv=given.cu_seqlens_q, max_seqlen_kv=given.max_seqlen_q
         )

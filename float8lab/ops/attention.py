@@ -21,9 +21,7 @@ LARGEST_HEAD = 128
 def has_fp8_attention(device: torch.device, *heads: int) -> bool:
     """Whether the op does without a GPU's memory for all scores. A CPU answers as Hopper would.
 
-    Args:
-        device: of the operands.
-        heads: head sizes, of queries and keys and of values.
+    ``heads`` are head sizes, of queries and keys and of values.
     """
     hopper = device.type != "cuda" or capability_of(device)[0] == 9
     return hopper and all(0 < size <= LARGEST_HEAD for size in heads)

@@ -31,10 +31,8 @@ __all__ = [
 
 
 def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
-    """Room for the scales of a quantized matrix of ``shape``, on the device of ``x``.
-
-    Scales of 1xB blocks are stored column by column, as cuBLASLt reads them; all others by row.
-    """
+    """Room for the scales of a quantized matrix of ``shape``, on the device of ``x``."""
+    # Scales of 1xB blocks are stored column by column, as cuBLASLt reads them; all others by row.
     rows, columns = scale_shape(tuple(shape), tuple(block))
     if scales_by_column(block):
         return x.new_empty((columns, rows), dtype=torch.float32).t()
@@ -90,11 +88,7 @@ def cast_outputs(of: Any) -> tuple[Tensor | None, ...]:
 
 
 cast_op = declare(
-    reference.cast,
-    cuda="cast:cast",
-    outputs=cast_outputs,
-    mutates=("slot",),
-    any_strides=True,
+    reference.cast, cuda="cast:cast", outputs=cast_outputs, mutates=("slot",), any_strides=True
 )
 # An op of its own, not a cast that wants nothing else: selective checkpointing knows calls by op
 # and order, and a recomputation does not find the amaxes that delayed scaling began with.

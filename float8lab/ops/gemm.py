@@ -27,10 +27,8 @@ def _flops(
     bias: object, out_dtype: object, fast_accum: object, offs: Sequence[int] | None = None,
     *args: object, **kwargs: object,
 ) -> int:  # fmt: skip
-    """A multiplication and an addition for each element of the contraction of each output.
-
-    A contraction in groups of FP8 counts without the padding between them, to within one span.
-    """
+    """A multiplication and an addition for each element of the contraction of each output."""
+    # A contraction in groups of FP8 counts without the padding between them, to within one span.
     contraction = a[-1]
     if offs is not None and len(b) == 2 and scale is not None:
         padding = (offs[0] + 1) * (reference.SPAN - 1)

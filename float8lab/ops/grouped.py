@@ -16,13 +16,7 @@ from float8lab.ops import reference
 from float8lab.ops.cast import Prologue, cast_op
 from float8lab.ops.declare import declare
 
-__all__ = [
-    "Groups",
-    "Offsets",
-    "amax_of_batch",
-    "groups_of_rows",
-    "plan_groups_op",
-]
+__all__ = ["Groups", "Offsets", "amax_of_batch", "groups_of_rows", "plan_groups_op"]
 
 
 def _plan_outputs(of: Any) -> Tensor:
@@ -33,10 +27,7 @@ def _plan_outputs(of: Any) -> Tensor:
 
 # An op of its own, for the GEMMs of a layer, and those of its gradients, share a plan.
 plan_groups_op = declare(
-    reference.plan_groups,
-    name="cast.plan",
-    cuda="grouped_cast:plan_groups",
-    outputs=_plan_outputs,
+    reference.plan_groups, name="cast.plan", cuda="grouped_cast:plan_groups", outputs=_plan_outputs
 )
 
 

@@ -38,10 +38,7 @@ def _gather_outputs(of: Any) -> tuple[Tensor | None, ...]:
 
 
 row_map_op = declare(
-    reference.row_map_of,
-    cuda="permute:row_map_of",
-    outputs=empty_row_map,
-    any_strides=True,
+    reference.row_map_of, cuda="permute:row_map_of", outputs=empty_row_map, any_strides=True
 )
 scatter_rows_op = declare(
     reference.scatter_rows, cuda="permute:scatter_rows", outputs=scatter_outputs, any_strides=True

@@ -79,11 +79,10 @@ class AmaxChannel:
         self._host: dist.ProcessGroup | None = None
 
     def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A process group of the same ranks that exchanges tensors of the CPU.
-
-        It carries nothing else: a rank that waits here for another, which has gone on to its data,
-        gets an error at the group's timeout, and never data that it takes for something else.
-        """
+        """A process group of the same ranks that exchanges tensors of the CPU."""
+        # It carries nothing else: a rank that waits here for another, which has gone on to its
+        # data, gets an error at the group's timeout, and never data that it takes for something
+        # else.
         host = self._host
         if host is None:
             host = self._host = dist.new_group(
@@ -195,10 +194,8 @@ def _indices(places: list[int], device: torch.device | None) -> _Places:
 
 
 def amax_over_ranks(amax: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None) -> Tensor:
-    """The maximum of amaxes over the ranks of a group, infinite where one of them is NaN.
-
-    Outside compiled graphs it is written to ``out``, if that is given.
-    """
+    """The maximum of amaxes over the ranks of a group, infinite where one of them is NaN."""
+    # Outside compiled graphs it is written to ``out``, if that is given.
     # A maximum over ranks need not keep NaN; to a scale infinity is the same.
     amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf, out=out)
     if torch.compiler.is_compiling():
@@ -220,13 +217,9 @@ def has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def channel_of(
-    group: dist.ProcessGroup | None,
-) -> tuple[dist.ProcessGroup, AmaxChannel] | None:
-    """The process group meant by ``group`` (None: the default one) and its channel.
-
-    None if there is nothing to reduce over.
-    """
+def channel_of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, AmaxChannel] | None:
+    """The process group meant by ``group`` (None: the default one) and its channel."""
+    # None if there is nothing to reduce over.
     if not has_ranks():
         return None
     group = dist.group.WORLD if group is None else group

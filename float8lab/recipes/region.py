@@ -145,10 +145,8 @@ def current_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Whether an autograd backward pass is running on this thread, or a recomputation for one.
-
-    A module called there is being recomputed by activation checkpointing.
-    """
+    """Whether an autograd backward pass is running on this thread, or a recomputation for one."""
+    # A module called there is being recomputed by activation checkpointing.
     if torch.compiler.is_compiling():
         return False
     return CHECKPOINTS.replay is not None or torch._C._current_graph_task_id() != NO_BACKWARD

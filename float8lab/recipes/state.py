@@ -52,15 +52,10 @@ class autocast:
     ...     y = layer(torch.ones(4, 32))
     """
 
-    __slots__ = (
-        "_calibrating",
-        "_enabled",
-        "_group",
-        "_outer",
-        "_recipe",
-        "_region",
-    )
+    __slots__ = ("_calibrating", "_enabled", "_group", "_outer", "_recipe", "_region")
 
+    _names: ClassVar[tuple[str, str]] = ("recipe", "amax_reduction_group")
+    """What callers call the recipe and the group."""
     _warns_of_idle_regions: ClassVar[bool] = True
     """Whether a region without an FP8 module is warned about; the first warning is the last."""
 
@@ -71,27 +66,16 @@ class autocast:
         recipe: Recipe | None = None,
         amax_reduction_group: ProcessGroup | None = None,
     ) -> None:
-        self._set_up(enabled, calibrating, recipe, amax_reduction_group)
-
-    def _set_up(
-        self,
-        enabled: bool,
-        calibrating: bool,
-        recipe: Recipe | None,
-        group: ProcessGroup | None,
-        names: tuple[str, str] = ("recipe", "amax_reduction_group"),
-    ) -> None:
-        """Check and keep the arguments; ``names`` are those of the recipe's and the group's."""
         if type(enabled) is not bool or type(calibrating) is not bool:
             check_flags(enabled=enabled, calibrating=calibrating)
         if recipe is not None:
-            check_recipe(names[0], recipe)
-        if group is not None:
-            check_group(names[1], group)
+            check_recipe(self._names[0], recipe)
+        if amax_reduction_group is not None:
+            check_group(self._names[1], amax_reduction_group)
         self._enabled = bool(enabled)
         self._calibrating = bool(calibrating)
         self._recipe = recipe
-        self._group = group
+        self._group = amax_reduction_group
         self._outer: Autocast | None = None
         self._region: Region | None = None
 
@@ -148,6 +132,7 @@ class fp8_autocast(autocast):
     """
 
     __slots__ = ()
+    _names = ("fp8_recipe", "fp8_group")
 
     def __init__(
         self,
@@ -156,8 +141,7 @@ class fp8_autocast(autocast):
         fp8_recipe: Recipe | None = None,
         fp8_group: ProcessGroup | None = None,
     ) -> None:
-        names = ("fp8_recipe", "fp8_group")
-        self._set_up(enabled, calibrating, fp8_recipe, fp8_group, names)
+        super().__init__(enabled, calibrating, fp8_recipe, fp8_group)
 
 
 def _warn_about_idle_region(frame: FrameType) -> None:

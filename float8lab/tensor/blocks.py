@@ -157,11 +157,7 @@ def _is_batch(x: Tensor, spec: Spec) -> bool:
 
 
 def _by_matrix(
-    x: Tensor,
-    spec: Spec,
-    scale: Tensor | None,
-    amax_epsilon: float,
-    known_amax: Tensor | None,
+    x: Tensor, spec: Spec, scale: Tensor | None, amax_epsilon: float, known_amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     matrix_spec = replace(spec, block=spec.block[1:])
     scales_in, amaxes_in = (
@@ -191,12 +187,10 @@ def _by_arithmetic(
 
 
 def requantize_blocks(x: Tensor, spec: Spec, scale: Tensor, amax: Tensor) -> Tensor:
-    """FP8 data of ``x`` by the same cast that gave these scales and amaxes, one per block.
-
-    Where a scale follows from its amax, ``x`` is multiplied by the encode factor of that amax;
-    where it does not, it was given, and ``x`` is divided by it. A scale that was made with an
-    ``amax_epsilon`` above the amax is taken for a given one.
-    """
+    """FP8 data of ``x`` by the same cast that gave these scales and amaxes, one per block."""
+    # Where a scale follows from its amax, ``x`` is multiplied by the encode factor of that amax;
+    # where it does not, it was given, and ``x`` is divided by it. A scale that was made with an
+    # ``amax_epsilon`` above the amax is taken for a given one.
     if spec.tensor_scale:  # whose encode factors follow from the scales
         encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, x.shape)
         return round_to_fp8(x.float() * encode, x, spec.fp8_dtype, spec.scale_rule)

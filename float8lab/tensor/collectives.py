@@ -101,20 +101,13 @@ def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
     columns = data.split([per_row, per_row, data.shape[1] - 2 * per_row], 1)
     # Copies, since bytes can only be viewed as float32 from an address that is a multiple of 4.
     scale, amax, q = (t.clone(memory_format=torch.contiguous_format) for t in columns)
-    return Float8Tensor._make(
-        q.view(spec.fp8_dtype).reshape(shape),
-        scale.view(torch.float32).reshape(scales),
-        amax.view(torch.float32).reshape(scales),
-        spec,
-        like.dtype,
-    )
+    scale, amax = (t.view(torch.float32).reshape(scales) for t in (scale, amax))
+    return Float8Tensor._make(q.view(spec.fp8_dtype).reshape(shape), scale, amax, spec, like.dtype)
 
 
 def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
-    """The tensor in another block, which may hold several of its own or parts of them.
-
-    A block whose elements have one scale keeps it and their bytes; others are requantized.
-    """
+    """The tensor in another block, which may hold several of its own or parts of them."""
+    # A block whose elements have one scale keeps it and their bytes; others are requantized.
     if x.spec.block == block:
         return x
     scales, amaxes = (
@@ -342,9 +335,7 @@ def _all_to_all_list(
     received = data.new_empty(sum(expected))
     work = _begun(c10d.alltoall_base_.default(received, data, group, expected, sent, *args))
 
-    def finish() -> None:
-        _receive_each(targets, received.split(expected))
-
+    finish = partial(_receive_each, targets, received.split(expected))
     return outputs, _Work([work], finish).boxed()
 
 
@@ -490,11 +481,7 @@ def _reduce_scatter_base(
     *_existing(c10d, "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 )
 def _each_base(
-    op: OpOverload,
-    outputs: list[Tensor],
-    inputs: list[Tensor],
-    group: ScriptObject,
-    *args: object,
+    op: OpOverload, outputs: list[Tensor], inputs: list[Tensor], group: ScriptObject, *args: object
 ) -> ScriptObject:
     """Run the collective of one pair of tensors for each pair."""
     gathers = op is c10d.allgather_into_tensor_coalesced_.default
@@ -543,10 +530,6 @@ def _arriving(
 
     Torch has no work for each of the calls that it coalesces, so nothing can be done after them:
     they take only tensors that are received in place.
-
-    Raises:
-        ValueError: one of the tensors cannot be written to, or not in a coalesced call. Nothing has
-            been received yet.
     """
     # Whether torch holds calls of the group back, to run them as one.
     coalesces = dist.ProcessGroup.unbox(group) in dist.distributed_c10d._world.pg_coalesce_state
@@ -605,10 +588,6 @@ def _recv_any(
 # Functional collectives, which wait here.
 
 
-def _wait_for(t: Tensor) -> Tensor:
-    return functional.wait_tensor(t)
-
-
 @implements(*_existing(functional, "all_gather_into_tensor"))
 def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> object:
     """Gather the rows of all ranks; a shard that has no block with another keeps its own."""
@@ -619,7 +598,7 @@ def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> objec
         x = cut(x, (math.gcd(rows, block), *x.spec.block[1:]))
 
     def gather(t: Tensor) -> Tensor:
-        return _wait_for(op(t.contiguous(), size, group))
+        return functional.wait_tensor(op(t.contiguous(), size, group))
 
     spec = replace(x.spec, block=(rows, *x.spec.block[1:])) if block == -1 else x.spec
     qdata = gather(x.qdata.view(torch.uint8)).view(x.qdata.dtype)
@@ -656,27 +635,23 @@ def _all_gather_many(
 @implements(*_existing(functional, "all_gather_into_tensor_out", "reduce_scatter_tensor_out"))
 def _into_out(op: OpOverload, x: Tensor, *args: object, out: Tensor) -> Tensor:
     name = op._schema.name.split("::")[1].removesuffix("_out")
-    return out.copy_(_wait_for(getattr(functional, name)(x, *args)))
+    return out.copy_(functional.wait_tensor(getattr(functional, name)(x, *args)))
 
 
 @implements(*_existing(functional, "broadcast", "broadcast_"))
 def _broadcast_functional(op: OpOverload, x: Float8Tensor, source: int, group: str) -> Float8Tensor:
     result = x if op._schema.is_mutable else x.map(torch.empty_like)
     data = _pack(_with_rows(x))
-    _receive(_with_rows(result), _wait_for(functional.broadcast(data, source, group)))
+    _receive(_with_rows(result), functional.wait_tensor(functional.broadcast(data, source, group)))
     return result
 
 
 @implements(*_existing(functional, "all_to_all_single"))
 def _all_to_all(
-    op: OpOverload,
-    x: Float8Tensor,
-    out_splits: Sequence[int],
-    in_splits: Sequence[int],
-    group: str,
+    op: OpOverload, x: Float8Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: str
 ) -> Float8Tensor:
     """Exchange rows with other ranks; in the result each block holds one row."""
-    return _unpack(_wait_for(op(_pack(x), out_splits, in_splits, group)), x)
+    return _unpack(functional.wait_tensor(op(_pack(x), out_splits, in_splits, group)), x)
 
 
 @implements(*_existing(functional, "all_reduce_", "all_reduce_coalesced_"))
@@ -684,7 +659,7 @@ def _all_reduce_functional(
     op: OpOverload, tensors: Tensor | list[Tensor], *args: object
 ) -> Tensor | list[Tensor]:
     for x in tensors if isinstance(tensors, list) else [tensors]:
-        x.copy_(_wait_for(functional.all_reduce(x.dequantize(), *args)))
+        x.copy_(functional.wait_tensor(functional.all_reduce(x.dequantize(), *args)))
     return tensors
 
 

@@ -107,16 +107,9 @@ def _zero(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
 
 
 @implements(
-    aten.normal_.default,
-    aten.uniform_.default,
+    *overloads("normal_", "uniform_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
+    *overloads("random_"),
     aten.bernoulli_.float,
-    aten.cauchy_.default,
-    aten.exponential_.default,
-    aten.geometric_.default,
-    aten.log_normal_.default,
-    aten.random_.default,
-    aten.random_.to,
-    getattr(aten.random_, "from"),
 )
 def _random(op: OpOverload, x: Float8Tensor, *args: object, **kwargs: object) -> Float8Tensor:
     return x.requantize_(
@@ -161,16 +154,11 @@ def _new(
 
 
 @implements(
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
+    *overloads("zeros_like", "ones_like", "full_like", "new_ones", "new_full", "new_empty_strided"),
     aten.rand_like.default,
     aten.randn_like.default,
     aten.randint_like.default,
     aten.randint_like.low_dtype,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty_strided.default,
 )
 def _plain_like(
     op: OpOverload,
@@ -190,17 +178,8 @@ def _resize(op: OpOverload, x: Float8Tensor, size: Sequence[int], **kwargs: obje
 
 
 @implements(
-    *overloads("set_"),
-    aten.resize_as_.default,
-    aten.as_strided_.default,
-    aten.t_.default,
-    aten.transpose_.default,
-    aten.squeeze_.default,
-    aten.squeeze_.dim,
-    aten.squeeze_.dims,
-    aten.unsqueeze_.default,
-    aten.swapdims_.default,
-    aten.swapaxes_.default,
+    *overloads("set_", "resize_as_", "as_strided_", "t_", "transpose_", "swapdims_", "swapaxes_"),
+    *overloads("squeeze_", "unsqueeze_"),
 )
 def _refuse(op: OpOverload, *args: object, **kwargs: object) -> object:
     raise NotImplementedError(

@@ -108,11 +108,9 @@ class GradientMap(Float8Function):
 
 
 def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result]:
-    """Make a ``backward`` raise where its result is to be differentiated.
-
-    torch's decorator of this name gives a result without a graph, which ``torch.autograd.grad`` may
-    take for a derivative of zero.
-    """
+    """Make a ``backward`` raise where its result is to be differentiated."""
+    # torch's decorator of this name gives a result without a graph, which ``torch.autograd.grad``
+    # may take for a derivative of zero.
 
     @functools.wraps(backward)
     def wrapper(ctx: AutogradContext, *gradients: object) -> Result:

@@ -222,12 +222,8 @@ def _announce_update(
 
 
 def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
-    """Warn once that the memory of a quantized weight is read as ``dtype``, or raise.
-
-    Args:
-        stored: how it is stored, in words.
-        keeper: what saves it as it is stored.
-    """
+    """Warn once that the memory of a quantized weight is read as ``dtype``, or raise."""
+    # ``stored`` says how it is stored, ``keeper`` what saves it so.
     if _POLICY.name == "error":
         raise NotImplementedError(
             f"data_ptr() of a weight stored in {stored} must dequantize it. Save with {keeper}, "
@@ -247,11 +243,9 @@ def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
 
 
 def storage_without_memory(storage: torch.UntypedStorage, owner: Tensor) -> torch.UntypedStorage:
-    """Make torch's record of a wrapper's storage say 0 bytes, and an address like no other.
-
-    safetensors compares both to find tensors that share memory. A tensor that shares its quantized
-    data with another one is written as a copy of its own.
-    """
+    """Make torch's record of a wrapper's storage say 0 bytes, and an address like no other."""
+    # safetensors compares both to find tensors that share memory. A tensor that shares its
+    # quantized data with another one is written as a copy of its own.
     record = vars(storage)
     if "size" not in record:
         record["size"] = storage.nbytes  # torch takes storages of size 0 for freed ones
@@ -268,11 +262,9 @@ def run_fallback(
     *,
     quiet: bool = False,
 ) -> object:
-    """Run ``op`` on dequantized arguments and requantize those that it wrote in place.
-
-    An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
-    was given one only as its ``out`` does.
-    """
+    """Run ``op`` on dequantized arguments and requantize those that it wrote in place."""
+    # An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
+    # was given one only as its ``out`` does.
     written = [] if not op._schema.is_mutable else written_tensors(cls, op, args, kwargs)
     in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)
     if not quiet and not in_place:

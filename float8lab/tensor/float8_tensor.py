@@ -56,13 +56,7 @@ _FIELDS = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
 _NO_DATA = (torch._subclasses.FakeTensor, FunctionalTensor)
 
 PLAIN = frozenset(
-    (
-        Tensor,
-        torch.nn.Parameter,
-        torch.nn.Buffer,
-        torch._subclasses.FakeTensor,
-        FunctionalTensor,
-    )
+    (Tensor, torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor, FunctionalTensor)
 )
 """Tensors that may sit in an op beside a Float8Tensor. Any other subclass (a DTensor, say) gets to
 handle the op first, and calls it again on the Float8Tensors inside it."""
@@ -140,10 +134,8 @@ class Float8Tensor(Tensor):
     def _make(
         cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
     ) -> Float8Tensor:
-        """Make a tensor of this class from fields that belong together, without its constructor.
-
-        A subclass's constructor may have other arguments.
-        """
+        """Make a tensor of this class from fields that belong together, without its constructor."""
+        # A subclass's constructor may have other arguments.
         x: Float8Tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             qdata.shape,
@@ -513,10 +505,8 @@ _INDENT = ",\n             "  # between the lines of a repr
 
 
 def _values(x: Float8Tensor) -> str:
-    """The numbers of a Float8Tensor as torch prints them, without ``tensor(...)`` and suffixes.
-
-    If torch prints only the edges of a tensor, only those are dequantized.
-    """
+    """The numbers of a Float8Tensor as torch prints them, without ``tensor(...)`` and suffixes."""
+    # If torch prints only the edges of a tensor, only those are dequantized.
     options = torch._tensor_str.PRINT_OPTS  # what torch.set_printoptions sets
     q, scale, edge, threshold = x.qdata, x.scale, options.edgeitems, options.threshold
     if x.numel() > threshold:

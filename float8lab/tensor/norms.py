@@ -64,15 +64,16 @@ def _data_and_scales(rows: Tensor) -> tuple[Tensor | tuple[int, ...], ...]:
     return (rows.qdata, rows.scale, rows.spec.block) if isinstance(rows, Float8Tensor) else (rows,)
 
 
-def _backward(
+@implements(aten.native_layer_norm_backward.default)
+def _backward(  # noqa: PLR0913  # torch's arguments
+    op: OpOverload | None,
     dy: Tensor,
     x: Tensor,
     shape: Sequence[int],
     mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
-    *,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias that are needed; ``mean`` is None for RMSNorm."""
@@ -98,21 +99,6 @@ def _layer_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _forward(x, shape, weight, bias, eps, center=True)
-
-
-@implements(aten.native_layer_norm_backward.default)
-def _layer_norm_backward(  # noqa: PLR0913  # torch's arguments
-    op: OpOverload,
-    dy: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    return _backward(dy, x, shape, mean, rstd, weight, bias=bias, needs=needs)
 
 
 def _rms_eps(x: Tensor, eps: float | None) -> float:
@@ -141,7 +127,7 @@ def _fused_rms_norm_backward(
     weight: Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    return _backward(dy, x, shape, None, rstd, weight, needs=needs)
+    return _backward(op, dy, x, shape, None, rstd, weight, None, needs)
 
 
 @implements_composite(
@@ -179,4 +165,4 @@ class _RMSNorm(Float8Function):
     def backward(ctx: AutogradContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
-        return (*_backward(dy, x, ctx.shape, None, rstd, weight, needs=needs), None, None)
+        return *_backward(None, dy, x, ctx.shape, None, rstd, weight, None, needs), None, None

@@ -403,18 +403,13 @@ def _check_routing_map(routing_map: Tensor, tokens: int, map_type: str) -> None:
 
 
 def routed(
-    routing_map: Tensor,
-    tokens: int,
-    experts: int | None = None,
-    num_out_tokens: int | None = None,
+    routing_map: Tensor, tokens: int, experts: int | None = None, num_out_tokens: int | None = None
 ) -> tuple[Tensor, int, Tensor]:
     """Where tokens go, so that those of an expert are side by side.
 
     Args:
-        routing_map: ``[T, E]``, a mask; or with ``experts`` ``[T, K]`` of integers, the experts of
-            each token. What is not in ``range(experts)`` is none.
-        tokens: T.
-        experts: E.
+        routing_map: ``[T, E]``, a mask; or with ``experts``, E, ``[T, K]`` of integers, the experts
+            of each token. What is not in ``range(experts)`` is none.
         num_out_tokens: of a mask, as ``moe_permute`` takes it.
 
     Returns:
@@ -468,10 +463,8 @@ def map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
 def scatter_rows(
     x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
 ) -> tuple[Any, Any]:
-    """Copy tokens, plain or in FP8, to their rows, and ``[T, S]`` probabilities; differentiable.
-
-    Tokens that the row map has beyond those of ``x`` are zero.
-    """
+    """Copy tokens, plain or in FP8, to their rows, and ``[T, S]`` probabilities; differentiable."""
+    # Tokens that the row map has beyond those of ``x`` are zero.
     return _Scatter.run(x, row_map, rows, probs)
 
 

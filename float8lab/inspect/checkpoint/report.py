@@ -181,10 +181,7 @@ class CheckpointReport(Printed):
 
 
 def checkpoint(
-    path: str | Path,
-    *,
-    layer: str | Sequence[str] = (),
-    progress: Progress | None = None,
+    path: str | Path, *, layer: str | Sequence[str] = (), progress: Progress | None = None
 ) -> CheckpointReport:
     """Statistics of every tensor of a checkpoint, read piece by piece, suspicious ones first.
 

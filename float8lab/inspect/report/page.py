@@ -70,11 +70,9 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
 
 
 def _unwrapped(plotly: str) -> str:
-    """plotly.js without the function that makes it a module of either kind, its license kept.
-
-    Chromium reads a function that is passed on twice, once to skip it: 0.5 s for all of plotly. A
-    script that is built in another way stays as it is.
-    """
+    """plotly.js without the function that makes it a module of either kind, its license kept."""
+    # Chromium reads a function that is passed on twice, once to skip it: 0.5 s for all of plotly. A
+    # script that is built in another way stays as it is.
     start, end = plotly.find('"use strict";var Plotly='), plotly.rfind("\nreturn Plotly;\n}));")
     opening = plotly[: max(start, 0)]
     if end < 0 or not opening.rstrip().endswith("() => {"):

@@ -95,9 +95,6 @@ class Mesh:
 def parse(text: str, gpus: int | None) -> Mesh:
     """Read a mesh such as ``"dp=32,tp=8"``; without ``dp``, it is what is left of the GPUs.
 
-    Raises:
-        ValueError: unknown names, or a mesh of another number of GPUs.
-
     >>> from float8lab.inspect.scale.mesh import parse
     >>> parse("tp=8,cp=4", 1024)
     Mesh(dp=32, tp=8, cp=4, pp=1, ep=1)

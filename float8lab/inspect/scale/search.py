@@ -104,10 +104,8 @@ def gemms_of_rank(size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Reci
 def by_tokens(
     size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Recipe]
 ) -> dict[int, dict[str, float]]:
-    """How many times faster FP8 is, by the tokens of a micro-batch on each rank.
-
-    The number of micro-batches stays, and sequences are shorter where there is one alone.
-    """
+    """How many times faster FP8 is, by the tokens of a micro-batch on each rank."""
+    # The number of micro-batches stays, and sequences are shorter where there is one alone.
     count = job.batch // mesh.dp // job.micro
     speedups: dict[int, dict[str, float]] = {}
     micro, sequence = job.micro, job.sequence

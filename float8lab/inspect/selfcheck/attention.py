@@ -85,12 +85,10 @@ def _exact_attention(
     "fp8_attention_op",
 )
 def _check_attention(cases: Cases) -> None:
-    """Compare with float64, within the rounding of probabilities, of scores and of sums.
-
-    A probability is rounded by 1/16 of it or, where e4m3 is subnormal, by half of its least step
-    2**-9 times ``P_SCALE``. The tensor cores keep about 13 bits of a sum: an error of a score is an
-    error of the logarithm of a probability. They add up the output with as many bits.
-    """
+    """Compare with float64, within the rounding of probabilities, of scores and of sums."""
+    # A probability is rounded by 1/16 of it or, where e4m3 is subnormal, by half of its least step
+    # 2**-9 times ``P_SCALE``. The tensor cores keep about 13 bits of a sum: an error of a score is
+    # an error of the logarithm of a probability. They add up the output with as many bits.
     for number, case in enumerate(_attentions(cases)):
         dtype = HIGH_PRECISION_DTYPES[number % 3]
         q, k, v = case.wide()
@@ -111,13 +109,11 @@ def _check_attention(cases: Cases) -> None:
 
 @checks("attention", "autograd in float64, in the norm", "fp8_attention_backward_op")
 def _check_attention_backward(cases: Cases) -> None:
-    """Compare with autograd in float64, within the rounding of the terms of each gradient.
-
-    In float32 the terms, before they cancel, are off by their roundings and by the effect on
-    probabilities of scores that are off by 2**-17 (see above): less than 2**-16 of them. The kernel
-    also rounds operands, probabilities and the gradient of the scores to 8 bits, 2**-9 each of the
-    result.
-    """
+    """Compare with autograd in float64, within the rounding of the terms of each gradient."""
+    # In float32 the terms, before they cancel, are off by their roundings and by the effect on
+    # probabilities of scores that are off by 2**-17 (see above): less than 2**-16 of them. The
+    # kernel also rounds operands, probabilities and the gradient of the scores to 8 bits, 2**-9
+    # each of the result.
     for case in _attentions(cases):
         with torch.enable_grad():
             q, k, v = leaves = [x.requires_grad_() for x in case.wide()]

@@ -124,11 +124,9 @@ def _check_blocks_and_slots(cases: Cases) -> None:
 
 
 def _nearest(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """``value``, float32 on the CPU, clamped and rounded to nearest even, by search.
-
-    The even one of two neighbours is the one whose byte is even. Where ``x`` is infinite, so is
-    the result, or NaN.
-    """
+    """``value``, float32 on the CPU, clamped and rounded to nearest even, by search."""
+    # The even one of two neighbours is the one whose byte is even. Where ``x`` is infinite, so is
+    # the result, or NaN.
     values = values_of(fp8_dtype)[:128]
     values = values[values <= largest(fp8_dtype)]
     size = (

@@ -81,12 +81,10 @@ def _check_fp8_norm(cases: Cases) -> None:
 
 
 def _compare_norm(cases: Cases, norm: _Norm) -> tuple[Tensor, Tensor, Tensor]:
-    """Compare statistics with float64, and values with the reference given these statistics.
-
-    Sums of K terms in float32 in the order of a tree go through log2(K) + 1 roundings, less than
-    2**5. The variance is a sum of squares, each rounded thrice, and rstd is half as far off as
-    that.
-    """
+    """Compare statistics with float64, and values with the reference given these statistics."""
+    # Sums of K terms in float32 in the order of a tree go through log2(K) + 1 roundings, less than
+    # 2**5. The variance is a sum of squares, each rounded thrice, and rstd is half as far off as
+    # that.
     x, weight, bias = norm.x, norm.weight, norm.bias
     arguments = (norm.stored, weight, bias, _EPS, *norm.options, *norm.more)
     y, mean, rstd, _ = ops.norm_op(*cases.on_device(arguments))
@@ -121,12 +119,10 @@ def _check_fp8_norm_backward(cases: Cases) -> None:
 
 
 def _compare_norm_backward(cases: Cases, norm: _Norm) -> None:
-    """Compare gradients with float64, within the rounding of their terms.
-
-    A result is rounded once to the dtype. The terms of dx, which may cancel, are off by 2**-16:
-    their means are sums as in ``_compare_norm``. Sums over M rows go through at most M roundings of
-    terms that are themselves rounded up to three times.
-    """
+    """Compare gradients with float64, within the rounding of their terms."""
+    # A result is rounded once to the dtype. The terms of dx, which may cancel, are off by 2**-16:
+    # their means are sums as in ``_compare_norm``. Sums over M rows go through at most M roundings
+    # of terms that are themselves rounded up to three times.
     x, weight, bias = norm.x, norm.weight, norm.bias
     dy = cases.normal(*x.shape).to(x.dtype)
     _, mean, rstd, _ = reference.norm(x, weight, bias, _EPS, *norm.options)

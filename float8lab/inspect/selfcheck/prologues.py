@@ -60,11 +60,9 @@ def _inputs(cases: Cases, kind: str, shape: tuple[int, int], dtype: torch.dtype)
     "value_of_op",
 )
 def _check_value_of(cases: Cases) -> None:
-    """Compare values with the reference, or with float64 where there is an exponential.
-
-    An exponential is off by 2**-22, ``ex2.approx`` of the PTX manual, and by the rounding of its
-    argument of up to 2**7, 2**-17; the reciprocal is off by 2**-23; then there is one rounding.
-    """
+    """Compare values with the reference, or with float64 where there is an exponential."""
+    # An exponential is off by 2**-22, ``ex2.approx`` of the PTX manual, and by the rounding of its
+    # argument of up to 2**7, 2**-17; the reciprocal is off by 2**-23; then there is one rounding.
     for index, kind in enumerate(_KINDS):
         function = reference.ACTIVATIONS.get(kind.removesuffix("_backward"), ("norm", False))[0]
         for shape in (_SHAPES[index % 2], _SHAPES[2]):

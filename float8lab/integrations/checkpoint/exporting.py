@@ -216,10 +216,8 @@ def _check_none_left(state: Mapping[str, Tensor], in_fp8: Container[str]) -> Non
 
 
 def _both_names(modules: Sequence[str], names: SavedNames) -> list[str]:
-    """Modules by their names in the model, and in the checkpoint where those differ.
-
-    Transformers knows them by either, other readers by those in the checkpoint.
-    """
+    """Modules by their names in the model, and in the checkpoint where those differ."""
+    # Transformers knows them by either, other readers by those in the checkpoint.
     saved = {
         name.removesuffix(".weight"): saved_name.removesuffix(".weight")
         for name, saved_name in names.renamed.items()
@@ -229,11 +227,9 @@ def _both_names(modules: Sequence[str], names: SavedNames) -> list[str]:
 
 
 def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
-    """Modules in which readers that know them would look for scales: none are in the checkpoint.
-
-    These are linear layers, experts whose weights are one tensor in high precision, and routers
-    beside experts in FP8.
-    """
+    """Modules in which readers that know them would look for scales: none are in the checkpoint."""
+    # These are linear layers, experts whose weights are one tensor in high precision, and routers
+    # beside experts in FP8.
     linear = [weight for weight in gemm_weights(model) if not weight.is_stack]
     modules = [gemm.name for gemm in linear if not set(gemm.paths) & set(in_fp8)]
     named = {path for gemm in linear for path in gemm.paths} | set(in_fp8)

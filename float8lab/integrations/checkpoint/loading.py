@@ -485,10 +485,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
 
 
 def _choose_for_gemm(
-    choice: _Choice,
-    gemm: GemmWeight,
-    specs: Collection[Spec],
-    input_scales: Container[str],
+    choice: _Choice, gemm: GemmWeight, specs: Collection[Spec], input_scales: Container[str]
 ) -> None:
     """Choose the recipe of a linear layer whose weight is stored in these formats."""
     precision = gemm.precision

@@ -255,9 +255,7 @@ def _recipe(state: Mapping[str, object]) -> DelayedScaling:
 
 
 def _largest_gradient(format: object) -> object:
-    """Largest value of the gradients in a saved recipe's format; None if it is unknown.
-
-    The format is an enumeration of pairs, each of which has names or not.
-    """
+    """Largest value of the gradients in a saved recipe's format; None if it is unknown."""
+    # The format is an enumeration of pairs, each of which has names or not.
     pair = (*getattr(format, "values", ()), None)[0]
     return getattr(pair, "max_bwd", (*getattr(pair, "values", ()), None, None)[1])

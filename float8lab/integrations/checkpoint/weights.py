@@ -98,11 +98,9 @@ def _tensor(module: nn.Module, path: str) -> Tensor:
 
 
 def gemm_weights(model: nn.Module) -> list[GemmWeight]:
-    """The weights of a model: matrices, in its order, and then stacks.
-
-    A module that is used twice comes once. Layers of other libraries, such as Conv1D, have stacks
-    of one, since no reader has an FP8 form for them.
-    """
+    """The weights of a model: matrices, in its order, and then stacks."""
+    # A module that is used twice comes once. Layers of other libraries, such as Conv1D, have stacks
+    # of one, since no reader has an FP8 form for them.
     weights: list[GemmWeight] = []
     for name, module in model.named_modules():
         linear_class = known_linear(type(module))
@@ -315,11 +313,7 @@ def _excluded_by(name: str, exclude: Sequence[str]) -> str | None:
 
 
 def specs_of_parameters(weight: GemmWeight, recipe: Recipe) -> list[Float8Spec] | None:
-    """How parameters that hold the cast of a weight are stored; None if no blocks say it.
-
-    Raises:
-        ValueError: blocks cross the parameters of a matrix.
-    """
+    """How parameters that hold the cast of a weight are stored; None if no blocks say it."""
     spec = recipe.linear.w
     if not weight.is_stack:
         rows = [parameter.shape[0] for parameter in weight.parameters]

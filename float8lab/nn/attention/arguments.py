@@ -79,11 +79,7 @@ class Request(NamedTuple):
 def check_tensors(
     qkv: tuple[Tensor, Tensor, Tensor], heads_and_channels: list[tuple[int, int]], qkv_format: str
 ) -> None:
-    """Raise unless query, key and value are tensors that belong together.
-
-    Args:
-        heads_and_channels: the two sizes that each must have last.
-    """
+    """Raise unless query, key and value belong together, with these heads and channels last."""
     ndim = 3 if qkv_format == "thd" else 4
     names = ("query_layer", "key_layer", "value_layer")
     for name, x, (heads, channels) in zip(names, qkv, heads_and_channels, strict=True):

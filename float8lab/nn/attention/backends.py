@@ -108,13 +108,8 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """``dropout(softmax(q @ k.T * scale + bias)) @ v``, float32 inside (float64 for float64).
 
-    Args:
-        q: ``[B, H, Sq, D]``.
-        k: ``[B, G, Sk, D]``, G dividing H.
-        v: ``[B, G, Sk, Dv]``.
-
-    Returns:
-        ``[B, H, Sq, Dv]`` in the dtype of ``q``.
+    Of q ``[B, H, Sq, D]``, k ``[B, G, Sk, D]``, G dividing H, and v ``[B, G, Sk, Dv]`` it is
+    ``[B, H, Sq, Dv]`` in the dtype of q.
     """
     Sq, Sk = q.shape[2], k.shape[2]
     with torch.autocast(q.device.type, enabled=False):
@@ -209,11 +204,9 @@ def _compiled_flex() -> Callable[..., Any]:
 def _flex_modifiers(
     q: Tensor, k: Tensor, problem: Problem
 ) -> tuple[Callable[..., Tensor] | None, BlockMask | None]:
-    """FlexAttention's score_mod and block_mask.
-
-    Values that differ between calls, windows included, are in tensors: a number in a closure is
-    part of the compiled code, and Dynamo gives up compiling after 8 versions of it.
-    """
+    """FlexAttention's score_mod and block_mask."""
+    # Values that differ between calls, windows included, are in tensors: a number in a closure is
+    # part of the compiled code, and Dynamo gives up compiling after 8 versions of it.
     B, Sq, Sk = q.shape[0], q.shape[2], k.shape[2]
     mask, alibi, kv_padding = problem.mask, problem.alibi, problem.mask.kv_padding
     score_mod = None
@@ -246,11 +239,9 @@ def _flex_modifiers(
 def _blocks_in_window(
     farthest: Tensor, nearest: Tensor, kv_padding: Tensor | None, Sq: int, Sk: int
 ) -> tuple[Tensor, Tensor]:
-    """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
-
-    They are found from the blocks' first and last members: to look at each pair would take as much
-    memory as the scores. Both are bool, ``[B, 1, blocks of queries, blocks of keys]``.
-    """
+    """Which blocks of queries and keys hold a pair that is seen, and which hold only such."""
+    # They are found from the blocks' first and last members: to look at each pair would take as
+    # much memory as the scores. Both are bool, ``[B, 1, blocks of queries, blocks of keys]``.
     device = farthest.device
     first_i = torch.arange(0, Sq, _FLEX_BLOCK, device=device).view(1, 1, -1, 1)
     first_j = torch.arange(0, Sk, _FLEX_BLOCK, device=device).view(1, 1, 1, -1)

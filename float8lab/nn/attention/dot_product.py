@@ -440,10 +440,8 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         cu_seqlens_kv_padded: Tensor | None = None,
         asks: bool = False,
     ) -> Request:
-        """Check the arguments of a call and bring them to one form.
-
-        One that only ``asks`` gets tensors without values from other context-parallel ranks.
-        """
+        """Check the arguments of a call and bring them to one form."""
+        # One that only ``asks`` gets tensors without values from other context-parallel ranks.
         lengths = Lengths(
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,

@@ -63,10 +63,9 @@ def asks_for_fp8_attention(recipe: Recipe) -> bool:
 
 
 def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    """Why attention stays in high precision; None for a call that Hopper's kernel takes.
-
-    The kernel's limits hold on a CPU, too. Any other call would have to hold the scores in memory.
-    """
+    """Why attention stays in high precision; None for a call that Hopper's kernel takes."""
+    # The kernel's limits hold on a CPU, too. Any other call would have to hold the scores in
+    # memory.
     if q.dtype == torch.float64:
         return "float64 stays in high precision"
     if problem.dropout:

@@ -266,11 +266,7 @@ class InferenceParams:
                 )
 
     def check_room(self, rows: int, positions: int) -> int:
-        """Raise unless a call of so many rows and positions fits; return how many keys it sees.
-
-        Raises:
-            ValueError: it does not fit, or is not what ``pre_step`` was told.
-        """
+        """Raise unless a call of so many rows and positions fits; return how many keys it sees."""
         if self.step is not None:
             most = max(self.step.lengths, default=0)
             if rows != len(self.step.slots) or positions < most:

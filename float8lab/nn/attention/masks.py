@@ -33,14 +33,9 @@ __all__ = [
 ]
 
 MASK_TYPES = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
-)
+    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
+    "padding_causal_bottom_right", "arbitrary",
+)  # fmt: skip
 
 MaskArgument = Tensor | tuple[Tensor, Tensor] | None
 """The ``attention_mask`` that callers pass: True where a position is masked out."""
@@ -48,10 +43,6 @@ MaskArgument = Tensor | tuple[Tensor, Tensor] | None
 
 def canonical_mask_type(mask_type: str, argument: str = "attn_mask_type") -> str:
     """The one spelling of a mask type: ``"padding,causal"`` is ``"padding_causal"``.
-
-    Args:
-        mask_type: in any spelling.
-        argument: its name in the caller's signature.
 
     >>> canonical_mask_type("causal,padding"), canonical_mask_type("padding_causal")
     ('padding_causal', 'padding_causal')
@@ -169,10 +160,7 @@ def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) ->
 
 
 def split_padding_mask(
-    attention_mask: MaskArgument,
-    attention_type: str,
-    sizes: Sizes,
-    name: str = "attention_mask",
+    attention_mask: MaskArgument, attention_type: str, sizes: Sizes, name: str = "attention_mask"
 ) -> tuple[Tensor, Tensor]:
     """The ``[B, Sq]`` and ``[B, Sk]`` masks in the ``attention_mask`` of a padding mask type."""
     B, Sq, Sk = sizes
@@ -214,11 +202,7 @@ def _is_padding_mask(mask: Tensor, B: int, size: int) -> bool:
 
 
 def check_arbitrary(name: str, mask: MaskArgument, scores: Sequence[int]) -> Tensor:
-    """The mask of type ``arbitrary``, with four dimensions.
-
-    Args:
-        scores: ``[B, H, Sq, Sk]``.
-    """
+    """The mask of type ``arbitrary``, with four dimensions, for ``scores`` ``[B, H, Sq, Sk]``."""
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
     if not isinstance(mask, Tensor) or not is_mask or not broadcasts(mask.shape, scores):
         raise ValueError(
@@ -281,10 +265,8 @@ def make_mask(
     """The mask of a call.
 
     Args:
-        mask_type: canonical.
         window: from ``window_of``.
         padding: ``[B, Sq]`` and ``[B, Sk]``, True where padding.
-        arbitrary: True where masked out.
         diagonal: where query 0 stands among the keys; None is what the type says: 0 for ``causal``
             and ``padding_causal`` (top-left corner), else such that the last query stands at the
             last key (bottom-right corner; of the sequence without padding).

@@ -51,13 +51,8 @@ def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
 def _rank_by_rank(
     init_method: InitMethod | None, sizes: Sequence[int], ranks: int
 ) -> Callable[[Tensor], Any] | None:
-    """``init_method`` for a weight whose rows lie rank by rank, and of a rank piece by piece.
-
-    Args:
-        init_method: of the weight as one rank has it, piece by piece; None is the default.
-        sizes: rows of the pieces, each of which the ranks share.
-        ranks: how many they are.
-    """
+    """``init_method`` for a weight whose rows lie rank by rank, and of a rank piece by piece."""
+    # It initialises the weight as one rank has it, piece by piece; the ranks share each piece.
     if ranks == 1:
         return init_method
 
@@ -179,17 +174,12 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
         super().__init__()
         check_format("qkv_format", qkv_format)
         check_flags(
-            return_bias=return_bias,
-            return_layernorm_output=return_layernorm_output,
-            input_layernorm=input_layernorm,
-            set_parallel_mode=set_parallel_mode,
-            fuse_qkv_params=fuse_qkv_params,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            zero_centered_gamma=zero_centered_gamma,
-            qkv_weight_interleaved=qkv_weight_interleaved,
-            bias=bias,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-        )
+            return_bias=return_bias, return_layernorm_output=return_layernorm_output,
+            input_layernorm=input_layernorm, set_parallel_mode=set_parallel_mode,
+            fuse_qkv_params=fuse_qkv_params, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            zero_centered_gamma=zero_centered_gamma, qkv_weight_interleaved=qkv_weight_interleaved,
+            bias=bias, rotary_pos_interleaved=rotary_pos_interleaved,
+        )  # fmt: skip
         check_callables(
             ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
         )
@@ -227,21 +217,14 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
         self.set_parallel_mode = set_parallel_mode
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.core_attention = DotProductAttention(
-            num_attention_heads,
-            kv_channels,
-            num_gqa_groups=num_gqa_groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            sequence_parallel=sequence_parallel,
-            tp_size=ranks,
+            num_attention_heads, kv_channels, num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout, qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type, window_size=window_size,
+            sequence_parallel=sequence_parallel, tp_size=ranks,
             get_rng_state_tracker=get_rng_state_tracker,
-            tp_group=tp_group if set_parallel_mode else None,
-            layer_number=layer_number,
-            attention_type=attention_type,
-            softmax_scale=softmax_scale,
-        )
+            tp_group=tp_group if set_parallel_mode else None, layer_number=layer_number,
+            attention_type=attention_type, softmax_scale=softmax_scale,
+        )  # fmt: skip
         common: dict[str, Any] = {
             "bias": bias,
             "device": device,
@@ -363,23 +346,14 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
             # A view would keep the memory of what has been rotated until backward.
             value = value.contiguous() if torch.is_grad_enabled() else value
         context = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=mask_type,
-            window_size=window_size,
+            query, key, value, attention_mask, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=mask_type, window_size=window_size,
             checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            fast_zero_fill=fast_zero_fill,
-            inference_params=inference_params,
-        )
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill, inference_params=inference_params,
+        )  # fmt: skip
         projected: Any = self.proj(context, is_first_microbatch)
         outputs = list(projected) if self.return_bias else [projected]
         if self.return_layernorm_output:

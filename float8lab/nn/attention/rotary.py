@@ -241,8 +241,6 @@ def rotate_heads(
     """Run ``apply_rotary_pos_emb`` on checked arguments; padding may begin beyond the angles.
 
     Args:
-        freqs: angles, which the caller calls ``name``.
-        start_positions: ``[B]`` or None.
         cu_seqlens: ``[B + 1]``, for thd alone.
         name: of ``freqs`` in messages.
         ranks: how many context-parallel ranks share the tokens, and which of them has ``t``.
@@ -281,11 +279,9 @@ def rotate_heads(
 
 
 def _takes_op(t: Tensor, angles: Tensor) -> bool:
-    """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated.
-
-    It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
-    be recomputed for every head.
-    """
+    """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated."""
+    # It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
+    # be recomputed for every head.
     if torch._C._are_functorch_transforms_active():
         return False
     plain = type(t) in (Tensor, nn.Parameter) and not angles.requires_grad

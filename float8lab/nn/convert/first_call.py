@@ -92,12 +92,10 @@ for _hook in (FirstCall.before, FirstCall.finished, FirstCall.after):
 
 
 def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dict[str, nn.Module]:
-    """Converted layers that did not run while others of the same parent did, by name.
-
-    Layers of experts without tokens or of skipped blocks are not among them: nothing of their
-    parent ran. Where autograd recorded the call, nor are those whose weight it does not know, such
-    as a projection of images when the batch has none.
-    """
+    """Converted layers that did not run while others of the same parent did, by name."""
+    # Layers of experts without tokens or of skipped blocks are not among them: nothing of their
+    # parent ran. Where autograd recorded the call, nor are those whose weight it does not know,
+    # such as a projection of images when the batch has none.
     users = users_of(model.modules())
     reached = _reached(outputs)
     unseen: dict[str, nn.Module] = {}
@@ -117,19 +115,15 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
 
 
 def _runs_its_layers(parent: nn.Module) -> bool:
-    """Whether a module has a forward that is to run all of its layers.
-
-    Containers such as ModuleList have none: their owners choose among the layers that they hold.
-    PEFT holds the copy of a layer that it trains beside the layer, which rests.
-    """
+    """Whether a module has a forward that is to run all of its layers."""
+    # Containers such as ModuleList have none: their owners choose among the layers that they hold.
+    # PEFT holds the copy of a layer that it trains beside the layer, which rests.
     return type(parent).forward is not nn.Module.forward and TRAINED_COPIES not in parent._modules
 
 
 def _may_be_read(weight: Any, reached: set[int] | None) -> bool:
-    """Whether the outputs may depend on a weight; ``reached`` are ids of those that they do.
-
-    FSDP2 put a sharded parameter in the place of the one that autograd knows.
-    """
+    """Whether the outputs may depend on a weight; ``reached`` are ids of those that they do."""
+    # FSDP2 put a sharded parameter in the place of the one that autograd knows.
     if reached is None or weight is None or is_dtensor(weight):
         return True
     return not weight.requires_grad or id(weight) in reached

@@ -109,11 +109,9 @@ def plain_class(converted: type) -> type:
 
 
 def class_of(layer: nn.Module, change: Callable[[type], type]) -> type:
-    """The layer's class after ``change``.
-
-    A parametrized layer has a class of its own on top of the real one; a copy of it goes on top of
-    the changed class.
-    """
+    """The layer's class after ``change``."""
+    # A parametrized layer has a class of its own on top of the real one; a copy of it goes on top
+    # of the changed class.
     cls = type(layer)
     if not is_parametrized(layer):
         return change(cls)
@@ -125,12 +123,10 @@ _FAST_PATH = "_fast_path_before_float8"
 
 
 def run_layers_of_encoders(modules: Iterable[nn.Module]) -> None:
-    """Have torch's encoders call their linear layers in evaluation, if these are in FP8.
-
-    An encoder's fused path, and the nested tensors that it makes for that path, would read the
-    weights. Torch takes that path for two activations only, which an attribute says that nothing
-    else reads.
-    """
+    """Have torch's encoders call their linear layers in evaluation, if these are in FP8."""
+    # An encoder's fused path, and the nested tensors that it makes for that path, would read the
+    # weights. Torch takes that path for two activations only, which an attribute says that nothing
+    # else reads.
     attributes = {
         nn.TransformerEncoder: "use_nested_tensor",
         nn.TransformerEncoderLayer: "activation_relu_or_gelu",

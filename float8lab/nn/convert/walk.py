@@ -85,13 +85,8 @@ def walk_model(model: nn.Module) -> ModelWalk:
 
 
 _NO_MATRICES = (
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    _ConvNd,
-    ParametrizationList,
-)
+    nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, _ConvNd, ParametrizationList,
+)  # fmt: skip
 """Modules whose parameters may have the shape of a matrix that a linear layer multiplies by."""
 
 

@@ -29,10 +29,8 @@ def rebind_forward(layer: nn.Module) -> None:
 
 
 def _wrapped_forward(layer: nn.Module) -> CellType | None:
-    """The variable of Transformers' wrapper that holds the forward of this very layer's class.
-
-    A copy of a layer has the wrapper of its original, and so the original's forward: None.
-    """
+    """The variable of Transformers' wrapper that holds the forward of this very layer's class."""
+    # A copy of a layer has the wrapper of its original, and so the original's forward: None.
     wrapper = vars(layer).get("forward")
     if not isinstance(wrapper, FunctionType) or not wrapper.__module__.startswith("transformers."):
         return None

@@ -209,13 +209,11 @@ def pow2_reciprocal(x):
 
 @triton.jit
 def scale_from_amax(amax, eps, LIMIT: tl.constexpr, RULE: tl.constexpr):
-    """Decode scales and encode factors, as ``reference.factors_from_amax`` makes them.
-
-    Divisions are the costly part, since every thread of a tile repeats those of its rows and
-    columns. Powers of two need none: LIMIT is 1.75 * 2**LOG2, so the exponent of LIMIT / amax is
-    that of LIMIT less that of amax, and one less where the mantissa of amax is above 1.75. No
-    rounding of the quotient changes that.
-    """
+    """Decode scales and encode factors, as ``reference.factors_from_amax`` makes them."""
+    # Divisions are the costly part, since every thread of a tile repeats those of its rows and
+    # columns. Powers of two need none: LIMIT is 1.75 * 2**LOG2, so the exponent of LIMIT / amax is
+    # that of LIMIT less that of amax, and one less where the mantissa of amax is above 1.75. No
+    # rounding of the quotient changes that.
     raised = tl.where(amax < eps, eps, amax)  # NaN survives, as in torch.clamp
     usable = (raised > 0) & (raised < float("inf"))
     if RULE == "fp32":
@@ -238,11 +236,10 @@ def scale_from_amax(amax, eps, LIMIT: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def nan_for_infinity(x, dtype: tl.constexpr):
-    """A tile as it is to be cast to ``dtype``: e4m3 has no infinities, so NaN takes their place.
-
-    x * 0 + x is x where x is finite, of either sign of 0, and NaN where it is not: one instruction,
-    for two values if they are of 2 bytes. It is repeated in every call, as ``widen`` is.
-    """
+    """A tile as it is to be cast to ``dtype``: e4m3 has no infinities, so NaN takes their place."""
+    # x * 0 + x is x where x is finite, of either sign of 0, and NaN where it is not: one
+    # instruction, for two values if they are of 2 bytes. It is repeated in every call, as ``widen``
+    # is.
     if dtype == tl.float8e4nv:
         if INTERPRETED:
             wide = x.to(tl.float32)
@@ -250,14 +247,8 @@ def nan_for_infinity(x, dtype: tl.constexpr):
         elif x.dtype == tl.float32:
             x = tl.fma(x, tl.zeros_like(x), x)
         else:
-            x = tl.inline_asm_elementwise(
-                NAN_FOR_BF16 if x.dtype == tl.bfloat16 else NAN_FOR_FP16,
-                "=r,r",
-                [x],
-                dtype=x.dtype,
-                is_pure=False,
-                pack=2,
-            )
+            CODE: tl.constexpr = NAN_FOR_BF16 if x.dtype == tl.bfloat16 else NAN_FOR_FP16
+            x = tl.inline_asm_elementwise(CODE, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
 
 
@@ -324,13 +315,9 @@ def widen(x):
     if x.dtype == tl.float32 or INTERPRETED:
         wide = x.to(tl.float32)
     else:
+        CODE: tl.constexpr = WIDEN_BF16 if x.dtype == tl.bfloat16 else WIDEN_FP16
         wide = tl.inline_asm_elementwise(
-            WIDEN_BF16 if x.dtype == tl.bfloat16 else WIDEN_FP16,
-            "=r,=r,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=False,
-            pack=2,
+            CODE, "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2
         )
     return wide
 
@@ -378,11 +365,9 @@ def store_transposed(q_ptr, q, rows, columns, ROWS, COLUMNS):
 
 @triton.jit
 def store_words(q_ptr, packed, words, columns, ROWS, COLUMNS):
-    """Store words of four rows each into the contiguous [COLUMNS, ROWS] transpose.
-
-    Indices and mask are of words, not of rows over or times 4, which would hide from the compiler
-    that they are neighbours: it would store one word at a time.
-    """
+    """Store words of four rows each into the contiguous [COLUMNS, ROWS] transpose."""
+    # Indices and mask are of words, not of rows over or times 4, which would hide from the compiler
+    # that they are neighbours: it would store one word at a time.
     WORDS = ROWS // 4
     mask = (columns < COLUMNS)[:, None] & (words < WORDS)[None, :]
     pointer = q_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -426,10 +411,8 @@ def scale_tile(tile, factor, BM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def block_index(start, indices, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Which block each index of a tile falls in: one number if the tile cannot straddle blocks.
-
-    SIZE 0 stands for a block that spans the whole dimension.
-    """
+    """Which block each index of a tile falls in: one number if the tile cannot straddle blocks."""
+    # SIZE 0 stands for a block that spans the whole dimension.
     if SIZE == 0:
         index = tl.zeros([1], tl.int64)
     elif SIZE % TILE == 0:

@@ -218,10 +218,8 @@ def _exponents(s, largest, factor):
 
 @gluon.jit
 def _add_values(x, rescale, exp_sum, out, v_tiles, stage):
-    """The GEMM of a tile's probabilities and values, in flight, and the new total.
-
-    While the tensor cores multiply one half, the other half's exponentials are computed.
-    """
+    """The GEMM of a tile's probabilities and values, in flight, and the new total."""
+    # While the tensor cores multiply one half, the other half's exponentials are computed.
     ROWS: gl.constexpr = x.shape[0]
     HALF: gl.constexpr = x.shape[1] // 2
     WIDTH: gl.constexpr = v_tiles.shape[1]
@@ -420,16 +418,9 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @on_device_of_first
 def fp8_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    causal: bool,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
+    causal: bool, scale: float, out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not _has_kernel(q, v, scale):
         return plain.fp8_attention(q, k, v, q_scale, k_scale, v_scale, causal, scale, out_dtype)
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
@@ -463,18 +454,9 @@ def _of_rank_2(descriptor: TensorDescriptor) -> gl.NVMMASharedLayout:
 
 @on_device_of_first
 def fp8_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
+    v_scale: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (SQ, D), (SK, DV) = q.shape[2:], v.shape[2:]
     deterministic = torch.are_deterministic_algorithms_enabled()
     fits = _has_kernel(q, v, scale) and min(SQ, SK) > 1

@@ -78,13 +78,9 @@ def _larger(a, b):
 
 @gluon.jit
 def _paired(first, second):
+    halves = [first.to(gl.int16, bitcast=True), second.to(gl.int16, bitcast=True)]
     return gl.inline_asm_elementwise(
-        "mov.b32 $0, {$1, $2};",
-        "=r,h,h",
-        [first.to(gl.int16, bitcast=True), second.to(gl.int16, bitcast=True)],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
+        "mov.b32 $0, {$1, $2};", "=r,h,h", halves, dtype=gl.int32, is_pure=True, pack=1
     )
 
 
@@ -92,13 +88,9 @@ def _paired(first, second):
 def _nan_for_infinity(pairs, DTYPE: gl.constexpr, fp8: gl.constexpr):
     """``nan_for_infinity`` of both values."""
     if gl.float8e4nv == fp8:
+        CODE: gl.constexpr = NAN_FOR_BF16 if gl.bfloat16 == DTYPE else NAN_FOR_FP16
         pairs = gl.inline_asm_elementwise(
-            NAN_FOR_BF16 if gl.bfloat16 == DTYPE else NAN_FOR_FP16,
-            "=r,r",
-            [pairs],
-            dtype=gl.int32,
-            is_pure=True,
-            pack=1,
+            CODE, "=r,r", [pairs], dtype=gl.int32, is_pure=True, pack=1
         )
     return pairs
 
@@ -315,24 +307,16 @@ def takes_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int)
 
 
 def launch_tiles(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype],
-    results: tuple[Tensor | None, ...],
-    padded: tuple[int, int],
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    plan: Tensor | None = None,
-    groups: int = 0,
-) -> None:
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], results: tuple[Tensor | None, ...],
+    padded: tuple[int, int], block: Sequence[int], rule: str, eps: float,
+    plan: Tensor | None = None, groups: int = 0,
+) -> None:  # fmt: skip
     """Cast to ``results``: FP8 data, that of the transpose, the scales of both, partial sums.
 
     Args:
-        matrix: what is cast.
         results: the data and scales of the rows, and the sums, are None where not wanted.
         padded: rows and columns of the transpose, transposed back.
         block: of one row.
-        rule: of the scales.
-        eps: the least amax.
         plan: of ``plan_groups``, where the rows are in groups.
         groups: how many.
     """
@@ -350,20 +334,11 @@ def launch_tiles(
 
 
 def cast_tiles(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype],
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    align: int,
-    *,
-    write: bool,
-    column_sum: bool,
-) -> tuple[Any, ...]:
-    """The op's results for a matrix that ``takes_tiles``, or a prologue that ``has_tiles``.
-
-    Only the transpose unless ``write``.
-    """
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], fp8_dtype: torch.dtype, block: Sequence[int],
+    rule: str, eps: float, align: int, *, write: bool, column_sum: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The op's results for a matrix that ``takes_tiles``, or a prologue that ``has_tiles``."""
+    # Only the transpose unless ``write``.
     prologue, inputs, _ = matrix
     first, shape = inputs[0], prologue_shape(prologue, inputs)
     rows, columns = (round_up(size, align) for size in shape)

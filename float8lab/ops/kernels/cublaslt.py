@@ -79,16 +79,9 @@ class _Answer(ctypes.Structure):
 
 
 def multiply(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    scalings: tuple[ScalingType, ScalingType],
-    fast_accum: bool,
-) -> bool:
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, *,
+    scalings: tuple[ScalingType, ScalingType], fast_accum: bool,
+) -> bool:  # fmt: skip
     """``out = a @ b.T + bias``, of matrices with contiguous rows; False: it is left to torch.
 
     That is where torch decides by more than sizes, or where no cuBLASLt is known here.

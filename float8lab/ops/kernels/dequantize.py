@@ -89,11 +89,7 @@ def _dequantize_kernel(
 
 @replayed
 def dequantize(
-    q: Tensor,
-    scale: Tensor,
-    block: Sequence[int],
-    dtype: torch.dtype,
-    event: Tensor | None = None,
+    q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, event: Tensor | None = None
 ) -> Tensor:
     tile = TILE
     y = q.new_empty(q.shape, dtype=dtype)

@@ -42,18 +42,10 @@ class _Operand(NamedTuple):
 
 @replayed
 def scaled_mm(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor | None,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    offs: Tensor | None = None,
-    plan: Tensor | None = None,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor | None, a_block: Sequence[int], b: Tensor, b_scale: Tensor | None,
+    b_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    offs: Tensor | None = None, plan: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     if offs is not None:
         return grouped_mm(
             a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, fast_accum, offs, plan
@@ -68,16 +60,9 @@ def scaled_mm(
 
 
 def scaled_mm_into(
-    out: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    fast_accum: bool,
-) -> None:
+    out: Tensor, a: Tensor, a_scale: Tensor, a_block: Sequence[int], b: Tensor, b_scale: Tensor,
+    b_block: Sequence[int], bias: Tensor | None, fast_accum: bool,
+) -> None:  # fmt: skip
     """Sizes that need padding, and outputs that need a pass after the GEMM, are copied."""
     left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
     y = _mm(left, right, bias, out.dtype, fast_accum, out)
@@ -86,13 +71,9 @@ def scaled_mm_into(
 
 
 def _mm(
-    left: _Operand,
-    right: _Operand,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
+    left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
     into: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The GEMM of two matrices: ``into``, if it can be written there at once."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     (M, K), N = a.shape, b.shape[0]
@@ -157,15 +138,9 @@ def _dequantized(
 
 
 def _multiply(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    into: Tensor | None = None,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    out_dtype: torch.dtype, fast_accum: bool, into: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Scales of one element each, or [M, 1] and [N, 1]."""
     epilogue = after = None
     if bias is not None and out_dtype == torch.float32:
@@ -192,15 +167,9 @@ def _multiply(
 
 
 def _multiply_rows(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    into: Tensor | None,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    out_dtype: torch.dtype, fast_accum: bool, into: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Scales [M, 1] and [N, 1]; bfloat16 is the one output that every GPU and version supports."""
     if out_dtype == torch.bfloat16:
         return _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)

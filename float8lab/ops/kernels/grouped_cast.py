@@ -65,10 +65,8 @@ _SUMS = 128
 
 @triton.jit
 def group_of_tile(tile, offs_ptr, M, E, COUNT: tl.constexpr):
-    """The group that a tile of 128 rows is of, its first row there, and the group's end.
-
-    Group E has the rows beyond the last end; a tile beyond all rows begins at its own end.
-    """
+    """The group that a tile of 128 rows is of, its first row there, and the group's end."""
+    # Group E has the rows beyond the last end; a tile beyond all rows begins at its own end.
     index = tl.arange(0, COUNT)
     stops = tl.load(offs_ptr + index, mask=index < E, other=0).to(tl.int32)
     starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= E), other=0).to(tl.int32)
@@ -597,14 +595,10 @@ def _sums_of_groups(partial: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def cast_tiles_of_groups(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype],
-    offs: Tensor,
-    options: tuple[torch.dtype, tuple[int, ...], str, float],
-    *,
-    write: bool,
-    column_sum: bool,
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], offs: Tensor,
+    options: tuple[torch.dtype, tuple[int, ...], str, float], *, write: bool, column_sum: bool,
     plan: Tensor | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
     (_, (first, *_), _), (fp8_dtype, block, rule, eps) = matrix, options
     (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]

@@ -56,18 +56,10 @@ def mode_of(
 
 
 def grouped_mm(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor | None,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    offs: Tensor,
-    plan: Tensor | None,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor | None, a_block: Sequence[int], b: Tensor, b_scale: Tensor | None,
+    b_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    offs: Tensor, plan: Tensor | None,
+) -> Tensor:  # fmt: skip
     """``scaled_mm`` of groups."""
     if 0 in a.shape or 0 in b.shape or not offs.shape[0] or a_scale is None or b_scale is None:
         return _in_high_precision(a, b, bias, offs, out_dtype)

@@ -65,6 +65,11 @@ GROUPED_ROWS = gl.constexpr(1)
 """Each group of a's rows has a matrix b of its own."""
 GROUPED_SUMS = gl.constexpr(2)
 """Each group of the contraction gives a result of its own."""
+_ADD = gl.constexpr("add.rn.f32 $0, $1, $2;")
+_ADD_SCALED = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
+_ADD_SCALED_TWICE = gl.constexpr(
+    "{ .reg .f32 scaled; mul.rn.f32 scaled, $1, $3; fma.rn.f32 $0, scaled, $2, $4; }"
+)
 
 
 class Config(NamedTuple):
@@ -182,37 +187,19 @@ def _add_part(sums, partial, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: g
     # then be there at the same time, and spill.
     if not SCALED:
         sums = gl.inline_asm_elementwise(
-            "add.rn.f32 $0, $1, $2;",
-            "=f,f,f",
-            [partial, sums],
-            dtype=gl.float32,
-            is_pure=False,
-            pack=1,
+            _ADD, "=f,f,f", [partial, sums], dtype=gl.float32, is_pure=False, pack=1
         )
     elif B_BY_ROW:
         a_scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), partial)
         b_scale, _ = gl.broadcast(gl.expand_dims(b_scale, 0), partial)
+        operands = [partial, a_scale, b_scale, sums]
         sums = gl.inline_asm_elementwise(
-            """{
-                .reg .f32 scaled;
-                mul.rn.f32 scaled, $1, $3;
-                fma.rn.f32 $0, scaled, $2, $4;
-            }""",
-            "=f,f,f,f,f",
-            [partial, a_scale, b_scale, sums],
-            dtype=gl.float32,
-            is_pure=False,
-            pack=1,
+            _ADD_SCALED_TWICE, "=f,f,f,f,f", operands, dtype=gl.float32, is_pure=False, pack=1
         )
     else:
         scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), partial)
         sums = gl.inline_asm_elementwise(
-            "fma.rn.f32 $0, $1, $2, $3;",
-            "=f,f,f,f",
-            [partial, scale, sums],
-            dtype=gl.float32,
-            is_pure=False,
-            pack=1,
+            _ADD_SCALED, "=f,f,f,f", [partial, scale, sums], dtype=gl.float32, is_pure=False, pack=1
         )
     return sums
 
@@ -312,6 +299,7 @@ def _multiply_fast(
         sums = warpgroup_mma_wait(0, (sums,))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
         below = HALF * number
+        y_tile = y_tiles.index(number)
         y_row = _row_in_y(group, row, M, GROUPS)
         sums = _scale(sums, scales, group, row + below, column, M, N)
         ahead = gl.minimum(tile + programs, last)
@@ -319,17 +307,7 @@ def _multiply_fast(
             sums = _add_bias(sums, scales, group, column, steps, N)
         else:  # the next tile's place arrives while this one is stored; with a bias it would spill
             following = _find(ahead, schedule, plan_ptr, BAND, GROUPS)
-        _store(
-            sums,
-            y_desc,
-            y_ptr,
-            y_tiles.index(number),
-            y_row + below,
-            column,
-            left - below,
-            N,
-            GROUPS,
-        )
+        _store(sums, y_desc, y_ptr, y_tile, y_row + below, column, left - below, N, GROUPS)
         if BIAS:
             following = _find(ahead, schedule, plan_ptr, BAND, GROUPS)
         group, row, _first, _b_row, _b_column, steps, left, column = following
@@ -517,33 +495,19 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def multiply_tiles(
-    mode: str,
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    *,
-    groups: int = 0,
-    plan: Tensor | None = None,
-    E: int = 1,
-    b_place: tuple[int, int] = (0, 0),
-    config: Config | None = None,
-) -> Tensor:
-    """Launch the kernel.
+    mode: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    y: Tensor, *, groups: int = 0, plan: Tensor | None = None, E: int = 1,
+    b_place: tuple[int, int] = (0, 0), config: Config | None = None,
+) -> Tensor:  # fmt: skip
+    """Launch the kernel, which writes ``y``.
 
     Args:
         mode: see above.
         a: ``[M, K]``, contiguous and aligned.
-        a_scale: by group, row and step, where there are several.
+        a_scale: by group, row and step, where there are several; so is ``b_scale``.
         b: ``[N, K]``, of all groups below each other or side by side; contiguous and aligned.
-        b_scale: the same of b.
         bias: ``[E, N]``.
-        y: the result.
         groups: ``DENSE``, ``GROUPED_ROWS`` or ``GROUPED_SUMS``.
-        plan: of the groups.
-        E: groups.
         b_place: rows, and columns, from the matrix of one group to the next's.
         config: in place of the one in the table.
     """

@@ -158,17 +158,10 @@ def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
 
 @replayed
 def norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    center: bool,
-    dtype: torch.dtype,
-    scale: Tensor | None = None,
-    block: Sequence[int] = (),
-    write: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool, dtype: torch.dtype,
+    scale: Tensor | None = None, block: Sequence[int] = (), write: bool = True,
     want_amax: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     if not _has_kernel(x, dtype):
         return reference.norm(x, weight, bias, eps, center, dtype, scale, block, write, want_amax)
     mean, rstd = empty_stats(x, scale, center)
@@ -243,16 +236,9 @@ def _norm_backward_kernel(
 
 @replayed
 def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    center: bool,
-    dtype: torch.dtype,
-    scale: Tensor | None = None,
-    block: Sequence[int] = (),
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, center: bool,
+    dtype: torch.dtype, scale: Tensor | None = None, block: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     if not _has_kernel(x, dy.dtype) or x.shape[-1] > _ROW_CHUNK:
         return reference.norm_backward(dy, x, weight, mean, rstd, center, dtype, scale, block)
     dx = x.new_empty(x.shape, dtype=dtype)

@@ -211,14 +211,9 @@ def _scatter_kernel(
 
 @replayed
 def scatter_rows(
-    x: Tensor,
-    row_map: Tensor,
-    rows: int,
-    probs: Tensor | None = None,
-    merged: Tensor | None = None,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
+    x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None,
+    merged: Tensor | None = None, scale: Tensor | None = None, amax: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     if x.element_size() > 4:
         return reference.scatter_rows(x, row_map, rows, probs, merged, scale, amax)
     (T, H), S = x.shape, row_map.shape[1] - 1
@@ -292,14 +287,9 @@ def _gather_kernel(
 
 @replayed
 def gather_rows(
-    y: Tensor,
-    row_map: Tensor,
-    dtype: torch.dtype,
-    probs: Tensor | None = None,
-    row_values: Tensor | None = None,
-    scale: Tensor | None = None,
-    block: int = 1,
-) -> tuple[Tensor | None, ...]:
+    y: Tensor, row_map: Tensor, dtype: torch.dtype, probs: Tensor | None = None,
+    row_values: Tensor | None = None, scale: Tensor | None = None, block: int = 1,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     if torch.float64 in (y.dtype, dtype):
         return reference.gather_rows(y, row_map, dtype, probs, row_values, scale, block)
     (R, H), T, S = y.shape, row_map.shape[0], row_map.shape[1] - 1

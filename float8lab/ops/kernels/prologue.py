@@ -16,14 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.ops import reference
-from float8lab.ops.kernels._common import (
-    INTERPRETED,
-    TILE,
-    Tile,
-    grid_of,
-    store_tile,
-    triton_dtype,
-)
+from float8lab.ops.kernels._common import INTERPRETED, TILE, Tile, grid_of, store_tile, triton_dtype
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize
@@ -119,12 +112,10 @@ def tile_of_program(
     COLUMNS, BACKWARD: tl.constexpr, GATED: tl.constexpr, TILE_M: tl.constexpr,
     TILE_K: tl.constexpr, FROM_END: tl.constexpr = False,
 ):  # fmt: skip
-    """Row and column of this program's tile, counted in tiles.
-
-    FROM_END: of what another kernel has just read, the last part is in the cache. The two halves
-    of a gated activation's gradient read the same inputs: their tiles alternate, so that the second
-    read finds them in the cache.
-    """
+    """Row and column of this program's tile, counted in tiles."""
+    # FROM_END: of what another kernel has just read, the last part is in the cache. The two halves
+    # of a gated activation's gradient read the same inputs: their tiles alternate, so that the
+    # second read finds them in the cache.
     tiles_k = tl.cdiv(COLUMNS, TILE_K)
     tile = tl.program_id(0)
     if FROM_END:
@@ -264,12 +255,10 @@ def load_words(
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile as four, of its rows 0, 4, 8 ..., its rows 1, 5, 9 ..., and so on.
-
-    The four values in one place of these are neighbours in a column, so in FP8 they are the bytes
-    of one word of the transpose: it is words that are transposed, not bytes. Also returned are
-    which words of a column the tile has, and its columns.
-    """
+    """A tile as four, of its rows 0, 4, 8 ..., its rows 1, 5, 9 ..., and so on."""
+    # The four values in one place of these are neighbours in a column, so in FP8 they are the bytes
+    # of one word of the transpose: it is words that are transposed, not bytes. Also returned are
+    # which words of a column the tile has, and its columns.
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     y0 = load(
@@ -337,10 +326,8 @@ def tile_for(prologue: str, *, words: bool = False) -> Tile:
 
 
 def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Else the reference runs on the GPU as it is: float64, nothing to do, or a single column.
-
-    For a matrix of one column ptxas crashes (CUDA 12.8's, in triton 3.6).
-    """
+    """Else the reference runs on the GPU as it is: float64, nothing to do, or a single column."""
+    # For a matrix of one column ptxas crashes (CUDA 12.8's, in triton 3.6).
     *rows, columns = prologue_shape(prologue, inputs)
     wide = torch.float64 in (dtype, *(tensor.dtype for tensor in inputs))
     return 0 not in rows and columns > 1 and not wide
@@ -366,12 +353,9 @@ def _value_kernel(
 
 @replayed
 def value_of(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    block: Sequence[int] = (),
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (),
     event: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if prologue == "dequantize":
         return dequantize(inputs[0], inputs[1], block, dtype)
     if not has_kernel(prologue, inputs, dtype):

@@ -176,16 +176,9 @@ def _tile(E: int) -> dict[str, int]:
 
 @replayed
 def route(
-    logits: Tensor,
-    expert_bias: Tensor | None,
-    topk: int,
-    score_function: str,
-    pre_softmax: bool,
-    num_groups: int,
-    group_topk: int,
-    scaling: float,
-    dense: bool,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, expert_bias: Tensor | None, topk: int, score_function: str, pre_softmax: bool,
+    num_groups: int, group_topk: int, scaling: float, dense: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     T, E = logits.shape
     if logits.dtype == torch.float64 or E > _MOST_EXPERTS or not logits.numel():
         options = (score_function, pre_softmax, num_groups, group_topk, scaling, dense)
@@ -242,15 +235,9 @@ def _route_backward_kernel(
 
 @replayed
 def route_backward(
-    dprobs: Tensor,
-    logits: Tensor,
-    routing_map: Tensor,
-    topk: int,
-    score_function: str,
-    pre_softmax: bool,
-    scaling: float,
-    dense: bool,
-) -> Tensor:
+    dprobs: Tensor, logits: Tensor, routing_map: Tensor, topk: int, score_function: str,
+    pre_softmax: bool, scaling: float, dense: bool,
+) -> Tensor:  # fmt: skip
     T, E = logits.shape
     if logits.dtype == torch.float64 or E > _MOST_EXPERTS or not logits.numel():
         options = (topk, score_function, pre_softmax, scaling, dense)

@@ -93,21 +93,12 @@ def _update_scales_kernel(
 
 @replayed
 def update_scales_(
-    history: Tensor,
-    amax: Tensor,
-    factors: Tensor,
-    steps: Tensor,
-    fp8_max: Tensor,
-    margin: int,
-    interval: int,
-    most_recent: bool,
-    power_of_2: bool,
-) -> Tensor:
-    """``reference.update_scales_`` in one launch.
-
-    A program holds its slot's whole history in registers, so rolling it in place cannot read what
-    it has written; 4096 entries are 32 registers a thread.
-    """
+    history: Tensor, amax: Tensor, factors: Tensor, steps: Tensor, fp8_max: Tensor, margin: int,
+    interval: int, most_recent: bool, power_of_2: bool,
+) -> Tensor:  # fmt: skip
+    """``reference.update_scales_`` in one launch."""
+    # A program holds its slot's whole history in registers, so rolling it in place cannot read what
+    # it has written; 4096 entries are 32 registers a thread.
     length, slots = history.shape
     copy = factors.new_empty((slots, 2, 4))
     if not slots:

@@ -48,12 +48,7 @@ def _sum_groups(x: Tensor, groups: int) -> Tensor:
 
 
 def _scores(
-    q: Tensor,
-    k: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor, causal: bool, scale: float
 ) -> Tensor:
     decode = (q_scale * k_scale).view(1) * scale
     scores = q.float() @ _repeat(k, q.shape[1]).transpose(2, 3) * decode
@@ -65,16 +60,9 @@ def _scores(
 
 
 def fp8_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    causal: bool,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
+    causal: bool, scale: float, out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of FP8 operands.
 
     Args:
@@ -102,18 +90,9 @@ def fp8_attention(
 
 
 def fp8_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
+    v_scale: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, the rounding of the probabilities taken as the identity.
 
     They are in the dtype of ``dout``, and in memory by token.

@@ -112,12 +112,9 @@ def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool)
 
 
 def factors_from_amax(
-    amax: Tensor,
-    fp8_dtype: torch.dtype,
-    rule: str,
-    eps: float = 0.0,
+    amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0,
     matrix_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
 
     A rule of elements with 4 bits has ``_factors_of_packed``, and may depend on the amax of the
@@ -191,10 +188,8 @@ def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float 
 
 
 def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Scales, one per block, as a tensor that broadcasts against one of ``shape``.
-
-    Blocks of fewer dimensions than the scales have are blocks of the last ones.
-    """
+    """Scales, one per block, as a tensor that broadcasts against one of ``shape``."""
+    # Blocks of fewer dimensions than the scales have are blocks of the last ones.
     for dim in range(-len(block), 0):
         if block[dim] > 1:
             scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
@@ -238,14 +233,9 @@ def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "
 
 
 def quantize(
-    x: Tensor,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float = 0.0,
-    align: int = 1,
-    given: Tensor | None = None,
-) -> tuple[Tensor, Any, Any]:
+    x: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], rule: str, eps: float = 0.0,
+    align: int = 1, given: Tensor | None = None,
+) -> tuple[Tensor, Any, Any]:  # fmt: skip
     """FP8 data of a matrix, the scales that are found for its blocks, and their amaxes.
 
     ``rule`` and ``given`` are those of ``cast``. Where factors or scales are given, none are found,

@@ -21,13 +21,7 @@ from float8lab.ops.reference.blocks import CastResults, amax, quantize
 from float8lab.ops.reference.grouped import cast_batch, cast_groups
 from float8lab.ops.reference.prologue import value_of
 
-__all__ = [
-    "amax_of",
-    "cast",
-    "cast_many_",
-    "has_amax",
-    "transpose",
-]
+__all__ = ["amax_of", "cast", "cast_many_", "has_amax", "transpose"]
 
 
 def amax_of(
@@ -129,20 +123,12 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 def cast_many_(
-    x: Sequence[Tensor],
-    q: Sequence[Tensor],
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    scale: Sequence[Tensor],
-    amax: Sequence[Tensor],
-    given: Sequence[Tensor],
-) -> None:
-    """``cast`` of each matrix ``x`` into the ``q`` that is there for it.
-
-    With ``"encode"`` for a rule by its ``given`` factors. Else scales are found, and go with their
-    amaxes into the ``scale`` and ``amax`` that are there.
-    """
+    x: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int], rule: str, eps: float,
+    scale: Sequence[Tensor], amax: Sequence[Tensor], given: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """``cast`` of each matrix ``x`` into the ``q`` that is there for it."""
+    # With ``"encode"`` for a rule by its ``given`` factors. Else scales are found, and go with
+    # their amaxes into the ``scale`` and ``amax`` that are there.
     for index, (matrix, data) in enumerate(zip(x, q, strict=True)):
         factor = given[index] if given else None
         results = quantize(matrix, data.dtype, block, rule, eps, given=factor)

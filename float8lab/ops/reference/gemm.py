@@ -16,20 +16,15 @@ from float8lab.ops.reference.grouped import SPAN, bounds_of
 
 __all__ = ["scaled_mm", "scaled_mm_into"]
 
+_Operand = tuple[Tensor, Tensor | None, Sequence[int]]
+"""Data, scales unless it is in high precision, and the block that shares one."""
+
 
 def scaled_mm(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor | None,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    offs: Tensor | None = None,
-    plan: Tensor | None = None,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor | None, a_block: Sequence[int], b: Tensor, b_scale: Tensor | None,
+    b_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    offs: Tensor | None = None, plan: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``a @ b.T + bias`` of quantized ``a`` [M, K] and ``b`` [N, K], accumulated in float32.
 
     Or of each of a batch: ``a`` [B, M, K], ``b`` [B, N, K] of any strides, scales of each matrix,
@@ -47,7 +42,7 @@ def scaled_mm(
     that a transpose had, where several GEMMs share it. It changes nothing.
     """
     if offs is None:
-        return _mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
+        return _mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
     contracts, shape = b.ndim == 2, (a.shape[0], b.shape[-2])
     out = a.new_zeros((len(offs), *shape) if contracts else shape, dtype=out_dtype)
     for index, (start, end, place) in enumerate(bounds_of(offs)):
@@ -59,26 +54,18 @@ def scaled_mm(
                 columns = slice(place, place + round_up(end - start, SPAN))
             left = a[:, columns], _scales_of_columns(a_scale, a_block, index, columns), a_block
             right = b[:, columns], _scales_of_columns(b_scale, b_block, index, columns), b_block
-            out[index] = _mm(*left, *right, None, out_dtype)
+            out[index] = _mm(left, right, None, out_dtype)
         else:
             rows = slice(start, end)
             left = a[rows], _scales_of_rows(a_scale, index, rows), a_block
             right = b[index], None if b_scale is None else b_scale[index], b_block
-            out[rows] = _mm(*left, *right, None if bias is None else bias[index], out_dtype)
+            out[rows] = _mm(left, right, None if bias is None else bias[index], out_dtype)
     return out
 
 
-def _mm(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor | None,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _mm(left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``scaled_mm`` without groups."""
+    (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     if a_scale is None or b_scale is None:
         with torch.autocast(a.device.type, enabled=False):
             return F.linear(a, b, bias).to(out_dtype)
@@ -91,10 +78,10 @@ def _mm(
         # A lone scale has any shape.
         out = out * a_scale * (b_scale if b_scale.ndim < 2 else b_scale.mT)
     else:
-        left = (a.float() * expand_scale(a_scale, a_block, a.shape)).contiguous()
-        right = (b.float() * expand_scale(b_scale, b_block, b.shape)).contiguous()
+        a = (a.float() * expand_scale(a_scale, a_block, a.shape)).contiguous()
+        b = (b.float() * expand_scale(b_scale, b_block, b.shape)).contiguous()
         with torch.autocast(a.device.type, enabled=False):
-            out = left @ right.mT
+            out = a @ b.mT
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
@@ -120,15 +107,8 @@ def _scales_of_rows(scale: Tensor | None, group: int, rows: slice) -> Tensor | N
 
 
 def scaled_mm_into(
-    out: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    fast_accum: bool,
-) -> None:
+    out: Tensor, a: Tensor, a_scale: Tensor, a_block: Sequence[int], b: Tensor, b_scale: Tensor,
+    b_block: Sequence[int], bias: Tensor | None, fast_accum: bool,
+) -> None:  # fmt: skip
     """``scaled_mm`` of matrices, written to the ``out`` [M, N] that is there."""
     out.copy_(scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out.dtype, fast_accum))

@@ -82,15 +82,9 @@ _How = tuple[torch.dtype, tuple[int, ...], str, float]
 
 
 def cast_groups(
-    x: Tensor,
-    offs: Tensor,
-    options: _How,
-    rowwise: bool,
-    columnwise: bool,
-    dbias: bool,
-    given: Tensor | None,
-    slot: Tensor | None,
-) -> CastResults:
+    x: Tensor, offs: Tensor, options: _How, rowwise: bool, columnwise: bool, dbias: bool,
+    given: Tensor | None, slot: Tensor | None,
+) -> CastResults:  # fmt: skip
     """``cast`` of a matrix whose rows are in groups.
 
     Every group has the bytes of casting its rows alone: with ``(-1, -1)`` each group has a scale of
@@ -189,13 +183,9 @@ def _cast_one(
 
 
 def _cast_blocks_of_groups(
-    x: Tensor,
-    bounds: Sequence[tuple[int, int]],
-    options: _How,
-    given: Tensor | None,
-    *,
+    x: Tensor, bounds: Sequence[tuple[int, int]], options: _How, given: Tensor | None, *,
     transposed: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Data and scales of groups, in blocks that depend on the amax of their group; zeros beyond."""
     fp8_dtype, block, rule, eps = options
     rows = x.t() if transposed else x
@@ -226,13 +216,9 @@ def _cast_rows_of_groups(
 
 
 def cast_batch(
-    x: Tensor,
-    options: _How,
-    rowwise: bool,
-    columnwise: bool,
-    given: Tensor | None,
+    x: Tensor, options: _How, rowwise: bool, columnwise: bool, given: Tensor | None,
     slot: Tensor | None,
-) -> CastResults:
+) -> CastResults:  # fmt: skip
     """``cast`` of each matrix of a batch: ``[E, ...]`` of each result, K and N padded to ``ALIGN``.
 
     With ``(-1, -1)`` each matrix has a scale of its own.

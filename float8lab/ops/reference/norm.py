@@ -36,17 +36,10 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    center: bool,
-    dtype: torch.dtype,
-    scale: Tensor | None = None,
-    block: Sequence[int] = (),
-    write: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool, dtype: torch.dtype,
+    scale: Tensor | None = None, block: Sequence[int] = (), write: bool = True,
     want_amax: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """The norm of each row in ``dtype`` if it is to be written, its mean if ``center``, its rstd.
 
     And the amax ``[1, 1]`` of what the norm gives in ``dtype``, if wanted. What is not is None.
@@ -70,16 +63,9 @@ def norm(
 
 
 def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    center: bool,
-    dtype: torch.dtype,
-    scale: Tensor | None = None,
-    block: Sequence[int] = (),
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, center: bool,
+    dtype: torch.dtype, scale: Tensor | None = None, block: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of x (in ``dtype``), of the weight and of the bias (None unless ``center``)."""
     if scale is not None:
         x = dequantize(x, scale, block, dtype)

@@ -67,14 +67,9 @@ def _moves(row_map: Tensor, rows: int | torch.SymInt) -> tuple[Tensor, Tensor, T
 
 
 def scatter_rows(
-    x: Tensor,
-    row_map: Tensor,
-    rows: int | torch.SymInt,
-    probs: Tensor | None = None,
-    merged: Tensor | None = None,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, row_map: Tensor, rows: int | torch.SymInt, probs: Tensor | None = None,
+    merged: Tensor | None = None, scale: Tensor | None = None, amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Copy each token to its rows; the rows that no token fills are zero.
 
     Args:
@@ -114,14 +109,9 @@ def scatter_rows(
 
 
 def gather_rows(
-    y: Tensor,
-    row_map: Tensor,
-    dtype: torch.dtype,
-    probs: Tensor | None = None,
-    row_values: Tensor | None = None,
-    scale: Tensor | None = None,
-    block: int = 1,
-) -> tuple[Tensor, Tensor]:
+    y: Tensor, row_map: Tensor, dtype: torch.dtype, probs: Tensor | None = None,
+    row_values: Tensor | None = None, scale: Tensor | None = None, block: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add up the rows of each token, in the order of its places, in float32.
 
     Args:

@@ -170,12 +170,9 @@ def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtyp
 
 
 def value_of(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    block: Sequence[int] = (),
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (),
     event: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The values of a prologue in high precision, contiguous.
 
     Args:

@@ -47,16 +47,9 @@ def shares(
 
 
 def route(
-    logits: Tensor,
-    expert_bias: Tensor | None,
-    topk: int,
-    score_function: str,
-    pre_softmax: bool,
-    num_groups: int,
-    group_topk: int,
-    scaling: float,
-    dense: bool,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, expert_bias: Tensor | None, topk: int, score_function: str, pre_softmax: bool,
+    num_groups: int, group_topk: int, scaling: float, dense: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose the experts of each token by their scores.
 
     Args:
@@ -102,15 +95,9 @@ def route(
 
 
 def route_backward(
-    dprobs: Tensor,
-    logits: Tensor,
-    routing_map: Tensor,
-    topk: int,
-    score_function: str,
-    pre_softmax: bool,
-    scaling: float,
-    dense: bool,
-) -> Tensor:
+    dprobs: Tensor, logits: Tensor, routing_map: Tensor, topk: int, score_function: str,
+    pre_softmax: bool, scaling: float, dense: bool,
+) -> Tensor:  # fmt: skip
     """The gradient of the logits, ``[T, E]`` in their dtype.
 
     Args:

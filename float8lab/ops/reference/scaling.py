@@ -14,16 +14,9 @@ NO_DATA = -1.0
 
 
 def update_scales_(
-    history: Tensor,
-    amax: Tensor,
-    factors: Tensor,
-    steps: Tensor,
-    fp8_max: Tensor,
-    margin: int,
-    interval: int,
-    most_recent: bool,
-    power_of_2: bool,
-) -> Tensor:
+    history: Tensor, amax: Tensor, factors: Tensor, steps: Tensor, fp8_max: Tensor, margin: int,
+    interval: int, most_recent: bool, power_of_2: bool,
+) -> Tensor:  # fmt: skip
     """Advance the delayed-scaling state of S slots, in place.
 
     A slot whose ``amax`` is ``NO_DATA`` or not finite stays as it is. Any other slot's history
