@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+import float8lab
 from examples import gpt
 from float8lab.distributed import fp8_reduce_scatter
 from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks, slow_check
@@ -161,9 +163,8 @@ def check_hybrid_sharding(ranks: Ranks) -> None:
     if ranks.world < 4:
         return
     mesh = ranks.mesh(2, ranks.world // 2, names=("copies", "shards"))
-    model = shard(make_model(ranks.device), mesh=mesh)
-    plain = shard(make_model(ranks.device), mesh=mesh)
-    plain.load_state_dict(model.state_dict())
+    converted = float8lab.convert_to_float8(make_model(ranks.device))
+    model, plain = (shard(copy.deepcopy(converted), mesh=mesh) for _ in range(2))
     fp8_reduce_scatter(model, error_feedback=True)
     recorders = recorded(model)
     for step in range(2):
