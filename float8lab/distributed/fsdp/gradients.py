@@ -102,7 +102,6 @@ class _GroupReduceScatter(ReduceScatter):
             error = sent.sub_(_decoded(data, scale)[:, :K])
             # Where a gradient is not finite, the step is void and so is what its casts took away.
             residual.copy_(error.masked_fill_(~error.sum().isfinite(), 0.0))
-            residual[rank] = 0.0
         data, scale = (exchanged(x, [1] * size, [1] * size, group) for x in (data, scale))
         terms = (
             chunks[i].float() if i == rank else _decoded(data[i], scale[i])[:K] for i in range(size)
