@@ -3,17 +3,20 @@
     torchrun --nproc-per-node 4 -m benchmarks.fsdp
     torchrun --nproc-per-node 4 -m benchmarks.fsdp --variants bf16,gather --modes compile
     torchrun --nproc-per-node 4 -m benchmarks.fsdp --modes eager --one-thread
+    torchrun --nproc-per-node 4 -m benchmarks.fsdp --variants bf16,gather --gradients fp32,fp8
 
 fp32 shards, bf16 compute, fused AdamW, one ``fully_shard`` a layer and one around all. Each variant
 starts anew; its time is the slowest rank's, the median of ``--steps`` steps; its peak memory that
-of the rank that needs most; its gathered bytes what a rank sends in one step's all-gathers. A
-variant gets no time if its first loss differs from bf16's by more than ``SAME``, or if its loss has
-not fallen by at least ``DESCENT`` of what bf16's has at the end.
+of the rank that needs most; its gathered bytes what a rank sends in one step's all-gathers; its
+reduced bytes what it gives reduce-scatters, or all-to-alls of FP8 gradients, one part of which is
+its own. A variant gets no time if its first loss differs from bf16's by more than ``SAME``, or if
+its loss has not fallen by at least ``DESCENT`` of what bf16's has at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -60,6 +63,13 @@ VARIANTS = {
 }
 
 
+GRADIENTS = {
+    "fp32": "",
+    "fp8": ", FP8 gradients",
+    "feedback": ", FP8 gradients with error feedback",
+}
+
+
 class Layer(nn.Module):
     """A Llama decoder layer.  B sequences, T positions, D width, H heads, G key-value heads."""
 
@@ -99,16 +109,20 @@ def _rotate(x: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-class _GatheredBytes(TorchDispatchMode):
-    """Bytes that this rank sends in all-gathers."""
+class _Bytes(TorchDispatchMode):
+    """Bytes that this rank gives all-gathers, and reductions of gradients."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.gathered = self.reduced = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and "allgather" in func.name():
-            self.total += args[1].nbytes
+            self.gathered += args[1].nbytes
+        elif func.namespace == "c10d" and "reduce_scatter" in func.name():
+            self.reduced += args[1].nbytes
+        elif func.namespace == "_c10d_functional" and "all_to_all" in func.name():
+            self.reduced += args[0].nbytes
         return func(*args, **(kwargs or {}))
 
 
@@ -119,12 +133,13 @@ class Result:
     milliseconds: float
     gigabytes: float
     gathered: int
+    reduced: int
     first_loss: float
     loss: float
 
 
 def make(
-    variant: str, mode: str, options: argparse.Namespace, device: torch.device
+    variant: str, gradients: str, mode: str, options: argparse.Namespace, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A sharded model, the same for every variant but for rounding, and its optimizer."""
     recipe = RECIPES[options.recipe]
@@ -147,15 +162,19 @@ def make(
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if gradients != "fp32":
+        float8lab.distributed.fp8_reduce_scatter(model, error_feedback=gradients == "feedback")
     adamw: dict[str, Any] = {"lr": 1e-4, "fused": True}
     if variant == "stored":
         return model, float8lab.optim.MasterWeights(model.parameters(), torch.optim.AdamW, **adamw)
     return model, torch.optim.AdamW(model.parameters(), **adamw)
 
 
-def run(variant: str, mode: str, options: argparse.Namespace, device: torch.device) -> Result:
+def run(
+    variant: str, gradients: str, mode: str, options: argparse.Namespace, device: torch.device
+) -> Result:
     """Train a fresh model for some steps."""
-    model, optimizer = make(variant, mode, options, device)
+    model, optimizer = make(variant, gradients, mode, options, device)
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(1, options.sequence, options.dim, device=device)
     target = torch.randn_like(x)
@@ -170,8 +189,8 @@ def run(variant: str, mode: str, options: argparse.Namespace, device: torch.devi
     first_loss = step()
     for _ in range(options.warmup - 1):
         step()
-    gathered = _GatheredBytes()
-    with gathered:
+    sent = _Bytes()
+    with sent:
         step()
     cuda = device.type == "cuda"
     if cuda:
@@ -197,7 +216,7 @@ def run(variant: str, mode: str, options: argparse.Namespace, device: torch.devi
     )
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     milliseconds, memory, first, last = slowest.tolist()
-    return Result(milliseconds, memory, gathered.total, first, last)
+    return Result(milliseconds, memory, sent.gathered, sent.reduced, first, last)
 
 
 def _init(weight: Tensor) -> None:
@@ -211,9 +230,11 @@ def _plain_linear(*args: Any, **kwargs: Any) -> nn.Linear:
     return layer
 
 
-def make_row(case: str, variant: str, result: Result, base: Result, tokens: int) -> Row:
+def make_row(
+    case: str, variant: str, gradients: str, result: Result, base: Result, tokens: int
+) -> Row:
     """A row with no numbers if the loss is wrong."""
-    name = VARIANTS[variant]
+    name = VARIANTS[variant] + GRADIENTS[gradients]
     loss = f"loss {result.first_loss:.4f} > {result.loss:.4f}"
     same = abs(result.first_loss - base.first_loss) <= SAME * base.first_loss
     fell = result.first_loss - result.loss >= DESCENT * (base.first_loss - base.loss)
@@ -223,11 +244,12 @@ def make_row(case: str, variant: str, result: Result, base: Result, tokens: int)
         case,
         name,
         ms=(result.milliseconds,),
-        baseline=variant == "bf16",
+        baseline=variant == "bf16" and gradients == "fp32",
         values={
             "tokens/s a GPU": tokens / result.milliseconds * 1e3,
             "peak GB": result.gigabytes,
             "gathered MB": result.gathered / 1e6,
+            "reduced MB": result.reduced / 1e6,
             "first loss": result.first_loss,
             "last loss": result.loss,
         },
@@ -245,6 +267,7 @@ SUBJECT = Subject(
         report.SPEED_UP,
         Column("peak GB", 1),
         Column("gathered MB", 1),
+        Column("reduced MB", 1),
         Column("first loss", 4),
         Column("last loss", 4),
     ),
@@ -256,6 +279,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the variants and print a markdown table on rank 0."""
     parser = common.new_parser(__doc__.splitlines()[0])
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
+    parser.add_argument(
+        "--gradients", default="fp32", help=f"how they are sent: {', '.join(GRADIENTS)}, or several"
+    )
     parser.add_argument("--modes", default="compile,eager", help="comma-separated")
     parser.add_argument("--recipe", default="tensor", choices=list(RECIPES))
     common.add_sizes_of_layers(parser, layers=8, warmup=4, steps=10)
@@ -275,12 +301,13 @@ def main(argv: Sequence[str]) -> int:
         case = f"{world} ranks, {options.layers} layers, sequence {options.sequence}, {mode}"
         case += ", one thread" if options.one_thread else ""
         rows, base = [], None
-        for variant in options.variants.split(","):
+        kinds = itertools.product(options.variants.split(","), options.gradients.split(","))
+        for variant, gradients in kinds:
             with torch.autograd.set_multithreading_enabled(not options.one_thread):
-                result = run(variant, mode, options, device)
+                result = run(variant, gradients, mode, options, device)
             base = base or result
             report.free()
-            rows.append(make_row(case, variant, result, base, options.sequence))
+            rows.append(make_row(case, variant, gradients, result, base, options.sequence))
             if rank == 0:
                 common.append_json(options.json, facts, [asdict(rows[-1])])
         if rank == 0:

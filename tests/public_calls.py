@@ -575,6 +575,11 @@ def _method_calls() -> dict[str, Call]:
             owner=lambda folder: distributed.ModelState(_stored()),
             wrong={"state": ({}, {"weight": _x(H, H)}, {"weight.qdata": 1})},
         ),
+        "Float8ReduceScatter.load_state_dict": Call(
+            distributed.Float8ReduceScatter.load_state_dict,
+            _constant(state={}), owner=lambda folder: distributed.Float8ReduceScatter({}),
+            wrong={"state": ({":rank0": _x(1, H)}, {":rank0": 1})},
+        ),
         "ScalingState.load_state_dict": Call(
             fnn.ScalingState.load_state_dict,
             lambda folder: {"state": _delayed().state_dict()}, owner=lambda folder: _delayed(),
@@ -755,6 +760,11 @@ CALLS: dict[str, Call] = {
     "distributed.reduce_sequence_parallel_gradients": Call(
         distributed.reduce_sequence_parallel_gradients,
         lambda folder: {"model": nn.LayerNorm(H)},
+    ),
+    "distributed.fp8_reduce_scatter": Call(
+        distributed.fp8_reduce_scatter,
+        lambda folder: {"model": _model()},
+        refusal="model must be sharded",
     ),
     "nn.shard_state_dict": Call(
         fnn.shard_state_dict,

@@ -1,8 +1,8 @@
 """Tools that run across processes, and tools that a training loop wraps around layers.
 
-FP8 all-gather of sharded weights, tokens sent to experts, broadcast, checkpoints; recomputation,
-random streams, offload, the core that backward runs on; cross entropy over a sharded vocabulary,
-gradients under sequence parallelism.
+FP8 all-gather of sharded weights and reduce-scatter of gradients, tokens sent to experts,
+broadcast, checkpoints; recomputation, random streams, offload, the core that backward runs on;
+cross entropy over a sharded vocabulary, gradients under sequence parallelism.
 """
 
 from float8lab.distributed.affinity import backward_on_this_core
@@ -12,6 +12,7 @@ from float8lab.distributed.comm import reduce_sequence_parallel_gradients
 from float8lab.distributed.context_parallel import join_sequence, shard_sequence
 from float8lab.distributed.cross_entropy import parallel_cross_entropy
 from float8lab.distributed.expert_parallel import DispatchHandle, moe_combine, moe_dispatch
+from float8lab.distributed.fsdp.gradients import Float8ReduceScatter, fp8_reduce_scatter
 from float8lab.distributed.fsdp.weight import requantize_shards_
 from float8lab.distributed.offload import get_cpu_offload_context
 from float8lab.distributed.random import CudaRNGStatesTracker
@@ -19,9 +20,11 @@ from float8lab.distributed.random import CudaRNGStatesTracker
 __all__ = [
     "CudaRNGStatesTracker",
     "DispatchHandle",
+    "Float8ReduceScatter",
     "ModelState",
     "backward_on_this_core",
     "broadcast_parameters",
+    "fp8_reduce_scatter",
     "get_cpu_offload_context",
     "join_sequence",
     "moe_combine",

@@ -18,7 +18,7 @@ that every rank already has. They come from the amax of each block of the unshar
 gathered bytes are those that one process would have cast.
 
 ``weight.py`` knows where shards lie in a weight, and agrees with other ranks on its scales;
-``shards.py`` holds the tensors that FSDP2 asks, and puts them in place.
+``shards.py`` holds the tensors that FSDP2 asks; ``gradients.py`` sends gradients in FP8.
 """
 
 __all__: list[str] = []
