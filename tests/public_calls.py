@@ -543,6 +543,15 @@ def _method_calls() -> dict[str, Call]:
             float8lab.inspect.MemoryReport.sum, _constant(kind="weights"),
             owner=lambda folder: memory_report(_model(), _x(B, H)), wrong={"kind": ("x",)},
         ),
+        **{
+            f"{type(result).__name__}.tables": Call(
+                type(result).tables, _constant(limit=1), owner=lambda folder, result=result: result,
+                wrong={"limit": (-1,)},
+            )
+            for result in (
+                float8lab.inspect.diagnose(_log()), float8lab.inspect.compare(_log(), _log())
+            )
+        },
         "CheckpointReport.tables": Call(
             report.tables, _constant(limit=1), owner=_checkpoint_report, wrong={"limit": (-1,)}
         ),
@@ -899,6 +908,7 @@ CALLS: dict[str, Call] = {
         wrong={"loss_fn": (_loss_of_model,)},
     ),
     "inspect.watch": Call(float8lab.inspect.watch, lambda folder: {"model": _converted()}),
+    "inspect.diagnose": Call(float8lab.inspect.diagnose, lambda folder: {"log": _log()}),
     "inspect.report": Call(
         float8lab.inspect.report, lambda folder: {"log": _log(), "path": folder / "report.html"}
     ),

@@ -40,10 +40,11 @@ MODULES = {
     "router.": float8lab.router,
 }
 RESULTS = (
-    "Advice", "BlockStats", "CheckpointDiff", "CheckpointError", "CheckpointReport", "Comparison",
-    "ConversionReport", "Damage", "DispatchHandle", "ExportReport", "Float8ReduceScatter",
-    "GemmCounts", "Histogram", "LayerAdvice", "LayerMemory", "LoadReport", "MegatronCheckpoint",
-    "MemoryReport", "NonFinite", "ScalingReport", "Sensitivity", "TensorStats",
+    "Advice", "BlockStats", "CheckpointDiff", "CheckpointError", "CheckpointReport",
+    "Comparison", "ConversionReport", "Damage", "Diagnosis", "DispatchHandle", "ExportReport",
+    "Finding", "Float8ReduceScatter", "GemmCounts", "Histogram", "LayerAdvice", "LayerMemory",
+    "LoadReport", "MegatronCheckpoint", "MemoryReport", "NonFinite", "RunComparison",
+    "ScalingReport", "Sensitivity", "TensorStats",
 )  # fmt: skip
 NOT_CALLED = {
     **dict.fromkeys(RESULTS, "what functions return; nobody else makes one"),

@@ -157,7 +157,11 @@ class Recipe:
         if isinstance(self.fp8_format, Spec):
             raise _packed("fp8_format", self.fp8_format)
         self._require(isinstance(self.fp8_format, Format), "fp8_format", "a recipes.Format")
-        self._require(self.save in _SAVES, "save", f"one of {', '.join(map(repr, _SAVES))}")
+        self._require(
+            isinstance(self.save, str) and self.save in _SAVES,
+            "save",
+            f"one of {', '.join(map(repr, _SAVES))}",
+        )
         self._check()
         values = [(f.name, getattr(self, f.name)) for f in fields(self)]
         shown = [

@@ -372,7 +372,7 @@ def check_resume_is_bitwise(ranks: Ranks) -> None:
 
 def check_undone(ranks: Ranks) -> None:
     model = shard(make_model(ranks.device), mesh=ranks.mesh())
-    reducer = fp8_reduce_scatter(model)
+    reducer = float8lab.distributed.fp8_reduce_scatter(model)
     assert reducer.state_dict() == {}
     reducer.remove()
     with Collectives() as collectives:

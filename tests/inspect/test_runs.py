@@ -97,7 +97,7 @@ def two_runs():
 
 def test_two_runs_side_by_side():
     comparison = compare(*two_runs())
-    assert comparison.gap() == pytest.approx(0.05)
+    assert comparison.gap == pytest.approx(0.05)
     assert [(o.layer, o.sqnr_gain) for o in comparison.operands] == [
         ("a", 6.0), ("b", -2.0), ("gone", 0.0),
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def test_two_runs_side_by_side():
     assert "19    2.0000  2.1000  +5.00 %" in text
     alone = compare(two_runs()[0], Log(steps=[Step(3, 2.5)]))
     assert alone.losses == ((3, 2.0, 2.5),)
-    assert compare(Log(), Log()).gap() is None
+    assert compare(Log(), Log()).gap is None
     with pytest.raises(TypeError, match="original must be the log of a watch, as x is"):
         compare(Log(), torch.ones(1))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from float8lab.arguments import check_instance, check_size
 from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.watch.records import Log, Record, Step
 
@@ -123,6 +124,7 @@ class Diagnosis(Printed):
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
         """A row for each finding."""
+        check_size("limit", limit, optional=True)
         if self.is_healthy:
             return []
         rows = [(f.layer, f.operand, f.kind, f.shown(), str(f.step)) for f in self.findings]
@@ -154,6 +156,7 @@ def diagnose(log: Log) -> Diagnosis:
     >>> float8lab.inspect.diagnose(w.log).is_healthy
     True
     """
+    check_instance("log", log, Log, "the log of a watch")
     found = [finding for record in log.records for finding in findings_of_record(record)]
     found += [finding for step in log.steps for finding in findings_of_step(step)]
     sqnrs = [record.sqnr for record in log.records if record.sqnr is not None]

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast, overload
 
 from torch import Tensor
 
-from float8lab.arguments import check_instance
+from float8lab.arguments import check_instance, check_size
 from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.watch.records import Log, Record
 from float8lab.tensor import statistics
@@ -55,16 +55,17 @@ class RunComparison(Printed):
     operands: tuple[OperandOfRuns, ...]
     """Those whose SQNR differs most come first."""
 
-    def gap(self, part: float = 0.1) -> float | None:
-        """The mean loss of b over that of a, minus 1, over the last part of the common steps."""
-        last = self.losses[-max(1, round(part * len(self.losses))) :]
+    @property
+    def gap(self) -> float | None:
+        """The mean loss of b over that of a, minus 1, over the last tenth of the common steps."""
+        last = self.losses[-max(1, round(len(self.losses) / 10)) :]
         base = sum(a for _, a, _ in last)
         return sum(b for _, _, b in last) / base - 1 if last and base else None
 
     def summary(self) -> str:
         """The runs, the gap of their losses, and where b is better or worse."""
         a, b = self.names
-        gap = self.gap()
+        gap = self.gap
         losses = "no step has a loss in both"
         if gap is not None:
             losses = (
@@ -81,6 +82,7 @@ class RunComparison(Printed):
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
         """Losses at steps of even distances, and a row for each operand."""
+        check_size("limit", limit, optional=True)
         chosen = _evenly_chosen(self.losses, 10)
         losses = [(str(s), f"{a:.4f}", f"{b:.4f}", f"{_percent(a, b)}") for s, a, b in chosen]
         shown: Iterable[tuple[str, Callable[[Quality], str]]] = (
@@ -113,7 +115,7 @@ class RunComparison(Printed):
         ]  # fmt: skip
         losses = [{"step": s, "a": a, "b": b} for s, a, b in self.losses]
         named = dict(zip("ab", self.names, strict=True))
-        return {"runs": named, "gap": self.gap(), "losses": losses, "operands": operands}
+        return {"runs": named, "gap": self.gap, "losses": losses, "operands": operands}
 
 
 @overload
