@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.nn.convert.other_experts import OtherExperts
@@ -42,6 +44,12 @@ class Freezing:
                 self._leave(candidate, "it is parametrized")
             if candidate.experts_class is not None and not layer._parameters:
                 self._leave(candidate, "it is in a module below")
+            if any(isinstance(p, UninitializedParameter) for p in layer.parameters()):
+                self._leave(candidate, "it is not initialised yet")
+                continue
+            if isinstance(layer, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
+                self._leave(candidate, "torch.nn.MultiheadAttention reads it in high precision")
+                continue
             for name, weight in layer._parameters.items():
                 if weight is None or weight.ndim < 2 or "bias" in name or id(weight) in visited:
                     continue
