@@ -37,8 +37,8 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
     gemm_names = ("", "_key", "_value")
     _fp8_key: Precision
     _fp8_value: Precision
-    in_proj_weight: Tensor | None
-    in_proj_bias: Tensor | None
+    in_proj_weight: Tensor | None  # type: ignore[assignment]
+    in_proj_bias: Tensor | None  # type: ignore[assignment]
 
     @staticmethod
     def matrix(layer: nn.Module) -> Tensor:
@@ -60,7 +60,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         """Attend as ``torch.nn.MultiheadAttention`` does; its documentation has the arguments."""
         inputs, masks = (query, key, value), (attn_mask, key_padding_mask)
         # Torch's forward runs what FP8 does not, and raises the errors.
-        fits = self._takes(inputs, masks, is_causal=is_causal)
+        fits = self._takes(inputs) and self._takes_masks(inputs, masks, is_causal)
         weight = self.matrix(self)
         call = self._fp8.begin(query, weight, training=self.training) if fits else None
         if not fits or (call is None and not STATE.autocast.calibrating):
@@ -68,49 +68,43 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
                 self, query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,
             )  # fmt: skip
-        q, k, v = map(self._batch_first, self._project(inputs, call))
-        if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], 1)
-            v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], 1)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
-        if self.add_zero_attn:
-            k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        q, k, v = self._heads(self._project(inputs, call))
+        # The hint replaces the mask where nothing else needs it.
         is_causal = is_causal and key_padding_mask is None and not need_weights
-        mask = None if is_causal else self._merged_mask(masks, query.dtype, q.shape[0], k.shape[2])
+        mask = None if is_causal else self._merged_mask(masks, query.dtype, k)
         attended, weights = self._attend((q, k, v), mask, is_causal, need_weights)
-        if weights is not None:
-            weights = weights.mean(1) if average_attn_weights else weights
-            weights = weights if query.dim() == 3 else weights.squeeze(0)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
         attended = attended.transpose(1, 2)
         if query.dim() == 2:
-            attended = attended.squeeze(0)
+            attended, weights = attended[0], None if weights is None else weights[0]
         elif not self.batch_first:
             attended = attended.transpose(0, 1)
         return self.out_proj(attended.flatten(-2)), weights
 
-    def _takes(
-        self, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], *, is_causal: bool
+    def _takes(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether query, key and value fit each other, and none is nested."""
+        dims = inputs[0].dim()
+        if dims not in (2, 3) or any(x.is_nested or x.dim() != dims for x in inputs):
+            return False
+        (N, L, _), (_, S, _), _ = shapes = [tuple(self._batch_first(x).shape) for x in inputs]
+        return shapes == [(N, L, self.embed_dim), (N, S, self.kdim), (N, S, self.vdim)]
+
+    def _takes_masks(
+        self, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], is_causal: bool
     ) -> bool:
-        """Whether the arguments fit each other, and no tensor is nested."""
-        query, key, value = inputs
+        """Whether the attention mask and the mask of keys fit query and key."""
         attn_mask, padding = masks
-        if any(x.is_nested for x in inputs) or query.dim() not in (2, 3):
+        if is_causal and attn_mask is None:
             return False
-        if key.dim() != query.dim() or key.shape[:-1] != value.shape[:-1]:
+        (N, L, _), (_, S, _) = (self._batch_first(x).shape for x in inputs[:2])
+        if any(
+            m is not None and m.dtype != torch.bool and not m.is_floating_point() for m in masks
+        ):
             return False
-        if [x.shape[-1] for x in inputs] != [self.embed_dim, self.kdim, self.vdim]:
+        if padding is not None and padding.shape != (N, S)[3 - inputs[0].dim() :]:
             return False
-        sequence = 1 if self.batch_first and query.dim() == 3 else 0
-        L, S = query.shape[sequence], key.shape[sequence]
-        batch = () if query.dim() == 2 else (query.shape[1 - sequence],)
-        heads = math.prod(batch) * self.num_heads
-        return (
-            (query.dim() == 2 or key.shape[1 - sequence] == batch[0])
-            and not (is_causal and attn_mask is None)
-            and (padding is None or padding.shape == (*batch, S))
-            and (attn_mask is None or attn_mask.shape in ((L, S), (heads, L, S)))
-            and all(m is None or m.dtype is torch.bool or m.is_floating_point() for m in masks)
-        )
+        return attn_mask is None or attn_mask.shape in ((L, S), (N * self.num_heads, L, S))
 
     def _project(self, inputs: Sequence[Tensor], call: Call | None) -> Sequence[Tensor]:
         """Query, key and value, projected; ``call`` is that of the query's GEMM."""
@@ -148,15 +142,26 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         return y
 
     def _batch_first(self, x: Tensor) -> Tensor:
-        """A projected input as ``[N, L, E]``."""
+        """An input as ``[N, L, E]``."""
         if x.dim() == 2:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
 
+    def _heads(self, projected: Sequence[Tensor]) -> list[Tensor]:
+        """The heads ``[N, H, L, D]`` of query, key and value, with the keys that the layer adds."""
+        q, k, v = map(self._batch_first, projected)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], 1)
+            v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], 1)
+        if self.add_zero_attn:
+            k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v)]
+
     def _merged_mask(
-        self, masks: Sequence[Tensor | None], dtype: torch.dtype, N: int, keys: int
+        self, masks: Sequence[Tensor | None], dtype: torch.dtype, k: Tensor
     ) -> Tensor | None:
-        """What is added to the scores of all keys, those that the layer adds included."""
+        """The sum of both masks, which is added to the scores of all keys ``k``."""
+        N, keys = k.shape[0], k.shape[2]
         attn_mask, padding = masks
         if attn_mask is not None and padding is not None and attn_mask.dtype != padding.dtype:
             warnings.warn(
