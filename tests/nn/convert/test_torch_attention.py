@@ -212,3 +212,60 @@ def test_lazy_linear_converts_when_it_materialises():
     assert counts.fp8 == 2
     assert type(model[0]) is float8lab.Linear
     assert not float8lab.conversion_report(model).skipped
+
+
+def test_calibration_observes_all_projections():
+    layer = float8lab.convert_to_float8(nn.MultiheadAttention(E, H), DelayedScaling())
+    plain = copy.deepcopy(layer)
+    inputs = _inputs("cross", "sequence", E, E)
+    with float8lab.autocast(enabled=False, calibrating=True):
+        observed = layer(*inputs)[0]
+    with float8lab.autocast(enabled=False):
+        torch.testing.assert_close(observed, plain(*inputs)[0])
+    precisions = (layer._fp8, layer._fp8_key, layer.out_proj._fp8)
+    assert all(precision.slots for precision in precisions)
+    assert not layer._fp8_value.slots, "key and value are one tensor"
+
+
+def test_lengths_of_cross_attention_under_delayed_scaling_and_autocast():
+    plain = nn.TransformerDecoderLayer(E, H, 64, dropout=0.0)
+    layer = float8lab.convert_to_float8(copy.deepcopy(plain), DelayedScaling())
+    for step in range(3):
+        target, memory = torch.randn(L, N, E) * (1 + step), torch.randn(S + step, N, E)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(target, memory)
+        y.float().sum().backward()
+    assert _snr(y.float(), plain(target, memory)) > 18
+    assert layer.multihead_attn.in_proj_weight.grad.isfinite().all()
+
+
+def test_whole_layer_stores_what_it_may_in_fp8():
+    block = nn.TransformerEncoderLayer(E, H, 64, dropout=0.0)
+    float8lab.convert_to_float8(block, freeze_weights=True)
+    notes = float8lab.conversion_report(block).notes
+    assert sum("reads it in high precision" in note for note in notes) == 2
+    assert block(torch.randn(L, N, E)).isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", [float8lab.recipes.Auto(), None], ids=["auto", "excluded"])
+def test_output_projection_follows_its_attention(recipe: Any):
+    attention = nn.MultiheadAttention(E, H)
+    model = nn.ModuleDict({"a": attention, "b": nn.Linear(E, E)})
+    how = {"recipe": recipe} if recipe else {"overrides": {"a": None, "a.out_proj": HIGH}}
+    if recipe:  # so small that high precision is faster
+        with pytest.warns(UserWarning, match="converted none"):
+            float8lab.convert_to_float8(model, **how)
+    else:
+        float8lab.convert_to_float8(model, **how)
+    notes = {layer.name: layer.converted for layer in float8lab.conversion_report(model).layers}
+    assert not notes["a"]
+    assert not notes["a.out_proj"]
+
+
+def test_tensor_subclass_input_and_parametrized_weight():
+    layer = nn.MultiheadAttention(E, H)
+    nn.utils.parametrizations.weight_norm(layer, "in_proj_weight")
+    x = torch.randn(L, N, E)
+    reference = layer(x, x, x)[0]
+    float8lab.convert_to_float8(layer)
+    assert _snr(layer(x, x, x)[0], reference) > 18
