@@ -18,14 +18,7 @@ from float8lab.nn.precision import Precision
 from float8lab.nn.storage import MovedInPlace
 from float8lab.tensor import Float8Tensor
 
-__all__ = [
-    "OtherLinear",
-    "known_linear",
-    "linear_shape",
-    "load_float8_class",
-    "register_linear",
-    "weight_of",
-]
+__all__ = ["OtherLinear", "known_linear", "linear_shape", "load_float8_class", "register_linear"]
 
 
 class OtherLinear(MovedInPlace):
@@ -106,13 +99,6 @@ def known_linear(cls: type) -> Any:
 def load_float8_class(linear_class: type) -> type[OtherLinear]:
     """The FP8 class of a registered class."""
     return OtherLinear.loaders[_name(linear_class)]()
-
-
-def weight_of(layer: nn.Module, linear_class: type) -> Tensor:
-    """The weight of a layer that is not converted yet; attention may have more than this one."""
-    if linear_class is nn.Linear:
-        return layer.weight  # type: ignore[return-value]
-    return load_float8_class(linear_class).matrix(layer)
 
 
 def linear_shape(layer: Any, linear_class: Any) -> tuple[int, int]:

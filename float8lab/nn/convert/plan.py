@@ -23,7 +23,7 @@ from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.casts import recast
 from float8lab.nn.convert.names import ADAPTERS, matches
 from float8lab.nn.convert.other_experts import routers
-from float8lab.nn.convert.other_linear import OtherLinear, weight_of
+from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import emulated_gemms
 from float8lab.nn.convert.walk import Candidate, ModelWalk, has_recipe, matrix_shapes
 from float8lab.nn.convert.wrapped_forward import has_wrapped_forward
@@ -220,29 +220,21 @@ def _follow_attention(plans: Sequence[LayerPlan]) -> list[LayerPlan]:
 
     Torch's own forward of that module reads the weight of its output projection.
     """
-    owners = {
-        id(plan.candidate.layer.out_proj): plan
+    note = "its weight is used by torch.nn.MultiheadAttention directly"
+    calls = {
+        id(plan.candidate.layer.out_proj): plan.recipe is not None
+        or (not plan.stays and has_recipe(plan.candidate.layer))
         for plan in plans
         if isinstance(plan.candidate.layer, nn.MultiheadAttention)
     }
     return [
-        replace(plan, note=_READ_BY_ATTENTION, recipe=None, stays=True, failed=plan.pinned)
-        if plan.recipe is not None and not _may_run(plan, owners.get(id(plan.candidate.layer)))
+        replace(plan, note=note, recipe=None, stays=True, failed=plan.pinned)
+        if plan.recipe is not None
+        and isinstance(layer := plan.candidate.layer, NonDynamicallyQuantizableLinear)
+        and not calls.get(id(layer), isinstance(layer, Linear))
         else plan
         for plan in plans
     ]
-
-
-_READ_BY_ATTENTION = "its weight is used by torch.nn.MultiheadAttention directly"
-
-
-def _may_run(plan: LayerPlan, owner: LayerPlan | None) -> bool:
-    """Whether a layer is called by its owner, which is an attention module or not known."""
-    layer = plan.candidate.layer
-    if owner is None:
-        return not isinstance(layer, NonDynamicallyQuantizableLinear) or isinstance(layer, Linear)
-    attention = owner.candidate.layer
-    return owner.recipe is not None or (not owner.stays and has_recipe(attention))
 
 
 def _choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[str]]:
@@ -357,9 +349,9 @@ def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
         if dtypes:
             return f"its weights are {dtypes.pop()}"
         return candidate.experts_class.obstacle(layer)
-    dtype = weight_of(layer, candidate.linear_class).dtype
-    if dtype not in HIGH_PRECISION_DTYPES:
-        return f"its weight is {dtype}"
+    linear = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
+    if linear.weight.dtype not in HIGH_PRECISION_DTYPES:
+        return f"its weight is {linear.weight.dtype}"
     return None
 
 

@@ -61,8 +61,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         inputs, masks = (query, key, value), (attn_mask, key_padding_mask)
         # Torch's forward runs what FP8 does not, and raises the errors.
         fits = self._takes(inputs) and self._takes_masks(inputs, masks, is_causal)
-        weight = self.matrix(self)
-        call = self._fp8.begin(query, weight, training=self.training) if fits else None
+        call = self._fp8.begin(query, self.matrix(self), training=self.training) if fits else None
         if not fits or (call is None and not STATE.autocast.calibrating):
             return nn.MultiheadAttention.forward(
                 self, query, key, value, key_padding_mask, need_weights, attn_mask,
@@ -98,9 +97,8 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             return False
         (N, L, _), (_, S, _) = (self._batch_first(x).shape for x in inputs[:2])
-        if any(
-            m is not None and m.dtype != torch.bool and not m.is_floating_point() for m in masks
-        ):
+        dtypes = [mask.dtype for mask in masks if mask is not None]
+        if not all(dtype.is_floating_point or dtype == torch.bool for dtype in dtypes):
             return False
         if padding is not None and padding.shape != (N, S)[3 - inputs[0].dim() :]:
             return False
@@ -164,11 +162,10 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         N, keys = k.shape[0], k.shape[2]
         attn_mask, padding = masks
         if attn_mask is not None and padding is not None and attn_mask.dtype != padding.dtype:
-            warnings.warn(
-                "Support for mismatched key_padding_mask and attn_mask is deprecated. Use same "
-                "type for both instead.",
-                stacklevel=3,
+            text = (
+                "Torch deprecates attn_mask and key_padding_mask of two dtypes; use one for both."
             )
+            warnings.warn(text, UserWarning, stacklevel=3)
         if attn_mask is not None:
             attn_mask = _as_added(attn_mask, dtype, keys)
             if attn_mask.dim() == 3:
@@ -179,11 +176,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         return padding if attn_mask is None else attn_mask + padding
 
     def _attend(
-        self,
-        heads: Sequence[Tensor],
-        mask: Tensor | None,
-        is_causal: bool,
-        need_weights: bool,
+        self, heads: Sequence[Tensor], mask: Tensor | None, is_causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The values, weighted, ``[N, H, L, D]``, and the weights ``[N, H, L, S]`` if needed."""
         q, k, v = heads
