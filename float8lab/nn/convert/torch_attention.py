@@ -60,7 +60,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         """Attend as ``torch.nn.MultiheadAttention`` does; its documentation has the arguments."""
         inputs, masks = (query, key, value), (attn_mask, key_padding_mask)
         # Torch's forward runs what FP8 does not, and raises the errors.
-        fits = self._takes(inputs) and self._takes_masks(inputs, masks, is_causal)
+        fits = self._takes(inputs, masks, is_causal)
         call = self._fp8.begin(query, self.matrix(self), training=self.training) if fits else None
         if not fits or (call is None and not STATE.autocast.calibrating):
             return nn.MultiheadAttention.forward(
@@ -81,7 +81,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
             attended = attended.transpose(0, 1)
         return self.out_proj(attended.flatten(-2)), weights
 
-    def _takes(self, inputs: Sequence[Tensor]) -> bool:
+    def _takes_inputs(self, inputs: Sequence[Tensor]) -> bool:
         """Whether query, key and value fit each other, and none is nested."""
         dims = inputs[0].dim()
         if dims not in (2, 3) or any(x.is_nested or x.dim() != dims for x in inputs):
@@ -89,12 +89,12 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         (N, L, _), (_, S, _), _ = shapes = [tuple(self._batch_first(x).shape) for x in inputs]
         return shapes == [(N, L, self.embed_dim), (N, S, self.kdim), (N, S, self.vdim)]
 
-    def _takes_masks(
+    def _takes(
         self, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], is_causal: bool
     ) -> bool:
-        """Whether the attention mask and the mask of keys fit query and key."""
+        """Whether the arguments fit each other; the hint needs an attention mask."""
         attn_mask, padding = masks
-        if is_causal and attn_mask is None:
+        if not self._takes_inputs(inputs) or (is_causal and attn_mask is None):
             return False
         (N, L, _), (_, S, _) = (self._batch_first(x).shape for x in inputs[:2])
         dtypes = [mask.dtype for mask in masks if mask is not None]
