@@ -182,6 +182,29 @@ def check_experts_are_gathered_as_each_is_cast(ranks: Ranks) -> None:
         assert model.weight.grad.to_local().shape == model.weight.to_local().shape
 
 
+def check_attention_of_torch(ranks: Ranks) -> None:
+    """Its packed weight is gathered in high precision, those of linear layers in FP8."""
+    torch.manual_seed(0)
+    single = nn.TransformerEncoderLayer(64, 4, 128, 0.0, device=ranks.device)
+    float8lab.convert_to_float8(single)
+    model = fully_shard(copy.deepcopy(single), mesh=ranks.mesh())
+    everyone, x = batch(ranks, 0)
+    with Collectives() as collectives:
+        y = model(x[:, None])
+    if ranks.world > 1:
+        assert torch.uint8 in {dtype for dtype, _ in collectives.of("allgather")}
+    assert torch.equal(y, single(x[:, None]))
+    y.square().sum().backward()
+    # Gradients are means over ranks of what each rank's rows give.
+    grads = []
+    for rows in everyone.chunk(ranks.world):
+        single.zero_grad()
+        single(rows[:, None]).square().sum().backward()
+        grads.append(single.self_attn.in_proj_weight.grad)
+    expected = torch.stack(grads).mean(0)
+    torch.testing.assert_close(model.self_attn.in_proj_weight.grad.full_tensor(), expected)
+
+
 def check_special_values(ranks: Ranks) -> None:
     model = nn.Sequential(nn.Linear(32, 40, bias=False, device=ranks.device))
     with torch.no_grad():

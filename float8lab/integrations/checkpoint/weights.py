@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from float8lab.checkpoints.experts import STACKED
 from float8lab.checkpoints.layouts import Stored, Weight
@@ -106,10 +107,10 @@ def gemm_weights(model: nn.Module) -> list[GemmWeight]:
         linear_class = known_linear(type(module))
         if isinstance(module, GroupedLinear):
             weights += _stacks_of_grouped(name, module)
-        elif linear_class not in (None, nn.Linear):
+        elif linear_class not in (None, nn.Linear, nn.MultiheadAttention):
             weights.append(_stack_of_linear(name, module, linear_class))
         else:
-            if not isinstance(module, ExpertsBase):
+            if not isinstance(module, (ExpertsBase, nn.MultiheadAttention)):
                 weights += _matrices_of(name, module)
             if linear_class is None:
                 weights += _stacks_of_experts(name, module)
@@ -124,7 +125,9 @@ def _matrices_of(name: str, module: nn.Module) -> Iterator[GemmWeight]:
         names = next((d.weights for d in definitions if d.name == gemm), ("weight",))
         if all(local in module._parameters for local in names):
             states[names] = precision
-    if not states and isinstance(module, nn.Linear):
+    # Readers of FP8 files do not know how torch.nn.MultiheadAttention uses this weight.
+    is_projection = isinstance(module, NonDynamicallyQuantizableLinear)
+    if is_projection or (not states and isinstance(module, nn.Linear)):
         states = {("weight",): None}
     for local_names, state in states.items():
 

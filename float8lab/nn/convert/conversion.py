@@ -72,8 +72,9 @@ def convert_to_float8(  # each is a keyword that users set on its own
 
     Hugging Face's ``Conv1D``, which GPT-2 has in their place, is converted, too, and so are the
     stacked experts of Transformers' and torchtitan's models. Routers stay in high precision: layers
-    called ``router``, or ``gate`` beside ``experts`` that they score. Modules that multiply by
-    parameters of their own in other ways, such as ``torch.nn.LSTM``, are reported and left alone.
+    called ``router``, or ``gate`` beside ``experts`` that they score. The projections of
+    ``torch.nn.MultiheadAttention`` are converted, and a ``LazyLinear`` once it materialises.
+    Modules such as ``torch.nn.LSTM``, with weights of other kinds, are reported and left alone.
     Modules of this library, such as ``Linear`` and ``ExpertMLP``, take the recipe as their own.
 
     ``conversion_report(model)`` says of each candidate whether it was converted, and why not. Its

@@ -115,9 +115,14 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
 
 
 def _runs_its_layers(parent: nn.Module) -> bool:
-    """Whether a module has a forward that is to run all of its layers."""
-    # Containers such as ModuleList have none: their owners choose among the layers that they hold.
-    # PEFT holds the copy of a layer that it trains beside the layer, which rests.
+    """Whether a module has a forward that is to run all of its layers.
+
+    Containers such as ModuleList have none: their owners choose among the layers that they hold.
+    PEFT holds the copy of a layer that it trains beside the layer, which rests. Torch's attention
+    reads its output projection's weight in a call in high precision.
+    """
+    if isinstance(parent, nn.MultiheadAttention):
+        return False
     return type(parent).forward is not nn.Module.forward and TRAINED_COPIES not in parent._modules
 
 

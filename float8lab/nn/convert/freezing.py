@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.nn.convert.other_experts import OtherExperts
@@ -42,6 +44,10 @@ class Freezing:
                 self._leave(candidate, "it is parametrized")
             if candidate.experts_class is not None and not layer._parameters:
                 self._leave(candidate, "it is in a module below")
+            reason = _reason_to_leave(layer)
+            if reason is not None:
+                self._leave(candidate, reason)
+                continue
             for name, weight in layer._parameters.items():
                 if weight is None or weight.ndim < 2 or "bias" in name or id(weight) in visited:
                     continue
@@ -66,6 +72,15 @@ class Freezing:
                 for place in places:
                     setattr(*place, weight)
             weight.requires_grad_(False)
+
+
+def _reason_to_leave(layer: nn.Module) -> str | None:
+    """Why no weight of a layer can be stored, or None."""
+    if any(isinstance(p, UninitializedParameter) for p in layer.parameters()):
+        return "it is not initialised yet"
+    if isinstance(layer, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
+        return "torch.nn.MultiheadAttention reads it in high precision"
+    return None
 
 
 class _Weight(NamedTuple):

@@ -35,6 +35,8 @@ class OtherLinear(MovedInPlace):
     loaders: ClassVar[dict[str, Callable[[], type[OtherLinear]]]] = {}
     """Functions that load the FP8 class of a linear layer, by the qualified name of the layer's
     class; ``register_linear`` enters them."""
+    gemm_names: ClassVar[tuple[str, ...]] = ("",)
+    """The suffixes of the names of its GEMMs' FP8 states, after ``_fp8``."""
     _fp8: Precision
     weight: Tensor
     bias: Tensor | None

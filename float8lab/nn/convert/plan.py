@@ -25,11 +25,12 @@ from float8lab.nn.convert.names import ADAPTERS, matches
 from float8lab.nn.convert.other_experts import routers
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import emulated_gemms
-from float8lab.nn.convert.walk import Candidate, ModelWalk, matrix_shapes
+from float8lab.nn.convert.walk import Candidate, ModelWalk, has_recipe, matrix_shapes
 from float8lab.nn.convert.wrapped_forward import has_wrapped_forward
 from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.layer import GemmModule
+from float8lab.nn.linear import Linear
 from float8lab.nn.precision import precisions
 from float8lab.recipes.auto import Auto, Prediction, choose, explain, predict
 from float8lab.recipes.cost import Times
@@ -161,6 +162,7 @@ def plan_conversion(
             for candidate in walk.candidates
         ]
     )
+    layers = _follow_attention(layers)
     attention = [
         _plan_attention(module, name, options.for_layer(module, name))
         for name, module in walk.attention
@@ -196,6 +198,8 @@ def _plan_layer(
     if obstacle is not None:
         return plan(obstacle, failed=True)
     if isinstance(choice, Auto):
+        if any(isinstance(p, UninitializedParameter) for p in candidate.layer.parameters()):
+            return plan("not initialised yet; run one batch first", failed=True)
         return plan("", auto=choice)
     cut_blocks = _misfit(candidate.layer, choice, sharded=sharded)
     if cut_blocks is not None:
@@ -209,6 +213,28 @@ def _plan_attention(module: nn.Module, name: str, options: LayerOptions) -> Atte
         return AttentionPlan(module, name, None, False)
     recipe = options.choice if isinstance(options.choice, Recipe) else None
     return AttentionPlan(module, name, recipe, options.is_named)
+
+
+def _follow_attention(plans: Sequence[LayerPlan]) -> list[LayerPlan]:
+    """Leave alone output projections that no converted ``torch.nn.MultiheadAttention`` calls.
+
+    Torch's own forward of that module reads the weight of its output projection.
+    """
+    note = "its weight is used by torch.nn.MultiheadAttention directly"
+    calls = {
+        id(plan.candidate.layer.out_proj): plan.recipe is not None
+        or (not plan.stays and has_recipe(plan.candidate.layer))
+        for plan in plans
+        if isinstance(plan.candidate.layer, nn.MultiheadAttention)
+    }
+    return [
+        replace(plan, note=note, recipe=None, stays=True, failed=plan.pinned)
+        if plan.recipe is not None
+        and isinstance(layer := plan.candidate.layer, NonDynamicallyQuantizableLinear)
+        and not calls.get(id(layer), isinstance(layer, Linear))
+        else plan
+        for plan in plans
+    ]
 
 
 def _choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[str]]:
@@ -258,15 +284,9 @@ def _obstacle(candidate: Candidate, *, is_named: bool, sharded: bool) -> str | N
     obstacle = _obstacle_of_parameters(candidate, sharded=sharded)
     if obstacle is not None:
         return obstacle
-    if isinstance(layer, nn.MultiheadAttention):
-        return "torch.nn.MultiheadAttention multiplies in a fused function"
     if names := candidate.matrices:
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         return f"no linear layer: {type(layer).__name__} multiplies by its {listed} itself"
-    if isinstance(layer, NonDynamicallyQuantizableLinear):
-        return "its weight is used by torch.nn.MultiheadAttention directly"
-    if any(isinstance(p, UninitializedParameter) for p in layer.parameters()):
-        return "not initialised yet; run one batch first"
     if isinstance(layer, CONVERTED):
         return None
     return _obstacle_of_forward(candidate, is_named=is_named) or _obstacle_of_dtypes(candidate)
@@ -329,8 +349,9 @@ def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
         if dtypes:
             return f"its weights are {dtypes.pop()}"
         return candidate.experts_class.obstacle(layer)
-    if layer.weight.dtype not in HIGH_PRECISION_DTYPES:
-        return f"its weight is {layer.weight.dtype}"
+    linear = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
+    if linear.weight.dtype not in HIGH_PRECISION_DTYPES:
+        return f"its weight is {linear.weight.dtype}"
     return None
 
 

@@ -214,10 +214,14 @@ def _report_layer(candidate: Candidate) -> LayerReport:
     note = vars(layer).get(_NOTE, "not converted" if recipe is None else repr(recipe))
     if unseen := is_unseen(layer):
         note = f"{note}, but its forward did not run: its parent reads its weight"
+    is_lazy = any(isinstance(p, UninitializedParameter) for p in layer.parameters())
+    if is_lazy and recipe is not None:
+        note = f"{note}, converts when it materialises"
     # Below a module that multiplies by its own parameters may be candidates.
-    parameters = layer._parameters.values() if candidate.matrices else layer.parameters()
+    has_own = bool(candidate.matrices) or isinstance(layer, nn.MultiheadAttention)
+    parameters = layer._parameters.values() if has_own else layer.parameters()
     count = sum(_size(p) for p in parameters if p is not None)
-    converted = recipe is not None and not unseen
+    converted = recipe is not None and not unseen and not is_lazy
     return LayerReport(candidate.name, matrix_shapes(candidate)[0], converted, note, count)
 
 

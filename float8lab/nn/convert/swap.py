@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.distributed.fsdp.shards import is_tensor_parallel
 from float8lab.nn.convert.other_experts import OtherExperts
 from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.convert.plan import CONVERTED, LayerPlan
+from float8lab.nn.convert.torch_attention import Float8TorchAttention
 from float8lab.nn.convert.walk import has_recipe
 from float8lab.nn.convert.wrapped_forward import rebind_forward
 from float8lab.nn.layer import describe_fp8
@@ -26,7 +28,7 @@ from float8lab.tensor.dtensor import is_dtensor
 
 __all__ = ["class_of", "plain_class", "run_layers_of_encoders", "set_recipe"]
 
-_CLASSES: dict[type, type] = {nn.Linear: Linear}
+_CLASSES: dict[type, type] = {nn.Linear: Linear, nn.MultiheadAttention: Float8TorchAttention}
 """The FP8 class of each class of linear layer met so far."""
 
 
@@ -46,7 +48,8 @@ def _change_class(plan: LayerPlan) -> None:
     layer.__class__ = class_of(layer, functools.partial(_float8_class, experts=experts))
     rebind_forward(layer)
     if experts is None:
-        layer._fp8 = Precision(key=f"name {name}")
+        for gemm in layer.gemm_names if isinstance(layer, OtherLinear) else ("",):
+            setattr(layer, f"_fp8{gemm}", Precision(key=f"name {name}{gemm}"))
     else:
         layer._set_up_precisions(experts.shapes(layer)[0][0], f"name {name}")
     place_precisions(layer)
@@ -69,6 +72,8 @@ def _float8_class(original: type, experts: type[OtherExperts] | None = None) -> 
                 "forward": float8.forward,
                 "extra_repr": functools.partialmethod(_extra_repr, original),
             }
+            if issubclass(original, LazyModuleMixin) and original.cls_to_become is not None:
+                namespace["cls_to_become"] = _float8_class(original.cls_to_become)
             if experts is not None:
                 namespace["original"] = original
                 namespace.update((name, getattr(experts, name)) for name in experts.replaces)
@@ -123,10 +128,12 @@ _FAST_PATH = "_fast_path_before_float8"
 
 
 def run_layers_of_encoders(modules: Iterable[nn.Module]) -> None:
-    """Have torch's encoders call their linear layers in evaluation, if these are in FP8."""
-    # An encoder's fused path, and the nested tensors that it makes for that path, would read the
-    # weights. Torch takes that path for two activations only, which an attribute says that nothing
-    # else reads.
+    """Have torch's encoders call their layers in evaluation, if some of these are in FP8.
+
+    An encoder's fused path, and the nested tensors that it makes for that path, would read the
+    weights. Torch takes that path for two activations only, which an attribute says that nothing
+    else reads.
+    """
     attributes = {
         nn.TransformerEncoder: "use_nested_tensor",
         nn.TransformerEncoderLayer: "activation_relu_or_gelu",
@@ -141,7 +148,8 @@ def _allow_fused_path(encoder: nn.Module, attribute: str) -> None:
     """Clear the attribute that allows an encoder its fused path while a layer is in FP8."""
     state = vars(encoder)
     blocks = [m for m in encoder.modules() if isinstance(m, nn.TransformerEncoderLayer)]
-    if any(has_recipe(layer) for block in blocks for layer in (block.linear1, block.linear2)):
+    layers = (m for b in blocks for m in (b.linear1, b.linear2, *b.self_attn.modules()))
+    if any(map(has_recipe, layers)):
         state.setdefault(_FAST_PATH, state[attribute])
         state[attribute] = 0
     elif _FAST_PATH in state:

@@ -98,8 +98,8 @@ def _as_candidate(name: str, module: nn.Module, linear_class: Any) -> Candidate 
     experts = experts_class(module)
     if experts is not None:
         return Candidate(name, module, experts_class=experts)
-    # Stacked experts have three dimensions; a router's weight, or those of
-    # torch.nn.MultiheadAttention, have two and are called so, unlike tables of positions.
+    # Stacked experts have three dimensions; a router's weight has two and is called so, unlike
+    # tables of positions.
     matrices = tuple(
         key
         for key, parameter in module._parameters.items()
@@ -122,6 +122,9 @@ def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
         return candidate.experts_class.shapes(layer)
     if isinstance(layer, GemmModule) and candidate.linear_class is None:
         return [gemm.shape for gemm in layer.gemms]
+    if isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is None:
+        weights = layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
+        return [tuple(weight.shape) for weight in weights]
     return [linear_shape(layer, candidate.linear_class)]
 
 

@@ -1,0 +1,201 @@
+"""The FP8 class of ``torch.nn.MultiheadAttention``.  N batch, L queries, S keys, E features.
+
+The projections of query, key and value are FP8 GEMMs on rows of the layer's own parameters. The
+output projection is a converted linear layer of its own, which the attention calls. What lies
+between them runs in high precision, by torch's functions.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from float8lab.nn.casts import plain
+from float8lab.nn.convert.other_linear import OtherLinear, register_linear
+from float8lab.nn.gemm import LinearFunction
+from float8lab.nn.precision import Call, Precision
+from float8lab.recipes.region import STATE
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["Float8TorchAttention"]
+
+
+class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` whose projections run in FP8.
+
+    Query, key and value that are one tensor are projected by one GEMM with the whole
+    ``in_proj_weight``, key and value that are one tensor by one GEMM with its rows. In high
+    precision, and with nested tensors, the forward is torch's own, its fused path included.
+    """
+
+    original = nn.MultiheadAttention
+    gemm_names = ("", "_key", "_value")
+    _fp8_key: Precision
+    _fp8_value: Precision
+    in_proj_weight: Tensor | None  # type: ignore[assignment]
+    in_proj_bias: Tensor | None  # type: ignore[assignment]
+
+    @staticmethod
+    def matrix(layer: nn.Module) -> Tensor:
+        """The packed weight ``[3 E, E]``, or that of the query's projection, ``[E, E]``."""
+        packed: Tensor | None = layer.in_proj_weight  # type: ignore[assignment]
+        return layer.q_proj_weight if packed is None else packed  # type: ignore[return-value]
+
+    def forward(  # type: ignore[override]  # the signature is that of torch.nn.MultiheadAttention
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as ``torch.nn.MultiheadAttention`` does; its documentation has the arguments."""
+        inputs, masks = (query, key, value), (attn_mask, key_padding_mask)
+        # Torch's forward runs what FP8 does not, and raises the errors.
+        fits = self._takes(inputs, masks, is_causal)
+        call = self._fp8.begin(query, self.matrix(self), training=self.training) if fits else None
+        if not fits or (call is None and not STATE.autocast.calibrating):
+            return nn.MultiheadAttention.forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal,
+            )  # fmt: skip
+        q, k, v = self._heads(self._project(inputs, call))
+        # The hint replaces the mask where nothing else needs it.
+        is_causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if is_causal else self._merged_mask(masks, query.dtype, k)
+        attended, weights = self._attend((q, k, v), mask, is_causal, need_weights)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        attended = attended.transpose(1, 2)
+        if query.dim() == 2:
+            attended, weights = attended[0], None if weights is None else weights[0]
+        elif not self.batch_first:
+            attended = attended.transpose(0, 1)
+        return self.out_proj(attended.flatten(-2)), weights
+
+    def _takes_inputs(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether query, key and value fit each other, and none is nested."""
+        dims = inputs[0].dim()
+        if dims not in (2, 3) or any(x.is_nested or x.dim() != dims for x in inputs):
+            return False
+        (N, L, _), (_, S, _), _ = shapes = [tuple(self._batch_first(x).shape) for x in inputs]
+        return shapes == [(N, L, self.embed_dim), (N, S, self.kdim), (N, S, self.vdim)]
+
+    def _takes(
+        self, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], is_causal: bool
+    ) -> bool:
+        """Whether the arguments fit each other; the hint needs an attention mask."""
+        attn_mask, padding = masks
+        if not self._takes_inputs(inputs) or (is_causal and attn_mask is None):
+            return False
+        (N, L, _), (_, S, _) = (self._batch_first(x).shape for x in inputs[:2])
+        dtypes = [mask.dtype for mask in masks if mask is not None]
+        if not all(dtype.is_floating_point or dtype == torch.bool for dtype in dtypes):
+            return False
+        if padding is not None and padding.shape != (N, S)[3 - inputs[0].dim() :]:
+            return False
+        return attn_mask is None or attn_mask.shape in ((L, S), (N * self.num_heads, L, S))
+
+    def _project(self, inputs: Sequence[Tensor], call: Call | None) -> Sequence[Tensor]:
+        """Query, key and value, projected; ``call`` is that of the query's GEMM."""
+        query, key, value = inputs
+        packed, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if packed is not None and query is key and key is value:
+            return self._gemm(self._fp8, query, packed, bias, call).chunk(3, -1)
+        key_call = self._fp8_key.begin(key, self.matrix(self), training=self.training)
+        if packed is not None and key is value:
+            w_q, w_kv = packed.split([E, 2 * E])
+            b_q, b_kv = (None, None) if bias is None else bias.split([E, 2 * E])
+            q = self._gemm(self._fp8, query, w_q, b_q, call)
+            return q, *self._gemm(self._fp8_key, key, w_kv, b_kv, key_call).chunk(2, -1)
+        value_call = self._fp8_value.begin(value, self.matrix(self), training=self.training)
+        separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        weights = separate if packed is None else packed.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        precisions = self._fp8, self._fp8_key, self._fp8_value
+        calls = call, key_call, value_call
+        return [*map(self._gemm, precisions, inputs, weights, biases, calls)]
+
+    def _gemm(
+        self, precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None,
+        call: Call | None,
+    ) -> Tensor:  # fmt: skip
+        """``x @ weight.T + bias``; in high precision, and its amaxes if asked for, without call."""
+        x = x.dequantize() if isinstance(x, Float8Tensor) else x
+        if call is None:
+            weight = plain(weight)
+            precision.calibrate(x, weight)
+            return functional.linear(x, weight, bias)
+        y: Tensor = LinearFunction.run(x, weight, bias, call)
+        if call.is_region:
+            precision.end(call)
+        return y
+
+    def _batch_first(self, x: Tensor) -> Tensor:
+        """An input as ``[N, L, E]``."""
+        if x.dim() == 2:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _heads(self, projected: Sequence[Tensor]) -> list[Tensor]:
+        """The heads ``[N, H, L, D]`` of query, key and value, with the keys that the layer adds."""
+        q, k, v = map(self._batch_first, projected)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], 1)
+            v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], 1)
+        if self.add_zero_attn:
+            k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v)]
+
+    def _merged_mask(
+        self, masks: Sequence[Tensor | None], dtype: torch.dtype, k: Tensor
+    ) -> Tensor | None:
+        """The sum of both masks, which is added to the scores of all keys ``k``."""
+        N, keys = k.shape[0], k.shape[2]
+        attn_mask, padding = masks
+        if attn_mask is not None and padding is not None and attn_mask.dtype != padding.dtype:
+            text = (
+                "Torch deprecates attn_mask and key_padding_mask of two dtypes; use one for both."
+            )
+            warnings.warn(text, UserWarning, stacklevel=3)
+        if attn_mask is not None:
+            attn_mask = _as_added(attn_mask, dtype, keys)
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.unflatten(0, (N, self.num_heads))
+        if padding is None:
+            return attn_mask
+        padding = _as_added(padding, dtype, keys).view(N, 1, 1, keys)
+        return padding if attn_mask is None else attn_mask + padding
+
+    def _attend(
+        self, heads: Sequence[Tensor], mask: Tensor | None, is_causal: bool, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The values, weighted, ``[N, H, L, D]``, and the weights ``[N, H, L, S]`` if needed."""
+        q, k, v = heads
+        dropout = self.dropout if self.training else 0.0
+        mask = None if mask is None else mask.to(q.dtype)
+        if not need_weights:
+            y = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+            return y, None
+        scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.mT
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        weights = functional.dropout(weights, dropout) if dropout else weights
+        return weights @ v, weights
+
+
+def _as_added(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
+    """A mask as what is added to scores: -inf where it is True, and 0 for further keys."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+    return functional.pad(mask, (0, keys - mask.shape[-1]))
+
+
+register_linear("torch.nn.modules.activation.MultiheadAttention", lambda: Float8TorchAttention)
