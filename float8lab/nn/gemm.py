@@ -954,7 +954,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
 
 
 def _origin_in_eager_mode(x: Tensor, call: Call) -> Origin | None:
-    """What gives a layer's input in backward once more; None in a graph, which finds it itself."""
+    """The origin of an eager layer's input, if that is cast once more; a graph finds it itself."""
     is_eager = call.plan.wgrad is not None and not torch.compiler.is_compiling()
     return origin_of(x) if is_eager and _requantizes_input(x, call, None) else None
 

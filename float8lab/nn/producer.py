@@ -42,7 +42,7 @@ class SharedCast:
         self._operand: Operand | None = None
 
     def operand(self, key: object, cast: Callable[[], Operand]) -> Operand:
-        """What ``cast`` gives, which depends on ``key`` alone; call it once for each layer."""
+        """Return what ``cast`` gives, which depends on ``key`` alone; call it once for each layer."""
         if self._operand is None or self._key != key:
             self._key, self._operand = key, cast()
         operand = self._operand
@@ -63,7 +63,7 @@ _LAST = _Last()
 
 
 class Origin(NamedTuple):
-    """What gives the bytes of a matrix once more: a function, and tensors alive in backward."""
+    """A function that gives the bytes of a matrix once more, and its inputs, alive in backward."""
 
     make: Callable[..., Tensor | Prologue]
     tensors: tuple[Tensor, ...]
@@ -128,8 +128,8 @@ def _origin_by(node: Node | None, x: Tensor) -> Origin | None:
             make, names = partial(_gelu, approximate=approximate, rows=rows), ("self",)
         case _:
             return None
-    found = [getattr(node, f"_saved_{name}", None) for name in names]
-    tensors = tuple(tensor for tensor in found if isinstance(tensor, Tensor))
+    saved = [getattr(node, f"_saved_{name}", None) for name in names]
+    tensors = tuple(tensor for tensor in saved if isinstance(tensor, Tensor))
     if len(tensors) < len(names) or any(tensor.dtype != x.dtype for tensor in tensors[:2]):
         return None
     if make is _rms_norm and tensors[1].shape != x.shape[-1:]:
@@ -137,8 +137,8 @@ def _origin_by(node: Node | None, x: Tensor) -> Origin | None:
     if any(isinstance(tensor, nn.Parameter) and tensor.ndim > 1 for tensor in tensors):
         return None
     # FSDP2 frees parameters between forward and backward, and gathers those of a group at a time.
-    kept = [t.detach().clone() if isinstance(t, nn.Parameter) else t for t in tensors]
-    return Origin(make, tuple(kept))
+    copies = [t.detach().clone() if isinstance(t, nn.Parameter) else t for t in tensors]
+    return Origin(make, tuple(copies))
 
 
 def _multiply(a: Tensor, b: Tensor, *, rows: tuple[int, int]) -> Prologue:

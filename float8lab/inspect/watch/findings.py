@@ -1,4 +1,4 @@
-"""What is wrong in a watched run: findings in its records, and a verdict in a sentence."""
+"""The findings in a watched run's records, which say what is wrong, and a verdict in a sentence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """Say what to do about it."""
         return _ADVICE[self.kind]
 
     def shown(self) -> str:
@@ -63,7 +63,7 @@ class Finding(NamedTuple):
 
 
 def findings_of_record(record: Record) -> Iterator[Finding]:
-    """What is wrong with one operand in one step."""
+    """Yield what is wrong with one operand in one step."""
     staleness = record.staleness
     cases = (
         ("not finite", record.nan + record.inf > 0, record.nan + record.inf),
@@ -82,7 +82,7 @@ def findings_of_record(record: Record) -> Iterator[Finding]:
 
 
 def findings_of_step(step: Step) -> Iterator[Finding]:
-    """GEMMs that ran in high precision, where those of the same kind did not in other layers."""
+    """Yield GEMMs that ran in high precision, where those of the same kind did not in other layers."""
     in_fp8 = {kind for kinds in step.gemms.values() for kind in kinds if ", " not in kind}
     for layer, kinds in step.gemms.items():
         for kind, count in kinds.items():
@@ -93,7 +93,7 @@ def findings_of_step(step: Step) -> Iterator[Finding]:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Printed):
-    """What ``diagnose`` says of a run; ``print`` it for the verdict and a table."""
+    """The result of ``diagnose``; ``print`` it for the verdict and a table."""
 
     findings: tuple[Finding, ...]
     """The worst of each kind for each operand, the worst kinds first."""
@@ -157,11 +157,11 @@ def diagnose(log: Log) -> Diagnosis:
     True
     """
     check_instance("log", log, Log, "the log of a watch")
-    found = [finding for record in log.records for finding in findings_of_record(record)]
-    found += [finding for step in log.steps for finding in findings_of_step(step)]
+    findings = [finding for record in log.records for finding in findings_of_record(record)]
+    findings += [finding for step in log.steps for finding in findings_of_step(step)]
     sqnrs = [record.sqnr for record in log.records if record.sqnr is not None]
     return Diagnosis(
-        tuple(_worst_of_each(found)),
+        tuple(_worst_of_each(findings)),
         len({record.step for record in log.records}),
         len({(record.layer, record.operand) for record in log.records}),
         min(sqnrs, default=None),

@@ -41,8 +41,8 @@ class OperandOfRuns(NamedTuple):
     @property
     def sqnr_gain(self) -> float:
         """How much better b is, in dB; 0 where one of the two has no SQNR."""
-        known = [q.sqnr for q in (self.a, self.b) if q is not None and q.sqnr is not None]
-        return known[1] - known[0] if len(known) == 2 else 0.0
+        sqnrs = [q.sqnr for q in (self.a, self.b) if q is not None and q.sqnr is not None]
+        return sqnrs[1] - sqnrs[0] if len(sqnrs) == 2 else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,11 +72,11 @@ class RunComparison(Printed):
                 f"over the last tenth of {len(self.losses)} common steps the loss of b is "
                 f"{100 * gap:+.2f} % of a's"
             )
-        both = [o for o in self.operands if o.a is not None and o.b is not None]
-        better, worse = (sum(sign * o.sqnr_gain > 1 for o in both) for sign in (1, -1))
+        common = [o for o in self.operands if o.a is not None and o.b is not None]
+        better, worse = (sum(sign * o.sqnr_gain > 1 for o in common) for sign in (1, -1))
         operands = (
-            f"{len(both)} operands in both: SQNR of b is more than 1 dB higher in {better}, lower "
-            f"in {worse}; {len(self.operands) - len(both)} in one alone"
+            f"{len(common)} operands in both: SQNR of b is more than 1 dB higher in {better}, lower "
+            f"in {worse}; {len(self.operands) - len(common)} in one alone"
         )
         return f"a: {a}\nb: {b}\n{losses}\n{operands}"
 

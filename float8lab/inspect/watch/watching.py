@@ -392,11 +392,11 @@ class watch:
 
     def _alert(self, records: Sequence[Record], steps: Sequence[Step]) -> None:
         """Add what is wrong in them to the alerts, and warn of what was not before."""
-        known = {(f.layer, f.operand, f.kind) for f in self.alerts}
-        found = [f for record in records for f in findings_of_record(record)]
-        found += [f for step in steps for f in findings_of_step(step)]
-        self.alerts += found
-        new = [f for f in found if (f.layer, f.operand, f.kind) not in known]
+        old = {(f.layer, f.operand, f.kind) for f in self.alerts}
+        findings = [f for record in records for f in findings_of_record(record)]
+        findings += [f for step in steps for f in findings_of_step(step)]
+        self.alerts += findings
+        new = [f for f in findings if (f.layer, f.operand, f.kind) not in old]
         if new:
             more = f" {len(new) - 1} more are in the watch's alerts." if len(new) > 1 else ""
             warnings.warn(f"step {new[0].step}: {new[0]}{more}", UserWarning, stacklevel=4)
