@@ -42,7 +42,7 @@ class SharedCast:
         self._operand: Operand | None = None
 
     def operand(self, key: object, cast: Callable[[], Operand]) -> Operand:
-        """Return what ``cast`` gives, which depends on ``key`` alone; call it once for each layer."""
+        """Call ``cast``, whose result depends on ``key`` alone, for the first layer of all."""
         if self._operand is None or self._key != key:
             self._key, self._operand = key, cast()
         operand = self._operand

@@ -82,7 +82,7 @@ def findings_of_record(record: Record) -> Iterator[Finding]:
 
 
 def findings_of_step(step: Step) -> Iterator[Finding]:
-    """Yield GEMMs that ran in high precision, where those of the same kind did not in other layers."""
+    """Yield GEMMs that ran in high precision, where those of their kind did not in other layers."""
     in_fp8 = {kind for kinds in step.gemms.values() for kind in kinds if ", " not in kind}
     for layer, kinds in step.gemms.items():
         for kind, count in kinds.items():

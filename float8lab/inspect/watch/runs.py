@@ -75,8 +75,8 @@ class RunComparison(Printed):
         common = [o for o in self.operands if o.a is not None and o.b is not None]
         better, worse = (sum(sign * o.sqnr_gain > 1 for o in common) for sign in (1, -1))
         operands = (
-            f"{len(common)} operands in both: SQNR of b is more than 1 dB higher in {better}, lower "
-            f"in {worse}; {len(self.operands) - len(common)} in one alone"
+            f"{len(common)} operands in both: SQNR of b is more than 1 dB higher in {better}, "
+            f"lower in {worse}; {len(self.operands) - len(common)} in one alone"
         )
         return f"a: {a}\nb: {b}\n{losses}\n{operands}"
 
