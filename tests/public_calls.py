@@ -936,7 +936,7 @@ CALLS: dict[str, Call] = {
     ),
     "inspect.bars": Call(
         float8lab.inspect.bars,
-        lambda folder: {"found": float8lab.inspect.histogram(float8lab.quantize(_x(B, H)))},
+        lambda folder: {"histogram": float8lab.inspect.histogram(float8lab.quantize(_x(B, H)))},
     ),
     "inspect.checkpoint": Call(
         float8lab.inspect.checkpoint, lambda folder: {"path": _export(_model(), folder)}, repr

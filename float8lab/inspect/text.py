@@ -66,7 +66,7 @@ def bars(histogram: Histogram, width: int = 40) -> str:
     >>> print(float8lab.inspect.bars(float8lab.quantize(torch.ones(3)).histogram("exponent")))
     2^8 ######################################## 3
     """
-    check_instance("found", histogram, Histogram, "a Histogram")
+    check_instance("histogram", histogram, Histogram, "a Histogram")
     check_size("width", width, minimum=1)
     rows = _trimmed(histogram)
     most = max((count for _, count in rows), default=0)

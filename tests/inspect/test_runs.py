@@ -63,18 +63,21 @@ def test_a_gemm_that_alone_is_in_high_precision_is_found():
     assert diagnose(Log(steps=[Step(4, None, everywhere)])).is_healthy
 
 
-def test_a_watch_warns_once_of_what_is_new():
+@pytest.mark.parametrize("warn", [True, False])
+def test_a_watch_warns_once_of_what_is_new(warn):
     layer = float8lab.convert_to_float8(torch.nn.Linear(32, 32))
     x = torch.ones(16, 32)
-    with warnings.catch_warnings(record=True) as caught, float8lab.inspect.watch(layer) as w:
+    watch = float8lab.inspect.watch(layer, warn=warn)
+    with warnings.catch_warnings(record=True) as caught, watch as w:
         warnings.simplefilter("always")
         for step in range(3):
             x[0, 0] = 1.0 if step == 0 else float("inf")
             layer(x).sum().backward()
             w.step()
     messages = [str(warning.message) for warning in caught]
-    assert len(messages) == 1
-    assert messages[0].startswith("step 1: (model), x: not finite (1). Try find the op")
+    assert len(messages) == warn
+    beginning = "step 1: (model), x: not finite (1). Try find the op"
+    assert all(message.startswith(beginning) for message in messages)
     assert [(f.step, f.operand, f.kind) for f in w.alerts if f.operand == "x"] == [
         (1, "x", "not finite"),
         (2, "x", "not finite"),

@@ -31,8 +31,6 @@ from tests.nn.models import DELAYED
 from tests.nn.models import UNDELAYED as RECIPES
 from tests.recorder import Ops, never_waiting
 
-pytestmark = pytest.mark.filterwarnings("ignore:step :UserWarning")  # tests/inspect/test_runs.py
-
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 ALL = RECIPES | {"delayed": DELAYED}
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from float8lab.arguments import (
     check_callables,
+    check_flags,
     check_instance,
     check_module,
     check_names,
@@ -98,11 +99,12 @@ class watch:
         jsonl: file that each finished step is appended to. What it held before is lost. In a
             job of several ranks the name must have ``{rank}`` in it.
         masters: ``masters`` of a ``MasterWeights``: weights stored in FP8 are compared with these.
+        warn: warn of what is new among ``alerts`` in a step.
 
     Attributes:
         log: the records so far, with the model's ``conversion_report`` if it was converted.
         alerts: what is wrong so far, by the rules of ``float8lab.inspect.diagnose``: step, layer,
-            operand, kind, value and advice of each. What is new in a step is also a warning.
+            operand, kind, value and advice of each.
 
     Raises:
         ValueError: ``every`` is below 1; no layer that can run in FP8 is meant; ``jsonl`` is one
@@ -126,6 +128,7 @@ class watch:
         layers: Layers | None = None,
         jsonl: str | PathLike[str] | None = None,
         masters: Mapping[Tensor, Tensor] | None = None,
+        warn: bool = False,
     ) -> None:
         check_module("model", model)
         check_size("every", every, minimum=1)
@@ -134,7 +137,9 @@ class watch:
         check_path("jsonl", jsonl, optional=True)
         check_instance("masters", masters, Mapping, "the masters of a MasterWeights", optional=True)
         self._model: nn.Module = getattr(model, "_orig_mod", model)
+        check_flags(warn=warn)
         self._every = every
+        self._warns = bool(warn)
         self._layers = layers
         self._masters = {} if masters is None else masters
         self._masters_by_address: dict[int, Tensor] = {}
@@ -391,13 +396,13 @@ class watch:
         self._alert(self.log.records[first:], [s for s in self.log.steps[-1:] if gemms])
 
     def _alert(self, records: Sequence[Record], steps: Sequence[Step]) -> None:
-        """Add what is wrong in them to the alerts, and warn of what was not before."""
+        """Add what is wrong in them to the alerts; warn, if asked to, of what was not before."""
         old = {(f.layer, f.operand, f.kind) for f in self.alerts}
         findings = [f for record in records for f in findings_of_record(record)]
         findings += [f for step in steps for f in findings_of_step(step)]
         self.alerts += findings
         new = [f for f in findings if (f.layer, f.operand, f.kind) not in old]
-        if new:
+        if new and self._warns:
             more = f" {len(new) - 1} more are in the watch's alerts." if len(new) > 1 else ""
             warnings.warn(f"step {new[0].step}: {new[0]}{more}", UserWarning, stacklevel=4)
 
