@@ -1,0 +1,289 @@
+"""What an optimizer keeps between two steps in fewer bits: moments, and parameters in bfloat16.
+
+Nouns: a *moment* is a floating-point state of the shape of its parameter, such as ``exp_avg``.
+Between steps ``exp_avg.qdata`` and ``exp_avg.scale`` stand for it, FP8 data and scales. A step
+dequantizes the moments of a *chunk* of parameters at a time, and quantizes them after the update.
+
+A block has 128 values of the last dimension; shards never cut one. Data is e4m3. Scales are powers
+of two, so that under another scale a value is the same. A moment of squares is stored as its root,
+which halves its range of exponents. Only 0 becomes 0, since updates divide by some moments.
+
+Rounding is stochastic: a moving average moves by 0.1 % in a step where e4m3 can tell 6 %, and
+rounded to nearest it would stand still. The random bits are a hash of the value and of the step's
+number. Positions have no part in it, so that shards, replicas and chunks round as the unsharded
+parameter does, and a resumed run as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from float8lab.arguments import shown
+from float8lab.formats import E4M3, E8M0
+from float8lab.ops import factors_from_amax, round_to_fp8
+from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
+
+__all__ = ["MASTER", "ROUNDINGS", "Storage", "round_stochastically"]
+
+MASTER = "master"
+"""Key of a master in the ``state`` of a state_dict."""
+ROUNDINGS = "roundings"
+"""Key of the number of steps that rounded stochastically, in a parameter group."""
+QDATA, SCALE = ".qdata", ".scale"
+"""Ends of the names of a quantized moment's tensors, both uint8."""
+SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+"""Moments of squares in torch's optimizers. One of another name is stored as it is."""
+BLOCK = 128
+FEWEST = 4096
+"""Values of the smallest parameter whose moments are quantized."""
+CHUNK = 2**24
+"""Values of a chunk, unless one parameter alone has more."""
+_NORMAL, _SMALLEST = 2.0**-6, 2.0**-9
+"""The smallest normal number of e4m3, and its smallest above 0."""
+
+_Moments = dict[str, Tensor]
+"""The state of a parameter in an optimizer, of which only tensors are looked at."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How parameters and states are kept between the steps of an optimizer.
+
+    Attributes:
+        fp8_moments: moments of large matrices, and of tensors of more dimensions, are quantized.
+        stochastic_rounding: bfloat16 parameters are updated in float32 and rounded stochastically.
+    """
+
+    fp8_moments: bool
+    stochastic_rounding: bool
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is rounded stochastically."""
+        return self.fp8_moments or self.stochastic_rounding
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer calls a closure more than once, as LBFGS does."""
+        closure = signature(optimizer.step).parameters.get("closure")
+        if self.rounds and closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                "optimizer_class must step without a closure if fp8_moments or stochastic_rounding "
+                f"is True; got {type(optimizer).__name__}. Leave both out."
+            )
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step on a few parameters at a time.
+
+        Each chunk sees the options that groups had before the step; some optimizers count in them.
+        If the optimizer raises, the stored moments of the chunk stay as they were.
+        """
+        groups = optimizer.param_groups
+        number = 1 + max(group.get(ROUNDINGS, 0) for group in groups)
+        before = [{**group, ROUNDINGS: number} for group in groups]
+        try:
+            for chunk in _chunks(p for group in before for p in group["params"]):
+                copies = {p: self._copy(p) for p in chunk}
+                for group, options in zip(groups, before, strict=True):
+                    params = [copies[p] for p in options["params"] if p in copies]
+                    group.update(options, params=params)
+                self._step_chunk(optimizer, copies, number)
+        finally:
+            for group, options in zip(groups, before, strict=True):
+                group["params"] = options["params"]
+
+    def _step_chunk(
+        self, optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], number: int
+    ) -> None:
+        state: dict[Tensor, _Moments] = optimizer.state
+        try:
+            for p in [p for p in copies if p in state]:
+                state[copies[p]] = state.pop(p)
+                _dequantize_moments(copies[p], state[copies[p]])
+            optimizer.step()
+            for p, copy in copies.items():
+                if copy in state and self._quantizes(p):
+                    _quantize_moments(copy, state[copy], number)
+                if copy is not p:
+                    p.copy_(with_local(p, round_stochastically(local_of(copy), 16, number)))
+        finally:
+            for p in [p for p, copy in copies.items() if copy in state]:
+                state[p] = state.pop(copies[p])
+                _drop(state[p], _quantized(state[p]))
+
+    def _copy(self, p: Tensor) -> Tensor:
+        """The parameter that the optimizer sees: a copy in float32 where it is to be rounded."""
+        if p.grad is None or not self._rounds(p):
+            return p
+        copy = p.detach().float().requires_grad_()
+        copy.grad = p.grad.float()
+        return copy
+
+    def _rounds(self, p: Tensor) -> bool:
+        return self.stochastic_rounding and p.dtype == torch.bfloat16
+
+    def _quantizes(self, p: Tensor) -> bool:
+        """Whether moments of a parameter are quantized; not if a shard could end inside a block."""
+        if not self.fp8_moments or p.ndim < 2 or p.numel() < FEWEST:
+            return False
+        placements = zip(p.placements, p.device_mesh.shape, strict=True) if is_dtensor(p) else ()
+        cuts = [n for where, n in placements if getattr(where, "dim", None) == p.ndim - 1]
+        return math.prod(cuts) == 1 or p.shape[-1] % (math.prod(cuts) * BLOCK) == 0
+
+    def load(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state_dict: Mapping[str, object],
+        parameters: Mapping[int, Tensor],
+    ) -> None:
+        """Let an optimizer load a state without masters, whose moments are quantized or not.
+
+        Alone it would cast quantized moments, and the float32 states of bfloat16 parameters.
+
+        Args:
+            parameters: those of the optimizer, by their indices in ``state_dict``.
+
+        Raises:
+            ValueError: quantized moments are not those of the parameters; nothing is loaded.
+        """
+        state = dict(cast("dict[int, _Moments]", state_dict["state"]))
+        exact: dict[Tensor, _Moments] = {}
+        for index, p in parameters.items():
+            entry, keeps_all = state.pop(index, {}), self._rounds(p)
+            _check_moments(index, p, entry)
+            exact[p] = {
+                name: x
+                for name, x in entry.items()
+                if name.endswith((QDATA, SCALE))
+                or (keeps_all and isinstance(x, Tensor) and name not in ("step", MASTER))
+            }
+            plain = {name: x for name, x in entry.items() if name not in {MASTER, *exact[p]}}
+            if plain:
+                state[index] = plain
+        optimizer.load_state_dict({**state_dict, "state": state})
+        number = max(group.get(ROUNDINGS, 0) for group in optimizer.param_groups)
+        for p in [p for p, tensors in exact.items() if tensors or p in optimizer.state]:
+            entry = optimizer.state[p]
+            for name, x in exact[p].items():
+                dtype = torch.float32 if x.is_floating_point() else x.dtype
+                entry[name] = x.to(p.device, dtype, copy=True)
+            if self._quantizes(p):
+                _quantize_moments(p, entry, number)
+                _drop(entry, _quantized(entry))
+            else:
+                _dequantize_moments(p, entry)
+                _drop(entry, [name + end for name in _quantized(entry) for end in (QDATA, SCALE)])
+
+
+def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut parameters into chunks, one at least."""
+    chunk: list[Tensor] = []
+    size = 0
+    for p in parameters:
+        size += local_of(p).numel()
+        if chunk and size > CHUNK:
+            yield chunk
+            chunk, size = [], local_of(p).numel()
+        chunk.append(p)
+    yield chunk
+
+
+def _quantized(entry: _Moments) -> list[str]:
+    """The names of the moments that a state holds quantized."""
+    return [name.removesuffix(QDATA) for name in entry if name.endswith(QDATA)]
+
+
+def _drop(entry: _Moments, names: Iterable[str]) -> None:
+    for name in names:
+        entry.pop(name, None)
+
+
+def _scale_shape(shape: torch.Size) -> torch.Size:
+    """The shape of the scales of a moment, or of a shard of one."""
+    return torch.Size((*shape[:-1], -(-shape[-1] // BLOCK)))
+
+
+def _check_moments(index: int, p: Tensor, entry: _Moments) -> None:
+    """Raise unless quantized moments in the state of a parameter fit it."""
+    for name in _quantized(entry):
+        shapes = {name + QDATA: p.shape, name + SCALE: p.ndim and _scale_shape(p.shape)}
+        for key, shape in shapes.items():
+            value = entry.get(key)
+            if not isinstance(value, Tensor) or value.shape != shape:
+                raise ValueError(
+                    f"state_dict must have {key} of parameter {index} with shape {shape}; got "
+                    f"{shown(value)}. Load the state_dict of the same model."
+                )
+
+
+def _quantize_moments(p: Tensor, entry: _Moments, step: int) -> None:
+    """Write the quantized form of the moments in the state of a parameter beside them."""
+    for name, moment in list(entry.items()):
+        if not isinstance(moment, Tensor) or moment.shape != p.shape or moment.dtype == torch.uint8:
+            continue
+        values = local_of(moment)
+        for end, shape_of in ((QDATA, torch.Size), (SCALE, _scale_shape)):
+            if name + end not in entry:
+                stored = values.new_empty(shape_of(values.shape), dtype=torch.uint8)
+                entry[name + end] = with_local(p, stored, shape_of(p.shape))
+        tensors = (values, local_of(entry[name + QDATA]), local_of(entry[name + SCALE]))
+        rows = max(1, CHUNK // max(1, values.shape[-1]))
+        for x, data, scale in zip(*(t.flatten(0, -2).split(rows) for t in tensors), strict=True):
+            _quantize(x.float(), data, scale, step, is_square=name in SQUARES)
+
+
+def _quantize(x: Tensor, data: Tensor, scale: Tensor, step: int, *, is_square: bool) -> None:
+    """Quantize rows into FP8 data and scales."""
+    if is_square:
+        x = x.abs().sqrt().copysign(x)
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    decode, encode = factors_from_amax(blocks.abs().amax(2, keepdim=True), E4M3, "e8m0")
+    scaled = blocks * encode
+    # Subnormals have the spacing of the smallest normals, to which they are moved and back.
+    shift = torch.where(scaled.abs() < _NORMAL, _NORMAL, 0.0).copysign(scaled)
+    rounded = round_stochastically(scaled + shift, 20, step) - shift
+    rounded = torch.where(rounded == 0, blocks.sign() * _SMALLEST, rounded)
+    stored = round_to_fp8(rounded, blocks, E4M3).view(torch.uint8)
+    data.copy_(stored.flatten(1)[:, : x.shape[1]])
+    scale.copy_(decode.to(E8M0).view(torch.uint8).flatten(1))
+
+
+def _dequantize_moments(p: Tensor, entry: _Moments) -> None:
+    """Add the moments that the state of a parameter holds quantized, in the parameter's dtype."""
+    for name in _quantized(entry):
+        data, scale = local_of(entry[name + QDATA]), local_of(entry[name + SCALE])
+        scales = scale.view(E8M0).float().repeat_interleave(BLOCK, -1)[..., : data.shape[-1]]
+        values = data.view(E4M3).float() * scales
+        values = values * values.abs() if name in SQUARES else values
+        # In the memory format of the parameter, which fused optimizers ask for.
+        entry[name] = with_local(p, torch.empty_like(local_of(p)).copy_(values))
+
+
+def round_stochastically(x: Tensor, dropped: int, step: int) -> Tensor:
+    """Round away the lowest bits of float32 numbers, up or down at random.
+
+    The expectation over steps is ``x``. What is not finite stays.
+
+    Args:
+        x: float32.
+        dropped: bits of the mantissa that become 0: 16 leaves bfloat16 numbers.
+        step: numbers of another step have other random bits.
+
+    >>> x = torch.tensor([1.0 + 2**-8])
+    >>> sorted({round_stochastically(x, 16, step).item() for step in range(8)})
+    [1.0, 1.0078125]
+    """
+    bits = x.contiguous().view(torch.int32)
+    random = (bits + ((step * 0x9E3779B9 + 0x3C6EF372) & 0x7FFFFFFF)) * 0x21F0AAAD
+    for constant in (0x735A2D97, 0x2C1B3C6D):
+        random ^= random >> 15
+        random *= constant
+    random = random >> (32 - dropped) & ((1 << dropped) - 1)
+    rounded = ((bits + random) & -(1 << dropped)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
