@@ -61,13 +61,18 @@ class MasterWeights(torch.optim.Optimizer):
     scales by the parameter's own format and granularity.
 
     Memory: one master for each FP8 parameter that requires a gradient or gets one. Gradients whose
-    dtype is not ``master_dtype`` are cast, all of them, for the duration of ``step``.
+    dtype is not ``master_dtype`` are cast, all of them, for the duration of ``step``. With
+    ``fp8_moments`` a moment takes a byte a value; a step holds some in high precision at a time.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs or dicts with options of their own.
         optimizer_class: called as ``optimizer_class(params, **optimizer_kwargs)``.
         master_dtype: float32, bfloat16 or float16.
         also_16_bit: bfloat16 and float16 parameters get masters as well.
+        fp8_moments: states of a parameter's shape are stored in FP8 between steps, if it has two
+            dimensions or more and 4096 values or more.
+        stochastic_rounding: bfloat16 masters, and bfloat16 parameters without one, are updated in
+            float32 and rounded stochastically.
 
     Attributes:
         inner: the optimizer that updates the masters.
@@ -75,6 +80,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     Raises:
         TypeError: ``optimizer_class`` makes no torch optimizer, or a bad ``master_dtype``.
+        ValueError: the optimizer needs a closure, and anything is rounded.
 
     >>> with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
     ...     model = float8lab.Linear(64, 32, device="cpu")
@@ -150,19 +156,17 @@ class MasterWeights(torch.optim.Optimizer):
 
         Args:
             closure: reevaluates the model and returns the loss; it sees parameters that agree with
-                their masters, however often the inner optimizer calls it.
+                their masters, however often the inner optimizer calls it. It is called once, before
+                the update, with ``fp8_moments`` or ``stochastic_rounding``.
         """
         check_callables((), closure=closure)
         inner = self._synchronize()
-        result = None
         if closure is None:
             self._hand_over_gradients()
+            result = self._storage.step(inner)
         elif self._storage.rounds:
             result = self._evaluate(closure)
-        if self._storage.rounds:
             self._storage.step(inner)
-        elif closure is None:
-            result = inner.step()
         else:
             result = inner.step(partial(self._evaluate, closure))
         self._write_parameters()
@@ -214,7 +218,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         Raises:
             TypeError: ``state_dict`` is no state of an optimizer.
-            ValueError: groups or masters of another shape.
+            ValueError: groups, masters or quantized moments of another shape.
         """
         keys = {"state", "param_groups"}
         if not isinstance(state_dict, Mapping) or not keys <= state_dict.keys():

@@ -9,8 +9,8 @@ of two, so that under another scale a value is the same. A moment of squares is 
 which halves its range of exponents. Only 0 becomes 0, since updates divide by some moments.
 
 Rounding is stochastic: a moving average moves by 0.1 % in a step where e4m3 can tell 6 %, and
-rounded to nearest it would stand still. The random bits are a hash of the value and of the step's
-number. Positions have no part in it, so that shards, replicas and chunks round as the unsharded
+rounded to nearest it would stand still. The random bits are a hash of the value, the step's number
+and the place in the block, no more, so that shards, replicas and chunks round as the unsharded
 parameter does, and a resumed run as an uninterrupted one.
 """
 
@@ -70,7 +70,7 @@ class Storage:
         return self.fp8_moments or self.stochastic_rounding
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer calls a closure more than once, as LBFGS does."""
+        """Raise if an optimizer must call a closure, as LBFGS does."""
         closure = signature(optimizer.step).parameters.get("closure")
         if self.rounds and closure is not None and closure.default is closure.empty:
             raise ValueError(
@@ -78,12 +78,14 @@ class Storage:
                 f"is True; got {type(optimizer).__name__}. Leave both out."
             )
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer step on a few parameters at a time.
+    def step(self, optimizer: torch.optim.Optimizer) -> float | None:
+        """Let an optimizer step, on a few parameters at a time if anything is rounded.
 
         Each chunk sees the options that groups had before the step; some optimizers count in them.
         If the optimizer raises, the stored moments of the chunk stay as they were.
         """
+        if not self.rounds:
+            return optimizer.step()
         groups = optimizer.param_groups
         number = 1 + max(group.get(ROUNDINGS, 0) for group in groups)
         before = [{**group, ROUNDINGS: number} for group in groups]
@@ -92,11 +94,13 @@ class Storage:
                 copies = {p: self._copy(p) for p in chunk}
                 for group, options in zip(groups, before, strict=True):
                     params = [copies[p] for p in options["params"] if p in copies]
+                    group.clear()
                     group.update(options, params=params)
                 self._step_chunk(optimizer, copies, number)
         finally:
             for group, options in zip(groups, before, strict=True):
                 group["params"] = options["params"]
+        return None
 
     def _step_chunk(
         self, optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], number: int
@@ -155,17 +159,13 @@ class Storage:
         state = dict(cast("dict[int, _Moments]", state_dict["state"]))
         exact: dict[Tensor, _Moments] = {}
         for index, p in parameters.items():
-            entry, keeps_all = state.pop(index, {}), self._rounds(p)
+            entry = {name: x for name, x in state.pop(index, {}).items() if name != MASTER}
             _check_moments(index, p, entry)
-            exact[p] = {
-                name: x
-                for name, x in entry.items()
-                if name.endswith((QDATA, SCALE))
-                or (keeps_all and isinstance(x, Tensor) and name not in ("step", MASTER))
-            }
-            plain = {name: x for name, x in entry.items() if name not in {MASTER, *exact[p]}}
-            if plain:
-                state[index] = plain
+            ends = ("",) if self._rounds(p) else (QDATA, SCALE)
+            names = [name for name in entry if name.endswith(ends) and name != "step"]
+            exact[p] = {name: entry.pop(name) for name in names if torch.is_tensor(entry[name])}
+            if entry:
+                state[index] = entry
         optimizer.load_state_dict({**state_dict, "state": state})
         number = max(group.get(ROUNDINGS, 0) for group in optimizer.param_groups)
         for p in [p for p, tensors in exact.items() if tensors or p in optimizer.state]:
@@ -206,26 +206,26 @@ def _drop(entry: _Moments, names: Iterable[str]) -> None:
 
 def _scale_shape(shape: torch.Size) -> torch.Size:
     """The shape of the scales of a moment, or of a shard of one."""
-    return torch.Size((*shape[:-1], -(-shape[-1] // BLOCK)))
+    return torch.Size((*shape[:-1], *(-(-size // BLOCK) for size in shape[-1:])))
 
 
 def _check_moments(index: int, p: Tensor, entry: _Moments) -> None:
     """Raise unless quantized moments in the state of a parameter fit it."""
     for name in _quantized(entry):
-        shapes = {name + QDATA: p.shape, name + SCALE: p.ndim and _scale_shape(p.shape)}
-        for key, shape in shapes.items():
-            value = entry.get(key)
-            if not isinstance(value, Tensor) or value.shape != shape:
+        for key, shape in ((name + QDATA, p.shape), (name + SCALE, _scale_shape(p.shape))):
+            x = entry.get(key)
+            if not isinstance(x, Tensor) or (x.shape, x.dtype) != (shape, torch.uint8):
                 raise ValueError(
-                    f"state_dict must have {key} of parameter {index} with shape {shape}; got "
-                    f"{shown(value)}. Load the state_dict of the same model."
+                    f"state_dict must have {key} of parameter {index} as uint8 of shape "
+                    f"{tuple(shape)}; got {shown(x)}. Load the state_dict of the same model."
                 )
 
 
 def _quantize_moments(p: Tensor, entry: _Moments, step: int) -> None:
     """Write the quantized form of the moments in the state of a parameter beside them."""
     for name, moment in list(entry.items()):
-        if not isinstance(moment, Tensor) or moment.shape != p.shape or moment.dtype == torch.uint8:
+        is_alike = torch.is_tensor(moment) and moment.shape == p.shape
+        if not is_alike or not moment.is_floating_point():
             continue
         values = local_of(moment)
         for end, shape_of in ((QDATA, torch.Size), (SCALE, _scale_shape)):
@@ -247,7 +247,8 @@ def _quantize(x: Tensor, data: Tensor, scale: Tensor, step: int, *, is_square: b
     scaled = blocks * encode
     # Subnormals have the spacing of the smallest normals, to which they are moved and back.
     shift = torch.where(scaled.abs() < _NORMAL, _NORMAL, 0.0).copysign(scaled)
-    rounded = round_stochastically(scaled + shift, 20, step) - shift
+    column = torch.arange(BLOCK, dtype=torch.int32, device=x.device)
+    rounded = round_stochastically(scaled + shift, 20, step, column) - shift
     rounded = torch.where(rounded == 0, blocks.sign() * _SMALLEST, rounded)
     stored = round_to_fp8(rounded, blocks, E4M3).view(torch.uint8)
     data.copy_(stored.flatten(1)[:, : x.shape[1]])
@@ -265,22 +266,19 @@ def _dequantize_moments(p: Tensor, entry: _Moments) -> None:
         entry[name] = with_local(p, torch.empty_like(local_of(p)).copy_(values))
 
 
-def round_stochastically(x: Tensor, dropped: int, step: int) -> Tensor:
-    """Round away the lowest bits of float32 numbers, up or down at random.
+def round_stochastically(x: Tensor, dropped: int, step: int, place: Tensor | int = 0) -> Tensor:
+    """Round float32 numbers at random, up or down: the expectation over steps is ``x``.
 
-    The expectation over steps is ``x``. What is not finite stays.
-
-    Args:
-        x: float32.
-        dropped: bits of the mantissa that become 0: 16 leaves bfloat16 numbers.
-        step: numbers of another step have other random bits.
+    Of the mantissa ``dropped`` bits become 0; 16 leave a bfloat16 number. Equal values at another
+    ``place``, int32, are rounded in another way.
 
     >>> x = torch.tensor([1.0 + 2**-8])
     >>> sorted({round_stochastically(x, 16, step).item() for step in range(8)})
     [1.0, 1.0078125]
     """
     bits = x.contiguous().view(torch.int32)
-    random = (bits + ((step * 0x9E3779B9 + 0x3C6EF372) & 0x7FFFFFFF)) * 0x21F0AAAD
+    random = bits + ((step * 0x9E3779B9 + 0x3C6EF372) & 0x7FFFFFFF) + place * 0x632BE5AB
+    random *= 0x21F0AAAD
     for constant in (0x735A2D97, 0x2C1B3C6D):
         random ^= random >> 15
         random *= constant

@@ -33,7 +33,7 @@ def local_of(x: object) -> object:
 
 
 def with_local(x: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """``local``, as a DTensor of the placements of ``x`` if that is one, of its or a given shape."""
+    """``local``, as a DTensor of the placements of ``x`` if that is one, and of a shape."""
     if not is_dtensor(x):
         return local
     like = x if shape is None else torch.empty(shape, device="meta")
