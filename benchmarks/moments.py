@@ -61,11 +61,12 @@ def bytes_table(size: int = 1024) -> str:
     for (weight, master), options in COMBINATIONS.items():
         for storage in ({}, FP8):
             layer = _layer(weight, size)
-            optimizer = MasterWeights(layer.parameters(), torch.optim.AdamW, **options, **storage)
+            every: dict[str, Any] = options | storage
+            optimizer = MasterWeights(layer.parameters(), torch.optim.AdamW, **every)
             layer.weight.grad = torch.ones_like(layer.weight)
             with float8lab.fallback("silent"):
                 optimizer.step()
-            moments = [x for x in optimizer.state[layer.weight].values() if x.ndim]
+            moments = _moments(optimizer)
             held = [[layer.weight], list(optimizer.masters.values()), moments]
             bytes_each = [_bytes(tensors) / size**2 for tensors in held]
             stored = "FP8" if storage else str(moments[0].dtype).removeprefix("torch.")
@@ -81,6 +82,11 @@ def _layer(weight: str, size: int) -> Any:
         with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
             return float8lab.Linear(size, size, bias=False, device="cpu")
     return nn.Linear(size, size, bias=False, dtype=getattr(torch, weight.partition(",")[0]))
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    tensors = [x for state in optimizer.state.values() for x in state.values()]
+    return [x for x in tensors if isinstance(x, Tensor) and x.ndim]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -106,8 +112,11 @@ def compare(job: Job, ways: Sequence[str], seeds: int) -> Iterator[tuple[int, Ru
                 model = model.bfloat16()
             optimizer = _optimizer(model, seeded, WAYS[name])
             run = seeded.train(name, model, progress, optimizer=optimizer)
-            states = [x for entry in optimizer.state.values() for x in entry.values() if x.ndim]
-            yield seed, run, _bytes(states) / sum(p.numel() for p in model.parameters())
+            yield (
+                seed,
+                run,
+                _bytes(_moments(optimizer)) / sum(p.numel() for p in model.parameters()),
+            )
     progress.close()
 
 

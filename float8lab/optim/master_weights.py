@@ -31,7 +31,7 @@ from float8lab.arguments import check_callables, check_dtype, check_flags, check
 from float8lab.distributed.comm import shared_amaxes
 from float8lab.distributed.fsdp.weight import requantize_shards_, row_shard_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.optim.moments import MASTER, ROUNDINGS, Storage
+from float8lab.optim.moments import MASTER, ROUNDINGS, Storage, check_state
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks, quantize_blocks_, requantize_blocks
 from float8lab.tensor.dtensor import local_of, with_local
@@ -61,16 +61,14 @@ class MasterWeights(torch.optim.Optimizer):
     scales by the parameter's own format and granularity.
 
     Memory: one master for each FP8 parameter that requires a gradient or gets one. Gradients whose
-    dtype is not ``master_dtype`` are cast, all of them, for the duration of ``step``. With
-    ``fp8_moments`` a moment takes a byte a value; a step holds some in high precision at a time.
+    dtype is not ``master_dtype`` are cast, all of them, for the duration of ``step``.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs or dicts with options of their own.
         optimizer_class: called as ``optimizer_class(params, **optimizer_kwargs)``.
         master_dtype: float32, bfloat16 or float16.
         also_16_bit: bfloat16 and float16 parameters get masters as well.
-        fp8_moments: states of a parameter's shape are stored in FP8 between steps, if it has two
-            dimensions or more and 4096 values or more.
+        fp8_moments: states of the shape of a large matrix are stored in FP8 between steps.
         stochastic_rounding: bfloat16 masters, and bfloat16 parameters without one, are updated in
             float32 and rounded stochastically.
 
@@ -156,8 +154,8 @@ class MasterWeights(torch.optim.Optimizer):
 
         Args:
             closure: reevaluates the model and returns the loss; it sees parameters that agree with
-                their masters, however often the inner optimizer calls it. It is called once, before
-                the update, with ``fp8_moments`` or ``stochastic_rounding``.
+                their masters, however often the inner optimizer calls it. With ``fp8_moments`` or
+                ``stochastic_rounding`` it is called once, before the update.
         """
         check_callables((), closure=closure)
         inner = self._synchronize()
@@ -237,13 +235,8 @@ class MasterWeights(torch.optim.Optimizer):
             if isinstance(entry, dict) and MASTER in entry
         }
         by_index = dict(_by_index(state_dict["param_groups"], self.param_groups))
-        for index, master in saved.items():
-            if index in by_index and master.shape != by_index[index].shape:
-                raise ValueError(
-                    f"the master of parameter {index} must have shape "
-                    f"{tuple(by_index[index].shape)}; got {tuple(master.shape)}. Load the "
-                    "state_dict of the same model."
-                )
+        for index, p in by_index.items():
+            check_state(index, p, state_dict["state"].get(index, {}))
         inner = self._synchronize(needed={by_index[i] for i in saved if i in by_index})
         inner_params = {index: self.masters.get(p, p) for index, p in by_index.items()}
         self._storage.load(inner, state_dict, inner_params)

@@ -1,25 +1,23 @@
-"""What an optimizer keeps between two steps in fewer bits: moments, and parameters in bfloat16.
+"""States that an optimizer stores in fewer bits between two steps, and bfloat16 parameters.
 
 Nouns: a *moment* is a floating-point state of the shape of its parameter, such as ``exp_avg``.
-Between steps ``exp_avg.qdata`` and ``exp_avg.scale`` stand for it, FP8 data and scales. A step
-dequantizes the moments of a *chunk* of parameters at a time, and quantizes them after the update.
-
-A block has 128 values of the last dimension; shards never cut one. Data is e4m3. Scales are powers
-of two, so that under another scale a value is the same. A moment of squares is stored as its root,
-which halves its range of exponents. Only 0 becomes 0, since updates divide by some moments.
+Between steps ``exp_avg.qdata`` and ``exp_avg.scale`` stand for it, e4m3 data and scales of blocks
+of 128 values of the last dimension. A step dequantizes the moments of a *chunk* of parameters at a
+time. Scales are powers of two: under another scale a value is the same. A moment of squares is
+stored as its root, which halves its range of exponents.
 
 Rounding is stochastic: a moving average moves by 0.1 % in a step where e4m3 can tell 6 %, and
 rounded to nearest it would stand still. The random bits are a hash of the value, the step's number
-and the place in the block, no more, so that shards, replicas and chunks round as the unsharded
-parameter does, and a resumed run as an uninterrupted one.
+and the place in the block, so that shards, replicas and resumed runs round as the first does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import accumulate, groupby
 from typing import cast
 
 import torch
@@ -30,21 +28,18 @@ from float8lab.formats import E4M3, E8M0
 from float8lab.ops import factors_from_amax, round_to_fp8
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
-__all__ = ["MASTER", "ROUNDINGS", "Storage", "round_stochastically"]
+__all__ = ["MASTER", "ROUNDINGS", "Storage", "check_state", "round_stochastically"]
 
 MASTER = "master"
 """Key of a master in the ``state`` of a state_dict."""
 ROUNDINGS = "roundings"
 """Key of the number of steps that rounded stochastically, in a parameter group."""
 QDATA, SCALE = ".qdata", ".scale"
-"""Ends of the names of a quantized moment's tensors, both uint8."""
+"""Suffixes of the names of a quantized moment's tensors, both uint8."""
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 """Moments of squares in torch's optimizers. One of another name is stored as it is."""
-BLOCK = 128
-FEWEST = 4096
-"""Values of the smallest parameter whose moments are quantized."""
-CHUNK = 2**24
-"""Values of a chunk, unless one parameter alone has more."""
+BLOCK, FEWEST, CHUNK = 128, 4096, 2**24
+"""Values of a block, of the smallest parameter with FP8 moments, of a chunk if it can be cut."""
 _NORMAL, _SMALLEST = 2.0**-6, 2.0**-9
 """The smallest normal number of e4m3, and its smallest above 0."""
 
@@ -54,12 +49,7 @@ _Moments = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Storage:
-    """How parameters and states are kept between the steps of an optimizer.
-
-    Attributes:
-        fp8_moments: moments of large matrices, and of tensors of more dimensions, are quantized.
-        stochastic_rounding: bfloat16 parameters are updated in float32 and rounded stochastically.
-    """
+    """How moments and bfloat16 parameters are kept between the steps of an optimizer."""
 
     fp8_moments: bool
     stochastic_rounding: bool
@@ -70,7 +60,7 @@ class Storage:
         return self.fp8_moments or self.stochastic_rounding
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer must call a closure, as LBFGS does."""
+        """Raise if an optimizer must have a closure, as LBFGS must."""
         closure = signature(optimizer.step).parameters.get("closure")
         if self.rounds and closure is not None and closure.default is closure.empty:
             raise ValueError(
@@ -87,10 +77,10 @@ class Storage:
         if not self.rounds:
             return optimizer.step()
         groups = optimizer.param_groups
-        number = 1 + max(group.get(ROUNDINGS, 0) for group in groups)
+        number = 1 + max(int(group.get(ROUNDINGS, 0)) for group in groups)
         before = [{**group, ROUNDINGS: number} for group in groups]
         try:
-            for chunk in _chunks(p for group in before for p in group["params"]):
+            for chunk in _chunks([p for group in before for p in group["params"]]):
                 copies = {p: self._copy(p) for p in chunk}
                 for group, options in zip(groups, before, strict=True):
                     params = [copies[p] for p in options["params"] if p in copies]
@@ -137,7 +127,7 @@ class Storage:
         if not self.fp8_moments or p.ndim < 2 or p.numel() < FEWEST:
             return False
         placements = zip(p.placements, p.device_mesh.shape, strict=True) if is_dtensor(p) else ()
-        cuts = [n for where, n in placements if getattr(where, "dim", None) == p.ndim - 1]
+        cuts = [n for shard, n in placements if getattr(shard, "dim", None) == p.ndim - 1]
         return math.prod(cuts) == 1 or p.shape[-1] % (math.prod(cuts) * BLOCK) == 0
 
     def load(
@@ -146,52 +136,37 @@ class Storage:
         state_dict: Mapping[str, object],
         parameters: Mapping[int, Tensor],
     ) -> None:
-        """Let an optimizer load a state without masters, whose moments are quantized or not.
+        """Let an optimizer load a state without its masters, for parameters by their indices.
 
-        Alone it would cast quantized moments, and the float32 states of bfloat16 parameters.
-
-        Args:
-            parameters: those of the optimizer, by their indices in ``state_dict``.
-
-        Raises:
-            ValueError: quantized moments are not those of the parameters; nothing is loaded.
+        Alone it would cast quantized moments, and the float32 states of bfloat16 parameters. The
+        next step quantizes the moments that are not.
         """
         state = dict(cast("dict[int, _Moments]", state_dict["state"]))
         exact: dict[Tensor, _Moments] = {}
         for index, p in parameters.items():
-            entry = {name: x for name, x in state.pop(index, {}).items() if name != MASTER}
-            _check_moments(index, p, entry)
-            ends = ("",) if self._rounds(p) else (QDATA, SCALE)
-            names = [name for name in entry if name.endswith(ends) and name != "step"]
+            entry = {**state.pop(index, {})}
+            entry.pop(MASTER, None)
+            suffixes = ("",) if self._rounds(p) else (QDATA, SCALE)
+            names = [name for name in entry if name.endswith(suffixes) and name != "step"]
             exact[p] = {name: entry.pop(name) for name in names if torch.is_tensor(entry[name])}
             if entry:
                 state[index] = entry
         optimizer.load_state_dict({**state_dict, "state": state})
-        number = max(group.get(ROUNDINGS, 0) for group in optimizer.param_groups)
-        for p in [p for p, tensors in exact.items() if tensors or p in optimizer.state]:
-            entry = optimizer.state[p]
-            for name, x in exact[p].items():
+        for p, tensors in exact.items():
+            for name, x in tensors.items():
                 dtype = torch.float32 if x.is_floating_point() else x.dtype
-                entry[name] = x.to(p.device, dtype, copy=True)
-            if self._quantizes(p):
-                _quantize_moments(p, entry, number)
-                _drop(entry, _quantized(entry))
-            else:
-                _dequantize_moments(p, entry)
-                _drop(entry, [name + end for name in _quantized(entry) for end in (QDATA, SCALE)])
+                optimizer.state[p][name] = x.to(p.device, dtype, copy=True)
+            if tensors and not self._quantizes(p):
+                _dequantize_moments(p, optimizer.state[p])
+                names = _quantized(tensors)
+                _drop(optimizer.state[p], [name + x for name in names for x in (QDATA, SCALE)])
 
 
-def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _chunks(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """Cut parameters into chunks, one at least."""
-    chunk: list[Tensor] = []
-    size = 0
-    for p in parameters:
-        size += local_of(p).numel()
-        if chunk and size > CHUNK:
-            yield chunk
-            chunk, size = [], local_of(p).numel()
-        chunk.append(p)
-    yield chunk
+    ends_at = accumulate(local_of(p).numel() for p in parameters)
+    chunks = groupby(zip(ends_at, parameters, strict=True), lambda pair: pair[0] // CHUNK)
+    return [[p for _, p in pairs] for _, pairs in chunks] or [[]]
 
 
 def _quantized(entry: _Moments) -> list[str]:
@@ -209,16 +184,18 @@ def _scale_shape(shape: torch.Size) -> torch.Size:
     return torch.Size((*shape[:-1], *(-(-size // BLOCK) for size in shape[-1:])))
 
 
-def _check_moments(index: int, p: Tensor, entry: _Moments) -> None:
-    """Raise unless quantized moments in the state of a parameter fit it."""
+def check_state(index: int, p: Tensor, entry: _Moments) -> None:
+    """Raise unless the master and quantized moments in the state of a parameter fit it."""
+    shapes = {MASTER: p.shape} if MASTER in entry else {}
     for name in _quantized(entry):
-        for key, shape in ((name + QDATA, p.shape), (name + SCALE, _scale_shape(p.shape))):
-            x = entry.get(key)
-            if not isinstance(x, Tensor) or (x.shape, x.dtype) != (shape, torch.uint8):
-                raise ValueError(
-                    f"state_dict must have {key} of parameter {index} as uint8 of shape "
-                    f"{tuple(shape)}; got {shown(x)}. Load the state_dict of the same model."
-                )
+        shapes |= {name + QDATA: p.shape, name + SCALE: _scale_shape(p.shape)}
+    for key, shape in shapes.items():
+        x, is_free = entry.get(key), key == MASTER
+        if not isinstance(x, Tensor) or x.shape != shape or not (is_free or x.dtype == torch.uint8):
+            raise ValueError(
+                f"state_dict must have {key} of parameter {index} in shape {tuple(shape)}"
+                f"{', uint8' * (not is_free)}; got {shown(x)}. Load that of the same model."
+            )
 
 
 def _quantize_moments(p: Tensor, entry: _Moments, step: int) -> None:
