@@ -219,12 +219,13 @@ def _quantize(x: Tensor, data: Tensor, scale: Tensor, step: int, *, is_square: b
     """Quantize rows into FP8 data and scales."""
     if is_square:
         x = x.abs().sqrt().copysign(x)
-    blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    size = max(1, min(BLOCK, x.shape[1]))
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
     decode, encode = factors_from_amax(blocks.abs().amax(2, keepdim=True), E4M3, "e8m0")
     scaled = blocks * encode
     # Subnormals have the spacing of the smallest normals, to which they are moved and back.
     shift = torch.where(scaled.abs() < _NORMAL, _NORMAL, 0.0).copysign(scaled)
-    column = torch.arange(BLOCK, dtype=torch.int32, device=x.device)
+    column = torch.arange(size, dtype=torch.int32, device=x.device)
     rounded = round_stochastically(scaled + shift, 20, step, column) - shift
     rounded = torch.where(rounded == 0, blocks.sign() * _SMALLEST, rounded)
     stored = round_to_fp8(rounded, blocks, E4M3).view(torch.uint8)
@@ -236,7 +237,8 @@ def _dequantize_moments(p: Tensor, entry: _Moments) -> None:
     """Add the moments that the state of a parameter holds quantized, in the parameter's dtype."""
     for name in _quantized(entry):
         data, scale = local_of(entry[name + QDATA]), local_of(entry[name + SCALE])
-        scales = scale.view(E8M0).float().repeat_interleave(BLOCK, -1)[..., : data.shape[-1]]
+        length = data.shape[-1]
+        scales = scale.view(E8M0).float().repeat_interleave(min(BLOCK, length), -1)[..., :length]
         values = data.view(E4M3).float() * scales
         values = values * values.abs() if name in SQUARES else values
         # In the memory format of the parameter, which fused optimizers ask for.
