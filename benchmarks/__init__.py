@@ -26,6 +26,7 @@ links       what a GPU sends to others, by torchrun; prints
 offload     CPU offload of activations; not among "all"
 watch       what ``float8lab.inspect.watch`` costs; prints, and is in docs/watch.md
 pretrain    a Llama of a billion parameters from scratch, run by run; prints loss gaps and tokens/s
+moments     FP8 moments of AdamW: their cost in loss, and bytes of each combination; prints
 scale       how far predicted steps are from the rows of RESULTS.md; prints; needs no GPU
 report_page how fast the report of a large run opens in a browser; prints; needs no GPU
 =========== ====================================================================================

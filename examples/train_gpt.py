@@ -256,11 +256,18 @@ class Job:
     def batches(self, text: Tensor) -> Batches:
         return Batches(text.to(self.device), self.model.context)
 
-    def train(self, name: str, model: nn.Module, progress: Progress, watcher: Any = None) -> Run:
-        """Train ``model`` in place; a watcher is told each step's loss."""
+    def train(
+        self,
+        name: str,
+        model: nn.Module,
+        progress: Progress,
+        watcher: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Run:
+        """Train ``model`` in place, by default with AdamW; a watcher is told each step's loss."""
         run, training = Run(name), self.training
         held_out = self.batches(self.text.validation)
-        optimizer = make_optimizer(model, training)
+        optimizer = optimizer or make_optimizer(model, training)
         losses: list[Tensor] = []
         meter = Meter(self.device)
         interval_ms: list[float] = []

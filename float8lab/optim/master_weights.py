@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -31,6 +31,7 @@ from float8lab.arguments import check_callables, check_dtype, check_flags, check
 from float8lab.distributed.comm import shared_amaxes
 from float8lab.distributed.fsdp.weight import requantize_shards_, row_shard_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.optim.moments import MASTER, ROUNDINGS, Storage, check_state
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks, quantize_blocks_, requantize_blocks
 from float8lab.tensor.dtensor import local_of, with_local
@@ -45,9 +46,6 @@ _State = dict[str, object]
 """The state of a parameter in an optimizer."""
 _Group = dict[str, object]
 """A parameter group, with its parameters, or their indices, under ``"params"``."""
-
-MASTER = "master"
-"""Key of a master in the ``state`` of a state_dict."""
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -70,6 +68,9 @@ class MasterWeights(torch.optim.Optimizer):
         optimizer_class: called as ``optimizer_class(params, **optimizer_kwargs)``.
         master_dtype: float32, bfloat16 or float16.
         also_16_bit: bfloat16 and float16 parameters get masters as well.
+        fp8_moments: states of the shape of a large matrix are stored in FP8 between steps.
+        stochastic_rounding: bfloat16 masters, and bfloat16 parameters without one, are updated in
+            float32 and rounded stochastically.
 
     Attributes:
         inner: the optimizer that updates the masters.
@@ -77,6 +78,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     Raises:
         TypeError: ``optimizer_class`` makes no torch optimizer, or a bad ``master_dtype``.
+        ValueError: the optimizer needs a closure, and anything is rounded.
 
     >>> with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
     ...     model = float8lab.Linear(64, 32, device="cpu")
@@ -97,26 +99,33 @@ class MasterWeights(torch.optim.Optimizer):
         *,
         master_dtype: torch.dtype = torch.float32,
         also_16_bit: bool = False,
+        fp8_moments: bool = False,
+        stochastic_rounding: bool = False,
         **optimizer_kwargs: object,
     ) -> None:
         check_instance(
             "optimizer_class", optimizer_class, Callable, "a class such as torch.optim.AdamW"
         )
-        check_dtype("master_dtype", master_dtype, HIGH_PRECISION_DTYPES, optional=False)
-        check_flags(also_16_bit=also_16_bit)
+        dtypes = HIGH_PRECISION_DTYPES[: 2 if stochastic_rounding else 3]
+        check_dtype("master_dtype", master_dtype, dtypes, optional=False)
+        check_flags(also_16_bit=also_16_bit, fp8_moments=fp8_moments)
+        check_flags(stochastic_rounding=stochastic_rounding)
         self.masters = {}
+        self._storage = Storage(bool(fp8_moments), bool(stochastic_rounding))
         self._master_dtype = master_dtype
         self._also_16_bit = also_16_bit
         self._make_inner = partial(optimizer_class, **optimizer_kwargs)
         self._written: dict[Tensor, _Written] = {}
-        super().__init__(params, {})  # type: ignore[arg-type]  # which checks them
+        defaults = {ROUNDINGS: 0} if self._storage.rounds else {}
+        super().__init__(params, defaults)  # type: ignore[arg-type]  # which checks them
         self.inner = self._make_inner([self._inner_group(g) for g in self.param_groups])
         if not isinstance(self.inner, torch.optim.Optimizer):
             raise TypeError(
                 "optimizer_class must make a torch.optim.Optimizer; got "
                 f"{type(self.inner).__name__}. Derive it from that class."
             )
-        self.defaults = self.inner.defaults
+        self._storage.check(self.inner)
+        self.defaults = {**defaults, **self.inner.defaults}
         _copy_options(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: _Group) -> None:
@@ -145,13 +154,17 @@ class MasterWeights(torch.optim.Optimizer):
 
         Args:
             closure: reevaluates the model and returns the loss; it sees parameters that agree with
-                their masters, however often the inner optimizer calls it.
+                their masters, however often the inner optimizer calls it. With ``fp8_moments`` or
+                ``stochastic_rounding`` it is called once, before the update.
         """
         check_callables((), closure=closure)
         inner = self._synchronize()
         if closure is None:
             self._hand_over_gradients()
-            result = inner.step()
+            result = self._storage.step(inner)
+        elif self._storage.rounds:
+            result = self._evaluate(closure)
+            self._storage.step(inner)
         else:
             result = inner.step(partial(self._evaluate, closure))
         self._write_parameters()
@@ -203,7 +216,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         Raises:
             TypeError: ``state_dict`` is no state of an optimizer.
-            ValueError: groups or masters of another shape.
+            ValueError: groups, masters or quantized moments of another shape.
         """
         keys = {"state", "param_groups"}
         if not isinstance(state_dict, Mapping) or not keys <= state_dict.keys():
@@ -222,15 +235,11 @@ class MasterWeights(torch.optim.Optimizer):
             if isinstance(entry, dict) and MASTER in entry
         }
         by_index = dict(_by_index(state_dict["param_groups"], self.param_groups))
-        for index, master in saved.items():
-            if index in by_index and master.shape != by_index[index].shape:
-                raise ValueError(
-                    f"the master of parameter {index} must have shape "
-                    f"{tuple(by_index[index].shape)}; got {tuple(master.shape)}. Load the "
-                    "state_dict of the same model."
-                )
+        for index, p in by_index.items():
+            check_state(index, p, state_dict["state"].get(index, {}))
         inner = self._synchronize(needed={by_index[i] for i in saved if i in by_index})
-        inner.load_state_dict({**state_dict, "state": _without_masters(state_dict["state"], saved)})
+        inner_params = {index: self.masters.get(p, p) for index, p in by_index.items()}
+        self._storage.load(inner, state_dict, inner_params)
         _copy_options(inner.param_groups, self.param_groups)
         self._load_masters([(by_index.get(index), master) for index, master in saved.items()])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -257,7 +266,7 @@ class MasterWeights(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, object]:
         # Not _written: its versions are those of these very tensors. The next step compares bytes.
         public = ("defaults", "param_groups", "inner", "masters")
-        private = ("_master_dtype", "_also_16_bit", "_make_inner")
+        private = ("_master_dtype", "_also_16_bit", "_storage", "_make_inner")
         return {name: getattr(self, name) for name in (*public, *private)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -510,14 +519,3 @@ def _check_groups(packed: Sequence[_Group], groups: Sequence[_Group]) -> None:
             f"state_dict must have groups of {present} parameters; got {saved}. Load the state of "
             "an optimizer of the same model, made with the same groups."
         )
-
-
-def _without_masters(state: Mapping[int, _State], saved: Container[int]) -> dict[int, _State]:
-    """The inner optimizer's state: an entry that held nothing but a master is left out."""
-    return {
-        index: {key: value for key, value in entry.items() if key != MASTER}
-        if index in saved
-        else entry
-        for index, entry in state.items()
-        if index not in saved or entry.keys() - {MASTER}
-    }

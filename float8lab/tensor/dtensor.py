@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeGuard, TypeVar, overload
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ def local_of(x: object) -> object:
     return getattr(x, "_local_tensor", x)
 
 
-def with_local(x: Tensor, local: Tensor) -> Tensor:
-    """``local``, as a DTensor of the shape and placements of ``x`` if that is one."""
+def with_local(x: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """``local``, as a DTensor of the placements of ``x`` if that is one, and of a shape."""
     if not is_dtensor(x):
         return local
+    like = x if shape is None else torch.empty(shape, device="meta")
     return type(x).from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        local, x.device_mesh, x.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

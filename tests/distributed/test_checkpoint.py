@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import float8lab
 from float8lab.distributed import ModelState
 from float8lab.nn import ScalingState, whole_state_dict
+from float8lab.optim import MasterWeights
 from float8lab.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.distributed.ranks import RECIPES, Ranks, each_check
 
@@ -158,6 +161,79 @@ def check_async_save(ranks: Ranks) -> None:
     other = shard(make_stored(ranks, recipe, 1), ranks.mesh())
     load({"model": ModelState(other)}, ranks.tmp_path / "async", None)
     assert_equal_states(ModelState(other).state_dict(), whole)
+
+
+def check_fp8_moments_on_other_numbers_of_ranks(ranks: Ranks) -> None:
+    """Steps, a checkpoint and the steps after it have the bytes of the unsharded optimizer."""
+    every = meshes(ranks) | {1: DeviceMesh(ranks.device.type, [0])}
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def make(mesh: DeviceMesh | None, seed: int, dtype: torch.dtype = dtype) -> Any:
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(200, 70), nn.Linear(70, 64)).to(ranks.device, dtype)
+            if mesh is not None:
+                shard(model, mesh)
+            options = {"fp8_moments": True, "stochastic_rounding": True}
+            return model, MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1, **options)
+
+        def steps(model: nn.Module, optimizer: Any, seeds: range) -> dict[str, Any]:
+            for seed in seeds:
+                torch.manual_seed(seed)
+                x = torch.randn(8, 200, device=ranks.device, dtype=next(model.parameters()).dtype)
+                model(x).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return states(model, optimizer)
+
+        def states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+            found = get_optimizer_state_dict(model, optimizer)["state"]
+            return {
+                f"{p}.{name}": x.full_tensor() if hasattr(x, "full_tensor") else x
+                for p, entry in found.items()
+                for name, x in entry.items()  # type: ignore[union-attr]
+            } | {
+                k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in model.state_dict().items()
+            }
+
+        whole = make(None, 0)
+        early = {name: x.clone() for name, x in steps(*whole, range(2)).items()}
+        assert early["0.weight.exp_avg.qdata"].dtype == torch.uint8
+        late = steps(*whole, range(2, 4))
+        for size, mesh in every.items():
+            if ranks.rank < size:
+                model, optimizer = make(mesh, 0)
+                assert_equal_states(steps(model, optimizer, range(2)), early)
+                state = {"model": get_model_state_dict(model)}
+                state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+                save(state, ranks.tmp_path / f"{dtype}-{size}", mesh.get_group())
+        dist.barrier()
+        for old, (size, mesh) in itertools.product(every, every.items()):
+            if ranks.rank < size:
+                model, optimizer = make(mesh, 1)
+                state = {"model": get_model_state_dict(model)}
+                state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+                load(state, ranks.tmp_path / f"{dtype}-{old}", mesh.get_group())
+                set_model_state_dict(model, state["model"])
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
+                assert_equal_states(states(model, optimizer), early)
+                assert_equal_states(steps(model, optimizer, range(2, 4)), late)
+        dist.barrier()
+
+
+def check_shards_of_columns_have_fp8_moments_where_they_cut_no_block(ranks: Ranks) -> None:
+    for columns, is_quantized in ((128 * ranks.world, True), (64 * ranks.world, False)):
+        whole = nn.Parameter(torch.ones(70, columns, device=ranks.device))
+        p = nn.Parameter(distribute_tensor(whole.detach(), ranks.mesh(), [Shard(1)]))
+        whole.grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0))
+        whole.grad = whole.grad.to(ranks.device)
+        p.grad = distribute_tensor(whole.grad, ranks.mesh(), [Shard(1)])
+        one, many = (MasterWeights([x], torch.optim.AdamW, fp8_moments=True) for x in (whole, p))
+        one.step()
+        many.step()
+        assert ("exp_avg.scale" in many.state[p]) == is_quantized
+        for name, x in many.state[p].items() if is_quantized else ():
+            full = x.full_tensor() if hasattr(x, "full_tensor") else x
+            assert torch.equal(full, one.state[whole][name]), name
 
 
 def check_the_lines_of_the_page(ranks: Ranks) -> None:

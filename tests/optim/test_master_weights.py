@@ -798,7 +798,9 @@ def test_loading_what_does_not_fit(model, adamw):
         fewer.load_state_dict(saved)
     wrong = copy.deepcopy(saved)
     wrong["state"][0]["master"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"must have shape \(40, 56\); got \(3, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"must have master of .* in shape \(40, 56\); got .*\(3, 3\)"
+    ):
         adamw.load_state_dict(wrong)
     high = float8lab.to_high_precision(make_model())
     plain = MasterWeights(high.parameters(), torch.optim.AdamW, lr=0.1)

@@ -1,0 +1,266 @@
+"""States that an optimizer stores in fewer bits between two steps, and bfloat16 parameters.
+
+Nouns: a *moment* is a floating-point state of the shape of its parameter, such as ``exp_avg``.
+Between steps ``exp_avg.qdata`` and ``exp_avg.scale`` stand for it, e4m3 data and scales of blocks
+of 128 values of the last dimension. A step dequantizes the moments of a *chunk* of parameters at a
+time. Scales are powers of two: under another scale a value is the same. A moment of squares is
+stored as its root, which halves its range of exponents.
+
+Rounding is stochastic: a moving average moves by 0.1 % in a step where e4m3 can tell 6 %, and
+rounded to nearest it would stand still. The random bits are a hash of the value, the step's number
+and the place in the block, so that shards, replicas and resumed runs round as the first does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import accumulate, groupby
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from float8lab.arguments import shown
+from float8lab.formats import E4M3, E8M0
+from float8lab.ops import factors_from_amax, round_to_fp8
+from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
+
+__all__ = ["MASTER", "ROUNDINGS", "Storage", "check_state", "round_stochastically"]
+
+MASTER = "master"
+"""Key of a master in the ``state`` of a state_dict."""
+ROUNDINGS = "roundings"
+"""Key of the number of steps that rounded stochastically, in a parameter group."""
+QDATA, SCALE = ".qdata", ".scale"
+"""Suffixes of the names of a quantized moment's tensors, both uint8."""
+SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+"""Moments of squares in torch's optimizers. One of another name is stored as it is."""
+BLOCK, FEWEST, CHUNK = 128, 4096, 2**24
+"""Values of a block, of the smallest parameter with FP8 moments, of a chunk if it can be cut."""
+_NORMAL, _SMALLEST = 2.0**-6, 2.0**-9
+"""The smallest normal number of e4m3, and its smallest above 0."""
+
+_Moments = dict[str, Tensor]
+"""The state of a parameter in an optimizer, of which only tensors are looked at."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How moments and bfloat16 parameters are kept between the steps of an optimizer."""
+
+    fp8_moments: bool
+    stochastic_rounding: bool
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is rounded stochastically."""
+        return self.fp8_moments or self.stochastic_rounding
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer must have a closure, as LBFGS must."""
+        closure = signature(optimizer.step).parameters.get("closure")
+        if self.rounds and closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                "optimizer_class must step without a closure if fp8_moments or stochastic_rounding "
+                f"is True; got {type(optimizer).__name__}. Leave both out."
+            )
+
+    def step(self, optimizer: torch.optim.Optimizer) -> float | None:
+        """Let an optimizer step, on a few parameters at a time if anything is rounded.
+
+        Each chunk sees the options that groups had before the step; some optimizers count in them.
+        If the optimizer raises, the stored moments of the chunk stay as they were.
+        """
+        if not self.rounds:
+            return optimizer.step()
+        groups = optimizer.param_groups
+        number = 1 + max(int(group.get(ROUNDINGS, 0)) for group in groups)
+        before = [{**group, ROUNDINGS: number} for group in groups]
+        try:
+            for chunk in _chunks([p for group in before for p in group["params"]]):
+                copies = {p: self._copy(p) for p in chunk}
+                for group, options in zip(groups, before, strict=True):
+                    params = [copies[p] for p in options["params"] if p in copies]
+                    group.clear()
+                    group.update(options, params=params)
+                self._step_chunk(optimizer, copies, number)
+        finally:
+            for group, options in zip(groups, before, strict=True):
+                group["params"] = options["params"]
+        return None
+
+    def _step_chunk(
+        self, optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], number: int
+    ) -> None:
+        state: dict[Tensor, _Moments] = optimizer.state
+        try:
+            for p in [p for p in copies if p in state]:
+                state[copies[p]] = state.pop(p)
+                _dequantize_moments(copies[p], state[copies[p]])
+            optimizer.step()
+            for p, copy in copies.items():
+                if copy in state and self._quantizes(p):
+                    _quantize_moments(copy, state[copy], number)
+                if copy is not p:
+                    p.copy_(with_local(p, round_stochastically(local_of(copy), 16, number)))
+        finally:
+            for p in [p for p, copy in copies.items() if copy in state]:
+                state[p] = state.pop(copies[p])
+                _drop(state[p], _quantized(state[p]))
+
+    def _copy(self, p: Tensor) -> Tensor:
+        """The parameter that the optimizer sees: a copy in float32 where it is to be rounded."""
+        if p.grad is None or not self._rounds(p):
+            return p
+        copy = p.detach().float().requires_grad_()
+        copy.grad = p.grad.float()
+        return copy
+
+    def _rounds(self, p: Tensor) -> bool:
+        return self.stochastic_rounding and p.dtype == torch.bfloat16
+
+    def _quantizes(self, p: Tensor) -> bool:
+        """Whether moments of a parameter are quantized; not if a shard could end inside a block."""
+        if not self.fp8_moments or p.ndim < 2 or p.numel() < FEWEST:
+            return False
+        placements = zip(p.placements, p.device_mesh.shape, strict=True) if is_dtensor(p) else ()
+        cuts = [n for shard, n in placements if getattr(shard, "dim", None) == p.ndim - 1]
+        return math.prod(cuts) == 1 or p.shape[-1] % (math.prod(cuts) * BLOCK) == 0
+
+    def load(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state_dict: Mapping[str, object],
+        parameters: Mapping[int, Tensor],
+    ) -> None:
+        """Let an optimizer load a state without its masters, for parameters by their indices.
+
+        Alone it would cast quantized moments, and the float32 states of bfloat16 parameters. The
+        next step quantizes the moments that are not.
+        """
+        state = dict(cast("dict[int, _Moments]", state_dict["state"]))
+        exact: dict[Tensor, _Moments] = {}
+        for index, p in parameters.items():
+            entry = {**state.pop(index, {})}
+            entry.pop(MASTER, None)
+            suffixes = ("",) if self._rounds(p) else (QDATA, SCALE)
+            names = [name for name in entry if name.endswith(suffixes) and name != "step"]
+            exact[p] = {name: entry.pop(name) for name in names if torch.is_tensor(entry[name])}
+            if entry:
+                state[index] = entry
+        optimizer.load_state_dict({**state_dict, "state": state})
+        for p, tensors in exact.items():
+            for name, x in tensors.items():
+                dtype = torch.float32 if x.is_floating_point() else x.dtype
+                optimizer.state[p][name] = x.to(p.device, dtype, copy=True)
+            if tensors and not self._quantizes(p):
+                _dequantize_moments(p, optimizer.state[p])
+                names = _quantized(tensors)
+                _drop(optimizer.state[p], [name + x for name in names for x in (QDATA, SCALE)])
+
+
+def _chunks(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Cut parameters into chunks, one at least."""
+    ends_at = accumulate(local_of(p).numel() for p in parameters)
+    chunks = groupby(zip(ends_at, parameters, strict=True), lambda pair: pair[0] // CHUNK)
+    return [[p for _, p in pairs] for _, pairs in chunks] or [[]]
+
+
+def _quantized(entry: _Moments) -> list[str]:
+    """The names of the moments that a state holds quantized."""
+    return [name.removesuffix(QDATA) for name in entry if name.endswith(QDATA)]
+
+
+def _drop(entry: _Moments, names: Iterable[str]) -> None:
+    for name in names:
+        entry.pop(name, None)
+
+
+def _scale_shape(shape: torch.Size) -> torch.Size:
+    """The shape of the scales of a moment, or of a shard of one."""
+    return torch.Size((*shape[:-1], *(-(-size // BLOCK) for size in shape[-1:])))
+
+
+def check_state(index: int, p: Tensor, entry: _Moments) -> None:
+    """Raise unless the master and quantized moments in the state of a parameter fit it."""
+    shapes = {MASTER: p.shape} if MASTER in entry else {}
+    for name in _quantized(entry):
+        shapes |= {name + QDATA: p.shape, name + SCALE: _scale_shape(p.shape)}
+    for key, shape in shapes.items():
+        x, is_free = entry.get(key), key == MASTER
+        if not isinstance(x, Tensor) or x.shape != shape or not (is_free or x.dtype == torch.uint8):
+            raise ValueError(
+                f"state_dict must have {key} of parameter {index} in shape {tuple(shape)}"
+                f"{', uint8' * (not is_free)}; got {shown(x)}. Load that of the same model."
+            )
+
+
+def _quantize_moments(p: Tensor, entry: _Moments, step: int) -> None:
+    """Write the quantized form of the moments in the state of a parameter beside them."""
+    for name, moment in list(entry.items()):
+        is_alike = torch.is_tensor(moment) and moment.shape == p.shape
+        if not is_alike or not moment.is_floating_point():
+            continue
+        values = local_of(moment)
+        for end, shape_of in ((QDATA, torch.Size), (SCALE, _scale_shape)):
+            if name + end not in entry:
+                stored = values.new_empty(shape_of(values.shape), dtype=torch.uint8)
+                entry[name + end] = with_local(p, stored, shape_of(p.shape))
+        tensors = (values, local_of(entry[name + QDATA]), local_of(entry[name + SCALE]))
+        rows = max(1, CHUNK // max(1, values.shape[-1]))
+        for x, data, scale in zip(*(t.flatten(0, -2).split(rows) for t in tensors), strict=True):
+            _quantize(x.float(), data, scale, step, is_square=name in SQUARES)
+
+
+def _quantize(x: Tensor, data: Tensor, scale: Tensor, step: int, *, is_square: bool) -> None:
+    """Quantize rows into FP8 data and scales."""
+    if is_square:
+        x = x.abs().sqrt().copysign(x)
+    size = max(1, min(BLOCK, x.shape[1]))
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    decode, encode = factors_from_amax(blocks.abs().amax(2, keepdim=True), E4M3, "e8m0")
+    scaled = blocks * encode
+    # Subnormals have the spacing of the smallest normals, to which they are moved and back.
+    shift = torch.where(scaled.abs() < _NORMAL, _NORMAL, 0.0).copysign(scaled)
+    column = torch.arange(size, dtype=torch.int32, device=x.device)
+    rounded = round_stochastically(scaled + shift, 20, step, column) - shift
+    rounded = torch.where(rounded == 0, blocks.sign() * _SMALLEST, rounded)
+    stored = round_to_fp8(rounded, blocks, E4M3).view(torch.uint8)
+    data.copy_(stored.flatten(1)[:, : x.shape[1]])
+    scale.copy_(decode.to(E8M0).view(torch.uint8).flatten(1))
+
+
+def _dequantize_moments(p: Tensor, entry: _Moments) -> None:
+    """Add the moments that the state of a parameter holds quantized, in the parameter's dtype."""
+    for name in _quantized(entry):
+        data, scale = local_of(entry[name + QDATA]), local_of(entry[name + SCALE])
+        length = data.shape[-1]
+        scales = scale.view(E8M0).float().repeat_interleave(min(BLOCK, length), -1)[..., :length]
+        values = data.view(E4M3).float() * scales
+        values = values * values.abs() if name in SQUARES else values
+        # In the memory format of the parameter, which fused optimizers ask for.
+        entry[name] = with_local(p, torch.empty_like(local_of(p)).copy_(values))
+
+
+def round_stochastically(x: Tensor, dropped: int, step: int, place: Tensor | int = 0) -> Tensor:
+    """Round float32 numbers at random, up or down: the expectation over steps is ``x``.
+
+    Of the mantissa ``dropped`` bits become 0; 16 leave a bfloat16 number. Equal values at another
+    ``place``, int32, are rounded in another way.
+
+    >>> x = torch.tensor([1.0 + 2**-8])
+    >>> sorted({round_stochastically(x, 16, step).item() for step in range(8)})
+    [1.0, 1.0078125]
+    """
+    bits = x.contiguous().view(torch.int32)
+    random = bits + ((step * 0x9E3779B9 + 0x3C6EF372) & 0x7FFFFFFF) + place * 0x632BE5AB
+    random *= 0x21F0AAAD
+    for constant in (0x735A2D97, 0x2C1B3C6D):
+        random ^= random >> 15
+        random *= constant
+    random = random >> (32 - dropped) & ((1 << dropped) - 1)
+    rounded = ((bits + random) & -(1 << dropped)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
