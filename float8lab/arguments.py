@@ -262,8 +262,8 @@ def check_module(name: str, value: object) -> None:
 
 
 def check_callables(arguments: tuple[str, ...] | None = None, /, **functions: object) -> None:
-    """Check for functions or other callables, each under its name; None passes, too."""
-    # They are to take ``arguments`` by position, which None does not check.
+    """Check for functions or other callables, each under its name; None passes, too.
+    They are to take ``arguments`` by position, which None does not check."""
     for name, value in functions.items():
         if value is None:
             continue
@@ -375,8 +375,8 @@ def check_names(name: str, value: object) -> tuple[str, ...]:
 def check_lengths(
     name: str, cu_seqlens: torch.Tensor | None, *, why: str, tokens: int | None = None
 ) -> torch.Tensor:
-    """``cu_seqlens``; raise unless they are cumulative lengths, which ``why`` needs."""
-    # Their values are looked at on a CPU only: they are to lie in ``tokens`` tokens.
+    """``cu_seqlens``; raise unless they are cumulative lengths, which ``why`` needs.
+    Their values are looked at on a CPU only: they are to lie in ``tokens`` tokens."""
     if cu_seqlens is None:
         raise ValueError(
             f"{name} must be given for {why}; got None. Pass the cumulative lengths of the "

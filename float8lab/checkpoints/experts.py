@@ -203,8 +203,8 @@ def _problems(stack: _StackMatrices, experts: int) -> list[str]:
 
 
 def stack_experts(items: Sequence[Item], names: Container[str]) -> list[Item]:
-    """Put stacks in the place of experts' matrices, where ``names`` has the stacked name."""
-    # Experts of which some are missing, or whose shapes differ, stay as they are.
+    """Put stacks in the place of experts' matrices, where ``names`` has the stacked name.
+    Experts of which some are missing, or whose shapes differ, stay as they are."""
     made: dict[str, Stack] = {}
     for matrices in _matrices_of_stacks(items, names):
         kinds = list(matrices.by_kind.values())

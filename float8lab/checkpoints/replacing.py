@@ -18,11 +18,10 @@ __all__ = ["leftovers", "replacing", "write_text"]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a free path beside ``path``; the file that the block makes there replaces ``path``."""
-    # If the block raises, that file or directory is removed and ``path`` stays as it was. If
-    # ``path`` is a symbolic link, its target is replaced, and the link stays. A target that is
-    # replaced hands on its permissions. A device or a pipe cannot be replaced: ``path`` itself is
-    # yielded.
+    """Yield a free path beside ``path``; the file that the block makes there replaces ``path``.
+    If the block raises, that file or directory is removed and ``path`` stays as it was. If ``path``
+    is a symbolic link, its target is replaced, and the link stays. A target that is replaced hands
+    on its permissions. A device or a pipe cannot be replaced: ``path`` itself is yielded."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         yield path
         return

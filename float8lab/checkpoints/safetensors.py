@@ -297,9 +297,9 @@ def check_target(path: Path, *, overwrite: bool) -> None:
 def write_checkpoint(
     path: Path, groups: Sequence[Group], config: Mapping[str, object], *, max_shard_size: int
 ) -> list[str]:
-    """Write a checkpoint directory and return the names of its safetensors files."""
-    # A file has at most ``max_shard_size`` bytes, unless one group is larger. If a checkpoint is
-    # replaced, its files that are no weights (a tokenizer, say) are kept.
+    """Write a checkpoint directory and return the names of its safetensors files.
+    A file has at most ``max_shard_size`` bytes, unless one group is larger. If a checkpoint is
+    replaced, its files that are no weights (a tokenizer, say) are kept."""
     path.resolve().parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
         partial.mkdir()

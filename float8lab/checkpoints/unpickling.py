@@ -197,8 +197,8 @@ def _checking_tensors() -> Iterator[None]:
 
 
 def load_opaquely(path: Path, *, mmap: bool) -> object:
-    """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class."""
-    # Nothing that the file names is imported or called, but for torch's makers of tensors.
+    """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class.
+    Nothing that the file names is imported or called, but for torch's makers of tensors."""
     problem = f"{path} must be a file by torch.save; it is not one, or it is damaged"
     with refusing(problem), _checking_tensors():
         return _torch_load(path, _restricted_unpickler(_ANY_NAME, str(path)), mmap=mmap)

@@ -131,9 +131,9 @@ def present(options: argparse.Namespace, make: Callable[[], _Report]) -> _Report
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Any]:
-    """Show a bar on standard error while the block runs, if standard error is a terminal."""
-    # The block is given a function of the bytes done, the bytes in all and a name; None if standard
-    # error is no terminal.
+    """Show a bar on standard error while the block runs, if standard error is a terminal.
+    The block is given a function of the bytes done, the bytes in all and a name; None if standard
+    error is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -312,8 +312,8 @@ class TensorParallel:
     # Differentiable, for layers in high precision.
 
     def gather_features(self, x: Tensor, *, gather: bool) -> Tensor:
-        """All features of a tensor of which a rank has some; or its own of all; differentiable."""
-        # The gradient of all is the same on all ranks, as what they compute of all is.
+        """All features of a tensor of which a rank has some; or its own of all; differentiable.
+        The gradient of all is the same on all ranks, as what they compute of all is."""
         there, back = (partial(self._move_features, gather=way) for way in (gather, not gather))
         return GradientMap.run(x, there, back)
 

@@ -124,8 +124,8 @@ class Window:
 
 
 def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Window | None:
-    """The window of a group, with halves of at least so many bytes; None if there cannot be one."""
-    # All ranks call it together, and the first time it waits for all of them.
+    """The window of a group, with halves of at least so many bytes; None if there cannot be one.
+    All ranks call it together, and the first time it waits for all of them."""
     window = Window.of_groups.get(group)
     if window is None and group in Window.of_groups:
         return None

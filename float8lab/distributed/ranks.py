@@ -26,8 +26,8 @@ Value = TypeVar("Value")
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """This process's rank in a group, by default in the job, and the number of its processes."""
-    # Without process groups these are 0 and 1.
+    """This process's rank in a group, by default in the job, and the number of its processes.
+    Without process groups these are 0 and 1."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)

@@ -79,9 +79,9 @@ class ExpertsBase(MovedInPlace):
         first_microbatch: bool | None = None,
         to: tuple[Tensor, int] | None = None,
     ) -> Tensor:
-        """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert."""
-        # An activation of ``ACTIVATIONS`` is fused with the casts beside it; a function is not.
-        # With ``to``, a row map and the number of rows, ``x`` are the tokens that go there.
+        """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert.
+        An activation of ``ACTIVATIONS`` is fused with the casts beside it; a function is not. With
+        ``to``, a row map and the number of rows, ``x`` are the tokens that go there."""
         precisions = self._fp8_fc1, self._fp8_fc2
         calls = [
             self._begin_layer(precision, x, weight, first_microbatch)

@@ -45,7 +45,7 @@ from float8lab.nn.casts import (
 )
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import Call
-from float8lab.nn.producer import Origin, SharedCast, origin_of
+from float8lab.nn.producer import Origin, Recast, origin_of
 from float8lab.nn.scales import DY, W, X
 from float8lab.ops import Groups, Offsets, Prologue, as_matrix, scaled_mm_op, transpose_op
 from float8lab.ops.declare import planned
@@ -960,7 +960,7 @@ def _origin_in_eager_mode(x: Tensor, call: Call) -> Origin | None:
 
 
 def _recast(
-    saved: Saved, call: Call, shared: SharedCast, make_input: Callable[[], Tensor | Prologue]
+    saved: Saved, call: Call, shared: Recast, make_input: Callable[[], Tensor | Prologue]
 ) -> Operand:
     """The input of an eager layer, cast in backward for wgrad."""
     scales, scale, wgrad = call.scales, saved.x_scale, call.plan.wgrad
@@ -1001,12 +1001,12 @@ class LinearFunction(Float8Function):
             rows, weight, bias, call,
             needs=needs, dtype=output_dtype(x), inp=x, has_origin=origin is not None,
         )  # fmt: skip
-        ctx.call, ctx.shared_cast = call, None
+        ctx.call, ctx.recast = call, None
         if origin is None or saved.x is not None:
             ctx.save_for_backward(*saved)
         else:
             ctx.save_for_backward(*saved, *origin.tensors)
-            ctx.make_input, ctx.shared_cast = origin.make, origin.shared_cast(x)
+            ctx.make_input, ctx.recast = origin.make, origin.recast(x)
         M, shape = call.comm.output_shape(x.shape, rows.shape[0], N)
         ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -1023,8 +1023,8 @@ class LinearFunction(Float8Function):
             dy = dy.reshape(shape[:2]) if ctx.call.comm.tokens is None else as_matrix(dy)
         tensors, operand = ctx.saved_tensors, None
         saved, of_origin = Saved._make(tensors[: len(Saved._fields)]), tensors[len(Saved._fields) :]
-        if needs[1] and ctx.shared_cast is not None:
-            operand = _recast(saved, ctx.call, ctx.shared_cast, lambda: ctx.make_input(*of_origin))
+        if needs[1] and ctx.recast is not None:
+            operand = _recast(saved, ctx.call, ctx.recast, lambda: ctx.make_input(*of_origin))
         dx, dw, db = backward(
             dy, None, saved, ctx.call,
             needs=needs, shape=shape, dtypes=ctx.dtypes, operand=operand,

@@ -27,7 +27,7 @@ from float8lab.nn.precision import Precision, precisions_below
 from float8lab.nn.recorded import PLAIN, Recorded, Trial, Unit, record, replay
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.recipes.recording import CHECKPOINTS
-from float8lab.recipes.region import PROCESS, STATE, in_backward, inside
+from float8lab.recipes.region import PROCESS, STATE, in_backward, inside, saved_tensors_hooks
 from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import is_exporting
@@ -550,7 +550,7 @@ def _is_observed() -> bool:
         or bool(CHECKPOINTS.recordings)
         or isinstance(STATE.region, Trial)
         or in_backward()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or saved_tensors_hooks(True) is not None
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None

@@ -280,8 +280,8 @@ class GroupedLinear(GemmModule):
     def _stacked(
         self, kind: str, parameters: Sequence[Tensor], *, keeps_cast: bool = False
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Parameters, one for each expert, as one tensor; and those that have its gradient."""
-        # They are the matrices of one tensor, or a copy that autograd knows if they lie elsewhere.
+        """Parameters, one for each expert, as one tensor; and those that have its gradient.
+        They are the matrices of one tensor, or a copy that autograd knows if they lie elsewhere."""
         if torch.compiler.is_compiling():
             # Dynamo cannot read the spec of a Float8Tensor that a graph makes.
             return torch.stack([plain(parameter) for parameter in parameters]), ()

@@ -146,9 +146,9 @@ def ignore_extra_state(
 
 
 def mark_shard(parameter: Tensor, dim: int) -> None:
-    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at."""
-    # A parameter that is whole on every rank gets none of them: whoever looks takes that for False,
-    # and Megatron's ``set_tensor_model_parallel_attributes`` refuses a parameter that has one.
+    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at.
+    A parameter that is whole on every rank gets none of them: whoever looks takes that for False,
+    and Megatron's ``set_tensor_model_parallel_attributes`` refuses a parameter that has one."""
     marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
     parameter.__dict__.update(marks)
 
@@ -232,9 +232,9 @@ class TensorParallelModule:
         return ParameterShard(dim, rank, self.tp_size, pieces or (1,))
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """How ranks share each GEMM's weight, by the name of the GEMM's FP8 state."""
-        # That is a mode, and how many of the features that ranks share this rank has: one number,
-        # or one for each of several matrices behind each other.
+        """How ranks share each GEMM's weight, by the name of the GEMM's FP8 state.
+        That is a mode, and how many of the features that ranks share this rank has: one number, or
+        one for each of several matrices behind each other."""
         return {}
 
     def set_tensor_parallel_group(

@@ -42,6 +42,7 @@ from float8lab.recipes.region import (
     advance_scales,
     current_backward,
     in_backward,
+    saved_tensors_hooks,
     set_clock,
 )
 
@@ -271,7 +272,7 @@ class Precision:
             return self._begin_in_graph(x, training, options)
         recordings = CHECKPOINTS.recordings
         recording = CHECKPOINTS.replay
-        hooks = _saved_tensors_hooks(True)
+        hooks = saved_tensors_hooks(True)
         if hooks is not None:
             made, followed = _torch_recordings(hooks)
             recordings += made
@@ -575,7 +576,6 @@ def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
 
 _grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def _torch_recordings(hooks: Any) -> tuple[tuple[Recording, ...], Recording | None]:

@@ -19,25 +19,24 @@ from torch.autograd.function import BackwardCFunction
 
 from float8lab.ops import Prologue
 from float8lab.ops.operand import Operand
+from float8lab.recipes.region import saved_tensors_hooks
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-__all__ = ["Origin", "SharedCast", "origin_of"]
+__all__ = ["Origin", "Recast", "origin_of"]
 
 _VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"))
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class SharedCast:
+class Recast:
     """The cast in backward of an input that several layers have; the last of them forgets it."""
 
     __slots__ = ("__weakref__", "_key", "_operand", "_waiting", "layers")
 
     def __init__(self) -> None:
-        self.layers = 0
-        """The number of layers that have the input."""
-        self._waiting = 0
+        self.layers = 0  # which have the input
+        self._waiting = 0  # of them, for the cast; 0 once none does
         self._key: object = None
         self._operand: Operand | None = None
 
@@ -56,7 +55,7 @@ class _Last(threading.local):
     """The last input that had an origin on a thread, and its cast."""
 
     input: Callable[[], Tensor | None] = staticmethod(lambda: None)
-    cast: Callable[[], SharedCast | None] = staticmethod(lambda: None)
+    cast: Callable[[], Recast | None] = staticmethod(lambda: None)
 
 
 _LAST = _Last()
@@ -68,11 +67,11 @@ class Origin(NamedTuple):
     make: Callable[..., Tensor | Prologue]
     tensors: tuple[Tensor, ...]
 
-    def shared_cast(self, x: Tensor) -> SharedCast:
+    def recast(self, x: Tensor) -> Recast:
         """The cast of x in backward, one for all layers that have it one after the other."""
         cast = _LAST.cast() if _LAST.input() is x else None
         if cast is None:
-            cast = SharedCast()
+            cast = Recast()
             _LAST.input, _LAST.cast = weakref.ref(x), weakref.ref(cast)
         cast.layers += 1
         return cast
@@ -83,11 +82,12 @@ def origin_of(x: Tensor) -> Origin | None:
 
     Saved-tensor hooks may move what is saved: then a tensor that two nodes save is there twice.
     """
-    if x.grad_fn is None or _saved_tensors_hooks(True) is not None:
+    if x.grad_fn is None or saved_tensors_hooks(True) is not None:
         return None
     try:
         output = _saved_output(_behind_views(x.grad_fn, {*_VIEWS, "TransposeBackward0"}))
-        if output is not None and _share_memory(x, output):
+        memory = x.untyped_storage().data_ptr()
+        if output is not None and output.untyped_storage().data_ptr() == memory:
             return Origin(partial(torch.reshape, shape=(-1, x.shape[-1])), (x,))
         if x._version:  # something has changed the values since
             return None
@@ -105,12 +105,7 @@ def _behind_views(node: Node | None, views: frozenset[str] | set[str]) -> Node |
 
 def _saved_output(node: Node | None) -> Tensor | None:
     """The output of an op that saves it, such as attention and ReLU."""
-    output = getattr(node, "_saved_output", None)
-    return output if output is not None else getattr(node, "_saved_result", None)
-
-
-def _share_memory(x: Tensor, output: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+    return getattr(node, "_saved_output", getattr(node, "_saved_result", None))
 
 
 def _origin_by(node: Node | None, x: Tensor) -> Origin | None:
@@ -147,8 +142,8 @@ def _multiply(a: Tensor, b: Tensor, *, rows: tuple[int, int]) -> Prologue:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, rstd: Tensor) -> Prologue:
-    rows = x.reshape(-1, x.shape[-1])
-    return Prologue("rms_norm", (rows, rstd.reshape(-1), weight), x.dtype)
+    inputs = x.reshape(-1, x.shape[-1]), rstd.reshape(-1), weight
+    return Prologue("rms_norm", inputs, x.dtype)
 
 
 def _gelu(x: Tensor, *, approximate: str, rows: tuple[int, int]) -> Tensor:

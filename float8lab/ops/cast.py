@@ -31,8 +31,8 @@ __all__ = [
 
 
 def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
-    """Room for the scales of a quantized matrix of ``shape``, on the device of ``x``."""
-    # Scales of 1xB blocks are stored column by column, as cuBLASLt reads them; all others by row.
+    """Room for the scales of a quantized matrix of ``shape``, on the device of ``x``.
+    Scales of 1xB blocks are stored column by column, as cuBLASLt reads them; all others by row."""
     rows, columns = scale_shape(tuple(shape), tuple(block))
     if scales_by_column(block):
         return x.new_empty((columns, rows), dtype=torch.float32).t()

@@ -194,8 +194,8 @@ def _indices(places: list[int], device: torch.device | None) -> _Places:
 
 
 def amax_over_ranks(amax: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None) -> Tensor:
-    """The maximum of amaxes over the ranks of a group, infinite where one of them is NaN."""
-    # Outside compiled graphs it is written to ``out``, if that is given.
+    """The maximum of amaxes over the ranks of a group, infinite where one of them is NaN.
+    Outside compiled graphs it is written to ``out``, if that is given."""
     # A maximum over ranks need not keep NaN; to a scale infinity is the same.
     amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf, out=out)
     if torch.compiler.is_compiling():
@@ -218,8 +218,8 @@ def has_ranks() -> bool:
 
 
 def channel_of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, AmaxChannel] | None:
-    """The process group meant by ``group`` (None: the default one) and its channel."""
-    # None if there is nothing to reduce over.
+    """The process group meant by ``group`` (None: the default one) and its channel.
+    None if there is nothing to reduce over."""
     if not has_ranks():
         return None
     group = dist.group.WORLD if group is None else group

@@ -56,6 +56,7 @@ __all__ = [
     "current_backward",
     "in_backward",
     "inside",
+    "saved_tensors_hooks",
     "set_clock",
     "static_tensor",
 ]
@@ -131,6 +132,10 @@ STATE = _State()
 PROCESS = _Process()
 
 
+# Given True, autograd's hooks for tensors that are saved now, or None.
+saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     # Where it is available it may not have begun yet; asking that reads an environment variable.
@@ -145,8 +150,8 @@ def current_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Whether an autograd backward pass is running on this thread, or a recomputation for one."""
-    # A module called there is being recomputed by activation checkpointing.
+    """Whether an autograd backward pass is running on this thread, or a recomputation for one.
+    A module called there is being recomputed by activation checkpointing."""
     if torch.compiler.is_compiling():
         return False
     return CHECKPOINTS.replay is not None or torch._C._current_graph_task_id() != NO_BACKWARD

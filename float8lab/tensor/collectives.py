@@ -106,8 +106,8 @@ def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
 
 
 def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
-    """The tensor in another block, which may hold several of its own or parts of them."""
-    # A block whose elements have one scale keeps it and their bytes; others are requantized.
+    """The tensor in another block, which may hold several of its own or parts of them.
+    A block whose elements have one scale keeps it and their bytes; others are requantized."""
     if x.spec.block == block:
         return x
     scales, amaxes = (

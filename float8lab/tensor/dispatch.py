@@ -262,9 +262,9 @@ def run_fallback(
     *,
     quiet: bool = False,
 ) -> object:
-    """Run ``op`` on dequantized arguments and requantize those that it wrote in place."""
-    # An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
-    # was given one only as its ``out`` does.
+    """Run ``op`` on dequantized arguments and requantize those that it wrote in place.
+    An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
+    was given one only as its ``out`` does."""
     written = [] if not op._schema.is_mutable else written_tensors(cls, op, args, kwargs)
     in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)
     if not quiet and not in_place:

@@ -40,8 +40,8 @@ class _Operand(NamedTuple):
 
 
 def _gemm_block(x: Tensor, transposed: bool) -> _Block | None:
-    """The block of a matrix, or its transpose, as a GEMM takes it; None of an ordinary tensor."""
-    # Blocks of several full rows count as single rows.
+    """The block of a matrix, or its transpose, as a GEMM takes it; None of an ordinary tensor.
+    Blocks of several full rows count as single rows."""
     if not isinstance(x, Float8Tensor):
         return None
     *_, rows, columns = x.spec.block
@@ -51,9 +51,9 @@ def _gemm_block(x: Tensor, transposed: bool) -> _Block | None:
 
 
 def _gemm_blocks(a: Tensor, b: Tensor, transposed: bool) -> tuple[_Block, _Block] | None:
-    """The blocks of two operands in [rows, K] form, or None if no FP8 GEMM takes the two."""
-    # An ordinary tensor is to be quantized in blocks that match its partner's. ``transposed`` says
-    # that ``b`` is given as [K, N].
+    """The blocks of two operands in [rows, K] form, or None if no FP8 GEMM takes the two.
+    An ordinary tensor is to be quantized in blocks that match its partner's. ``transposed`` says
+    that ``b`` is given as [K, N]."""
     if a.dtype not in HIGH_PRECISION_DTYPES or a.dtype != b.dtype:
         return None
     block_a, block_b = _gemm_block(a, False), _gemm_block(b, transposed)

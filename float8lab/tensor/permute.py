@@ -463,8 +463,8 @@ def map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
 def scatter_rows(
     x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
 ) -> tuple[Any, Any]:
-    """Copy tokens, plain or in FP8, to their rows, and ``[T, S]`` probabilities; differentiable."""
-    # Tokens that the row map has beyond those of ``x`` are zero.
+    """Copy tokens, plain or in FP8, to their rows, and ``[T, S]`` probabilities; differentiable.
+    Tokens that the row map has beyond those of ``x`` are zero."""
     return _Scatter.run(x, row_map, rows, probs)
 
 

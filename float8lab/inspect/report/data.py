@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from float8lab.inspect.watch.records import Log, Record
+from float8lab.inspect.watch.records import Log, Record, evenly_chosen
 
 __all__ = ["FIELDS", "MOST_CELLS", "MOST_COUNTS", "MOST_LOSSES", "Data", "embed"]
 
@@ -138,7 +138,7 @@ def _histograms(
     top = max(max(record.exponents) for record in filled)
     width = top - low + 1
     most = max(2, MOST_COUNTS // (len(rows) * operands * width))
-    steps = _evenly_chosen(sorted({record.step for record in filled}), most)
+    steps = evenly_chosen(sorted({record.step for record in filled}), most)
     places = {step: at * width for at, step in enumerate(steps)}
     columns: dict[str, array[float]] = {}
     for record in filled:
@@ -154,20 +154,13 @@ def _histograms(
     return told, {name: _encode(counts) for name, counts in columns.items()}
 
 
-def _evenly_chosen(values: list[int], most: int) -> list[int]:
-    """At most ``most`` of the values, at even distances, the first and the last among them."""
-    if len(values) <= most:
-        return values
-    return [values[i * (len(values) - 1) // (most - 1)] for i in range(most)]
-
-
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
 def _losses(log: Log) -> dict[str, list[object]]:
     points_known = [(step.step, step.loss) for step in log.steps if step.loss is not None]
-    points = [points_known[i] for i in _evenly_chosen(list(range(len(points_known))), MOST_LOSSES)]
+    points = evenly_chosen(points_known, MOST_LOSSES)
     return {"steps": [s for s, _ in points], "values": [_finite(loss) for _, loss in points]}
 
 

@@ -70,9 +70,9 @@ def measure_cast(
 
 
 def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
-    """Measure a tensor that is stored in FP8, against its master if that is known."""
-    # Without a master only FP8 data, amax and scales are measured, since the source of the tensor
-    # is unknown.
+    """Measure a tensor that is stored in FP8, against its master if that is known.
+    Without a master only FP8 data, amax and scales are measured, since the source of the tensor is
+    unknown."""
     if master is not None:
         measurement = measure_cast(master, x.qdata, x.scale, x.spec, delayed=False)
         measurement.stored = True

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from float8lab.arguments import check_path
 from float8lab.checkpoints.replacing import replacing
 
-__all__ = ["Log", "Record", "Step"]
+__all__ = ["Log", "Record", "Step", "evenly_chosen"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,13 @@ class Log:
                 ) from error
         log.steps = [steps[number] for number in sorted(steps)]
         return log
+
+
+def evenly_chosen(values: Sequence[_T], most: int) -> Sequence[_T]:
+    """At most ``most`` of the values, at even distances, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[i * (len(values) - 1) // (most - 1)] for i in range(most)]
 
 
 def _line(kind: str, value: dict[str, object]) -> str:

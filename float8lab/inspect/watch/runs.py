@@ -11,7 +11,7 @@ from torch import Tensor
 
 from float8lab.arguments import check_instance, check_size
 from float8lab.inspect.text import Grid, Printed
-from float8lab.inspect.watch.records import Log, Record
+from float8lab.inspect.watch.records import Log, Record, evenly_chosen
 from float8lab.tensor import statistics
 
 __all__ = ["OperandOfRuns", "Quality", "RunComparison", "compare"]
@@ -83,7 +83,7 @@ class RunComparison(Printed):
     def tables(self, limit: int | None = 20) -> list[Grid]:
         """Losses at steps of even distances, and a row for each operand."""
         check_size("limit", limit, optional=True)
-        chosen = _evenly_chosen(self.losses, 10)
+        chosen = evenly_chosen(self.losses, 10)
         losses = [(str(s), f"{a:.4f}", f"{b:.4f}", f"{_percent(a, b)}") for s, a, b in chosen]
         shown: Iterable[tuple[str, Callable[[Quality], str]]] = (
             ("SQNR", lambda q: "" if q.sqnr is None else f"{q.sqnr:.1f}"),
@@ -186,12 +186,3 @@ def _qualities(records: Iterable[Record]) -> dict[tuple[str, str], Quality]:
 
 def _percent(a: float, b: float) -> str:
     return f"{100 * (b / a - 1):+.2f} %" if a and math.isfinite(a) else ""
-
-
-def _evenly_chosen(
-    values: tuple[tuple[int, float, float], ...], most: int
-) -> list[tuple[int, float, float]]:
-    """At most so many of the values, the first and the last among them."""
-    count = min(most, len(values))
-    places = [i * (len(values) - 1) // max(count - 1, 1) for i in range(count)]
-    return [values[i] for i in places]

@@ -99,9 +99,9 @@ def _tensor(module: nn.Module, path: str) -> Tensor:
 
 
 def gemm_weights(model: nn.Module) -> list[GemmWeight]:
-    """The weights of a model: matrices, in its order, and then stacks."""
-    # A module that is used twice comes once. Layers of other libraries, such as Conv1D, have stacks
-    # of one, since no reader has an FP8 form for them.
+    """The weights of a model: matrices, in its order, and then stacks.
+    A module that is used twice comes once. Layers of other libraries, such as Conv1D, have stacks
+    of one, since no reader has an FP8 form for them."""
     weights: list[GemmWeight] = []
     for name, module in model.named_modules():
         linear_class = known_linear(type(module))

@@ -239,9 +239,9 @@ def _flex_modifiers(
 def _blocks_in_window(
     farthest: Tensor, nearest: Tensor, kv_padding: Tensor | None, Sq: int, Sk: int
 ) -> tuple[Tensor, Tensor]:
-    """Which blocks of queries and keys hold a pair that is seen, and which hold only such."""
-    # They are found from the blocks' first and last members: to look at each pair would take as
-    # much memory as the scores. Both are bool, ``[B, 1, blocks of queries, blocks of keys]``.
+    """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
+    They are found from the blocks' first and last members: to look at each pair would take as much
+    memory as the scores. Both are bool, ``[B, 1, blocks of queries, blocks of keys]``."""
     device = farthest.device
     first_i = torch.arange(0, Sq, _FLEX_BLOCK, device=device).view(1, 1, -1, 1)
     first_j = torch.arange(0, Sk, _FLEX_BLOCK, device=device).view(1, 1, 1, -1)

@@ -207,8 +207,8 @@ def _set_recipes(plan: ConversionPlan) -> None:
 def _choose_all_gather(
     layers: Sequence[LayerPlan], users: ParameterUsers, fp8_all_gather: bool
 ) -> list[str]:
-    """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree."""
-    # It returns a sentence about weights for which that is too late, if there are such.
+    """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree.
+    It returns a sentence about weights for which that is too late, if there are such."""
     recipes = {id(plan.candidate.layer): plan.recipe for plan in layers}
     late = 0
     for plan in layers:

@@ -411,8 +411,8 @@ def scale_tile(tile, factor, BM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def block_index(start, indices, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Which block each index of a tile falls in: one number if the tile cannot straddle blocks."""
-    # SIZE 0 stands for a block that spans the whole dimension.
+    """Which block each index of a tile falls in: one number if the tile cannot straddle blocks.
+    SIZE 0 stands for a block that spans the whole dimension."""
     if SIZE == 0:
         index = tl.zeros([1], tl.int64)
     elif SIZE % TILE == 0:

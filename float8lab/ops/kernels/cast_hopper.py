@@ -337,8 +337,8 @@ def cast_tiles(
     matrix: tuple[str, Sequence[Tensor], torch.dtype], fp8_dtype: torch.dtype, block: Sequence[int],
     rule: str, eps: float, align: int, *, write: bool, column_sum: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The op's results for a matrix that ``takes_tiles``, or a prologue that ``has_tiles``."""
-    # Only the transpose unless ``write``.
+    """The op's results for a matrix that ``takes_tiles``, or a prologue that ``has_tiles``.
+    Only the transpose unless ``write``."""
     prologue, inputs, _ = matrix
     first, shape = inputs[0], prologue_shape(prologue, inputs)
     rows, columns = (round_up(size, align) for size in shape)

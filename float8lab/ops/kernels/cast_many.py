@@ -213,9 +213,9 @@ def cast_many_(
     x: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int], rule: str, eps: float,
     scale: Sequence[Tensor], amax: Sequence[Tensor], given: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """``reference.cast_many_``: at most two launches, or six per tensor, for matrices alike."""
-    # Matrices that are not stored by rows, or not like the first one in dtypes and device, those
-    # without elements or with one column, and blocks without a kernel are done one by one.
+    """``reference.cast_many_``: at most two launches, or six per tensor, for matrices alike.
+    Matrices that are not stored by rows, or not like the first one in dtypes and device, those
+    without elements or with one column, and blocks without a kernel are done one by one."""
     tensors = zip(x, q, given or scale, given or amax, strict=True)
     jobs, shape = [_Job(*matrix) for matrix in tensors], tuple(block)
     rule = "" if given else rule

@@ -65,8 +65,8 @@ _SUMS = 128
 
 @triton.jit
 def group_of_tile(tile, offs_ptr, M, E, COUNT: tl.constexpr):
-    """The group that a tile of 128 rows is of, its first row there, and the group's end."""
-    # Group E has the rows beyond the last end; a tile beyond all rows begins at its own end.
+    """The group that a tile of 128 rows is of, its first row there, and the group's end.
+    Group E has the rows beyond the last end; a tile beyond all rows begins at its own end."""
     index = tl.arange(0, COUNT)
     stops = tl.load(offs_ptr + index, mask=index < E, other=0).to(tl.int32)
     starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= E), other=0).to(tl.int32)

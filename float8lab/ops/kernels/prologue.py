@@ -255,10 +255,10 @@ def load_words(
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile as four, of its rows 0, 4, 8 ..., its rows 1, 5, 9 ..., and so on."""
-    # The four values in one place of these are neighbours in a column, so in FP8 they are the bytes
-    # of one word of the transpose: it is words that are transposed, not bytes. Also returned are
-    # which words of a column the tile has, and its columns.
+    """A tile as four, of its rows 0, 4, 8 ..., its rows 1, 5, 9 ..., and so on.
+    The four values in one place of these are neighbours in a column, so in FP8 they are the bytes
+    of one word of the transpose: it is words that are transposed, not bytes. Also returned are
+    which words of a column the tile has, and its columns."""
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     y0 = load(

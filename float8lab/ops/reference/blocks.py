@@ -188,8 +188,8 @@ def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float 
 
 
 def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Scales, one per block, as a tensor that broadcasts against one of ``shape``."""
-    # Blocks of fewer dimensions than the scales have are blocks of the last ones.
+    """Scales, one per block, as a tensor that broadcasts against one of ``shape``.
+    Blocks of fewer dimensions than the scales have are blocks of the last ones."""
     for dim in range(-len(block), 0):
         if block[dim] > 1:
             scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])

@@ -126,9 +126,9 @@ def cast_many_(
     x: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int], rule: str, eps: float,
     scale: Sequence[Tensor], amax: Sequence[Tensor], given: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """``cast`` of each matrix ``x`` into the ``q`` that is there for it."""
-    # With ``"encode"`` for a rule by its ``given`` factors. Else scales are found, and go with
-    # their amaxes into the ``scale`` and ``amax`` that are there.
+    """``cast`` of each matrix ``x`` into the ``q`` that is there for it.
+    With ``"encode"`` for a rule by its ``given`` factors. Else scales are found, and go with their
+    amaxes into the ``scale`` and ``amax`` that are there."""
     for index, (matrix, data) in enumerate(zip(x, q, strict=True)):
         factor = given[index] if given else None
         results = quantize(matrix, data.dtype, block, rule, eps, given=factor)
