@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from float8lab.commands import checkpoints, runs, scale
+from float8lab.commands import checkpoints, completion, runs, scale
 from float8lab.commands.terminal import fail, program_name
 from float8lab.inspect.environment import environment, package_version
 from float8lab.inspect.selfcheck import selfcheck
@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoints.add_commands(commands)
     runs.add_commands(commands)
     scale.add_commands(commands)
+    completion.add_commands(commands, parser)
     options = parser.parse_args(arguments)
     if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU; leave --device out or pass cpu")

@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
+    "EXTRAS",
     "INTEGER_DTYPES",
     "PARAMETER_DTYPES",
     "check_callables",
@@ -79,26 +80,53 @@ def printable(text: str) -> str:
     return "".join(shown)
 
 
+EXTRAS = {
+    "plot": ("matplotlib",),
+    "report": ("plotly",),
+    "inspect": ("matplotlib", "plotly", "rich", "safetensors"),
+    "examples": ("matplotlib", "plotly", "tqdm"),
+    "completion": ("shtab",),
+    "lightning": ("lightning",),
+    "ray": ("ray",),
+    "transformers": ("transformers", "accelerate"),
+    "peft": ("transformers", "accelerate", "peft"),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "torchtitan": ("torchtitan",),
+}
+"""The extras of pyproject.toml, and the packages that each brings."""
+
+
 @contextmanager
-def needs(user: str, package: str, install: str, otherwise: str = "") -> Iterator[None]:
+def needs(user: str, package: str, extra: str = "", otherwise: str = "") -> Iterator[None]:
     """Say which function or file needs a package if the block's import of it fails.
 
-    Raises:
-        ModuleNotFoundError: it says what pip should ``install``, or what works ``otherwise``.
+    Args:
+        user: the function or file.
+        package: what it imports, as pip names it.
+        extra: the extra that brings the package; empty if none does.
+        otherwise: what works without the package.
 
-    >>> with needs("table", "rich", '"float8lab[inspect]"', "print the tensor"):
+    Raises:
+        ModuleNotFoundError: it names the extra, and says how to install it, or what works
+            ``otherwise``.
+
+    >>> with needs("table", "rich", "inspect", "print the tensor"):
     ...     raise ModuleNotFoundError("No module named 'rich'", name="rich")
     Traceback (most recent call last):
-    ModuleNotFoundError: table must have rich; it is not installed. pip install \
-"float8lab[inspect]", or print the tensor.
+    ModuleNotFoundError: table needs the extra "inspect": matplotlib, plotly, rich, safetensors; \
+rich is not installed. pip install ".[inspect]" in a checkout of float8lab, or print the tensor.
     """
     try:
         yield
     except ModuleNotFoundError as error:
+        reason, install = f"{user} needs {package}; it", package
+        if extra:
+            brought = ", ".join(EXTRAS[extra])
+            reason = f'{user} needs the extra "{extra}": {brought}; {package}'
+            install = f'".[{extra}]" in a checkout of float8lab'
         instead = f", or {otherwise}" if otherwise else ""
         raise ModuleNotFoundError(
-            f"{user} must have {package}; it is not installed. pip install {install}{instead}.",
-            name=error.name,
+            f"{reason} is not installed. pip install {install}{instead}.", name=error.name
         ) from error
 
 

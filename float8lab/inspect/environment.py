@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from float8lab.arguments import EXTRAS
 from float8lab.formats import E2M1, E4M3, Float8Spec
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
@@ -20,7 +21,6 @@ from float8lab.recipes import ALL, Recipe
 from float8lab.tables import aligned
 
 __all__ = [
-    "EXTRAS",
     "Environment",
     "Support",
     "environment",
@@ -29,20 +29,6 @@ __all__ = [
     "why_casts_are_missing",
     "why_gemm_is_emulated",
 ]
-
-EXTRAS = {
-    "plot": ("matplotlib",),
-    "report": ("plotly",),
-    "inspect": ("matplotlib", "plotly", "rich", "safetensors"),
-    "examples": ("matplotlib", "plotly", "tqdm"),
-    "lightning": ("lightning",),
-    "ray": ("ray",),
-    "transformers": ("transformers", "accelerate"),
-    "peft": ("transformers", "accelerate", "peft"),
-    "onnx": ("onnx", "onnxruntime", "onnxscript"),
-    "torchtitan": ("torchtitan",),
-}
-"""Optional parts of the package, and the packages that each needs."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from float8lab.arguments import EXTRAS
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect import environment as module
 from float8lab.inspect.environment import (
-    EXTRAS,
     environment,
     why_attention_is_emulated,
     why_casts_are_missing,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from float8lab.arguments import check_callables, check_names, check_path, check_size, printable
-from float8lab.checkpoints.item import Finding, Item, sizes
+from float8lab.checkpoints.item import Finding, Item, sizes, usual_name
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError
@@ -38,7 +38,18 @@ the tensor that is being read."""
 ROWS = 20
 """Rows of a table, unless all are asked for."""
 
-_TOLD = ("name", "fp8", "fp4", "convention", "format", "shape", "nbytes", "file", "severity")
+_TOLD = (
+    "name",
+    "fp8",
+    "fp4",
+    "convention",
+    "format",
+    "format_name",
+    "shape",
+    "nbytes",
+    "file",
+    "severity",
+)
 _TOLD_OF_CODES = ("numel", "amax", "scale_min", "scale_max", "exponents")
 _TOLD_OF_BLOCKS = ("blocks", "saturated_blocks", "idle_blocks")
 
@@ -61,6 +72,12 @@ class CheckpointRow:
     measured: Measured
     findings: tuple[Finding, ...]
     """Why it is suspicious; empty if it is not."""
+
+    @property
+    def format_name(self) -> str:
+        """The format as people call it: ``"block-fp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"mxfp8"``;
+        else ``format``."""
+        return usual_name(self.format)
 
     @property
     def fp4(self) -> bool:
@@ -151,7 +168,7 @@ class CheckpointReport(Printed):
                 shares = [_percent(stats.share(k)) for k in ("saturated", "zero", "subnormal")]
                 scale = _short_span(stats.scale_min, stats.scale_max) if row.measured.scale else "-"
                 shares_and_scale = (shares[0], shares[1], scale, f"{stats.amax:.3g}", shares[2])
-                weights[row.fp8].append((row.name, shape, row.format, *shares_and_scale))
+                weights[row.fp8].append((row.name, shape, row.format_name, *shares_and_scale))
             else:
                 numbers = (f"{plain.amax:.3g}", f"{plain.rms:.3g}") if plain else ("-", "-")
                 zero = _percent(plain.zero_count / plain.numel if plain and plain.numel else 0.0)
@@ -196,7 +213,7 @@ def checkpoint(
     Raises:
         CheckpointError: it is none of these, it is damaged, or ``layer`` matches nothing.
         OSError: it does not exist, or may not be read.
-        ModuleNotFoundError: it needs safetensors (``pip install "float8lab[inspect]"``).
+        ModuleNotFoundError: it needs safetensors, of the extra ``inspect``.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
