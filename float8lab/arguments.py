@@ -100,15 +100,9 @@ EXTRAS = {
 def needs(user: str, package: str, extra: str = "", otherwise: str = "") -> Iterator[None]:
     """Say which function or file needs a package if the block's import of it fails.
 
-    Args:
-        user: the function or file.
-        package: what it imports, as pip names it.
-        extra: the extra that brings the package; empty if none does.
-        otherwise: what works without the package.
-
     Raises:
-        ModuleNotFoundError: it names the extra, and says how to install it, or what works
-            ``otherwise``.
+        ModuleNotFoundError: it names the ``extra`` that brings the package, if one does, and what
+            works ``otherwise``.
 
     >>> with needs("table", "rich", "inspect", "print the tensor"):
     ...     raise ModuleNotFoundError("No module named 'rich'", name="rich")
@@ -119,14 +113,14 @@ rich is not installed. pip install ".[inspect]" in a checkout of float8lab, or p
     try:
         yield
     except ModuleNotFoundError as error:
-        reason, install = f"{user} needs {package}; it", package
+        needed, install = f"{package}; it", package
         if extra:
-            brought = ", ".join(EXTRAS[extra])
-            reason = f'{user} needs the extra "{extra}": {brought}; {package}'
+            needed = f'the extra "{extra}": {", ".join(EXTRAS[extra])}; {package}'
             install = f'".[{extra}]" in a checkout of float8lab'
         instead = f", or {otherwise}" if otherwise else ""
         raise ModuleNotFoundError(
-            f"{reason} is not installed. pip install {install}{instead}.", name=error.name
+            f"{user} needs {needed} is not installed. pip install {install}{instead}.",
+            name=error.name,
         ) from error
 
 

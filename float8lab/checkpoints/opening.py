@@ -51,8 +51,7 @@ def open_checkpoint(path: str | Path | Mapping[str, object]) -> CheckpointSource
     Raises:
         CheckpointError: it is none of the kinds that are read, or damaged.
         OSError: it does not exist, or may not be read.
-        ModuleNotFoundError: it needs safetensors, or for an id huggingface_hub, which is not
-            installed.
+        ModuleNotFoundError: it needs safetensors or, for an id, huggingface_hub.
     """
     source = open_state_dict(path) if isinstance(path, Mapping) else _open_path(path)
     for entry in source.entries:
@@ -73,14 +72,11 @@ def _open_path(path: str | Path) -> CheckpointSource:
 
 
 def _snapshot(name: str) -> Path | None:
-    """The directory in the Hugging Face cache of the model that has this id; None for a path.
-
-    Nothing is downloaded. An id is two words with a slash, of which the first is no directory here.
-    """
+    """The directory of the model with this id in the Hugging Face cache; None for a path, of which
+    the folder exists or the suffix tells. Nothing is downloaded."""
     if not _HUB_ID.fullmatch(name) or Path(name).parent.exists() or name.endswith(_SUFFIXES):
         return None
-    user = f"{name}, which is no path here but may be the id of a model,"
-    with needs(user, "huggingface_hub"):
+    with needs(f"{name}, which is no path here but may be a model's id,", "huggingface_hub"):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
     try:

@@ -179,13 +179,11 @@ def _driver() -> str:
 
 
 def _gpus() -> list[str]:
-    gpus = []
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        gpu = torch.cuda.get_device_properties(number)
-        gpus.append(
-            f"{gpu.name}, {_sm((gpu.major, gpu.minor))}, {gpu.total_memory / 2**30:.0f} GiB"
-        )
-    return gpus
+    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [
+        f"{gpu.name}, {_sm((gpu.major, gpu.minor))}, {gpu.total_memory / 2**30:.0f} GiB"
+        for gpu in map(torch.cuda.get_device_properties, numbers)
+    ]
 
 
 def _support(recipe: Recipe, device: torch.device) -> Support:

@@ -16,7 +16,7 @@ from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError
 from float8lab.inspect.checkpoint.measure import Measured, measure
-from float8lab.inspect.text import Grid, Printed
+from float8lab.inspect.text import Grid, Printed, bytes_text
 from float8lab.tensor.statistics import KINDS
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "counted",
     "finite",
     "selected",
-    "size",
     "stepping",
 ]
 
@@ -38,18 +37,7 @@ the tensor that is being read."""
 ROWS = 20
 """Rows of a table, unless all are asked for."""
 
-_TOLD = (
-    "name",
-    "fp8",
-    "fp4",
-    "convention",
-    "format",
-    "format_name",
-    "shape",
-    "nbytes",
-    "file",
-    "severity",
-)
+_TOLD = ("name", "fp8", "fp4", "convention", "format", "shape", "nbytes", "file", "severity")
 _TOLD_OF_CODES = ("numel", "amax", "scale_min", "scale_max", "exponents")
 _TOLD_OF_BLOCKS = ("blocks", "saturated_blocks", "idle_blocks")
 
@@ -75,8 +63,7 @@ class CheckpointRow:
 
     @property
     def format_name(self) -> str:
-        """The format as people call it: ``"block-fp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"mxfp8"``;
-        else ``format``."""
+        """``"block-fp8"``, ``"nvfp4"``, ``"mxfp4"`` or ``"mxfp8"``; else ``format``."""
         return usual_name(self.format)
 
     @property
@@ -98,6 +85,7 @@ class CheckpointRow:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         measured = self.measured
         result: dict[str, object] = {name: getattr(self, name) for name in _TOLD}
+        result["format_name"] = self.format_name
         result["findings"] = [asdict(finding) for finding in self.findings]
         stats = measured.stats
         if stats is not None:
@@ -144,7 +132,7 @@ class CheckpointReport(Printed):
         }
         lines = [
             f"{self.path}: {self.container}",
-            f"{counted(len(self.rows), 'tensor')}, {size(self.nbytes)}"
+            f"{counted(len(self.rows), 'tensor')}, {bytes_text(self.nbytes)}"
             + (f"; {self.left_out} left out" if self.left_out else ""),
             *(_stored_in(kind, rows) for kind, rows in by_width.items() if rows or kind == "FP8"),
             f"{len(self.suspicious)} suspicious" if self.suspicious else "none suspicious",
@@ -288,18 +276,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def size(nbytes: int) -> str:
-    """Bytes for people.
-
-    >>> size(1536)
-    '1.5 KiB'
-    """
-    amount, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount, units = amount / 1024, units[1:]
-    return f"{amount:.3g} {units[0]}" if amount < 1000 else f"{amount:.0f} {units[0]}"
-
-
 def counted(count: int, noun: str) -> str:
     """``1 tensor``, ``2 tensors``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
@@ -307,7 +283,7 @@ def counted(count: int, noun: str) -> str:
 
 def _stored_in(kind: str, rows: Sequence[CheckpointRow]) -> str:
     conventions = " and ".join(dict.fromkeys(row.convention for row in rows if row.convention))
-    text = f"{len(rows)} in {kind}, {size(sum(row.nbytes for row in rows))}"
+    text = f"{len(rows)} in {kind}, {bytes_text(sum(row.nbytes for row in rows))}"
     return f"{text}, as by {conventions}" if conventions else text
 
 
