@@ -114,6 +114,7 @@ WORDS = {
 }
 PEERS = "Beside Transformer Engine and torchao"
 LIBRARIES = ("float8lab", "Transformer Engine", "torchao")
+ELSEWHERE = "another host"  # than that of the table's baseline
 RATIOS = ("x bf16, sustained", "x bf16, held")
 
 CHARTS = (
@@ -242,11 +243,13 @@ _STYLE = """
   .value { text-anchor: end; font-weight: 600; }
   .base { fill: #d3d9de; }
   .fp8 { fill: #80cbc4; }
+  .peer { fill: #ffcc80; }
   .line { stroke: #5f6b76; stroke-dasharray: 3 3; }
   @media (prefers-color-scheme: dark) {
     text { fill: #e8eaed; }
     .base { fill: #4b545c; }
     .fp8 { fill: #00695c; }
+    .peer { fill: #8a5a12; }
     .line { stroke: #aab4bd; }
   }
 """
@@ -273,10 +276,11 @@ def draw(chart: Chart, groups: Sequence[Table]) -> str:
             label, cell = row[chart.label], row[chart.value]
             width = (_number(cell) or 0.0) / largest * longest
             is_base = label.startswith(chart.baseline)
+            kind = "base" if is_base else "peer" if label.startswith(LIBRARIES[1:]) else "fp8"
+            label += ", another host" if ELSEWHERE in row.get("from", "") else ""
             base = f"{_LEFT + width:.1f}" if is_base and not base else base
             bars.append(
-                f'<rect class="{"base" if is_base else "fp8"}" x="{_LEFT}" y="{y}" '
-                f'width="{width:.1f}" height="{_BAR}"/>'
+                f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}"/>'
             )
             texts += [
                 f'<text x="{_LEFT + 5}" y="{y + 14}">{escape(label)}</text>',
@@ -312,7 +316,7 @@ def peers_table(all_tables: Sequence[Table]) -> str:
             library, _, recipe = row["implementation"].partition(", ")
             (ratio,) = (row[name] for name in RATIOS if name in row)
             if library in cells:
-                mark = r"\*" if "another host" in row["from"] else ""
+                mark = r"\*" if ELSEWHERE in row["from"] else ""
                 cells[library].append(f"{ratio}{mark} {recipe}".strip())
         lines.append(f"| {table.caption} | " + " | ".join(map("; ".join, cells.values())) + " |")
     return "\n".join(lines)
@@ -359,7 +363,8 @@ HEAD = """# Performance
 
 Every number here is a cell of `benchmarks/RESULTS.md`, which has more: quartiles, the distance from
 a measured floor, the targets that were missed and why, what was not measured. Grey bars are in high
-precision, and the dashed line is the first of them. `python -m benchmarks` repeats it on your GPU.
+precision, orange ones those of another library; the dashed line is at the first grey one.
+`python -m benchmarks` repeats it on your GPU.
 
 A GPU that works without a pause reaches its power limit and lowers its clocks, FP8's more than
 bfloat16's. So the first part is what to expect of training; the third compares kernels.
