@@ -338,6 +338,18 @@ def test_pre_commit_pins_the_versions_of_pyproject():
     assert _versions((ROOT / ".pre-commit-config.yaml").read_text()) == pyproject
 
 
+def test_one_version_everywhere():
+    files = {
+        "pyproject.toml": r'^version = "(.*)"$',
+        "CITATION.cff": r"^version: (.*)$",
+        "float8lab/__init__.py": r'^__version__ = "(.*)"$',
+    }
+    versions = {
+        re.findall(line, (ROOT / name).read_text(), re.M)[0] for name, line in files.items()
+    }
+    assert len(versions) == 1
+
+
 # The house in figures: how much a function decides, what has no name or no type, and the words.
 
 APPLICATIONS = {"inspect", "integrations", "commands", "checkpoints", "__main__.py", "__init__.py"}
