@@ -85,6 +85,8 @@ def _until_closed(options: argparse.Namespace) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:  # what is optional
+        return fail(program, error)
     except OSError as error:  # of standard output: those of checkpoints are caught by the commands
         # What is still buffered goes nowhere, or Python would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

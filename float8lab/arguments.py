@@ -12,7 +12,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import Literal, TypeVar, overload
 
@@ -334,19 +334,14 @@ def check_device(name: str, value: object) -> torch.device | None:
     """Check for a device or None, and return it as a ``torch.device`` or None."""
     if value is None or isinstance(value, torch.device):
         return value
-    device = None
     if isinstance(value, (str, int)) and not isinstance(value, bool):
-        try:
-            device = torch.device(value)
-        except RuntimeError:
-            device = None
-    if device is None:
-        kind = ValueError if isinstance(value, (str, int)) else TypeError
-        raise kind(
-            f"{name} must be None or a device, such as 'cuda:0'; got {shown(value)}. Pass a "
-            "torch.device or its name."
-        )
-    return device
+        with suppress(RuntimeError):
+            return torch.device(value)
+    kind = ValueError if isinstance(value, (str, int)) else TypeError
+    raise kind(
+        f"{name} must be None or a device, such as 'cuda:0'; got {shown(value)}. Pass a "
+        "torch.device or its name."
+    )
 
 
 def check_group(name: str, value: object) -> None:
@@ -405,11 +400,8 @@ def check_lengths(
             "sequences, [B + 1]."
         )
     check_tensor(name, cu_seqlens)
-    if (
-        cu_seqlens.ndim != 1
-        or not cu_seqlens.shape[0]
-        or cu_seqlens.dtype not in (torch.int32, torch.int64)
-    ):
+    integers = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens.ndim != 1 or not cu_seqlens.shape[0] or not integers:
         raise ValueError(
             f"{name} must be [B + 1] int32 or int64, cumulative lengths from 0 on; got "
             f"{shown(cu_seqlens)}. Begin with 0, and add up the lengths."

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from itertools import chain
 
 from float8lab.arguments import needs
-from float8lab.commands.terminal import fail, program_name
 
 __all__ = ["add_commands"]
 
@@ -31,11 +30,8 @@ def add_commands(
 def _complete(
     parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], shell: str
 ) -> int:
-    try:
-        with needs("completion", "shtab", "completion"):
-            import shtab
-    except ModuleNotFoundError as error:
-        return fail(f"{program_name()} completion", error)
+    with needs("completion", "shtab", "completion"):
+        import shtab
     for argument in chain.from_iterable(command._actions for command in commands.values()):
         if argument.metavar in _FILES:
             vars(argument)["complete"] = shtab.FILE

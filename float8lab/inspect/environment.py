@@ -132,9 +132,7 @@ def environment(device: torch.device | str | None = None) -> Environment:
     Args:
         device: whose FP8 support is meant; by default the current GPU, or the CPU without one.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Environment(
         versions=_versions(),
         gpus=_gpus(),
