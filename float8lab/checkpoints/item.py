@@ -157,8 +157,8 @@ def sizes(shape: Sequence[int]) -> str:
 
 
 def usual_name(description: str) -> str:
-    """What people call a format that ``Item.describe`` describes; the description where they have
-    no name for it.
+    """Name a format as people do, by the words of ``Item.describe``, which stay where there is no
+    such name.
 
     >>> [usual_name(text) for text in ("e2m1 1x32x1 e8m0", "e4m3 128x128 pow2", "e4m3 row fp32")]
     ['mxfp4', 'block-fp8 pow2', 'e4m3 row fp32']
