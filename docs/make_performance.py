@@ -347,7 +347,8 @@ def section(chart: Chart, groups: Sequence[Table]) -> str:
     for group in groups:
         named = group.facts or group.section == PEERS
         lines += [f"{group.caption if named else group.section}:", ""]
-        lines += ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
+        lines += ["| " + " | ".join(columns) + " |"]
+        lines += ["| --- |" + "".join(f" ---{':' * (c != 'from')} |" for c in columns[1:])]
         lines += ["| " + " | ".join(row.get(c, "-") for c in columns) + " |" for row in group.rows]
         lines += [""]
     facts = groups[0].facts
