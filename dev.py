@@ -174,12 +174,14 @@ def setup(venv: Venv, extra: str) -> None:
 
 
 def check_wheel(venv: Venv) -> None:
-    """Build the wheel and import float8lab from what it holds."""
+    """Build the source distribution, the wheel from it, and import float8lab from the wheel."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
-        build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-        step("build the wheel", venv.python, *build, beside=True)
+        build = ["-m", "build", "--no-isolation", "--outdir", str(out)]
+        step("build the source distribution and the wheel", venv.python, *build, beside=True)
         (wheel,) = out.glob("*.whl")
+        check = ["-m", "twine", "check", "--strict", *map(str, out.iterdir())]
+        step("check what an index would show of them", venv.python, *check, beside=True)
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
             archive.extractall(out / "unpacked")

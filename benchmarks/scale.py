@@ -254,6 +254,7 @@ ROWS: dict[str, tuple[str, Callable[..., float | str]]] = {
 }
 """The measured column of a section, and what predicts it."""
 UNPREDICTED = {
+    "Beside Transformer Engine and torchao": "repeats rows of other sections",
     "accuracy": "no time or memory",
     "A kernel of our own": "ratios of kernels that no recipe uses",
     "CPU, the `tiny` preset": "a CPU's",

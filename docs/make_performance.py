@@ -1,9 +1,9 @@
-"""Make docs/performance.md and its plots from the tables of benchmarks/RESULTS.md.
+"""Make docs/performance.md, its plots, and the table of README.md from benchmarks/RESULTS.md.
 
     python -m docs.make_performance
 
-Every number on the page and in the plots is a cell of a table there; which rows and columns are
-shown, and the words around them, are written here.
+Every number on the page, in the plots and in the table is a cell of a table there; which rows and
+columns are shown, and the words around them, are written here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "RESULTS.md"
 PAGE = DOCS / "performance.md"
+README = DOCS.parent / "README.md"
 IMAGES = DOCS / "images"
 
 
@@ -67,6 +68,8 @@ class Chart:
     title: str
     text: str
     section: str
+    part: str
+    """The heading that it stands below."""
     label: str
     """The column that names the rows."""
     value: str
@@ -92,93 +95,136 @@ class Chart:
         return chosen
 
 
+SUSTAINED, STEPS, ALONE, REST = PARTS = (
+    "Sustained, as in training",
+    "Training steps",
+    "Alone, at full clocks",
+    "Memory and loss",
+)
+WORDS = {
+    SUSTAINED: "A second of steps back to back of each candidate, in turns, three times: the GPU "
+    "is at its power limit, and its clocks are lower. This is what training gets, and what these "
+    "pages claim.",
+    STEPS: "Forward, backward and optimizer, ten steps in a row, one candidate after the other.",
+    ALONE: "One forward and backward from a cold cache, with pauses: the GPU keeps its full "
+    "clocks, and ratios are higher than training sustains: of the Llama layer under delayed "
+    "scaling 1.71 in place of 1.61. They compare kernels, and libraries that were measured in the "
+    "same run; they are no claim about training.",
+    REST: "",
+}
+PEERS = "Beside Transformer Engine and torchao"
+LIBRARIES = ("float8lab", "Transformer Engine", "torchao")
+ELSEWHERE = "another host"  # than that of the table's baseline
+RATIOS = ("x bf16, sustained", "x bf16, held")
+
 CHARTS = (
     Chart(
-        "performance_linear",
-        "Linear layer",
-        "Forward and backward of layers of a Llama 8B, with all casts, in eager mode. Of a smaller "
-        "layer the casts are a larger part. Hopper has no tensor cores for MX.",
-        "linear", "implementation", "x bf16", ("GPU ms (quartiles)", "saved, of bf16"),
-        baseline="bfloat16",
+        "performance_sustained", "Beside the peers",
+        "Where a library has no bar, it has not been measured here in this way.",
+        PEERS, SUSTAINED, "implementation", "x bf16, sustained", ("from",), baseline="bfloat16",
     ),
     Chart(
-        "performance_peers",
-        "Beside torchao",
-        "The same layers, also under `torch.compile`, and torchao 0.18 in the same run; its "
-        "`tensorwise` is what `current` is. torchao is meant to be compiled.",
-        "Compiled, and torchao", "implementation", "x bf16", ("GPU ms (quartiles)",),
-        baseline="bfloat16",
-    ),
-    Chart(
-        "performance_layer",
-        "Transformer layer",
+        "performance_layer_sustained", "Transformer layer",
         "One layer of a Llama 8B, forward and backward. `converted` is the plain layer after "
         "`convert_to_float8`; `TransformerLayer` also fuses norms and activations with casts.",
-        "layer", "implementation", "x bf16", ("GPU ms (quartiles)",), baseline="plain bfloat16",
+        "Sustained", SUSTAINED, "implementation", "x bf16, sustained",
+        ("sustained ms", "MHz", "W"), baseline="plain bfloat16",
     ),
     Chart(
-        "performance_layer_compiled",
-        "Compiled transformer layer",
-        "The same layer, also under `torch.compile`.",
-        "Compiled layers", "implementation", "x bf16", ("GPU ms (quartiles)",),
+        "performance_experts", "Layer of experts",
+        "A layer of [experts](moe.md), from the router's choice to the sums. The first row is how "
+        "Transformers runs experts in bfloat16.",
+        "experts", SUSTAINED, "implementation", "x bf16, sustained", ("sustained ms", "MHz", "W"),
+        baseline="bfloat16",
+    ),
+    Chart(
+        "performance_grouped", "Grouped linear layer",
+        "The GEMMs of experts alone. With small experts FP8 loses, for the casts of weights take "
+        "longer than the GEMMs.",
+        "grouped", SUSTAINED, "implementation", "x bf16, sustained", ("sustained ms", "MHz", "W"),
+        baseline="bfloat16",
+    ),
+    Chart(
+        "performance_tensor_parallel", "Tensor parallel",
+        "The same Llama layer, shared by [two GPUs](many_gpus.md).",
+        "tensor_parallel", SUSTAINED, "implementation", "x bf16, sustained",
+        ("sustained ms", "gathered MB", "peak GB"), baseline="DTensor",
+    ),
+    Chart(
+        "performance_steps", "One GPU", "Layers of a Llama 8B with their optimizer.",
+        "model", STEPS, "implementation", "tokens/s", ("ms a step (quartiles)", "x bf16"),
         baseline="plain bfloat16",
     ),
     Chart(
-        "performance_layer_torchao",
-        "Transformer layer beside torchao",
-        "The plain layer after `convert_to_float8`, and after torchao 0.18's conversion, in the "
-        "same run.",
-        "Beside torchao, compiled", "implementation", "x bf16", ("GPU ms (quartiles)",),
-        baseline="plain bfloat16",
-    ),
-    Chart(
-        "performance_mlp",
-        "Norm and MLP",
-        "`LayerNormMLP`, forward and backward, beside the same modules of torch, and torchao 0.18.",
-        "mlp", "implementation", "x bf16", ("GPU ms (quartiles)",), baseline="plain bfloat16",
-    ),
-    Chart(
-        "performance_steps",
-        "Training steps",
-        "Layers of a Llama 8B with their optimizer on one GPU.",
-        "model", "implementation", "tokens/s", ("ms a step (quartiles)", "x bf16"),
-        baseline="plain bfloat16",
-    ),
-    Chart(
-        "performance_fsdp",
-        "FSDP2",
+        "performance_fsdp", "FSDP2",
         "The same layers, sharded ([several processes](distributed.md)).",
-        "fsdp", "implementation", "tokens/s a GPU", ("x bf16", "peak GB", "gathered MB"),
+        "fsdp", STEPS, "implementation", "tokens/s a GPU", ("x bf16", "peak GB", "gathered MB"),
         baseline="bf16",
     ),
     Chart(
-        "performance_memory",
-        "Memory between forward and backward",
-        "What one layer holds for its backward, output included. `fp8_activation_input` is an "
-        "option of `LayerNormMLP` and `TransformerLayer`.",
-        "memory", "implementation", "held GB", ("held GB, of plain", "peak GB", "weights GB"),
-        caption="1 layer", baseline="plain bfloat16",
-    ),
-    Chart(
-        "performance_attention",
-        "FP8 attention",
-        "Forward and backward with casts; backward is in high precision. Measure before you turn "
-        "`fp8_dpa` on: what it gains depends on the mask and on the length.",
-        "attention", "implementation", "TFLOP/s", ("forward ms", "x bf16"), baseline="cuDNN",
-    ),
-    Chart(
-        "performance_small",
-        "A small model",
+        "performance_small", "A small model",
         "Here FP8 loses: the CPU cannot issue the casts as fast as the GPU runs them. "
         '`"auto"` leaves such layers in bfloat16, and [Does FP8 pay](advise.md) finds them.',
-        "overhead", "implementation", "x bf16", ("wall ms (quartiles)",),
-        caption="GPT", baseline="bfloat16",
+        "overhead", STEPS, "implementation", "x bf16", ("wall ms (quartiles)",), caption="GPT",
+        baseline="bfloat16",
     ),
     Chart(
-        "performance_loss",
-        "Validation loss",
+        "performance_layer_torchao", "Transformer layer beside torchao",
+        "The plain layer after `convert_to_float8`, and after torchao 0.18's conversion, in the "
+        "same run. torchao is meant to be compiled.",
+        "Beside torchao, compiled", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
+        baseline="plain bfloat16",
+    ),
+    Chart(
+        "performance_layer_compiled", "Compiled transformer layer",
+        "The same layer, also as `TransformerLayer`.",
+        "Compiled layers", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
+        baseline="plain bfloat16",
+    ),
+    Chart(
+        "performance_layer", "Transformer layer by recipe", "The same, with all recipes.",
+        "layer", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
+        baseline="plain bfloat16",
+    ),
+    Chart(
+        "performance_linear", "Linear layer",
+        "Layers of a Llama 8B, with all casts, in eager mode. Of a smaller layer the casts are a "
+        "larger part. Hopper has no tensor cores for MX.",
+        "linear", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)", "saved, of bf16"),
+        baseline="bfloat16",
+    ),
+    Chart(
+        "performance_peers", "Linear layer beside torchao",
+        "The same layers, also under `torch.compile`, and torchao 0.18 in the same run; its "
+        "`tensorwise` is what `current` is.",
+        "Compiled, and torchao", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
+        baseline="bfloat16",
+    ),
+    Chart(
+        "performance_mlp", "Norm and MLP",
+        "`LayerNormMLP`, beside the same modules of torch, and torchao 0.18.",
+        "mlp", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
+        baseline="plain bfloat16",
+    ),
+    Chart(
+        "performance_attention", "FP8 attention",
+        "With casts; backward is in high precision. Measure before you turn `fp8_dpa` on: what it "
+        "gains depends on the mask and on the length.",
+        "attention", ALONE, "implementation", "TFLOP/s", ("forward ms", "x bf16"),
+        baseline="cuDNN",
+    ),
+    Chart(
+        "performance_memory", "Memory between forward and backward",
+        "What one layer holds for its backward, output included. `fp8_activation_input` is an "
+        "option of `LayerNormMLP` and `TransformerLayer`.",
+        "memory", REST, "implementation", "held GB",
+        ("held GB, of plain", "peak GB", "weights GB"), caption="1 layer",
+        baseline="plain bfloat16",
+    ),
+    Chart(
+        "performance_loss", "Validation loss",
         "After training a GPT. Seeds of one recipe differ by more than the means of the recipes.",
-        "H200, the `124m` preset", "run", "mean",
+        "H200, the `124m` preset", REST, "run", "mean",
         ("seed 0", "seed 1", "seed 2", "mean, against high precision"), baseline="high precision",
     ),
 )  # fmt: skip
@@ -189,75 +235,120 @@ def _number(cell: str) -> float | None:
     return float(found[0]) if found else None
 
 
-_BAR, _GAP, _LEFT, _WIDTH, _RIGHT = 20, 6, 350, 380, 70
+_WIDTH, _BAR, _ROW, _LEFT, _VALUE = 400, 20, 24, 4, 62
+"""Units of a picture, which are pixels on a phone that has its width; text is 12 units high."""
 _STYLE = """
-  text { font: 13px system-ui, sans-serif; fill: #222; }
-  .value { paint-order: stroke; stroke: #fff; stroke-width: 4px; }
+  text { font: 12px system-ui, sans-serif; fill: #1f2428; }
   .group { font-weight: 600; }
-  .base { fill: #9aa5b1; }
-  .fp8 { fill: #00796b; }
-  .line { stroke: #222; stroke-dasharray: 3 3; }
+  .value { text-anchor: end; font-weight: 600; }
+  .base { fill: #d3d9de; }
+  .fp8 { fill: #80cbc4; }
+  .peer { fill: #ffcc80; }
+  .line { stroke: #5f6b76; stroke-dasharray: 3 3; }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e0e0e0; }
-    .line { stroke: #e0e0e0; }
-    .value { stroke: #1e2129; }
-    .fp8 { fill: #26a69a; }
-    .base { fill: #78828c; }
+    text { fill: #e8eaed; }
+    .base { fill: #4b545c; }
+    .fp8 { fill: #00695c; }
+    .peer { fill: #8a5a12; }
+    .line { stroke: #aab4bd; }
   }
 """
 
 
 def draw(chart: Chart, groups: Sequence[Table]) -> str:
-    """Horizontal bars from 0, one group below the other, with a line at the baseline's value."""
+    """Horizontal bars from 0 with their labels on them, and their values in a column at the right.
+
+    One group is below the other, each with a line at its baseline's value.
+    """
     largest = max(_number(row[chart.value]) or 0.0 for group in groups for row in group.rows)
+    longest = _WIDTH - _LEFT - _VALUE
     shapes: list[str] = []
-    y = 8
+    y = 4
     for group in groups:
-        if len(groups) > 1:
-            shapes.append(f'<text class="group" x="8" y="{y + 15}">{escape(group.caption)}</text>')
-            y += _BAR + _GAP
+        for line in textwrap.wrap(group.caption, 60) if len(groups) > 1 else []:
+            shapes.append(f'<text class="group" x="{_LEFT}" y="{y + 13}">{escape(line)}</text>')
+            y += 17
         bars: list[str] = []
         texts: list[str] = []
         base = ""
-        top = y
+        top = y = y + 3
         for row in group.rows:
             label, cell = row[chart.label], row[chart.value]
-            width = (_number(cell) or 0.0) / largest * _WIDTH
-            right = f"{_LEFT + width:.1f}"
+            width = (_number(cell) or 0.0) / largest * longest
             is_base = label.startswith(chart.baseline)
-            base = right if is_base and not base else base
+            kind = "base" if is_base else "peer" if label.startswith(LIBRARIES[1:]) else "fp8"
+            label += ", another host" if ELSEWHERE in row.get("from", "") else ""
+            base = f"{_LEFT + width:.1f}" if is_base and not base else base
             bars.append(
-                f'<rect class="{"base" if is_base else "fp8"}" x="{_LEFT}" y="{y}" '
-                f'width="{width:.1f}" height="{_BAR}"/>'
+                f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}"/>'
             )
             texts += [
-                f'<text x="{_LEFT - 8}" y="{y + 15}" text-anchor="end">{escape(label)}</text>',
-                f'<text class="value" x="{right}" dx="6" y="{y + 15}">{escape(cell)}</text>',
+                f'<text x="{_LEFT + 5}" y="{y + 14}">{escape(label)}</text>',
+                f'<text class="value" x="{_WIDTH - 4}" y="{y + 14}">{escape(cell)}</text>',
             ]
-            y += _BAR + _GAP
+            y += _ROW
         if base:
-            bars.append(f'<line class="line" x1="{base}" y1="{top}" x2="{base}" y2="{y - _GAP}"/>')
+            bars.append(f'<line class="line" x1="{base}" y1="{top}" x2="{base}" y2="{y - 4}"/>')
         shapes += bars + texts
-        y += _GAP
-    size = f"{_LEFT + _WIDTH + _RIGHT} {y}"
+        y += 6
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" role="img">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{1.4 * _WIDTH:.0f}" '
+        f'height="{1.4 * y:.0f}" viewBox="0 0 {_WIDTH} {y}" role="img">\n'
         f"<title>{escape(chart.title)}: {escape(chart.value)}</title>\n"
         f"<style>{_STYLE}</style>\n" + "\n".join(shapes) + "\n</svg>\n"
     )
+
+
+def peers_table(all_tables: Sequence[Table]) -> str:
+    """The table of README.md: each table of ``PEERS`` in one row, a column for each library.
+
+    A star marks what was measured on another host than the table's baseline.
+    """
+    lines = [
+        "| x bfloat16 | " + " | ".join(LIBRARIES) + " |",
+        "| --- |" + " --- |" * len(LIBRARIES),
+    ]
+    for table in all_tables:
+        if table.section != PEERS:
+            continue
+        cells: dict[str, list[str]] = {library: [] for library in LIBRARIES}
+        for row in table.rows:
+            library, _, recipe = row["implementation"].partition(", ")
+            (ratio,) = (row[name] for name in RATIOS if name in row)
+            if library in cells:
+                mark = r"\*" if ELSEWHERE in row["from"] else ""
+                cells[library].append(f"{ratio}{mark} {recipe}".strip())
+        lines.append(f"| {table.caption} | " + " | ".join(map("; ".join, cells.values())) + " |")
+    return "\n".join(lines)
+
+
+def with_peers(text: str, table: str) -> str:
+    """A page with the table between its two comments.
+
+    Raises:
+        ValueError: the page has no such comments.
+    """
+    begin, end = "<!-- begin peers -->\n", "\n<!-- end peers -->"
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"README.md must have {begin.strip()} and {end.strip()}.")
+    return f"{before}{begin}{table}{end}{after}"
 
 
 def section(chart: Chart, groups: Sequence[Table]) -> str:
     """The part of the page that shows one chart."""
     alternative = f"Bars of {chart.value}, the numbers of the table below"
     lines = [
-        f"## {chart.title}", "", *textwrap.wrap(chart.text, 100), "",
+        f"### {chart.title}", "", *textwrap.wrap(chart.text, 100), "",
         f"![{chart.title}. {alternative}](images/{chart.name}.svg)", "",
     ]  # fmt: skip
     columns = (chart.label, chart.value, *chart.also)
     for group in groups:
-        lines += [f"{group.caption if group.facts else group.section}:", ""]
-        lines += ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
+        named = group.facts or group.section == PEERS
+        lines += [f"{group.caption if named else group.section}:", ""]
+        lines += ["| " + " | ".join(columns) + " |"]
+        lines += ["| --- |" + "".join(f" ---{':' * (c != 'from')} |" for c in columns[1:])]
         lines += ["| " + " | ".join(row.get(c, "-") for c in columns) + " |" for row in group.rows]
         lines += [""]
     facts = groups[0].facts
@@ -273,8 +364,11 @@ HEAD = """# Performance
 
 Every number here is a cell of `benchmarks/RESULTS.md`, which has more: quartiles, the distance from
 a measured floor, the targets that were missed and why, what was not measured. Grey bars are in high
-precision, and the dashed line is the first of them. `python -m benchmarks` repeats it on your GPU.
+precision, orange ones those of another library; the dashed line is at the first grey one.
+`python -m benchmarks` repeats it on your GPU.
 
+A GPU that works without a pause reaches its power limit and lowers its clocks, FP8's more than
+bfloat16's. So the first part is what to expect of training; the third compares kernels.
 For your own model ask [`inspect.advise`](advise.md), which measures its layers on your GPU.
 
 """
@@ -285,9 +379,13 @@ def make() -> dict[Path, str]:
     found = tables(RESULTS.read_text())
     chosen = [(chart, chart.groups(found)) for chart in CHARTS]
     files = {IMAGES / f"{chart.name}.svg": draw(chart, groups) for chart, groups in chosen}
-    files[PAGE] = (
-        HEAD + "\n".join(section(chart, groups) for chart, groups in chosen).rstrip() + "\n"
-    )
+    parts = []
+    for part in PARTS:
+        words = [*textwrap.wrap(WORDS[part], 100), ""] if WORDS[part] else []
+        charts = [section(chart, groups) for chart, groups in chosen if chart.part == part]
+        parts.append("\n".join([f"## {part}", "", *words, *charts]))
+    files[PAGE] = HEAD + "\n".join(parts).rstrip() + "\n"
+    files[README] = with_peers(README.read_text(), peers_table(found))
     return files
 
 

@@ -201,7 +201,7 @@ def report(folder: Path) -> None:
 
 def pictures_of_report(page: Path) -> None:
     """Its top, the part below that is of one layer, and the top as a phone has it in the dark."""
-    with browser.browser(1280, 1310) as driver:
+    with browser.browser(1280, 1240) as driver:
         browser.open_report(driver, page)
         screen(driver, "report")
         browser.resize(driver, 1280, 1500)

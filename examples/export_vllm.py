@@ -9,8 +9,8 @@ bfloat16; read by float8lab as a model that runs in FP8, and by Transformers, de
 not needed here, and not run; the command that serves the files is printed. The text is random
 words, as in train_fsdp.py.
 
-Needs ``pip install "float8lab[inspect,transformers]"``, and ``compressed-tensors`` for Transformers
-to read its format.
+Needs the extras ``inspect`` and ``transformers``, and ``compressed-tensors`` for Transformers to
+read its format.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def savings(
     unit: str = "step",
     on_cpu: str = EMULATED,
 ) -> str:
-    """A table of two runs, with what the second saved.
+    """A table of two runs, with what the second saved; on a CPU it saves bytes, and no time.
 
     Args:
         base: the run in high precision.
@@ -141,11 +141,13 @@ def savings(
         raise ValueError(f"fp8 must have the sizes {list(base.sizes)}; got {list(fp8.sizes)}.")
     rows: list[tuple[str, ...]] = [("", *names, f"{names[1]} / {names[0]}", "saved")]
     times = (base.seconds, fp8.seconds)
-    rows.append((f"time a {unit}", *map(_duration, times), *_shares(*times)))
+    on_a_cpu = torch.device(device).type == "cpu"
+    ratio = ("-", "-") if on_a_cpu else _shares(*times)
+    rows.append((f"time a {unit}", *map(_duration, times), *ratio))
     for name, high in base.sizes.items():
         sizes = (high, fp8.sizes[name])
         rows.append((name, *map(bytes_text, sizes), *_shares(*sizes)))
     lines = aligned(rows)
-    if torch.device(device).type == "cpu":
+    if on_a_cpu:
         lines.append(on_cpu)
     return "\n".join(lines)

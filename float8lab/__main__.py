@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from float8lab.commands import checkpoints, runs, scale
+from float8lab.commands import checkpoints, completion, runs, scale
 from float8lab.commands.terminal import fail, program_name
-from float8lab.inspect.environment import environment, package_version
+from float8lab.inspect.environment import Environment, environment, package_version
 from float8lab.inspect.selfcheck import selfcheck
 
 __all__ = ["main"]
@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoints.add_commands(commands)
     runs.add_commands(commands)
     scale.add_commands(commands)
+    completion.add_commands(commands, parser)
     options = parser.parse_args(arguments)
     if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU; leave --device out or pass cpu")
@@ -62,15 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _about_the_machine(options: argparse.Namespace) -> int:
-    if options.command == "env":
-        machine = environment(options.device)
-        _print(
-            json.dumps(machine.to_json(), indent=2) if options.json else str(machine), options.json
-        )
-        return 0
-    report = selfcheck(options.device, options.verbose)
-    _print(json.dumps(report.to_json(), indent=2) if options.json else str(report), options.json)
-    return 0 if report.passed else 1
+    checks = options.command == "selfcheck"
+    report = selfcheck(options.device, options.verbose) if checks else environment(options.device)
+    text = json.dumps(report.to_json(), indent=2) if options.json else str(report)
+    if not options.json and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        text = _WORDS.sub(lambda word: f"\033[{_COLOURS[word[0]]}m{word[0]}\033[0m", text)
+    print(text)
+    return 0 if isinstance(report, Environment) or report.passed else 1
 
 
 def _until_closed(options: argparse.Namespace) -> int:
@@ -86,6 +85,8 @@ def _until_closed(options: argparse.Namespace) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:  # what is optional
+        return fail(program, error)
     except OSError as error:  # of standard output: those of checkpoints are caught by the commands
         # What is still buffered goes nowhere, or Python would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -93,12 +94,6 @@ def _until_closed(options: argparse.Namespace) -> int:
             return 141
         return fail(program, f"{error.filename or 'standard output'}: {error.strerror}")
     return status
-
-
-def _print(text: str, plain: bool) -> None:
-    if not plain and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        text = _WORDS.sub(lambda word: f"\033[{_COLOURS[word[0]]}m{word[0]}\033[0m", text)
-    print(text)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import Literal, TypeVar, overload
 
@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
+    "EXTRAS",
     "INTEGER_DTYPES",
     "PARAMETER_DTYPES",
     "check_callables",
@@ -79,25 +80,46 @@ def printable(text: str) -> str:
     return "".join(shown)
 
 
+EXTRAS = {
+    "plot": ("matplotlib",),
+    "report": ("plotly",),
+    "inspect": ("matplotlib", "plotly", "rich", "safetensors"),
+    "examples": ("matplotlib", "plotly", "tqdm"),
+    "completion": ("shtab",),
+    "lightning": ("lightning",),
+    "ray": ("ray",),
+    "transformers": ("transformers", "accelerate"),
+    "peft": ("transformers", "accelerate", "peft"),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "torchtitan": ("torchtitan",),
+}
+"""The extras of pyproject.toml, and the packages that each brings."""
+
+
 @contextmanager
-def needs(user: str, package: str, install: str, otherwise: str = "") -> Iterator[None]:
+def needs(user: str, package: str, extra: str = "", otherwise: str = "") -> Iterator[None]:
     """Say which function or file needs a package if the block's import of it fails.
 
     Raises:
-        ModuleNotFoundError: it says what pip should ``install``, or what works ``otherwise``.
+        ModuleNotFoundError: it names the ``extra`` that brings the package, if one does, and what
+            works ``otherwise``.
 
-    >>> with needs("table", "rich", '"float8lab[inspect]"', "print the tensor"):
+    >>> with needs("table", "rich", "inspect", "print the tensor"):
     ...     raise ModuleNotFoundError("No module named 'rich'", name="rich")
     Traceback (most recent call last):
-    ModuleNotFoundError: table must have rich; it is not installed. pip install \
-"float8lab[inspect]", or print the tensor.
+    ModuleNotFoundError: table needs the extra "inspect": matplotlib, plotly, rich, safetensors; \
+rich is not installed. pip install ".[inspect]" in a checkout of float8lab, or print the tensor.
     """
     try:
         yield
     except ModuleNotFoundError as error:
+        needed, install = f"{package}; it", package
+        if extra:
+            needed = f'the extra "{extra}": {", ".join(EXTRAS[extra])}; {package}'
+            install = f'".[{extra}]" in a checkout of float8lab'
         instead = f", or {otherwise}" if otherwise else ""
         raise ModuleNotFoundError(
-            f"{user} must have {package}; it is not installed. pip install {install}{instead}.",
+            f"{user} needs {needed} is not installed. pip install {install}{instead}.",
             name=error.name,
         ) from error
 
@@ -312,19 +334,14 @@ def check_device(name: str, value: object) -> torch.device | None:
     """Check for a device or None, and return it as a ``torch.device`` or None."""
     if value is None or isinstance(value, torch.device):
         return value
-    device = None
     if isinstance(value, (str, int)) and not isinstance(value, bool):
-        try:
-            device = torch.device(value)
-        except RuntimeError:
-            device = None
-    if device is None:
-        kind = ValueError if isinstance(value, (str, int)) else TypeError
-        raise kind(
-            f"{name} must be None or a device, such as 'cuda:0'; got {shown(value)}. Pass a "
-            "torch.device or its name."
-        )
-    return device
+        with suppress(RuntimeError):
+            return torch.device(value)
+    kind = ValueError if isinstance(value, (str, int)) else TypeError
+    raise kind(
+        f"{name} must be None or a device, such as 'cuda:0'; got {shown(value)}. Pass a "
+        "torch.device or its name."
+    )
 
 
 def check_group(name: str, value: object) -> None:
@@ -383,11 +400,8 @@ def check_lengths(
             "sequences, [B + 1]."
         )
     check_tensor(name, cu_seqlens)
-    if (
-        cu_seqlens.ndim != 1
-        or not cu_seqlens.shape[0]
-        or cu_seqlens.dtype not in (torch.int32, torch.int64)
-    ):
+    integers = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens.ndim != 1 or not cu_seqlens.shape[0] or not integers:
         raise ValueError(
             f"{name} must be [B + 1] int32 or int64, cumulative lengths from 0 on; got "
             f"{shown(cu_seqlens)}. Begin with 0, and add up the lengths."

@@ -50,8 +50,10 @@ ENVIRONMENT = {
 # Files that may import inside a function, and why.
 LOCAL_IMPORTS = {
     "float8lab/ops/declare.py": "loads a kernel file, and so triton, on an op's first CUDA call",
+    "float8lab/commands/completion.py": "shtab is optional",
     "float8lab/commands/terminal.py": "rich is optional, and loaded by the first terminal",
     "float8lab/nn/attention/backends.py": "FlexAttention loads sympy, on the first call of it",
+    "float8lab/checkpoints/opening.py": "huggingface_hub is optional",
     "float8lab/checkpoints/safetensors.py": "safetensors is optional",
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
     "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",
@@ -87,6 +89,8 @@ OPTIONAL = (
     "peft",
     "compressed_tensors",
     "safetensors",
+    "huggingface_hub",
+    "shtab",
     "onnx",
     "onnxscript",
     "onnxruntime",
@@ -332,6 +336,18 @@ def test_pre_commit_pins_the_versions_of_pyproject():
     pyproject = _versions((ROOT / "pyproject.toml").read_text())
     assert set(pyproject) == {"ruff", "mypy"}
     assert _versions((ROOT / ".pre-commit-config.yaml").read_text()) == pyproject
+
+
+def test_one_version_everywhere():
+    files = {
+        "pyproject.toml": r'^version = "(.*)"$',
+        "CITATION.cff": r"^version: (.*)$",
+        "float8lab/__init__.py": r'^__version__ = "(.*)"$',
+    }
+    versions = {
+        re.findall(line, (ROOT / name).read_text(), re.M)[0] for name, line in files.items()
+    }
+    assert len(versions) == 1
 
 
 # The house in figures: how much a function decides, what has no name or no type, and the words.

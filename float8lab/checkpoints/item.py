@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,14 @@ from float8lab.formats import Spec
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.float4_tensor import decode_codes
 
-__all__ = ["Finding", "Item", "blocks_of_box", "broadcast_box", "sizes"]
+__all__ = ["Finding", "Item", "blocks_of_box", "broadcast_box", "sizes", "usual_name"]
+
+_USUAL_NAMES = (
+    (re.compile(r"e2m1 (1x)*16(x1)* e4m3 fp32"), "nvfp4"),
+    (re.compile(r"e2m1 (1x)*32(x1)* e8m0"), "mxfp4"),
+    (re.compile(r"e4m3 (1x)*32(x1)* e8m0"), "mxfp8"),
+    (re.compile(r"e4m3 (1x)*128x128( fp32)?"), "block-fp8"),
+)
 
 
 @dataclass(frozen=True)
@@ -146,3 +154,16 @@ def broadcast_box(box: Box, sizes: Sequence[int]) -> Box:
 def sizes(shape: Sequence[int]) -> str:
     """``(300, 200)`` -> ``300x200``."""
     return "x".join(map(str, shape)) or "()"
+
+
+def usual_name(description: str) -> str:
+    """Name a format as people do, by the words of ``Item.describe``, which stay where there is no
+    such name.
+
+    >>> [usual_name(text) for text in ("e2m1 1x32x1 e8m0", "e4m3 128x128 pow2", "e4m3 row fp32")]
+    ['mxfp4', 'block-fp8 pow2', 'e4m3 row fp32']
+    """
+    for pattern, name in _USUAL_NAMES:
+        if pattern.match(description):
+            return pattern.sub(name, description)
+    return description

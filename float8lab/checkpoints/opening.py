@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from float8lab.arguments import needs
 from float8lab.checkpoints.dcp import open_dcp
 from float8lab.checkpoints.megatron import (
     FOLDER,
@@ -33,6 +35,8 @@ _OTHERS = {
     b"(\xb5/\xfd": "compressed by zstd",
     b"version https://git-lfs": "a Git LFS pointer: fetch the file with git lfs pull",
 }
+_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")  # of files by torch.save
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _LARGEST_HEADER = 100_000_000  # of a safetensors file, as the library has it
 _MOST_DIMENSIONS = 64  # of a tensor, as numpy and most ops of torch have it
 
@@ -41,12 +45,13 @@ def open_checkpoint(path: str | Path | Mapping[str, object]) -> CheckpointSource
     """The tensors of a checkpoint; nothing but names, shapes and places is read.
 
     Args:
-        path: a file, an index (``*.safetensors.index.json``), a directory, or a state dict.
+        path: a file, an index (``*.safetensors.index.json``), a directory, the id of a model that
+            the local Hugging Face cache has (``"org/name"``), or a state dict.
 
     Raises:
         CheckpointError: it is none of the kinds that are read, or damaged.
         OSError: it does not exist, or may not be read.
-        ModuleNotFoundError: it needs safetensors, which is not installed.
+        ModuleNotFoundError: it needs safetensors or, for an id, huggingface_hub.
     """
     source = open_state_dict(path) if isinstance(path, Mapping) else _open_path(path)
     for entry in source.entries:
@@ -61,9 +66,26 @@ def open_checkpoint(path: str | Path | Mapping[str, object]) -> CheckpointSource
 def _open_path(path: str | Path) -> CheckpointSource:
     if path == "":  # which pathlib takes for the current directory
         raise CheckpointError("path must name a file or a directory; got ''.")
-    path = Path(path)
+    path = _snapshot(str(path)) or Path(path)
     path.stat()  # raises what is wrong with the path itself
     return _directory(path) if path.is_dir() else _file(path)
+
+
+def _snapshot(name: str) -> Path | None:
+    """The directory of the model with this id in the Hugging Face cache; None for a path, of which
+    the folder exists or the suffix tells. Nothing is downloaded."""
+    if not _HUB_ID.fullmatch(name) or Path(name).parent.exists() or name.endswith(_SUFFIXES):
+        return None
+    with needs(f"{name}, which is no path here but may be a model's id,", "huggingface_hub"):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{name} must be a file, a directory, or the id of a model in the Hugging Face cache "
+            f"of this machine; it is none. Download it first: hf download {name}"
+        ) from error
 
 
 def _directory(path: Path) -> CheckpointSource:
@@ -81,7 +103,7 @@ def _directory(path: Path) -> CheckpointSource:
     files = [path / name for name in names if name.endswith(".safetensors")]
     if files:
         return open_safetensors(path, None, files)
-    file = _only_file(path, names, (".bin", ".ckpt", ".pt", ".pth"), "file by torch.save")
+    file = _only_file(path, names, _SUFFIXES, "file by torch.save")
     if file is not None:
         return _torch_save(file)
     if any(name.endswith(".distcp") for name in names):
@@ -123,7 +145,7 @@ def _file(path: Path) -> CheckpointSource:
         start[8:9] == b"{" and header < _LARGEST_HEADER and not pickled
     ):
         return open_safetensors(path, None, [path])
-    if pickled or path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+    if pickled or path.suffix in _SUFFIXES:
         return _torch_save(path)
     raise CheckpointError(f"{path} must be a checkpoint; it is none. Known: {_READ}.")
 

@@ -171,7 +171,7 @@ def _config(folder: Path) -> tuple[dict[str, object], list[str]]:
 
 
 def _entries(file: Path) -> list[Entry]:
-    with needs(str(file), "safetensors", '"float8lab[inspect]"'):
+    with needs(str(file), "safetensors", "inspect"):
         from safetensors import SafetensorError, safe_open
 
     check_file(file)

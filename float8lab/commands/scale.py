@@ -36,7 +36,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--mesh", help="as dp=32,tp=8,cp=4,pp=1,ep=1 (default: the fastest); dp may be left out"
     )
     command.add_argument(
-        "--recipe", action="append", choices=RECIPES, help="may be repeated (default: all)"
+        "--recipe", action="append", choices=tuple(RECIPES), help="may be repeated (default: all)"
     )
     work = command.add_argument_group("the work")
     work.add_argument("--sequence", type=count, default=8192, help="tokens (default: 8192)")

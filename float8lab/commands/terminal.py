@@ -116,7 +116,7 @@ def present(options: argparse.Namespace, make: Callable[[], _Report]) -> _Report
     program = f"{program_name()} {options.command}"
     try:
         report = make()
-    except (ValueError, ModuleNotFoundError) as error:  # a CheckpointError, or a wrong argument
+    except ValueError as error:  # a CheckpointError, or a wrong argument
         fail(program, error)
         return None
     except OSError as error:

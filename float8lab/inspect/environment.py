@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from float8lab.arguments import EXTRAS
 from float8lab.formats import E2M1, E4M3, Float8Spec
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
@@ -20,7 +21,6 @@ from float8lab.recipes import ALL, Recipe
 from float8lab.tables import aligned
 
 __all__ = [
-    "EXTRAS",
     "Environment",
     "Support",
     "environment",
@@ -29,20 +29,6 @@ __all__ = [
     "why_casts_are_missing",
     "why_gemm_is_emulated",
 ]
-
-EXTRAS = {
-    "plot": ("matplotlib",),
-    "report": ("plotly",),
-    "inspect": ("matplotlib", "plotly", "rich", "safetensors"),
-    "examples": ("matplotlib", "plotly", "tqdm"),
-    "lightning": ("lightning",),
-    "ray": ("ray",),
-    "transformers": ("transformers", "accelerate"),
-    "peft": ("transformers", "accelerate", "peft"),
-    "onnx": ("onnx", "onnxruntime", "onnxscript"),
-    "torchtitan": ("torchtitan",),
-}
-"""Optional parts of the package, and the packages that each needs."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -146,9 +132,7 @@ def environment(device: torch.device | str | None = None) -> Environment:
     Args:
         device: whose FP8 support is meant; by default the current GPU, or the CPU without one.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Environment(
         versions=_versions(),
         gpus=_gpus(),
@@ -193,13 +177,11 @@ def _driver() -> str:
 
 
 def _gpus() -> list[str]:
-    gpus = []
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        gpu = torch.cuda.get_device_properties(number)
-        gpus.append(
-            f"{gpu.name}, {_sm((gpu.major, gpu.minor))}, {gpu.total_memory / 2**30:.0f} GiB"
-        )
-    return gpus
+    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [
+        f"{gpu.name}, {_sm((gpu.major, gpu.minor))}, {gpu.total_memory / 2**30:.0f} GiB"
+        for gpu in map(torch.cuda.get_device_properties, numbers)
+    ]
 
 
 def _support(recipe: Recipe, device: torch.device) -> Support:

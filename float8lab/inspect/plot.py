@@ -27,11 +27,11 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
         A ``matplotlib.figure.Figure``, which notebooks show; elsewhere call its ``savefig``.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed (``pip install "float8lab[plot]"``).
+        ModuleNotFoundError: matplotlib, of the extra ``plot``, is not installed.
     """
     check_flags(local=local)
     # Figure, not pyplot: no window, no backend, no state.
-    with needs("plot", "matplotlib", '"float8lab[plot]"'):
+    with needs("plot", "matplotlib", "plot"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 

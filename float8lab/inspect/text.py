@@ -94,7 +94,7 @@ def table(x: Tensor) -> Any:
     For a DTensor, they are of this rank's shard.
 
     Raises:
-        ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
+        ModuleNotFoundError: rich, of the extra ``inspect``, is not installed.
     """
     statistics = stats(x, local=True)
     rows = [(n, (text, "bold red" if n in ("nan", "inf") else "")) for n, text in statistics.rows()]
@@ -125,7 +125,7 @@ def rich_table(
         otherwise: a way that works without rich.
         options: of rich's Table.
     """
-    with needs("table", "rich", '"float8lab[inspect]"', otherwise):
+    with needs("table", "rich", "inspect", otherwise):
         from rich.box import SIMPLE, SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text

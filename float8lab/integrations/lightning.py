@@ -1,6 +1,6 @@
 """Float8Precision: FP8 as a precision plugin of Lightning's Trainer and of Lightning Fabric.
 
-Needs ``pip install float8lab[lightning]``; ``import float8lab`` does not load this module.
+Needs the extra ``lightning``; ``import float8lab`` does not load this module.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from float8lab.arguments import needs
 from float8lab.integrations.lightning_plugin import LightningPlugin
 
-with needs("float8lab.integrations.lightning", "Lightning", '"float8lab[lightning]"'):
+with needs("float8lab.integrations.lightning", "lightning", "lightning"):
     from lightning.fabric.plugins import Precision as FabricPrecision
     from lightning.pytorch.plugins import Precision as TrainerPrecision
 

@@ -24,7 +24,7 @@ from float8lab.nn.norm import convert_norms
 from float8lab.nn.precision import precisions_below
 from float8lab.nn.scaling_state import ScalingState
 
-with needs("float8lab.integrations.lightning", "Lightning", '"float8lab[lightning]"'):
+with needs("float8lab.integrations.lightning", "lightning", "lightning"):
     from lightning_utilities import apply_to_collection
     from lightning_utilities.core.rank_zero import rank_zero_info
 

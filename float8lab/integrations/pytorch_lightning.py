@@ -1,6 +1,6 @@
 """Float8Precision for programs that import ``pytorch_lightning`` or ``lightning_fabric``.
 
-Needs ``pip install pytorch-lightning``; ``import float8lab`` does not load this module.
+Needs pytorch-lightning; ``import float8lab`` does not load this module.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from float8lab.arguments import needs
 from float8lab.integrations.lightning_plugin import LightningPlugin
 
-with needs("float8lab.integrations.pytorch_lightning", "pytorch_lightning", "pytorch-lightning"):
+with needs("float8lab.integrations.pytorch_lightning", "pytorch-lightning"):
     from lightning_fabric.plugins import Precision as FabricPrecision
     from pytorch_lightning.plugins import Precision as TrainerPrecision
 

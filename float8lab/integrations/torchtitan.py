@@ -1,4 +1,4 @@
-"""FP8 for torchtitan's job files. Needs ``pip install float8lab[torchtitan]``."""
+"""FP8 for torchtitan's job files. Needs the extra ``torchtitan``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from float8lab.nn import Linear, conversion_report, convert_to_float8
 from float8lab.ops import compute_intensive_ops
 from float8lab.recipes import Auto, Recipe
 
-with needs("float8lab.integrations.torchtitan", "torchtitan", '"float8lab[torchtitan]"'):
+with needs("float8lab.integrations.torchtitan", "torchtitan", "torchtitan"):
     from torchtitan.components.quantization import QuantizationConverter
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
     from torchtitan.tools.logging import logger

@@ -1,6 +1,6 @@
 """Hugging Face Transformers: its Conv1D in FP8, and FP8 in its Trainer.
 
-Needs ``pip install float8lab[transformers]``; ``import float8lab`` does not load this module.
+Needs the extra ``transformers``; ``import float8lab`` does not load this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from float8lab.nn.precision import precisions_below
 from float8lab.nn.scaling_state import ScalingState
 from float8lab.recipes import Auto, Recipe
 
-with needs("float8lab.integrations.transformers", "Transformers", '"float8lab[transformers]"'):
+with needs("float8lab.integrations.transformers", "transformers", "transformers"):
     from safetensors import safe_open
     from safetensors.torch import save_file
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

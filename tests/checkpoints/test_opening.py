@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import struct
+import sys
 import warnings
 
 import pytest
@@ -321,6 +322,26 @@ def test_a_file_that_may_not_be_read(tmp_path, capsys, monkeypatch, name):
     for method in ("open", "read_bytes"):
         monkeypatch.setattr(type(tmp_path), method, deny)
     refused(tmp_path / name, capsys, "Permission denied")
+
+
+def test_a_model_in_the_cache_of_hugging_face(tmp_path, capsys, monkeypatch):
+    """An id is a model that is in the cache, and nothing is asked of the network."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "models--org--Model-1.5"
+    snapshot = folder / "snapshots" / "0123abc"
+    for made in (snapshot, folder / "refs", folder / "blobs"):
+        made.mkdir(parents=True)
+    (folder / "refs" / "main").write_text(snapshot.name)
+    safetensors.save_file({"w": torch.ones(2)}, folder / "blobs" / "5af3")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/5af3")  # as the cache has them
+    assert [row.name for row in checkpoint("org/Model-1.5").rows] == ["w"]
+    refused("org/Model-2", capsys, "or the id of a model in the Hugging Face cache")
+    refused("org/model.pt", capsys, "No such file or directory")
+    refused("snapshots/../a", capsys, "No such file or directory")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    refused("org/Model-1.5", capsys, "needs huggingface_hub; it is not installed. pip install")
 
 
 def test_a_directory_without_a_checkpoint(tmp_path, capsys):

@@ -129,6 +129,7 @@ def test_each_layout_is_found_and_decoded_exactly(tmp_path, name):
     report = checkpoint(tmp_path)
     row = next(row for row in report.rows if row.name == weight)
     assert (row.convention, row.format, row.fp8, row.fp4) == (convention, words, False, True)
+    assert row.format_name == ("nvfp4" if "nvfp4" in name else "mxfp4")
     assert (row.findings, report.suspicious) == ((), ())
     expected = values_of(name)
     assert row.shape == tuple(expected.shape)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +54,8 @@ def test_inspect(path, capsys):
         capsys.readouterr().out,
         """\
 a.pt: torch.save
-3 tensors, 64 KiB
-2 in FP8, 64 KiB, as by float8lab
+3 tensors, 65.6 kB
+2 in FP8, 65.6 kB, as by float8lab
 1 suspicious
 
 Suspicious
@@ -62,9 +63,9 @@ Suspicious
   layers.1.mlp.weight  1 of 2 scales are zero over codes that are not
 
 In FP8
-  tensor               shape    format             sat%  zero%  scale      amax  sub%
-  layers.1.mlp.weight  256x128  e4m3 128x128 fp32  3.6   0      0..0.0022  1     0.0061
-  layers.0.mlp.weight  256x128  e4m3 128x128 fp32  3.6   0      0.0022     1     0.0061
+  tensor               shape    format     sat%  zero%  scale      amax  sub%
+  layers.1.mlp.weight  256x128  block-fp8  3.6   0      0..0.0022  1     0.0061
+  layers.0.mlp.weight  256x128  block-fp8  3.6   0      0.0022     1     0.0061
 
 Others
   tensor  shape  dtype    amax  rms  zero%
@@ -118,7 +119,9 @@ def test_json(path, capsys):
     assert command.main(["inspect", path, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content == json.loads(json.dumps(checkpoint(path).to_json(), allow_nan=False))
-    assert content["rows"][0]["name"] == "layers.1.mlp.weight"
+    row = content["rows"][0]
+    assert row["name"] == "layers.1.mlp.weight"
+    assert (row["format"], row["format_name"]) == ("e4m3 128x128 fp32", "block-fp8")
     assert content["rows"][0]["findings"][0]["kind"] == "zero-scale"
     assert command.main(["diff", path, path, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["identical"] is True
@@ -185,7 +188,33 @@ def test_without_safetensors(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"x" * 100)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert command.main(["inspect", str(tmp_path / "a.safetensors")]) == 2
-    assert 'pip install "float8lab[inspect]"' in capsys.readouterr().err
+    assert 'needs the extra "inspect"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion(shell, capsys, monkeypatch):
+    """The script knows commands and options, and completes files."""
+    shtab = pytest.importorskip("shtab")
+    assert command.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    words = ("float8lab", "selfcheck", "micro-batch", shtab.FILE[shell])
+    assert [word for word in words if word not in script] == []
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert command.main(["completion", shell]) == 2
+    assert 'completion needs the extra "completion": shtab' in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_completion_in_bash(path):
+    pytest.importorskip("shtab")
+    ask = (
+        f'eval "$({sys.executable} -m float8lab completion bash)"; COMP_CWORD=2; '
+        'COMP_WORDS=(float8lab inspect --str); _shtab_float8lab 2>/dev/null; echo "$COMPREPLY"; '
+        'COMP_WORDS=(float8lab inspect a); _shtab_float8lab 2>/dev/null; echo "$COMPREPLY"'
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, env=environment)
+    assert run.stdout.split() == ["--strict", "a.pt"]
 
 
 def test_no_traceback(path, capsys, monkeypatch):

@@ -46,6 +46,23 @@ def test_page_and_plots_are_those_of_results():
         assert path.read_text() == text, "run python -m docs.make_performance"
 
 
+def test_claims_repeat_sustained_measurements():
+    """What README.md says of float8lab beside its peers stands in the tables of the benchmarks."""
+    found = make_performance.tables(make_performance.RESULTS.read_text())
+    claims = [table for table in found if table.section == make_performance.PEERS]
+    ratio = make_performance.RATIOS[0]
+    measured = {row.get(ratio) for table in found if table not in claims for row in table.rows}
+    claimed = {
+        row[ratio]
+        for table in claims
+        if "H200" in table.caption and ratio in table.rows[0]
+        for row in table.rows
+        if row["implementation"].startswith("float8lab")
+    }
+    assert len(claimed) >= 8
+    assert claimed <= measured
+
+
 def test_plots_draw_each_row_to_scale():
     for chart in make_performance.CHARTS:
         groups = chart.groups(make_performance.tables(make_performance.RESULTS.read_text()))

@@ -103,6 +103,13 @@ def test_built_pages_load_nothing_from_elsewhere(site: Path):
         assert not re.search(r"url\(['\"]?(https?:)?//|@import", style.read_text()), style
 
 
+def test_built_pages_can_be_dark_and_say_when_they_changed(site: Path):
+    page = (site / "moe.html").read_text()
+    assert {"default", "slate"} <= set(re.findall(r'data-md-color-scheme="(\w+)"', page))
+    if (ROOT / ".git").exists():
+        assert re.search(r'title="Last update">.*?\d{4}-\d\d-\d\d', page, re.S)
+
+
 def test_built_reference_shows_what_it_should(site: Path):
     anchors = {page: References(site / "api" / f"{page.stem}.html").anchors for page in PAGES}
     for name, page in DIRECTIVES.items():

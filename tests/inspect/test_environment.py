@@ -10,10 +10,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from float8lab.arguments import EXTRAS
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect import environment as module
 from float8lab.inspect.environment import (
-    EXTRAS,
     environment,
     why_attention_is_emulated,
     why_casts_are_missing,
@@ -182,6 +182,9 @@ def test_extras_are_those_of_the_package():
         needed = set(re.findall(r'"(\w+)(?:\[\w+\])?[>=]', packages))
         names[name] = needed.union(*(names[extra] for extra in own[1].split(",")) if own else ())
     assert {name: set(needed) for name, needed in EXTRAS.items()} == names
+    page = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", page, re.M))
+    assert {name: set(brought.split(", ")) for name, brought in rows.items()} == names
 
 
 def test_a_missing_extra_is_named(monkeypatch):

@@ -236,7 +236,10 @@ def test_without_plotly_the_error_names_the_extra(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    message = 'report must have plotly; it is not installed. pip install "float8lab[report]".'
+    message = (
+        'report needs the extra "report": plotly; plotly is not installed. '
+        'pip install ".[report]" in a checkout of float8lab.'
+    )
     with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):
         report(Log(), tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()

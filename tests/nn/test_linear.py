@@ -20,9 +20,9 @@ from tests.nn.models import UNDELAYED, saved_bytes
 RECIPES = {"delayed": recipes.DelayedScaling(), **UNDELAYED}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
-# Stated in the README: SQNR in dB of output, dX and dW against float64 for normally distributed
-# tensors. e4m3 rounds to 3 mantissa bits: about 31.5 dB an operand, 28.5 for two of them; an e5m2
-# gradient (2 bits) about 25.5 an operand, so 24.5 beside an e4m3 one.
+# Stated in docs/numerics.md: SQNR in dB of output, dX and dW against float64 for normally
+# distributed tensors. e4m3 rounds to 3 mantissa bits: about 31.5 dB an operand, 28.5 for two of
+# them; an e5m2 gradient (2 bits) about 25.5 an operand, so 24.5 beside an e4m3 one.
 SQNR = {
     "delayed": (28.0, 24.0, 24.0),
     "current": (28.0, 24.0, 24.0),

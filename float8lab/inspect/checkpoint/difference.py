@@ -13,7 +13,7 @@ from torch import Tensor
 
 from float8lab.arguments import check_callables, check_names, check_path, check_size, printable
 from float8lab.checkpoints.experts import stack_experts
-from float8lab.checkpoints.item import Item, sizes
+from float8lab.checkpoints.item import Item, sizes, usual_name
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import Box, boxes
@@ -129,7 +129,7 @@ class CheckpointDiff(Printed):
         for row in self.rows:
             if row.status.startswith("only"):
                 kind, shape = row.a_format or row.b_format, row.a_shape or row.b_shape or ()
-                missing.append((row.name, row.status, kind, sizes(shape)))
+                missing.append((row.name, row.status, usual_name(kind), sizes(shape)))
             elif row.status != "same":
                 differing.append((row.name, row.status, *_cells(row)))
                 alarming.append(row.status == "shape" or row.unlike > 0)
@@ -359,11 +359,11 @@ def _cells(row: DiffRow) -> tuple[str, str, str, str, str]:
     if row.status == "shape":
         shapes = (sizes(shape or ()) for shape in (row.a_shape, row.b_shape))
         return "", "", "", " -> ".join(shapes), ""
-    kinds = row.a_format if row.a_format == row.b_format else f"{row.a_format} -> {row.b_format}"
+    formats = dict.fromkeys((usual_name(row.a_format), usual_name(row.b_format)))
     changed = "" if row.changed is None else f"{100 * row.changed / max(row.numel, 1):.3g}%"
     if row.changed_scales:
         changed += f", {counted(row.changed_scales, 'scale')}"
     if row.unlike:
         changed += f", {row.unlike} inf or NaN"
     errors = _decibels(row.sqnr), _decibels(row.element_sqnr), f"{row.max_error:.3g}"
-    return *errors, kinds, changed.removeprefix(", ")
+    return *errors, " -> ".join(formats), changed.removeprefix(", ")

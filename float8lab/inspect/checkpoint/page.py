@@ -38,7 +38,8 @@ def page(report: CheckpointReport) -> str:
     for row in weights[:PICTURES]:
         assert row.measured.stats is not None
         drawn = exponent_bars(row.measured.stats.histogram("exponent"))
-        caption = f"<figcaption>{escape(printable(row.name))}<br>{escape(row.format)}</figcaption>"
+        name = escape(printable(row.name))
+        caption = f"<figcaption>{name}<br>{escape(row.format_name)}</figcaption>"
         pictures.append(f"<figure>{drawn}{caption}</figure>")
     if pictures:
         count = f"the first {PICTURES} of {len(weights)}" if len(weights) > PICTURES else "all"

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from float8lab.arguments import check_callables, check_names, check_path, check_size, printable
-from float8lab.checkpoints.item import Finding, Item, sizes
+from float8lab.checkpoints.item import Finding, Item, sizes, usual_name
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError
 from float8lab.inspect.checkpoint.measure import Measured, measure
-from float8lab.inspect.text import Grid, Printed
+from float8lab.inspect.text import Grid, Printed, bytes_text
 from float8lab.tensor.statistics import KINDS
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "counted",
     "finite",
     "selected",
-    "size",
     "stepping",
 ]
 
@@ -63,6 +62,11 @@ class CheckpointRow:
     """Why it is suspicious; empty if it is not."""
 
     @property
+    def format_name(self) -> str:
+        """``"block-fp8"``, ``"nvfp4"``, ``"mxfp4"`` or ``"mxfp8"``; else ``format``."""
+        return usual_name(self.format)
+
+    @property
     def fp4(self) -> bool:
         """Whether it is a weight in packed 4 bits."""
         return not self.fp8 and self.measured.stats is not None
@@ -81,6 +85,7 @@ class CheckpointRow:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         measured = self.measured
         result: dict[str, object] = {name: getattr(self, name) for name in _TOLD}
+        result["format_name"] = self.format_name
         result["findings"] = [asdict(finding) for finding in self.findings]
         stats = measured.stats
         if stats is not None:
@@ -127,7 +132,7 @@ class CheckpointReport(Printed):
         }
         lines = [
             f"{self.path}: {self.container}",
-            f"{counted(len(self.rows), 'tensor')}, {size(self.nbytes)}"
+            f"{counted(len(self.rows), 'tensor')}, {bytes_text(self.nbytes)}"
             + (f"; {self.left_out} left out" if self.left_out else ""),
             *(_stored_in(kind, rows) for kind, rows in by_width.items() if rows or kind == "FP8"),
             f"{len(self.suspicious)} suspicious" if self.suspicious else "none suspicious",
@@ -151,7 +156,7 @@ class CheckpointReport(Printed):
                 shares = [_percent(stats.share(k)) for k in ("saturated", "zero", "subnormal")]
                 scale = _short_span(stats.scale_min, stats.scale_max) if row.measured.scale else "-"
                 shares_and_scale = (shares[0], shares[1], scale, f"{stats.amax:.3g}", shares[2])
-                weights[row.fp8].append((row.name, shape, row.format, *shares_and_scale))
+                weights[row.fp8].append((row.name, shape, row.format_name, *shares_and_scale))
             else:
                 numbers = (f"{plain.amax:.3g}", f"{plain.rms:.3g}") if plain else ("-", "-")
                 zero = _percent(plain.zero_count / plain.numel if plain and plain.numel else 0.0)
@@ -196,7 +201,7 @@ def checkpoint(
     Raises:
         CheckpointError: it is none of these, it is damaged, or ``layer`` matches nothing.
         OSError: it does not exist, or may not be read.
-        ModuleNotFoundError: it needs safetensors (``pip install "float8lab[inspect]"``).
+        ModuleNotFoundError: it needs safetensors, of the extra ``inspect``.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
@@ -271,18 +276,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def size(nbytes: int) -> str:
-    """Bytes for people.
-
-    >>> size(1536)
-    '1.5 KiB'
-    """
-    amount, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount, units = amount / 1024, units[1:]
-    return f"{amount:.3g} {units[0]}" if amount < 1000 else f"{amount:.0f} {units[0]}"
-
-
 def counted(count: int, noun: str) -> str:
     """``1 tensor``, ``2 tensors``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
@@ -290,7 +283,7 @@ def counted(count: int, noun: str) -> str:
 
 def _stored_in(kind: str, rows: Sequence[CheckpointRow]) -> str:
     conventions = " and ".join(dict.fromkeys(row.convention for row in rows if row.convention))
-    text = f"{len(rows)} in {kind}, {size(sum(row.nbytes for row in rows))}"
+    text = f"{len(rows)} in {kind}, {bytes_text(sum(row.nbytes for row in rows))}"
     return f"{text}, as by {conventions}" if conventions else text
 
 

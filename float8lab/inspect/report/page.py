@@ -34,12 +34,12 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
         ``path``.
 
     Raises:
-        ModuleNotFoundError: plotly is not installed (``pip install "float8lab[report]"``).
+        ModuleNotFoundError: plotly, of the extra ``report``, is not installed.
     """
     check_instance("log", log, Log, "the log of a watch")
     check_path("path", path)
     check_instance("title", title, str, "a string")
-    with needs("report", "plotly", '"float8lab[report]"'):
+    with needs("report", "plotly", "report"):
         from plotly.offline import get_plotlyjs
 
     data = embed(log)

@@ -84,7 +84,7 @@ def _short(value: float) -> str:
 
 def to_pandas(log: Log) -> Any:
     """``watch.to_pandas``: each row has its step's loss."""
-    with needs("to_pandas", "pandas", "pandas", "write to_jsonl(path)"):
+    with needs("to_pandas", "pandas", otherwise="write to_jsonl(path)"):
         import pandas
 
     losses = {step.step: step.loss for step in log.steps}

@@ -436,7 +436,7 @@ class watch:
         """A table of one step, by default the last watched one, for ``rich.print``.
 
         Raises:
-            ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
+            ModuleNotFoundError: rich, of the extra ``inspect``, is not installed.
             ValueError: the step was not watched.
         """
         check_size("step", step, optional=True)
@@ -446,7 +446,7 @@ class watch:
         """A ``pandas.DataFrame`` with a row for each record.
 
         Raises:
-            ModuleNotFoundError: pandas is not installed (``pip install pandas``).
+            ModuleNotFoundError: pandas is not installed.
         """
         return views.to_pandas(self.log)
 
