@@ -107,7 +107,7 @@ def test_kernels_store_the_bytes_of_the_reference(shape, is_square):
         scale = data.new_empty(shape[0], -(-shape[1] // ops.MOMENT_BLOCK))
         of.quantize_moment_(x, data, scale, 7, is_square)
         values = of.dequantize_moment(data, scale, is_square)
-        data.view(torch.float8_e4m3fn)[values.isnan()] = 0.0
+        data[values.isnan()] = 0  # a NaN may have either sign
         both.append((data, scale, values))
     for got, want in zip(*both, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
