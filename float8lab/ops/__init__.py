@@ -16,12 +16,6 @@ from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy
 from float8lab.ops.declare import announce, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_into, scaled_mm_op
 from float8lab.ops.grouped import Groups, Offsets, plan_groups_op
-from float8lab.ops.moments import (
-    MOMENT_BLOCK,
-    dequantize_moment,
-    quantize_moment_,
-    round_stochastically,
-)
 from float8lab.ops.norm import norm_backward_op, norm_op
 from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.ops.reference import (
@@ -41,7 +35,6 @@ from float8lab.ops.scaling import NO_DATA, update_scales_op
 __all__ = [
     "ACTIVATIONS",
     "LARGEST_HEAD",
-    "MOMENT_BLOCK",
     "NO_DATA",
     "SCORE_FUNCTIONS",
     "Groups",
@@ -54,7 +47,6 @@ __all__ = [
     "compute_intensive_ops",
     "cross_entropy_backward_op",
     "cross_entropy_statistics_op",
-    "dequantize_moment",
     "encode_from_amax",
     "factors_from_amax",
     "fp8_attention_backward_op",
@@ -65,9 +57,7 @@ __all__ = [
     "norm_op",
     "plan_groups_op",
     "prologue_shape",
-    "quantize_moment_",
     "rotate_op",
-    "round_stochastically",
     "round_to_fp8",
     "round_up",
     "route_backward_op",

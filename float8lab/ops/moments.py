@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from float8lab.ops import reference
 from float8lab.ops.declare import called_by_ops
-from float8lab.ops.reference import MOMENT_BLOCK, round_stochastically
+from float8lab.ops.reference import moments
 
-__all__ = ["MOMENT_BLOCK", "dequantize_moment", "quantize_moment_", "round_stochastically"]
+__all__ = ["dequantize_moment", "quantize_moment_"]
 
-quantize_moment_ = called_by_ops(reference.quantize_moment_, cuda="moments:quantize_moment_")
-dequantize_moment = called_by_ops(reference.dequantize_moment, cuda="moments:dequantize_moment")
+quantize_moment_ = called_by_ops(moments.quantize_moment_, cuda="moments:quantize_moment_")
+dequantize_moment = called_by_ops(moments.dequantize_moment, cuda="moments:dequantize_moment")

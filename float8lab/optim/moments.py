@@ -24,12 +24,8 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import shown
-from float8lab.ops import (
-    MOMENT_BLOCK,
-    dequantize_moment,
-    quantize_moment_,
-    round_stochastically,
-)
+from float8lab.ops.moments import dequantize_moment, quantize_moment_
+from float8lab.ops.reference.moments import BLOCK, round_stochastically
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
 __all__ = ["MASTER", "ROUNDINGS", "Storage", "check_state"]
@@ -130,7 +126,7 @@ class Storage:
             return False
         placements = zip(p.placements, p.device_mesh.shape, strict=True) if is_dtensor(p) else ()
         cuts = [n for shard, n in placements if getattr(shard, "dim", None) == p.ndim - 1]
-        return math.prod(cuts) == 1 or p.shape[-1] % (math.prod(cuts) * MOMENT_BLOCK) == 0
+        return math.prod(cuts) == 1 or p.shape[-1] % (math.prod(cuts) * BLOCK) == 0
 
     def load(
         self,
@@ -183,7 +179,7 @@ def _drop(entry: _Moments, names: Iterable[str]) -> None:
 
 def _scale_shape(shape: torch.Size) -> torch.Size:
     """The shape of the scales of a moment, or of a shard of one."""
-    return torch.Size((*shape[:-1], *(-(-size // MOMENT_BLOCK) for size in shape[-1:])))
+    return torch.Size((*shape[:-1], *(-(-size // BLOCK) for size in shape[-1:])))
 
 
 def check_state(index: int, p: Tensor, entry: _Moments) -> None:

@@ -23,11 +23,11 @@ from float8lab.ops.kernels._common import (
     store_tile,
 )
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.reference import MOMENT_BLOCK, moments
+from float8lab.ops.reference import moments
 
 __all__ = ["dequantize_moment", "quantize_moment_"]
 
-_TILE = Tile(rows=16, columns=MOMENT_BLOCK, warps=4)
+_TILE = Tile(rows=16, columns=moments.BLOCK, warps=4)
 _NORMAL, _SMALLEST = tl.constexpr(moments.NORMAL), tl.constexpr(moments.SMALLEST)
 _DROPPED = tl.constexpr(0xFFFFF)
 """The bits of a mantissa that e4m3 does not have."""

@@ -325,13 +325,13 @@ def load_words(
                 a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows + i, columns, M,
                 K // 2, FUNCTION, DTYPE,
             )  # fmt: skip
-            second += (z,)
+            second += (z,)  # type: ignore[assignment]
         else:
             y = load(
                 a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
                 rows + i, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
             )  # fmt: skip
-        first += (y,)
+        first += (y,)  # type: ignore[assignment]
     return columns, (first, second)
 
 

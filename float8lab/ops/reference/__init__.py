@@ -19,12 +19,6 @@ from float8lab.ops.reference.blocks import (
 from float8lab.ops.reference.cast import amax_of, cast, cast_many_, has_amax, transpose
 from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
 from float8lab.ops.reference.grouped import SPAN, padded_rows, plan_groups
-from float8lab.ops.reference.moments import (
-    MOMENT_BLOCK,
-    dequantize_moment,
-    quantize_moment_,
-    round_stochastically,
-)
 from float8lab.ops.reference.norm import norm, norm_backward
 from float8lab.ops.reference.prologue import ACTIVATIONS, dequantize, prologue_shape, value_of
 from float8lab.ops.reference.scaling import NO_DATA, update_scales_
@@ -32,7 +26,6 @@ from float8lab.ops.reference.scaling import NO_DATA, update_scales_
 __all__ = [
     "ACTIVATIONS",
     "ALIGN",
-    "MOMENT_BLOCK",
     "NO_DATA",
     "SPAN",
     "CastResults",
@@ -42,7 +35,6 @@ __all__ = [
     "cast",
     "cast_many_",
     "dequantize",
-    "dequantize_moment",
     "encode_from_amax",
     "factors_from_amax",
     "has_amax",
@@ -52,8 +44,6 @@ __all__ = [
     "plan_groups",
     "prologue_shape",
     "quantize",
-    "quantize_moment_",
-    "round_stochastically",
     "round_to_fp8",
     "round_up",
     "scale_from_amax",

@@ -8,9 +8,9 @@ from torch import Tensor
 from float8lab.formats import E4M3, E8M0
 from float8lab.ops.reference.blocks import factors_from_amax, round_to_fp8
 
-__all__ = ["MOMENT_BLOCK", "dequantize_moment", "quantize_moment_", "round_stochastically"]
+__all__ = ["BLOCK", "dequantize_moment", "quantize_moment_", "round_stochastically"]
 
-MOMENT_BLOCK = 128
+BLOCK = 128
 """Columns of a block."""
 NORMAL, SMALLEST = 2.0**-6, 2.0**-9
 """The smallest normal number of e4m3, and its smallest above 0."""
@@ -24,7 +24,7 @@ def quantize_moment_(x: Tensor, data: Tensor, scale: Tensor, step: int, is_squar
     """
     if is_square:
         x = x.abs().sqrt().copysign(x)
-    size = max(1, min(MOMENT_BLOCK, x.shape[1]))
+    size = max(1, min(BLOCK, x.shape[1]))
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
     decode, encode = factors_from_amax(blocks.abs().amax(2, keepdim=True), E4M3, "e8m0")
     scaled = blocks * encode
@@ -41,7 +41,7 @@ def quantize_moment_(x: Tensor, data: Tensor, scale: Tensor, step: int, is_squar
 def dequantize_moment(data: Tensor, scale: Tensor, is_square: bool) -> Tensor:
     """The values that ``quantize_moment_`` stored, in float32 and the shape of ``data``."""
     length = data.shape[-1]
-    scales = scale.view(E8M0).float().repeat_interleave(min(MOMENT_BLOCK, length), -1)
+    scales = scale.view(E8M0).float().repeat_interleave(min(BLOCK, length), -1)
     values = data.view(E4M3).float() * scales[..., :length]
     return values * values.abs() if is_square else values
 
