@@ -449,7 +449,7 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
 
 
 def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any]:
-    """A function for the bodies of ops: it calls a launcher, or on a CPU its reference."""
+    """A function that nothing traces, as in ops and optimizers: a launcher, or its reference."""
 
     def call(x: Tensor, *args: Any) -> Any:
         run = load_launcher(cuda) if x.is_cuda else reference

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import shown
-from float8lab.formats import E4M3, E8M0
-from float8lab.ops import factors_from_amax, round_to_fp8
+from float8lab.ops.moments import dequantize_moment, quantize_moment_
+from float8lab.ops.reference.moments import BLOCK, round_stochastically
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
-__all__ = ["MASTER", "ROUNDINGS", "Storage", "check_state", "round_stochastically"]
+__all__ = ["MASTER", "ROUNDINGS", "Storage", "check_state"]
 
 MASTER = "master"
 """Key of a master in the ``state`` of a state_dict."""
@@ -38,10 +38,8 @@ QDATA, SCALE = ".qdata", ".scale"
 """Suffixes of the names of a quantized moment's tensors, both uint8."""
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 """Moments of squares in torch's optimizers. One of another name is stored as it is."""
-BLOCK, FEWEST, CHUNK = 128, 4096, 2**24
-"""Values of a block, of the smallest parameter with FP8 moments, of a chunk if it can be cut."""
-_NORMAL, _SMALLEST = 2.0**-6, 2.0**-9
-"""The smallest normal number of e4m3, and its smallest above 0."""
+FEWEST, CHUNK = 4096, 2**24
+"""Values of the smallest parameter with FP8 moments, and of a chunk if it can be cut."""
 
 _Moments = dict[str, Tensor]
 """The state of a parameter in an optimizer, of which only tensors are looked at."""
@@ -212,55 +210,15 @@ def _quantize_moments(p: Tensor, entry: _Moments, step: int) -> None:
         tensors = (values, local_of(entry[name + QDATA]), local_of(entry[name + SCALE]))
         rows = max(1, CHUNK // max(1, values.shape[-1]))
         for x, data, scale in zip(*(t.flatten(0, -2).split(rows) for t in tensors), strict=True):
-            _quantize(x.float(), data, scale, step, is_square=name in SQUARES)
-
-
-def _quantize(x: Tensor, data: Tensor, scale: Tensor, step: int, *, is_square: bool) -> None:
-    """Quantize rows into FP8 data and scales."""
-    if is_square:
-        x = x.abs().sqrt().copysign(x)
-    size = max(1, min(BLOCK, x.shape[1]))
-    blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
-    decode, encode = factors_from_amax(blocks.abs().amax(2, keepdim=True), E4M3, "e8m0")
-    scaled = blocks * encode
-    # Subnormals have the spacing of the smallest normals, to which they are moved and back.
-    shift = torch.where(scaled.abs() < _NORMAL, _NORMAL, 0.0).copysign(scaled)
-    column = torch.arange(size, dtype=torch.int32, device=x.device)
-    rounded = round_stochastically(scaled + shift, 20, step, column) - shift
-    rounded = torch.where(rounded == 0, blocks.sign() * _SMALLEST, rounded)
-    stored = round_to_fp8(rounded, blocks, E4M3).view(torch.uint8)
-    data.copy_(stored.flatten(1)[:, : x.shape[1]])
-    scale.copy_(decode.to(E8M0).view(torch.uint8).flatten(1))
+            quantize_moment_(x.float(), data, scale, step, name in SQUARES)
 
 
 def _dequantize_moments(p: Tensor, entry: _Moments) -> None:
     """Add the moments that the state of a parameter holds quantized, in the parameter's dtype."""
     for name in _quantized(entry):
         data, scale = local_of(entry[name + QDATA]), local_of(entry[name + SCALE])
-        length = data.shape[-1]
-        scales = scale.view(E8M0).float().repeat_interleave(min(BLOCK, length), -1)[..., :length]
-        values = data.view(E4M3).float() * scales
-        values = values * values.abs() if name in SQUARES else values
-        # In the memory format of the parameter, which fused optimizers ask for.
-        entry[name] = with_local(p, torch.empty_like(local_of(p)).copy_(values))
-
-
-def round_stochastically(x: Tensor, dropped: int, step: int, place: Tensor | int = 0) -> Tensor:
-    """Round float32 numbers at random, up or down: the expectation over steps is ``x``.
-
-    Of the mantissa ``dropped`` bits become 0; 16 leave a bfloat16 number. Equal values at another
-    ``place``, int32, are rounded in another way.
-
-    >>> x = torch.tensor([1.0 + 2**-8])
-    >>> sorted({round_stochastically(x, 16, step).item() for step in range(8)})
-    [1.0, 1.0078125]
-    """
-    bits = x.contiguous().view(torch.int32)
-    random = bits + ((step * 0x9E3779B9 + 0x3C6EF372) & 0x7FFFFFFF) + place * 0x632BE5AB
-    random *= 0x21F0AAAD
-    for constant in (0x735A2D97, 0x2C1B3C6D):
-        random ^= random >> 15
-        random *= constant
-    random = random >> (32 - dropped) & ((1 << dropped) - 1)
-    rounded = ((bits + random) & -(1 << dropped)).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x)
+        values, like = dequantize_moment(data, scale, name in SQUARES), local_of(p)
+        if like.dtype != values.dtype or not like.is_contiguous():
+            # Fused optimizers ask for the memory format of the parameter.
+            values = torch.empty_like(like).copy_(values)
+        entry[name] = with_local(p, values)

@@ -41,6 +41,7 @@ from float8lab.ops.kernels import (
     grouped_cast,
     grouped_gemm,
     hopper_gemm,
+    moments,
     norm,
     permute,
     prologue,
@@ -267,6 +268,16 @@ def entropy(*, back: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
     return lambda: cross_entropy.cross_entropy_statistics(logits, target)
 
 
+def moments_of(*, is_square: bool) -> Any:
+    data, scale = torch.zeros(256, 512, dtype=torch.uint8), torch.zeros(256, 4, dtype=torch.uint8)
+
+    def launch() -> None:
+        moments.quantize_moment_(x.float(), data, scale, 3, is_square)
+        moments.dequantize_moment(data, scale, is_square)
+
+    return launch
+
+
 def groups(
     block: tuple[int, int],
     rule: str = "fp32",
@@ -316,6 +327,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "cross-entropy": entropy(),
     "cross-entropy-float32": entropy(dtype=torch.float32),
     "cross-entropy-backward": entropy(back=True),
+    "moments": moments_of(is_square=False),
+    "moments-of-squares": moments_of(is_square=True),
     "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),
     "row-map-256": lambda: permute.row_map_of(torch.zeros(512, 256, dtype=torch.int32)),
     "row-map-index": lambda: permute.row_map_of(torch.zeros(512, 8, dtype=torch.int64), 128),

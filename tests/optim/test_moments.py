@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import float8lab
+from float8lab import ops
+from float8lab.ops.reference.moments import BLOCK, round_stochastically
 from float8lab.optim import MasterWeights, moments
-from float8lab.optim.moments import round_stochastically
 
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
@@ -92,6 +93,24 @@ def stored(x: Tensor, name: str = "exp_avg", step: int = 1) -> Tensor:
     del entry[name]
     moments._dequantize_moments(p, entry)
     return entry[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_square", [False, True])
+@pytest.mark.parametrize("shape", [(1000, 768), (3, 200), (70, 30), (5, 1), (0, 4)])
+def test_kernels_store_the_bytes_of_the_reference(shape, is_square):
+    x = torch.randn(shape, device="cuda").mul_(torch.logspace(-30, 30, shape[1], device="cuda"))
+    x[1:2, :6] = torch.tensor([0.0, -0.0, 1e-30, -1e-30, torch.inf, torch.nan]).cuda()[: shape[1]]
+    both = []
+    for of in (ops.moments, ops.reference.moments):
+        data = torch.empty(shape, dtype=torch.uint8, device="cuda")
+        scale = data.new_empty(shape[0], -(-shape[1] // BLOCK))
+        of.quantize_moment_(x, data, scale, 7, is_square)
+        values = of.dequantize_moment(data, scale, is_square)
+        data[values.isnan()] = 0  # a NaN may have either sign
+        both.append((data, scale, values))
+    for got, want in zip(*both, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 # --- rounding ------------------------------------------------------------------------------------

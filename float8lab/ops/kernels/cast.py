@@ -57,10 +57,12 @@ from float8lab.ops.kernels.prologue import (
     arguments_of,
     has_kernel,
     load,
+    load_bits,
     load_words,
     tile_for,
     tile_of_program,
     value_of,
+    width_of_tiles,
 )
 from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
@@ -87,8 +89,8 @@ _AMAX_OF_FLOAT32 = Tile(rows=64, columns=64, warps=4)
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of a matrix: six programs per multiprocessor of an H200, all resident."""
 _PARTIALS = next_power_of_2(_AMAX_PROGRAMS)
-_PROLOGUE_PROGRAMS = 512
-"""Programs that find the amax of what a prologue computes."""
+_AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = Tile(rows=32, columns=128, warps=8), 32 * 132
+"""Tile and programs of the amax of what a prologue computes."""
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers between its amax and its cast."""
 
@@ -112,18 +114,18 @@ def _amax_kernel(
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    tiles_k = tl.cdiv(K, TILE_K)
+    tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
     tiles = tl.cdiv(M, TILE_M) * tiles_k
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
         tile_k = (tile % tiles_k).to(tl.int64)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-        y = load(
+        tile_bits = load_bits(
             a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
             rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
-        bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
+        bits = tl.maximum(bits, tile_bits)
     if PARTIAL:
         amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
         tl.store(amax_ptr + tl.program_id(0), amax)
@@ -135,13 +137,14 @@ def _partial_amax(matrix: _Matrix) -> Tensor:
     """The amax as at most ``_PARTIALS`` partial ones; of a prologue as one, ``[1, 1]``."""
     prologue, inputs, dtype = matrix
     shape: Sequence[int] = prologue_shape(prologue, inputs)
-    tile = tile_for(prologue)
+    tile = _AMAX_OF_PROLOGUE
     if prologue:
         amax = inputs[0].new_zeros((1, 1), dtype=torch.float32)
         programs = min(grid_of(shape, tile)[0], _PROLOGUE_PROGRAMS)
     else:
         x = inputs[0]
         x = x.t() if x.stride(0) < x.stride(1) else x
+        tile = TILE
         if x.is_contiguous():
             x, tile = x.view(1, -1), _FLAT
         inputs, shape = [x], x.shape
@@ -599,31 +602,39 @@ def _cast_words_kernel(
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     from_end: tl.constexpr = FUNCTION == "" and RULE != ""
-    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end)
+    tile_m, tile_k = tile_of_program(
+        COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end, HALVES
+    )  # fmt: skip
     encode = 1.0
     if FUNCTION != "" and not PER_ROW:  # takes fewer registers; else once the tile is asked for
         encode = _encode_of_tensor(
             given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
         )
-    words, columns, x0, x1, x2, x3 = load_words(
+    columns, parts = load_words(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+        tile_m * TILE_M, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
     )  # fmt: skip
-    # Stores should not wait for the amax of the tile, but column sums leave no registers for that.
-    if HAS_SLOT and COLUMN_SUM:
-        record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
-    if COLUMN_SUM:
-        store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+    words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     if FUNCTION == "" and not PER_ROW:
         encode = _encode_of_tensor(
             given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
         )
-    _write_words(
-        x0, x1, x2, x3, encode, given_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
-        PER_ROW, WRITE,
-    )  # fmt: skip
-    if HAS_SLOT and not COLUMN_SUM:
-        record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
+    for part in tl.static_range(2 if HALVES else 1):
+        x0, x1, x2, x3 = parts[part]
+        if part == 1:
+            columns += K // 2
+        # Stores should not wait for the amax of the tile, but column sums leave no registers for
+        # that.
+        if HAS_SLOT and COLUMN_SUM:
+            record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
+        if COLUMN_SUM:
+            store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+        _write_words(
+            x0, x1, x2, x3, encode, given_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
+            PER_ROW, WRITE,
+        )  # fmt: skip
+        if HAS_SLOT and not COLUMN_SUM:
+            record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
 
 
 def _cast_words(
@@ -652,7 +663,7 @@ def _cast_words(
     sums = empty_column_sums(first, shape, tile) if column_sum else None
     tensors, constants = arguments_of(*matrix, tile)
     is_per_tensor = block == (-1, -1) and scale is not None
-    _cast_words_kernel[grid_of((rows, columns), tile)](
+    _cast_words_kernel[grid_of((rows, width_of_tiles(columns, constants)), tile)](
         *tensors, given, slot, q, q_t, *((scale, scale_t) if is_per_tensor else (None, None)), sums,
         *shape, rows, columns, given.numel(), eps,
         LIMIT=largest(fp8_dtype), RULE=rule if is_per_tensor else "",

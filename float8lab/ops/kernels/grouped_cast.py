@@ -43,7 +43,15 @@ from float8lab.ops.kernels._common import (
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import has_tiles, launch_tiles, takes_tiles
-from float8lab.ops.kernels.prologue import arguments_of, has_kernel, load, tile_of_program
+from float8lab.ops.kernels.prologue import (
+    arguments_of,
+    has_kernel,
+    load,
+    load_bits,
+    load_words,
+    tile_of_program,
+    width_of_tiles,
+)
 from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
 from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
@@ -142,35 +150,6 @@ def _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT: tl.constexpr):
     return group, row, end, limit
 
 
-@triton.jit
-def _load_words(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    row, tile_k, end, K,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """The rows 0, 4, 8 ... of a tile that begins at any row, its rows 1, 5, 9 ..., and so on."""
-    rows = row + 4 * tl.arange(0, TILE_M // 4)
-    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    y0 = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
-    y1 = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows + 1, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
-    y2 = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows + 2, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
-    y3 = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows + 3, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
-    return columns, y0, y1, y2, y3
-
-
 # Amaxes.
 
 
@@ -199,7 +178,7 @@ def _amax_groups_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     PARTS: tl.constexpr = 128 // TILE_M
-    tiles_k = tl.cdiv(K, TILE_K)
+    tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
     tiles = PARTS * tiles_k * (tl.load(plan_ptr + 4 * E) - tl.load(plan_ptr + 4 * E + 1))
     plan_ptr += 4 * (E + 1)
     index = tl.arange(0, COUNT)
@@ -221,14 +200,14 @@ def _amax_groups_kernel(
             written = current + 1
             current = group
         tile_k = (tile % tiles_k).to(tl.int64)
-        y = load(
+        tile_bits = load_bits(
             a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
             row + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K), tile_k, end, K,
             FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         # The next tile's place arrives with the values of this one.
         group, row, end = _part_of_plan(plan_ptr, tl.minimum(tile + 1, last) // tiles_k, PARTS)
-        bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
+        bits = tl.maximum(bits, tile_bits)
     amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
     mask = (index >= written) & (index < E)
     tl.store(amax_ptr, tl.where(index == current, amax, 0.0), mask=mask)
@@ -378,7 +357,9 @@ def _cast_groups_kernel(  # noqa: PLR0915
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     fp8: tl.constexpr = q_t_ptr.dtype.element_ty if TRANSPOSE else q_ptr.dtype.element_ty
-    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, FROM_END)
+    tile_m, tile_k = tile_of_program(
+        COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, FROM_END, HALVES
+    )  # fmt: skip
     group, row, end, limit = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
     place, limit_t = tile_m * TILE_M, ACROSS
     if offs_ptr is not None:
@@ -395,68 +376,73 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 scale_ptr += group * ROWS * stride_sm
             if TRANSPOSE and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
-    columns, x0, x1, x2, x3 = _load_words(
+    columns, parts = load_words(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         row, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
     )  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     word = tl.arange(0, TILE_M // 4)
-    if HAS_SLOT and row < end:
-        record_amax(slot_ptr + group, largest_bits(x0, x1, x2, x3))
-    if COLUMN_SUM:
-        store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+    for part in tl.static_range(2 if HALVES else 1):
+        x0, x1, x2, x3 = parts[part]
+        if part == 1:
+            columns += K // 2
+            tile_k += K // 2 // TILE_K
+        if HAS_SLOT and row < end:
+            record_amax(slot_ptr + group, largest_bits(x0, x1, x2, x3))
+        if COLUMN_SUM:
+            store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
 
-    encode = 1.0
-    if SQUARE:
-        amax = tl.max(tl.max(largest_bits(x0, x1, x2, x3), 1), 0).to(tl.float32, bitcast=True)
-        scale, encode = scale_from_amax(amax, eps, LIMIT, RULE)
-        m = group * tl.cdiv(ROWS, 128) + row // 128
-        if WRITE:
-            tl.store(scale_ptr + m * stride_sm + tile_k * stride_sk, scale)
-        if TRANSPOSE:
-            k = group * tl.cdiv(COLUMNS, 128) + tile_k
-            tl.store(scale_t_ptr + k * stride_tk + row // 128 * stride_tm, scale)
-    elif BLOCK == 0 and not PER_ROW:
-        encode = tl.load(given_ptr + group * given_stride, mask=group < E, other=1.0)
+        encode = 1.0
+        if SQUARE:
+            amax = tl.max(tl.max(largest_bits(x0, x1, x2, x3), 1), 0).to(tl.float32, bitcast=True)
+            scale, encode = scale_from_amax(amax, eps, LIMIT, RULE)
+            m = group * tl.cdiv(ROWS, 128) + row // 128
+            if WRITE:
+                tl.store(scale_ptr + m * stride_sm + tile_k * stride_sk, scale)
+            if TRANSPOSE:
+                k = group * tl.cdiv(COLUMNS, 128) + tile_k
+                tl.store(scale_t_ptr + k * stride_tk + row // 128 * stride_tm, scale)
+        elif BLOCK == 0 and not PER_ROW:
+            encode = tl.load(given_ptr + group * given_stride, mask=group < E, other=1.0)
 
-    if BLOCK == 0 or SQUARE:
-        # Wide, and once for both orientations: 2-byte values take up to 15 % longer here.
-        x0, x1 = nan_for_infinity(widen(x0), fp8), nan_for_infinity(widen(x1), fp8)
-        x2, x3 = nan_for_infinity(widen(x2), fp8), nan_for_infinity(widen(x3), fp8)
-    if WRITE:
-        for i in tl.static_range(4):
-            x, local = (x0, x1, x2, x3)[i], 4 * word + i
-            if BLOCK > 0 and not SQUARE:
-                _write_rows_of_blocks(
-                    x, row, local, columns, tile_k, limit, q_ptr, scale_ptr, COLUMNS,
-                    stride_sm, stride_sk, eps, LIMIT, RULE, BLOCK, TILE_K,
-                )  # fmt: skip
-            else:
-                if PER_ROW:
-                    first = group * ROWS if offs_ptr is None else 0
-                    of_rows = given_ptr + first + row + local
-                    encode = tl.load(of_rows, mask=row + local < limit, other=1.0)[:, None]
-                q = saturate(x * encode, x, fp8)
-                _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
-    if TRANSPOSE:
-        if BLOCK > 0 and not SQUARE:
-            encode = _column_factors(
-                largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr, COLUMNS,
-                stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, TILE_M, TILE_K,
-            )  # fmt: skip
-            # As the rows are cast, from wide values: else it takes up to half more registers.
+        if BLOCK == 0 or SQUARE:
+            # Wide, and once for both orientations: 2-byte values take up to 15 % longer here.
             x0, x1 = nan_for_infinity(widen(x0), fp8), nan_for_infinity(widen(x1), fp8)
             x2, x3 = nan_for_infinity(widen(x2), fp8), nan_for_infinity(widen(x3), fp8)
-        elif PER_ROW:
-            of_columns = given_ptr + ALL_ROWS + group * COLUMNS + columns
-            mask = (columns < COLUMNS) & (group < E)
-            encode = tl.load(of_columns, mask=mask, other=1.0)[None, :]
-        packed = pack_scaled(x0, x1, x2, x3, encode, fp8)
-        words = place // 4 + word
-        mask = (columns < COLUMNS)[:, None] & (words < limit_t // 4)[None, :]
-        pointer = q_t_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        offsets = columns[:, None] * (ACROSS // 4) + words[None, :]
-        tl.store(pointer + offsets, tl.trans(packed), mask=mask)
+        if WRITE:
+            for i in tl.static_range(4):
+                x, local = (x0, x1, x2, x3)[i], 4 * word + i
+                if BLOCK > 0 and not SQUARE:
+                    _write_rows_of_blocks(
+                        x, row, local, columns, tile_k, limit, q_ptr, scale_ptr, COLUMNS,
+                        stride_sm, stride_sk, eps, LIMIT, RULE, BLOCK, TILE_K,
+                    )  # fmt: skip
+                else:
+                    if PER_ROW:
+                        first = group * ROWS if offs_ptr is None else 0
+                        of_rows = given_ptr + first + row + local
+                        encode = tl.load(of_rows, mask=row + local < limit, other=1.0)[:, None]
+                    q = saturate(x * encode, x, fp8)
+                    _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
+        if TRANSPOSE:
+            if BLOCK > 0 and not SQUARE:
+                encode = _column_factors(
+                    largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr, COLUMNS,
+                    stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, TILE_M, TILE_K,
+                )  # fmt: skip
+                # As the rows are cast, from wide values: else it takes up to half more registers.
+                x0, x1 = nan_for_infinity(widen(x0), fp8), nan_for_infinity(widen(x1), fp8)
+                x2, x3 = nan_for_infinity(widen(x2), fp8), nan_for_infinity(widen(x3), fp8)
+            elif PER_ROW:
+                of_columns = given_ptr + ALL_ROWS + group * COLUMNS + columns
+                mask = (columns < COLUMNS) & (group < E)
+                encode = tl.load(of_columns, mask=mask, other=1.0)[None, :]
+            packed = pack_scaled(x0, x1, x2, x3, encode, fp8)
+            words = place // 4 + word
+            mask = (columns < COLUMNS)[:, None] & (words < limit_t // 4)[None, :]
+            pointer = q_t_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            offsets = columns[:, None] * (ACROSS // 4) + words[None, :]
+            tl.store(pointer + offsets, tl.trans(packed), mask=mask)
 
 
 @launched
@@ -568,7 +554,8 @@ def cast_groups(
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
     tile = _TILE if blocks else _NARROW_OF_PROLOGUE if prologue else _NARROW
     tensors, constants = arguments_of(*matrix, tile)
-    _cast_groups_kernel[(tiles * ceil_div(columns, tile.columns),)](
+    width = width_of_tiles(columns, constants)
+    _cast_groups_kernel[(tiles * ceil_div(width, tile.columns),)](
         *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *layout[1:], rows, columns, across,
         rows * (E if batch else 1), given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
@@ -630,7 +617,8 @@ def _factors(
     else:
         tensors, constants = arguments_of(*matrix, _AMAX_TILE)
         rows = M if offs is None else padded_rows(M, E)
-        tiles = ceil_div(rows, _AMAX_TILE.rows) * ceil_div(K, _AMAX_TILE.columns)
+        width = width_of_tiles(K, constants)
+        tiles = ceil_div(rows, _AMAX_TILE.rows) * ceil_div(width, _AMAX_TILE.columns)
         count = min(tiles, ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
         partial = first.new_empty(E * count, dtype=torch.float32)
         strides = (count, 1) if offs is None else (1, E)

@@ -16,7 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.ops import reference
-from float8lab.ops.kernels._common import INTERPRETED, TILE, Tile, grid_of, store_tile, triton_dtype
+from float8lab.ops.kernels._common import (
+    INTERPRETED,
+    TILE,
+    Tile,
+    abs_bits,
+    grid_of,
+    store_tile,
+    triton_dtype,
+)
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize
@@ -26,10 +34,12 @@ __all__ = [
     "arguments_of",
     "has_kernel",
     "load",
+    "load_bits",
     "load_words",
     "tile_for",
     "tile_of_program",
     "value_of",
+    "width_of_tiles",
 ]
 
 # Registers decide: a gated activation's gradient reads three tiles.
@@ -110,19 +120,19 @@ def derivative_of_activation(x, FUNCTION: tl.constexpr):
 @triton.jit
 def tile_of_program(
     COLUMNS, BACKWARD: tl.constexpr, GATED: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr, FROM_END: tl.constexpr = False,
+    TILE_K: tl.constexpr, FROM_END: tl.constexpr = False, HALVES: tl.constexpr = False,
 ):  # fmt: skip
-    """Row and column of this program's tile, counted in tiles."""
+    """Row and column of this program's tile, counted in tiles; with HALVES in the first half."""
     # FROM_END: of what another kernel has just read, the last part is in the cache. The two halves
     # of a gated activation's gradient read the same inputs: their tiles alternate, so that the
     # second read finds them in the cache.
-    tiles_k = tl.cdiv(COLUMNS, TILE_K)
+    tiles_k = tl.cdiv(COLUMNS // 2 if HALVES else COLUMNS, TILE_K)
     tile = tl.program_id(0)
     if FROM_END:
         tile = tl.num_programs(0) - 1 - tile
     tile_m = (tile // tiles_k).to(tl.int64)
     tile_k = (tile % tiles_k).to(tl.int64)
-    if BACKWARD and GATED:
+    if BACKWARD and GATED and not HALVES:
         half = (tiles_k + 1) // 2
         tile_k = (tile_k % 2) * half + tile_k // 2
     return tile_m, tile_k
@@ -163,7 +173,26 @@ def _load_clamped(
 
 
 @triton.jit
-def load(  # noqa: PLR0915
+def load_halves(
+    h_ptr,  # [M, 2 HALF]
+    dy_ptr,  # [M, HALF]
+    stride_hm, stride_hk, stride_bm, stride_bk, rows, columns, M, HALF,
+    FUNCTION: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """A gated activation's gradient in ``columns`` of its first half, and in those of its second.
+
+    Each input is read once, which is what it takes the time for: two of three belong to both.
+    """
+    mask = (rows < M)[:, None] & (columns < HALF)[None, :]
+    a = _load(h_ptr, rows, columns, mask, stride_hm, stride_hk)
+    b = _load(h_ptr, rows, columns + HALF, mask, stride_hm, stride_hk)
+    y = _load(dy_ptr, rows, columns, mask, stride_bm, stride_bk)
+    of_a = y * b * derivative_of_activation(a, FUNCTION)
+    return of_a.to(DTYPE), (y * apply_activation(a, FUNCTION)).to(DTYPE)
+
+
+@triton.jit
+def load(
     a_ptr,  # x or h: [M, K], or [M, 2 K] where GATED and not BACKWARD; x: [T, K] to permute
     b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED; token: [M] int32; or a factor
     c_ptr,  # weight: [K]
@@ -226,14 +255,15 @@ def load(  # noqa: PLR0915
     elif HALVES:
         half = K // 2
         if tile_k * TILE_K < half:
-            a = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
-            b = _load(a_ptr, rows, columns + half, mask, stride_am, stride_ak)
-            y = _load(b_ptr, rows, columns, mask, stride_bm, stride_bk)
-            y = y * b * derivative_of_activation(a, FUNCTION)
+            y, _ = load_halves(
+                a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns, M, half,
+                FUNCTION, DTYPE,
+            )  # fmt: skip
         else:
-            a = _load(a_ptr, rows, columns - half, mask, stride_am, stride_ak)
-            y = _load(b_ptr, rows, columns - half, mask, stride_bm, stride_bk)
-            y = y * apply_activation(a, FUNCTION)
+            _, y = load_halves(
+                a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns - half, M,
+                half, FUNCTION, DTYPE,
+            )  # fmt: skip
     else:
         half = K // 2
         second = columns >= half
@@ -249,35 +279,60 @@ def load(  # noqa: PLR0915
 
 
 @triton.jit
+def load_bits(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    rows, columns, tile_k, M, K,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """``abs_bits`` of a tile; with HALVES the larger ones of two, as ``load_words`` has them."""
+    if HALVES:
+        y, z = load_halves(
+            a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns, M, K // 2,
+            FUNCTION, DTYPE,
+        )  # fmt: skip
+        bits = tl.maximum(abs_bits(y.to(tl.float32)), abs_bits(z.to(tl.float32)))
+    else:
+        y = load(
+            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        )  # fmt: skip
+        bits = abs_bits(y.to(tl.float32))
+    return bits
+
+
+@triton.jit
 def load_words(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    tile_m, tile_k, M, K,
+    row, tile_k, M, K,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile as four, of its rows 0, 4, 8 ..., its rows 1, 5, 9 ..., and so on.
+    """Columns of a tile that begins at ``row``, and the tile as four: its rows 0, 4, 8 ..., its
+    rows 1, 5, 9 ..., and so on.
+
     The four values in one place of these are neighbours in a column, so in FP8 they are the bytes
-    of one word of the transpose: it is words that are transposed, not bytes. Also returned are
-    which words of a column the tile has, and its columns."""
-    words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    of one word of the transpose: it is words that are transposed, not bytes. With HALVES there are
+    two tiles, in these columns of the first half and of the second.
+    """
+    rows = row + 4 * tl.arange(0, TILE_M // 4)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    y0 = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        4 * words, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
-    y1 = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        4 * words + 1, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
-    y2 = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        4 * words + 2, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
-    y3 = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        4 * words + 3, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
-    return words, columns, y0, y1, y2, y3
+    first = ()
+    second = ()
+    for i in tl.static_range(4):
+        if HALVES:
+            y, z = load_halves(
+                a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows + i, columns, M,
+                K // 2, FUNCTION, DTYPE,
+            )  # fmt: skip
+            second += (z,)  # type: ignore[assignment]
+        else:
+            y = load(
+                a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+                rows + i, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+            )  # fmt: skip
+        first += (y,)  # type: ignore[assignment]
+    return columns, (first, second)
 
 
 def arguments_of(
@@ -288,6 +343,8 @@ def arguments_of(
     function, gated = prologue, False
     if prologue.removesuffix("_backward") in ACTIVATIONS:
         function, gated = ACTIVATIONS[prologue.removesuffix("_backward")]
+    backward = prologue.endswith("_backward")
+    is_split = backward and gated and function != "clamped"
     if function == "clamped" and not _has_words(first):
         first = first.clone(memory_format=torch.contiguous_format)
     # x, rstd, weight, mean, bias: all but x are dense vectors. Or x and token, or h and dy.
@@ -297,8 +354,8 @@ def arguments_of(
     constants = {
         "FUNCTION": function,
         "GATED": gated,
-        "BACKWARD": prologue.endswith("_backward"),
-        "HALVES": gated and function != "clamped" and first.shape[1] // 2 % tile.columns == 0,
+        "BACKWARD": backward,
+        "HALVES": is_split and first.shape[1] // 2 % tile.columns == 0,
         "DTYPE": triton_dtype(dtype if prologue else first.dtype),
         "TILE_M": tile.rows,
         "TILE_K": tile.columns,
@@ -307,6 +364,11 @@ def arguments_of(
     }
     pointers = (first, second, *vectors, *[None] * (3 - len(vectors)))
     return (*pointers, *first.stride(), *strides), constants
+
+
+def width_of_tiles(columns: int, constants: dict[str, Any]) -> int:
+    """Of how many columns kernels have tiles that read by words, or amaxes: half with HALVES."""
+    return columns // 2 if constants["HALVES"] else columns
 
 
 def _has_words(x: Tensor) -> bool:
