@@ -268,6 +268,7 @@ UNPREDICTED = {
     "overlap": "single products, with what the CPU needs to queue them",
     "Links between two H200s": "the rate of links is taken from it",
     "A Llama of a billion parameters, from scratch": "tokens of layers of another width",
+    "In turns with the peers": "other libraries; ours is in the sections of layers and experts",
     "Energy of a layer": "energy; its times are those of the section on transformer layers",
     "Report page in a browser": "a browser's",
     "Inspection on a GPU": "small layers, which wait for the CPU",

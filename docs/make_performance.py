@@ -156,6 +156,13 @@ CHARTS = (
         baseline="plain bfloat16",
     ),
     Chart(
+        "performance_pretrain", "A billion parameters",
+        "A Llama from scratch, 2000 steps of 16384 bytes of text; "
+        "`benchmarks/pretrain.png` has the curves.",
+        "A Llama of a billion parameters, from scratch", STEPS, "run", "tokens/s",
+        ("x bfloat16", "peak GB", "validation loss at 2000"), baseline="bfloat16",
+    ),
+    Chart(
         "performance_fsdp", "FSDP2",
         "The same layers, sharded ([several processes](distributed.md)).",
         "fsdp", STEPS, "implementation", "tokens/s a GPU", ("x bf16", "peak GB", "gathered MB"),
