@@ -224,7 +224,7 @@ def _init_with_handler(default: Float8RecipeKwargs) -> Callable[..., None]:
                 f'"{self.mixed_precision}". Pass Accelerator(mixed_precision="fp8").'
             )
         if self.fp8_backend == _BACKEND:
-            self.float8_recipe_handler = _configured(self, backend.fget(self))
+            self.float8_recipe_handler = _configured(self, backend)
 
     return init_with_handler
 
@@ -240,12 +240,12 @@ def _backend_with_ours() -> property:
     return property(fp8_backend, doc=backend.__doc__)
 
 
-def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:
+def _configured(accelerator: Accelerator, backend: property) -> Float8RecipeKwargs:
     """The handler of an ``Accelerator``, with the recipe that its configuration asks for.
 
     Args:
         accelerator: made, and with a handler.
-        backend: what it would use without ``enable``.
+        backend: ``Accelerator.fp8_backend`` without ``enable``.
     """
     handler: Float8RecipeKwargs = accelerator.float8_recipe_handler
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
@@ -253,19 +253,20 @@ def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:
             'distributed_type must not be MEGATRON_LM with mixed_precision="fp8" here; Megatron-LM '
             "builds the model itself. Set its own fp8 arguments, or use FSDP2."
         )
-    if handler.recipe is not None or backend == "NO":
-        return handler
-    if backend == "TE":
+    name = "NO" if handler.recipe is not None else backend.fget(accelerator).value
+    if name == "TE":
         te = accelerator.te_recipe_handler or TERecipeKwargs()
         return replace(handler, recipe=_recipe_of_te(te))
-    if backend == "AO":
+    if name == "AO":
         gathers = parse_flag_from_env("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", default=True)
         gathers = handler.fp8_all_gather and gathers
         return replace(handler, recipe=Float8CurrentScaling(), fp8_all_gather=gathers)
-    raise NotImplementedError(
-        f"fp8_config: backend must be TE or AO; got {backend}, which has no recipe here. Leave it "
-        "out, or pass enable(recipe=...)."
-    )
+    if name == "MSAMP":
+        raise NotImplementedError(
+            "backend of fp8_config must be TE or AO; got MSAMP, whose levels are no recipes here. "
+            "Leave it out, or pass enable(recipe=...)."
+        )
+    return handler
 
 
 def _recipe_of_te(te: TERecipeKwargs) -> Recipe:
