@@ -1,13 +1,19 @@
-"""Recipes from configuration files, in which they are mappings of plain values."""
+"""Recipes of configuration files, in which they are mappings of plain values, and of models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from float8lab import recipes
+from torch import nn
 
-__all__ = ["recipe_of"]
+from float8lab import recipes
+from float8lab.nn.precision import precisions_below
+
+__all__ = ["RecipeChoice", "recipe_of", "recipes_below"]
+
+RecipeChoice = recipes.Recipe | recipes.Auto | Literal["auto"] | None
+"""What ``convert_to_float8`` takes as a recipe."""
 
 _T = TypeVar("_T")
 
@@ -57,6 +63,11 @@ def recipe_of(
             f"They are {', '.join(kind.__dataclass_fields__)}."
         )
     return kind(**fields)
+
+
+def recipes_below(model: nn.Module) -> list[recipes.Recipe]:
+    """The recipes that layers of a model have of their own, by which they run without autocast."""
+    return [p.recipe for p in precisions_below(model) if p.recipe is not None]
 
 
 def _named(key: str, name: object, choices: Mapping[str, _T]) -> _T:

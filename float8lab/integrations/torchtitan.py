@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from float8lab.arguments import needs
 from float8lab.distributed.comm import TensorParallel
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.integrations.recipe_mapping import recipe_of
+from float8lab.integrations.recipe_mapping import RecipeChoice, recipe_of
 from float8lab.nn import Linear, conversion_report, convert_to_float8
 from float8lab.ops import compute_intensive_ops
 from float8lab.recipes import Auto, Recipe
@@ -92,7 +92,7 @@ def _float8_model(model: Any) -> Any:
     return Float8Model
 
 
-def _recipe(recipe: RecipeOrName) -> Recipe | Auto | Literal["auto"] | None:
+def _recipe(recipe: RecipeOrName) -> RecipeChoice:
     if recipe is None:
         return None
     is_name = isinstance(recipe, str) and recipe != "auto"

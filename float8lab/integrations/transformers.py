@@ -6,19 +6,21 @@ Needs ``pip install float8lab[transformers]``; ``import float8lab`` does not loa
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import cast
 
 from torch import Tensor, nn
 
-from float8lab.arguments import needs
-from float8lab.nn.convert import convert_to_float8
+from float8lab.arguments import check_flags, needs
+from float8lab.integrations.recipe_mapping import RecipeChoice, recipes_below
+from float8lab.nn.convert.conversion import checked_options, convert_to_float8
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import conversion_report
 from float8lab.nn.layer import describe_fp8
 from float8lab.nn.precision import precisions_below
 from float8lab.nn.scaling_state import ScalingState
-from float8lab.recipes import Auto, Recipe
 
 with needs("float8lab.integrations.transformers", "Transformers", '"float8lab[transformers]"'):
     from safetensors import safe_open
@@ -73,16 +75,40 @@ class Float8Callback(TrainerCallback):
 
     Args:
         recipe: as in ``convert_to_float8``.
-        options: other arguments of ``convert_to_float8``, such as ``exclude=["lm_head"]``.
+
+    The other arguments are those of ``convert_to_float8``, too.
+
+    Raises:
+        TypeError: an argument has another type.
 
     >>> from float8lab.integrations.transformers import Float8Callback
     >>> callback = Float8Callback(float8lab.recipes.DelayedScaling(), exclude=["lm_head"])
     """
 
     def __init__(
-        self, recipe: Recipe | Auto | Literal["auto"] | None = None, **options: Any
+        self,
+        recipe: RecipeChoice = None,
+        *,
+        filter_fn: Callable[[nn.Module, str], bool] | None = None,
+        exclude: Sequence[str] = (),
+        overrides: Mapping[str, RecipeChoice] | None = None,
+        strict: bool = False,
+        fp8_all_gather: bool = True,
+        freeze_weights: bool = False,
     ) -> None:
-        self.recipe, self.options = recipe, options
+        check_flags(strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights)
+        checked_options(recipe, filter_fn, exclude, overrides)
+        self.recipe = recipe
+        self._convert_to_float8 = partial(
+            convert_to_float8,
+            recipe=recipe,
+            filter_fn=filter_fn,
+            exclude=exclude,
+            overrides=overrides,
+            strict=strict,
+            fp8_all_gather=fp8_all_gather,
+            freeze_weights=freeze_weights,
+        )
         self._run = ""
 
     def on_init_end(
@@ -105,8 +131,7 @@ class Float8Callback(TrainerCallback):
         """Convert a model that is new; take over the state of delayed scaling of a checkpoint."""
         model = _model(kwargs)
         self._convert(model, state)
-        recipes = [precision.recipe for precision in precisions_below(model)]
-        if not any(recipe is not None and recipe.linear.delayed for recipe in recipes):
+        if not any(recipe.linear.delayed for recipe in recipes_below(model)):
             return
         if state.global_step:
             self._load(model, args, state)
@@ -130,7 +155,7 @@ class Float8Callback(TrainerCallback):
     def _convert(self, model: nn.Module | None, state: TrainerState) -> None:
         if model is None or any(precisions_below(model)):
             return
-        convert_to_float8(model, self.recipe, **self.options)
+        self._convert_to_float8(model)
         if state.is_world_process_zero:
             print(f"Float8Callback:\n{conversion_report(model)}")
 

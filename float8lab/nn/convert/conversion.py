@@ -123,7 +123,6 @@ def convert_to_float8(  # each is a keyword that users set on its own
     1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
     """
     check_module("model", model)
-    check_callables(("module", "name"), filter_fn=filter_fn)
     check_flags(strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights)
     options = checked_options(recipe, filter_fn, exclude, overrides)
     walk = walk_model(model)
@@ -161,10 +160,9 @@ def convert_to_float8(  # each is a keyword that users set on its own
     return model
 
 
-def checked_options(
-    recipe: Any, filter_fn: Any, exclude: Any, overrides: Any
-) -> ConversionOptions:
+def checked_options(recipe: Any, filter_fn: Any, exclude: Any, overrides: Any) -> ConversionOptions:
     """The arguments that choose layers and recipes, checked."""
+    check_callables(("module", "name"), filter_fn=filter_fn)
     exclude = check_names("exclude", exclude)
     check_instance("overrides", overrides, Mapping, "a mapping", optional=True)
     check_names("overrides", overrides or ())
