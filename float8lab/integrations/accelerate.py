@@ -15,14 +15,18 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from float8lab import recipes
-from float8lab.arguments import check_flags, needs
-from float8lab.integrations.recipe_mapping import RecipeChoice, recipes_below
-from float8lab.nn.convert.conversion import checked_options, convert_to_float8
+from float8lab.arguments import needs
+from float8lab.integrations.recipe_mapping import (
+    ConversionArguments,
+    RecipeChoice,
+    recipe_of,
+    recipes_below,
+)
 from float8lab.nn.convert.report import was_converted
 from float8lab.nn.scaling_state import ScalingState
 
@@ -36,34 +40,28 @@ __all__ = ["Float8RecipeKwargs", "disable", "enable"]
 
 _BACKEND = "FLOAT8LAB"
 """``Accelerator.fp8_backend`` of one that is ours."""
+_FIELDS_OF_TE = (
+    "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo",
+    "override_linear_precision",
+)  # fmt: skip
+"""What a ``TERecipeKwargs`` and a ``DelayedScaling`` have in common."""
 _REPLACED = "_replaced_by_float8lab"
 """The attribute of ``Accelerator`` that keeps what ``enable`` replaced."""
 
 
-@dataclass(kw_only=True)
-class Float8RecipeKwargs(accelerate.utils.KwargsHandler):
+@dataclass(eq=False)
+class Float8RecipeKwargs(ConversionArguments, accelerate.utils.KwargsHandler):
     """How one ``Accelerator`` converts: ``kwargs_handlers=[Float8RecipeKwargs(recipe=...)]``.
 
-    It wins over the arguments of ``enable``, without which Accelerate does not take it. The fields
-    are arguments of ``convert_to_float8``.
+    It wins over the arguments of ``enable``, without which Accelerate does not take it. It has the
+    same arguments.
 
     Raises:
-        TypeError: a field has another type.
+        TypeError: an argument has another type.
 
     >>> from float8lab.integrations.accelerate import Float8RecipeKwargs
     >>> handler = Float8RecipeKwargs(recipe="auto", exclude=["lm_head"])
     """
-
-    recipe: RecipeChoice = None
-    filter_fn: Callable[[nn.Module, str], bool] | None = None
-    exclude: Sequence[str] = ()
-    overrides: Mapping[str, RecipeChoice] | None = None
-    strict: bool = False
-    fp8_all_gather: bool = True
-
-    def __post_init__(self) -> None:
-        check_flags(strict=self.strict, fp8_all_gather=self.fp8_all_gather)
-        checked_options(self.recipe, self.filter_fn, self.exclude, self.overrides)
 
 
 def enable(
@@ -96,7 +94,7 @@ def enable(
     >>> disable()
     """
     default = Float8RecipeKwargs(
-        recipe=recipe,
+        recipe,
         filter_fn=filter_fn,
         exclude=exclude,
         overrides=overrides,
@@ -196,17 +194,10 @@ def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:
     return handler
 
 
-def _recipe_of_te(te: accelerate.utils.TERecipeKwargs) -> recipes.Recipe:
+def _recipe_of_te(te: accelerate.utils.TERecipeKwargs) -> RecipeChoice:
     if getattr(te, "use_mxfp8_block_scaling", False):  # since Accelerate 1.11
         return recipes.MXFP8BlockScaling()
-    return recipes.DelayedScaling(
-        margin=te.margin,
-        interval=te.interval,
-        fp8_format=recipes.Format[te.fp8_format],
-        amax_history_len=te.amax_history_len,
-        amax_compute_algo=te.amax_compute_algo,
-        override_linear_precision=tuple(te.override_linear_precision),
-    )
+    return recipe_of({name: getattr(te, name) for name in _FIELDS_OF_TE})
 
 
 def _convert_first(prepare: Callable[..., object]) -> Callable[..., object]:
@@ -232,8 +223,7 @@ def _convert(accelerator: Accelerator, model: object) -> None:
             'distributed_type must not be MEGATRON_LM for mixed_precision="fp8" after enable(); '
             "Megatron-LM builds the model. Call disable() and set its own FP8 arguments."
         )
-    handler = accelerator.float8_recipe_handler
-    convert_to_float8(model, **{f.name: getattr(handler, f.name) for f in fields(handler)})
+    accelerator.float8_recipe_handler.convert(model)
     if any(recipe.linear.delayed for recipe in recipes_below(model)):
         accelerator.register_for_checkpointing(ScalingState(model))
 

@@ -1,21 +1,49 @@
-"""Recipes of configuration files, in which they are mappings of plain values, and of models."""
+"""What adapters of trainers share: how they convert, and recipes of configuration files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from float8lab import recipes
+from float8lab.arguments import check_flags
+from float8lab.nn.convert.conversion import checked_options, convert_to_float8
 from float8lab.nn.precision import precisions_below
 
-__all__ = ["RecipeChoice", "recipe_of", "recipes_below"]
+__all__ = ["ConversionArguments", "RecipeChoice", "recipe_of", "recipes_below"]
 
 RecipeChoice = recipes.Recipe | recipes.Auto | Literal["auto"] | None
 """What ``convert_to_float8`` takes as a recipe."""
 
 _T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class ConversionArguments:
+    """Arguments of ``convert_to_float8``, checked when they are given, for models that come later.
+
+    Raises:
+        TypeError: one has another type.
+    """
+
+    recipe: RecipeChoice = None
+    _: KW_ONLY
+    filter_fn: Callable[[nn.Module, str], bool] | None = None
+    exclude: Sequence[str] = ()
+    overrides: Mapping[str, RecipeChoice] | None = None
+    strict: bool = False
+    fp8_all_gather: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(strict=self.strict, fp8_all_gather=self.fp8_all_gather)
+        checked_options(self.recipe, self.filter_fn, self.exclude, self.overrides)
+
+    def convert(self, model: nn.Module) -> None:
+        """Convert a model in place."""
+        convert_to_float8(model, **{f.name: getattr(self, f.name) for f in fields(self) if f.init})
 
 
 def recipe_of(

@@ -6,16 +6,14 @@ Needs ``pip install float8lab[transformers]``; ``import float8lab`` does not loa
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from torch import Tensor, nn
 
-from float8lab.arguments import check_flags, needs
-from float8lab.integrations.recipe_mapping import RecipeChoice, recipes_below
-from float8lab.nn.convert.conversion import checked_options, convert_to_float8
+from float8lab.arguments import needs
+from float8lab.integrations.recipe_mapping import ConversionArguments, recipes_below
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import conversion_report
 from float8lab.nn.layer import describe_fp8
@@ -62,7 +60,8 @@ class Float8Conv1D(OtherLinear, Conv1D):
         return f"Conv1D(nf={self.nf}, nx={self.nx}{describe_fp8(self)})"
 
 
-class Float8Callback(TrainerCallback):
+@dataclass(eq=False, repr=False)
+class Float8Callback(ConversionArguments, TrainerCallback):
     """FP8 in Transformers' Trainer: ``Trainer(..., callbacks=[Float8Callback(recipe)])``.
 
     Converts the Trainer's model when the Trainer is made, before it is sharded or compiled, and
@@ -73,10 +72,7 @@ class Float8Callback(TrainerCallback):
     ``trainer.train(resume_from_checkpoint=...)`` resumes bit for bit. The file is looked for in
     ``args.output_dir`` and in ``args.resume_from_checkpoint``.
 
-    Args:
-        recipe: as in ``convert_to_float8``.
-
-    The other arguments are those of ``convert_to_float8``, too.
+    The arguments are those of ``convert_to_float8``.
 
     Raises:
         TypeError: an argument has another type.
@@ -85,31 +81,8 @@ class Float8Callback(TrainerCallback):
     >>> callback = Float8Callback(float8lab.recipes.DelayedScaling(), exclude=["lm_head"])
     """
 
-    def __init__(
-        self,
-        recipe: RecipeChoice = None,
-        *,
-        filter_fn: Callable[[nn.Module, str], bool] | None = None,
-        exclude: Sequence[str] = (),
-        overrides: Mapping[str, RecipeChoice] | None = None,
-        strict: bool = False,
-        fp8_all_gather: bool = True,
-        freeze_weights: bool = False,
-    ) -> None:
-        check_flags(strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights)
-        checked_options(recipe, filter_fn, exclude, overrides)
-        self.recipe = recipe
-        self._convert_to_float8 = partial(
-            convert_to_float8,
-            recipe=recipe,
-            filter_fn=filter_fn,
-            exclude=exclude,
-            overrides=overrides,
-            strict=strict,
-            fp8_all_gather=fp8_all_gather,
-            freeze_weights=freeze_weights,
-        )
-        self._run = ""
+    freeze_weights: bool = field(default=False, kw_only=True)
+    _run: str = field(default="", init=False)
 
     def on_init_end(
         self,
@@ -155,7 +128,7 @@ class Float8Callback(TrainerCallback):
     def _convert(self, model: nn.Module | None, state: TrainerState) -> None:
         if model is None or any(precisions_below(model)):
             return
-        self._convert_to_float8(model)
+        self.convert(model)
         if state.is_world_process_zero:
             print(f"Float8Callback:\n{conversion_report(model)}")
 
