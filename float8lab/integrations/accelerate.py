@@ -40,11 +40,6 @@ __all__ = ["Float8RecipeKwargs", "disable", "enable"]
 
 _BACKEND = "FLOAT8LAB"
 """``Accelerator.fp8_backend`` of one that is ours."""
-_FIELDS_OF_TE = (
-    "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo",
-    "override_linear_precision",
-)  # fmt: skip
-"""What a ``TERecipeKwargs`` and a ``DelayedScaling`` have in common."""
 _REPLACED = "_replaced_by_float8lab"
 """The attribute of ``Accelerator`` that keeps what ``enable`` replaced."""
 
@@ -180,8 +175,11 @@ def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:
     """The handler of an ``Accelerator``, with the recipe of the ``backend`` that it asks for."""
     handler: Float8RecipeKwargs = accelerator.float8_recipe_handler
     if backend == "TE":
-        te = accelerator.te_recipe_handler or accelerate.utils.TERecipeKwargs()
-        return replace(handler, recipe=_recipe_of_te(te))
+        te = vars(accelerator.te_recipe_handler or accelerate.utils.TERecipeKwargs())
+        if te.get("use_mxfp8_block_scaling"):  # since Accelerate 1.11
+            return replace(handler, recipe=recipes.MXFP8BlockScaling())
+        shared = recipes.DelayedScaling.__dataclass_fields__.keys() & te.keys()
+        return replace(handler, recipe=recipe_of({name: te[name] for name in shared}))
     if backend == "AO":
         flag = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"  # as AORecipeKwargs reads it
         gathers = handler.fp8_all_gather and accelerate.utils.parse_flag_from_env(flag, True)
@@ -192,12 +190,6 @@ def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:
             "Leave it out, or pass enable(recipe=...)."
         )
     return handler
-
-
-def _recipe_of_te(te: accelerate.utils.TERecipeKwargs) -> RecipeChoice:
-    if getattr(te, "use_mxfp8_block_scaling", False):  # since Accelerate 1.11
-        return recipes.MXFP8BlockScaling()
-    return recipe_of({name: getattr(te, name) for name in _FIELDS_OF_TE})
 
 
 def _convert_first(prepare: Callable[..., object]) -> Callable[..., object]:

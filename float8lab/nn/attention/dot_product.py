@@ -330,11 +330,29 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return out if request.leave is None else request.leave(out)
 
     def explain(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **kwargs: Any
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        *,
+        attention_mask: MaskArgument = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
     ) -> Explanation:
         """Which backend a call with these arguments gets, and why it does not get the others.
 
-        The arguments are those of ``forward``, which takes all but these three by keyword here.
+        The arguments are those of ``forward`` that matter to it. In place of a cache, ask with the
+        keys and values that it holds.
 
         >>> attention = float8lab.DotProductAttention(2, 8, window_size=(3, 0))
         >>> attention.explain(*torch.randn(3, 5, 1, 2, 8))
@@ -343,14 +361,17 @@ class DotProductAttention(nn.Module, ContextParallelModule):
           not sdpa: the sliding window (3, 0) must be a matrix to it
           not flex: it is fused on CUDA only
         """
-        kwargs.pop("checkpoint_core_attention", None)
-        kwargs.pop("fast_zero_fill", None)
-        if kwargs.pop("inference_params", None) is not None:
-            raise NotImplementedError(
-                "inference_params must be None; got a cache, which asking must not change. Ask "
-                "with the keys and values that it holds."
-            )
-        request = self._resolve(query_layer, key_layer, value_layer, **kwargs, asks=True)
+        request = self._resolve(
+            query_layer, key_layer, value_layer,
+            attention_mask=attention_mask, qkv_format=qkv_format,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type, window_size=window_size,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
+            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            asks=True,
+        )  # fmt: skip
         q, k, v, problem = request[:4]
         if self._fp8.active_recipe() is None:
             why = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
