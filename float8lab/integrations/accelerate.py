@@ -60,7 +60,7 @@ class Float8RecipeKwargs(ConversionArguments, accelerate.utils.KwargsHandler):
 
 
 def enable(
-    recipe: RecipeChoice = None,
+    recipe: RecipeChoice | Mapping[str, object] = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     exclude: Sequence[str] = (),
@@ -75,8 +75,8 @@ def enable(
     for ``evaluation_mode``, is left as it is. All that is not in FP8 runs under bfloat16 autocast.
     The state of delayed scaling is in ``save_state`` and ``load_state``.
 
-    The arguments are those of ``convert_to_float8``. Where ``recipe`` is None and a configuration
-    file or a ``TERecipeKwargs`` asks for a backend, the recipe is that backend's: for TE
+    The arguments are those of ``Float8Callback``. Where ``recipe`` is None and a configuration file
+    or a ``TERecipeKwargs`` asks for a backend, the recipe is that backend's: for TE
     ``DelayedScaling``, or ``MXFP8BlockScaling``, with the fields that it sets; for AO
     ``Float8CurrentScaling``, and ``enable_fsdp_float8_all_gather`` is heeded. An ``Accelerator``
     with ``AORecipeKwargs`` or ``MSAMPRecipeKwargs`` in ``kwargs_handlers`` is left to those.

@@ -25,11 +25,13 @@ _T = TypeVar("_T")
 class ConversionArguments:
     """Arguments of ``convert_to_float8``, checked when they are given, for models that come later.
 
+    ``recipe`` may also be a mapping of plain values, as ``recipe_of`` takes.
+
     Raises:
         TypeError: one has another type.
     """
 
-    recipe: RecipeChoice = None
+    recipe: RecipeChoice | Mapping[str, object] = None
     _: KW_ONLY
     filter_fn: Callable[[nn.Module, str], bool] | None = None
     exclude: Sequence[str] = ()
@@ -38,6 +40,8 @@ class ConversionArguments:
     fp8_all_gather: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.recipe, Mapping):
+            self.recipe = recipe_of(self.recipe)
         check_flags(strict=self.strict, fp8_all_gather=self.fp8_all_gather)
         checked_options(self.recipe, self.filter_fn, self.exclude, self.overrides)
 

@@ -72,7 +72,8 @@ class Float8Callback(ConversionArguments, TrainerCallback):
     ``trainer.train(resume_from_checkpoint=...)`` resumes bit for bit. The file is looked for in
     ``args.output_dir`` and in ``args.resume_from_checkpoint``.
 
-    The arguments are those of ``convert_to_float8``.
+    The arguments are those of ``convert_to_float8``; ``recipe`` may also be a mapping of plain
+    values, such as a configuration file holds.
 
     Raises:
         TypeError: an argument has another type.
