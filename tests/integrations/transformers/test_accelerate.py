@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType
     from accelerate.utils.launch import prepare_multi_gpu_env
+    from transformers import TrainerCallback
 
     from float8lab.integrations.accelerate import Float8RecipeKwargs, disable, enable
     from float8lab.integrations.transformers import SCALING_NAME, Float8Callback
@@ -324,3 +325,16 @@ def test_configuration_files_keep_their_meaning(
     made = accelerator()
     assert runs_by(converted(made), (expected or recipes.Float8CurrentScaling()))
     assert made.float8_recipe_handler.fp8_all_gather is ("AO" not in fp8_config)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_trainer_converts_by_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trainer(tmp_path, 2, Float8Callback(exclude=["lm_head"]), bf16=True)
+    expected.train()
+    enable(exclude=["lm_head"])
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # as the launcher does
+    AcceleratorState._reset_state(reset_partial_state=True)
+    runner = trainer(tmp_path, 2, TrainerCallback())
+    runner.train()
+    assert float8lab.conversion_report(runner.model).converted
+    assert losses(runner) == losses(expected)
