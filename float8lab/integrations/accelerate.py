@@ -11,10 +11,11 @@ Accelerate's another value in this process, and ``disable`` gives each its own o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -23,6 +24,7 @@ from float8lab import recipes
 from float8lab.arguments import needs
 from float8lab.integrations.recipe_mapping import (
     ConversionArguments,
+    PlainRecipe,
     RecipeChoice,
     recipe_of,
     recipes_below,
@@ -40,8 +42,8 @@ __all__ = ["Float8RecipeKwargs", "disable", "enable"]
 
 _BACKEND = "FLOAT8LAB"
 """``Accelerator.fp8_backend`` of one that is ours."""
-_REPLACED = "_replaced_by_float8lab"
-"""The attribute of ``Accelerator`` that keeps what ``enable`` replaced."""
+_RESTORE = "_restore_from_float8lab"
+"""The attribute of ``Accelerator`` that puts back what ``enable`` replaced."""
 
 
 @dataclass(eq=False)
@@ -60,11 +62,11 @@ class Float8RecipeKwargs(ConversionArguments, accelerate.utils.KwargsHandler):
 
 
 def enable(
-    recipe: RecipeChoice | Mapping[str, object] = None,
+    recipe: RecipeChoice | PlainRecipe = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     exclude: Sequence[str] = (),
-    overrides: Mapping[str, RecipeChoice] | None = None,
+    overrides: Mapping[str, RecipeChoice | PlainRecipe] | None = None,
     strict: bool = False,
     fp8_all_gather: bool = True,
 ) -> None:
@@ -98,18 +100,20 @@ def enable(
     )
     disable()
     replacements = [
-        (accelerate.state, "is_fp8_available", _yes),
-        (accelerate.utils.launch, "is_fp8_available", _yes),
+        (accelerate.state, "is_fp8_available", lambda: True),
+        (accelerate.utils.launch, "is_fp8_available", lambda: True),
         # TERecipeKwargs asks it before it reads what a configuration file says of TE.
-        (accelerate.utils.dataclasses, "is_transformer_engine_available", _yes),
+        (accelerate.utils.dataclasses, "is_transformer_engine_available", lambda: True),
         (Accelerator, "__init__", _init_with_handler(default)),
         (Accelerator, "fp8_backend", _backend_or_ours(Accelerator.fp8_backend.fget)),
         (Accelerator, "prepare", _convert_first(Accelerator.prepare)),
         (Accelerator, "prepare_model", _convert_first(Accelerator.prepare_model)),
     ]
-    replaced = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
-    setattr(Accelerator, _REPLACED, replaced)
-    _set(replacements)
+    restore = contextlib.ExitStack()
+    for owner, name, value in replacements:
+        restore.callback(setattr, owner, name, vars(owner)[name])
+        setattr(owner, name, value)
+    setattr(Accelerator, _RESTORE, restore)
 
 
 def disable() -> None:
@@ -117,18 +121,9 @@ def disable() -> None:
 
     An ``Accelerator`` that was made in between converts no further model.
     """
-    if _REPLACED in vars(Accelerator):
-        _set(vars(Accelerator)[_REPLACED])
-        delattr(Accelerator, _REPLACED)
-
-
-def _set(values: Iterable[tuple[object, str, object]]) -> None:
-    for owner, name, value in values:
-        setattr(owner, name, value)
-
-
-def _yes() -> bool:
-    return True
+    if _RESTORE in vars(Accelerator):
+        vars(Accelerator)[_RESTORE].close()
+        delattr(Accelerator, _RESTORE)
 
 
 def _init_with_handler(default: Float8RecipeKwargs) -> Callable[..., None]:
@@ -141,15 +136,14 @@ def _init_with_handler(default: Float8RecipeKwargs) -> Callable[..., None]:
         call = inspect.signature(init).bind(self, *args, **kwargs)
         handlers = call.arguments.get("kwargs_handlers") or []
         ours = [handler for handler in handlers if isinstance(handler, Float8RecipeKwargs)]
-        theirs = [handler for handler in handlers if not isinstance(handler, Float8RecipeKwargs)]
         if len(ours) > 1:
             raise ValueError(
                 f"kwargs_handlers must hold one Float8RecipeKwargs; got {len(ours)}. Use overrides "
                 "for single layers."
             )
-        if ours or not any(isinstance(handler, libraries) for handler in theirs):
+        if ours or not any(isinstance(handler, libraries) for handler in handlers):
             self.float8_recipe_handler = (*ours, default)[0]
-        call.arguments["kwargs_handlers"] = theirs
+        call.arguments["kwargs_handlers"] = [h for h in handlers if h not in ours]
         init(*call.args, **call.kwargs)
         if ours and not self.fp8_enabled:
             raise ValueError(

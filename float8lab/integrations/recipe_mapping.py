@@ -13,10 +13,12 @@ from float8lab.arguments import check_flags
 from float8lab.nn.convert.conversion import checked_options, convert_to_float8
 from float8lab.nn.precision import precisions_below
 
-__all__ = ["ConversionArguments", "RecipeChoice", "recipe_of", "recipes_below"]
+__all__ = ["ConversionArguments", "PlainRecipe", "RecipeChoice", "recipe_of", "recipes_below"]
 
 RecipeChoice = recipes.Recipe | recipes.Auto | Literal["auto"] | None
 """What ``convert_to_float8`` takes as a recipe."""
+PlainRecipe = Mapping[str, object] | str
+"""A recipe of a configuration file, see ``recipe_of``."""
 
 _T = TypeVar("_T")
 
@@ -25,23 +27,25 @@ _T = TypeVar("_T")
 class ConversionArguments:
     """Arguments of ``convert_to_float8``, checked when they are given, for models that come later.
 
-    ``recipe`` may also be a mapping of plain values, as ``recipe_of`` takes.
+    Recipes may also be plain values, as ``recipe_of`` takes them.
 
     Raises:
         TypeError: one has another type.
+        ValueError: no recipe has that name.
     """
 
-    recipe: RecipeChoice | Mapping[str, object] = None
+    recipe: RecipeChoice | PlainRecipe = None
     _: KW_ONLY
     filter_fn: Callable[[nn.Module, str], bool] | None = None
     exclude: Sequence[str] = ()
-    overrides: Mapping[str, RecipeChoice] | None = None
+    overrides: Mapping[str, RecipeChoice | PlainRecipe] | None = None
     strict: bool = False
     fp8_all_gather: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.recipe, Mapping):
-            self.recipe = recipe_of(self.recipe)
+        self.recipe = _choice_of(self.recipe)
+        if isinstance(self.overrides, Mapping):
+            self.overrides = {name: _choice_of(r) for name, r in self.overrides.items()}
         check_flags(strict=self.strict, fp8_all_gather=self.fp8_all_gather)
         checked_options(self.recipe, self.filter_fn, self.exclude, self.overrides)
 
@@ -56,9 +60,9 @@ def recipe_of(
     """Make the recipe for ``convert_to_float8`` from one as plugins of frameworks take it.
 
     Args:
-        recipe: taken as it is, or a mapping with fields of ``DelayedScaling``, or of the recipe
-            whose name is under ``"name"``; ``"fp8_format"`` may be a name, and a tuple a list. None
-            is ``DelayedScaling()``.
+        recipe: taken as it is, or a recipe's name, or a mapping with fields of ``DelayedScaling``,
+            or of the recipe whose name is under ``"name"``; ``"fp8_format"`` may be a name, and a
+            tuple a list. None is ``DelayedScaling()``.
 
     Raises:
         TypeError: none of these, or a field that the recipe has not.
@@ -73,8 +77,10 @@ def recipe_of(
         return recipes.DelayedScaling()
     if isinstance(recipe, (recipes.Recipe, recipes.Auto)):
         return recipe
-    if isinstance(recipe, str) and recipe == "auto":
-        return "auto"
+    if isinstance(recipe, str):
+        if recipe == "auto":
+            return "auto"
+        recipe = {"name": recipe}
     if not isinstance(recipe, Mapping):
         raise TypeError(
             f'recipe must be one of float8lab.recipes, "auto", a mapping or None; got {recipe!r}. '
@@ -95,6 +101,10 @@ def recipe_of(
             f"They are {', '.join(kind.__dataclass_fields__)}."
         )
     return kind(**fields)
+
+
+def _choice_of(recipe: RecipeChoice | PlainRecipe) -> RecipeChoice:
+    return recipe_of(recipe) if isinstance(recipe, (Mapping, str)) else recipe
 
 
 def recipes_below(model: nn.Module) -> list[recipes.Recipe]:

@@ -9,8 +9,8 @@ from typing import Any
 from float8lab.arguments import needs
 from float8lab.distributed.comm import TensorParallel
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.integrations.recipe_mapping import RecipeChoice, recipe_of
-from float8lab.nn import Linear, conversion_report, convert_to_float8
+from float8lab.integrations.recipe_mapping import ConversionArguments
+from float8lab.nn import Linear, conversion_report
 from float8lab.ops import compute_intensive_ops
 from float8lab.recipes import Auto, Recipe
 
@@ -71,8 +71,7 @@ def _float8_model(model: Any) -> Any:
             self.apply(lambda m: m._cache_pos_arg_names())  # shardings name the plain forward's
             names = Float8Converter.Config.__annotations__
             options = {name: getattr(config.float8, name) for name in names}
-            options["overrides"] = {name: _recipe(r) for name, r in options["overrides"].items()}
-            convert_to_float8(self, _recipe(options.pop("recipe")), **options)
+            ConversionArguments(**options).convert(self)
             logger.info("float8lab:\n%s", conversion_report(self))
 
         def parallelize(self, parallel_dims: Any) -> None:
@@ -90,13 +89,6 @@ def _float8_model(model: Any) -> Any:
 
     Float8Model.__name__ = Float8Model.__qualname__ = model.__name__
     return Float8Model
-
-
-def _recipe(recipe: RecipeOrName) -> RecipeChoice:
-    if recipe is None:
-        return None
-    is_name = isinstance(recipe, str) and recipe != "auto"
-    return recipe_of({"name": recipe} if is_name else recipe)
 
 
 class Float8SelectiveAC(SelectiveAC):
