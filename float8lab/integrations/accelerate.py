@@ -1,12 +1,11 @@
 """Hugging Face Accelerate: ``mixed_precision="fp8"`` by this library.
 
 Needs ``pip install float8lab[transformers]``; ``import float8lab`` does not load this module.
-``python -m float8lab.integrations.accelerate launch ...`` is ``accelerate launch ...`` that takes
-``--mixed_precision fp8`` without Transformer Engine, torchao and MS-AMP, too.
+``python -m float8lab.integrations.accelerate`` is Accelerate's command after ``enable()``.
 
 Note: Accelerate's FP8 backends are written into ``Accelerator``. So ``enable`` gives seven names of
-Accelerate's another value in this process, and ``disable`` gives each its own object back. An
-``Accelerator`` is *ours* if this library is its backend; its *handler* says how it converts.
+Accelerate's another value in this process, and ``disable`` gives each its own object back. The
+*handler* of an ``Accelerator`` that has this library as its backend says how it converts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from float8lab import recipes
 from float8lab.arguments import needs
 from float8lab.integrations.recipe_mapping import (
     ConversionArguments,
-    PlainRecipe,
     RecipeChoice,
     recipe_of,
     recipes_below,
@@ -48,13 +46,9 @@ _RESTORE = "_restore_from_float8lab"
 
 @dataclass(eq=False)
 class Float8RecipeKwargs(ConversionArguments, accelerate.utils.KwargsHandler):
-    """How one ``Accelerator`` converts: ``kwargs_handlers=[Float8RecipeKwargs(recipe=...)]``.
+    """How one ``Accelerator`` converts: an entry of its ``kwargs_handlers``, after ``enable``.
 
-    It wins over the arguments of ``enable``, without which Accelerate does not take it. It has the
-    same arguments.
-
-    Raises:
-        TypeError: an argument has another type.
+    The arguments are those of ``enable``, all of which it replaces.
 
     >>> from float8lab.integrations.accelerate import Float8RecipeKwargs
     >>> handler = Float8RecipeKwargs(recipe="auto", exclude=["lm_head"])
@@ -62,11 +56,11 @@ class Float8RecipeKwargs(ConversionArguments, accelerate.utils.KwargsHandler):
 
 
 def enable(
-    recipe: RecipeChoice | PlainRecipe = None,
+    recipe: RecipeChoice = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     exclude: Sequence[str] = (),
-    overrides: Mapping[str, RecipeChoice | PlainRecipe] | None = None,
+    overrides: Mapping[str, RecipeChoice] | None = None,
     strict: bool = False,
     fp8_all_gather: bool = True,
 ) -> None:
@@ -74,17 +68,16 @@ def enable(
 
     Call it before the ``Accelerator`` is made; a second call replaces the arguments of the first.
     Models are converted before they are sharded or compiled; one with recipes of its own, and one
-    for ``evaluation_mode``, is left as it is. All that is not in FP8 runs under bfloat16 autocast.
-    The state of delayed scaling is in ``save_state`` and ``load_state``.
+    for ``evaluation_mode``, is left as it is. The state of delayed scaling is in ``save_state``.
 
-    The arguments are those of ``Float8Callback``. Where ``recipe`` is None and a configuration file
-    or a ``TERecipeKwargs`` asks for a backend, the recipe is that backend's: for TE
-    ``DelayedScaling``, or ``MXFP8BlockScaling``, with the fields that it sets; for AO
-    ``Float8CurrentScaling``, and ``enable_fsdp_float8_all_gather`` is heeded. An ``Accelerator``
-    with ``AORecipeKwargs`` or ``MSAMPRecipeKwargs`` in ``kwargs_handlers`` is left to those.
+    The arguments are those of ``Float8Callback``, but for ``freeze_weights``. Where ``recipe`` is
+    None and a configuration file or a ``TERecipeKwargs`` asks for a backend, it is the backend's:
+    ``DelayedScaling`` or ``MXFP8BlockScaling`` for TE, ``Float8CurrentScaling`` for AO. An
+    ``Accelerator`` with other handlers of backends, such as ``AORecipeKwargs``, uses those.
 
     Raises:
         TypeError: an argument has another type; nothing is replaced.
+        ValueError: no recipe has that name.
 
     >>> from float8lab.integrations.accelerate import disable, enable
     >>> enable(exclude=["lm_head"])

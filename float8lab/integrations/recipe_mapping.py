@@ -13,12 +13,10 @@ from float8lab.arguments import check_flags
 from float8lab.nn.convert.conversion import checked_options, convert_to_float8
 from float8lab.nn.precision import precisions_below
 
-__all__ = ["ConversionArguments", "PlainRecipe", "RecipeChoice", "recipe_of", "recipes_below"]
+__all__ = ["ConversionArguments", "RecipeChoice", "recipe_of", "recipes_below"]
 
-RecipeChoice = recipes.Recipe | recipes.Auto | Literal["auto"] | None
-"""What ``convert_to_float8`` takes as a recipe."""
-PlainRecipe = Mapping[str, object] | str
-"""A recipe of a configuration file, see ``recipe_of``."""
+RecipeChoice = recipes.Recipe | recipes.Auto | Mapping[str, object] | str | None
+"""A recipe as adapters take it, also by the plain values that ``recipe_of`` takes."""
 
 _T = TypeVar("_T")
 
@@ -27,18 +25,16 @@ _T = TypeVar("_T")
 class ConversionArguments:
     """Arguments of ``convert_to_float8``, checked when they are given, for models that come later.
 
-    Recipes may also be plain values, as ``recipe_of`` takes them.
-
     Raises:
         TypeError: one has another type.
         ValueError: no recipe has that name.
     """
 
-    recipe: RecipeChoice | PlainRecipe = None
+    recipe: RecipeChoice = None
     _: KW_ONLY
     filter_fn: Callable[[nn.Module, str], bool] | None = None
     exclude: Sequence[str] = ()
-    overrides: Mapping[str, RecipeChoice | PlainRecipe] | None = None
+    overrides: Mapping[str, RecipeChoice] | None = None
     strict: bool = False
     fp8_all_gather: bool = True
 
@@ -54,9 +50,7 @@ class ConversionArguments:
         convert_to_float8(model, **{f.name: getattr(self, f.name) for f in fields(self) if f.init})
 
 
-def recipe_of(
-    recipe: Mapping[str, object] | recipes.Recipe | recipes.Auto | str | None,
-) -> recipes.Recipe | recipes.Auto | Literal["auto"]:
+def recipe_of(recipe: RecipeChoice) -> recipes.Recipe | recipes.Auto | Literal["auto"]:
     """Make the recipe for ``convert_to_float8`` from one as plugins of frameworks take it.
 
     Args:
@@ -103,7 +97,7 @@ def recipe_of(
     return kind(**fields)
 
 
-def _choice_of(recipe: RecipeChoice | PlainRecipe) -> RecipeChoice:
+def _choice_of(recipe: RecipeChoice) -> RecipeChoice:
     return recipe_of(recipe) if isinstance(recipe, (Mapping, str)) else recipe
 
 

@@ -9,10 +9,9 @@ from typing import Any
 from float8lab.arguments import needs
 from float8lab.distributed.comm import TensorParallel
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.integrations.recipe_mapping import ConversionArguments
+from float8lab.integrations.recipe_mapping import ConversionArguments, RecipeChoice
 from float8lab.nn import Linear, conversion_report
 from float8lab.ops import compute_intensive_ops
-from float8lab.recipes import Auto, Recipe
 
 with needs("float8lab.integrations.torchtitan", "torchtitan", '"float8lab[torchtitan]"'):
     from torchtitan.components.quantization import QuantizationConverter
@@ -20,9 +19,6 @@ with needs("float8lab.integrations.torchtitan", "torchtitan", '"float8lab[torcht
     from torchtitan.tools.logging import logger
 
 __all__ = ["Float8Converter", "Float8SelectiveAC"]
-
-RecipeOrName = Recipe | Auto | str | dict[str, object] | None
-"""A recipe, its name, or a mapping of plain values."""
 
 
 class Float8Converter(QuantizationConverter):
@@ -38,9 +34,9 @@ class Float8Converter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        recipe: RecipeOrName = None
+        recipe: RecipeChoice = None
         exclude: list[str] = field(default_factory=lambda: ["lm_head"])
-        overrides: dict[str, RecipeOrName] = field(default_factory=dict)
+        overrides: dict[str, RecipeChoice] = field(default_factory=dict)
         strict: bool = False
         fp8_all_gather: bool = True
 

@@ -72,7 +72,7 @@ class Float8Callback(ConversionArguments, TrainerCallback):
     ``trainer.train(resume_from_checkpoint=...)`` resumes bit for bit. The file is looked for in
     ``args.output_dir`` and in ``args.resume_from_checkpoint``.
 
-    The arguments are those of ``convert_to_float8``; ``recipe`` may also be a mapping of plain
+    The arguments are those of ``convert_to_float8``; recipes may also be names or mappings of plain
     values, such as a configuration file holds.
 
     Raises:
