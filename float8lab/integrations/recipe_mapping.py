@@ -1,4 +1,4 @@
-"""What adapters of trainers share: how they convert, and recipes of configuration files."""
+"""Arguments of a conversion for adapters of trainers, and recipes of configuration files."""
 
 from __future__ import annotations
 
