@@ -34,6 +34,7 @@ NEEDS = {
     "docs/peft.md": "peft",
     "docs/quickstart/training.md": "transformers",
     "docs/transformers.md": "accelerate",
+    "float8lab/integrations/accelerate.py": "accelerate",
     "float8lab/integrations/lightning.py": "lightning",
     "float8lab/integrations/torchtitan.py": "torchtitan",
     "float8lab/integrations/transformers.py": "transformers",

@@ -38,7 +38,7 @@ __all__ = [
     "transformer_layers",
 ]
 
-_ADAPTERS = ("lightning", "pytorch_lightning", "torchtitan", "transformers")
+_ADAPTERS = ("accelerate", "lightning", "pytorch_lightning", "torchtitan", "transformers")
 """Modules that import another library at their top, loaded on their first use."""
 
 _CHECKPOINT = {*__all__} - {*globals()}

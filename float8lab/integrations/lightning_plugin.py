@@ -59,8 +59,8 @@ class LightningPlugin:
     Args:
         weights_dtype: of parameters, buffers and inputs: float32, bfloat16 or float16.
         recipe: one of ``float8lab.recipes``; or ``"auto"``, by which ``convert_to_float8`` chooses
-            for each layer; or a mapping with fields of ``DelayedScaling``, or of the recipe called
-            ``"name"`` in it, ``"fp8_format"`` by name: ``{"name": "Float8BlockScaling"}``. None is
+            for each layer; or a name, or a mapping with fields of ``DelayedScaling``, or of the
+            recipe called ``"name"`` in it, with ``"fp8_format"`` by name. None is
             ``DelayedScaling()``, and leaves layers that you converted their own recipes.
         replace_layers: convert ``torch.nn.Linear`` and norm layers; False does not. None and True
             leave a model alone that has FP8 layers already; True says so.

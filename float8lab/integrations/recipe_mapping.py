@@ -1,26 +1,62 @@
-"""Recipes from configuration files, in which they are mappings of plain values."""
+"""Arguments of a conversion for adapters of trainers, and recipes of configuration files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from float8lab import recipes
+from torch import nn
 
-__all__ = ["recipe_of"]
+from float8lab import recipes
+from float8lab.arguments import check_flags
+from float8lab.nn.convert.conversion import checked_options, convert_to_float8
+from float8lab.nn.precision import precisions_below
+
+__all__ = ["ConversionArguments", "RecipeChoice", "recipe_of", "recipes_below"]
+
+RecipeChoice = recipes.Recipe | recipes.Auto | Mapping[str, object] | str | None
+"""A recipe as adapters take it, also by the plain values that ``recipe_of`` takes."""
 
 _T = TypeVar("_T")
 
 
-def recipe_of(
-    recipe: Mapping[str, object] | recipes.Recipe | recipes.Auto | str | None,
-) -> recipes.Recipe | recipes.Auto | Literal["auto"]:
+@dataclass(eq=False)
+class ConversionArguments:
+    """Arguments of ``convert_to_float8``, checked when they are given, for models that come later.
+
+    Raises:
+        TypeError: one has another type.
+        ValueError: no recipe has that name.
+    """
+
+    recipe: RecipeChoice = None
+    _: KW_ONLY
+    filter_fn: Callable[[nn.Module, str], bool] | None = None
+    exclude: Sequence[str] = ()
+    overrides: Mapping[str, RecipeChoice] | None = None
+    strict: bool = False
+    fp8_all_gather: bool = True
+
+    def __post_init__(self) -> None:
+        self.recipe = _choice_of(self.recipe)
+        if isinstance(self.overrides, Mapping):
+            self.overrides = {name: _choice_of(r) for name, r in self.overrides.items()}
+        check_flags(strict=self.strict, fp8_all_gather=self.fp8_all_gather)
+        checked_options(self.recipe, self.filter_fn, self.exclude, self.overrides)
+
+    def convert(self, model: nn.Module) -> None:
+        """Convert a model in place."""
+        convert_to_float8(model, **{f.name: getattr(self, f.name) for f in fields(self) if f.init})
+
+
+def recipe_of(recipe: RecipeChoice) -> recipes.Recipe | recipes.Auto | Literal["auto"]:
     """Make the recipe for ``convert_to_float8`` from one as plugins of frameworks take it.
 
     Args:
-        recipe: taken as it is, or a mapping with fields of ``DelayedScaling``, or of the recipe
-            whose name is under ``"name"``; ``"fp8_format"`` may be a name, and a tuple a list. None
-            is ``DelayedScaling()``.
+        recipe: taken as it is, or a recipe's name, or a mapping with fields of ``DelayedScaling``,
+            or of the recipe whose name is under ``"name"``; ``"fp8_format"`` may be a name, and a
+            tuple a list. None is ``DelayedScaling()``.
 
     Raises:
         TypeError: none of these, or a field that the recipe has not.
@@ -35,8 +71,10 @@ def recipe_of(
         return recipes.DelayedScaling()
     if isinstance(recipe, (recipes.Recipe, recipes.Auto)):
         return recipe
-    if isinstance(recipe, str) and recipe == "auto":
-        return "auto"
+    if isinstance(recipe, str):
+        if recipe == "auto":
+            return "auto"
+        recipe = {"name": recipe}
     if not isinstance(recipe, Mapping):
         raise TypeError(
             f'recipe must be one of float8lab.recipes, "auto", a mapping or None; got {recipe!r}. '
@@ -57,6 +95,15 @@ def recipe_of(
             f"They are {', '.join(kind.__dataclass_fields__)}."
         )
     return kind(**fields)
+
+
+def _choice_of(recipe: RecipeChoice) -> RecipeChoice:
+    return recipe_of(recipe) if isinstance(recipe, (Mapping, str)) else recipe
+
+
+def recipes_below(model: nn.Module) -> list[recipes.Recipe]:
+    """The recipes that layers of a model have of their own, by which they run without autocast."""
+    return [p.recipe for p in precisions_below(model) if p.recipe is not None]
 
 
 def _named(key: str, name: object, choices: Mapping[str, _T]) -> _T:

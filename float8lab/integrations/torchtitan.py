@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from float8lab.arguments import needs
 from float8lab.distributed.comm import TensorParallel
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.integrations.recipe_mapping import recipe_of
-from float8lab.nn import Linear, conversion_report, convert_to_float8
+from float8lab.integrations.recipe_mapping import ConversionArguments, RecipeChoice
+from float8lab.nn import Linear, conversion_report
 from float8lab.ops import compute_intensive_ops
-from float8lab.recipes import Auto, Recipe
 
 with needs("float8lab.integrations.torchtitan", "torchtitan", "torchtitan"):
     from torchtitan.components.quantization import QuantizationConverter
@@ -20,9 +19,6 @@ with needs("float8lab.integrations.torchtitan", "torchtitan", "torchtitan"):
     from torchtitan.tools.logging import logger
 
 __all__ = ["Float8Converter", "Float8SelectiveAC"]
-
-RecipeOrName = Recipe | Auto | str | dict[str, object] | None
-"""A recipe, its name, or a mapping of plain values."""
 
 
 class Float8Converter(QuantizationConverter):
@@ -38,9 +34,9 @@ class Float8Converter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        recipe: RecipeOrName = None
+        recipe: RecipeChoice = None
         exclude: list[str] = field(default_factory=lambda: ["lm_head"])
-        overrides: dict[str, RecipeOrName] = field(default_factory=dict)
+        overrides: dict[str, RecipeChoice] = field(default_factory=dict)
         strict: bool = False
         fp8_all_gather: bool = True
 
@@ -71,8 +67,7 @@ def _float8_model(model: Any) -> Any:
             self.apply(lambda m: m._cache_pos_arg_names())  # shardings name the plain forward's
             names = Float8Converter.Config.__annotations__
             options = {name: getattr(config.float8, name) for name in names}
-            options["overrides"] = {name: _recipe(r) for name, r in options["overrides"].items()}
-            convert_to_float8(self, _recipe(options.pop("recipe")), **options)
+            ConversionArguments(**options).convert(self)
             logger.info("float8lab:\n%s", conversion_report(self))
 
         def parallelize(self, parallel_dims: Any) -> None:
@@ -90,13 +85,6 @@ def _float8_model(model: Any) -> Any:
 
     Float8Model.__name__ = Float8Model.__qualname__ = model.__name__
     return Float8Model
-
-
-def _recipe(recipe: RecipeOrName) -> Recipe | Auto | Literal["auto"] | None:
-    if recipe is None:
-        return None
-    is_name = isinstance(recipe, str) and recipe != "auto"
-    return recipe_of({"name": recipe} if is_name else recipe)
 
 
 class Float8SelectiveAC(SelectiveAC):

@@ -6,19 +6,19 @@ Needs the extra ``transformers``; ``import float8lab`` does not load this module
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import cast
 
 from torch import Tensor, nn
 
 from float8lab.arguments import needs
-from float8lab.nn.convert import convert_to_float8
+from float8lab.integrations.recipe_mapping import ConversionArguments, recipes_below
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import conversion_report
 from float8lab.nn.layer import describe_fp8
 from float8lab.nn.precision import precisions_below
 from float8lab.nn.scaling_state import ScalingState
-from float8lab.recipes import Auto, Recipe
 
 with needs("float8lab.integrations.transformers", "transformers", "transformers"):
     from safetensors import safe_open
@@ -60,7 +60,8 @@ class Float8Conv1D(OtherLinear, Conv1D):
         return f"Conv1D(nf={self.nf}, nx={self.nx}{describe_fp8(self)})"
 
 
-class Float8Callback(TrainerCallback):
+@dataclass(eq=False, repr=False)
+class Float8Callback(ConversionArguments, TrainerCallback):
     """FP8 in Transformers' Trainer: ``Trainer(..., callbacks=[Float8Callback(recipe)])``.
 
     Converts the Trainer's model when the Trainer is made, before it is sharded or compiled, and
@@ -71,19 +72,18 @@ class Float8Callback(TrainerCallback):
     ``trainer.train(resume_from_checkpoint=...)`` resumes bit for bit. The file is looked for in
     ``args.output_dir`` and in ``args.resume_from_checkpoint``.
 
-    Args:
-        recipe: as in ``convert_to_float8``.
-        options: other arguments of ``convert_to_float8``, such as ``exclude=["lm_head"]``.
+    The arguments are those of ``convert_to_float8``; recipes may also be names or mappings of plain
+    values, such as a configuration file holds.
+
+    Raises:
+        TypeError: an argument has another type.
 
     >>> from float8lab.integrations.transformers import Float8Callback
     >>> callback = Float8Callback(float8lab.recipes.DelayedScaling(), exclude=["lm_head"])
     """
 
-    def __init__(
-        self, recipe: Recipe | Auto | Literal["auto"] | None = None, **options: Any
-    ) -> None:
-        self.recipe, self.options = recipe, options
-        self._run = ""
+    freeze_weights: bool = field(default=False, kw_only=True)
+    _run: str = field(default="", init=False)
 
     def on_init_end(
         self,
@@ -105,8 +105,7 @@ class Float8Callback(TrainerCallback):
         """Convert a model that is new; take over the state of delayed scaling of a checkpoint."""
         model = _model(kwargs)
         self._convert(model, state)
-        recipes = [precision.recipe for precision in precisions_below(model)]
-        if not any(recipe is not None and recipe.linear.delayed for recipe in recipes):
+        if not any(recipe.linear.delayed for recipe in recipes_below(model)):
             return
         if state.global_step:
             self._load(model, args, state)
@@ -130,7 +129,7 @@ class Float8Callback(TrainerCallback):
     def _convert(self, model: nn.Module | None, state: TrainerState) -> None:
         if model is None or any(precisions_below(model)):
             return
-        convert_to_float8(model, self.recipe, **self.options)
+        self.convert(model)
         if state.is_world_process_zero:
             print(f"Float8Callback:\n{conversion_report(model)}")
 

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 from float8lab.arguments import (
     PARAMETER_DTYPES,
@@ -26,7 +27,7 @@ from float8lab.nn.expert_parameters import ExpertMemory, expert_names, fit_state
 from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
 from float8lab.nn.layer import GemmDef, GemmModule
 from float8lab.nn.main_grad import fused_weight, plain_weight
-from float8lab.nn.parallel import parallel_size, share_of
+from float8lab.nn.parallel import OverlapArguments, parallel_size, share_of
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, draw_from_tracker
 from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
 from float8lab.ops import as_matrix
@@ -119,7 +120,7 @@ class GroupedLinear(GemmModule):
         parallel_mode: str | None = None,
         get_rng_state_tracker: GetRngStateTracker | None = None,
         rng_tracker_name: str | None = None,
-        **ub: object,
+        **ub: Unpack[OverlapArguments],
     ) -> None:
         super().__init__()
         self.tp_size = parallel_size(tp_size, tp_group, parallel_mode)

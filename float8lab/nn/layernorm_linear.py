@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 from float8lab.arguments import check_size
 from float8lab.nn.fused_function import NormLinearCall, NormLinearFunction
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
-from float8lab.nn.parallel import parallel_size
+from float8lab.nn.parallel import OverlapArguments, parallel_size
 from float8lab.nn.parameters import (
     GetRngStateTracker,
     InitMethod,
@@ -92,7 +93,7 @@ class LayerNormLinear(NormGemmModule):
         params_dtype: torch.dtype | None = None,
         get_rng_state_tracker: GetRngStateTracker | None = None,
         rng_tracker_name: str | None = None,
-        **ub: object,
+        **ub: Unpack[OverlapArguments],
     ) -> None:
         super().__init__()
         self.tp_size = parallel_size(tp_size, tp_group, parallel_mode)

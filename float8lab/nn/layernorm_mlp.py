@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as run_checkpointed
+from typing_extensions import Unpack
 
 from float8lab.arguments import check_callables, check_size
 from float8lab.distributed.shard_map import ShardMap
@@ -15,7 +16,7 @@ from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, NormMlpFunction
 from float8lab.nn.layer import GemmDef, NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
-from float8lab.nn.parallel import parallel_size, share_of
+from float8lab.nn.parallel import OverlapArguments, parallel_size, share_of
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, draw_from_tracker
 from float8lab.nn.precision import Precision
 
@@ -111,7 +112,7 @@ class LayerNormMLP(NormGemmModule):
         fp8_activation_input: bool = False,
         get_rng_state_tracker: GetRngStateTracker | None = None,
         rng_tracker_name: str | None = None,
-        **ub: object,
+        **ub: Unpack[OverlapArguments],
     ) -> None:
         super().__init__()
         gated = check_activation(activation)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 from float8lab.arguments import PARAMETER_DTYPES, check_input, check_size
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import GemmDef, GemmModule, describe_fp8, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
-from float8lab.nn.parallel import parallel_size
+from float8lab.nn.parallel import OverlapArguments, parallel_size
 from float8lab.nn.parameters import (
     GetRngStateTracker,
     InitMethod,
@@ -105,7 +106,7 @@ class Linear(GemmModule, nn.Linear):
         parallel_mode: str | None = None,
         get_rng_state_tracker: GetRngStateTracker | None = None,
         rng_tracker_name: str | None = None,
-        **ub: object,
+        **ub: Unpack[OverlapArguments],
     ) -> None:
         nn.Module.__init__(self)
         self.tp_size = parallel_size(tp_size, tp_group, parallel_mode)

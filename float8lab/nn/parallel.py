@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextParallelModule",
+    "OverlapArguments",
     "ParameterShard",
     "TensorParallelModule",
     "context_of",
@@ -77,11 +78,21 @@ def share_of(name: str, features: int, ranks: int) -> int:
     return features // ranks
 
 
-_UB_FLAGS = (
-    "ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
-    "ub_bulk_wgrad",
-)  # fmt: skip
-_UB_NAMES = ("ub_name", "symmetric_ar_type")
+class OverlapArguments(TypedDict, total=False):
+    """Transformer Engine's arguments for GEMMs beside communication, for all modules."""
+
+    ub_tp_comm_overlap: bool | None
+    ub_overlap_ag: bool | None
+    ub_overlap_rs: bool | None
+    ub_overlap_rs_dgrad: bool | None
+    ub_bulk_dgrad: bool | None
+    ub_bulk_wgrad: bool | None
+    delay_wgrad_compute: bool | None
+    save_original_input: bool | None
+    ub_name: str | None
+    symmetric_ar_type: str | None
+
+
 _NOT_HERE = ("delay_wgrad_compute", "save_original_input")
 
 
@@ -95,11 +106,11 @@ def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
     >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
     """
     for name, value in arguments.items():
-        if name not in (*_UB_FLAGS, *_UB_NAMES, *_NOT_HERE):
+        if name not in OverlapArguments.__annotations__:
             raise TypeError(
                 f"{module}'s arguments must be known ones; got {name}. Leave it out, or correct it."
             )
-        if name in _UB_NAMES:
+        if name in ("ub_name", "symmetric_ar_type"):
             check_instance(name, value, str, "a name", optional=True)
         elif value is not None:
             check_flags(**{name: value})
@@ -108,7 +119,8 @@ def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
                 f"{name} must be False; got True. Gradients of weights are computed in backward, "
                 "and inputs are kept in FP8: leave it out."
             )
-    everything, gather, scatter = (arguments.get(name) for name in _UB_FLAGS[:3])
+    names = ("ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs")
+    everything, gather, scatter = (arguments.get(name) for name in names)
     return False if everything is False or (gather is False and scatter is False) else None
 
 

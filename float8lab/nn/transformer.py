@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 from float8lab.arguments import check_choice, check_flags, check_input, check_number, shown
 from float8lab.distributed.comm import inherit_tokens
@@ -27,6 +28,7 @@ from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.parallel import (
     ContextParallelModule,
+    OverlapArguments,
     ignore_extra_state,
     overlap_of,
     parallel_size,
@@ -135,7 +137,7 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
         fp8_activation_input: bool = False,
-        **ub: object,
+        **ub: Unpack[OverlapArguments],
     ) -> None:
         super().__init__()
         check_format("attn_input_format", attn_input_format)

@@ -1,4 +1,4 @@
-"""The programs of docs/launchers.md, started by the commands that the page shows."""
+"""Programs of docs/launchers.md and docs/transformers.md, started by the commands they show."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from tests.distributed.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "launchers.md").read_text()
+PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("launchers", "transformers"))
 PROGRAMS = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [
     line
     for block in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     for line in block.splitlines()
-    if "HOST" not in block
+    if "HOST" not in block and "train_" in block
 ]
 MODULES = {
     "accelerate": "accelerate.commands.accelerate_cli",
@@ -53,7 +53,7 @@ def commands_of(name: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in PROGRAMS])
 def test_resumes_on_two_processes(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(name.removeprefix("train_"))
+    pytest.importorskip("lightning" if name == "train_lightning" else "accelerate")
     (tmp_path / f"{name}.py").write_text(dict(PROGRAMS)[name])
     start, resume = commands_of(name)
     whole = losses(start, tmp_path)
@@ -61,12 +61,13 @@ def test_resumes_on_two_processes(name: str, tmp_path: Path) -> None:
     assert losses(resume, tmp_path) == whole[3:]
 
 
+@pytest.mark.parametrize("name", ["train_accelerate", "train_fp8"])
 def test_accelerates_program_resumes_on_forks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the launcher, whose configuration is read as it reads it."""
     config = pytest.importorskip("accelerate.commands.config.config_args")
-    program = tmp_path / "train_accelerate.py"
+    program = tmp_path / f"{name}.py"
     program.write_text(dict(PROGRAMS)[program.stem])
     monkeypatch.chdir(tmp_path)
     printed = []

@@ -17,7 +17,7 @@ PAGES = sorted(ROOT.glob("docs/api/*.md"))
 DIRECTIVES = {
     name: page for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)
 }
-OTHERS = re.compile("lightning|torchtitan")
+OTHERS = re.compile("accelerate|lightning|torchtitan|transformers")
 """Modules so called take seconds to import, or cannot be; they have tests of their own."""
 MODULES = (
     "float8lab",

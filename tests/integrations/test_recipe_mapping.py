@@ -29,9 +29,10 @@ def test_every_recipe_can_be_named(kind):
         ({"fp8_format": "E3M4"}, ValueError, r"recipe\['fp8_format'\] must be one of E4M3"),
         ({"margins": 1}, TypeError, "margins"),
         ({"margin": 0.5}, ValueError, "margin must be an integer"),
-        ("Float8BlockScaling", TypeError, "recipe must be one of .*got 'Float8BlockScaling'"),
+        ("Float9", ValueError, r"recipe\['name'\] must be one of .*got 'Float9'"),
+        (3, TypeError, "recipe must be one of .*got 3"),
     ],
-    ids=["name", "format", "field", "value", "string"],
+    ids=["name", "format", "field", "value", "string", "number"],
 )
 def test_what_it_is_not(said, error, words):
     with pytest.raises(error, match=words):

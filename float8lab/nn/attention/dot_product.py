@@ -306,16 +306,14 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         check_flags(
             checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill
         )
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
+            max_seqlen_kv,
+        )  # fmt: skip
         request = self._resolve(
-            query_layer, key_layer, value_layer,
-            attention_mask=attention_mask, qkv_format=qkv_format,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=attn_mask_type, window_size=window_size,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
-            inference_params=inference_params,
-            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            (query_layer, key_layer, value_layer), attention_mask,
+            self.rules_of_call(qkv_format, attn_mask_type, window_size), lengths,
+            (core_attention_bias_type, core_attention_bias, alibi_slopes), inference_params,
         )  # fmt: skip
         q, k, v, problem = request[:4]
         if checkpoint_core_attention and torch.is_grad_enabled():
@@ -330,11 +328,29 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return out if request.leave is None else request.leave(out)
 
     def explain(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **kwargs: Any
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        *,
+        attention_mask: MaskArgument = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
     ) -> Explanation:
         """Which backend a call with these arguments gets, and why it does not get the others.
 
-        The arguments are those of ``forward``, which takes all but these three by keyword here.
+        The arguments are those of ``forward`` that matter to it. In place of a cache, ask with the
+        keys and values that it holds.
 
         >>> attention = float8lab.DotProductAttention(2, 8, window_size=(3, 0))
         >>> attention.explain(*torch.randn(3, 5, 1, 2, 8))
@@ -343,14 +359,15 @@ class DotProductAttention(nn.Module, ContextParallelModule):
           not sdpa: the sliding window (3, 0) must be a matrix to it
           not flex: it is fused on CUDA only
         """
-        kwargs.pop("checkpoint_core_attention", None)
-        kwargs.pop("fast_zero_fill", None)
-        if kwargs.pop("inference_params", None) is not None:
-            raise NotImplementedError(
-                "inference_params must be None; got a cache, which asking must not change. Ask "
-                "with the keys and values that it holds."
-            )
-        request = self._resolve(query_layer, key_layer, value_layer, **kwargs, asks=True)
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
+            max_seqlen_kv,
+        )  # fmt: skip
+        request = self._resolve(
+            (query_layer, key_layer, value_layer), attention_mask,
+            self.rules_of_call(qkv_format, attn_mask_type, window_size), lengths,
+            (core_attention_bias_type, core_attention_bias, alibi_slopes), asks=True,
+        )  # fmt: skip
         q, k, v, problem = request[:4]
         if self._fp8.active_recipe() is None:
             why = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
@@ -420,55 +437,41 @@ class DotProductAttention(nn.Module, ContextParallelModule):
 
     def _resolve(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attention_mask: MaskArgument = None,
-        qkv_format: str | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        attention_mask: MaskArgument,
+        rules: Rules,
+        lengths: Lengths,
+        bias_arguments: BiasArguments,
         inference_params: InferenceParams | None = None,
-        cu_seqlens_q_padded: Tensor | None = None,
-        cu_seqlens_kv_padded: Tensor | None = None,
         asks: bool = False,
     ) -> Request:
         """Check the arguments of a call and bring them to one form."""
         # One that only ``asks`` gets tensors without values from other context-parallel ranks.
-        lengths = Lengths(
-            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
-            max_seqlen_kv,
-        )  # fmt: skip
-        rules = self.rules_of_call(qkv_format, attn_mask_type, window_size)
         qkv_format, mask_type, window = rules
+        cu_seqlens_q, cu_seqlens_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
+        bias_type, bias, alibi_slopes = bias_arguments
         heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
         channels = [
             (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
         ]  # fmt: skip
-        check_tensors((query, key, value), channels, qkv_format)
+        check_tensors(qkv, channels, qkv_format)
         ranks = 1 if self.context_parallel is None else self.context_parallel.size
-        sizes = sizes_of(query, key, qkv_format, ranks)
-        given = core_attention_bias_type, core_attention_bias, alibi_slopes
-        self.check_arguments(rules, sizes, attention_mask, lengths, inference_params, given)
-        query, key, value = tensors_of((query, key, value))
+        sizes = sizes_of(*qkv[:2], qkv_format, ranks)
+        self.check_arguments(
+            rules, sizes, attention_mask, lengths, inference_params, bias_arguments
+        )
+        query, key, value = tensors_of(qkv)
         packed = leave = None
         context = self.context_parallel
         if context is not None:
             sequences: tuple[Tensor | None, Tensor | None] = (None, None)
             if qkv_format == "thd":
-                padded = cu_seqlens_q_padded, cu_seqlens_kv_padded
+                padded = lengths.cu_seqlens_q_padded, lengths.cu_seqlens_kv_padded
                 sequences = _starts_of_packed(padded, (cu_seqlens_q, cu_seqlens_kv))
             (query, key, value), leave = self._exchange(
                 context, (query, key, value), qkv_format, sequences, asks
             )
-            core_attention_bias = context.local_heads(core_attention_bias, -3)
+            bias = context.local_heads(bias, -3)
             if mask_type == "arbitrary":
                 attention_mask = context.local_heads(attention_mask, -3)
         tokens = query.shape[0]
@@ -476,15 +479,17 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             cu_seqlens_q, cu_seqlens_kv = lengths_of_packed(
                 mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
-            packed = Packed.of(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-            packed_kv = Packed.of(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
+            packed = Packed.of(cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q)
+            packed_kv = Packed.of(
+                cu_seqlens_kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv
+            )
             q, k, v = packed.unpack(query), packed_kv.unpack(key), packed_kv.unpack(value)
             padding = (packed.padding(), packed_kv.padding())
             # The values behind a sequence's end may be anything, and 0 * inf is not 0.
             k, v = (x.masked_fill(padding[1][:, None, :, None], 0.0) for x in (k, v))
             mask = make_mask(mask_type, window, q.shape[2], k.shape[2], padding=padding)
             spans = diagonal_of(padding, q.shape[2], k.shape[2])
-            check_bias_shape(core_attention_bias, alibi_slopes, (*q.shape[:3], k.shape[2]))
+            check_bias_shape(bias, alibi_slopes, (*q.shape[:3], k.shape[2]))
         else:
             q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
             if inference_params is not None:
@@ -493,10 +498,10 @@ class DotProductAttention(nn.Module, ContextParallelModule):
                 q, k, mask_type, window, self.attention_type, attention_mask, cu_seqlens_q,
                 cu_seqlens_kv, inference_params,
             )  # fmt: skip
-        bias, alibi = core_attention_bias, None
-        if core_attention_bias_type == "pre_scale_bias" and bias is not None:
+        if bias_type == "pre_scale_bias" and bias is not None:
             bias = bias * self.softmax_scale
-        if core_attention_bias_type == "alibi":
+        alibi = None
+        if bias_type == "alibi":
             alibi = Alibi(self._slopes(alibi_slopes, q.device), spans)
         dropout = self.attention_dropout if self.training else 0.0
         problem = Problem(mask, self.softmax_scale, bias, alibi, dropout)

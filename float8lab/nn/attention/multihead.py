@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 from float8lab.arguments import check_callables, check_flags, check_input, check_size, shown
 from float8lab.nn.attention.arguments import Lengths, Rules
@@ -22,6 +23,7 @@ from float8lab.nn.linear import Linear
 from float8lab.nn.norm import check_norm
 from float8lab.nn.parallel import (
     ContextParallelModule,
+    OverlapArguments,
     ignore_extra_state,
     overlap_of,
     parallel_size,
@@ -169,7 +171,7 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
         *,
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
-        **ub: object,
+        **ub: Unpack[OverlapArguments],
     ) -> None:
         super().__init__()
         check_format("qkv_format", qkv_format)

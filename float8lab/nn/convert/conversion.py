@@ -50,7 +50,7 @@ from float8lab.recipes.auto import Auto
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["convert_to_float8", "to_high_precision"]
+__all__ = ["checked_options", "convert_to_float8", "to_high_precision"]
 
 _LOG = logging.getLogger("float8lab.nn.convert")
 _DEFAULT_RECIPE = Float8CurrentScaling()
@@ -123,9 +123,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
     1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
     """
     check_module("model", model)
-    check_callables(("module", "name"), filter_fn=filter_fn)
     check_flags(strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights)
-    options = _checked_options(recipe, filter_fn, exclude, overrides)
+    options = checked_options(recipe, filter_fn, exclude, overrides)
     walk = walk_model(model)
     plan = plan_conversion(model, walk, options)
     if walk.is_sharded:
@@ -161,10 +160,9 @@ def convert_to_float8(  # each is a keyword that users set on its own
     return model
 
 
-def _checked_options(
-    recipe: Any, filter_fn: Any, exclude: Any, overrides: Any
-) -> ConversionOptions:
+def checked_options(recipe: Any, filter_fn: Any, exclude: Any, overrides: Any) -> ConversionOptions:
     """The arguments that choose layers and recipes, checked."""
+    check_callables(("module", "name"), filter_fn=filter_fn)
     exclude = check_names("exclude", exclude)
     check_instance("overrides", overrides, Mapping, "a mapping", optional=True)
     check_names("overrides", overrides or ())

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import float8lab
+from float8lab import recipes
 from float8lab.nn.precision import precisions_below
 
 with warnings.catch_warnings():
@@ -134,6 +135,21 @@ def test_a_checkpoint_of_high_precision_goes_on_in_fp8(tmp_path: Path, capsys: A
     runner = trainer(tmp_path, 6, Float8Callback(DELAYED))
     runner.train(resume_from_checkpoint=True)
     assert "the checkpoint has no scales" in capsys.readouterr().out
+
+
+def test_arguments_of_the_callback_are_those_of_a_conversion() -> None:
+    plain = {"name": "Float8BlockScaling"}
+    callback = Float8Callback(plain, overrides={"a": "DelayedScaling", "b": plain, "c": None})
+    block = recipes.Float8BlockScaling()
+    assert callback.recipe == block
+    assert callback.overrides == {"a": recipes.DelayedScaling(), "b": block, "c": None}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'excude'"):
+        Float8Callback(excude=["lm_head"])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^overrides\['a'\] must be"):
+        Float8Callback(overrides={"a": 3})  # type: ignore[dict-item]
+    for argument in ("recipe", "exclude", "overrides", "filter_fn", "strict"):
+        with pytest.raises(TypeError, match=f"^{argument} must be"):
+            Float8Callback(**{argument: 3})
 
 
 def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
