@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: ``mixed_precision="fp8"`` by this library.
 
-Needs ``pip install float8lab[transformers]``; ``import float8lab`` does not load this module.
+Needs the extra ``transformers``; ``import float8lab`` does not load this module.
 ``python -m float8lab.integrations.accelerate`` is Accelerate's command after ``enable()``.
 
 Note: Accelerate's FP8 backends are written into ``Accelerator``. So ``enable`` gives seven names of
@@ -30,7 +30,7 @@ from float8lab.integrations.recipe_mapping import (
 from float8lab.nn.convert.report import was_converted
 from float8lab.nn.scaling_state import ScalingState
 
-with needs("float8lab.integrations.accelerate", "Accelerate", '"float8lab[transformers]"'):
+with needs("float8lab.integrations.accelerate", "accelerate", "transformers"):
     import accelerate.state
     import accelerate.utils.dataclasses
     import accelerate.utils.launch
