@@ -30,6 +30,7 @@ from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.source import CheckpointError, CheckpointSource, boxes, listed
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Spec
+from float8lab.integrations.checkpoint.quantizers import without_quantizer
 from float8lab.integrations.checkpoint.saved_names import saved_names
 from float8lab.integrations.checkpoint.weights import GemmWeight, gemm_weights, specs_of_parameters
 from float8lab.nn.convert import convert_to_float8
@@ -144,12 +145,12 @@ def load_fp8(
     if not isinstance(source, Mapping):
         check_path("source", source)
     opened = _open(source)
-    targets = _Targets(model)
-    plan = _plan(opened, targets, dequantize=dequantize, strict=strict)
-    with torch.no_grad():
+    with without_quantizer(model) as devices, torch.no_grad():
+        targets = _Targets(model, devices)
+        plan = _plan(opened, targets, dequantize=dequantize, strict=strict)
         for item, names in plan.stored:
             target = targets.state[names[0]]
-            targets.replace(target, _stored(item, target))
+            targets.replace(target, _stored(item, target, targets.device(names[0])))
         for item, name in plan.values:
             _load_values(item, name, targets)
     notes = [] if dequantize else _run_in_fp8(model, plan)
@@ -195,7 +196,8 @@ def _open(source: str | Path | Mapping[str, Tensor]) -> CheckpointSource:
 class _Targets:
     """The tensors of a model by name, and where each is."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+        self.devices = devices
         self.state = {
             name: value
             for name, value in model.state_dict(keep_vars=True).items()
@@ -228,6 +230,12 @@ class _Targets:
     def multiplies(self, name: str) -> bool:
         """Whether a parameter is the weight of linear layers alone, or a stack of experts'."""
         return self.linear(name) or is_stack(name, self.state[name])
+
+    def device(self, name: str) -> torch.device:
+        """The device on which a tensor is, or comes to be."""
+        target = self.state[name]
+        default = torch.get_default_device() if target.is_meta else target.device
+        return self.devices.get(name, default)
 
     def replace(self, target: Tensor, value: Tensor) -> None:
         """Put a tensor in every place of another."""
@@ -387,13 +395,9 @@ def _problem(item: Item, target: Tensor) -> str | None:
     return None
 
 
-def _device_of(target: Tensor) -> torch.device:
-    return torch.get_default_device() if target.is_meta else target.device
-
-
-def _stored(item: Item, target: Tensor) -> nn.Parameter:
+def _stored(item: Item, target: Tensor, device: torch.device) -> nn.Parameter:
     """The weight as the checkpoint stores it, frozen."""
-    spec, device = item.spec, _device_of(target)
+    spec = item.spec
     if spec is None:
         raise TypeError(f"{item.name} must be quantized to be stored as the checkpoint has it.")
     if spec.is_packed:
@@ -430,7 +434,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
     """Load the values of a tensor, in the dtype that the model has."""
     target = targets.state[name]
     if target.is_meta or isinstance(target, Float4Tensor):  # which cannot be written to
-        made = torch.empty(target.shape, dtype=target.dtype, device=_device_of(target))
+        made = torch.empty(target.shape, dtype=target.dtype, device=targets.device(name))
         if isinstance(target, nn.Parameter):
             made = nn.Parameter(made, requires_grad=target.requires_grad)
         targets.replace(target, made)
