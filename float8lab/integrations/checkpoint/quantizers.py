@@ -55,6 +55,8 @@ def without_quantizer(model: nn.Module) -> Iterator[dict[str, torch.device]]:
         raise
     if quantizer is not None:
         quantizer.remove_quantization_config(model)
+    if hook := before.get("ct_decompress_hook"):  # by which compressed-tensors dequantizes
+        hook.remove()
 
 
 def _replace_layers(model: nn.Module) -> dict[str, nn.Module]:
