@@ -8,8 +8,9 @@ everything else as in the model's ``state_dict``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,14 @@ from torch import Tensor, nn
 from float8lab.arguments import check_instance, check_module, shown
 from float8lab.distributed.fsdp.shards import detach_window
 from float8lab.distributed.fsdp.weight import cast_rows, reduced_amaxes, row_shard_of, shard_mesh
+from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
-__all__ = ["ModelState"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["ModelState", "stored_spec", "unsharded"]
 
 _FIELDS = ("qdata", "scale", "amax")
 
@@ -95,6 +100,28 @@ class ModelState:
             )
 
 
+def unsharded(module: nn.Module, name: str) -> Tensor:
+    """A parameter of a module, gathered from all ranks if it is a DTensor: then it is a collective.
+
+    A weight stored in FP8 has the bytes and scales by which the ranks multiply.
+    """
+    value: Tensor = operator.attrgetter(name)(module)
+    if not is_dtensor(value):
+        return value.detach()
+    if not isinstance(local_of(value), Float8Tensor):
+        return value.detach().full_tensor()
+    stored = _Stored(module, name, value)
+    scale, amax = stored.unsharded_scales()
+    qdata = cast("DTensor", stored.bytes_under(scale)).full_tensor()
+    spec = stored.spec
+    return Float8Tensor(qdata.view(spec.fp8_dtype), scale, amax, spec, value.dtype)
+
+
+def stored_spec(module: nn.Module, name: str) -> Float8Spec:
+    """How a weight is stored in FP8; if it is sharded, the unsharded one."""
+    return _Stored(module, name, operator.attrgetter(name)(module)).spec
+
+
 class _Stored:
     """One weight that is stored in FP8, unsharded or as a shard."""
 
@@ -109,6 +136,11 @@ class _Stored:
         ndim, self.mesh = 0 if self.placement is None else self.placement.ndim, None
         if is_dtensor(value) and value.device_mesh.ndim > ndim:
             self.mesh, self.row_shard = shard_mesh(value, ndim), row_shard_of(parameter)
+
+    @property
+    def spec(self) -> Float8Spec:
+        """How the unsharded weight is stored."""
+        return self.local.spec if self.mesh is None else self.row_shard.spec
 
     def unsharded_scales(self) -> tuple[Tensor, Tensor]:
         """Scales and amaxes of the blocks of the unsharded weight."""
@@ -137,8 +169,7 @@ class _Stored:
 
     def checked(self, name: str, saved: Sequence[object]) -> list[Tensor]:
         """Return what a state has for the weight, if it is its bytes, scales and amaxes."""
-        spec = self.local.spec if self.mesh is None else self.row_shard.spec
-        scales = spec.scale_shape(tuple(self.value.shape))
+        scales = self.spec.scale_shape(tuple(self.value.shape))
         shapes = (tuple(self.value.shape), scales, scales)
         fields = []
         for field, value, shape in zip(_FIELDS, saved, shapes, strict=True):
