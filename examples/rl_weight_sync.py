@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import float8lab
 from float8lab.integrations import export, export_stream, load_fp8
 from float8lab.optim import MasterWeights
 

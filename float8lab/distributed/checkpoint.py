@@ -8,9 +8,8 @@ everything else as in the model's ``state_dict``.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,7 @@ from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-__all__ = ["ModelState", "stored_spec", "unsharded"]
+__all__ = ["ModelState", "StoredWeight"]
 
 _FIELDS = ("qdata", "scale", "amax")
 
@@ -54,7 +50,7 @@ class ModelState:
             if not isinstance(local_of(value), Float8Tensor):
                 state[name] = value
                 continue
-            stored = _Stored(self.model, name, value)
+            stored = StoredWeight(self.model, name, value)
             scale, amax = stored.unsharded_scales()
             state[f"{name}.qdata"] = stored.bytes_under(scale)
             state[f"{name}.scale"], state[f"{name}.amax"] = scale, amax
@@ -73,7 +69,7 @@ class ModelState:
         for name, value in self.model.state_dict().items():
             if isinstance(local_of(value), Float8Tensor):
                 saved = [plain.pop(f"{name}.{field}", None) for field in _FIELDS]
-                weight = _Stored(self.model, name, value)
+                weight = StoredWeight(self.model, name, value)
                 stored.append((weight, weight.checked(name, saved)))
                 plain[name] = value
         self._check_keys(plain)
@@ -100,29 +96,7 @@ class ModelState:
             )
 
 
-def unsharded(module: nn.Module, name: str) -> Tensor:
-    """A parameter of a module, gathered from all ranks if it is a DTensor: then it is a collective.
-
-    A weight stored in FP8 has the bytes and scales by which the ranks multiply.
-    """
-    value: Tensor = operator.attrgetter(name)(module)
-    if not is_dtensor(value):
-        return value.detach()
-    if not isinstance(local_of(value), Float8Tensor):
-        return value.detach().full_tensor()
-    stored = _Stored(module, name, value)
-    scale, amax = stored.unsharded_scales()
-    qdata = cast("DTensor", stored.bytes_under(scale)).full_tensor()
-    spec = stored.spec
-    return Float8Tensor(qdata.view(spec.fp8_dtype), scale, amax, spec, value.dtype)
-
-
-def stored_spec(module: nn.Module, name: str) -> Float8Spec:
-    """How a weight is stored in FP8; if it is sharded, the unsharded one."""
-    return _Stored(module, name, operator.attrgetter(name)(module)).spec
-
-
-class _Stored:
+class StoredWeight:
     """One weight that is stored in FP8, unsharded or as a shard."""
 
     def __init__(self, model: nn.Module, name: str, value: Tensor) -> None:
@@ -166,6 +140,14 @@ class _Stored:
         ]
         qdata = torch.cat(segments) if segments else local.qdata.view(torch.uint8)
         return with_local(self.value, qdata)
+
+    def unsharded(self) -> Float8Tensor:
+        """The unsharded weight, with the bytes by which the ranks multiply; a collective."""
+        scale, amax = self.unsharded_scales()
+        qdata = self.bytes_under(scale)
+        qdata = qdata.full_tensor() if is_dtensor(qdata) else qdata
+        spec = self.spec
+        return Float8Tensor(qdata.view(spec.fp8_dtype), scale, amax, spec, self.value.dtype)
 
     def checked(self, name: str, saved: Sequence[object]) -> list[Tensor]:
         """Return what a state has for the weight, if it is its bytes, scales and amaxes."""

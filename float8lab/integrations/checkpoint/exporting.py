@@ -34,8 +34,9 @@ from float8lab.distributed.fsdp.shards import reshard
 from float8lab.integrations.checkpoint.saved_names import SavedNames, saved_names
 from float8lab.integrations.checkpoint.weights import find_weights, gemm_weights, is_stored
 from float8lab.recipes.recipe import Recipe, check_recipe
-from float8lab.tensor import Float4Tensor, Float8Tensor
+from float8lab.tensor import Float4Tensor
 from float8lab.tensor.dtensor import is_dtensor
+from float8lab.tensor.float8_tensor import decoded
 
 __all__ = ["ExportReport", "export", "export_stream"]
 
@@ -62,9 +63,7 @@ class ExportReport:
     def __str__(self) -> str:
         files = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
         lines = [f"{self.path}: {self.format}, {files}, {self.nbytes:,} bytes"]
-        kinds = dict.fromkeys(self.fp8.values())
-        for kind in kinds:
-            lines.append(f"{list(self.fp8.values()).count(kind)} weights in {kind}")
+        lines += [f"{n} weights in {kind}" for kind, n in Counter(self.fp8.values()).items()]
         if self.high_precision:
             lines.append(f"in high precision: {listed(self.high_precision, 5)}")
         for reason in dict.fromkeys(self.reasons.values()):
@@ -138,8 +137,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     check_path("path", path)
     check_size("max_shard_size", max_shard_size, minimum=1)
     check_flags(overwrite=overwrite)
-    path = Path(path)
-    check_target(path, overwrite=overwrite)
+    check_target(Path(path), overwrite=overwrite)
     contents = _contents(
         model, format, recipe=recipe, exclude=exclude, share_scales=share_scales, unseen=unseen
     )
@@ -161,16 +159,17 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
             "them: an infinity that FP8 cannot hold as the largest value.",
             stacklevel=2,
         )
-    files = write_checkpoint(path, contents.groups, config, max_shard_size=max_shard_size)
+    groups = contents.groups
+    files = write_checkpoint(Path(path), groups, config, max_shard_size=max_shard_size)
     return ExportReport(
         path=str(path),
         format=format,
         files=tuple(files),
-        nbytes=sum(group.nbytes for group in contents.groups),
+        nbytes=sum(group.nbytes for group in groups),
         fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
         high_precision=contents.high_precision,
         nonfinite=nonfinite,
-        notes=(*_packed_notes(state), *_notes(weights, layout)),
+        notes=tuple(_notes(state, weights, layout)),
         reasons=contents.reasons,
     )
 
@@ -184,22 +183,15 @@ def export_stream(
     share_scales: Sequence[Sequence[str]] = (),
     unseen: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that ``export`` writes, one after the other, from a model that may be sharded.
+    """Iterate over the tensors that ``export`` writes, of a model that FSDP2 may have sharded.
 
-    Weights of a model that FSDP2 shards are gathered one at a time, and cast on every rank, which
-    has a whole weight and no more in memory. All ranks must take all tensors, in step: the iterator
-    is a collective. Tensors are on the model's device and can be those of the model itself: use
-    them before it trains on.
-
-    Args:
-        model: on any device; sharded by FSDP2 or not.
-        format: as in ``export``, as are the others.
+    Shards are gathered one weight at a time, on every rank: the iterator is a collective, of which
+    all ranks must take all tensors, in step. A tensor is on the model's device and can be one of
+    the model itself: use it before the model trains on. Arguments and errors are those of
+    ``export``; errors come before anything is gathered.
 
     Returns:
         An iterator over ``(name, tensor)``: of a weight its FP8 data and then its scales, float32.
-
-    Raises:
-        ValueError: as ``export`` does, before anything is gathered.
 
     >>> layer = torch.nn.Linear(256, 128, bias=False)
     >>> for name, tensor in float8lab.integrations.export_stream(layer):
@@ -234,14 +226,9 @@ class _Contents:
 
 
 def _contents(
-    model: nn.Module,
-    format: str,
-    *,
-    recipe: Recipe | None,
-    exclude: Sequence[str],
-    share_scales: Sequence[Sequence[str]],
-    unseen: bool,
-) -> _Contents:
+    model: nn.Module, format: str, *, recipe: Recipe | None, exclude: Sequence[str],
+    share_scales: Sequence[Sequence[str]], unseen: bool,
+) -> _Contents:  # fmt: skip
     """Check the arguments that ``export`` and ``export_stream`` share, and choose the weights."""
     check_module("model", model)
     check_choice("format", format, FORMATS)
@@ -307,12 +294,8 @@ def _check_none_left(state: Mapping[str, Tensor], in_fp8: Container[str]) -> Non
 def _both_names(modules: Sequence[str], names: SavedNames) -> list[str]:
     """Modules by their names in the model, and in the checkpoint where those differ."""
     # Transformers knows them by either, other readers by those in the checkpoint.
-    saved = {
-        name.removesuffix(".weight"): saved_name.removesuffix(".weight")
-        for name, saved_name in names.renamed.items()
-    }
-    renamed = [saved[module] for module in modules if module in saved]
-    return [*modules, *renamed]
+    saved = [names.renamed.get(f"{module}.weight", "") for module in modules]
+    return [*modules, *(name.removesuffix(".weight") for name in saved if name)]
 
 
 def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
@@ -357,10 +340,8 @@ def _nonfinite(state: Mapping[str, Tensor]) -> dict[str, int]:
     counts = {}
     for name, value in state.items():
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            values = value.detach()
-            if isinstance(values, Float8Tensor):
-                values = values.dequantize()
-            elif values.dtype.itemsize == 1:  # torch has no isfinite of plain FP8
+            values = decoded(value.detach())
+            if values.dtype.itemsize == 1:  # torch has no isfinite of plain FP8
                 values = values.float()
             counts[name] = values.numel() - int(values.isfinite().sum())
     return {name: count for name, count in counts.items() if count}
@@ -403,7 +384,7 @@ def _renamed(weight: Weight, names: SavedNames) -> Weight:
 
 
 def _values(value: Tensor) -> list[Tensor]:
-    value = value.detach().full_tensor() if is_dtensor(value) else value
+    value = value.full_tensor() if is_dtensor(value) else value
     return [value.dequantize() if isinstance(value, Float4Tensor) else value]
 
 
@@ -425,24 +406,19 @@ def _config_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, objec
     }
 
 
-def _packed_notes(state: Mapping[str, Tensor]) -> list[str]:
-    names = [name for name, value in state.items() if isinstance(value, Float4Tensor)]
-    return [f"{listed(names, 1)}: stored in 4 bits, written in high precision"] if names else []
-
-
-def _notes(weights: Sequence[Weight], format: Format) -> list[str]:
-    """Sentences about weights that some readers do not read correctly."""
-    if format.name != "block-fp8":
-        return []
+def _notes(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> Iterator[str]:
+    """Sentences about weights in 4 bits, and about those that some readers misread."""
+    packed = [name for name, value in state.items() if isinstance(value, Float4Tensor)]
+    if packed:
+        yield f"{listed(packed, 1)}: stored in 4 bits, written in high precision"
     cut = [
         name
         for weight in weights
         for name, shape in zip(weight.names, weight.shapes, strict=True)
         if any(size > 128 and size % 128 for size in shape)
     ]
-    if not cut:
-        return []
-    return [
-        f"{listed(cut, 1)}: sizes that are no multiple of 128; Transformers does not dequantize "
-        "them correctly, as it takes all blocks to be of one size"
-    ]
+    if cut and format.name == "block-fp8":
+        yield (
+            f"{listed(cut, 1)}: sizes that are no multiple of 128; Transformers does not "
+            "dequantize them correctly, as it takes all blocks to be of one size"
+        )

@@ -150,7 +150,7 @@ def load_fp8(
         plan = _plan(opened, targets, dequantize=dequantize, strict=strict)
         for item, names in plan.stored:
             target = targets.state[names[0]]
-            targets.replace(target, _stored(item, target, targets.device(names[0])))
+            targets.replace(target, _stored(item, target, targets.devices[names[0]]))
         for item, name in plan.values:
             _load_values(item, name, targets)
     notes = [] if dequantize else _run_in_fp8(model, plan)
@@ -197,11 +197,15 @@ class _Targets:
     """The tensors of a model by name, and where each is."""
 
     def __init__(self, model: nn.Module, devices: Mapping[str, torch.device]) -> None:
-        self.devices = devices
         self.state = {
             name: value
             for name, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
+        }
+        default = torch.get_default_device()
+        self.devices = {
+            name: devices.get(name, default if value.is_meta else value.device)
+            for name, value in self.state.items()
         }
         self.places: dict[int, list[tuple[nn.Module, str]]] = {}
         self.names: dict[int, list[str]] = {}
@@ -219,23 +223,12 @@ class _Targets:
         }
         self.saved = saved_names(model).to_model()
 
-    def linear(self, name: str) -> bool:
-        """Whether a parameter is nothing but the weight of linear layers, or of experts."""
-        target = id(self.state[name])
-        users = {id(module) for module, _ in self.places.get(target, ())}
-        names = self.names[target]
-        modules = {id(self.layers[n]) for n in names if n in self.layers}
-        return bool(users) and users == modules
-
     def multiplies(self, name: str) -> bool:
         """Whether a parameter is the weight of linear layers alone, or a stack of experts'."""
-        return self.linear(name) or is_stack(name, self.state[name])
-
-    def device(self, name: str) -> torch.device:
-        """The device on which a tensor is, or comes to be."""
-        target = self.state[name]
-        default = torch.get_default_device() if target.is_meta else target.device
-        return self.devices.get(name, default)
+        target = id(self.state[name])
+        users = {id(module) for module, _ in self.places.get(target, ())}
+        modules = {id(self.layers[n]) for n in self.names[target] if n in self.layers}
+        return bool(users and users == modules) or is_stack(name, self.state[name])
 
     def replace(self, target: Tensor, value: Tensor) -> None:
         """Put a tensor in every place of another."""
@@ -434,7 +427,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
     """Load the values of a tensor, in the dtype that the model has."""
     target = targets.state[name]
     if target.is_meta or isinstance(target, Float4Tensor):  # which cannot be written to
-        made = torch.empty(target.shape, dtype=target.dtype, device=targets.device(name))
+        made = torch.empty(target.shape, dtype=target.dtype, device=targets.devices[name])
         if isinstance(target, nn.Parameter):
             made = nn.Parameter(made, requires_grad=target.requires_grad)
         targets.replace(target, made)
@@ -501,7 +494,7 @@ def _choose_for_gemm(
     elif all(not spec.is_packed for spec in specs):  # else in high precision
         kinds = {(s.block, s.element_dtype) for s in specs if s.element_dtype == E4M3}
         recipe = _RECIPES.get(kinds.pop()) if len(kinds) == 1 else None
-        static = any(_stem(name) in input_scales for name in gemm.paths)
+        static = any(name.removesuffix("weight") in input_scales for name in gemm.paths)
         if recipe is None:
             choice.notes.append(f"{gemm.name} runs without a recipe: none has its blocks")
         elif static and recipe == Float8CurrentScaling():
@@ -544,12 +537,16 @@ def _set_input_scales(
             continue
         gemm.precision.prepare(device)
         names = [name for name in gemm.paths if name in by_name]
-        inputs = [scales[_stem(name)] for name in names if _stem(name) in scales]
+        inputs = [
+            scales[name.removesuffix("weight")]
+            for name in names
+            if name.removesuffix("weight") in scales
+        ]
         if inputs and isinstance(gemm.precision.recipe, DelayedScaling):
             # The largest scale covers the weight, should it be requantized.
             weight = max(float(by_name[name].scales().max()) for name in names)
             _start_delayed(gemm.precision, {X: max(inputs), W: weight})
-            used |= {_stem(name) for name in gemm.paths}
+            used |= {name.removesuffix("weight") for name in gemm.paths}
     return [f"{stem}input_scale" for stem in scales if stem not in used]
 
 
@@ -604,8 +601,3 @@ def _convert(model: nn.Module, recipe: Recipe, layers: Container[str]) -> list[s
         convert_to_float8(model, recipe, filter_fn=lambda _, name: name in layers)
     undone = [layer for layer in conversion_report(model).skipped if layer.name in layers]
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
-
-
-def _stem(name: str) -> str:
-    """The part of a weight's name that the name of its input's scale has as well."""
-    return name.removesuffix("weight")

@@ -1,10 +1,8 @@
 """Models that Transformers loaded from quantized checkpoints, as the models that they are of.
 
-``from_pretrained`` puts layers of its own in place of a model's, as ``FP8Linear`` and
-``FP8Experts`` are, or has compressed-tensors wrap their forwards. These hold FP8 data and scales as
-parameters, and cannot be trained. Where there is no kernel for them, it dequantizes the weights
-instead; the model then remembers to quantize what it saves, in a way that its own Trainer does not
-read.
+``from_pretrained`` puts layers of its own in place of a model's (``FP8Linear``, ``FP8Experts``), or
+compressed-tensors wraps theirs: FP8 data and scales as parameters, which cannot be trained. Where
+it dequantizes, the model remembers to quantize what it saves, which its own Trainer cannot read.
 
 Source: Transformers, ``quantizers/base.py`` and ``core_model_loading.py``.
 """
@@ -13,11 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import nn
-
-from float8lab.integrations.checkpoint.saved_names import is_transformers_model
 
 __all__ = ["without_quantizer"]
 
@@ -27,17 +24,15 @@ _CONVERSIONS = "_weight_conversions"
 
 @contextlib.contextmanager
 def without_quantizer(model: nn.Module) -> Iterator[dict[str, torch.device]]:
-    """Give a model of Transformers the layers that its class has, for good unless the body raises.
+    """Give a model the layers that its class has, for good unless the body raises.
 
     Yields the devices of the parameters of these layers, which are on the meta device, by name.
     """
     before = dict(vars(model))
+    quantizer = before.get("hf_quantizer")
     conversions = before.get(_CONVERSIONS) or ()
     operations = [op for entry in conversions for op in getattr(entry, "operations", ())]
-    quantizer = before.get("hf_quantizer")
-    if not is_transformers_model(model) or not (
-        quantizer or any(hasattr(operation, "hf_quantizer") for operation in operations)
-    ):
+    if quantizer is None and not any(hasattr(op, "hf_quantizer") for op in operations):
         yield {}
         return
     replaced = {} if quantizer is None else _replace_layers(model)
@@ -62,7 +57,7 @@ def without_quantizer(model: nn.Module) -> Iterator[dict[str, torch.device]]:
 def _replace_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Put layers of the model's class, on the meta device, in place of those that differ."""
     with torch.device("meta"):
-        original = type(model)(model.config).to(model.dtype)
+        original = type(model)(model.config).to(cast("torch.dtype", model.dtype))
     layers = dict(model.named_modules())
     replaced = {
         name: layers[name]

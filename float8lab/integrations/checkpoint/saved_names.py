@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from float8lab.checkpoints.experts import STACKED, is_stack, matrix_name
 
-__all__ = ["SavedNames", "is_transformers_model", "saved_names"]
+__all__ = ["SavedNames", "saved_names"]
 
 _LOADING = "transformers.core_model_loading"
 """Transformers' module of conversions, which releases before 5 do not have."""
@@ -62,14 +62,6 @@ class SavedNames:
         return {saved: name for saved, name in names_in_model.items() if saved != name}
 
 
-def is_transformers_model(model: nn.Module) -> bool:
-    """Whether a model is one of Transformers' own, which need not be installed."""
-    return any(
-        (base.__module__, base.__qualname__) == ("transformers.modeling_utils", "PreTrainedModel")
-        for base in type(model).__mro__
-    )
-
-
 def saved_names(model: nn.Module) -> SavedNames:
     """The names that Transformers gives the tensors of a model; none if the model is not one of its
     own.
@@ -77,7 +69,11 @@ def saved_names(model: nn.Module) -> SavedNames:
     >>> saved_names(torch.nn.Linear(8, 8)).renamed
     {}
     """
-    if not is_transformers_model(model) or importlib.util.find_spec(_LOADING) is None:
+    theirs = any(
+        (base.__module__, base.__qualname__) == ("transformers.modeling_utils", "PreTrainedModel")
+        for base in type(model).__mro__
+    )
+    if not theirs or importlib.util.find_spec(_LOADING) is None:
         return SavedNames()
     revert_weight_conversion = importlib.import_module(_LOADING).revert_weight_conversion
     given: dict[str, Tensor] = {}

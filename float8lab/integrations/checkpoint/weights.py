@@ -22,7 +22,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from float8lab.checkpoints.experts import STACKED
 from float8lab.checkpoints.layouts import Stored, Weight
-from float8lab.distributed.checkpoint import stored_spec, unsharded
+from float8lab.distributed.checkpoint import StoredWeight
 from float8lab.formats import Float8Spec
 from float8lab.integrations.checkpoint.saved_names import SavedNames
 from float8lab.nn.casts import spec_of_experts
@@ -39,7 +39,7 @@ from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.blocks import block_amax
 from float8lab.tensor.dispatch import fallback
-from float8lab.tensor.dtensor import local_of
+from float8lab.tensor.dtensor import is_dtensor, local_of
 from float8lab.tensor.operands import quantize
 
 __all__ = [
@@ -97,10 +97,6 @@ class GemmWeight(NamedTuple):
         )
 
 
-Read = Callable[[nn.Module, str], Tensor]
-"""Reads a parameter of a module, unsharded."""
-
-
 def is_stored(x: Tensor) -> bool:
     """Whether a parameter, or the shard that this rank has of it, is stored in FP8."""
     return isinstance(local_of(x), Float8Tensor)
@@ -110,7 +106,21 @@ def _tensor(module: nn.Module, path: str) -> Tensor:
     return operator.attrgetter(path)(module)
 
 
-def gemm_weights(model: nn.Module, read: Read = unsharded) -> list[GemmWeight]:
+Read = Callable[[nn.Module, str], Tensor]
+"""``read_unsharded``, or the same with a memory."""
+
+
+def read_unsharded(module: nn.Module, path: str) -> Tensor:
+    """A parameter of a module, detached; a collective if it is sharded."""
+    value = _tensor(module, path)
+    if not is_dtensor(value):
+        return value.detach()
+    if is_stored(value):
+        return StoredWeight(module, path, value).unsharded()
+    return value.full_tensor().detach()
+
+
+def gemm_weights(model: nn.Module, read: Read = read_unsharded) -> list[GemmWeight]:
     """The weights of a model: matrices, in its order, and then stacks.
     A module that is used twice comes once. Layers of other libraries, such as Conv1D, have stacks
     of one, since no reader has an FP8 form for them."""
@@ -199,7 +209,7 @@ def _stacks_of_experts(name: str, module: nn.Module, read: Read) -> Iterator[Gem
         weights = {
             local: ExpertWeight("")
             for local, stack in stacks.items()
-            if isinstance(local_of(stack), Float8Tensor) and stack.ndim == 3
+            if stack is not None and is_stored(stack) and stack.ndim == 3
         }
     for joined in dict.fromkeys(weight.joined or (local,) for local, weight in weights.items()):
         yield _stack_of_experts(name, module, joined, weights[joined[0]], read)
@@ -279,11 +289,10 @@ def find_weights(
     saves the matrices of experts.
     """
     # It holds the last parameter, whose matrices are read one by one where it is a stack.
-    read = functools.lru_cache(maxsize=1)(unsharded)
+    read = functools.lru_cache(maxsize=1)(read_unsharded)
     candidates = gemm_weights(model, read)
     converted = any(
-        weight.precision is not None
-        or (weight.is_stack and any(map(is_stored, weight.parameters)))
+        weight.precision is not None or (weight.is_stack and any(map(is_stored, weight.parameters)))
         for weight in candidates
     )
     used_otherwise = _used_otherwise(model, candidates)
@@ -423,7 +432,9 @@ def _stored_weights(weight: GemmWeight, names: SavedNames, read: Read) -> Iterat
         ) -> list[Stored]:
             return [_buffers(read(weight.module, local)[expert][rows])]
 
-        spec = stored_spec(weight.module, local)
+        spec = cast("Float8Tensor", parameter).spec
+        if is_dtensor(parameter):
+            spec = StoredWeight(weight.module, local, parameter).spec
         described = _described(weight, (path,), spec, recipe, make, make_matrix, names)
         yield replace(described, stored=True)
 

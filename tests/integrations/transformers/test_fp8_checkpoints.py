@@ -98,7 +98,9 @@ def test_a_loaded_model_is_taken_over(tmp_path: Path, kind: str, format: str) ->
         with float8lab.fallback("silent"):
             model.save_pretrained(tmp_path / "saved")
         again = from_pretrained(tmp_path / "saved")
-        assert all(torch.equal(p, q) for p, q in zip(again.parameters(), high.parameters()))
+        assert all(
+            torch.equal(p, q) for p, q in zip(again.parameters(), high.parameters(), strict=True)
+        )
 
         batch = {key: torch.stack([row[key] for row in tokens()[:4]]) for key in tokens()[0]}
         exact = plain_copy(high)
