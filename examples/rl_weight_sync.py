@@ -1,7 +1,7 @@
 """Reinforcement learning whose policy trains in FP8 and whose rollouts load its very bytes.
 
     python examples/rl_weight_sync.py                                  # one process, a CPU
-    torchrun --nproc_per_node 2 examples/rl_weight_sync.py             # FSDP2, a shard for each
+    torchrun --nproc-per-node 2 examples/rl_weight_sync.py             # FSDP2, a shard for each
 
 The policy starts from a block-FP8 checkpoint, stays stored in FP8, and is trained by
 ``float8lab.optim.MasterWeights`` to say even tokens (REINFORCE). After each step the ranks go
@@ -102,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
         optimizer.step()
         optimizer.zero_grad()
     if not dist.is_initialized() or dist.get_rank() == 0:
-        kind = type(next(iter(optimizer.masters))).__name__
-        print(f"policy of {kind}s; mean reward {means[0]:.3f}, then {means[-1]:.3f}")
+        stored = len(optimizer.masters)
+        print(f"{stored} weights stored in FP8; mean reward {means[0]:.3f}, then {means[-1]:.3f}")
     return means[-1] - means[0]
 
 

@@ -356,15 +356,14 @@ def _groups(
     state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format, names: SavedNames
 ) -> list[Group]:
     """All tensors, in the order of the model, under their names in the checkpoint."""
-    by_name: dict[str, list[Weight]] = {}
+    by_name: dict[str, list[Weight]] = {n: [] for weight in weights for n in weight.sources}
     for weight in weights:
-        by_name.setdefault(weight.sources[0], []).append(weight)
-    in_fp8 = {name for weight in weights for name in weight.sources}
+        by_name[weight.sources[0]].append(weight)
     groups: list[Group] = []
     for name, value in state.items():
         if name in by_name:
             groups += [format.group(_renamed(weight, names)) for weight in by_name[name]]
-        elif name not in in_fp8:
+        else:
             tensor = NewTensor(names.renamed.get(name, name), value.dtype, tuple(value.shape))
             groups.append(Group((tensor,), functools.partial(_values, value)))
     counts = Counter(tensor.name for group in groups for tensor in group.tensors)

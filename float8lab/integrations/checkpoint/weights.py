@@ -432,7 +432,7 @@ def _stored_weights(weight: GemmWeight, names: SavedNames, read: Read) -> Iterat
         ) -> list[Stored]:
             return [_buffers(read(weight.module, local)[expert][rows])]
 
-        spec = cast("Float8Tensor", parameter).spec
+        spec = cast("Float8Tensor", local_of(parameter)).spec
         if is_dtensor(parameter):
             spec = StoredWeight(weight.module, local, parameter).spec
         described = _described(weight, (path,), spec, recipe, make, make_matrix, names)
