@@ -46,7 +46,7 @@ def without_quantizer(model: nn.Module) -> Iterator[dict[str, torch.device]]:
     except BaseException:
         for name, layer in replaced.items():
             model.set_submodule(name, layer)
-        vars(model)[_CONVERSIONS] = before[_CONVERSIONS]
+        vars(model)[_CONVERSIONS] = before.get(_CONVERSIONS)
         raise
     if quantizer is not None:
         quantizer.remove_quantization_config(model)
