@@ -951,6 +951,11 @@ CALLS: dict[str, Call] = {
         lambda folder: {"model": _model(), "path": folder / "model", "overwrite": True},
         repr,
     ),
+    "integrations.export_stream": Call(
+        integrations.export_stream,
+        lambda folder: {"model": _model()},
+        lambda stream: repr([name for name, _ in stream]),
+    ),
     "integrations.load_fp8": Call(
         integrations.load_fp8,
         lambda folder: {"source": _export(_model(), folder), "model": _model()},

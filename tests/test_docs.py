@@ -30,9 +30,11 @@ MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
 
 # Pages and modules that need another library, which may be absent, and whose advice is no error.
 NEEDS = {
+    "docs/finetune_fp8.md": "peft",
     "docs/lightning.md": "lightning",
     "docs/peft.md": "peft",
     "docs/quickstart/training.md": "transformers",
+    "docs/rl_weight_sync.md": "accelerate",
     "docs/transformers.md": "accelerate",
     "float8lab/integrations/accelerate.py": "accelerate",
     "float8lab/integrations/lightning.py": "lightning",

@@ -1,9 +1,9 @@
 """Checkpoints in safetensors files, one or several with an index: read, and written.
 
-Reading needs the library safetensors, which checks a header; writing does not. A file is written
-tensor by tensor, so memory holds one weight at a time, which the library's own writer cannot do. An
-index comes after the files, ``config.json`` last; then the directory takes the target's place
-(``replacing``).
+Reading needs the library safetensors, which checks a header; writing needs no library. By hand are
+files, since safetensors' writer takes all tensors at once and these are made one by one; and how
+they are cut, since huggingface_hub, which cuts alike, would part weights from their scales. An
+index comes after the files, ``config.json`` last; ``replacing`` then gives the directory its name.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors (Format).
 """

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from float8lab.arguments import check_instance, check_module, shown
 from float8lab.distributed.fsdp.shards import detach_window
 from float8lab.distributed.fsdp.weight import cast_rows, reduced_amaxes, row_shard_of, shard_mesh
+from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "StoredWeight"]
 
 _FIELDS = ("qdata", "scale", "amax")
 
@@ -49,7 +50,7 @@ class ModelState:
             if not isinstance(local_of(value), Float8Tensor):
                 state[name] = value
                 continue
-            stored = _Stored(self.model, name, value)
+            stored = StoredWeight(self.model, name, value)
             scale, amax = stored.unsharded_scales()
             state[f"{name}.qdata"] = stored.bytes_under(scale)
             state[f"{name}.scale"], state[f"{name}.amax"] = scale, amax
@@ -68,7 +69,7 @@ class ModelState:
         for name, value in self.model.state_dict().items():
             if isinstance(local_of(value), Float8Tensor):
                 saved = [plain.pop(f"{name}.{field}", None) for field in _FIELDS]
-                weight = _Stored(self.model, name, value)
+                weight = StoredWeight(self.model, name, value)
                 stored.append((weight, weight.checked(name, saved)))
                 plain[name] = value
         self._check_keys(plain)
@@ -95,7 +96,7 @@ class ModelState:
             )
 
 
-class _Stored:
+class StoredWeight:
     """One weight that is stored in FP8, unsharded or as a shard."""
 
     def __init__(self, model: nn.Module, name: str, value: Tensor) -> None:
@@ -109,6 +110,11 @@ class _Stored:
         ndim, self.mesh = 0 if self.placement is None else self.placement.ndim, None
         if is_dtensor(value) and value.device_mesh.ndim > ndim:
             self.mesh, self.row_shard = shard_mesh(value, ndim), row_shard_of(parameter)
+
+    @property
+    def spec(self) -> Float8Spec:
+        """How the unsharded weight is stored."""
+        return self.local.spec if self.mesh is None else self.row_shard.spec
 
     def unsharded_scales(self) -> tuple[Tensor, Tensor]:
         """Scales and amaxes of the blocks of the unsharded weight."""
@@ -135,10 +141,17 @@ class _Stored:
         qdata = torch.cat(segments) if segments else local.qdata.view(torch.uint8)
         return with_local(self.value, qdata)
 
+    def unsharded(self) -> Float8Tensor:
+        """The unsharded weight, with the bytes by which the ranks multiply; a collective."""
+        scale, amax = self.unsharded_scales()
+        qdata = self.bytes_under(scale)
+        qdata = qdata.full_tensor() if is_dtensor(qdata) else qdata
+        spec = self.spec
+        return Float8Tensor(qdata.view(spec.fp8_dtype), scale, amax, spec, self.value.dtype)
+
     def checked(self, name: str, saved: Sequence[object]) -> list[Tensor]:
         """Return what a state has for the weight, if it is its bytes, scales and amaxes."""
-        spec = self.local.spec if self.mesh is None else self.row_shard.spec
-        scales = spec.scale_shape(tuple(self.value.shape))
+        scales = self.spec.scale_shape(tuple(self.value.shape))
         shapes = (tuple(self.value.shape), scales, scales)
         fields = []
         for field, value, shape in zip(_FIELDS, saved, shapes, strict=True):

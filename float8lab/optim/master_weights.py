@@ -247,13 +247,16 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _load_masters(self, saved: Iterable[tuple[Tensor | None, Tensor]]) -> None:
         """Take over saved masters; warn of those whose parameters have none."""
-        unused = 0
+        unused, loaded = 0, []
         for p, master in saved:
             if p is not None and p in self.masters:
                 self.masters[p].copy_(master)
-                self._written[p] = _Written(p, self.masters[p])
+                loaded.append(p)
             else:
                 unused += 1
+        stale = [p for p in loaded if _is_stale(p, self.masters[p])]
+        write_parameters_(stale, [self.masters[p] for p in stale])
+        self._written |= {p: _Written(p, self.masters[p]) for p in loaded}
         if unused:
             warnings.warn(
                 f"The state_dict holds master weights of {unused} parameters that are not stored "
@@ -374,6 +377,14 @@ def _update_master_(master: Tensor, p: Tensor) -> None:
         local_master.data = moved.copy_(local_master)
     if not _describes(local_master, local):
         local_master.copy_(decoded(local))
+
+
+def _is_stale(p: Tensor, master: Tensor) -> bool:
+    """Whether an FP8 parameter may be other than its loaded master's quantized form: files in high
+    precision change its scales. Shards come from files that hold their bytes."""
+    if p.is_meta or not isinstance(p, Float8Tensor) or p._shared_scales is not None:
+        return False
+    return not torch.equal(p.dequantize().to(master.dtype), master)
 
 
 @torch.no_grad()

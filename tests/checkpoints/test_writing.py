@@ -74,6 +74,19 @@ def test_safetensors_reads_what_is_written(tmp_path, most):
         assert content["metadata"]["total_size"] == sum(sizes)
 
 
+def test_files_are_cut_as_huggingface_hub_cuts_them(tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 40, (50,), generator=generator).tolist()
+    tensors = {f"t{index}": torch.zeros(size) for index, size in enumerate(sizes)}
+    for most in (160, 500, 4000):
+        split = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=most)
+        files = write(tmp_path / f"{most}", tensors, most)
+        assert files == list(split.filename_to_tensors)
+        for file, names in split.filename_to_tensors.items():
+            assert safetensors.load_file(tmp_path / f"{most}" / file).keys() == set(names)
+
+
 def test_one_weight_is_in_memory_at_a_time(tmp_path):
     made, alive, most = [], [0], [0]
 

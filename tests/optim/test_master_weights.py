@@ -752,6 +752,20 @@ def test_state_dict_round_trip_is_exact(model, optimizer_class, options):
             assert torch.equal(resumed_optimizer.masters[p], optimizer.masters[q])
 
 
+def test_masters_write_weights_that_a_file_in_high_precision_has_changed(model, adamw):
+    train(model, adamw, 3)
+    saved = copy.deepcopy(adamw.state_dict())
+    resumed = make_model()
+    state = model.state_dict()
+    values = {n: v.dequantize() if isinstance(v, Float8Tensor) else v for n, v in state.items()}
+    resumed.load_state_dict({name: value.bfloat16() for name, value in values.items()})
+    scales = zip(stored(resumed), stored(model), strict=True)
+    assert any(not torch.equal(p.scale, q.scale) for p, q in scales)
+    MasterWeights(resumed.parameters(), torch.optim.AdamW).load_state_dict(saved)
+    for p, q in zip(stored(resumed), stored(model), strict=True):
+        assert_same(p, q)
+
+
 def test_state_dict_is_that_of_the_plain_optimizer_and_masters(model, adamw):
     before = adamw.state_dict()["state"]
     assert {k: list(v) for k, v in before.items()} == {0: ["master"], 4: ["master"]}

@@ -1,11 +1,11 @@
-"""``export``: a model as a checkpoint with FP8 weights."""
+"""``export`` and ``export_stream``: a model as the tensors of a checkpoint with FP8 weights."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,13 +30,15 @@ from float8lab.checkpoints.safetensors import (
     write_checkpoint,
 )
 from float8lab.checkpoints.source import dtype_name, listed
+from float8lab.distributed.fsdp.shards import reshard
 from float8lab.integrations.checkpoint.saved_names import SavedNames, saved_names
-from float8lab.integrations.checkpoint.weights import find_weights, gemm_weights
+from float8lab.integrations.checkpoint.weights import find_weights, gemm_weights, is_stored
 from float8lab.recipes.recipe import Recipe, check_recipe
-from float8lab.tensor import Float4Tensor, Float8Tensor
+from float8lab.tensor import Float4Tensor
 from float8lab.tensor.dtensor import is_dtensor
+from float8lab.tensor.float8_tensor import decoded
 
-__all__ = ["ExportReport", "export"]
+__all__ = ["ExportReport", "export", "export_stream"]
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,7 @@ class ExportReport:
     def __str__(self) -> str:
         files = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
         lines = [f"{self.path}: {self.format}, {files}, {self.nbytes:,} bytes"]
-        kinds = dict.fromkeys(self.fp8.values())
-        for kind in kinds:
-            lines.append(f"{list(self.fp8.values()).count(kind)} weights in {kind}")
+        lines += [f"{n} weights in {kind}" for kind, n in Counter(self.fp8.values()).items()]
         if self.high_precision:
             lines.append(f"in high precision: {listed(self.high_precision, 5)}")
         for reason in dict.fromkeys(self.reasons.values()):
@@ -134,8 +134,103 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     >>> report.fp8
     {'weight': 'e4m3 128x128 fp32'}
     """
-    check_module("model", model)
     check_path("path", path)
+    check_size("max_shard_size", max_shard_size, minimum=1)
+    check_flags(overwrite=overwrite)
+    check_target(Path(path), overwrite=overwrite)
+    contents = _contents(
+        model, format, recipe=recipe, exclude=exclude, share_scales=share_scales, unseen=unseen
+    )
+    state, weights, layout = contents.state, contents.weights, FORMATS[format]
+    sharded = [name for name, value in state.items() if is_dtensor(value)]
+    if sharded:
+        raise ValueError(
+            f"model must not be sharded; {sharded[0]} is a DTensor. Gather the model first, for "
+            "example by a full state dict, or take its tensors from export_stream."
+        )
+    config = {
+        **_config_of(model, state),
+        "quantization_config": layout.quantization_config(weights, contents.not_converted),
+    }
+    nonfinite = _nonfinite(state)
+    if nonfinite:
+        warnings.warn(
+            f"model must be finite; {_counts(nonfinite)}. They are written as the formats have "
+            "them: an infinity that FP8 cannot hold as the largest value.",
+            stacklevel=2,
+        )
+    groups = contents.groups
+    files = write_checkpoint(Path(path), groups, config, max_shard_size=max_shard_size)
+    return ExportReport(
+        path=str(path),
+        format=format,
+        files=tuple(files),
+        nbytes=sum(group.nbytes for group in groups),
+        fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
+        high_precision=contents.high_precision,
+        nonfinite=nonfinite,
+        notes=tuple(_notes(state, weights, layout)),
+        reasons=contents.reasons,
+    )
+
+
+def export_stream(
+    model: nn.Module,
+    format: str = "block-fp8",
+    *,
+    recipe: Recipe | None = None,
+    exclude: Sequence[str] = ("lm_head",),
+    share_scales: Sequence[Sequence[str]] = (),
+    unseen: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the tensors that ``export`` writes, of a model that FSDP2 may have sharded.
+
+    Shards are gathered one weight at a time, on every rank: the iterator is a collective, of which
+    all ranks must take all tensors, in step. A tensor is on the model's device and can be one of
+    the model itself: use it before the model trains on. Arguments and errors are those of
+    ``export``; errors come before anything is gathered.
+
+    Returns:
+        An iterator over ``(name, tensor)``: of a weight its FP8 data and then its scales, float32.
+
+    >>> layer = torch.nn.Linear(256, 128, bias=False)
+    >>> for name, tensor in float8lab.integrations.export_stream(layer):
+    ...     print(name, tuple(tensor.shape), tensor.dtype)
+    weight (128, 256) torch.float8_e4m3fn
+    weight_scale_inv (1, 2) torch.float32
+    """
+    contents = _contents(
+        model, format, recipe=recipe, exclude=exclude, share_scales=share_scales, unseen=unseen
+    )
+    return (
+        (tensor.name, value.detach())
+        for group in contents.groups
+        for tensor, value in zip(group.tensors, group.make(), strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """A model as a format has it, before anything is cast or gathered."""
+
+    state: Mapping[str, Tensor]
+    weights: Sequence[Weight]
+    """The weights in FP8."""
+    groups: Sequence[Group]
+    """All tensors."""
+    high_precision: tuple[str, ...]
+    """Modules that readers would look for scales of, and that have none."""
+    not_converted: Sequence[str]
+    """The same, by all their names."""
+    reasons: Mapping[str, str]
+
+
+def _contents(
+    model: nn.Module, format: str, *, recipe: Recipe | None, exclude: Sequence[str],
+    share_scales: Sequence[Sequence[str]], unseen: bool,
+) -> _Contents:  # fmt: skip
+    """Check the arguments that ``export`` and ``export_stream`` share, and choose the weights."""
+    check_module("model", model)
     check_choice("format", format, FORMATS)
     check_recipe("recipe", recipe)
     exclude = check_names("exclude", exclude)
@@ -143,11 +238,9 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         check_instance("share_scales", names_or_lists, (list, tuple), "a list of lists of names")
     for group in share_scales:
         check_names("share_scales", group)
-    check_size("max_shard_size", max_shard_size, minimum=1)
-    check_flags(overwrite=overwrite, unseen=unseen)
+    check_flags(unseen=unseen)
     layout = FORMATS[format]
-    path = Path(path)
-    check_target(path, overwrite=overwrite)
+    reshard(model)
     state = _state(model)
     names = saved_names(model) if layout.blocks else SavedNames()
     quantizable = find_weights(
@@ -166,29 +259,12 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     _check_none_left(state, in_fp8)
     reasons = quantizable.reasons | {name: w.obstacle for w in unnamed for name in w.sources}
     high_precision = _not_in_fp8(model, in_fp8)
-    not_converted = _both_names(high_precision, names)
-    groups = _groups(state, weights, layout, names)
-    config = {
-        **_config_of(model, state),
-        "quantization_config": layout.quantization_config(weights, not_converted),
-    }
-    nonfinite = _nonfinite(state)
-    if nonfinite:
-        warnings.warn(
-            f"model must be finite; {_counts(nonfinite)}. They are written as the formats have "
-            "them: an infinity that FP8 cannot hold as the largest value.",
-            stacklevel=2,
-        )
-    files = write_checkpoint(path, groups, config, max_shard_size=max_shard_size)
-    return ExportReport(
-        path=str(path),
-        format=format,
-        files=tuple(files),
-        nbytes=sum(group.nbytes for group in groups),
-        fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
+    return _Contents(
+        state=state,
+        weights=weights,
+        groups=_groups(state, weights, layout, names),
         high_precision=tuple(high_precision),
-        nonfinite=nonfinite,
-        notes=(*_packed_notes(state), *_notes(weights, layout)),
+        not_converted=_both_names(high_precision, names),
         reasons={name: reason for name, reason in reasons.items() if name in state},
     )
 
@@ -207,7 +283,7 @@ def _in_format(layout: Format, weights: Sequence[Weight]) -> list[Weight]:
 
 
 def _check_none_left(state: Mapping[str, Tensor], in_fp8: Container[str]) -> None:
-    stray = [n for n, v in state.items() if isinstance(v, Float8Tensor) and n not in in_fp8]
+    stray = [name for name, value in state.items() if is_stored(value) and name not in in_fp8]
     if stray:
         raise ValueError(
             f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
@@ -218,12 +294,8 @@ def _check_none_left(state: Mapping[str, Tensor], in_fp8: Container[str]) -> Non
 def _both_names(modules: Sequence[str], names: SavedNames) -> list[str]:
     """Modules by their names in the model, and in the checkpoint where those differ."""
     # Transformers knows them by either, other readers by those in the checkpoint.
-    saved = {
-        name.removesuffix(".weight"): saved_name.removesuffix(".weight")
-        for name, saved_name in names.renamed.items()
-    }
-    renamed = [saved[module] for module in modules if module in saved]
-    return [*modules, *renamed]
+    saved = [names.renamed.get(f"{module}.weight", "") for module in modules]
+    return [*modules, *(name.removesuffix(".weight") for name in saved if name)]
 
 
 def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
@@ -252,16 +324,11 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or id(value) in seen:
             continue
-        if is_dtensor(value):
-            raise ValueError(
-                f"model must not be sharded; {name} is a DTensor. Gather the model first, for "
-                "example by a full state dict."
-            )
         if value.is_meta:
             raise ValueError(
                 f"model must have values; {name} is on the meta device. Load it first."
             )
-        if not isinstance(value, Float8Tensor) and value.dtype not in DTYPES.values():
+        if not is_stored(value) and value.dtype not in DTYPES.values():
             raise ValueError(f"safetensors has no {value.dtype}, which {name} is. Convert it.")
         seen.add(id(value))
         state[name] = value
@@ -273,10 +340,8 @@ def _nonfinite(state: Mapping[str, Tensor]) -> dict[str, int]:
     counts = {}
     for name, value in state.items():
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            values = value.detach()
-            if isinstance(values, Float8Tensor):
-                values = values.dequantize()
-            elif values.dtype.itemsize == 1:  # torch has no isfinite of plain FP8
+            values = decoded(value.detach())
+            if values.dtype.itemsize == 1:  # torch has no isfinite of plain FP8
                 values = values.float()
             counts[name] = values.numel() - int(values.isfinite().sum())
     return {name: count for name, count in counts.items() if count}
@@ -291,15 +356,14 @@ def _groups(
     state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format, names: SavedNames
 ) -> list[Group]:
     """All tensors, in the order of the model, under their names in the checkpoint."""
-    by_name: dict[str, list[Weight]] = {}
+    by_name: dict[str, list[Weight]] = {n: [] for weight in weights for n in weight.sources}
     for weight in weights:
-        by_name.setdefault(weight.sources[0], []).append(weight)
-    in_fp8 = {name for weight in weights for name in weight.sources}
+        by_name[weight.sources[0]].append(weight)
     groups: list[Group] = []
     for name, value in state.items():
         if name in by_name:
             groups += [format.group(_renamed(weight, names)) for weight in by_name[name]]
-        elif name not in in_fp8:
+        else:
             tensor = NewTensor(names.renamed.get(name, name), value.dtype, tuple(value.shape))
             groups.append(Group((tensor,), functools.partial(_values, value)))
     counts = Counter(tensor.name for group in groups for tensor in group.tensors)
@@ -319,6 +383,7 @@ def _renamed(weight: Weight, names: SavedNames) -> Weight:
 
 
 def _values(value: Tensor) -> list[Tensor]:
+    value = value.full_tensor() if is_dtensor(value) else value
     return [value.dequantize() if isinstance(value, Float4Tensor) else value]
 
 
@@ -340,24 +405,19 @@ def _config_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, objec
     }
 
 
-def _packed_notes(state: Mapping[str, Tensor]) -> list[str]:
-    names = [name for name, value in state.items() if isinstance(value, Float4Tensor)]
-    return [f"{listed(names, 1)}: stored in 4 bits, written in high precision"] if names else []
-
-
-def _notes(weights: Sequence[Weight], format: Format) -> list[str]:
-    """Sentences about weights that some readers do not read correctly."""
-    if format.name != "block-fp8":
-        return []
+def _notes(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> Iterator[str]:
+    """Sentences about weights in 4 bits, and about those that some readers misread."""
+    packed = [name for name, value in state.items() if isinstance(value, Float4Tensor)]
+    if packed:
+        yield f"{listed(packed, 1)}: stored in 4 bits, written in high precision"
     cut = [
         name
         for weight in weights
         for name, shape in zip(weight.names, weight.shapes, strict=True)
         if any(size > 128 and size % 128 for size in shape)
     ]
-    if not cut:
-        return []
-    return [
-        f"{listed(cut, 1)}: sizes that are no multiple of 128; Transformers does not dequantize "
-        "them correctly, as it takes all blocks to be of one size"
-    ]
+    if cut and format.name == "block-fp8":
+        yield (
+            f"{listed(cut, 1)}: sizes that are no multiple of 128; Transformers does not "
+            "dequantize them correctly, as it takes all blocks to be of one size"
+        )

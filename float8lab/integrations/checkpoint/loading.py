@@ -30,6 +30,7 @@ from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.source import CheckpointError, CheckpointSource, boxes, listed
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Spec
+from float8lab.integrations.checkpoint.quantizers import without_quantizer
 from float8lab.integrations.checkpoint.saved_names import saved_names
 from float8lab.integrations.checkpoint.weights import GemmWeight, gemm_weights, specs_of_parameters
 from float8lab.nn.convert import convert_to_float8
@@ -144,12 +145,12 @@ def load_fp8(
     if not isinstance(source, Mapping):
         check_path("source", source)
     opened = _open(source)
-    targets = _Targets(model)
-    plan = _plan(opened, targets, dequantize=dequantize, strict=strict)
-    with torch.no_grad():
+    with without_quantizer(model) as devices, torch.no_grad():
+        targets = _Targets(model, devices)
+        plan = _plan(opened, targets, dequantize=dequantize, strict=strict)
         for item, names in plan.stored:
             target = targets.state[names[0]]
-            targets.replace(target, _stored(item, target))
+            targets.replace(target, _stored(item, target, targets.devices[names[0]]))
         for item, name in plan.values:
             _load_values(item, name, targets)
     notes = [] if dequantize else _run_in_fp8(model, plan)
@@ -195,11 +196,16 @@ def _open(source: str | Path | Mapping[str, Tensor]) -> CheckpointSource:
 class _Targets:
     """The tensors of a model by name, and where each is."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, devices: Mapping[str, torch.device]) -> None:
         self.state = {
             name: value
             for name, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
+        }
+        default = torch.get_default_device()
+        self.devices = {
+            name: devices.get(name, default if value.is_meta else value.device)
+            for name, value in self.state.items()
         }
         self.places: dict[int, list[tuple[nn.Module, str]]] = {}
         self.names: dict[int, list[str]] = {}
@@ -217,17 +223,12 @@ class _Targets:
         }
         self.saved = saved_names(model).to_model()
 
-    def linear(self, name: str) -> bool:
-        """Whether a parameter is nothing but the weight of linear layers, or of experts."""
-        target = id(self.state[name])
-        users = {id(module) for module, _ in self.places.get(target, ())}
-        names = self.names[target]
-        modules = {id(self.layers[n]) for n in names if n in self.layers}
-        return bool(users) and users == modules
-
     def multiplies(self, name: str) -> bool:
         """Whether a parameter is the weight of linear layers alone, or a stack of experts'."""
-        return self.linear(name) or is_stack(name, self.state[name])
+        target = id(self.state[name])
+        users = {id(module) for module, _ in self.places.get(target, ())}
+        modules = {id(self.layers[n]) for n in self.names[target] if n in self.layers}
+        return bool(users and users == modules) or is_stack(name, self.state[name])
 
     def replace(self, target: Tensor, value: Tensor) -> None:
         """Put a tensor in every place of another."""
@@ -387,13 +388,9 @@ def _problem(item: Item, target: Tensor) -> str | None:
     return None
 
 
-def _device_of(target: Tensor) -> torch.device:
-    return torch.get_default_device() if target.is_meta else target.device
-
-
-def _stored(item: Item, target: Tensor) -> nn.Parameter:
+def _stored(item: Item, target: Tensor, device: torch.device) -> nn.Parameter:
     """The weight as the checkpoint stores it, frozen."""
-    spec, device = item.spec, _device_of(target)
+    spec = item.spec
     if spec is None:
         raise TypeError(f"{item.name} must be quantized to be stored as the checkpoint has it.")
     if spec.is_packed:
@@ -430,7 +427,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
     """Load the values of a tensor, in the dtype that the model has."""
     target = targets.state[name]
     if target.is_meta or isinstance(target, Float4Tensor):  # which cannot be written to
-        made = torch.empty(target.shape, dtype=target.dtype, device=_device_of(target))
+        made = torch.empty(target.shape, dtype=target.dtype, device=targets.devices[name])
         if isinstance(target, nn.Parameter):
             made = nn.Parameter(made, requires_grad=target.requires_grad)
         targets.replace(target, made)
@@ -497,7 +494,7 @@ def _choose_for_gemm(
     elif all(not spec.is_packed for spec in specs):  # else in high precision
         kinds = {(s.block, s.element_dtype) for s in specs if s.element_dtype == E4M3}
         recipe = _RECIPES.get(kinds.pop()) if len(kinds) == 1 else None
-        static = any(_stem(name) in input_scales for name in gemm.paths)
+        static = any(name.removesuffix("weight") in input_scales for name in gemm.paths)
         if recipe is None:
             choice.notes.append(f"{gemm.name} runs without a recipe: none has its blocks")
         elif static and recipe == Float8CurrentScaling():
@@ -540,12 +537,16 @@ def _set_input_scales(
             continue
         gemm.precision.prepare(device)
         names = [name for name in gemm.paths if name in by_name]
-        inputs = [scales[_stem(name)] for name in names if _stem(name) in scales]
+        inputs = [
+            scales[name.removesuffix("weight")]
+            for name in names
+            if name.removesuffix("weight") in scales
+        ]
         if inputs and isinstance(gemm.precision.recipe, DelayedScaling):
             # The largest scale covers the weight, should it be requantized.
             weight = max(float(by_name[name].scales().max()) for name in names)
             _start_delayed(gemm.precision, {X: max(inputs), W: weight})
-            used |= {_stem(name) for name in gemm.paths}
+            used |= {name.removesuffix("weight") for name in gemm.paths}
     return [f"{stem}input_scale" for stem in scales if stem not in used]
 
 
@@ -600,8 +601,3 @@ def _convert(model: nn.Module, recipe: Recipe, layers: Container[str]) -> list[s
         convert_to_float8(model, recipe, filter_fn=lambda _, name: name in layers)
     undone = [layer for layer in conversion_report(model).skipped if layer.name in layers]
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
-
-
-def _stem(name: str) -> str:
-    """The part of a weight's name that the name of its input's scale has as well."""
-    return name.removesuffix("weight")

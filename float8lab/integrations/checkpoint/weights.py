@@ -22,6 +22,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from float8lab.checkpoints.experts import STACKED
 from float8lab.checkpoints.layouts import Stored, Weight
+from float8lab.distributed.checkpoint import StoredWeight
 from float8lab.formats import Float8Spec
 from float8lab.integrations.checkpoint.saved_names import SavedNames
 from float8lab.nn.casts import spec_of_experts
@@ -38,6 +39,7 @@ from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.blocks import block_amax
 from float8lab.tensor.dispatch import fallback
+from float8lab.tensor.dtensor import is_dtensor, local_of
 from float8lab.tensor.operands import quantize
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "delayed_slots",
     "find_weights",
     "gemm_weights",
+    "is_stored",
     "specs_of_parameters",
 ]
 
@@ -94,11 +97,30 @@ class GemmWeight(NamedTuple):
         )
 
 
+def is_stored(x: Tensor) -> bool:
+    """Whether a parameter, or the shard that this rank has of it, is stored in FP8."""
+    return isinstance(local_of(x), Float8Tensor)
+
+
 def _tensor(module: nn.Module, path: str) -> Tensor:
     return operator.attrgetter(path)(module)
 
 
-def gemm_weights(model: nn.Module) -> list[GemmWeight]:
+Read = Callable[[nn.Module, str], Tensor]
+"""``read_unsharded``, or the same with a memory."""
+
+
+def read_unsharded(module: nn.Module, path: str) -> Tensor:
+    """A parameter of a module, detached; a collective if it is sharded."""
+    value = _tensor(module, path)
+    if not is_dtensor(value):
+        return value.detach()
+    if is_stored(value):
+        return StoredWeight(module, path, value).unsharded()
+    return value.full_tensor().detach()
+
+
+def gemm_weights(model: nn.Module, read: Read = read_unsharded) -> list[GemmWeight]:
     """The weights of a model: matrices, in its order, and then stacks.
     A module that is used twice comes once. Layers of other libraries, such as Conv1D, have stacks
     of one, since no reader has an FP8 form for them."""
@@ -106,18 +128,18 @@ def gemm_weights(model: nn.Module) -> list[GemmWeight]:
     for name, module in model.named_modules():
         linear_class = known_linear(type(module))
         if isinstance(module, GroupedLinear):
-            weights += _stacks_of_grouped(name, module)
+            weights += _stacks_of_grouped(name, module, read)
         elif linear_class not in (None, nn.Linear, nn.MultiheadAttention):
             weights.append(_stack_of_linear(name, module, linear_class))
         else:
             if not isinstance(module, (ExpertsBase, nn.MultiheadAttention)):
-                weights += _matrices_of(name, module)
+                weights += _matrices_of(name, module, read)
             if linear_class is None:
-                weights += _stacks_of_experts(name, module)
+                weights += _stacks_of_experts(name, module, read)
     return sorted(weights, key=lambda weight: weight.is_stack)
 
 
-def _matrices_of(name: str, module: nn.Module) -> Iterator[GemmWeight]:
+def _matrices_of(name: str, module: nn.Module, read: Read) -> Iterator[GemmWeight]:
     """The weights of a module of linear layers."""
     definitions = module.gemms if isinstance(module, GemmModule) else ()
     states: dict[tuple[str, ...], Precision | None] = {}
@@ -132,7 +154,7 @@ def _matrices_of(name: str, module: nn.Module) -> Iterator[GemmWeight]:
     for local_names, state in states.items():
 
         def matrices(_: slice, local_names: tuple[str, ...] = local_names) -> Tensor:
-            values = [_tensor(module, local).detach() for local in local_names]
+            values = [read(module, local) for local in local_names]
             return values[0] if len(values) == 1 else torch.cat(values)
 
         def lay_out(matrix: Tensor, local_names: tuple[str, ...] = local_names) -> Sequence[Tensor]:
@@ -156,14 +178,14 @@ def _stack_of_linear(name: str, module: nn.Module, linear_class: type) -> GemmWe
     )
 
 
-def _stacks_of_grouped(name: str, module: GroupedLinear) -> Iterator[GemmWeight]:
+def _stacks_of_grouped(name: str, module: GroupedLinear, read: Read) -> Iterator[GemmWeight]:
     local_names = module.gemms[0].weights
     obstacle = "no other library has names for the weights of GroupedLinear"
     for index, local in enumerate(local_names):
         single = len(local_names) == 1 and local == "weight"
 
         def matrices(experts: slice, local: str = local, single: bool = single) -> Tensor:
-            weight = _tensor(module, local).detach()
+            weight = read(module, local)
             return weight[experts] if single else weight.unsqueeze(0)
 
         def lay_out(stack: Tensor, single: bool = single) -> Sequence[Tensor]:
@@ -175,7 +197,7 @@ def _stacks_of_grouped(name: str, module: GroupedLinear) -> Iterator[GemmWeight]
         yield GemmWeight(module, name, (local,), *arguments)
 
 
-def _stacks_of_experts(name: str, module: nn.Module) -> Iterator[GemmWeight]:
+def _stacks_of_experts(name: str, module: nn.Module, read: Read) -> Iterator[GemmWeight]:
     """The weights of experts, converted or not, and other stacks that are stored in FP8."""
     kind = experts_class(module)
     if kind is not None:
@@ -187,28 +209,28 @@ def _stacks_of_experts(name: str, module: nn.Module) -> Iterator[GemmWeight]:
         weights = {
             local: ExpertWeight("")
             for local, stack in stacks.items()
-            if isinstance(stack, Float8Tensor) and stack.ndim == 3
+            if stack is not None and is_stored(stack) and stack.ndim == 3
         }
     for joined in dict.fromkeys(weight.joined or (local,) for local, weight in weights.items()):
-        yield _stack_of_experts(name, module, joined, weights[joined[0]])
+        yield _stack_of_experts(name, module, joined, weights[joined[0]], read)
 
 
 def _stack_of_experts(
-    name: str, module: nn.Module, local_names: tuple[str, ...], weight: ExpertWeight
+    name: str, module: nn.Module, local_names: tuple[str, ...], weight: ExpertWeight, read: Read
 ) -> GemmWeight:
     kind = experts_class(module)
     shapes = [tuple(_tensor(module, local).shape) for local in local_names]
     experts = shapes[0][0] if kind is None else kind.shapes(module)[0][0]
 
-    def stack_of(local: str) -> Tensor:
-        value = _tensor(module, local).detach()
+    def stack_of(value: Tensor) -> Tensor:
         value = value.view(experts, -1, value.shape[-1]) if value.ndim == 2 else value
         return value.mT if weight.transposed else value
 
-    counts = [stack_of(local).shape[1] for local in local_names]
+    sizes = [stack_of(torch.empty(shape, device="meta")).shape for shape in shapes]
+    counts = [rows for _, rows, _ in sizes]
 
     def matrices(numbers: slice) -> Tensor:
-        stacks = [stack_of(local)[numbers] for local in local_names]
+        stacks = [stack_of(read(module, local))[numbers] for local in local_names]
         return stacks[0] if len(stacks) == 1 else torch.cat(stacks, 1)
 
     def lay_out(stack: Tensor) -> Sequence[Tensor]:
@@ -220,7 +242,7 @@ def _stack_of_experts(
         ]
 
     states = dict(precisions(module)) if isinstance(module, ExpertsBase) else {}
-    shape = (experts, sum(counts), stack_of(local_names[0]).shape[2])
+    shape = (experts, sum(counts), sizes[0][2])
     obstacle = _obstacle(module, local_names[0], weight)
     arguments = states.get(weight.layer), shape, matrices, lay_out, obstacle
     return GemmWeight(module, name, local_names, *arguments)
@@ -266,10 +288,11 @@ def find_weights(
     then, nor delayed scales; the others are arguments of ``export``, and the names under which it
     saves the matrices of experts.
     """
-    candidates = gemm_weights(model)
+    # It holds the last parameter, whose matrices are read one by one where it is a stack.
+    read = functools.lru_cache(maxsize=1)(read_unsharded)
+    candidates = gemm_weights(model, read)
     converted = any(
-        weight.precision is not None
-        or (weight.is_stack and any(isinstance(p, Float8Tensor) for p in weight.parameters))
+        weight.precision is not None or (weight.is_stack and any(map(is_stored, weight.parameters)))
         for weight in candidates
     )
     used_otherwise = _used_otherwise(model, candidates)
@@ -298,9 +321,9 @@ def find_weights(
     stacks: list[Weight] = []
     for weight in candidates:
         parameters, weights = weight.parameters, stacks if weight.is_stack else matrices
-        if any(isinstance(parameter, Float8Tensor) for parameter in parameters):
+        if any(map(is_stored, parameters)):
             if _excluded_by(weight.name, exclude) is None:
-                weights += _stored_weights(weight, names)
+                weights += _stored_weights(weight, names, read)
         elif (chosen := recipe_for(weight, parameters)) is not None:
             specs = specs_of_parameters(weight, chosen)
             if specs is None:
@@ -389,27 +412,30 @@ def _buffers(x: Tensor) -> Stored:
     return Stored(stored.qdata, stored.scale, stored.amax)
 
 
-def _stored_weights(weight: GemmWeight, names: SavedNames) -> Iterator[Weight]:
+def _stored_weights(weight: GemmWeight, names: SavedNames, read: Read) -> Iterator[Weight]:
     """The parameters of a weight, which are stored in FP8."""
     recipe = None if weight.precision is None else weight.precision.recipe
     for local, path, parameter in zip(
         weight.local_names, weight.paths, weight.parameters, strict=True
     ):
-        if not isinstance(parameter, Float8Tensor):
+        if not is_stored(parameter):
             raise ValueError(
                 f"{weight.name} must have all parts of its weight in FP8, or none; "
                 f"{local} is {parameter.dtype}. Exclude it."
             )
 
-        def make(x: Tensor = parameter, *, amax: bool = False) -> list[Stored]:
-            return [_buffers(x.detach())]
+        def make(local: str = local, *, amax: bool = False) -> list[Stored]:
+            return [_buffers(read(weight.module, local))]
 
         def make_matrix(
-            expert: int, rows: slice, x: Tensor = parameter, *, amax: bool = False
+            expert: int, rows: slice, local: str = local, *, amax: bool = False
         ) -> list[Stored]:
-            return [_buffers(x.detach()[expert][rows])]
+            return [_buffers(read(weight.module, local)[expert][rows])]
 
-        described = _described(weight, (path,), parameter.spec, recipe, make, make_matrix, names)
+        spec = cast("Float8Tensor", local_of(parameter)).spec
+        if is_dtensor(parameter):
+            spec = StoredWeight(weight.module, local, parameter).spec
+        described = _described(weight, (path,), spec, recipe, make, make_matrix, names)
         yield replace(described, stored=True)
 
 
@@ -472,7 +498,7 @@ def _split_experts(
             f"{' and '.join(STACKED[weight.local_names[0]])}, or blocks would cross them; got "
             f"{size}. Exclude it, or export it in format='float8lab'."
         )
-    stored = isinstance(weight.parameters[0], Float8Tensor)
+    stored = is_stored(weight.parameters[0])
     return tuple(
         Weight(
             (name := names.matrix(path, expert, index),),

@@ -18,7 +18,7 @@ from float8lab.distributed.fsdp.shards import (
     sharded_by_fsdp,
 )
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.formats import HIGH_PRECISION_DTYPES, Spec
+from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES, Spec
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.casts import recast
 from float8lab.nn.convert.names import ADAPTERS, matches
@@ -293,13 +293,15 @@ def _obstacle(candidate: Candidate, *, is_named: bool, sharded: bool) -> str | N
 
 
 def _obstacle_of_parameters(candidate: Candidate, *, sharded: bool) -> str | None:
-    """Which parameter is a DTensor of a kind that FP8 does not take, or in 4 bits."""
+    """Which parameter is a DTensor of a kind that FP8 does not take, in 4 bits, or plain FP8."""
     layer = candidate.layer
     is_experts = candidate.experts_class is not None
     named = layer.named_parameters() if is_experts else layer._parameters.items()
     for name, parameter in named:
         if isinstance(parameter, Float4Tensor):
             return f"its {name} is in 4 bits, dequantized and multiplied in high precision"
+        if getattr(parameter, "dtype", None) in FP8_DTYPES:  # a Float8Tensor has another
+            return f"its {name} is FP8 data of another library; load_fp8 takes it over"
         if is_dtensor(parameter):
             obstacle = _obstacle_of_placements(candidate, name, parameter, sharded=sharded)
             if obstacle is not None:

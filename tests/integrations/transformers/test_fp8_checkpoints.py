@@ -1,0 +1,167 @@
+"""Models that Transformers loads from FP8 checkpoints: taken over by load_fp8, and trained."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import float8lab
+from float8lab import recipes
+from float8lab.integrations import export, export_stream, load_fp8
+from float8lab.optim import MasterWeights
+from float8lab.tensor import Float8Tensor
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what its dependencies are deprecated for
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    pytest.importorskip("accelerate", reason="needs the extra 'transformers'")
+    peft = pytest.importorskip("peft", reason="needs the extra 'peft'")
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+from tests.integrations.transformers.training import tokens
+
+pytestmark = pytest.mark.filterwarnings("default")
+SIZES = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {"dense": "LlamaForCausalLM", "experts": "Qwen3MoeForCausalLM"}
+FORMATS = {
+    "block-fp8": recipes.Float8BlockScaling(),
+    "compressed-tensors": recipes.Float8RowwiseScaling(),
+}
+
+
+def write(folder: Path, kind: str, format: str = "block-fp8") -> Path:
+    """A checkpoint whose dense layers and experts are in FP8."""
+    torch.manual_seed(0)
+    model = getattr(transformers, MODELS[kind])
+    model = model(model.config_class(**SIZES)).to(torch.bfloat16)
+    float8lab.convert_to_float8(model, FORMATS[format], exclude=["lm_head"])
+    export(model, folder / "checkpoint", format)
+    return folder / "checkpoint"
+
+
+def from_pretrained(folder: Path, *, quantized: bool = False) -> Any:
+    """Load a model as Transformers does without a GPU, or as it does with one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if quantized:
+            patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+        return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def stored(model: Any) -> dict[str, Float8Tensor]:
+    return {n: p for n, p in model.named_parameters() if isinstance(p, Float8Tensor)}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Of two models."""
+    pairs = list(zip(a.state_dict().items(), b.state_dict().items(), strict=True))
+    for (name, x), (other, y) in pairs:
+        assert name == other
+        inner = x.__tensor_flatten__()[0] if isinstance(x, Float8Tensor) else []
+        for u, v in [(getattr(x, k), getattr(y, k)) for k in inner] or [(x, y)]:
+            assert torch.equal(u.view(torch.uint8), v.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_loaded_model_is_taken_over(tmp_path: Path, kind: str, format: str) -> None:
+    if format == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+    folder = write(tmp_path, kind, format)
+    high = from_pretrained(folder)
+    load_fp8(folder, high, dequantize=True)  # in whichever way it was loaded
+    plain = getattr(transformers, MODELS[kind])(high.config).to(torch.bfloat16)
+    load_fp8(folder, plain)
+    for quantized in (False, True):
+        model = from_pretrained(folder, quantized=quantized)
+        layers, conversions = list(model.modules()), model._weight_conversions
+        if quantized or format == "compressed-tensors":
+            float8lab.convert_to_float8(model, exclude=["lm_head", "*.experts"])
+            notes = {layer.note for layer in float8lab.conversion_report(model).skipped}
+            assert "its weight is FP8 data of another library; load_fp8 takes it over" in notes
+        with pytest.raises(ValueError, match="must fit the model"):
+            load_fp8({"lm_head.weight": torch.ones(1)}, model)
+        assert list(model.modules()) == layers
+        assert model._weight_conversions is conversions
+        load_fp8(folder, model)
+        assert_same(model, plain)
+        assert not getattr(model, "is_quantized", False)
+        assert getattr(model.config, "quantization_config", None) is None
+        # As its own class saves it, which every reader and the Trainer take.
+        with float8lab.fallback("silent"):
+            model.save_pretrained(tmp_path / "saved")
+        again = from_pretrained(tmp_path / "saved")
+        assert all(
+            torch.equal(p, q) for p, q in zip(again.parameters(), high.parameters(), strict=True)
+        )
+
+        batch = {key: torch.stack([row[key] for row in tokens()[:4]]) for key in tokens()[0]}
+        exact = plain_copy(high)
+        exact(**batch).loss.backward()
+        model.requires_grad_(True)
+        with float8lab.count_gemms() as counts:
+            model(**batch).loss.backward()
+        assert counts.fp8 == 3 * (7 if kind == "dense" else 4 + 2)
+        for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
+            gradients = p.grad.float().flatten(), q.grad.flatten()
+            assert torch.cosine_similarity(*gradients, dim=0) > 0.95, name
+
+
+def plain_copy(model: Any) -> Any:
+    """In float32."""
+    copied = type(model)(model.config).float()
+    copied.load_state_dict({n: v.float() for n, v in model.state_dict().items()})
+    return copied
+
+
+def run(folder: Path, out: Path, *, lora: bool, resume: bool = False) -> Any:
+    """Four steps of the Trainer, or the last two of them."""
+    model: Any = from_pretrained(folder)
+    load_fp8(folder, model)
+    torch.manual_seed(0)
+    if lora:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    else:
+        model.requires_grad_(True)
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=out, max_steps=4, save_steps=2, per_device_train_batch_size=4, use_cpu=True,
+            report_to=[], disable_tqdm=True, logging_steps=1,
+        ),
+        train_dataset=tokens(),
+        optimizers=(optimizer, None),
+    )  # fmt: skip
+    with float8lab.fallback("silent"):
+        trainer.train(resume_from_checkpoint=str(out / "checkpoint-2") if resume else None)
+    return trainer
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_trainer_trains_saves_and_resumes_bit_for_bit(
+    tmp_path: Path, kind: str, lora: bool
+) -> None:
+    folder = write(tmp_path, kind)
+    whole = run(folder, tmp_path / "out", lora=lora)
+    resumed = run(folder, tmp_path / "out", lora=lora, resume=True)
+    assert_same(whole.model, resumed.model)
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    if lora:  # the base has the checkpoint's bytes
+        assert len(stored(whole.model)) == (7 if kind == "dense" else 4 + 2)
+        assert not any(p.requires_grad for p in stored(whole.model).values())
+        return
+    export(whole.model, tmp_path / "trained")
+    again = from_pretrained(folder)
+    load_fp8(tmp_path / "trained", again)
+    for name, tensor in export_stream(again):
+        assert torch.equal(tensor, dict(export_stream(whole.model))[name]), name
