@@ -610,7 +610,7 @@ def _cast_words_kernel(
         encode = _encode_of_tensor(
             given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
         )
-    columns, parts = load_words(
+    columns, halves = load_words(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         tile_m * TILE_M, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
     )  # fmt: skip
@@ -619,9 +619,9 @@ def _cast_words_kernel(
         encode = _encode_of_tensor(
             given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
         )
-    for part in tl.static_range(2 if HALVES else 1):
-        x0, x1, x2, x3 = parts[part]
-        if part == 1:
+    for half in tl.static_range(2 if HALVES else 1):
+        x0, x1, x2, x3 = halves[half]
+        if half == 1:
             columns += K // 2
         # Stores should not wait for the amax of the tile, but column sums leave no registers for
         # that.

@@ -376,15 +376,15 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 scale_ptr += group * ROWS * stride_sm
             if TRANSPOSE and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
-    columns, parts = load_words(
+    columns, halves = load_words(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         row, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
     )  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     word = tl.arange(0, TILE_M // 4)
-    for part in tl.static_range(2 if HALVES else 1):
-        x0, x1, x2, x3 = parts[part]
-        if part == 1:
+    for half in tl.static_range(2 if HALVES else 1):
+        x0, x1, x2, x3 = halves[half]
+        if half == 1:
             columns += K // 2
             tile_k += K // 2 // TILE_K
         if HAS_SLOT and row < end:
