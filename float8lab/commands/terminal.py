@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,14 +37,9 @@ def show(summary: str, grids: Sequence[Grid]) -> None:
     console.print(rich.text.Text(summary))
     for grid in grids:
         columns = _fitting(grid, console.width)
-        longest = [max((len(row[i]) for row in grid.rows), default=0) for i in range(len(columns))]
         table = rich_table(
             [cells[: len(columns)] for cells in grid.rows],
-            # Rich folds the widest columns first; those that are short enough stay whole.
-            {
-                name: {"no_wrap": size <= _FOLDED.get(name, math.inf)}
-                for name, size in zip(columns, longest, strict=True)
-            },
+            {name: {"no_wrap": name not in _FOLDED} for name in columns},
             styles=["red" if alarming else "" for alarming in grid.alarming],
             pad_edge=False,
             padding=(0, 1, 0, 0),
@@ -61,7 +55,7 @@ def show(summary: str, grids: Sequence[Grid]) -> None:
 
 
 def _fitting(grid: Grid, width: int) -> Sequence[str]:
-    """The first columns, as many as fit beside each other."""
+    """The first columns, as many as fit beside each other: rich would cut all of them short."""
     taken = 0
     for i, name in enumerate(grid.columns):
         natural = max(len(name), *(len(row[i]) for row in grid.rows))
@@ -131,18 +125,12 @@ def present(options: argparse.Namespace, make: Callable[[], _Report]) -> _Report
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Any]:
-    """Show a bar on standard error while the block runs, if standard error is a terminal.
-    The block is given a function of the bytes done, the bytes in all and a name; None if standard
-    error is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    rich = _rich()
+    """Show a bar on standard error while the block runs, by rich and on a terminal.
+    The block is given a function of the bytes done, the bytes in all and a name; None where there
+    is no bar."""
+    rich = _rich() if sys.stderr.isatty() else None
     if rich is None:
-        try:
-            yield _Counter(title)
-        finally:
-            print("\r\033[K", end="", file=sys.stderr)
+        yield None
         return
     progress = rich.progress
     columns = (
@@ -156,19 +144,6 @@ def progress_bar(title: str) -> Iterator[Any]:
     with progress.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, size, name: bar.update(task, completed=done, total=size)
-
-
-class _Counter:
-    """Percent done, written over itself."""
-
-    def __init__(self, title: str) -> None:
-        self.what, self.shown = title, -1
-
-    def __call__(self, done: int, size: int, name: str) -> None:
-        percent = 100 * done // max(size, 1)
-        if percent != self.shown:
-            self.shown = percent
-            print(f"\r{self.what} {percent:3d}%", end="", file=sys.stderr, flush=True)
 
 
 def fail(program: str, message: object) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from float8lab.arguments import check_instance, check_size, needs, printable
-from float8lab.tables import aligned
+from float8lab.tables import aligned, html_table
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
@@ -23,6 +25,8 @@ class Grid(NamedTuple):
     rows: Sequence[Sequence[str]]
     alarming: Sequence[bool] = ()
     """Whether each row is shown in red; empty if none is."""
+    left: int | None = None
+    """How many columns are aligned to the left, the others to the right; None is all."""
     note: str = ""
     """A line below the table."""
 
@@ -39,12 +43,18 @@ class Grid(NamedTuple):
         return self._replace(columns=columns, rows=rows, note=note)
 
     def __str__(self) -> str:
-        lines = aligned([self.columns, *self.rows], left=len(self.columns))
+        columns = len(self.columns) if self.left is None else self.left
+        lines = aligned([self.columns, *self.rows], left=columns)
         return "\n".join([self.title, *(f"  {line}" for line in lines), *filter(None, [self.note])])
+
+    def html(self) -> str:
+        """The same as HTML."""
+        table = html_table(self.columns, self.rows, self.alarming)
+        return f"<h4>{escape(self.title)}</h4>{table}<p>{self.note}</p>"
 
 
 class Printed:
-    """A result that prints as its summary and its tables."""
+    """A result that prints as its summary and its tables, and whose repr is one line."""
 
     def summary(self) -> str:
         """The result in a few lines."""
@@ -52,12 +62,18 @@ class Printed:
 
     def tables(self) -> list[Grid]:
         """The tables of the result, each cut to its first rows."""
-        raise NotImplementedError
+        return []
 
     def __str__(self) -> str:
         return "\n\n".join([self.summary(), *map(str, self.tables())])
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {shorten(self.summary(), 160)}>"
+
+    def _repr_html_(self) -> str:
+        """The HTML that notebooks show."""
+        tables = "".join(grid.html() for grid in self.tables())
+        return f"<pre>{escape(self.summary())}</pre>{tables}"
 
 
 def bars(histogram: Histogram, width: int = 40) -> str:

@@ -30,6 +30,7 @@ from float8lab.checkpoints.safetensors import (
     write_checkpoint,
 )
 from float8lab.checkpoints.source import dtype_name, listed
+from float8lab.inspect.text import Printed
 from float8lab.integrations.checkpoint.saved_names import SavedNames, saved_names
 from float8lab.integrations.checkpoint.weights import find_weights, gemm_weights
 from float8lab.recipes.recipe import Recipe, check_recipe
@@ -39,8 +40,8 @@ from float8lab.tensor.dtensor import is_dtensor
 __all__ = ["ExportReport", "export"]
 
 
-@dataclass(frozen=True)
-class ExportReport:
+@dataclass(frozen=True, repr=False)
+class ExportReport(Printed):
     """The result of ``export``; ``print`` it."""
 
     path: str
@@ -58,7 +59,8 @@ class ExportReport:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why parameters whose layers run in FP8 are in high precision."""
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """Say what was written, and what is in high precision."""
         files = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
         lines = [f"{self.path}: {self.format}, {files}, {self.nbytes:,} bytes"]
         kinds = dict.fromkeys(self.fp8.values())
@@ -72,8 +74,6 @@ class ExportReport:
         if self.nonfinite:
             lines.append(_counts(self.nonfinite))
         return "\n".join([*lines, *self.notes])
-
-    __repr__ = __str__
 
 
 def export(  # noqa: PLR0913  # each is a keyword that users set on its own
