@@ -78,6 +78,8 @@ OPTIONAL = (
     "rich",
     "pandas",
     "tensorboard",
+    "wandb",
+    "mlflow",
     "tqdm",
     "lightning",
     "pytorch_lightning",

@@ -156,7 +156,7 @@ class Advice(Printed):
             )
             for layer in self.layers
         ]  # fmt: skip
-        return [Grid("Layers", ("layer", *columns, "MB saved"), rows, left=1).first(limit)]
+        return [Grid("Layers", ("layer", *columns, "MB less"), rows, left=1).first(limit)]
 
 
 def advise(

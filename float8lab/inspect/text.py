@@ -35,6 +35,7 @@ class Grid(NamedTuple):
 
         All rows are kept if ``limit`` is None. Empty columns are dropped.
         """
+        check_size("limit", limit, optional=True)
         used = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
         columns = [self.columns[i] for i in used]
         rows = [[printable(row[i]) for i in used] for row in self.rows[:limit]]

@@ -12,6 +12,8 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from float8lab.arguments import needs
+from float8lab.inspect.watch.tracking import Destination
+from float8lab.integrations.stats import StatsCallback
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import conversion_report
@@ -27,7 +29,7 @@ with needs("float8lab.integrations.transformers", "Transformers", '"float8lab[tr
     from transformers.pytorch_utils import Conv1D
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-__all__ = ["SCALING_NAME", "Float8Callback", "Float8Conv1D"]
+__all__ = ["SCALING_NAME", "Float8Callback", "Float8Conv1D", "Float8StatsCallback"]
 
 SCALING_NAME = "float8_scaling.safetensors"
 """The file of a Trainer's checkpoint that holds the state of delayed scaling."""
@@ -156,6 +158,52 @@ class Float8Callback(TrainerCallback):
             f"none of this checkpoint in {', '.join(map(str, folders))}. Say in "
             "TrainingArguments(resume_from_checkpoint=...), too, where the checkpoint is."
         )
+
+
+class Float8StatsCallback(StatsCallback, TrainerCallback):
+    """``StatsCallback`` for ``Trainer(..., callbacks=[Float8Callback(), Float8StatsCallback()])``.
+
+    >>> from float8lab.integrations.transformers import Float8StatsCallback
+    >>> callback = Float8StatsCallback(every=100, layers="*.mlp.*")
+    """
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: TrainingArguments,
+    ) -> None:
+        """Begin to watch."""
+        places: dict[str, Destination] = {
+            "tensorboard": Path(args.output_dir) / "runs" / "float8",
+            "wandb": "wandb",
+            "mlflow": "mlflow",
+        }
+        places = {name: place for name, place in places.items() if name in args.report_to}
+        first = state.is_world_process_zero
+        self.begin(_model(kwargs), state.global_step, [*places.values()] if first else None)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: TrainingArguments,
+    ) -> None:
+        """End the watched step."""
+        if self.watch is not None:
+            self.watch.step()
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: TrainingArguments,
+    ) -> None:
+        """End the watch."""
+        self.end()
 
 
 def _model(kwargs: dict[str, object]) -> nn.Module:

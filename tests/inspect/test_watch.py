@@ -7,7 +7,6 @@ import io
 import json
 import math
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -855,28 +854,6 @@ def test_to_pandas(log):
     x = frame[(frame.layer == "2") & (frame.operand == "dy") & (frame.step == 1)].iloc[0]
     assert x.amax == by_operand(log, 1)["2", "dy"].amax
     assert x.loss == log.log.steps[1].loss
-
-
-def test_to_tensorboard(log):
-    seen = {}
-    writer = SimpleNamespace(add_scalar=lambda tag, value, step: seen.update({(tag, step): value}))
-    log.to_tensorboard(writer)
-    assert seen["2/dy/amax", 1] == by_operand(log, 1)["2", "dy"].amax
-    assert seen["0/x/staleness", 0] == by_operand(log, 0)["0", "x"].staleness
-    assert seen["loss", 1] == log.log.steps[1].loss
-    assert seen["2/gemms/wgrad", 0] == 1
-
-
-def test_a_summary_writer(log, tmp_path):
-    pytest.importorskip("tensorboard")
-    module = importlib.import_module("torch.utils.tensorboard")
-    with module.SummaryWriter(str(tmp_path)) as writer:
-        log.to_tensorboard(writer)
-    name = "tensorboard.backend.event_processing.event_accumulator"
-    events = importlib.import_module(name).EventAccumulator(str(tmp_path)).Reload()
-    values = [event.value for event in events.Scalars("2/dy/amax")]
-    expected = [by_operand(log, step)["2", "dy"].amax for step in (0, 1)]
-    assert values == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("view", "library"), [("table", "rich"), ("to_pandas", "pandas")])

@@ -1,29 +1,17 @@
-"""A log as a table, a DataFrame and scalars of TensorBoard."""
+"""A log as a table and a DataFrame."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from float8lab.arguments import needs
 from float8lab.inspect.text import rich_table
 from float8lab.inspect.watch.records import Log, Record, Step
 
-__all__ = ["table", "to_pandas", "to_tensorboard"]
-
-_SCALARS = (
-    "amax", "scale_min", "scale_max", "saturated", "flushed", "subnormal", "nan", "inf", "sqnr",
-    "staleness",
-)  # fmt: skip
-
-
-@runtime_checkable
-class ScalarWriter(Protocol):
-    """A ``SummaryWriter``, as far as ``to_tensorboard`` calls it."""
-
-    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
+__all__ = ["table", "to_pandas"]
 
 
 def table(log: Log, step: int | None = None) -> Any:
@@ -91,18 +79,3 @@ def to_pandas(log: Log) -> Any:
     rows = [{**asdict(record), "loss": losses.get(record.step)} for record in log.records]
     names = [*Record.__dataclass_fields__, "loss"]
     return pandas.DataFrame(rows, columns=names)
-
-
-def to_tensorboard(log: Log, writer: ScalarWriter) -> None:
-    """Write scalars ``<layer>/<operand>/<quantity>`` and ``<layer>/gemms/<kind>``, and ``loss``."""
-    for record in log.records:
-        for name in _SCALARS:
-            value = getattr(record, name)
-            if value is not None:
-                writer.add_scalar(f"{record.layer}/{record.operand}/{name}", value, record.step)
-    for step in log.steps:
-        if step.loss is not None:
-            writer.add_scalar("loss", step.loss, step.step)
-        for layer, counts in step.gemms.items():
-            for kind, count in counts.items():
-                writer.add_scalar(f"{layer}/gemms/{kind}", count, step.step)

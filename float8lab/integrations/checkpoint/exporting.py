@@ -139,9 +139,9 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     check_choice("format", format, FORMATS)
     check_recipe("recipe", recipe)
     exclude = check_names("exclude", exclude)
-    for names_or_lists in (share_scales, *share_scales):
-        check_instance("share_scales", names_or_lists, (list, tuple), "a list of lists of names")
+    check_instance("share_scales", share_scales, (list, tuple), "a list of lists of names")
     for group in share_scales:
+        check_instance("share_scales", group, (list, tuple), "a list of lists of names")
         check_names("share_scales", group)
     check_size("max_shard_size", max_shard_size, minimum=1)
     check_flags(overwrite=overwrite, unseen=unseen)
