@@ -53,8 +53,8 @@ LOCAL_IMPORTS = {
     "float8lab/commands/terminal.py": "rich is optional, and loaded by the first terminal",
     "float8lab/nn/attention/backends.py": "FlexAttention loads sympy, on the first call of it",
     "float8lab/checkpoints/safetensors.py": "safetensors is optional",
+    "float8lab/inspect/html.py": "plotly is optional, and loaded by the first page",
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
-    "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",
     "float8lab/inspect/watch/views.py": "pandas is optional, and loaded by its view",
 }

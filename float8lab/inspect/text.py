@@ -101,7 +101,7 @@ def summary(x: Tensor) -> str:
     """
     statistics = stats(x, local=True)
     drawn = bars(statistics.histogram("exponent"))
-    return "\n\n".join(filter(None, (str(statistics), drawn)))
+    return "\n".join(aligned(statistics.rows(), left=2)) + (f"\n\n{drawn}" if drawn else "")
 
 
 @Float8Tensor._add_view
@@ -165,7 +165,8 @@ def _trimmed(histogram: Histogram) -> list[tuple[str, int]]:
     used = [i for i, (_, count) in enumerate(rows) if count]
     if histogram.by == "code":
         return [row for row in rows if row[1]]
-    return rows[used[0] : used[-1] + 1] if used else []
+    zeros = [("0", histogram.zero)] if histogram.zero else []
+    return zeros + (rows[used[0] : used[-1] + 1] if used else [])
 
 
 def bytes_text(size: int) -> str:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor, shown
 from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Spec, largest
+from float8lab.tables import aligned
 from float8lab.tensor.blocks import by_block, expand_scale
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
@@ -61,7 +62,7 @@ KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
 """The kinds of elements that are counted; an element may be of none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """How far a tensor is from its original. Floats and counts of all elements together."""
 
@@ -107,6 +108,8 @@ class Comparison:
             f"{100 * self.clipped:.3g}% clipped, {100 * self.flushed:.3g}% flushed to zero"
         )
 
+    __repr__ = __str__
+
 
 _Share = TypeVar("_Share", float, Tensor)
 
@@ -144,7 +147,7 @@ class _Shares(Generic[_Share]):
         return self.share("inf")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TensorStats(_Shares[float]):
     """Statistics of a whole tensor, as Python numbers; shares are between 0 and 1."""
 
@@ -218,7 +221,8 @@ class TensorStats(_Shares[float]):
         for n, e in zip(self.codes, exponents, strict=True):
             if e is not None:
                 counts[e] += n
-        return Histogram(by, torch.tensor(list(counts)), torch.tensor(list(counts.values())))
+        values, counted = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
+        return Histogram(by, values, counted, self.count("zero"))
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values as text, for tables."""
@@ -246,12 +250,12 @@ class TensorStats(_Shares[float]):
         return rows
 
     def __str__(self) -> str:
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return "\n".join([*aligned(self.rows(), left=2), "", str(self.histogram("exponent"))])
+
+    __repr__ = __str__
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockStats(_Shares[Tensor]):
     """Statistics of each block: tensors of the shape of the scales, on the tensor's device."""
 
@@ -267,6 +271,9 @@ class BlockStats(_Shares[Tensor]):
     exponent_max: Tensor
     sqnr: Tensor | None = None
     """float64, dB; None without an original."""
+
+    def __repr__(self) -> str:
+        return f"<BlockStats of {tuple(self.scale.shape)} blocks, {self.spec.describe()}>"
 
     def share(self, kind: str) -> Tensor:
         """float64: ``counts[kind]`` as a share of the block's elements, 0 if it has none."""
@@ -293,7 +300,7 @@ class BlockStats(_Shares[Tensor]):
         return None if self.sqnr is None else _bits(self.sqnr)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Histogram:
     """Counts of each code or exponent. CPU tensors."""
 
@@ -303,6 +310,25 @@ class Histogram:
     """The value of each code (times no scale; float32), or the exponents (int64), ascending."""
     counts: Tensor
     """int64, as many as ``values``."""
+    zero: int = 0
+    """How many elements are 0 or -0, where these have no exponent."""
+
+    def __str__(self) -> str:
+        """A small picture: zeros and a bar for each exponent, or a bar for 1/32 of all bytes."""
+        bins, first = self.counts.tolist(), "0   2^" if self.by == "exponent" else ""
+        values = self.values
+        if self.by == "code":
+            values, order = self.values[self.values.isfinite()].sort(stable=True)
+            sums = self.counts[self.values.isfinite()][order].tensor_split(32)
+            bins = [int(part.sum()) for part in sums]
+        else:
+            bins = [self.zero, 0, *bins]
+        most = max(*bins, 1)
+        lines = ["".join(" #"[4 * n > level * most] * 2 for n in bins) for level in (3, 2, 1, 0)]
+        low, top = f"{first}{values[0]:g}", f"{first[4:]}{values[-1]:g}"
+        return "\n".join([*map(str.rstrip, lines), low + top.rjust(2 * len(bins) - len(low))])
+
+    __repr__ = __str__
 
 
 @overload

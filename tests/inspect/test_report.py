@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.browser import sample
 from float8lab.inspect import report
+from float8lab.inspect.html import _unwrapped
 from float8lab.inspect.report import data as embedding
-from float8lab.inspect.report.page import _unwrapped
 from float8lab.inspect.watch.records import Log, Record, Step
 
 SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.S)
@@ -236,7 +236,7 @@ def test_without_plotly_the_error_names_the_extra(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    message = 'report must have plotly; it is not installed. pip install "float8lab[report]".'
+    message = 'a page must have plotly; it is not installed. pip install "float8lab[report]".'
     with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):
         report(Log(), tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()

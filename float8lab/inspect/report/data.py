@@ -9,7 +9,6 @@ of them by itself.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import zlib
@@ -54,10 +53,6 @@ class Data:
     """All that is small; valid JSON."""
     columns: dict[str, str]
     """Columns by name: float32, little-endian, compressed by zlib, in base64."""
-
-    def json(self) -> str:
-        """``meta`` for a script element: no ``<``, which could end it."""
-        return json.dumps(self.meta, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def embed(log: Log) -> Data:

@@ -1,16 +1,11 @@
-"use strict";
 // Reads the embedded data (data.py says how it is laid out) and draws. A state, and one function
 // for each part of the page that draws it from the state.
-(() => {
-const $ = (id) => document.getElementById(id);
-const data = JSON.parse($("data").textContent);
 const { layers, operands, cells, histograms, summary } = data;
 const count = cells.first.length;
 const centers = cells.first.map((first, i) => (first + cells.last[i]) / 2);
 const names = {
   x: "x, input", w: "w, weight", dy: "dy, gradient", q: "q, queries", k: "k, keys", v: "v, values",
 };
-const DASH = "\u2013", MINUS = "\u2212";
 const SHOWN = 10;      // rows of the table before "show all"
 const FLOOR = -6;      // log10 of the smallest share that has a color of its own
 
@@ -41,28 +36,6 @@ async function decode(text) {
 
 const fields = (operand, list) => Promise.all(list.map((field) => column(`${operand}-${field}`)));
 
-// --- numbers as text ----------------------------------------------------------------------------
-
-const plain = (v, digits = 3) =>
-  Number.isFinite(v) ? String(Number(v.toPrecision(digits))).replace("-", MINUS)
-    : v === Infinity ? "inf" : v === -Infinity ? MINUS + "inf" : DASH;
-const whole = (v) => (Number.isFinite(v) ? Math.round(v).toLocaleString("en") : DASH);
-const decibels = (v) => (Number.isFinite(v) ? v.toFixed(1).replace("-", MINUS) + " dB" : "none");
-const signed = (v) =>
-  Number.isFinite(v) ? (v < 0 ? MINUS : "+") + Math.abs(v).toFixed(2) : plain(v);
-function percent(v) {
-  if (!Number.isFinite(v)) return DASH;
-  if (v === 0) return "0 %";
-  return v < 1e-4 ? plain(1e6 * v, 2) + " ppm" : plain(100 * v, 3) + " %";
-}
-/** Plotly reads tags in its texts. */
-const escaped = (text) =>
-  text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-/** The middle left out. */
-function shortened(text, most) {
-  const head = Math.ceil((most - 1) / 2);
-  return text.length <= most ? text : text.slice(0, head) + "\u2026" + text.slice(head + 1 - most);
-}
 const steps = (cell) =>
   cells.first[cell] === cells.last[cell] ? `step ${cells.first[cell]}`
     : `steps ${cells.first[cell]} to ${cells.last[cell]}`;
@@ -117,59 +90,7 @@ async function quantity(metric, operand) {
   return { values, from };
 }
 
-// --- looks --------------------------------------------------------------------------------------
-
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-const RAMPS = {
-  light: {
-    heat: ["#fdf6ec", "#fde0b8", "#fbbd7c", "#f48f51", "#df5a35", "#b32b28", "#6f0f22"],
-    calm: ["#eef3fb", "#c9dcf2", "#93bbe3", "#5a93cc", "#3069ad", "#1c4585", "#122a57"],
-    around: ["#1c4585", "#5a93cc", "#c9dcf2", "#f4f4f2", "#fbc9a0", "#df5a35", "#8a1a24"],
-  },
-  dark: {
-    heat: ["#202634", "#43284a", "#74304f", "#aa3d47", "#d9622f", "#f59b32", "#ffe08a"],
-    calm: ["#1d2636", "#20385c", "#265289", "#3271b5", "#4f95d3", "#86bdea", "#d3eaff"],
-    around: ["#86bdea", "#3271b5", "#20385c", "#232a36", "#6b3340", "#d9622f", "#ffd07a"],
-  },
-};
-function ramp(name, reversed) {
-  const colors = [...RAMPS[dark.matches ? "dark" : "light"][name]];
-  if (reversed) colors.reverse();
-  return colors.map((color, i) => [i / (colors.length - 1), color]);
-}
 const narrow = () => $("map").clientWidth < 700;
-// Margins are given and labels may overflow: measuring them took plotly half of its time.
-const axis = (more) => ({
-  gridcolor: css("line"), zeroline: false, linecolor: css("line"), automargin: false, ticklabeloverflow: "allow",
-  ...more, title: { text: "", standoff: 8, ...more?.title },
-});
-function layout(more) {
-  return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", height: 240,
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("text") },
-    margin: { l: 58, r: 14, t: 24, b: 42 }, showlegend: false, hovermode: "x unified",
-    hoverlabel: { bgcolor: css("panel"), bordercolor: css("line"), font: { color: css("text") } },
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
-    xaxis: axis({ title: { text: "step" } }), yaxis: axis(), ...more,
-  };
-}
-const CONFIG = { displayModeBar: false, responsive: true };
-const draw = (id, traces, more) => Plotly.react($(id), traces, layout(more), CONFIG);
-function element(tag, text, more = {}) {
-  const made = Object.assign(document.createElement(tag), more);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-/** In place of a chart. */
-function empty(id, why) {
-  const text = escaped(why).replace(": ", ":<br>");
-  const hidden = { visible: false, fixedrange: true };
-  return draw(id, [], {
-    height: 120, margin: { l: 0, r: 0, t: 0, b: 0 }, xaxis: { ...hidden }, yaxis: { ...hidden }, shapes: [],
-    annotations: [{ text, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { color: css("muted") } }],
-  });
-}
 /** Tells that the page is drawing, until what is given is done. */
 let drawing = 0;
 async function busy(done) {
@@ -195,16 +116,7 @@ const matching = () => {
     .filter((i) => wanted.every((part) => layers[i].toLowerCase().includes(part)));
 };
 
-/** How many characters of all names are the same whole components, such as "model.layers." */
-const common = (() => {
-  const [first = "", ...others] = layers;
-  let length = 0;
-  for (let i = first.indexOf(".") + 1; i > 0; i = first.indexOf(".", i) + 1) {
-    if (others.length && others.every((name) => name.startsWith(first.slice(0, i)))) length = i;
-    else break;
-  }
-  return length;
-})();
+const common = commonStart(layers);
 const label = (row) => shortened(layers[shown[row]].slice(common), narrow() ? 16 : 34);
 
 function labels(low, high, height) {
@@ -650,17 +562,10 @@ function start() {
   addEventListener("resize", () => { if (narrow() !== wide) { wide = narrow(); busy(drawMap()); } });
 }
 
-/** What was drawn is on the screen, and the page has answered what was clicked meanwhile. */
-const onScreen = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-
 async function drawAll() {
   drawCards();
   drawTable();
-  if (typeof Plotly === "undefined") {
-    await onScreen();  // before plotly is read, which takes a second
-    document.body.dataset.table ??= performance.now();
-    document.head.append(element("script", $("plotly").textContent));
-  }
+  await readPlotly();
   await drawMap();
   await onScreen();
   document.body.dataset.ready ??= performance.now();  // ms since the page was asked for
@@ -680,4 +585,3 @@ if (typeof DecompressionStream === "undefined") {
   start();
   busy(drawAll());
 }
-})();

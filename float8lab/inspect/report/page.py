@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from html import escape
 from pathlib import Path
 
-from float8lab.arguments import check_instance, check_path, needs
+from float8lab.arguments import check_instance, check_path
 from float8lab.checkpoints.replacing import write_text
 from float8lab.inspect.html import filled, page_of
 from float8lab.inspect.report.data import embed
@@ -39,9 +38,6 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     check_instance("log", log, Log, "the log of a watch")
     check_path("path", path)
     check_instance("title", title, str, "a string")
-    with needs("report", "plotly", '"float8lab[report]"'):
-        from plotly.offline import get_plotlyjs
-
     data = embed(log)
     replacements = {
         "title": escape(title),
@@ -52,42 +48,10 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
             for name, value in log.about.items()
         ),
         "conversion": escape(log.conversion or "not recorded"),
-        "plotly": _inline(_unwrapped(get_plotlyjs())),
-        "data": data.json(),
-        "columns": "\n".join(
-            f'<script type="text/plain" id="column-{escape(name)}">{text}</script>'
-            for name, text in data.columns.items()
-        ),
-        "js": filled("report/page.js", {}),
     }
-    head = '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-    css = filled("report/page.css", {})
-    html = page_of(title, filled("report/body.html", replacements), css=css, head=head)
+    body = filled("report/body.html", replacements)
+    html = page_of(title, body, "report/page.js", data.meta, data.columns)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, html)
     return path
-
-
-def _unwrapped(plotly: str) -> str:
-    """plotly.js without the function that makes it a module of either kind, its license kept."""
-    # Chromium reads a function that is passed on twice, once to skip it: 0.5 s for all of plotly. A
-    # script that is built in another way stays as it is.
-    start, end = plotly.find('"use strict";var Plotly='), plotly.rfind("\nreturn Plotly;\n}));")
-    opening = plotly[: max(start, 0)]
-    if end < 0 or not opening.rstrip().endswith("() => {"):
-        return plotly
-    license, _, wrapper = opening.partition("*/")
-    if "function(root, factory)" not in wrapper:
-        return plotly
-    return f"{license}*/\n{plotly[start:end]}\n"
-
-
-def _inline(script: str) -> str:
-    """A script that can stand in HTML and is all ASCII: Chromium starts such a plotly 0.5 s sooner.
-
-    Characters that are not ASCII, or would end the script element, are all in string literals, and
-    are escaped there.
-    """
-    script = script.replace("</script", "<\\/script")
-    return re.sub(r"[\u0080-\uffff]", lambda match: f"\\u{ord(match[0]):04x}", script)
