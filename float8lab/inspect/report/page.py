@@ -7,15 +7,23 @@ from pathlib import Path
 
 from float8lab.arguments import check_instance, check_path
 from float8lab.checkpoints.replacing import write_text
-from float8lab.inspect.html import filled, page_of
-from float8lab.inspect.report.data import embed
+from float8lab.inspect.html import filled, page_of, sections
+from float8lab.inspect.report.data import embed, losses
 from float8lab.inspect.watch.findings import diagnose
 from float8lab.inspect.watch.records import Log
+from float8lab.inspect.watch.runs import compare
 
 __all__ = ["report"]
 
 
-def report(log: Log, path: str | Path, *, title: str = "FP8 training report") -> Path:
+def report(
+    log: Log,
+    path: str | Path,
+    *,
+    title: str = "FP8 training report",
+    baseline: Log | None = None,
+    names: tuple[str, str] | None = None,
+) -> Path:
     """Write the log of a training run as one HTML file.
 
     The page begins with the verdict of ``diagnose``. It shows heat maps of underflow, saturation,
@@ -28,6 +36,9 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
         log: a log by ``float8lab.inspect.watch``. An empty one gives a page that says so.
         path: the file to write; its folders are made, a file there is replaced by a whole one.
         title: title of the page.
+        baseline: the log of another run, as one in bfloat16: the page shows both losses, and
+            ``compare(baseline, log)``.
+        names: of the baseline and of this run; None for their recipes.
 
     Returns:
         ``path``.
@@ -38,7 +49,17 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     check_instance("log", log, Log, "the log of a watch")
     check_path("path", path)
     check_instance("title", title, str, "a string")
-    data = embed(log)
+    check_instance("baseline", baseline, Log, "the log of a watch", optional=True)
+    check_instance("names", names, tuple, "the names of both runs", optional=True)
+    data, comparison = embed(log), ""
+    if baseline is not None:
+        runs = compare(baseline, log, names=names)
+        named = dict(zip(("name", "log"), runs.names, strict=True))
+        data.meta["baseline"] = {**named, "loss": losses(baseline)}
+        facts = escape(runs.summary()).replace("\n", "<br>")
+        comparison = (
+            f"<section><h2>Two runs</h2>{facts}</section>{sections(runs.tables(None)[-1:])}"
+        )
     replacements = {
         "title": escape(title),
         "recipe": escape(log.recipe or "not recorded"),
@@ -47,6 +68,7 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
             f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
             for name, value in log.about.items()
         ),
+        "comparison": comparison,
         "conversion": escape(log.conversion or "not recorded"),
     }
     body = filled("report/body.html", replacements)
