@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 import float8lab
 from float8lab import recipes
 from float8lab.inspect import watch
+from float8lab.inspect.watch import measure
 from float8lab.inspect.watch.records import Log, Record, Step
 from float8lab.recipes.region import PROCESS
 from tests.nn.models import DELAYED
@@ -854,6 +855,27 @@ def test_to_pandas(log):
     x = frame[(frame.layer == "2") & (frame.operand == "dy") & (frame.step == 1)].iloc[0]
     assert x.amax == by_operand(log, 1)["2", "dy"].amax
     assert x.loss == log.log.steps[1].loss
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_bytes_alike_with_and_without_deterministic_algorithms():
+    data = torch.randint(256, (999, 1001), dtype=torch.uint8, device="cuda")
+    counts = [measure._count_bytes(data)]
+    torch.use_deterministic_algorithms(False)
+    try:
+        counts.append(measure._count_bytes(data))
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    expected = torch.bincount(data.flatten(), minlength=256).tolist()
+    assert [counted.tolist() for counted in counts] == [expected, expected]
+
+
+def test_a_cast_is_measured_in_few_passes():
+    """On a GPU each op is a launch, and a watched step of many small layers is all launches."""
+    t = float8lab.quantize(torch.randn(64, 128), block=(1, 128))
+    with torch.no_grad(), Ops() as ops:
+        measure.measure_cast(torch.randn(64, 128), t.qdata, t.scale, t.spec, delayed=False)
+    assert len(ops.seen) <= 40
 
 
 @pytest.mark.parametrize(("view", "library"), [("table", "rich"), ("to_pandas", "pandas")])

@@ -55,6 +55,7 @@ from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
 from float8lab.ops import Prologue
 from float8lab.ops.gemm import may_multiply
 from float8lab.ops.operand import Operand
+from float8lab.recipes import Recipe
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
@@ -164,7 +165,7 @@ class watch:
             layers=self._listed(),
         )
         self.alerts: list[Finding] = []
-        self._recipes: dict[str, None] = {}
+        self._recipes: dict[Recipe, None] = {}
         self._seen: dict[tuple[Precision, int, torch.dtype, bool], Measurement] = {}
         self._gemms: dict[str, dict[str, int]] = {}
         self._losses: list[tuple[int, Tensor]] = []
@@ -314,7 +315,7 @@ class watch:
             measurement = self._measure(x, operand, spec, call)
             if measurement is None:
                 return
-            self._recipes[repr(call.recipe)] = None
+            self._recipes[call.recipe] = None
             key = (owner, index, spec.fp8_dtype, measurement.stored)
             if key in self._seen:
                 self._seen[key].add(measurement)
@@ -390,7 +391,7 @@ class watch:
         if keys or gemms or loss is not None:
             in_order = {name: gemms[name] for name in self._names.values() if name in gemms}
             self.log.steps.append(Step(self._step, _number(loss), in_order))
-        self.log.recipe = "; ".join(self._recipes)
+        self.log.recipe = "; ".join(map(repr, self._recipes))
         self._recorded.update(key[0] for key in keys)
         self.log.layers = self._listed()
         self._write()
