@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from float8lab.arguments import printable
-from float8lab.inspect.text import Grid, rich_table
+from float8lab.inspect.text import FOLDED, Grid
 
 __all__ = ["add_output_options", "count", "fail", "present", "program_name", "progress_bar", "show"]
-
-_FOLDED = {"tensor": 30, "why": 24, "A -> B": 16, "format": 10, "dtype": 10}
-"""Columns whose cells may be folded, with the least width in characters that is left to each."""
 
 
 def program_name() -> str:
@@ -37,18 +34,8 @@ def show(summary: str, grids: Sequence[Grid]) -> None:
     console.print(rich.text.Text(summary))
     for grid in grids:
         columns = _fitting(grid, console.width)
-        table = rich_table(
-            [cells[: len(columns)] for cells in grid.rows],
-            {name: {"no_wrap": name not in _FOLDED} for name in columns},
-            styles=["red" if alarming else "" for alarming in grid.alarming],
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
         console.print()
-        console.print(rich.text.Text(grid.title, style="bold"))
-        console.print(table, end="")
-        if grid.note:
-            console.print(grid.note)
+        console.print(grid._replace(columns=columns, rows=[r[: len(columns)] for r in grid.rows]))
         if len(columns) < len(grid.columns):
             left = ", ".join(grid.columns[len(columns) :])
             console.print(f"(in a wider terminal also {left})", style="dim")
@@ -58,8 +45,7 @@ def _fitting(grid: Grid, width: int) -> Sequence[str]:
     """The first columns, as many as fit beside each other: rich would cut all of them short."""
     taken = 0
     for i, name in enumerate(grid.columns):
-        natural = max(len(name), *(len(row[i]) for row in grid.rows))
-        taken += min(natural, _FOLDED.get(name, natural)) + 2
+        taken += min(max(len(name), *(len(row[i]) for row in grid.rows)), FOLDED) + 2
         if taken > width and i > 1:
             return grid.columns[:i]
     return grid.columns

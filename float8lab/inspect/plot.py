@@ -77,7 +77,7 @@ def heat_cells(x: Tensor, most: int = 256) -> tuple[str, Tensor]:
     title = f"log2 of the scales, {tuple(values.shape)}"
     if values.numel() == 1:
         data = stored(x).qdata.detach()
-        values = data.reshape(-1, data.shape[-1] if data.ndim else 1)
+        values = data.flatten(0, -2) if data.ndim > 1 else data.reshape(1, -1)
         title = f"log2 of the FP8 data, {tuple(data.shape)}"
     for dim in (0, 1) if values.numel() else ():
         parts = values.tensor_split(min(values.shape[dim], most), dim)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from float8lab.arguments import check_instance, check_size, needs, printable
+from float8lab.arguments import check_instance, check_size, printable
 from float8lab.tables import aligned, html_table
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["Grid", "Printed", "bars", "bytes_text", "rich_table", "summary", "table"]
+__all__ = ["FOLDED", "Grid", "Printed", "bars", "bytes_text", "summary", "table"]
+
+
+FOLDED = 24
+"""Characters of a column beyond which rich may fold it."""
 
 
 class Grid(NamedTuple):
@@ -25,10 +29,10 @@ class Grid(NamedTuple):
     rows: Sequence[Sequence[str]]
     alarming: Sequence[bool] = ()
     """Whether each row is shown in red; empty if none is."""
-    left: int | None = None
-    """How many columns are aligned to the left, the others to the right; None is all."""
     note: str = ""
     """A line below the table."""
+    left: int | None = None
+    """How many columns are aligned to the left, the others to the right; None is all."""
 
     def first(self, limit: int | None) -> Grid:
         """Return the first rows, printable, with a note of how many are left out.
@@ -45,8 +49,31 @@ class Grid(NamedTuple):
 
     def __str__(self) -> str:
         columns = len(self.columns) if self.left is None else self.left
-        lines = aligned([self.columns, *self.rows], left=columns)
+        heads = [self.columns] if any(self.columns) else []
+        lines = aligned([*heads, *self.rows], left=columns)
         return "\n".join([self.title, *(f"  {line}" for line in lines), *filter(None, [self.note])])
+
+    def __rich__(self) -> object:
+        """The same for rich, which folds long cells where the terminal is narrow."""
+        from rich.box import SIMPLE, SIMPLE_HEAD
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        has_heads = any(self.columns)
+        table = Table(
+            show_header=has_heads, box=SIMPLE_HEAD if has_heads else SIMPLE, pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        for i, name in enumerate(self.columns):
+            longest = max((len(row[i]) for row in self.rows), default=0)
+            justify = "left" if self.left is None or i < self.left else "right"
+            table.add_column(name, overflow="fold", no_wrap=longest <= FOLDED, justify=justify)
+        for i, cells in enumerate(self.rows):
+            is_red = self.alarming and self.alarming[i]
+            table.add_row(*map(Text, cells), style="red" if is_red else None)
+        note = [Text(self.note)] if self.note else []
+        return Group(Text(self.title, style="bold"), table, *note)
 
     def html(self) -> str:
         """The same as HTML."""
@@ -105,56 +132,14 @@ def summary(x: Tensor) -> str:
 
 
 @Float8Tensor._add_view
-def table(x: Tensor) -> Any:
-    """A table of statistics and the histogram of exponents, for rich to print. Needs rich.
+def table(x: Tensor) -> Grid:
+    """A table of statistics, and the histogram of exponents; ``rich.print`` shows it in color.
 
     For a DTensor, they are of this rank's shard.
-
-    Raises:
-        ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
     """
     statistics = stats(x, local=True)
-    rows = [(n, (text, "bold red" if n in ("nan", "inf") else "")) for n, text in statistics.rows()]
-    result = rich_table(rows, title="Float8Tensor", otherwise="print summary(x)")
-    drawn = bars(statistics.histogram("exponent"))
-    if not drawn:
-        return result
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(result, Text(drawn, style="cyan"))
-
-
-def rich_table(
-    rows: Iterable[Sequence[str | tuple[str, str]]],
-    columns: Mapping[str, Mapping[str, Any]] | None = None,
-    *,
-    styles: Sequence[str] = (),
-    otherwise: str = "",
-    **options: Any,
-) -> Any:
-    """A table for rich to print.
-
-    Args:
-        rows: of cells, each a text, or a text and its style.
-        columns: how each column is shown, by its heading; None for a table without headings.
-        styles: of each row; empty for none.
-        otherwise: a way that works without rich.
-        options: of rich's Table.
-    """
-    with needs("table", "rich", '"float8lab[inspect]"', otherwise):
-        from rich.box import SIMPLE, SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
-    box = SIMPLE_HEAD if columns else SIMPLE
-    result = Table(show_header=bool(columns), box=box, title_justify="left", **options)
-    for name, column_options in (columns or {}).items():
-        result.add_column(name, overflow="fold", **column_options)
-    for i, cells in enumerate(rows):
-        drawn = (Text(*((cell,) if isinstance(cell, str) else cell)) for cell in cells)
-        result.add_row(*drawn, style=styles[i] if styles else None)
-    return result
+    rows, drawn = statistics.rows(), bars(statistics.histogram("exponent"))
+    return Grid("Float8Tensor", ("", ""), rows, [name in ("nan", "inf") for name, _ in rows], drawn)
 
 
 def _trimmed(histogram: Histogram) -> list[tuple[str, int]]:

@@ -242,10 +242,8 @@ class LightningStats(StatsCallback):
 
         self.begin(pl_module, trainer.global_step, [send] if trainer.is_global_zero else None)
 
-    def on_train_end(self, trainer: object, pl_module: nn.Module) -> None:
+    def on_train_end(self, *args: object) -> None:
         """End the watch."""
         self.end()
 
-    def on_exception(self, trainer: object, pl_module: nn.Module, exception: object) -> None:
-        """End the watch."""
-        self.end()
+    on_exception = on_train_end

@@ -42,10 +42,7 @@ class StatsCallback:
         self.watch: watch | None = None
 
     def begin(
-        self,
-        model: nn.Module,
-        start: int,
-        destinations: Sequence[Destination] | None,
+        self, model: nn.Module, start: int, destinations: Sequence[Destination] | None
     ) -> None:
         """Watch from step ``start`` on, and track to ``to`` or else to these; None: not at all."""
         self.end()  # of a training that was interrupted

@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from float8lab.arguments import needs
-from float8lab.inspect.watch.tracking import Destination
 from float8lab.integrations.stats import StatsCallback
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.other_linear import OtherLinear
@@ -25,7 +24,7 @@ from float8lab.recipes import Auto, Recipe
 with needs("float8lab.integrations.transformers", "Transformers", '"float8lab[transformers]"'):
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainerState, TrainingArguments
     from transformers.pytorch_utils import Conv1D
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -88,21 +87,13 @@ class Float8Callback(TrainerCallback):
         self._run = ""
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
     ) -> None:
         """Convert the model."""
         self._convert(_model(kwargs), state)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
     ) -> None:
         """Convert a model that is new; take over the state of delayed scaling of a checkpoint."""
         model = _model(kwargs)
@@ -117,11 +108,7 @@ class Float8Callback(TrainerCallback):
         state.stateful_callbacks[_KEY] = {"run": self._run}
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
     ) -> None:
         """Write the state of delayed scaling; a collective, as ``ScalingState`` is."""
         scaling = ScalingState(_model(kwargs)).state_dict()
@@ -168,40 +155,16 @@ class Float8StatsCallback(StatsCallback, TrainerCallback):
     """
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
     ) -> None:
         """Begin to watch."""
-        places: dict[str, Destination] = {
-            "tensorboard": Path(args.output_dir) / "runs" / "float8",
-            "wandb": "wandb",
-            "mlflow": "mlflow",
-        }
-        places = {name: place for name, place in places.items() if name in args.report_to}
+        runs = Path(args.output_dir) / "runs" / "float8"
+        places = {"tensorboard": runs, "wandb": "wandb", "mlflow": "mlflow"}
+        chosen = [place for name, place in places.items() if name in args.report_to]
         first = state.is_world_process_zero
-        self.begin(_model(kwargs), state.global_step, [*places.values()] if first else None)
+        self.begin(_model(kwargs), state.global_step, chosen if first else None)
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
-    ) -> None:
-        """End the watched step."""
-        if self.watch is not None:
-            self.watch.step()
-
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
-    ) -> None:
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
         """End the watch."""
         self.end()
 

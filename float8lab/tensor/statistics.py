@@ -101,14 +101,19 @@ class Comparison:
         """
         return _bits(self.sqnr)
 
-    def __str__(self) -> str:
-        return (
-            f"SQNR {self.sqnr:.4g} dB, {self.effective_bits:.3g} effective bits, "
-            f"max error {self.max_error:.4g}, mean error {self.mean_error:.3g}, "
-            f"{100 * self.clipped:.3g}% clipped, {100 * self.flushed:.3g}% flushed to zero"
-        )
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values as text, for tables."""
+        return [
+            ("clipped", f"{100 * self.clipped:.3g}% ({self.clipped_count})"),
+            ("flushed to zero", f"{100 * self.flushed:.3g}% ({self.flushed_count})"),
+            ("SQNR", f"{self.sqnr:.4g} dB"),
+            ("effective bits", f"{self.effective_bits:.3g}"),
+            ("max error", f"{self.max_error:.4g}"),
+            ("mean error", f"{self.mean_error:.3g}"),
+        ]
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return ", ".join(map(" ".join, self.rows()))
 
 
 _Share = TypeVar("_Share", float, Tensor)
@@ -237,22 +242,10 @@ class TensorStats(_Shares[float]):
         rows += [(k, f"{100 * self.share(k):.3g}% ({self.count(k)})") for k in names]
         used = self.exponents
         rows.append(("exponents", "none" if used is None else f"{used[0]}..{used[1]}"))
-        if self.comparison is not None:
-            c = self.comparison
-            rows += [
-                ("clipped", f"{100 * c.clipped:.3g}% ({c.clipped_count})"),
-                ("flushed to zero", f"{100 * c.flushed:.3g}% ({c.flushed_count})"),
-                ("SQNR", f"{c.sqnr:.4g} dB"),
-                ("effective bits", f"{c.effective_bits:.3g}"),
-                ("max error", f"{c.max_error:.4g}"),
-                ("mean error", f"{c.mean_error:.3g}"),
-            ]
-        return rows
+        return rows + ([] if self.comparison is None else self.comparison.rows())
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join([*aligned(self.rows(), left=2), "", str(self.histogram("exponent"))])
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -313,22 +306,18 @@ class Histogram:
     zero: int = 0
     """How many elements are 0 or -0, where these have no exponent."""
 
-    def __str__(self) -> str:
-        """A small picture: zeros and a bar for each exponent, or a bar for 1/32 of all bytes."""
-        bins, first = self.counts.tolist(), "0   2^" if self.by == "exponent" else ""
-        values = self.values
-        if self.by == "code":
-            values, order = self.values[self.values.isfinite()].sort(stable=True)
-            sums = self.counts[self.values.isfinite()][order].tensor_split(32)
-            bins = [int(part.sum()) for part in sums]
+    def __repr__(self) -> str:
+        """A small picture: zeros and a bar for each exponent, or a bar for 1/32 of all values."""
+        if self.by == "exponent":
+            bins, low, top = [self.zero, 0, *self.counts.tolist()], "0   2^", "2^"
         else:
-            bins = [self.zero, 0, *bins]
-        most = max(*bins, 1)
+            low = top = ""
+            ordered = self.counts[self.values.argsort(stable=True)]  # NaNs are last
+            bins = [int(part.sum()) for part in ordered.tensor_split(32)]
+        most, values = max(*bins, 1), self.values[self.values.isfinite()]
         lines = ["".join(" #"[4 * n > level * most] * 2 for n in bins) for level in (3, 2, 1, 0)]
-        low, top = f"{first}{values[0]:g}", f"{first[4:]}{values[-1]:g}"
+        low, top = f"{low}{values.min():g}", f"{top}{values.max():g}"
         return "\n".join([*map(str.rstrip, lines), low + top.rjust(2 * len(bins) - len(low))])
-
-    __repr__ = __str__
 
 
 @overload

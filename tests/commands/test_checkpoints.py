@@ -53,8 +53,8 @@ def test_inspect(path, capsys):
         capsys.readouterr().out,
         """\
 a.pt: torch.save
-3 tensors, 64 KiB
-2 in FP8, 64 KiB, as by float8lab
+3 tensors, 65.6 kB
+2 in FP8, 65.6 kB, as by float8lab
 1 suspicious
 
 Suspicious

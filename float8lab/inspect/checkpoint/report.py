@@ -16,7 +16,7 @@ from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError
 from float8lab.inspect.checkpoint.measure import Measured, measure
-from float8lab.inspect.text import Grid, Printed
+from float8lab.inspect.text import Grid, Printed, bytes_text
 from float8lab.tensor.statistics import KINDS
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "counted",
     "finite",
     "selected",
-    "size",
     "stepping",
 ]
 
@@ -127,7 +126,7 @@ class CheckpointReport(Printed):
         }
         lines = [
             f"{self.path}: {self.container}",
-            f"{counted(len(self.rows), 'tensor')}, {size(self.nbytes)}"
+            f"{counted(len(self.rows), 'tensor')}, {bytes_text(self.nbytes)}"
             + (f"; {self.left_out} left out" if self.left_out else ""),
             *(_stored_in(kind, rows) for kind, rows in by_width.items() if rows or kind == "FP8"),
             f"{len(self.suspicious)} suspicious" if self.suspicious else "none suspicious",
@@ -271,18 +270,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def size(nbytes: int) -> str:
-    """Bytes for people.
-
-    >>> size(1536)
-    '1.5 KiB'
-    """
-    amount, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount, units = amount / 1024, units[1:]
-    return f"{amount:.3g} {units[0]}" if amount < 1000 else f"{amount:.0f} {units[0]}"
-
-
 def counted(count: int, noun: str) -> str:
     """``1 tensor``, ``2 tensors``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
@@ -290,7 +277,7 @@ def counted(count: int, noun: str) -> str:
 
 def _stored_in(kind: str, rows: Sequence[CheckpointRow]) -> str:
     conventions = " and ".join(dict.fromkeys(row.convention for row in rows if row.convention))
-    text = f"{len(rows)} in {kind}, {size(sum(row.nbytes for row in rows))}"
+    text = f"{len(rows)} in {kind}, {bytes_text(sum(row.nbytes for row in rows))}"
     return f"{text}, as by {conventions}" if conventions else text
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,38 +97,38 @@ class _Tracker:
     """Layer, operand and kind of the findings that were sent as text."""
 
     def __call__(self, records: Sequence[Record], steps: Sequence[Step]) -> None:
-        metrics: dict[int, dict[str, float]] = defaultdict(dict)
-        findings: dict[int, list[Finding]] = defaultdict(list)
-        for finding in findings_of(records, steps):
-            findings[finding.step].append(finding)
+        by_step: dict[int, tuple[list[Record], list[Finding]]] = {}
         for record in records:
-            metrics[record.step] |= _metrics(record)
-        for step in sorted({*metrics, *findings}):
-            numbers: dict[str, float] = {}
-            if step >= self.due and step in metrics:
-                numbers, self.due = metrics[step], step + self.every
-            for finding in findings[step]:
-                name = _name(finding.layer, finding.operand, "alerts")
-                numbers[name] = numbers.get(name, 0) + 1
-            if numbers:
-                self.send_metrics({**numbers, "float8/alerts": len(findings[step])}, step)
-            for finding in findings[step]:
+            by_step.setdefault(record.step, ([], []))[0].append(record)
+        for finding in findings_of(records, steps):
+            by_step.setdefault(finding.step, ([], []))[1].append(finding)
+        for step, (records_of_step, alerts) in sorted(by_step.items()):
+            metrics: dict[str, float] = {}
+            if step >= self.due and records_of_step:
+                metrics, self.due = _statistics(records_of_step), step + self.every
+            for finding in alerts:
+                name = _name(finding, "alerts")
+                metrics[name] = metrics.get(name, 0) + 1
+            if metrics:
+                self.send_metrics({**metrics, "float8/alerts": len(alerts)}, step)
+            for finding in alerts:
                 if (key := (finding.layer, finding.operand, finding.kind)) not in self.told:
                     self.told.add(key)
                     self.send_alert(str(finding), step)
 
 
-def _metrics(record: Record) -> dict[str, float]:
-    numbers = {name: getattr(record, attribute) for name, attribute in _SCALARS.items()}
-    return {
-        _name(record.layer, record.operand, name): value
-        for name, value in {**numbers, "alerts": 0}.items()
-        if value is not None and math.isfinite(value)
-    }
+def _statistics(records: Sequence[Record]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for record in records:
+        numbers = {name: getattr(record, attribute) for name, attribute in _SCALARS.items()}
+        for name, value in {**numbers, "alerts": 0}.items():
+            if value is not None and math.isfinite(value):
+                metrics[_name(record, name)] = value
+    return metrics
 
 
-def _name(layer: str, operand: str, quantity: str) -> str:
-    parts = layer.strip("()"), _OPERANDS.get(operand, operand), quantity
+def _name(of: Record | Finding, quantity: str) -> str:
+    parts = of.layer.strip("()"), _OPERANDS.get(of.operand, of.operand), quantity
     return "/".join(["float8", *(re.sub(r"[^\w.-]", "_", part) for part in parts)])
 
 

@@ -37,6 +37,7 @@ from float8lab.distributed.fsdp.weight import ShardedWeight
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
+from float8lab.inspect.text import Grid
 from float8lab.inspect.watch import views
 from float8lab.inspect.watch.findings import Finding, findings_of
 from float8lab.inspect.watch.measure import (
@@ -435,11 +436,10 @@ class watch:
 
     # Views.
 
-    def table(self, step: int | None = None) -> Any:
-        """A table of one step, by default the last watched one, for ``rich.print``.
+    def table(self, step: int | None = None) -> Grid:
+        """A table of one step, by default the last one watched; ``rich.print`` shows it in color.
 
         Raises:
-            ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
             ValueError: the step was not watched.
         """
         check_size("step", step, optional=True)
