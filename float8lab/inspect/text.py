@@ -47,7 +47,7 @@ class Grid(NamedTuple):
         note = f"... and {left} more" if left else ""
         return self._replace(columns=columns, rows=rows, note=note)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         columns = len(self.columns) if self.left is None else self.left
         heads = [self.columns] if any(self.columns) else []
         lines = aligned([*heads, *self.rows], left=columns)
@@ -75,8 +75,8 @@ class Grid(NamedTuple):
         note = [Text(self.note)] if self.note else []
         return Group(Text(self.title, style="bold"), table, *note)
 
-    def html(self) -> str:
-        """The same as HTML."""
+    def _repr_html_(self) -> str:
+        """The HTML that notebooks show."""
         table = html_table(self.columns, self.rows, self.alarming)
         return f"<h4>{escape(self.title)}</h4>{table}<p>{self.note}</p>"
 
@@ -100,7 +100,7 @@ class Printed:
 
     def _repr_html_(self) -> str:
         """The HTML that notebooks show."""
-        tables = "".join(grid.html() for grid in self.tables())
+        tables = "".join(grid._repr_html_() for grid in self.tables())
         return f"<pre>{escape(self.summary())}</pre>{tables}"
 
 
