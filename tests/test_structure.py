@@ -43,9 +43,7 @@ MOST_TABLES = 4
 MUTABLE = re.compile(r"Weak|^(dict|list|set)$|[dD]ict$|_State$|Table$|Counter|deque")
 
 # Files that may read environment variables, and which.
-ENVIRONMENT = {
-    "float8lab/__main__.py": "NO_COLOR (no-color.org): how text looks on a terminal, nothing else",
-}
+ENVIRONMENT: dict[str, str] = {}
 
 # Files that may import inside a function, and why.
 LOCAL_IMPORTS = {

@@ -19,6 +19,13 @@ from float8lab.inspect.text import FOLDED, Grid
 __all__ = ["add_output_options", "count", "fail", "present", "program_name", "progress_bar", "show"]
 
 
+_STATUS = (
+    r"(?<!\b0 )\b((?P<green>passed|native)|(?P<yellow>emulated|partly native|unsupported|missing)|"
+    r"(?P<red>failed|FAILED))\b(?!:)"
+)
+"""Words that rich shows in the color of their group; but not "0 failed"."""
+
+
 def program_name() -> str:
     """The program as it was called: the console command, or ``python -m float8lab``."""
     return "float8lab" if Path(sys.argv[0]).stem == "float8lab" else "python -m float8lab"
@@ -31,7 +38,9 @@ def show(summary: str, grids: Sequence[Grid]) -> None:
         print("\n\n".join([summary, *map(str, grids)]))
         return
     console = rich.console.Console(highlight=False)
-    console.print(rich.text.Text(summary))
+    text = rich.text.Text(summary)
+    text.highlight_regex(_STATUS)
+    console.print(text, soft_wrap=True)
     for grid in grids:
         columns = _fitting(grid, console.width)
         console.print()

@@ -101,7 +101,7 @@ class MemoryReport(Printed):
         told = ", ".join(sizes) or "nothing"
         return told if self.ran else f"{told}; without activations: pass an example batch"
 
-    def tables(self) -> list[Grid]:
+    def tables(self, limit: int | None = None) -> list[Grid]:
         """A row for each layer."""
         kinds = [kind for kind in KINDS if self.sum(kind)]
         rows = [
@@ -109,7 +109,7 @@ class MemoryReport(Printed):
             for layer in self.layers
         ]
         total = ("total", *(bytes_text(self.sum(kind)) for kind in kinds), bytes_text(self.total))
-        return [Grid("By layer", ("layer", *kinds, "total"), [*rows, total], left=1)]
+        return [Grid("By layer", ("layer", *kinds, "total"), [*rows, total], left=1).first(limit)]
 
 
 def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:

@@ -81,7 +81,7 @@ def heat_cells(x: Tensor, most: int = 256) -> tuple[str, Tensor]:
         title = f"log2 of the FP8 data, {tuple(data.shape)}"
     for dim in (0, 1) if values.numel() else ():
         parts = values.tensor_split(min(values.shape[dim], most), dim)
-        parts = [part.float().abs().nan_to_num(0.0, 0.0) for part in parts]
-        values = torch.stack([part.amax(dim) for part in parts], dim)
+        sizes = (part.float().abs().nan_to_num(0.0, 0.0) for part in parts)
+        values = torch.stack([size.amax(dim) for size in sizes], dim)
     logs = values.float().log2()
     return title, logs.masked_fill(~logs.isfinite(), math.nan).cpu()

@@ -67,8 +67,9 @@ class Grid(NamedTuple):
         )  # fmt: skip
         for i, name in enumerate(self.columns):
             longest = max((len(row[i]) for row in self.rows), default=0)
-            justify = "left" if self.left is None or i < self.left else "right"
-            table.add_column(name, overflow="fold", no_wrap=longest <= FOLDED, justify=justify)
+            table.add_column(name, overflow="fold", no_wrap=longest <= FOLDED)
+            if self.left is not None and i >= self.left:
+                table.columns[i].justify = "right"
         for i, cells in enumerate(self.rows):
             is_red = self.alarming and self.alarming[i]
             table.add_row(*map(Text, cells), style="red" if is_red else None)
@@ -88,7 +89,7 @@ class Printed:
         """The result in a few lines."""
         raise NotImplementedError
 
-    def tables(self) -> list[Grid]:
+    def tables(self, limit: int | None = None) -> list[Grid]:
         """The tables of the result, each cut to its first rows."""
         return []
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from float8lab.arguments import needs
+from float8lab.inspect.watch.tracking import Destination
 from float8lab.integrations.stats import StatsCallback
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.other_linear import OtherLinear
@@ -159,7 +160,7 @@ class Float8StatsCallback(StatsCallback, TrainerCallback):
     ) -> None:
         """Begin to watch."""
         runs = Path(args.output_dir) / "runs" / "float8"
-        places = {"tensorboard": runs, "wandb": "wandb", "mlflow": "mlflow"}
+        places: dict[str, Destination] = {"tensorboard": runs, "wandb": "wandb", "mlflow": "mlflow"}
         chosen = [place for name, place in places.items() if name in args.report_to]
         first = state.is_world_process_zero
         self.begin(_model(kwargs), state.global_step, chosen if first else None)
