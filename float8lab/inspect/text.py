@@ -16,7 +16,6 @@ from float8lab.tensor.statistics import Histogram, stats
 
 __all__ = ["FOLDED", "Grid", "Printed", "bars", "bytes_text", "summary", "table"]
 
-
 FOLDED = 24
 """Characters of a column beyond which rich may fold it."""
 
