@@ -80,8 +80,8 @@ def heat_cells(x: Tensor, most: int = 256) -> tuple[str, Tensor]:
         values = data.flatten(0, -2) if data.ndim > 1 else data.reshape(1, -1)
         title = f"log2 of the FP8 data, {tuple(data.shape)}"
     for dim in (0, 1) if values.numel() else ():
-        parts = values.tensor_split(min(values.shape[dim], most), dim)
-        sizes = (part.float().abs().nan_to_num(0.0, 0.0) for part in parts)
+        chunks = values.tensor_split(min(values.shape[dim], most), dim)
+        sizes = (chunk.float().abs().nan_to_num(0.0, 0.0) for chunk in chunks)
         values = torch.stack([size.amax(dim) for size in sizes], dim)
     logs = values.float().log2()
     return title, logs.masked_fill(~logs.isfinite(), math.nan).cpu()

@@ -313,7 +313,7 @@ class Histogram:
         else:
             low = top = ""
             ordered = self.counts[self.values.argsort(stable=True)]  # NaNs are last
-            bins = [int(part.sum()) for part in ordered.tensor_split(32)]
+            bins = [int(chunk.sum()) for chunk in ordered.tensor_split(32)]
         most, values = max(*bins, 1), self.values[self.values.isfinite()]
         lines = ["".join(" #"[4 * n > level * most] * 2 for n in bins) for level in (3, 2, 1, 0)]
         low, top = f"{low}{values.min():g}", f"{top}{values.max():g}"

@@ -128,8 +128,8 @@ def _statistics(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _name(of: Record | Finding, quantity: str) -> str:
-    parts = of.layer.strip("()"), _OPERANDS.get(of.operand, of.operand), quantity
-    return "/".join(["float8", *(re.sub(r"[^\w.-]", "_", part) for part in parts)])
+    words = of.layer.strip("()"), _OPERANDS.get(of.operand, of.operand), quantity
+    return "/".join(["float8", *(re.sub(r"[^\w.-]", "_", word) for word in words)])
 
 
 def _destination(to: Destination) -> tuple[SendMetrics, SendAlert]:
