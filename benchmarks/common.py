@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.inspect.timing import sleep_rate
-from float8lab.tables import aligned
 
 __all__ = [
     "Gate",
@@ -366,9 +365,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     | cast | 1.5 |
     """
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
-    first, *others = (max(3, *map(len, column)) for column in zip(*cells, strict=True))
-    rule = [f":{'-' * (first - 1)}", *(f"{'-' * (width - 1)}:" for width in others)]
-    lines = aligned([cells[0], rule, *cells[1:]], separator=" | ")
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
+    lines = (
+        " | ".join(
+            text.rjust(width) if i else text.ljust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (cells[0], rule, *cells[1:])
+    )
     return "\n".join(f"| {line} |" for line in lines)
 
 

@@ -274,7 +274,7 @@ def checkpoints(folder: Path) -> None:
     command("checkpoint_diff", "diff", "fp8.safetensors", "bf16.safetensors", cwd=folder,
         columns=116)  # fmt: skip
     with browser.browser(1100, 1000) as driver:
-        driver.get(page.as_uri())
+        browser.open_report(driver, page)
         screen(driver, "checkpoint_page")
 
 

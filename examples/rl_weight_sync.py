@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from float8lab.integrations import export, export_stream, load_fp8
 from float8lab.optim import MasterWeights
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
     "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0,

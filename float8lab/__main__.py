@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from float8lab.commands import checkpoints, completion, runs, scale
-from float8lab.commands.terminal import fail, program_name
-from float8lab.inspect.environment import Environment, environment, package_version
+from float8lab.commands.terminal import fail, present, program_name
+from float8lab.inspect.environment import environment, package_version
 from float8lab.inspect.selfcheck import selfcheck
 
 __all__ = ["main"]
 
-_COLOURS = {
-    "passed": 32,
-    "native": 32,
-    "emulated": 33,
-    "partly native": 33,
-    "unsupported": 33,
-    "missing": 33,
-    "failed": 31,
-    "FAILED": 31,
-}
 _DESCRIPTION = "FP8 on this machine and on many GPUs, in checkpoints and in training runs."
-_WORDS = re.compile(rf"(?<!\b0 )\b({'|'.join(_COLOURS)})\b(?!:)")  # but "0 failed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument(
             "--device", choices=("cpu", "cuda"), help="by default cuda, or cpu without a GPU"
         )
-        command.set_defaults(run=_about_the_machine)
+        command.set_defaults(run=_about_the_machine, all=True)
     checkpoints.add_commands(commands)
     runs.add_commands(commands)
     scale.add_commands(commands)
@@ -63,13 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _about_the_machine(options: argparse.Namespace) -> int:
-    checks = options.command == "selfcheck"
-    report = selfcheck(options.device, options.verbose) if checks else environment(options.device)
-    text = json.dumps(report.to_json(), indent=2) if options.json else str(report)
-    if not options.json and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        text = _WORDS.sub(lambda word: f"\033[{_COLOURS[word[0]]}m{word[0]}\033[0m", text)
-    print(text)
-    return 0 if isinstance(report, Environment) or report.passed else 1
+    if options.command == "env":
+        return 2 if present(options, lambda: environment(options.device)) is None else 0
+    report = present(options, lambda: selfcheck(options.device, options.verbose))
+    return 0 if report is not None and report.passed else 1
 
 
 def _until_closed(options: argparse.Namespace) -> int:

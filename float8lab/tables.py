@@ -8,31 +8,23 @@ from html import escape
 __all__ = ["aligned", "html_table"]
 
 
-def aligned(
-    rows: Sequence[Sequence[str]],
-    left: int = 1,
-    *,
-    separator: str = "  ",
-    left_out: int = 0,
-    of: str = "",
-) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Rows of cells as lines: the first ``left`` columns to the left, the others to the right.
 
-    If rows were ``left_out``, a last line says how many, and that ``of``, an attribute, has all.
+    It is written here, and not by rich, because it prints where no extra is installed.
 
     >>> print("\\n".join(aligned([("layer", "us"), ("0", "1200")])))
     layer    us
     0      1200
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        separator.join(
+    return [
+        "  ".join(
             cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
-    return [*lines, f"and {left_out} more in {of}"] if left_out > 0 else lines
 
 
 def html_table(

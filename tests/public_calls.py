@@ -549,7 +549,8 @@ def _method_calls() -> dict[str, Call]:
                 wrong={"limit": (-1,)},
             )
             for result in (
-                float8lab.inspect.diagnose(_log()), float8lab.inspect.compare(_log(), _log())
+                float8lab.inspect.diagnose(_log()), float8lab.inspect.compare(_log(), _log()),
+                _sensitivity(), float8lab.inspect.advise(_model(), _x(B, H)),
             )
         },
         "CheckpointReport.tables": Call(
@@ -572,11 +573,6 @@ def _method_calls() -> dict[str, Call]:
         "watch.to_jsonl": Call(
             watch.to_jsonl, lambda folder: {"path": folder / "log.jsonl"},
             owner=lambda folder: _watch(),
-        ),
-        "watch.to_tensorboard": Call(
-            watch.to_tensorboard,
-            _constant(writer=SimpleNamespace(add_scalar=lambda name, value, step: None)),
-            owner=lambda folder: _watch(), wrong={"writer": ("x", None)},
         ),
         "ModelState.load_state_dict": Call(
             distributed.ModelState.load_state_dict,
@@ -909,6 +905,9 @@ CALLS: dict[str, Call] = {
     ),
     "inspect.watch": Call(float8lab.inspect.watch, lambda folder: {"model": _converted()}),
     "inspect.diagnose": Call(float8lab.inspect.diagnose, lambda folder: {"log": _log()}),
+    "inspect.track": Call(
+        float8lab.inspect.track, lambda folder: {"log": _log(), "to": lambda metrics, step: None}
+    ),
     "inspect.report": Call(
         float8lab.inspect.report, lambda folder: {"log": _log(), "path": folder / "report.html"}
     ),

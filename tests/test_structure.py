@@ -43,9 +43,7 @@ MOST_TABLES = 4
 MUTABLE = re.compile(r"Weak|^(dict|list|set)$|[dD]ict$|_State$|Table$|Counter|deque")
 
 # Files that may read environment variables, and which.
-ENVIRONMENT = {
-    "float8lab/__main__.py": "NO_COLOR (no-color.org): how text looks on a terminal, nothing else",
-}
+ENVIRONMENT: dict[str, str] = {}
 
 # Files that may import inside a function, and why.
 LOCAL_IMPORTS = {
@@ -55,8 +53,8 @@ LOCAL_IMPORTS = {
     "float8lab/nn/attention/backends.py": "FlexAttention loads sympy, on the first call of it",
     "float8lab/checkpoints/opening.py": "huggingface_hub is optional",
     "float8lab/checkpoints/safetensors.py": "safetensors is optional",
+    "float8lab/inspect/html.py": "plotly is optional, and loaded by the first page",
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
-    "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",
     "float8lab/inspect/watch/views.py": "pandas is optional, and loaded by its view",
 }
@@ -80,6 +78,8 @@ OPTIONAL = (
     "rich",
     "pandas",
     "tensorboard",
+    "wandb",
+    "mlflow",
     "tqdm",
     "lightning",
     "pytorch_lightning",

@@ -25,7 +25,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="Exit status: 0; with --strict 1 if something was found; 2 if LOG cannot be read.",
     )
     of_one.add_argument("log", metavar="LOG", help=_LOG)
-    of_one.add_argument("--html", metavar="OUT", help="also write the report page to OUT")
     of_one.add_argument("--strict", action="store_true", help="exit with 1 if something was found")
     of_one.set_defaults(run=_report)
     of_two = commands.add_parser(
@@ -38,7 +37,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     of_two.add_argument("a", metavar="A", help=_LOG)
     of_two.add_argument("b", metavar="B", help="another one")
     of_two.set_defaults(run=_compare)
-    for command in (of_one, of_two):
+    for command, page in ((of_one, "the report page"), (of_two, "the report page of B beside A")):
+        command.add_argument("--html", metavar="OUT", help=f"also write {page} to OUT")
         add_output_options(command, limit=20)
 
 
@@ -57,7 +57,10 @@ def _report(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     def look() -> RunComparison:
-        logs = [Log.from_jsonl(path) for path in (options.a, options.b)]
-        return compare(*logs, names=(options.a, options.b))
+        a, b = (Log.from_jsonl(path) for path in (options.a, options.b))
+        names = options.a, options.b
+        if options.html is not None:
+            report(b, options.html, baseline=a, names=names)
+        return compare(a, b, names=names)
 
     return 2 if present(options, look) is None else 0

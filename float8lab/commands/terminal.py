@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,12 +14,16 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from float8lab.arguments import printable
-from float8lab.inspect.text import Grid, rich_table
+from float8lab.inspect.text import FOLDED, Grid
 
 __all__ = ["add_output_options", "count", "fail", "present", "program_name", "progress_bar", "show"]
 
-_FOLDED = {"tensor": 30, "why": 24, "A -> B": 16, "format": 10, "dtype": 10}
-"""Columns whose cells may be folded, with the least width in characters that is left to each."""
+
+_STATUS = (
+    r"(?<!\b0 )\b((?P<green>passed|native)|(?P<yellow>emulated|partly native|unsupported|missing)|"
+    r"(?P<red>failed|FAILED))\b(?!:)"
+)
+"""Words that rich shows in the color of their group; but not "0 failed"."""
 
 
 def program_name() -> str:
@@ -35,37 +38,23 @@ def show(summary: str, grids: Sequence[Grid]) -> None:
         print("\n\n".join([summary, *map(str, grids)]))
         return
     console = rich.console.Console(highlight=False)
-    console.print(rich.text.Text(summary))
+    text = rich.text.Text(summary)
+    text.highlight_regex(_STATUS)
+    console.print(text, soft_wrap=True)
     for grid in grids:
         columns = _fitting(grid, console.width)
-        longest = [max((len(row[i]) for row in grid.rows), default=0) for i in range(len(columns))]
-        table = rich_table(
-            [cells[: len(columns)] for cells in grid.rows],
-            # Rich folds the widest columns first; those that are short enough stay whole.
-            {
-                name: {"no_wrap": size <= _FOLDED.get(name, math.inf)}
-                for name, size in zip(columns, longest, strict=True)
-            },
-            styles=["red" if alarming else "" for alarming in grid.alarming],
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
         console.print()
-        console.print(rich.text.Text(grid.title, style="bold"))
-        console.print(table, end="")
-        if grid.note:
-            console.print(grid.note)
+        console.print(grid._replace(columns=columns, rows=[r[: len(columns)] for r in grid.rows]))
         if len(columns) < len(grid.columns):
             left = ", ".join(grid.columns[len(columns) :])
             console.print(f"(in a wider terminal also {left})", style="dim")
 
 
 def _fitting(grid: Grid, width: int) -> Sequence[str]:
-    """The first columns, as many as fit beside each other."""
+    """The first columns, as many as fit beside each other: rich would cut all of them short."""
     taken = 0
     for i, name in enumerate(grid.columns):
-        natural = max(len(name), *(len(row[i]) for row in grid.rows))
-        taken += min(natural, _FOLDED.get(name, natural)) + 2
+        taken += min(max(len(name), *(len(row[i]) for row in grid.rows)), FOLDED) + 2
         if taken > width and i > 1:
             return grid.columns[:i]
     return grid.columns
@@ -131,18 +120,12 @@ def present(options: argparse.Namespace, make: Callable[[], _Report]) -> _Report
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Any]:
-    """Show a bar on standard error while the block runs, if standard error is a terminal.
-    The block is given a function of the bytes done, the bytes in all and a name; None if standard
-    error is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    rich = _rich()
+    """Show a bar on standard error while the block runs, by rich and on a terminal.
+    The block is given a function of the bytes done, the bytes in all and a name; None where there
+    is no bar."""
+    rich = _rich() if sys.stderr.isatty() else None
     if rich is None:
-        try:
-            yield _Counter(title)
-        finally:
-            print("\r\033[K", end="", file=sys.stderr)
+        yield None
         return
     progress = rich.progress
     columns = (
@@ -156,19 +139,6 @@ def progress_bar(title: str) -> Iterator[Any]:
     with progress.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, size, name: bar.update(task, completed=done, total=size)
-
-
-class _Counter:
-    """Percent done, written over itself."""
-
-    def __init__(self, title: str) -> None:
-        self.what, self.shown = title, -1
-
-    def __call__(self, done: int, size: int, name: str) -> None:
-        percent = 100 * done // max(size, 1)
-        if percent != self.shown:
-            self.shown = percent
-            print(f"\r{self.what} {percent:3d}%", end="", file=sys.stderr, flush=True)
 
 
 def fail(program: str, message: object) -> int:

@@ -25,6 +25,7 @@ from float8lab.inspect.text import bars, summary, table
 from float8lab.inspect.watch import watch
 from float8lab.inspect.watch.findings import Diagnosis, Finding, diagnose
 from float8lab.inspect.watch.runs import RunComparison, compare
+from float8lab.inspect.watch.tracking import track
 from float8lab.tensor.statistics import (
     BlockStats,
     Comparison,
@@ -77,6 +78,7 @@ __all__ = [
     "stats",
     "summary",
     "table",
+    "track",
     "watch",
 ]
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.arguments import check_callables, check_choice, check_module, check_names
 from float8lab.inspect.memory import OUTPUT, saved_by_layer
+from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.timing import CudaTimer, Timer
 from float8lab.inspect.trial import (
     LossFn,
@@ -47,7 +48,6 @@ from float8lab.recipes.auto import Prediction, choose
 from float8lab.recipes.cost import MODES, Parts, Times, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import Region, inside
-from float8lab.tables import aligned
 
 __all__ = ["Advice", "LayerAdvice", "advise"]
 
@@ -56,7 +56,7 @@ _COPIED_ELEMENTS = 2**28
 """Most elements in all copies of a layer together; a large layer needs no copies, since its GPU
 time exceeds its CPU time."""
 _MOST_TOKENS = 2**24
-_SHOWN = 40
+_TIMES = ("high_gpu", "high_cpu", "quantize", "gemm", "cpu")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LayerAdvice:
 
 
 @dataclass(frozen=True, repr=False)
-class Advice:
+class Advice(Printed):
     """The result of ``advise``; ``print`` it for a table.
 
     Attributes:
@@ -132,32 +132,31 @@ class Advice:
         }
         return json.dumps(vars(self) | told, default=repr)
 
-    def __str__(self) -> str:
-        columns = ("M", "K", "N", "high ms", "CPU", "FP8 quantize", "GEMM", "CPU", "x", "pays from")
-        rows: list[tuple[str, ...]] = [("layer", *columns, "MB saved")]
-        for layer in self.layers[:_SHOWN]:
-            times = (layer.high_gpu, layer.high_cpu, layer.quantize, layer.gemm, layer.cpu)
-            rows.append(
-                (
-                    layer.name or "(model)", *map(str, (layer.M, layer.K, layer.N)),
-                    *(f"{1e3 * seconds:.3f}" for seconds in times), f"{layer.ratio:.2f}",
-                    "never" if layer.break_even is None else str(layer.break_even),
-                    f"{layer.saved / 1e6:.1f}",
-                )
-            )  # fmt: skip
-        lines = aligned(rows, left_out=len(self.layers) - _SHOWN, of="layers")
+    def summary(self) -> str:
+        """The predicted steps, and how many layers pay."""
         steps = ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in self.step.items())
         measured_part = "step" if self.measured else "linear layers of a step"
         in_fp8 = len(self.layers) - sum(r is None for r in self.overrides.values())
-        lines += [
-            f"{self.recipe}, {'measured on' if self.measured else 'modelled for'} {self.device}",
-            f"{measured_part}, predicted: {steps}",
+        return (
             f"{in_fp8} of {len(self.layers)} layers pay; "
-            f"{self.saved / 1e6:.1f} MB less kept from forward to backward",
-        ]
-        return "\n".join(lines)
+            f"{self.saved / 1e6:.1f} MB less kept from forward to backward\n"
+            f"{measured_part}, predicted: {steps}\n"
+            f"{self.recipe}, {'measured on' if self.measured else 'modelled for'} {self.device}"
+        )
 
-    __repr__ = __str__
+    def tables(self, limit: int | None = 40) -> list[Grid]:
+        """A row for each layer."""
+        columns = ("M", "K", "N", "high ms", "CPU", "FP8 quantize", "GEMM", "CPU", "x", "pays from")
+        rows = [
+            (
+                layer.name or "(model)", *map(str, (layer.M, layer.K, layer.N)),
+                *(f"{1e3 * getattr(layer, time):.3f}" for time in _TIMES), f"{layer.ratio:.2f}",
+                "never" if layer.break_even is None else str(layer.break_even),
+                f"{layer.saved / 1e6:.1f}",
+            )
+            for layer in self.layers
+        ]  # fmt: skip
+        return [Grid("Layers", ("layer", *columns, "MB less"), rows, left=1).first(limit)]
 
 
 def advise(

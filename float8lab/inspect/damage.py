@@ -35,12 +35,12 @@ from float8lab.arguments import (
     check_size,
 )
 from float8lab.formats import Float8Spec
+from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.trial import LossFn, Trial, on_trial, refuse_dtensors
 from float8lab.nn.casts import plain
 from float8lab.nn.convert import unambiguous
 from float8lab.nn.linear import Linear
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
-from float8lab.tables import aligned
 from float8lab.tensor import quantize
 
 __all__ = ["Damage", "Sensitivity", "sensitivity"]
@@ -49,7 +49,6 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 _OUTLIER = 4.0
 """How many times the median damage ``Sensitivity.overrides`` allows unless it is told a limit."""
-_SHOWN = 30
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Damage:
 
 
 @dataclass(frozen=True, repr=False)
-class Sensitivity:
+class Sensitivity(Printed):
     """The result of ``sensitivity``; ``print`` it for a table.
 
     Attributes:
@@ -166,29 +165,30 @@ class Sensitivity:
         told = {"loss": self.loss, "noise": self.noise, "passes": self.passes}
         return json.dumps({"rows": [vars(row) for row in self.rows], **told}, default=repr)
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """The loss in high precision, and the recipes."""
+        return (
+            f"loss {self.loss:.4g} in high precision, noise {_show(self.noise)}; "
+            f"{self.passes} forward and backward passes\n"
+            f"FP8 by {', '.join(map(str, self.recipes))}"
+        )
+
+    def tables(self, limit: int | None = 30) -> list[Grid]:
+        """A row for each GEMM, the most damaged first."""
         several = len(self.recipes) > 1
         head = ["layer", "GEMM", *(["recipe"] if several else [])]
-        lines = [(*head, "damage", "loss", "gradient", "result", "of operands", "found by")]
-        for row in self.rows[:_SHOWN]:
+        columns = (*head, "damage", "loss", "gradient", "result", "of operands", "found by")
+        rows = []
+        for row in self.rows:
             operands = ", ".join(f"{name} {_show(error)}" for name, error in row.operands.items())
-            lines.append(
+            rows.append(
                 (
                     row.layer or "(model)", row.gemm, *([repr(row.recipe)] if several else []),
                     *map(_show, (row.damage, row.loss, row.gradient, row.output)),
                     operands or "-", "run" if row.measured else "estimate",
                 )
             )  # fmt: skip
-        text = aligned(lines, left=len(head), left_out=len(self.rows) - _SHOWN, of="rows")
-        if not several:
-            text.append(f"recipe {self.recipes[0]}")
-        text.append(
-            f"loss {self.loss:.4g} in high precision, noise {_show(self.noise)}; "
-            f"{self.passes} forward and backward passes"
-        )
-        return "\n".join(text)
-
-    __repr__ = __str__
+        return [Grid("GEMMs, the worst first", columns, rows, left=len(head)).first(limit)]
 
     def _checked(self, recipe: Recipe | None) -> Recipe:
         if recipe is None:

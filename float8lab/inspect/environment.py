@@ -14,6 +14,7 @@ import torch
 
 from float8lab.arguments import EXTRAS
 from float8lab.formats import E2M1, E4M3, Float8Spec
+from float8lab.inspect.text import Printed
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
 from float8lab.ops.gemm import capability_of, may_multiply
@@ -94,8 +95,8 @@ class Support:
     reason: str
 
 
-@dataclass(frozen=True)
-class Environment:
+@dataclass(frozen=True, repr=False)
+class Environment(Printed):
     """The versions and hardware of this machine; ``print`` it, or ask for ``to_json()``."""
 
     versions: dict[str, str]
@@ -111,7 +112,8 @@ class Environment:
         """Return the same as dicts, lists and strings."""
         return asdict(self)
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """All of it, as lines."""
         rows = [(kernel.name, kernel.status, kernel.reason) for kernel in self.support]
         sections: list[tuple[str, Sequence[tuple[str, ...]]]] = [
             ("versions", list(self.versions.items())),
@@ -119,7 +121,7 @@ class Environment:
             (f"FP8 on {self.device}", rows),
             ("extras", list(self.extras.items())),
         ]
-        lines: list[str] = []
+        lines = [f"float8lab {self.versions['float8lab']} on {self.device}"]
         for title, table in sections:
             lines.append(title)
             lines += [f"  {line}" for line in aligned(table, left=len(table[0]))]

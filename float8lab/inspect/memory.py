@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8lab.arguments import check_callables, check_instance, check_module
-from float8lab.inspect.text import bytes_text
+from float8lab.inspect.text import Grid, Printed, bytes_text
 from float8lab.inspect.trial import LossFn, Trial, hooked, on_trial, tensors_in
 from float8lab.nn.precision import precisions
 from float8lab.optim import MasterWeights
-from float8lab.tables import aligned
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = ["OUTPUT", "LayerMemory", "MemoryReport", "memory_report", "saved_by_layer"]
@@ -55,8 +54,8 @@ class LayerMemory:
 KINDS = tuple(field.name for field in fields(LayerMemory) if field.name != "name")
 
 
-@dataclass(frozen=True)
-class MemoryReport:
+@dataclass(frozen=True, repr=False)
+class MemoryReport(Printed):
     """The result of ``memory_report``; ``print`` it for a table.
 
     Attributes:
@@ -96,23 +95,21 @@ class MemoryReport:
             }
         )
 
-    def __str__(self) -> str:
-        kinds = [kind for kind in KINDS if self.sum(kind)]
-        rows = [("layer", *kinds, "total")]
-        for layer in self.layers:
-            sizes = [bytes_text(getattr(layer, kind)) for kind in kinds]
-            rows.append((layer.name or "(model)", *sizes, bytes_text(layer.total)))
-        rows.append(
-            ("total", *(bytes_text(self.sum(kind)) for kind in kinds), bytes_text(self.total))
-        )
-        lines = aligned(rows)
-        if len(self.by_device) > 1:
-            lines += [f"{bytes_text(size)} on {device}" for device, size in self.by_device.items()]
-        if not self.ran:
-            lines.append("without activations: pass an example batch")
-        return "\n".join(lines)
+    def summary(self) -> str:
+        """The bytes on each device."""
+        sizes = [f"{bytes_text(size)} on {device}" for device, size in self.by_device.items()]
+        told = ", ".join(sizes) or "nothing"
+        return told if self.ran else f"{told}; without activations: pass an example batch"
 
-    __repr__ = __str__
+    def tables(self, limit: int | None = None) -> list[Grid]:
+        """A row for each layer."""
+        kinds = [kind for kind in KINDS if self.sum(kind)]
+        rows = [
+            (layer.name or "(model)", *(bytes_text(getattr(layer, k)) for k in (*kinds, "total")))
+            for layer in self.layers
+        ]
+        total = ("total", *(bytes_text(self.sum(kind)) for kind in kinds), bytes_text(self.total))
+        return [Grid("By layer", ("layer", *kinds, "total"), [*rows, total], left=1).first(limit)]
 
 
 def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:
@@ -185,10 +182,13 @@ def memory_report(
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU())
     >>> print(memory_report(model, torch.ones(1000, 64)))
-    layer  weights  activations    total
-    0      66.6 kB            -  66.6 kB
-    1            -       1.0 MB   1.0 MB
-    total  66.6 kB       1.0 MB   1.1 MB
+    1.1 MB on cpu
+    <BLANKLINE>
+    By layer
+      layer  weights  activations    total
+      0      66.6 kB            -  66.6 kB
+      1            -       1.0 MB   1.0 MB
+      total  66.6 kB       1.0 MB   1.1 MB
     """
     check_module("model", model)
     check_instance(

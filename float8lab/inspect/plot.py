@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from float8lab.arguments import check_flags, needs
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.statistics import blocks, stats
+from float8lab.tensor.statistics import blocks, stats, stored
 
-__all__ = ["plot"]
+__all__ = ["heat_cells", "new_figure", "plot"]
 
 
 @Float8Tensor._add_view
 def plot(x: Tensor, *, local: bool = True) -> Any:
-    """Draw the histogram of exponents and log2 of the scales.
+    """Draw the histogram of exponents beside the zeros, and log2 of the scales.
+    Where there is one scale, log2 of the FP8 data is drawn in its place.
 
     Args:
         x: as in ``stats``.
@@ -30,33 +33,55 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
         ModuleNotFoundError: matplotlib, of the extra ``plot``, is not installed.
     """
     check_flags(local=local)
+    figure = new_figure(figsize=(9, 3.5))
+    statistics, (title, cells) = stats(x, local=local), heat_cells(x)
+    counts = statistics.histogram("exponent")
+    exponents = counts.values.tolist()
+    left, right = figure.subplots(1, 2)
+    left.bar([exponents[0] - 2, *exponents], [counts.zero, *counts.counts.tolist()])
+    left.set(xlabel="exponent of the FP8 data, zeros first", ylabel="elements")
+    left.axvline(exponents[0] - 1, color="gray", linewidth=0.5)
+    left.set_title(statistics.spec.describe())
+    right.set(xlabel="column of cells", ylabel="row of cells", title=title)
+    for axis in (left.xaxis, right.xaxis, right.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    if cells.numel():
+        # nearest: a block is a cell, whatever the number of pixels.
+        drawn = right.imshow(cells.numpy(), aspect="auto", interpolation="nearest")
+        figure.colorbar(drawn, ax=right)
+    return figure
+
+
+def new_figure(figsize: tuple[float, float]) -> Any:
+    """A figure of matplotlib that a notebook draws, whether or not pyplot is imported there."""
     # Figure, not pyplot: no window, no backend, no state.
     with needs("plot", "matplotlib", "plot"):
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
 
     class Shown(Figure):
-        """A figure that a notebook draws, whether or not pyplot has been imported there."""
-
         def _repr_png_(self) -> bytes:
             png = io.BytesIO()
             self.savefig(png, format="png")
             return png.getvalue()
 
-    statistics, scales = stats(x, local=local), blocks(x)
-    counts = statistics.histogram("exponent")
-    figure = Shown(figsize=(9, 3.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.bar(counts.values.tolist(), counts.counts.tolist())
-    left.set(xlabel="exponent of the code", ylabel="elements")
-    left.set_title(statistics.spec.describe())
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set_title(f"log2(scale), {tuple(scales.shape)} blocks")
-    right.set(xlabel="column of blocks", ylabel="row of blocks")
-    for axis in (right.xaxis, right.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
-    if scales.numel():
-        # nearest: a block is a cell, whatever the number of pixels.
-        drawn = right.imshow(scales.log2().cpu().numpy(), aspect="auto", interpolation="nearest")
-        figure.colorbar(drawn, ax=right)
-    return figure
+    return Shown(figsize=figsize, layout="constrained")
+
+
+def heat_cells(x: Tensor, most: int = 256) -> tuple[str, Tensor]:
+    """A title, and log2 of the scales as a matrix of at most ``most`` rows and columns.
+
+    Where there is one scale, they are of the magnitudes of the FP8 data. Of several values that
+    share a cell it has the largest; it is NaN where none has a finite logarithm.
+    """
+    values = blocks(x)
+    title = f"log2 of the scales, {tuple(values.shape)}"
+    if values.numel() == 1:
+        data = stored(x).qdata.detach()
+        values = data.flatten(0, -2) if data.ndim > 1 else data.reshape(1, -1)
+        title = f"log2 of the FP8 data, {tuple(data.shape)}"
+    for dim in (0, 1) if values.numel() else ():
+        chunks = values.tensor_split(min(values.shape[dim], most), dim)
+        sizes = (chunk.float().abs().nan_to_num(0.0, 0.0) for chunk in chunks)
+        values = torch.stack([size.amax(dim) for size in sizes], dim)
+    logs = values.float().log2()
+    return title, logs.masked_fill(~logs.isfinite(), math.nan).cpu()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from html import escape
+from textwrap import shorten
+from typing import NamedTuple
 
 from torch import Tensor
 
-from float8lab.arguments import check_instance, check_size, needs, printable
-from float8lab.tables import aligned
+from float8lab.arguments import check_instance, check_size, printable
+from float8lab.tables import aligned, html_table
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["Grid", "Printed", "bars", "bytes_text", "rich_table", "summary", "table"]
+__all__ = ["FOLDED", "Grid", "Printed", "bars", "bytes_text", "summary", "table"]
+
+FOLDED = 24
+"""Characters of a column beyond which rich may fold it."""
 
 
 class Grid(NamedTuple):
@@ -25,12 +30,15 @@ class Grid(NamedTuple):
     """Whether each row is shown in red; empty if none is."""
     note: str = ""
     """A line below the table."""
+    left: int | None = None
+    """How many columns are aligned to the left, the others to the right; None is all."""
 
     def first(self, limit: int | None) -> Grid:
         """Return the first rows, printable, with a note of how many are left out.
 
         All rows are kept if ``limit`` is None. Empty columns are dropped.
         """
+        check_size("limit", limit, optional=True)
         used = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
         columns = [self.columns[i] for i in used]
         rows = [[printable(row[i]) for i in used] for row in self.rows[:limit]]
@@ -38,26 +46,62 @@ class Grid(NamedTuple):
         note = f"... and {left} more" if left else ""
         return self._replace(columns=columns, rows=rows, note=note)
 
-    def __str__(self) -> str:
-        lines = aligned([self.columns, *self.rows], left=len(self.columns))
+    def __repr__(self) -> str:
+        columns = len(self.columns) if self.left is None else self.left
+        heads = [self.columns] if any(self.columns) else []
+        lines = aligned([*heads, *self.rows], left=columns)
         return "\n".join([self.title, *(f"  {line}" for line in lines), *filter(None, [self.note])])
+
+    def __rich__(self) -> object:
+        """The same for rich, which folds long cells where the terminal is narrow."""
+        from rich.box import SIMPLE, SIMPLE_HEAD
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        has_heads = any(self.columns)
+        table = Table(
+            show_header=has_heads, box=SIMPLE_HEAD if has_heads else SIMPLE, pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        for i, name in enumerate(self.columns):
+            longest = max((len(row[i]) for row in self.rows), default=0)
+            table.add_column(name, overflow="fold", no_wrap=longest <= FOLDED)
+            if self.left is not None and i >= self.left:
+                table.columns[i].justify = "right"
+        for i, cells in enumerate(self.rows):
+            is_red = self.alarming and self.alarming[i]
+            table.add_row(*map(Text, cells), style="red" if is_red else None)
+        note = [Text(self.note)] if self.note else []
+        return Group(Text(self.title, style="bold"), table, *note)
+
+    def _repr_html_(self) -> str:
+        """The HTML that notebooks show."""
+        table = html_table(self.columns, self.rows, self.alarming)
+        return f"<h4>{escape(self.title)}</h4>{table}<p>{self.note}</p>"
 
 
 class Printed:
-    """A result that prints as its summary and its tables."""
+    """A result that prints as its summary and its tables, and whose repr is one line."""
 
     def summary(self) -> str:
         """The result in a few lines."""
         raise NotImplementedError
 
-    def tables(self) -> list[Grid]:
+    def tables(self, limit: int | None = None) -> list[Grid]:
         """The tables of the result, each cut to its first rows."""
-        raise NotImplementedError
+        return []
 
     def __str__(self) -> str:
         return "\n\n".join([self.summary(), *map(str, self.tables())])
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {shorten(self.summary(), 160)}>"
+
+    def _repr_html_(self) -> str:
+        """The HTML that notebooks show."""
+        tables = "".join(grid._repr_html_() for grid in self.tables())
+        return f"<pre>{escape(self.summary())}</pre>{tables}"
 
 
 def bars(histogram: Histogram, width: int = 40) -> str:
@@ -84,60 +128,18 @@ def summary(x: Tensor) -> str:
     """
     statistics = stats(x, local=True)
     drawn = bars(statistics.histogram("exponent"))
-    return "\n\n".join(filter(None, (str(statistics), drawn)))
+    return "\n".join(aligned(statistics.rows(), left=2)) + (f"\n\n{drawn}" if drawn else "")
 
 
 @Float8Tensor._add_view
-def table(x: Tensor) -> Any:
-    """A table of statistics and the histogram of exponents, for rich to print. Needs rich.
+def table(x: Tensor) -> Grid:
+    """A table of statistics, and the histogram of exponents; ``rich.print`` shows it in color.
 
     For a DTensor, they are of this rank's shard.
-
-    Raises:
-        ModuleNotFoundError: rich, of the extra ``inspect``, is not installed.
     """
     statistics = stats(x, local=True)
-    rows = [(n, (text, "bold red" if n in ("nan", "inf") else "")) for n, text in statistics.rows()]
-    result = rich_table(rows, title="Float8Tensor", otherwise="print summary(x)")
-    drawn = bars(statistics.histogram("exponent"))
-    if not drawn:
-        return result
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(result, Text(drawn, style="cyan"))
-
-
-def rich_table(
-    rows: Iterable[Sequence[str | tuple[str, str]]],
-    columns: Mapping[str, Mapping[str, Any]] | None = None,
-    *,
-    styles: Sequence[str] = (),
-    otherwise: str = "",
-    **options: Any,
-) -> Any:
-    """A table for rich to print.
-
-    Args:
-        rows: of cells, each a text, or a text and its style.
-        columns: how each column is shown, by its heading; None for a table without headings.
-        styles: of each row; empty for none.
-        otherwise: a way that works without rich.
-        options: of rich's Table.
-    """
-    with needs("table", "rich", "inspect", otherwise):
-        from rich.box import SIMPLE, SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
-    box = SIMPLE_HEAD if columns else SIMPLE
-    result = Table(show_header=bool(columns), box=box, title_justify="left", **options)
-    for name, column_options in (columns or {}).items():
-        result.add_column(name, overflow="fold", **column_options)
-    for i, cells in enumerate(rows):
-        drawn = (Text(*((cell,) if isinstance(cell, str) else cell)) for cell in cells)
-        result.add_row(*drawn, style=styles[i] if styles else None)
-    return result
+    rows, drawn = statistics.rows(), bars(statistics.histogram("exponent"))
+    return Grid("Float8Tensor", ("", ""), rows, [name in ("nan", "inf") for name, _ in rows], drawn)
 
 
 def _trimmed(histogram: Histogram) -> list[tuple[str, int]]:
@@ -148,7 +150,8 @@ def _trimmed(histogram: Histogram) -> list[tuple[str, int]]:
     used = [i for i, (_, count) in enumerate(rows) if count]
     if histogram.by == "code":
         return [row for row in rows if row[1]]
-    return rows[used[0] : used[-1] + 1] if used else []
+    zeros = [("0", histogram.zero)] if histogram.zero else []
+    return zeros + (rows[used[0] : used[-1] + 1] if used else [])
 
 
 def bytes_text(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Float8Precision: FP8 as a precision plugin of Lightning's Trainer and of Lightning Fabric.
+"""FP8 as a precision plugin of Lightning's Trainer and Fabric, and a callback that watches it.
 
 Needs the extra ``lightning``; ``import float8lab`` does not load this module.
 """
@@ -6,13 +6,14 @@ Needs the extra ``lightning``; ``import float8lab`` does not load this module.
 from __future__ import annotations
 
 from float8lab.arguments import needs
-from float8lab.integrations.lightning_plugin import LightningPlugin
+from float8lab.integrations.lightning_plugin import LightningPlugin, LightningStats
 
 with needs("float8lab.integrations.lightning", "lightning", "lightning"):
     from lightning.fabric.plugins import Precision as FabricPrecision
+    from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.plugins import Precision as TrainerPrecision
 
-__all__ = ["Float8Precision"]
+__all__ = ["Float8Precision", "Float8StatsCallback"]
 
 
 class Float8Precision(LightningPlugin, TrainerPrecision):
@@ -20,3 +21,7 @@ class Float8Precision(LightningPlugin, TrainerPrecision):
 
     fabric_base = FabricPrecision
     trainer_base = TrainerPrecision
+
+
+class Float8StatsCallback(LightningStats, Callback):
+    """``LightningStats`` for ``lightning.Trainer``."""

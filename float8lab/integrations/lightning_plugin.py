@@ -1,4 +1,4 @@
-"""The precision plugin of Lightning's two packages, all but its base classes.
+"""The plugin and the callback of Lightning's two packages, all but their base classes.
 
 ``lightning`` and ``pytorch_lightning`` (with ``lightning_fabric``) hold the same code twice, and
 each takes plugins of its own classes only. ``import float8lab`` does not load this module.
@@ -18,6 +18,7 @@ from float8lab import recipes
 from float8lab.arguments import check_dtype, check_flags, needs
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.integrations.recipe_mapping import recipe_of
+from float8lab.integrations.stats import StatsCallback
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.report import conversion_report, was_converted
 from float8lab.nn.norm import convert_norms
@@ -28,7 +29,7 @@ with needs("float8lab.integrations.lightning", "lightning", "lightning"):
     from lightning_utilities import apply_to_collection
     from lightning_utilities.core.rank_zero import rank_zero_info
 
-__all__ = ["LightningPlugin"]
+__all__ = ["LightningPlugin", "LightningStats"]
 
 
 def _of_base(name: str) -> property:
@@ -227,3 +228,22 @@ class LightningPlugin:
 
 def _converted(data: object, dtype: torch.dtype) -> object:
     return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+class LightningStats(StatsCallback):
+    """``StatsCallback`` with the hooks of Lightning's Trainer: ``Trainer(callbacks=...)``."""
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Begin to watch."""
+
+        def send(metrics: dict[str, float], step: int) -> None:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step)
+
+        self.begin(pl_module, trainer.global_step, [send] if trainer.is_global_zero else None)
+
+    def on_train_end(self, *args: object) -> None:
+        """End the watch."""
+        self.end()
+
+    on_exception = on_train_end

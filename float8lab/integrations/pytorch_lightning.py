@@ -6,13 +6,14 @@ Needs pytorch-lightning; ``import float8lab`` does not load this module.
 from __future__ import annotations
 
 from float8lab.arguments import needs
-from float8lab.integrations.lightning_plugin import LightningPlugin
+from float8lab.integrations.lightning_plugin import LightningPlugin, LightningStats
 
 with needs("float8lab.integrations.pytorch_lightning", "pytorch-lightning"):
     from lightning_fabric.plugins import Precision as FabricPrecision
+    from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.plugins import Precision as TrainerPrecision
 
-__all__ = ["Float8Precision"]
+__all__ = ["Float8Precision", "Float8StatsCallback"]
 
 
 class Float8Precision(LightningPlugin, TrainerPrecision):
@@ -20,3 +21,7 @@ class Float8Precision(LightningPlugin, TrainerPrecision):
 
     fabric_base = FabricPrecision
     trainer_base = TrainerPrecision
+
+
+class Float8StatsCallback(LightningStats, Callback):
+    """``LightningStats`` for ``pytorch_lightning.Trainer``."""

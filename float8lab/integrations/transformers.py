@@ -13,7 +13,9 @@ from typing import cast
 from torch import Tensor, nn
 
 from float8lab.arguments import needs
+from float8lab.inspect.watch.tracking import Destination
 from float8lab.integrations.recipe_mapping import ConversionArguments, recipes_below
+from float8lab.integrations.stats import StatsCallback
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import conversion_report
 from float8lab.nn.layer import describe_fp8
@@ -23,11 +25,11 @@ from float8lab.nn.scaling_state import ScalingState
 with needs("float8lab.integrations.transformers", "transformers", "transformers"):
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainerState, TrainingArguments
     from transformers.pytorch_utils import Conv1D
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-__all__ = ["SCALING_NAME", "Float8Callback", "Float8Conv1D"]
+__all__ = ["SCALING_NAME", "Float8Callback", "Float8Conv1D", "Float8StatsCallback"]
 
 SCALING_NAME = "float8_scaling.safetensors"
 """The file of a Trainer's checkpoint that holds the state of delayed scaling."""
@@ -86,21 +88,13 @@ class Float8Callback(ConversionArguments, TrainerCallback):
     _run: str = field(default="", init=False)
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
     ) -> None:
         """Convert the model."""
         self._convert(_model(kwargs), state)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
     ) -> None:
         """Convert a model that is new; take over the state of delayed scaling of a checkpoint."""
         model = _model(kwargs)
@@ -114,11 +108,7 @@ class Float8Callback(ConversionArguments, TrainerCallback):
         state.stateful_callbacks[_KEY] = {"run": self._run}
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
     ) -> None:
         """Write the state of delayed scaling; a collective, as ``ScalingState`` is."""
         scaling = ScalingState(_model(kwargs)).state_dict()
@@ -155,6 +145,28 @@ class Float8Callback(ConversionArguments, TrainerCallback):
             f"none of this checkpoint in {', '.join(map(str, folders))}. Say in "
             "TrainingArguments(resume_from_checkpoint=...), too, where the checkpoint is."
         )
+
+
+class Float8StatsCallback(StatsCallback, TrainerCallback):
+    """``StatsCallback`` for ``Trainer(..., callbacks=[Float8Callback(), Float8StatsCallback()])``.
+
+    >>> from float8lab.integrations.transformers import Float8StatsCallback
+    >>> callback = Float8StatsCallback(every=100, layers="*.mlp.*")
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
+    ) -> None:
+        """Begin to watch."""
+        runs = Path(args.output_dir) / "runs" / "float8"
+        places: dict[str, Destination] = {"tensorboard": runs, "wandb": "wandb", "mlflow": "mlflow"}
+        chosen = [place for name, place in places.items() if name in args.report_to]
+        first = state.is_world_process_zero
+        self.begin(_model(kwargs), state.global_step, chosen if first else None)
+
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
+        """End the watch."""
+        self.end()
 
 
 def _model(kwargs: dict[str, object]) -> nn.Module:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor, shown
 from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Spec, largest
+from float8lab.tables import aligned
 from float8lab.tensor.blocks import by_block, expand_scale
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
@@ -61,7 +62,7 @@ KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
 """The kinds of elements that are counted; an element may be of none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """How far a tensor is from its original. Floats and counts of all elements together."""
 
@@ -100,12 +101,19 @@ class Comparison:
         """
         return _bits(self.sqnr)
 
-    def __str__(self) -> str:
-        return (
-            f"SQNR {self.sqnr:.4g} dB, {self.effective_bits:.3g} effective bits, "
-            f"max error {self.max_error:.4g}, mean error {self.mean_error:.3g}, "
-            f"{100 * self.clipped:.3g}% clipped, {100 * self.flushed:.3g}% flushed to zero"
-        )
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values as text, for tables."""
+        return [
+            ("clipped", f"{100 * self.clipped:.3g}% ({self.clipped_count})"),
+            ("flushed to zero", f"{100 * self.flushed:.3g}% ({self.flushed_count})"),
+            ("SQNR", f"{self.sqnr:.4g} dB"),
+            ("effective bits", f"{self.effective_bits:.3g}"),
+            ("max error", f"{self.max_error:.4g}"),
+            ("mean error", f"{self.mean_error:.3g}"),
+        ]
+
+    def __repr__(self) -> str:
+        return ", ".join(map(" ".join, self.rows()))
 
 
 _Share = TypeVar("_Share", float, Tensor)
@@ -144,7 +152,7 @@ class _Shares(Generic[_Share]):
         return self.share("inf")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TensorStats(_Shares[float]):
     """Statistics of a whole tensor, as Python numbers; shares are between 0 and 1."""
 
@@ -218,7 +226,8 @@ class TensorStats(_Shares[float]):
         for n, e in zip(self.codes, exponents, strict=True):
             if e is not None:
                 counts[e] += n
-        return Histogram(by, torch.tensor(list(counts)), torch.tensor(list(counts.values())))
+        values, counted = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
+        return Histogram(by, values, counted, self.count("zero"))
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values as text, for tables."""
@@ -233,25 +242,13 @@ class TensorStats(_Shares[float]):
         rows += [(k, f"{100 * self.share(k):.3g}% ({self.count(k)})") for k in names]
         used = self.exponents
         rows.append(("exponents", "none" if used is None else f"{used[0]}..{used[1]}"))
-        if self.comparison is not None:
-            c = self.comparison
-            rows += [
-                ("clipped", f"{100 * c.clipped:.3g}% ({c.clipped_count})"),
-                ("flushed to zero", f"{100 * c.flushed:.3g}% ({c.flushed_count})"),
-                ("SQNR", f"{c.sqnr:.4g} dB"),
-                ("effective bits", f"{c.effective_bits:.3g}"),
-                ("max error", f"{c.max_error:.4g}"),
-                ("mean error", f"{c.mean_error:.3g}"),
-            ]
-        return rows
+        return rows + ([] if self.comparison is None else self.comparison.rows())
 
-    def __str__(self) -> str:
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    def __repr__(self) -> str:
+        return "\n".join([*aligned(self.rows(), left=2), "", str(self.histogram("exponent"))])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockStats(_Shares[Tensor]):
     """Statistics of each block: tensors of the shape of the scales, on the tensor's device."""
 
@@ -267,6 +264,9 @@ class BlockStats(_Shares[Tensor]):
     exponent_max: Tensor
     sqnr: Tensor | None = None
     """float64, dB; None without an original."""
+
+    def __repr__(self) -> str:
+        return f"<BlockStats of {tuple(self.scale.shape)} blocks, {self.spec.describe()}>"
 
     def share(self, kind: str) -> Tensor:
         """float64: ``counts[kind]`` as a share of the block's elements, 0 if it has none."""
@@ -293,7 +293,7 @@ class BlockStats(_Shares[Tensor]):
         return None if self.sqnr is None else _bits(self.sqnr)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Histogram:
     """Counts of each code or exponent. CPU tensors."""
 
@@ -303,6 +303,21 @@ class Histogram:
     """The value of each code (times no scale; float32), or the exponents (int64), ascending."""
     counts: Tensor
     """int64, as many as ``values``."""
+    zero: int = 0
+    """How many elements are 0 or -0, where these have no exponent."""
+
+    def __repr__(self) -> str:
+        """A small picture: zeros and a bar for each exponent, or a bar for 1/32 of all values."""
+        if self.by == "exponent":
+            bins, low, top = [self.zero, 0, *self.counts.tolist()], "0   2^", "2^"
+        else:
+            low = top = ""
+            ordered = self.counts[self.values.argsort(stable=True)]  # NaNs are last
+            bins = [int(chunk.sum()) for chunk in ordered.tensor_split(32)]
+        most, values = max(*bins, 1), self.values[self.values.isfinite()]
+        lines = ["".join(" #"[4 * n > level * most] * 2 for n in bins) for level in (3, 2, 1, 0)]
+        low, top = f"{low}{values.min():g}", f"{top}{values.max():g}"
+        return "\n".join([*map(str.rstrip, lines), low + top.rjust(2 * len(bins) - len(low))])
 
 
 @overload

@@ -55,11 +55,12 @@ def test_json_has_everything(capsys):
 
 
 def test_the_picture(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
     status, _ = run(capsys, "--mesh", "dp=8", "--svg", str(tmp_path / "step.svg"))
     assert status == 0
     text = (tmp_path / "step.svg").read_text()
-    root = ElementTree.fromstring(text)
-    assert len(root.findall(".//{http://www.w3.org/2000/svg}title")) == 3 * 11
+    ElementTree.fromstring(text)
+    assert all(f"<!-- {name} -->" in text for name in ("bfloat16", "delayed", "gemm", "quantize"))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_no_cell_warns_or_fails(executed):
 def test_tensor(executed):
     text, kinds = shown(executed, "x = torch.randn")
     assert "Float8Tensor(" in text
-    assert text.count("<svg") == 2
+    assert "data:image/png;base64," in text
     assert "text/html" in kinds
     tensor, blocks = shown(executed, "blocks = ")[0].splitlines()
     error, smaller = (float(line.split()[-1].rstrip("%")) for line in (tensor, blocks))
@@ -120,11 +120,12 @@ def test_find_nan(executed):
 
 
 def test_sensitivity_and_overrides(executed):
-    lines = shown(executed, "float8lab.to_high_precision")[0].splitlines()
-    assert lines[1].split()[:2] == ["2", "fprop"]
+    text = shown(executed, "float8lab.to_high_precision")[0]
+    first = next(line for line in text.splitlines() if "fprop" in line or "wgrad" in line)
+    assert first.split()[:2] == ["2", "fprop"]
     assert shown(executed, "overrides = ")[0].startswith("{'2': ")
 
 
 def test_advice_and_memory(executed):
     assert "modelled for an H200" in shown(executed, "with torch.device")[0]
-    assert shown(executed, "print(inspect.memory_report")[0].splitlines()[-1].startswith("total")
+    assert shown(executed, "print(inspect.memory_report")[0].splitlines()[-1].split()[0] == "total"

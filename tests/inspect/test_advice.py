@@ -287,12 +287,14 @@ def test_report_as_text_and_json():
     assert_expected_inline(
         str(found),
         """\
-layer      M     K     N  high ms    CPU  FP8 quantize   GEMM    CPU     x  pays from  MB saved
-0      16384  8192  8192    8.658  0.093         0.527  4.558  1.163  1.70       2183     134.2
-1      16384  8192    32    0.201  0.093         0.228  0.138  1.163  0.17      never     134.2
-Float8CurrentScaling(), modelled for an H200, from rates measured there
+1 of 2 layers pay; 268.4 MB less kept from forward to backward
 linear layers of a step, predicted: high precision 8.859 ms, FP8 5.451 ms, advised 5.286 ms
-1 of 2 layers pay; 268.4 MB less kept from forward to backward""",
+Float8CurrentScaling(), modelled for an H200, from rates measured there
+
+Layers
+  layer      M     K     N  high ms    CPU  FP8 quantize   GEMM    CPU     x  pays from  MB less
+  0      16384  8192  8192    8.658  0.093         0.527  4.558  1.163  1.70       2183    134.2
+  1      16384  8192    32    0.201  0.093         0.228  0.138  1.163  0.17      never    134.2""",
     )
     data = json.loads(found.to_json())
     assert data["overrides"] == {"1": "None"}

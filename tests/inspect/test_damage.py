@@ -342,12 +342,14 @@ def test_report_as_text_and_json():
     assert_expected_inline(
         str(found),
         """\
-layer    GEMM    damage  loss  gradient  result       of operands  found by
-up       fprop     50 %  30 %      40 %   100 %  x 2.5 %, w 100 %       run
-up       wgrad      2 %   0 %       2 %     5 %            dy 4 %  estimate
-(model)  dgrad  1e-05 %   0 %   1e-05 %       -                 -       run
-recipe Float8CurrentScaling()
-loss 2.5 in high precision, noise 0 %; 4 forward and backward passes""",
+loss 2.5 in high precision, noise 0 %; 4 forward and backward passes
+FP8 by Float8CurrentScaling()
+
+GEMMs, the worst first
+  layer    GEMM    damage  loss  gradient  result       of operands  found by
+  up       fprop     50 %  30 %      40 %   100 %  x 2.5 %, w 100 %       run
+  up       wgrad      2 %   0 %       2 %     5 %            dy 4 %  estimate
+  (model)  dgrad  1e-05 %   0 %   1e-05 %       -                 -       run""",
     )
     data = json.loads(found.to_json())
     assert [row["layer"] for row in data["rows"]] == ["up", "up", ""]

@@ -124,6 +124,7 @@ def test_text_on_a_cpu():
     assert_expected_inline(
         text,
         """\
+float8lab 0.1.0 on cpu
 versions
   float8lab  (masked)
   python     (masked)

@@ -214,19 +214,22 @@ def test_report_as_text_and_json():
     assert_expected_inline(
         str(report),
         """\
-layer     weights  activations     total
-0         66.6 kB            -   66.6 kB
-1               -      98.3 kB   98.3 kB
-2         32.9 kB      98.3 kB  131.2 kB
-(output)        -      12.3 kB   12.3 kB
-total     99.5 kB     208.9 kB  308.4 kB""",
+308.4 kB on cpu
+
+By layer
+  layer     weights  activations     total
+  0         66.6 kB            -   66.6 kB
+  1               -      98.3 kB   98.3 kB
+  2         32.9 kB      98.3 kB  131.2 kB
+  (output)        -      12.3 kB   12.3 kB
+  total     99.5 kB     208.9 kB  308.4 kB""",
     )
     data = json.loads(report.to_json())
     assert data["totals"]["activations"] == report.sum("activations")
     assert data["layers"][0]["weights"] == 4 * (64 * 256 + 256)
     with pytest.raises(ValueError, match="kind must be one of weights"):
         report.sum("weight")
-    assert str(inspect.memory_report(mlp())).endswith("pass an example batch")
+    assert "pass an example batch" in repr(inspect.memory_report(mlp()))
 
 
 @pytest.mark.gpu

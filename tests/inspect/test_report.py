@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.browser import sample
 from float8lab.inspect import report
+from float8lab.inspect.html import _unwrapped
 from float8lab.inspect.report import data as embedding
-from float8lab.inspect.report.page import _unwrapped
 from float8lab.inspect.watch.records import Log, Record, Step
 
 SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.S)
@@ -237,7 +237,7 @@ def test_without_plotly_the_error_names_the_extra(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
     message = (
-        'report needs the extra "report": plotly; plotly is not installed. '
+        'a page needs the extra "report": plotly; plotly is not installed. '
         'pip install ".[report]" in a checkout of float8lab.'
     )
     with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):

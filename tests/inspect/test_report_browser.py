@@ -1,5 +1,6 @@
 """The report in a real browser, with a mouse and a keyboard."""
 
+import csv
 import json
 import math
 
@@ -7,7 +8,7 @@ import pytest
 
 from benchmarks import browser
 from float8lab.inspect import report
-from float8lab.inspect.watch.records import Log, Record
+from float8lab.inspect.watch.records import Log, Record, Step
 from tests.inspect.test_report import HOSTILE, record
 
 pytestmark = pytest.mark.skipif(
@@ -23,8 +24,8 @@ class Reader:
     def __init__(self, driver):
         self.driver = driver
 
-    def open(self, log, path):
-        report(log, path)
+    def open(self, log, path, **options):
+        report(log, path, **options)
         self.opened = path
         return browser.open_report(self.driver, path)
 
@@ -220,7 +221,8 @@ def test_layers_are_filtered_by_name(reader):
     reader.click_map(1, 4)
     assert reader.title().startswith(chosen[1] + ",")
     reader.search("no such")
-    assert "No layer has this" in reader.find("#map").text
+    assert 'No layer has "no such"' in reader.find("#map").text
+    assert reader.texts("#rows tr") == ['No layer has "no such" in its name.']
     reader.search("")
     assert len(reader.values("map")[0]) == len(LOG.layers)
 
@@ -242,6 +244,70 @@ def test_table_ranks_and_opens(reader):
     assert len(reader.texts("#rows tr")) == 3 * len(LOG.layers)
     reader.choose("operands", "w")
     assert set(reader.texts("#rows td:nth-child(2)")) == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "field"),
+    [("subnormal", "subnormal"), ("amax", "amax"), ("scale", "scale_max"),
+     ("staleness", "staleness")],
+)  # fmt: skip
+def test_every_quantity_ranks_the_table(reader, metric, field):
+    finite = [r for r in LOG.records if math.isfinite(getattr(r, field) or math.nan)]
+    most = max(finite, key=lambda r: getattr(r, field))
+    reader.choose("metrics", metric)
+    assert reader.find("th[aria-sort]").get_attribute("data-column") == metric
+    assert reader.texts("#rows tr:first-child td")[:2] == [most.layer, most.operand]
+    heads = [text for text in reader.texts("#heads th") if text]
+    assert len(heads) == len(reader.texts("#rows tr:first-child td"))
+    reader.click("#rows tr:first-child button")
+    assert reader.title().endswith(f"step {most.step}")
+
+
+def test_an_address_opens_what_was_selected(reader, tmp_path):
+    reader.choose("metrics", "sqnr")
+    reader.click_map(5, 17)
+    address, title = reader.driver.current_url, reader.title()
+    assert title.endswith("step 17")
+    reader.driver.get("about:blank")
+    reader.driver.get(address)
+    reader.settle()
+    assert reader.title() == title
+    assert reader.find("#metrics input:checked").get_attribute("value") == "sqnr"
+    reader.run("location.hash = '#layer=blocks.1.mlp.up&operand=w&step=3&quantity=amax'")
+    reader.settle()
+    assert reader.title() == "blocks.1.mlp.up, w, weight, step 3"
+    reader.run("location.hash = '#layer=none&operand=z&step=x&quantity=toString'")
+    reader.settle()
+    assert reader.title() == "blocks.1.mlp.up, w, weight, step 3"
+
+
+def test_numbers_are_saved_as_csv(reader, tmp_path):
+    folder = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    reader.driver.execute_cdp_cmd("Browser.setDownloadBehavior", folder)
+    reader.choose("operands", "x")
+    reader.click_map(5, 17)
+    for button, name in (("#save-table", "operands"), ("#save-layer", f"{LOG.layers[5]}.x")):
+        reader.click(button)
+        for _ in range(50):
+            if (tmp_path / f"{name}.csv").exists():
+                break
+            reader.settle()
+        rows = list(csv.DictReader((tmp_path / f"{name}.csv").read_text().splitlines()))
+        if name == "operands":
+            assert {row["layer"] for row in rows} == set(LOG.layers)
+            assert {row["operand"] for row in rows} == {"x"}
+        else:
+            shown = seen(17, LOG.layers[5], "x")
+            assert float(rows[17]["amax"]) == pytest.approx(shown.amax, rel=1e-6)
+            assert rows[17]["first step"] == "17"
+
+
+def test_two_runs_on_one_page(reader, tmp_path):
+    other = Log(steps=[Step(step.step, loss=2 * step.loss) for step in LOG.steps])
+    reader.open(LOG, tmp_path / "two.html", baseline=other, names=("bfloat16", "FP8"))
+    assert reader.values("loss") == [[s.loss for s in other.steps], [s.loss for s in LOG.steps]]
+    assert "a: bfloat16" in reader.find("main").text
+    assert "the loss of b is -50.00 % of a's" in reader.find("main").text
 
 
 def test_keys_move_over_the_map(reader):

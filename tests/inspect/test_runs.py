@@ -119,6 +119,7 @@ def test_two_runs_side_by_side():
 
 
 def test_the_commands(tmp_path, capsys):
+    pytest.importorskip("plotly")
     paths = [str(tmp_path / name) for name in "ab"]
     for log, path in zip(two_runs(), paths, strict=True):
         log.to_jsonl(path)

@@ -599,6 +599,39 @@ def check_fabric_ddp(ranks: Ranks) -> None:
         ranks.assert_same(value)
 
 
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_statistics_go_to_the_loggers(package: str, tmp_path: Path) -> None:
+    """Each package by its own classes; of a resumed training the steps go on; an error ends it."""
+    trainers = importlib.import_module(f"{package}.pytorch" if package == "lightning" else package)
+    integration = importlib.import_module(f"float8lab.integrations.{package}")
+    steps = type("Module", (Steps, trainers.LightningModule), {})
+    logger = trainers.loggers.CSVLogger(tmp_path, version=0)
+    stats = integration.Float8StatsCallback(every=2, layers="0")
+
+    def fit(epochs: int, module: Any, **how: Any) -> Any:
+        precision = integration.Float8Precision(weights_dtype=torch.float32)
+        runner = trainer(
+            torch.device("cpu"), epochs, precision, trainers, callbacks=[stats], logger=logger
+        )
+        runner.fit(module, loader(3), **how)
+        return runner
+
+    fit(1, steps()).save_checkpoint(tmp_path / "half.ckpt")
+    assert [step.step for step in stats.watch.log.steps] == [0, 2]
+    fit(2, steps(), ckpt_path=tmp_path / "half.ckpt")
+    assert [step.step for step in stats.watch.log.steps] == [4]
+    rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert "float8/net.0/gradient/sqnr" in rows[0]
+    assert {row.split(",")[rows[0].split(",").index("step")] for row in rows[1:]} == {*"024"}
+
+    broken = steps()
+    broken.training_step = lambda batch, batch_idx: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(1, broken)
+    with float8lab.inspect.watch(broken):  # no other watch is active
+        pass
+
+
 def check_fabric_fsdp2_from_the_meta_device(ranks: Ranks) -> None:
     quiet()
 

@@ -9,7 +9,6 @@ of them by itself.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import zlib
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 
 from float8lab.inspect.watch.records import Log, Record, evenly_chosen
 
-__all__ = ["FIELDS", "MOST_CELLS", "MOST_COUNTS", "MOST_LOSSES", "Data", "embed"]
+__all__ = ["FIELDS", "MOST_CELLS", "MOST_COUNTS", "MOST_LOSSES", "Data", "embed", "losses"]
 
 MOST_CELLS = 1_000_000
 """Layers times operands times cells of a page; a longer run has several steps in a cell."""
@@ -55,10 +54,6 @@ class Data:
     columns: dict[str, str]
     """Columns by name: float32, little-endian, compressed by zlib, in base64."""
 
-    def json(self) -> str:
-        """``meta`` for a script element: no ``<``, which could end it."""
-        return json.dumps(self.meta, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
 
 def embed(log: Log) -> Data:
     """Collect the data that the page of a log needs."""
@@ -85,7 +80,7 @@ def embed(log: Log) -> Data:
         "cells": {"first": firsts, "last": lasts, "stride": stride, "steps": len(steps)},
         "histograms": histograms,
         "summary": _summarize(log.records, rows, operands),
-        "loss": _losses(log),
+        "loss": losses(log),
         "gemms": _gemms(log, rows),
     }
     return Data(meta, columns)
@@ -158,7 +153,8 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _losses(log: Log) -> dict[str, list[object]]:
+def losses(log: Log) -> dict[str, list[object]]:
+    """The loss of each step that has one, None where it is not finite."""
     points_known = [(step.step, step.loss) for step in log.steps if step.loss is not None]
     points = evenly_chosen(points_known, MOST_LOSSES)
     return {"steps": [s for s, _ in points], "values": [_finite(loss) for _, loss in points]}
@@ -180,7 +176,7 @@ def _gemms(log: Log, rows: dict[str, int]) -> dict[str, object]:
     return {"texts": list(texts), "changes": {str(row): seen for row, seen in changes.items()}}
 
 
-RANKED = ("flushed", "saturated", "subnormal", "sqnr", "staleness")
+RANKED = ("flushed", "saturated", "subnormal", "sqnr", "staleness", "amax", "scale_max")
 """Fields by which operands of layers are ranked; NaNs and infinities are counted besides."""
 
 

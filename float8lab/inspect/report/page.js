@@ -1,17 +1,13 @@
-"use strict";
 // Reads the embedded data (data.py says how it is laid out) and draws. A state, and one function
 // for each part of the page that draws it from the state.
-(() => {
-const $ = (id) => document.getElementById(id);
-const data = JSON.parse($("data").textContent);
 const { layers, operands, cells, histograms, summary } = data;
 const count = cells.first.length;
 const centers = cells.first.map((first, i) => (first + cells.last[i]) / 2);
 const names = {
   x: "x, input", w: "w, weight", dy: "dy, gradient", q: "q, queries", k: "k, keys", v: "v, values",
 };
-const DASH = "\u2013", MINUS = "\u2212";
 const SHOWN = 10;      // rows of the table before "show all"
+const FIELDS = ["amax", "scale_min", "scale_max", "saturated", "flushed", "subnormal", "nan", "inf", "sqnr", "staleness", "elements"];
 const FLOOR = -6;      // log10 of the smallest share that has a color of its own
 
 const state = {
@@ -41,28 +37,6 @@ async function decode(text) {
 
 const fields = (operand, list) => Promise.all(list.map((field) => column(`${operand}-${field}`)));
 
-// --- numbers as text ----------------------------------------------------------------------------
-
-const plain = (v, digits = 3) =>
-  Number.isFinite(v) ? String(Number(v.toPrecision(digits))).replace("-", MINUS)
-    : v === Infinity ? "inf" : v === -Infinity ? MINUS + "inf" : DASH;
-const whole = (v) => (Number.isFinite(v) ? Math.round(v).toLocaleString("en") : DASH);
-const decibels = (v) => (Number.isFinite(v) ? v.toFixed(1).replace("-", MINUS) + " dB" : "none");
-const signed = (v) =>
-  Number.isFinite(v) ? (v < 0 ? MINUS : "+") + Math.abs(v).toFixed(2) : plain(v);
-function percent(v) {
-  if (!Number.isFinite(v)) return DASH;
-  if (v === 0) return "0 %";
-  return v < 1e-4 ? plain(1e6 * v, 2) + " ppm" : plain(100 * v, 3) + " %";
-}
-/** Plotly reads tags in its texts. */
-const escaped = (text) =>
-  text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-/** The middle left out. */
-function shortened(text, most) {
-  const head = Math.ceil((most - 1) / 2);
-  return text.length <= most ? text : text.slice(0, head) + "\u2026" + text.slice(head + 1 - most);
-}
 const steps = (cell) =>
   cells.first[cell] === cells.last[cell] ? `step ${cells.first[cell]}`
     : `steps ${cells.first[cell]} to ${cells.last[cell]}`;
@@ -117,59 +91,7 @@ async function quantity(metric, operand) {
   return { values, from };
 }
 
-// --- looks --------------------------------------------------------------------------------------
-
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-const RAMPS = {
-  light: {
-    heat: ["#fdf6ec", "#fde0b8", "#fbbd7c", "#f48f51", "#df5a35", "#b32b28", "#6f0f22"],
-    calm: ["#eef3fb", "#c9dcf2", "#93bbe3", "#5a93cc", "#3069ad", "#1c4585", "#122a57"],
-    around: ["#1c4585", "#5a93cc", "#c9dcf2", "#f4f4f2", "#fbc9a0", "#df5a35", "#8a1a24"],
-  },
-  dark: {
-    heat: ["#202634", "#43284a", "#74304f", "#aa3d47", "#d9622f", "#f59b32", "#ffe08a"],
-    calm: ["#1d2636", "#20385c", "#265289", "#3271b5", "#4f95d3", "#86bdea", "#d3eaff"],
-    around: ["#86bdea", "#3271b5", "#20385c", "#232a36", "#6b3340", "#d9622f", "#ffd07a"],
-  },
-};
-function ramp(name, reversed) {
-  const colors = [...RAMPS[dark.matches ? "dark" : "light"][name]];
-  if (reversed) colors.reverse();
-  return colors.map((color, i) => [i / (colors.length - 1), color]);
-}
 const narrow = () => $("map").clientWidth < 700;
-// Margins are given and labels may overflow: measuring them took plotly half of its time.
-const axis = (more) => ({
-  gridcolor: css("line"), zeroline: false, linecolor: css("line"), automargin: false, ticklabeloverflow: "allow",
-  ...more, title: { text: "", standoff: 8, ...more?.title },
-});
-function layout(more) {
-  return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", height: 240,
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("text") },
-    margin: { l: 58, r: 14, t: 24, b: 42 }, showlegend: false, hovermode: "x unified",
-    hoverlabel: { bgcolor: css("panel"), bordercolor: css("line"), font: { color: css("text") } },
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
-    xaxis: axis({ title: { text: "step" } }), yaxis: axis(), ...more,
-  };
-}
-const CONFIG = { displayModeBar: false, responsive: true };
-const draw = (id, traces, more) => Plotly.react($(id), traces, layout(more), CONFIG);
-function element(tag, text, more = {}) {
-  const made = Object.assign(document.createElement(tag), more);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-/** In place of a chart. */
-function empty(id, why) {
-  const text = escaped(why).replace(": ", ":<br>");
-  const hidden = { visible: false, fixedrange: true };
-  return draw(id, [], {
-    height: 120, margin: { l: 0, r: 0, t: 0, b: 0 }, xaxis: { ...hidden }, yaxis: { ...hidden }, shapes: [],
-    annotations: [{ text, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { color: css("muted") } }],
-  });
-}
 /** Tells that the page is drawing, until what is given is done. */
 let drawing = 0;
 async function busy(done) {
@@ -195,16 +117,7 @@ const matching = () => {
     .filter((i) => wanted.every((part) => layers[i].toLowerCase().includes(part)));
 };
 
-/** How many characters of all names are the same whole components, such as "model.layers." */
-const common = (() => {
-  const [first = "", ...others] = layers;
-  let length = 0;
-  for (let i = first.indexOf(".") + 1; i > 0; i = first.indexOf(".", i) + 1) {
-    if (others.length && others.every((name) => name.startsWith(first.slice(0, i)))) length = i;
-    else break;
-  }
-  return length;
-})();
+const common = commonStart(layers);
 const label = (row) => shortened(layers[shown[row]].slice(common), narrow() ? 16 : 34);
 
 function labels(low, high, height) {
@@ -245,7 +158,7 @@ async function drawMap() {
   current = null;
   $("matches").textContent = state.search ? `${shown.length} of ${layers.length} layers` : "";
   if (!count) return empty("map", "No step was watched.");
-  if (!shown.length) return empty("map", "No layer has this in its name.");
+  if (!shown.length) return empty("map", missing());
   const found = await quantity(metric, state.operand);
   if (turn !== drawn) return undefined;
   let low = Infinity, high = -Infinity;
@@ -329,6 +242,26 @@ function select(change) {
   Object.assign(state, change);
   busy(drawDrill());
   mark();
+  remember();
+}
+
+/** Keep what is selected in the page's address, so that a link to it opens it. */
+function remember() {
+  if (!count) return;
+  const { layer, at, cell, metric } = state;
+  const selected = { layer: layers[layer], operand: at, step: cells.first[cell], quantity: metric };
+  history.replaceState(null, "", "#" + new URLSearchParams(selected));
+}
+
+/** Take over what an address selects, as far as this run has it; whether it selects anything. */
+function recall() {
+  const wanted = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  const layer = layers.indexOf(wanted.layer), step = Number.parseInt(wanted.step, 10);
+  if (layer >= 0) state.layer = layer;
+  if (operands.includes(wanted.operand)) state.at = wanted.operand;
+  if (step >= 0 && count) state.cell = cellOf(step);
+  if (Object.hasOwn(METRICS, wanted.quantity)) state.metric = wanted.quantity;
+  return layer >= 0;
 }
 
 function mark() {
@@ -363,6 +296,10 @@ const cellOf = (step) => {
   return low;
 };
 const peak = (key, show) => (row) => row[key] && [show(row[key][1]), row[key][2]];
+/** A column that is shown where the table is ranked by it. */
+const extra = (label, field, show) => ({
+  label, field, extra: true, key: (row) => row[field]?.[1], text: peak(field, show),
+});
 // label, sort key (large is worse), [text, step]; a null key goes last.
 const COLUMNS = {
   layer: { label: "Layer", key: (row) => -row.layer },
@@ -373,30 +310,42 @@ const COLUMNS = {
   saturatedMean: { label: "mean", key: (row) => row.saturated?.[0], text: (row) => row.saturated && [percent(row.saturated[0])] },
   sqnr: { label: "SQNR, least", key: (row) => row.sqnr && -row.sqnr[1], text: peak("sqnr", decibels) },
   sqnrMean: { label: "mean", key: (row) => row.sqnr && -row.sqnr[0], text: (row) => row.sqnr && [decibels(row.sqnr[0])] },
-  staleness: { label: "Staleness, most", key: (row) => row.staleness?.[1], text: peak("staleness", signed) },
+  subnormal: extra("Subnormal, most", "subnormal", percent),
+  amax: extra("Amax, most", "amax", plain),
+  scale: extra("Scale, most", "scale_max", plain),
+  staleness: { ...extra("Staleness, most", "staleness", signed), extra: !summary.some((row) => row.staleness) },
   nonfinite: { label: "NaN, inf", key: (row) => (row.nonfinite ? row.nonfinite[0] : 0),
     text: (row) => (row.nonfinite ? [whole(row.nonfinite[0]), row.nonfinite[2]] : ["0"]), bad: (row) => row.nonfinite },
 };
-if (!summary.some((row) => row.staleness)) delete COLUMNS.staleness;
-
 /** The column to rank by: the one clicked, else that of the chosen quantity. */
 const ranking = () => state.sort || (state.metric in COLUMNS ? state.metric : "flushed");
 
-function drawTable() {
+/** The rows of the table, all of them. */
+function ranked() {
   const by = ranking(), names_ = new Set(matching());
   const rank = (row) => {
     const key = COLUMNS[by].key(row);
     return key === null || key === undefined ? -Infinity : key;
   };
-  const found = summary
+  return summary
     .filter((row) => names_.has(row.layer))
     .filter((row) => state.operand === "all" || operands[row.operand] === state.operand)
     .sort((a, b) => { const x = rank(a), y = rank(b); return x === y ? 0 : y - x; });
+}
+
+function drawTable() {
+  const by = ranking(), found = ranked();
   for (const head of $("heads").children) {
+    head.hidden = COLUMNS[head.dataset.column].extra && head.dataset.column !== by;
     if (head.dataset.column !== by) head.removeAttribute("aria-sort");
     else head.setAttribute("aria-sort", /^(sqnr|layer|operand)/.test(by) ? "ascending" : "descending");
   }
   $("rows").replaceChildren(...found.slice(0, state.all ? undefined : SHOWN).map(tableRow));
+  if (!found.length) {
+    const why = element("td", missing(), { colSpan: Object.keys(COLUMNS).length });
+    $("rows").append(element("tr"));
+    $("rows").lastChild.append(why);
+  }
   $("more").hidden = found.length <= SHOWN;
   $("more").textContent = state.all ? `Show ${SHOWN}` : `Show all ${found.length}`;
   $("offenders-hint").textContent = summary.length
@@ -406,11 +355,18 @@ function drawTable() {
   mark();
 }
 
+/** Why there is no row. */
+const missing = () => (!summary.length ? "Nothing was recorded."
+  : matching().length ? "These layers have no such operand."
+  : `No layer has "${state.search}" in its name.`);
+
 function tableRow(row) {
+  const by = ranking();
   const line = element("tr");
   line.dataset.layer = row.layer;
   line.dataset.operand = operands[row.operand];
-  for (const [name, { text, bad }] of Object.entries(COLUMNS)) {
+  for (const [name, { text, bad, extra }] of Object.entries(COLUMNS)) {
+    if (extra && name !== by) continue;
     const cell = element("td");
     if (name === "layer") {
       const button = element("button", layers[row.layer], { type: "button" });
@@ -431,7 +387,7 @@ function tableRow(row) {
 
 /** A row of the table in the drill-down, at the step of what it is ranked by. */
 function open(row) {
-  const found = row[ranking().replace("Mean", "")];
+  const by = ranking(), found = row[COLUMNS[by].field || by.replace("Mean", "")];
   const step = Array.isArray(found) ? found[2] : undefined;
   select({ layer: row.layer, at: operands[row.operand], ...(step === undefined ? {} : { cell: cellOf(step) }) });
   $("drill").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
@@ -466,7 +422,7 @@ async function drawDrill() {
   $("step").value = cell;
   $("step-value").textContent = steps(cell).replace(/steps? /, "");
   $("shares-of").textContent = `of ${at}`;
-  const wanted = ["amax", "scale_min", "scale_max", "saturated", "flushed", "subnormal", "nan", "inf", "sqnr", "staleness", "elements"];
+  const wanted = FIELDS;
   const [all, counts, ...sqnrs] = await Promise.all([
     fields(at, wanted), column(`${at}-exponents-${layer}`), ...operands.map((name) => column(`${name}-sqnr`)),
   ]);
@@ -557,14 +513,16 @@ function drawExponents(counts, here, color, shapes) {
 
 function drawLoss() {
   const { steps: at, values } = data.loss;
-  const finite = values.filter((v) => v !== null);
-  if (!finite.length) return empty("loss", "No finite loss was recorded.");
+  const finite = values.filter((v) => v !== null), { baseline } = data;
+  if (!finite.length && !baseline?.loss.values.length) return empty("loss", "No finite loss was recorded.");
   const missing = values.length - finite.length;
   const from = values.findIndex((v) => v === null);
   $("loss-hint").textContent = "Training loss of each step given to the watcher."
     + (missing ? ` NaN or infinite in ${missing} of ${values.length}, first at step ${at[from]}.` : "");
-  return draw("loss", [{ type: "scatter", mode: values.length === 1 ? "markers" : "lines", x: at, y: values, name: "loss",
-    line: { color: css("first"), width: 1.5 }, hovertemplate: "%{y:.4f}<extra></extra>" }], { height: 280 });
+  const curve = (loss, name, color) => ({ type: "scatter", mode: loss.values.length === 1 ? "markers" : "lines", x: loss.steps, y: loss.values,
+    name: escaped(shortened(name, 40)), line: { color: css(color), width: 1.5 }, hovertemplate: "%{y:.4f}" });
+  const curves = baseline ? [curve(baseline.loss, baseline.name, "second"), curve(data.loss, baseline.log, "first")] : [curve(data.loss, "loss", "first")];
+  return draw("loss", curves, { height: 280, showlegend: Boolean(baseline) });
 }
 
 function card(label, value, detail, { row, key, bad } = {}) {
@@ -617,7 +575,24 @@ function choices(id, name, entries) {
     if (name === "operand" && target.value !== "all" && count) select({ at: target.value });
     drawTable();
     busy(drawMap());
+    remember();
   });
+}
+
+/** One row for each operand of a layer, as the table ranks them. */
+function saveTable() {
+  const kinds = ["flushed", "saturated", "subnormal", "sqnr", "staleness", "amax", "scale_max"];
+  const heads = kinds.flatMap((kind) => [`${kind} mean`, `${kind} worst`, `${kind} worst at step`]);
+  saveCsv("operands.csv", [["layer", "operand", ...heads, "nan and inf"], ...ranked().map((row) => [
+    layers[row.layer], operands[row.operand], ...kinds.flatMap((kind) => row[kind] || ["", "", ""]), row.nonfinite?.[0] || 0,
+  ])]);
+}
+
+/** One row for each cell of the operand of the layer that is shown. */
+async function saveLayer() {
+  const { layer, at } = state, all = await fields(at, FIELDS);
+  const rows = centers.map((_, cell) => [cells.first[cell], cells.last[cell], ...all.map((values) => values[layer * count + cell])]);
+  saveCsv(`${layers[layer]}.${at}.csv`.replace(/[^\w.-]/g, "_"), [["first step", "last step", ...FIELDS], ...rows]);
 }
 
 function start() {
@@ -644,23 +619,24 @@ function start() {
   $("layer").addEventListener("change", ({ target }) => select({ layer: +target.value }));
   $("operand").addEventListener("change", ({ target }) => select({ at: target.value }));
   $("step").addEventListener("input", ({ target }) => select({ cell: +target.value }));
+  $("save-table").addEventListener("click", saveTable);
+  $("save-layer").addEventListener("click", () => busy(saveLayer()));
+  addEventListener("hashchange", () => {
+    if (!recall()) return;
+    document.querySelector(`#metrics input[value="${state.metric}"]`).checked = true;
+    drawTable();
+    busy(Promise.all([drawMap(), drawDrill()]));
+  });
   dark.addEventListener("change", () => busy(drawAll()));
   addEventListener("scroll", () => { $("tip").hidden = true; }, { passive: true });
   let wide = narrow();
   addEventListener("resize", () => { if (narrow() !== wide) { wide = narrow(); busy(drawMap()); } });
 }
 
-/** What was drawn is on the screen, and the page has answered what was clicked meanwhile. */
-const onScreen = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-
 async function drawAll() {
   drawCards();
   drawTable();
-  if (typeof Plotly === "undefined") {
-    await onScreen();  // before plotly is read, which takes a second
-    document.body.dataset.table ??= performance.now();
-    document.head.append(element("script", $("plotly").textContent));
-  }
+  await readPlotly();
   await drawMap();
   await onScreen();
   document.body.dataset.ready ??= performance.now();  // ms since the page was asked for
@@ -677,7 +653,7 @@ if (typeof DecompressionStream === "undefined") {
 } else {
   const worst = summary.filter((row) => row.flushed).reduce((a, b) => (a && a.flushed[1] >= b.flushed[1] ? a : b), null);
   if (worst) Object.assign(state, { layer: worst.layer, at: operands[worst.operand], cell: cellOf(worst.flushed[2]) });
+  const isLink = recall();
   start();
-  busy(drawAll());
+  busy(drawAll()).then(() => { if (isLink) $("drill").scrollIntoView(); });
 }
-})();

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from html import escape
 from pathlib import Path
 
-from float8lab.arguments import check_instance, check_path, needs
+from float8lab.arguments import check_instance, check_path
 from float8lab.checkpoints.replacing import write_text
-from float8lab.inspect.html import filled, page_of
-from float8lab.inspect.report.data import embed
+from float8lab.inspect.html import filled, page_of, sections
+from float8lab.inspect.report.data import embed, losses
 from float8lab.inspect.watch.findings import diagnose
 from float8lab.inspect.watch.records import Log
+from float8lab.inspect.watch.runs import compare
 
 __all__ = ["report"]
 
 
-def report(log: Log, path: str | Path, *, title: str = "FP8 training report") -> Path:
+def report(
+    log: Log,
+    path: str | Path,
+    *,
+    title: str = "FP8 training report",
+    baseline: Log | None = None,
+    names: tuple[str, str] | None = None,
+) -> Path:
     """Write the log of a training run as one HTML file.
 
     The page begins with the verdict of ``diagnose``. It shows heat maps of underflow, saturation,
@@ -29,6 +36,9 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
         log: a log by ``float8lab.inspect.watch``. An empty one gives a page that says so.
         path: the file to write; its folders are made, a file there is replaced by a whole one.
         title: title of the page.
+        baseline: the log of another run, as one in bfloat16: the page shows both losses, and
+            ``compare(baseline, log)``.
+        names: of the baseline and of this run; None for their recipes.
 
     Returns:
         ``path``.
@@ -39,10 +49,17 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     check_instance("log", log, Log, "the log of a watch")
     check_path("path", path)
     check_instance("title", title, str, "a string")
-    with needs("report", "plotly", "report"):
-        from plotly.offline import get_plotlyjs
-
-    data = embed(log)
+    check_instance("baseline", baseline, Log, "the log of a watch", optional=True)
+    check_instance("names", names, tuple, "the names of both runs", optional=True)
+    data, comparison = embed(log), ""
+    if baseline is not None:
+        runs = compare(baseline, log, names=names)
+        named = dict(zip(("name", "log"), runs.names, strict=True))
+        data.meta["baseline"] = {**named, "loss": losses(baseline)}
+        facts = escape(runs.summary()).replace("\n", "<br>")
+        comparison = (
+            f"<section><h2>Two runs</h2>{facts}</section>{sections(runs.tables(None)[-1:])}"
+        )
     replacements = {
         "title": escape(title),
         "recipe": escape(log.recipe or "not recorded"),
@@ -51,43 +68,12 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
             f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
             for name, value in log.about.items()
         ),
+        "comparison": comparison,
         "conversion": escape(log.conversion or "not recorded"),
-        "plotly": _inline(_unwrapped(get_plotlyjs())),
-        "data": data.json(),
-        "columns": "\n".join(
-            f'<script type="text/plain" id="column-{escape(name)}">{text}</script>'
-            for name, text in data.columns.items()
-        ),
-        "js": filled("report/page.js", {}),
     }
-    head = '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-    css = filled("report/page.css", {})
-    html = page_of(title, filled("report/body.html", replacements), css=css, head=head)
+    body = filled("report/body.html", replacements)
+    html = page_of(title, body, "report/page.js", data.meta, data.columns)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, html)
     return path
-
-
-def _unwrapped(plotly: str) -> str:
-    """plotly.js without the function that makes it a module of either kind, its license kept."""
-    # Chromium reads a function that is passed on twice, once to skip it: 0.5 s for all of plotly. A
-    # script that is built in another way stays as it is.
-    start, end = plotly.find('"use strict";var Plotly='), plotly.rfind("\nreturn Plotly;\n}));")
-    opening = plotly[: max(start, 0)]
-    if end < 0 or not opening.rstrip().endswith("() => {"):
-        return plotly
-    license, _, wrapper = opening.partition("*/")
-    if "function(root, factory)" not in wrapper:
-        return plotly
-    return f"{license}*/\n{plotly[start:end]}\n"
-
-
-def _inline(script: str) -> str:
-    """A script that can stand in HTML and is all ASCII: Chromium starts such a plotly 0.5 s sooner.
-
-    Characters that are not ASCII, or would end the script element, are all in string literals, and
-    are escaped there.
-    """
-    script = script.replace("</script", "<\\/script")
-    return re.sub(r"[\u0080-\uffff]", lambda match: f"\\u{ord(match[0]):04x}", script)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import asdict, dataclass, replace
-from html import escape
 
-from float8lab.inspect.html import svg
+from float8lab.inspect.plot import new_figure
 from float8lab.inspect.scale.mesh import Mesh
 from float8lab.inspect.scale.predict import KINDS, RING, Job, Step, predict
 from float8lab.inspect.scale.published import PUBLISHED
@@ -247,29 +247,24 @@ class Scale(Printed):
         }  # fmt: skip
 
     def picture(self) -> str:
-        """Where the time of a step goes, by recipe, as SVG."""
-        most = max(map(self._seconds, self.steps))
-        left, wide, tall = 70, 520, 22
-        elements = ["<style>@media (prefers-color-scheme: dark) { text { fill: #ddd } }</style>"]
-        for i, (name, step) in enumerate(self.steps.items()):
-            y, x = i * (tall + 6), float(left)
-            elements.append(f"<text x='0' y='{y + 15}'>{escape(name)}</text>")
-            for kind, (_, color) in _LOOKS.items():
-                width, told = wide * step.gpu[kind] / most, f"{kind}: {_show(step.gpu[kind])}"
-                elements.append(
-                    f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{tall}' "
-                    f"fill='{color}'><title>{told}</title></rect>"
-                )
-                x += width
-            elements.append(f"<text x='{x + 6:.1f}' y='{y + 15}'>{_show(step.seconds)}</text>")
-        under = len(self.steps) * (tall + 6) + 8
-        for i, kind in enumerate(self._kinds()):
-            x, y = left + 90 * (i % 6), under + 14 * (i // 6)
-            color = _LOOKS[kind][1]
-            elements.append(f"<rect x='{x}' y='{y}' width='9' height='9' fill='{color}'/>")
-            elements.append(f"<text x='{x + 13}' y='{y + 9}'>{kind}</text>")
-        title = f"{self.size.name} on {self.gpus} GPUs, {self.mesh}: predicted step"
-        return svg(left + wide + 70, under + 16, title, "".join(elements)) + "\n"
+        """Where the time of a step goes, by recipe, as SVG.
+
+        Raises:
+            ModuleNotFoundError: matplotlib, of the extra ``plot``, is not installed.
+        """
+        figure = new_figure(figsize=(9, 0.6 + 0.4 * len(self.steps)))
+        axes = figure.subplots()
+        names = [*reversed(self.steps)]
+        lefts = [0.0] * len(names)
+        for kind in self._kinds():
+            widths = [1e3 * self.steps[name].gpu[kind] for name in names]
+            axes.barh(names, widths, left=lefts, color=_LOOKS[kind][1], label=kind)
+            lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+        axes.set(xlabel="ms", title=f"{self.size.name}, {self.gpus} GPUs, {self.mesh}: a step")
+        axes.legend(bbox_to_anchor=(1, 1))
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        return text.getvalue()
 
 
 def scale(

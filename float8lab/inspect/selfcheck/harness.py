@@ -12,6 +12,7 @@ from torch import Tensor
 
 from float8lab import ops
 from float8lab.formats import FP8_DTYPES
+from float8lab.inspect.text import Printed
 
 __all__ = ["BF16", "FP16", "FP32", "REFERENCE", "Cases", "Check", "Report", "Row", "checks"]
 
@@ -45,8 +46,8 @@ class Row:
     """Each case that failed, and how."""
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Printed):
     """The result of ``selfcheck``; ``print`` it for a table."""
 
     device: str
@@ -69,7 +70,8 @@ class Report:
             "rows": [asdict(row) for row in self.rows],
         }
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """The verdict, and a line or more for each op."""
         counts = Counter(row.status for row in self.rows)
         verdict = "passed" if self.passed else "FAILED"
         seconds = sum(self.seconds.values())

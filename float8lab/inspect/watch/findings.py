@@ -11,7 +11,7 @@ from float8lab.arguments import check_instance, check_size
 from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.watch.records import Log, Record, Step
 
-__all__ = ["Diagnosis", "Finding", "diagnose", "findings_of_record", "findings_of_step"]
+__all__ = ["Diagnosis", "Finding", "diagnose", "findings_of"]
 
 CLIPPED, STALE, FLUSHED, LEAST_SQNR = 1e-2, -4.0, 0.1, 15.0
 """A share at the largest code under a scale that is too small; log2 of how much too large a scale
@@ -62,7 +62,13 @@ class Finding(NamedTuple):
         return f"{self.layer}, {self.operand}: {self.kind} ({self.shown()}). Try {self.advice}."
 
 
-def findings_of_record(record: Record) -> Iterator[Finding]:
+def findings_of(records: Iterable[Record], steps: Iterable[Step]) -> list[Finding]:
+    """Return what is wrong with operands in these records, and with GEMMs in these steps."""
+    findings = [finding for record in records for finding in _findings_of_record(record)]
+    return findings + [finding for step in steps for finding in _findings_of_step(step)]
+
+
+def _findings_of_record(record: Record) -> Iterator[Finding]:
     """Yield what is wrong with one operand in one step."""
     staleness = record.staleness
     cases = (
@@ -81,7 +87,7 @@ def findings_of_record(record: Record) -> Iterator[Finding]:
             yield Finding(record.step, record.layer, record.operand, kind, float(value))
 
 
-def findings_of_step(step: Step) -> Iterator[Finding]:
+def _findings_of_step(step: Step) -> Iterator[Finding]:
     """Yield GEMMs that ran in high precision, where those of their kind did not in other layers."""
     in_fp8 = {kind for kinds in step.gemms.values() for kind in kinds if ", " not in kind}
     for layer, kinds in step.gemms.items():
@@ -157,11 +163,9 @@ def diagnose(log: Log) -> Diagnosis:
     True
     """
     check_instance("log", log, Log, "the log of a watch")
-    findings = [finding for record in log.records for finding in findings_of_record(record)]
-    findings += [finding for step in log.steps for finding in findings_of_step(step)]
     sqnrs = [record.sqnr for record in log.records if record.sqnr is not None]
     return Diagnosis(
-        tuple(_worst_of_each(findings)),
+        tuple(_worst_of_each(findings_of(log.records, log.steps))),
         len({record.step for record in log.records}),
         len({(record.layer, record.operand) for record in log.records}),
         min(sqnrs, default=None),

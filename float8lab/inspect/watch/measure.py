@@ -1,13 +1,13 @@
-"""Measure the cast of one operand: count on its device, and make a ``Record`` later.
+"""Measure the cast of one operand: sums and extremes on its device, and a ``Record`` later.
 
-A ``Measurement`` is two float64 vectors on the operand's device, one of sums and one of maxima, so
-that measurements add up without the host, and those of a whole step take one transfer. Padding does
-not count.
+A cast leaves few small tensors on its device, and nothing waits for them: those of a whole step are
+stacked when it is over, and take one transfer. Padding does not count.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,31 +17,30 @@ from float8lab.formats import E4M3, Float8Spec
 from float8lab.inspect.watch.records import Record
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.statistics import Errors, TensorStats
+from float8lab.tensor.statistics import TensorStats
 
 __all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
 
-_SUMS = ("flushed", "nan", "inf", "signal", "noise")  # after 256 counts, one for each code
-_MAXIMA = ("amax", "scale_max", "minus_scale_min", "overshoot")
-WIDTH = 256 + len(_SUMS) + len(_MAXIMA)
+_NUMBERS = ("zero", "nan", "inf", "signal", "noise", "amax", "scale_min", "scale_max")
+"""Scalars that follow the 256 counts of a cast, one for each byte: how many elements of the source
+are zero, NaN and infinite; norms of the source and of the error; extremes."""
 
 
 @dataclass
 class Measurement:
-    """The sums and maxima of one operand of one layer in one step, over all its casts."""
+    """The operand of one layer in one step."""
 
     spec: Float8Spec
     delayed: bool
     stored: bool
     elements: int
-    sums: Tensor
-    maxima: Tensor
+    casts: list[list[Tensor]]
+    """Of each cast of the operand the 256 counts and ``_NUMBERS``."""
 
     def add(self, measurement: Measurement) -> None:
         """Add another cast of the same operand."""
         self.elements += measurement.elements
-        self.sums += measurement.sums
-        self.maxima = torch.maximum(self.maxima, measurement.maxima)
+        self.casts += measurement.casts
 
 
 def measure_cast(
@@ -52,98 +51,94 @@ def measure_cast(
     ``q`` has no padding; the decode scales broadcast over the blocks of ``spec``, and are
     ``delayed`` if they come from earlier steps.
     """
-    wide = x if x.dtype == torch.float64 else x.float()
-    size = wide.abs()
-    amax = size.masked_fill(~size.isfinite(), 0.0).amax()
-    errors = Errors.of(q, scale, spec, wide)
-    counts = torch.stack([errors.flushed.sum(), wide.isnan().sum(), wide.isinf().sum()])
+    size = x.abs()
+    nan, inf = (x != x).sum(), (size == math.inf).sum()  # isinf takes a kernel more
+    size.nan_to_num_(0.0, 0.0)
+    value = q.to(torch.promote_types(x.dtype, torch.float32))
+    value *= expand_scale(scale, spec.block, q.shape)
+    value.sub_(x).nan_to_num_(0.0, 0.0, 0.0)
     # Norms sum in float64 without a copy in float64.
-    norms = torch.stack(
-        [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (errors.source, errors.error)]
-    )
-    # A scale per tensor holds up to this; under another one nothing lies beyond.
-    highest = scale.max().double()
-    overshoot = amax / (highest * spec.largest())
-    sums = torch.cat([_count_codes(q), counts.double(), norms.square()])
-    maxima = torch.stack([amax.double(), highest, -scale.min().double(), overshoot])
-    return Measurement(spec, delayed, False, q.numel(), sums, maxima)
+    signal, noise = (torch.linalg.vector_norm(v, dtype=torch.float64) for v in (size, value))
+    numbers = [(x == 0).sum(), nan, inf, signal, noise, size.amax(), *scale.aminmax()]
+    return Measurement(spec, delayed, False, q.numel(), [[_count_bytes(q), *numbers]])
 
 
 def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
-    """Measure a tensor that is stored in FP8, against its master if that is known.
-    Without a master only FP8 data, amax and scales are measured, since the source of the tensor is
-    unknown."""
-    if master is not None:
-        measurement = measure_cast(master, x.qdata, x.scale, x.spec, delayed=False)
-        measurement.stored = True
-        return measurement
-    nothing = x.qdata.new_zeros(len(_SUMS), dtype=torch.float64)
-    size = (x.qdata.float() * expand_scale(x.scale, x.spec.block, x.qdata.shape)).abs()
-    amax = size.masked_fill(~size.isfinite(), 0.0).amax()
-    maxima = torch.stack([amax, x.scale.max(), -x.scale.min(), torch.zeros_like(amax)]).double()
-    sums = torch.cat([_count_codes(x.qdata), nothing])
-    return Measurement(x.spec, False, True, x.numel(), sums, maxima)
+    """Measure a tensor that is stored in FP8, against its master, or itself if that is unknown."""
+    if master is None:
+        master = x.qdata.float() * expand_scale(x.scale, x.spec.block, x.qdata.shape)
+    measurement = measure_cast(master, x.qdata, x.scale, x.spec, delayed=False)
+    measurement.stored = True
+    return measurement
 
 
-def _count_codes(q: Tensor) -> Tensor:
-    """How many elements have each code, 256 counts in float64: exact up to 2**53."""
+def _count_bytes(q: Tensor) -> Tensor:
+    """How many elements have each byte: 256 counts."""
     data = q.view(torch.uint8).reshape(-1)
     if not data.is_cuda:
-        return torch.bincount(data, minlength=256).double()
-    # bincount waits for the GPU, and adds atomically in no fixed order; this does neither.
+        return torch.bincount(data, minlength=256)
+    # bincount waits for the GPU. histc of integers is exact, but where the program asks torch for
+    # deterministic algorithms, torch refuses it, since that of floating-point numbers may differ.
+    if not torch.are_deterministic_algorithms_enabled():
+        return torch.histc(data.int(), 256, 0, 256)
     edges = torch.arange(257, dtype=torch.int32, device=q.device)
-    upper_bounds = torch.searchsorted(data.sort().values.int(), edges)
-    return upper_bounds.diff().double()
+    return torch.searchsorted(data.sort().values.int(), edges).diff()
 
 
-def numbers_of(measurements: list[Measurement]) -> list[list[float]]:
-    """``WIDTH`` numbers for each measurement, by one transfer from each device."""
-    numbers: list[list[float]] = [[]] * len(measurements)
-    by_device: dict[torch.device, list[int]] = {}
-    for i, measurement in enumerate(measurements):
-        by_device.setdefault(measurement.sums.device, []).append(i)
-    for indices in by_device.values():
-        rows = [torch.cat([measurements[i].sums, measurements[i].maxima]) for i in indices]
-        for i, row in zip(indices, torch.stack(rows).tolist(), strict=True):
-            numbers[i] = row
-    return numbers
+def numbers_of(measurements: Sequence[Measurement]) -> list[list[list[float]]]:
+    """The numbers of each cast of each measurement, by one transfer from each device."""
+    rows: dict[int, list[float]] = {}
+    casts = [cast for measurement in measurements for cast in measurement.casts]
+    for device in {cast[0].device for cast in casts}:
+        chosen = [i for i, cast in enumerate(casts) if cast[0].device == device]
+        columns = [torch.stack([casts[i][n] for i in chosen]) for n in range(1 + len(_NUMBERS))]
+        table = torch.cat([c.view(len(chosen), -1).double() for c in columns], 1)
+        rows |= zip(chosen, table.tolist(), strict=True)
+    in_order = iter([rows[i] for i in range(len(casts))])
+    return [[next(in_order) for _ in measurement.casts] for measurement in measurements]
 
 
 def record_of(
-    measurement: Measurement, numbers: list[float], *, step: int, layer: str, operand: str
+    measurement: Measurement,
+    numbers: Iterable[Sequence[float]],
+    *,
+    step: int,
+    layer: str,
+    operand: str,
 ) -> Record:
-    """The record of one measurement, given its numbers on the host."""
-    assert len(numbers) == WIDTH, "as numbers_of gives them"
-    counts = tuple(map(round, numbers[:256]))
-    sums = dict(zip(_SUMS, numbers[256:], strict=False))
-    maxima = dict(zip(_MAXIMA, numbers[-len(_MAXIMA) :], strict=True))
-    scale_min, scale_max = -maxima["minus_scale_min"], maxima["scale_max"]
+    """The record of one measurement, given the numbers of its casts on the host."""
+    spec, casts = measurement.spec, list(zip(*numbers, strict=True))
+    scalars = dict(zip(_NUMBERS, casts[256:], strict=True))
+    signal, noise = (sum(v * v for v in scalars[name]) for name in ("signal", "noise"))
     stats = TensorStats(
         shape=(measurement.elements,),
         dtype=torch.float32,
-        spec=measurement.spec,
-        amax=maxima["amax"],
-        scale_min=scale_min,
-        scale_max=scale_max,
-        codes=counts,
+        spec=spec,
+        amax=max(scalars["amax"]),
+        scale_min=min(scalars["scale_min"]),
+        scale_max=max(scalars["scale_max"]),
+        codes=tuple(round(sum(counts)) for counts in casts[:256]),
+    )
+    # A scale per tensor holds up to this; under another one nothing lies beyond.
+    limits = [scale * spec.largest() for scale in scalars["scale_max"]]
+    overshoot = max(
+        (a / limit for a, limit in zip(scalars["amax"], limits, strict=True) if limit), default=0.0
     )
     exponents = stats.histogram("exponent")
     return Record(
         step=step,
         layer=layer,
         operand=operand,
-        amax=maxima["amax"],
-        scale_min=scale_min,
-        scale_max=scale_max,
+        amax=stats.amax,
+        scale_min=stats.scale_min,
+        scale_max=stats.scale_max,
         saturated=stats.saturated,
-        flushed=sums["flushed"] / measurement.elements,
+        flushed=max(0, stats.count("zero") - sum(scalars["zero"])) / measurement.elements,
         subnormal=stats.subnormal,
-        nan=stats.count("nan") if measurement.stored else round(sums["nan"]),
-        inf=stats.count("inf") if measurement.stored else round(sums["inf"]),
-        sqnr=10 * math.log10(sums["signal"] / sums["noise"]) if sums["noise"] else None,
-        staleness=math.log2(maxima["overshoot"])
-        if measurement.delayed and maxima["overshoot"]
-        else None,
+        nan=stats.count("nan") if measurement.stored else round(sum(scalars["nan"])),
+        inf=stats.count("inf") if measurement.stored else round(sum(scalars["inf"])),
+        sqnr=10 * math.log10(signal / noise) if signal and noise else None,
+        staleness=math.log2(overshoot) if measurement.delayed and overshoot > 0 else None,
         elements=measurement.elements,
         exponents={
             e: n
@@ -151,5 +146,5 @@ def record_of(
             if n
         },
         stored=measurement.stored,
-        fp8_dtype="e4m3" if measurement.spec.fp8_dtype == E4M3 else "e5m2",
+        fp8_dtype="e4m3" if spec.fp8_dtype == E4M3 else "e5m2",
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -89,6 +89,10 @@ class Log:
     """The layers' names, in the model's order."""
     steps: list[Step] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    followers: list[Callable[[Sequence[Record], Sequence[Step]], object]] = field(
+        default_factory=list, repr=False, compare=False
+    )
+    """Functions that a running watch calls with the records and steps that it adds."""
 
     def to_jsonl(self, path: str | PathLike[str]) -> None:
         """Write everything to a file; one that is there is replaced by a whole one."""

@@ -145,6 +145,7 @@ def compare(
     >>> float8lab.inspect.compare(float8lab.quantize(x, scale=1.0), x).max_error
     0.03125
     """
+    check_instance("names", names, tuple, "the names of both runs", optional=True)
     if not isinstance(x, Log):
         return statistics.compare(x, cast(Tensor, original), local=local)
     check_instance("original", original, Log, "the log of a watch, as x is")

@@ -1,32 +1,19 @@
-"""A log as a table, a DataFrame and scalars of TensorBoard."""
+"""A log as a table and a DataFrame."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from float8lab.arguments import needs
-from float8lab.inspect.text import rich_table
+from float8lab.inspect.text import Grid
 from float8lab.inspect.watch.records import Log, Record, Step
 
-__all__ = ["table", "to_pandas", "to_tensorboard"]
-
-_SCALARS = (
-    "amax", "scale_min", "scale_max", "saturated", "flushed", "subnormal", "nan", "inf", "sqnr",
-    "staleness",
-)  # fmt: skip
+__all__ = ["table", "to_pandas"]
 
 
-@runtime_checkable
-class ScalarWriter(Protocol):
-    """A ``SummaryWriter``, as far as ``to_tensorboard`` calls it."""
-
-    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
-
-
-def table(log: Log, step: int | None = None) -> Any:
+def table(log: Log, step: int | None = None) -> Grid:
     """``watch.table``."""
     watched = list(dict.fromkeys(record.step for record in log.records))
     if step is None and watched:
@@ -38,43 +25,33 @@ def table(log: Log, step: int | None = None) -> Any:
         )
     log_step = next((s for s in log.steps if s.step == step), Step(step or 0))
     title = f"step {step}" + ("" if log_step.loss is None else f", loss {log_step.loss:.6g}")
-    rows: list[Sequence[str | tuple[str, str]]] = []
-    records_of_step = [record for record in log.records if record.step == step]
-    for layer, group in groupby(records_of_step, key=lambda record: record.layer):
-        rows += _rows_of_layer(layer, list(group), log_step.gemms.get(layer, {}))
-    options: dict[str, Any] = {"title": title, "caption": log.recipe, "padding": (0, 1, 0, 0)}
-    right = {name: {"justify": "right"} for name in _COLUMNS}
-    columns = {"layer": {}, "": {}, **right, "GEMMs": {}}
-    return rich_table(rows, columns, otherwise="look at log.records", **options)
+    return _table_of_step(log, log_step, title)
 
 
-def _rows_of_layer(
-    layer: str, records: Sequence[Record], gemms: Mapping[str, int]
-) -> Iterator[Sequence[str | tuple[str, str]]]:
-    """One kind of GEMM stands beside each operand, and the remaining kinds beside the last one."""
-    kinds = [kind if n == 1 else f"{kind} x{n}" for kind, n in gemms.items()]
-    for i, record in enumerate(records):
-        shown = kinds[i:] if i == len(records) - 1 else kinds[i : i + 1]
-        yield (layer if i == 0 else "", record.operand, *_cells(record), "\n".join(shown))
+def _table_of_step(log: Log, log_step: Step, title: str) -> Grid:
+    records = [record for record in log.records if record.step == log_step.step]
+    rows = []
+    for layer, group in groupby(records, key=lambda record: record.layer):
+        kinds = log_step.gemms.get(layer, {}).items()
+        told = ", ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in kinds)
+        for i, record in enumerate(group):
+            # Layer and GEMMs stand beside the first of its operands.
+            first = ("", "") if i else (layer, told)
+            rows.append((first[0], record.operand, *_cells(record), first[1]))
+    columns = ("layer", "", "amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale")
+    alarming = [record.nan + record.inf > 0 or (record.staleness or 0) > 0 for record in records]
+    return Grid(title, (*columns, "NaN", "inf", "GEMMs"), rows, alarming, log.recipe)
 
 
-_COLUMNS = ("amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale", "NaN", "inf")
-
-
-def _cells(record: Record) -> list[tuple[str, str]]:
-    """The text and style of each of ``_COLUMNS``."""
+def _cells(record: Record) -> list[str]:
     low, top = record.scale_min, record.scale_max
-    shares = (record.saturated, record.flushed, record.subnormal)
-    scale = _short(low) if low == top else f"{_short(low)}..{_short(top)}"
-    clipped = record.staleness is not None and record.staleness > 0
     return [
-        (_short(record.amax), ""),
-        (scale, ""),
-        *((f"{100 * share:.3g}", "") for share in shares),
-        ("" if record.sqnr is None else f"{record.sqnr:.1f}", ""),
-        ("" if record.staleness is None else f"{record.staleness:+.2f}", "red" if clipped else ""),
-        (str(record.nan), "bold red" if record.nan else ""),
-        (str(record.inf), "bold red" if record.inf else ""),
+        _short(record.amax),
+        _short(low) if low == top else f"{_short(low)}..{_short(top)}",
+        *(f"{100 * share:.3g}" for share in (record.saturated, record.flushed, record.subnormal)),
+        "" if record.sqnr is None else f"{record.sqnr:.1f}",
+        "" if record.staleness is None else f"{record.staleness:+.2f}",
+        *(str(count or "") for count in (record.nan, record.inf)),
     ]
 
 
@@ -91,18 +68,3 @@ def to_pandas(log: Log) -> Any:
     rows = [{**asdict(record), "loss": losses.get(record.step)} for record in log.records]
     names = [*Record.__dataclass_fields__, "loss"]
     return pandas.DataFrame(rows, columns=names)
-
-
-def to_tensorboard(log: Log, writer: ScalarWriter) -> None:
-    """Write scalars ``<layer>/<operand>/<quantity>`` and ``<layer>/gemms/<kind>``, and ``loss``."""
-    for record in log.records:
-        for name in _SCALARS:
-            value = getattr(record, name)
-            if value is not None:
-                writer.add_scalar(f"{record.layer}/{record.operand}/{name}", value, record.step)
-    for step in log.steps:
-        if step.loss is not None:
-            writer.add_scalar("loss", step.loss, step.step)
-        for layer, counts in step.gemms.items():
-            for kind, count in counts.items():
-                writer.add_scalar(f"{layer}/gemms/{kind}", count, step.step)

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from float8lab.arguments import (
-    check_callables,
     check_flags,
     check_instance,
     check_module,
@@ -38,8 +37,9 @@ from float8lab.distributed.fsdp.weight import ShardedWeight
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
+from float8lab.inspect.text import Grid
 from float8lab.inspect.watch import views
-from float8lab.inspect.watch.findings import Finding, findings_of_record, findings_of_step
+from float8lab.inspect.watch.findings import Finding, findings_of
 from float8lab.inspect.watch.measure import (
     Measurement,
     measure_cast,
@@ -47,7 +47,7 @@ from float8lab.inspect.watch.measure import (
     numbers_of,
     record_of,
 )
-from float8lab.inspect.watch.records import Log, Record, Step
+from float8lab.inspect.watch.records import Log, Step
 from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
 from float8lab.nn.casts import plain, stored_as
 from float8lab.nn.convert import matches
@@ -56,6 +56,7 @@ from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
 from float8lab.ops import Prologue
 from float8lab.ops.gemm import may_multiply
 from float8lab.ops.operand import Operand
+from float8lab.recipes import Recipe
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
@@ -100,6 +101,7 @@ class watch:
             job of several ranks the name must have ``{rank}`` in it.
         masters: ``masters`` of a ``MasterWeights``: weights stored in FP8 are compared with these.
         warn: warn of what is new among ``alerts`` in a step.
+        start: number of the first step, of a run that is resumed.
 
     Attributes:
         log: the records so far, with the model's ``conversion_report`` if it was converted.
@@ -129,6 +131,7 @@ class watch:
         jsonl: str | PathLike[str] | None = None,
         masters: Mapping[Tensor, Tensor] | None = None,
         warn: bool = False,
+        start: int = 0,
     ) -> None:
         check_module("model", model)
         check_size("every", every, minimum=1)
@@ -163,11 +166,11 @@ class watch:
             layers=self._listed(),
         )
         self.alerts: list[Finding] = []
-        self._recipes: dict[str, None] = {}
+        self._recipes: dict[Recipe, None] = {}
         self._seen: dict[tuple[Precision, int, torch.dtype, bool], Measurement] = {}
         self._gemms: dict[str, dict[str, int]] = {}
         self._losses: list[tuple[int, Tensor]] = []
-        self._step = 0
+        self._step = check_size("start", start)
         self._ended: int | None = None  # the last step that the optimizer has ended
         self._counts_by_optimizer = True
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
@@ -313,7 +316,7 @@ class watch:
             measurement = self._measure(x, operand, spec, call)
             if measurement is None:
                 return
-            self._recipes[repr(call.recipe)] = None
+            self._recipes[call.recipe] = None
             key = (owner, index, spec.fp8_dtype, measurement.stored)
             if key in self._seen:
                 self._seen[key].add(measurement)
@@ -389,17 +392,18 @@ class watch:
         if keys or gemms or loss is not None:
             in_order = {name: gemms[name] for name in self._names.values() if name in gemms}
             self.log.steps.append(Step(self._step, _number(loss), in_order))
-        self.log.recipe = "; ".join(self._recipes)
+        self.log.recipe = "; ".join(map(repr, self._recipes))
         self._recorded.update(key[0] for key in keys)
         self.log.layers = self._listed()
         self._write()
-        self._alert(self.log.records[first:], [s for s in self.log.steps[-1:] if gemms])
+        records, steps = self.log.records[first:], [s for s in self.log.steps[-1:] if gemms]
+        self._alert(findings_of(records, steps))
+        for follow in self.log.followers:
+            follow(records, steps)
 
-    def _alert(self, records: Sequence[Record], steps: Sequence[Step]) -> None:
-        """Add what is wrong in them to the alerts; warn, if asked to, of what was not before."""
+    def _alert(self, findings: Sequence[Finding]) -> None:
+        """Add them to the alerts; warn, if asked to, of those that are new."""
         old = {(f.layer, f.operand, f.kind) for f in self.alerts}
-        findings = [f for record in records for f in findings_of_record(record)]
-        findings += [f for step in steps for f in findings_of_step(step)]
         self.alerts += findings
         new = [f for f in findings if (f.layer, f.operand, f.kind) not in old]
         if new and self._warns:
@@ -432,11 +436,10 @@ class watch:
 
     # Views.
 
-    def table(self, step: int | None = None) -> Any:
-        """A table of one step, by default the last watched one, for ``rich.print``.
+    def table(self, step: int | None = None) -> Grid:
+        """A table of one step, by default the last one watched; ``rich.print`` shows it in color.
 
         Raises:
-            ModuleNotFoundError: rich, of the extra ``inspect``, is not installed.
             ValueError: the step was not watched.
         """
         check_size("step", step, optional=True)
@@ -449,13 +452,6 @@ class watch:
             ModuleNotFoundError: pandas is not installed.
         """
         return views.to_pandas(self.log)
-
-    def to_tensorboard(self, writer: views.ScalarWriter) -> None:
-        """Write everything to a ``SummaryWriter``, or to another object with its ``add_scalar``."""
-        check_callables(
-            ("tag", "value", "step"), **{"writer.add_scalar": getattr(writer, "add_scalar", 0)}
-        )
-        views.to_tensorboard(self.log, writer)
 
     def to_jsonl(self, path: str | PathLike[str]) -> None:
         """Write the log to a file, which ``Log.from_jsonl`` reads."""

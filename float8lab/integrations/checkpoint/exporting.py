@@ -31,6 +31,7 @@ from float8lab.checkpoints.safetensors import (
 )
 from float8lab.checkpoints.source import dtype_name, listed
 from float8lab.distributed.fsdp.shards import reshard
+from float8lab.inspect.text import Printed
 from float8lab.integrations.checkpoint.saved_names import SavedNames, saved_names
 from float8lab.integrations.checkpoint.weights import find_weights, gemm_weights, is_stored
 from float8lab.recipes.recipe import Recipe, check_recipe
@@ -41,8 +42,8 @@ from float8lab.tensor.float8_tensor import decoded
 __all__ = ["ExportReport", "export", "export_stream"]
 
 
-@dataclass(frozen=True)
-class ExportReport:
+@dataclass(frozen=True, repr=False)
+class ExportReport(Printed):
     """The result of ``export``; ``print`` it."""
 
     path: str
@@ -60,7 +61,8 @@ class ExportReport:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why parameters whose layers run in FP8 are in high precision."""
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """Say what was written, and what is in high precision."""
         files = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
         lines = [f"{self.path}: {self.format}, {files}, {self.nbytes:,} bytes"]
         lines += [f"{n} weights in {kind}" for kind, n in Counter(self.fp8.values()).items()]
@@ -72,8 +74,6 @@ class ExportReport:
         if self.nonfinite:
             lines.append(_counts(self.nonfinite))
         return "\n".join([*lines, *self.notes])
-
-    __repr__ = __str__
 
 
 def export(  # noqa: PLR0913  # each is a keyword that users set on its own
@@ -234,9 +234,9 @@ def _contents(
     check_choice("format", format, FORMATS)
     check_recipe("recipe", recipe)
     exclude = check_names("exclude", exclude)
-    for names_or_lists in (share_scales, *share_scales):
-        check_instance("share_scales", names_or_lists, (list, tuple), "a list of lists of names")
+    check_instance("share_scales", share_scales, (list, tuple), "a list of lists of names")
     for group in share_scales:
+        check_instance("share_scales", group, (list, tuple), "a list of lists of names")
         check_names("share_scales", group)
     check_flags(unseen=unseen)
     layout = FORMATS[format]

@@ -30,6 +30,7 @@ from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.source import CheckpointError, CheckpointSource, boxes, listed
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Spec
+from float8lab.inspect.text import Printed
 from float8lab.integrations.checkpoint.quantizers import without_quantizer
 from float8lab.integrations.checkpoint.saved_names import saved_names
 from float8lab.integrations.checkpoint.weights import GemmWeight, gemm_weights, specs_of_parameters
@@ -60,8 +61,8 @@ _COMPUTED = ("rotary_emb.inv_freq", "_extra_state", "input_global_scale")
 _few = functools.partial(listed, most=8)
 
 
-@dataclass(frozen=True)
-class LoadReport:
+@dataclass(frozen=True, repr=False)
+class LoadReport(Printed):
     """The result of ``load_fp8``; ``print`` it."""
 
     path: str
@@ -77,7 +78,8 @@ class LoadReport:
     fp4: Mapping[str, str] = field(default_factory=dict)
     """How each parameter that is now stored in packed 4 bits is stored."""
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """Say what was loaded, and what is missing."""
         packed = f"{len(self.fp4)} in 4 bits, " if self.fp4 else ""
         lines = [
             f"{self.path}: {len(self.fp8)} weights in FP8, {packed}{len(self.dequantized)} "
@@ -87,8 +89,6 @@ class LoadReport:
             if names:
                 lines.append(f"{kind}: {_few(names)}")
         return "\n".join([*lines, *self.notes])
-
-    __repr__ = __str__
 
 
 def load_fp8(

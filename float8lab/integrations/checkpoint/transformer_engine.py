@@ -27,6 +27,7 @@ from float8lab.arguments import check_instance, check_module, check_path
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError, refusing
 from float8lab.checkpoints.unpickling import TRANSFORMER_ENGINE_STATE, load_restricted
+from float8lab.inspect.text import Printed
 from float8lab.integrations.checkpoint.weights import delayed_slots
 from float8lab.nn.precision import DY, Precision, W, X, precisions
 from float8lab.ops import NO_DATA
@@ -40,8 +41,8 @@ _FORWARD, _BACKWARD = 3, 2
 """Tensors of a GEMM in the saved state, in forward and in backward."""
 
 
-@dataclass(frozen=True)
-class ScalingReport:
+@dataclass(frozen=True, repr=False)
+class ScalingReport(Printed):
     """The result of ``load_te_scaling``; ``print`` it."""
 
     loaded: tuple[str, ...]
@@ -52,11 +53,10 @@ class ScalingReport:
     """The recipe with which the checkpoint's modules were trained, as far as the checkpoint
     says."""
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """Say what was loaded, in a line."""
         ignored = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
         return f"scales of {len(self.loaded)} modules, {self.recipe!r}{ignored}"
-
-    __repr__ = __str__
 
 
 def load_te_scaling(

@@ -58,7 +58,7 @@ class LayerReport:
     parameters: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ConversionReport:
     """The linear layers of a model, in FP8 or not, and why; ``print`` it for a table."""
 
@@ -94,7 +94,8 @@ class ConversionReport:
         lines = aligned([_HEADINGS, *self._rows()], left=4)
         return "\n".join([*lines, *self._remarks()])
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"<ConversionReport: {self.summary}>"
 
     def _repr_html_(self) -> str:
         """The table that notebooks show."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import runpy
@@ -22,7 +23,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its dependencies are deprecated for
     transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
     pytest.importorskip("accelerate", reason="needs the extra 'transformers'")
-    from float8lab.integrations.transformers import SCALING_NAME, Float8Callback
+    from float8lab.integrations.transformers import (
+        SCALING_NAME,
+        Float8Callback,
+        Float8StatsCallback,
+    )
 
 from tests.integrations.transformers.models import build
 from tests.integrations.transformers.training import DELAYED, losses, same, trainer
@@ -150,6 +155,20 @@ def test_arguments_of_the_callback_are_those_of_a_conversion() -> None:
     for argument in ("recipe", "exclude", "overrides", "filter_fn", "strict"):
         with pytest.raises(TypeError, match=f"^{argument} must be"):
             Float8Callback(**{argument: 3})
+
+
+def test_statistics_go_where_the_trainer_reports_to(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    stats = Float8StatsCallback(every=2, layers="*.mlp.*")
+    for steps in (4, 8):  # the second run resumes
+        runner = trainer(tmp_path, steps, Float8Callback(), report_to=["tensorboard"])
+        runner.add_callback(stats)
+        runner.train(resume_from_checkpoint=steps == 8)
+    assert [step.step for step in stats.watch.log.steps] == [4, 6]
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    events = importlib.import_module(name).EventAccumulator(str(tmp_path / "runs" / "float8"))
+    scalars = events.Reload().Scalars("float8/model.layers.0.mlp.up_proj/weight/amax")
+    assert [event.step for event in scalars] == [0, 2, 4, 6]
 
 
 def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
