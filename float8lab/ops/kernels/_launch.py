@@ -19,16 +19,6 @@ from triton.runtime.jit import JITFunction
 
 from float8lab.ops.declare import RECORDING
 
-__all__ = [
-    "STREAM",
-    "Launched",
-    "current_device",
-    "current_stream",
-    "has_hooks",
-    "is_on_current_device",
-    "launched",
-]
-
 ENABLED = True
 """Whether launches go past Triton."""
 

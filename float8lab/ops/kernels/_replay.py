@@ -29,8 +29,6 @@ from float8lab.ops.kernels._launch import (
     is_on_current_device,
 )
 
-__all__ = ["repeated", "replayed"]
-
 _MOST_CALLS = 4096
 """The most that are remembered of a launcher. Shapes are part of a key, so there is no end of keys
 where they vary."""

@@ -46,8 +46,6 @@ from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import attention as plain
 from float8lab.ops.reference import round_up
 
-__all__ = ["fp8_attention", "fp8_attention_backward"]
-
 aten = torch.ops.aten
 
 _GROUP = 64

@@ -37,8 +37,6 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.prologue import arguments_of, load, tile_of_program
 from float8lab.ops.reference import prologue_shape, round_up
 
-__all__ = ["cast_tiles", "has_tiles", "launch_tiles", "takes_tiles"]
-
 _WARPS = 8
 _TILE = Tile(rows=128, columns=128, warps=_WARPS)
 _ROWS_OF_PROLOGUE = 32

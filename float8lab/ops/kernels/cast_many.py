@@ -42,8 +42,6 @@ from float8lab.ops.kernels.cast import (
     write_rows,
 )
 
-__all__ = ["cast_many_"]
-
 _ALIGNMENT = 16
 """Bytes of the widest access, and columns of a matrix whose every row allows them."""
 

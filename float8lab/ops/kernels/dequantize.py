@@ -21,8 +21,6 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import round_up
 
-__all__ = ["dequantize", "transpose"]
-
 _BYTES = Tile(rows=64, columns=64, warps=4)
 
 

@@ -24,8 +24,6 @@ from float8lab.ops.kernels.grouped_gemm import grouped_mm
 from float8lab.ops.kernels.hopper_gemm import multiply_tiles
 from float8lab.ops.reference import ALIGN, round_up
 
-__all__ = ["scaled_mm", "scaled_mm_into"]
-
 _SCALING_TYPE: dict[tuple[int, ...], ScalingType] = {
     (1, 128): ScalingType.BlockWise1x128,
     (128, 128): ScalingType.BlockWise128x128,

@@ -29,9 +29,6 @@ from float8lab.ops.kernels.hopper_gemm import (
 )
 from float8lab.ops.reference import ALIGN, SPAN
 
-__all__ = ["grouped_mm"]
-
-
 # The launchers.
 
 

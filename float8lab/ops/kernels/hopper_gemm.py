@@ -39,18 +39,6 @@ from float8lab.ops.kernels._common import ceil_div, multiprocessors
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._tma import async_load, async_store
 
-__all__ = [
-    "CONFIGS",
-    "DENSE",
-    "GROUPED_ROWS",
-    "GROUPED_SUMS",
-    "STEP",
-    "Config",
-    "multiply_tiles",
-    "place",
-    "store_part",
-]
-
 _ROWS = 128
 _COLUMNS = 256
 HALF = gl.constexpr(64)

@@ -29,8 +29,6 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.norm import empty_stats
 from float8lab.ops.reference import as_matrix
 
-__all__ = ["norm", "norm_backward"]
-
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers."""
 

@@ -16,8 +16,6 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import NO_DATA
 
-__all__ = ["SCALES", "update_scales_"]
-
 SCALES = 256
 """Scales that one program of ``_scales_kernel`` makes."""
 
