@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from float8lab.arguments import check_choice, check_flags, check_input, check_number, shown
 from float8lab.distributed.comm import inherit_tokens
 from float8lab.distributed.ranks import from_first_rank
+from float8lab.nn import parallel
 from float8lab.nn.attention.arguments import Lengths
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import check_format
@@ -25,18 +26,12 @@ from float8lab.nn.attention.multihead import MultiheadAttention, RotaryArgument
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.norm import LayerNorm, RMSNorm
-from float8lab.nn.parallel import (
-    ContextParallelModule,
-    ignore_extra_state,
-    overlap_of,
-    parallel_size,
-)
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, reset_children
 
 __all__ = ["TransformerLayer"]
 
 
-class TransformerLayer(nn.Module, ContextParallelModule):
+class TransformerLayer(nn.Module, parallel.ContextParallelModule):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
@@ -162,8 +157,8 @@ class TransformerLayer(nn.Module, ContextParallelModule):
                 f"drop_path_rate must be 0 for attn_input_format='thd'; got {drop_path_rate}. Use "
                 "'bshd', where each sample has a row."
             )
-        self.overlap = overlap_of("TransformerLayer", ub)
-        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
+        self.overlap = parallel.overlap_of("TransformerLayer", ub)
+        ranks = parallel.parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         self.tp_size, self.tp_group = ranks, tp_group
         self.sequence_parallel = sequence_parallel
         self.layer_type = layer_type
@@ -236,7 +231,7 @@ class TransformerLayer(nn.Module, ContextParallelModule):
                 hidden_size, eps=layernorm_epsilon, sequence_parallel=sequence_parallel,
                 params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma, device=device,
             )  # fmt: skip
-        self.register_load_state_dict_pre_hook(ignore_extra_state)
+        self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
 
     def reset_parameters(self) -> None:
         """Initialise attention, MLP and norms, as ``Linear.reset_parameters`` does."""
