@@ -24,8 +24,7 @@ from float8lab.distributed.comm import ONE_GPU, NoGroup, OneGpu, Sharded, Tensor
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.handles import new_handle
-from float8lab.nn.in_graph import GraphState
+from float8lab.nn.in_graph import GraphState, new_handle
 from float8lab.nn.scales import DY, CurrentScales, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
 from float8lab.recipes.delayed import RECORDED, DelayedSlots, SlotViews
@@ -97,17 +96,8 @@ class Call:
     """
 
     __slots__ = (
-        "cast_parallel",
-        "comm",
-        "first_microbatch",
-        "fused_weight",
-        "in_graph",
-        "is_region",
-        "plan",
-        "precision",
-        "recipe",
-        "scales",
-        "watched",
+        "cast_parallel", "comm", "first_microbatch", "fused_weight", "in_graph", "is_region",
+        "plan", "precision", "recipe", "scales", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -238,18 +228,17 @@ class Precision:
 
         Also None where tensor-parallel ranks have plain shards without ``shares_scales``.
         """
-        recipe = self.recipe
+        recipe, parallel = self.recipe, self.parallel
         if not self.fp8_all_gather or recipe is None:
-            return None
-        if self.parallel is not None and not shares_scales:
             return None
         plan = recipe.linear
         if not plan.fprop or not plan.dgrad:
             return None
-        if self.parallel is not None and self.parallel.misfit(plan) is not None:
+        # The amax of a shard's tensor is not that of the ranks that hold rows.
+        if parallel is not None and (
+            not shares_scales or plan.w.tensor_scale or parallel.misfit(plan) is not None
+        ):
             return None
-        if self.parallel is not None and plan.w.tensor_scale:
-            return None  # the amax of a shard's tensor is not that of the ranks that hold rows
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
         return WeightCast(plan.w, plan.amax_epsilon, headroom)
 

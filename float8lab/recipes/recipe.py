@@ -163,13 +163,10 @@ class Recipe:
             f"one of {', '.join(map(repr, _SAVES))}",
         )
         self._check()
-        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        shown = [
-            f"{f.name}={_show(value)}"
-            for f, (_, value) in zip(fields(self), values, strict=True)
-            if value != f.default
-        ]
-        key = (type(self), *values)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        differing = [f.name for f in fields(self) if values[f.name] != f.default]
+        shown = [f"{name}={_show(values[name])}" for name in differing]
+        key = (type(self), *values.items())
         object.__setattr__(self, "_repr", f"{type(self).__name__}({', '.join(shown)})")
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
@@ -285,8 +282,20 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+class _Float8Recipe(Recipe):
+    """Base of the recipes whose GEMMs take e4m3 and e5m2."""
+
+    def _check(self) -> None:
+        epsilon: Any = getattr(self, "amax_epsilon", 0.0)
+        number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+        valid = number and 0 <= epsilon < float("inf")
+        self._require(valid, "amax_epsilon", "a finite number >= 0")
+        formats = "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)"
+        self._require(self.fp8_format is not Format.E5M2, "fp8_format", formats)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class DelayedScaling(Recipe):
+class DelayedScaling(_Float8Recipe):
     """One scale per tensor, computed from the amaxes of earlier steps.
 
     ``encode = 2 ** (floor(log2(largest / amax)) - margin)``, with amax chosen from a history of
@@ -325,7 +334,7 @@ class DelayedScaling(Recipe):
         self._require(
             factor is None or callable(factor), "scaling_factor_compute_algo", "None or a callable"
         )
-        _require_no_pure_e5m2(self)
+        super()._check()
 
     def _plan(self) -> LinearPlan:
         rule = "pow2" if self.power_of_2_scale else "fp32"
@@ -333,17 +342,13 @@ class DelayedScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_Float8Recipe):
     """One scale per tensor, computed from the tensor itself: ``amax / largest``."""
 
     power_of_2_scale: bool = False
     """Round the encode scale down to a power of two."""
     amax_epsilon: float = 0.0
     """Amaxes are raised to at least this."""
-
-    def _check(self) -> None:
-        _require_epsilon(self, self.amax_epsilon)
-        _require_no_pure_e5m2(self)
 
     def _plan(self) -> LinearPlan:
         rule = "pow2" if self.power_of_2_scale else "fp32"
@@ -353,7 +358,7 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Float8RowwiseScaling(Recipe):
+class Float8RowwiseScaling(_Float8Recipe):
     """One scale per token and per output channel (per row of each GEMM operand)."""
 
     fp8_format: Format = Format.E4M3
@@ -363,10 +368,6 @@ class Float8RowwiseScaling(Recipe):
     """Amaxes are raised to at least this."""
     high_precision_wgrad: bool = False
     """Compute the weight gradient in high precision."""
-
-    def _check(self) -> None:
-        _require_epsilon(self, self.amax_epsilon)
-        _require_no_pure_e5m2(self)
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(
@@ -379,7 +380,7 @@ class Float8RowwiseScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(_Float8Recipe):
     """1x128 blocks for activations and gradients, 128x128 blocks for weights.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.
@@ -392,10 +393,6 @@ class Float8BlockScaling(Recipe):
     amax_epsilon: float = 0.0
     """Amaxes are raised to at least this."""
 
-    def _check(self) -> None:
-        _require_epsilon(self, self.amax_epsilon)
-        _require_no_pure_e5m2(self)
-
     def _plan(self) -> LinearPlan:
         return self._make_plan(
             x=(1, 128),
@@ -406,7 +403,7 @@ class Float8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(_Float8Recipe):
     """OCP MX: 1x32 blocks with power-of-two (e8m0) scales, along the contraction of every GEMM.
 
     Hopper has no MX tensor cores: there the operands are quantized, dequantized and multiplied in
@@ -415,9 +412,6 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Format = Format.E4M3
     fast_accum: tuple[bool, bool, bool] = (False, False, False)
-
-    def _check(self) -> None:
-        _require_no_pure_e5m2(self)
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(1, 32), w=(1, 32), scale_rule="e8m0")
@@ -451,19 +445,6 @@ class NVFP4BlockScaling(Recipe):
     def _plan(self) -> LinearPlan:
         weight = (1, 16) if self.disable_2d_quantization else (16, 16)
         return self._make_plan(x=(1, 16), w=weight, scale_rule="e2m1 e4m3 fp32")
-
-
-def _require_no_pure_e5m2(recipe: Recipe) -> None:
-    recipe._require(
-        recipe.fp8_format is not Format.E5M2,
-        "fp8_format",
-        "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)",
-    )
-
-
-def _require_epsilon(recipe: Recipe, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    recipe._require(number and 0 <= value < float("inf"), "amax_epsilon", "a finite number >= 0")
 
 
 ALL: dict[str, Recipe] = {

@@ -39,7 +39,7 @@ from float8lab.tensor.blocks import (
     expand_scale,
     stores_scales_by_column,
 )
-from float8lab.tensor.dispatch import implements, run_fallback
+from float8lab.tensor.dispatch import implements
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
 from float8lab.tensor.window import merge_into
@@ -593,7 +593,7 @@ def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> objec
     """Gather the rows of all ranks; a shard that has no block with another keeps its own."""
     rows, block = x.shape[0] if x.ndim else 0, x.spec.block[0] if x.ndim else 0
     if rows == 0:
-        return run_fallback(Float8Tensor, op, (x, size, group), {})
+        return NotImplemented
     if block > 1 and rows % block:
         x = cut(x, (math.gcd(rows, block), *x.spec.block[1:]))
 
@@ -617,7 +617,7 @@ def _wait(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
 def _pad(op: OpOverload, x: Float8Tensor, pad: Sequence[int], value: float = 0) -> object:
     """Append zeros along dimensions, as DTensor does to make shards equally long."""
     if value != 0 or any(pad[::2]) or min(pad) < 0:
-        return run_fallback(Float8Tensor, op, (x, pad, value), {})
+        return NotImplemented
     qdata = op(x.qdata.view(torch.uint8), pad, 0).view(x.qdata.dtype)
     blocks = x.spec.scale_shape(tuple(qdata.shape))
     missing = [new - old for new, old in zip(blocks, x.scale.shape, strict=True)]

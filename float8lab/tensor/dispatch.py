@@ -134,7 +134,10 @@ def overloads(*names: str) -> frozenset[OpOverload]:
 
 
 def implements(*overloads: OpOverload | str) -> Callable[[AnyHandler], AnyHandler]:
-    """Enter the decorated handler for these overloads; entering one twice raises."""
+    """Enter the decorated handler for these overloads; entering one twice raises.
+
+    Where a handler returns ``NotImplemented``, the op falls back.
+    """
 
     def enter(handler: AnyHandler) -> AnyHandler:
         for overload in overloads:

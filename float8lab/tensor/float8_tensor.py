@@ -210,7 +210,8 @@ class Float8Tensor(Tensor):
             # Torch wants a view of a tensor that is no inference tensor to be none, either.
             with torch.inference_mode(False), torch.no_grad():
                 return handler(op, *args, **kwargs)
-        return handler(op, *args, **kwargs)
+        result = handler(op, *args, **kwargs)
+        return run_fallback(Float8Tensor, op, args, kwargs) if result is NotImplemented else result
 
     def replace(self, **changes: object) -> Float8Tensor:
         """A tensor of this class with some of qdata, scale, amax, spec, dtype replaced."""

@@ -54,9 +54,14 @@ class OtherExperts(ExpertsBase):
         raise NotImplementedError
 
     @staticmethod
-    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
-        """``[E, out, in]`` of the weights."""
+    def layers(module: Any) -> tuple[Layer, Layer]:
+        """The weights and biases of the two layers, ``[E, out, in]`` and ``[E, out]``."""
         raise NotImplementedError
+
+    @classmethod
+    def shapes(cls, module: Any) -> list[tuple[int, ...]]:
+        """``[E, out, in]`` of the weights."""
+        return [tuple(weight.shape) for weight, _ in cls.layers(module)]
 
     @staticmethod
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
@@ -163,10 +168,6 @@ class TransformersExperts(OtherExperts):
         }  # fmt: skip
 
     @staticmethod
-    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
-        return [tuple(weight.shape) for weight, _ in TransformersExperts.layers(module)]
-
-    @staticmethod
     def obstacle(module: nn.Module) -> str | None:
         if not hasattr(type(module).forward, "__wrapped__"):
             return f"{type(module).__name__} has a forward of its own"
@@ -234,10 +235,6 @@ class LlamaExperts(OtherExperts):
         return {
             "gate_up_proj": ExpertWeight("fc1", True), "down_proj": ExpertWeight("fc2", True)
         }  # fmt: skip
-
-    @staticmethod
-    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
-        return [tuple(weight.shape) for weight, _ in LlamaExperts.layers(module)]
 
     def transposed(self) -> bool:
         return True

@@ -330,11 +330,9 @@ def _obstacle_of_forward(candidate: Candidate, *, is_named: bool) -> str | None:
     is_experts = candidate.experts_class is not None
     if "forward" in vars(layer) and (is_experts or not has_wrapped_forward(layer)):
         return "forward was replaced on the layer itself"
-    if linear_class is not None and type(layer).forward is not linear_class.forward:
-        name = type(layer).__name__
-        if not is_named:
-            return f"{name} has a forward of its own; name it in overrides to convert"
-    return None
+    if is_named or linear_class is None or type(layer).forward is linear_class.forward:
+        return None
+    return f"{type(layer).__name__} has a forward of its own; name it in overrides to convert"
 
 
 def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
