@@ -161,8 +161,7 @@ def _with_scale(
         dtype = entry.dtype
     item = Item(name, entry, convention, None, Float8Spec(dtype, (-1,) * len(entry.shape)))
     if scale is None:
-        missing = Finding("missing-scale", "no scale in the checkpoint")
-        return replace(item, findings=(missing,))
+        return replace(item, findings=(Finding("missing-scale", "no scale in the checkpoint"),))
     if scale.dtype not in _SCALE_DTYPES:
         wrong = Finding("bad-scale", f"its scale {scale.name} is {scale.dtype_name}")
         return replace(item, extras=(scale,), findings=(wrong,))

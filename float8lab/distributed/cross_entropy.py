@@ -95,8 +95,7 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
             )
     settings = _Settings(group if ranks > 1 else None, rank, ranks, ignore_idx, smoothing, z_loss)
     x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
-    words = x.shape[-1]
-    loss, log_sum = _CrossEntropy.run(x.reshape(-1, words), target.reshape(-1), settings)
+    loss, log_sum = _CrossEntropy.run(x.reshape(-1, x.shape[-1]), target.reshape(-1), settings)
     loss = loss.sum() / (target != ignore_idx).sum() if reduce_loss else loss.view(target.shape)
     return (loss, log_sum.view(target.shape)) if return_log_sum_exp else loss
 

@@ -225,8 +225,7 @@ def _exchange(
 ) -> Tensor:
     """Rows sent to other ranks; their gradients, plain or in FP8, are sent back."""
     there = partial(exchanged, sent=sent, received=received, group=group)
-    back = partial(exchanged, sent=received, received=sent, group=group)
-    return GradientMap.run(x, there, back)
+    return GradientMap.run(x, there, partial(exchanged, sent=received, received=sent, group=group))
 
 
 def _with_gradient(x: Tensor, spec: Float8Spec | None) -> Tensor:

@@ -76,11 +76,7 @@ class InputSource(NamedTuple):
 
 
 def input_source(
-    x: Matrix,
-    inp: Tensor | None,
-    specs: Orientations,
-    call: Call,
-    amax: Tensor | None = None,
+    x: Matrix, inp: Tensor | None, specs: Orientations, call: Call, amax: Tensor | None = None
 ) -> InputSource:
     """The cast of a layer's input, where another layer or a graph has made it; or its parameters.
 
@@ -114,8 +110,7 @@ def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple
     key: tuple[Any, ...] = *specs, call.plan.epsilon, call.cast_parallel, call.comm.tokens
     if isinstance(x, Groups):
         offs: Any = x.offs  # of the same groups, too
-        offs_storage = StorageWeakRef(offs.untyped_storage())
-        key = (*key, offs_storage, offs.data_ptr(), version_of(offs))
+        key = (*key, StorageWeakRef(offs.untyped_storage()), offs.data_ptr(), version_of(offs))
     return (*key, inp._version, node._sequence_nr(), stream)
 
 
@@ -184,14 +179,12 @@ def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
     return Operand(operand.data, scale), replace(spec, block=(1, -1))
 
 
-def show_quantized(
-    x: Matrix, specs: Orientations, quantized: Quantized, index: int, call: Call
-) -> None:
+def show_quantized(x: Matrix, specs: Orientations, made: Quantized, index: int, call: Call) -> None:
     """A layer's input, or its gradient, was cast."""
     if specs.rowwise:
-        show_cast(x, quantized.rowwise, specs.rowwise, index, call)
+        show_cast(x, made.rowwise, specs.rowwise, index, call)
     elif specs.columnwise and isinstance(x, Tensor):  # groups are laid out in another way
-        show_cast(x.t(), quantized.columnwise, specs.columnwise, index, call)
+        show_cast(x.t(), made.columnwise, specs.columnwise, index, call)
 
 
 def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> None:

@@ -347,8 +347,7 @@ class ExpertMLP(ExpertsBase, GemmModule):
         x = as_matrix(rows.dequantize() if isinstance(rows, Float8Tensor) else rows)
         layers = layers_here(self._layers())
         offs = offsets_of(m_splits, x, layers[0][0].shape[0], "num_experts")
-        y = self._run_experts(x, offs, layers, self.activation, is_first_microbatch)
-        return like(y, rows)
+        return like(self._run_experts(x, offs, layers, self.activation, is_first_microbatch), rows)
 
     def _layers(self) -> tuple[Layer, Layer]:
         return (self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias)
@@ -388,8 +387,7 @@ def _check_that_they_compute(
     weight = values[0][1][0]
     if weight.is_meta:
         return
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, weight.shape[0], generator=generator).to(weight)
+    x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight)
     for index, (expert, (fc1, fc2)) in enumerate(zip(experts, values, strict=True)):
         with torch.autocast(x.device.type, enabled=False), autocast(enabled=False):
             want = functional.linear(activate(functional.linear(x, *fc1), activation), *fc2)

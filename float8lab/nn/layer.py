@@ -52,13 +52,7 @@ from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import local_of
 
-__all__ = [
-    "GemmDef",
-    "GemmModule",
-    "NormGemmModule",
-    "describe_fp8",
-    "linear_in_high_precision",
-]
+__all__ = ["GemmDef", "GemmModule", "NormGemmModule", "describe_fp8", "linear_in_high_precision"]
 
 
 class GemmDef(NamedTuple):

@@ -113,10 +113,8 @@ class Linear(GemmModule, nn.Linear):
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)
         self._split = parameters.sizes_of_split(parameters_split, out_features)
-        init_method = parameters.draw_from_tracker(
-            init_method, get_rng_state_tracker, rng_tracker_name
-        )
-        gemm = self._split_gemm(self._split, out_features, in_features, init_method)
+        init = parameters.draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
+        gemm = self._split_gemm(self._split, out_features, in_features, init)
         self.out_features, self.in_features = gemm.shape
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 

@@ -554,8 +554,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 f"{type(local).__name__}. Save it by torch.distributed.checkpoint."
             )
         module = cast("Any", model.get_submodule(name.rpartition(".")[0]))
-        shards = tensors_of_ranks(local, module.tp_group)
-        state[name] = _unshard(name, shard, shards)
+        state[name] = _unshard(name, shard, tensors_of_ranks(local, module.tp_group))
     return {name: _full(name, x) if is_dtensor(x) else x for name, x in state.items()}
 
 

@@ -345,8 +345,7 @@ class Precision:
             self.slot_formats(recipe.linear)[1],
             0 if options.experts is None else options.experts.start,
         )  # fmt: skip
-        is_region = record and STATE.region is None
-        return self._new_call(recipe, options, state, is_region=is_region)
+        return self._new_call(recipe, options, state, is_region=record and STATE.region is None)
 
     def slots_in_graph(
         self,

@@ -114,11 +114,10 @@ def _operation_class(ir: Any) -> type:
 
         def needs_no_call(self) -> bool:
             """Whether the op only orders others, and nothing in Python code reads its results."""
-            graph = ir.V.graph
-            only_orders = (
-                declare.OPS.declared[self.op_overload].only_orders and not graph.cpp_wrapper
-            )
-            return only_orders and all(x.get_name() in graph.removed_buffers for x in self.outputs)
+            graph, declared = ir.V.graph, declare.OPS.declared[self.op_overload]
+            if not declared.only_orders or graph.cpp_wrapper:
+                return False
+            return all(x.get_name() in graph.removed_buffers for x in self.outputs)
 
         def written_site(self, wrapper: Any) -> str | None:
             """The name of a call site that was written to the code; None if it cannot have one."""

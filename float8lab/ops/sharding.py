@@ -100,9 +100,8 @@ def _call(
                 moved += x.numel() * x.itemsize
         return moved
 
-    chosen = [
-        min(choices, key=lambda choice: bytes_moved(axis, choice)) for axis in range(mesh.ndim)
-    ]
+    axes = range(mesh.ndim)
+    chosen = [min(choices, key=lambda choice: bytes_moved(axis, choice)) for axis in axes]
 
     def local(name: str, x: Tensor) -> Tensor:
         target = [placement(choice[1].get(name), x) for choice in chosen]

@@ -494,8 +494,7 @@ class DelayedSlots:
             tensors[name].copy_(value)
         if "scale" in values and "encode" not in values:
             tensors["encode"].copy_(1.0 / tensors["scale"])
-        seeded = tensors["seeded"].split(self.widths)
-        self._keep_scales([bool(columns.all()) for columns in seeded])
+        self._keep_scales([bool(columns.all()) for columns in tensors["seeded"].split(self.widths)])
 
     def clear(self) -> None:
         """Forget all that was recorded, in place."""

@@ -335,8 +335,7 @@ def _all_to_all_list(
     received = data.new_empty(sum(expected))
     work = _begun(c10d.alltoall_base_.default(received, data, group, expected, sent, *args))
 
-    finish = partial(_receive_each, targets, received.split(expected))
-    return outputs, _Work([work], finish).boxed()
+    return outputs, _Work([work], partial(_receive_each, targets, received.split(expected))).boxed()
 
 
 @implements(*_existing(c10d, "_allgather_base_"))
@@ -386,8 +385,7 @@ def _all_gather_lists(
 ) -> ScriptObject:
     columns = zip(zip(*outputs, strict=True), inputs, strict=True)
     gather = c10d.allgather_.default
-    works = [_begun(gather([list(out)], [x], group, *args)) for out, x in columns]
-    return _Work(works).boxed()
+    return _Work([_begun(gather([list(out)], [x], group, *args)) for out, x in columns]).boxed()
 
 
 # Sums.
@@ -519,8 +517,7 @@ def _buffer_like(x: Float8Tensor) -> Float8Tensor:
     scale, amax = (x.scale.new_empty(shape) for _ in range(2))
     if stores_scales_by_column(x.spec):
         scale, amax = scale.movedim(0, -1), amax.movedim(0, -1)
-    data = x.qdata.new_empty(x.shape)
-    return Float8Tensor(data, scale, amax, x.spec, x.dtype)
+    return Float8Tensor(x.qdata.new_empty(x.shape), scale, amax, x.spec, x.dtype)
 
 
 def _arriving(

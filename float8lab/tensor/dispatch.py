@@ -172,8 +172,7 @@ def implements_composite(
                 return handler(*args, **kwargs)
 
             def cast(x: Tensor) -> Tensor:
-                is_cast = x.is_floating_point() and x.dtype != torch.float64
-                return x.to(dtype) if is_cast else x
+                return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
             args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
             with torch.autocast(device, enabled=False):

@@ -327,8 +327,7 @@ def _unbind(op: OpOverload, x: Float4Tensor, dim: int = 0) -> _Result:
 def _slice(op: OpOverload, x: Float4Tensor, dim: int = 0, *bounds: object) -> Any:
     if x.spec.block[dim] != 1:
         return NotImplemented
-    size = x.shape[dim]
-    return x.map(lambda t: op(t, dim, *bounds) if t.shape[dim] == size else t)
+    return x.map(lambda t: op(t, dim, *bounds) if t.shape[dim] == x.shape[dim] else t)
 
 
 def _index_select(op: OpOverload, x: Float4Tensor, dim: int, index: Tensor) -> _Result:

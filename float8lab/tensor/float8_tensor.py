@@ -242,8 +242,7 @@ class Float8Tensor(Tensor):
             ValueError: ``value`` has another shape.
         """
         check_floating("value", value)
-        advice = "Reshape it or quantize() it into a new tensor."
-        check_shape("value", value, self.shape, advice)
+        check_shape("value", value, self.shape, "Reshape it or quantize() it into a new tensor.")
         value = value.dequantize() if isinstance(value, Float8Tensor) else value.to(self.dtype)
         if self._window is not None:
             self._window.write(value.detach())

@@ -70,8 +70,7 @@ def _index(op: OpOverload, x: Tensor, indices: Sequence[Tensor | None]) -> objec
         if not isinstance(index, Float8Tensor) and index.dtype in (torch.int64, torch.int32):
             return _pick(x, dim, index.long(), lambda t, i: op(t, [*lead, i]))
         if index.dtype == torch.bool and index.ndim == 1:
-            rows = index.nonzero().squeeze(1)
-            return _pick(x, dim, rows, lambda t, i: op(t, [*lead, i]))
+            return _pick(x, dim, index.nonzero().squeeze(1), lambda t, i: op(t, [*lead, i]))
     return NotImplemented
 
 

@@ -244,8 +244,7 @@ class LlamaExperts(OtherExperts):
         layers = layers_here(LlamaExperts.layers(self))
         experts, _, features = layers[0][0].shape
         x = plain(hidden_states).reshape(-1, features)
-        share = x.shape[0] // experts
-        offs = torch.arange(1, experts + 1, device=x.device) * share
+        offs = torch.arange(1, experts + 1, device=x.device) * (x.shape[0] // experts)
         return self._run_experts(x, offs, layers, _gated_by(self.act_fn))
 
 

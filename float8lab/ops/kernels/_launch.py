@@ -131,9 +131,8 @@ class Launched:
             return None
         if len(self._known) >= _MOST_KERNELS:
             self._known.clear()
-        values = tuple(constants[name] for name in self._constants)
         # With the kernel itself, whose end may be that of its function.
-        memo = (*_launcher_of(kernel), values, kernel)
+        memo = (*_launcher_of(kernel), tuple(constants[name] for name in self._constants), kernel)
         self._known[key] = memo
         return memo
 

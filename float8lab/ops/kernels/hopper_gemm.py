@@ -279,8 +279,7 @@ def _multiply_fast(
             stage = count % STAGES
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
             a = a_tiles.index(stage).slice(HALF * number, HALF)
-            b = b_tiles.index(stage).permute((1, 0))
-            sums = warpgroup_mma(a, b, sums, is_async=True)
+            sums = warpgroup_mma(a, b_tiles.index(stage).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(1, (sums,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
             count += 1

@@ -170,8 +170,7 @@ def _factors_of_packed(
                 matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
             limits = torch.full_like(matrix_amax, largest(E2M1) * largest(E4M3))
             encode = (limits / matrix_amax).clamp(max=FLOAT32_MAX)
-            usable = (matrix_amax > 0) & (matrix_amax < torch.inf)
-            encode = torch.where(usable, encode, 1.0)
+            encode = torch.where((matrix_amax > 0) & (matrix_amax < torch.inf), encode, 1.0)
             scale, decode = scale * encode, 1.0 / encode
         scale = scale.clamp(max=largest(E4M3)).to(E4M3).float() * decode
     scale = torch.where(amax < torch.inf, scale, torch.nan)
