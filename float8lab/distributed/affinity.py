@@ -85,7 +85,6 @@ def _threads() -> list[int]:
 def _say_that_there_is_no_affinity() -> None:
     warnings.warn(
         "backward_on_this_core has no effect: this system cannot bind threads to cores.",
-        UserWarning,
         stacklevel=2,
     )
 

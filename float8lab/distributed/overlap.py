@@ -83,11 +83,7 @@ class Window:
     """The window of each process group; None where its ranks do not see each other's memory."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        nbytes: int,
-        before: Window | None = None,
+        self, group: dist.ProcessGroup, device: torch.device, nbytes: int, before: Window | None
     ) -> None:
         self.rank, self.size, self.nbytes = group.rank(), group.size(), nbytes
         self.before = before

@@ -150,24 +150,18 @@ def _forget_input(inp: weakref.ref[Tensor]) -> None:
 
 
 def show_cast(
-    x: Matrix,
-    operand: Operand,
-    spec: Spec,
-    index: int,
-    call: Call,
-    *,
-    only_in_backward: bool = False,
+    x: Matrix, made: Operand, spec: Spec, index: int, call: Call, *, only_in_backward: bool = False
 ) -> None:
-    """A matrix was cast to ``operand`` for a layer's GEMMs.
+    """A matrix was cast to ``made`` for a layer's GEMMs.
 
     In backward that of x or w is a repetition, by activation checkpointing, unless it is made only
     there.
     """
     if isinstance(x, Groups):
-        operand, spec = _by_row(x, operand, spec)
+        made, spec = _by_row(x, made, spec)
         x = x.owned()
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
-        PROCESS.observer.saw_cast(x, operand, spec, index, call)
+        PROCESS.observer.saw_cast(x, made, spec, index, call)
 
 
 def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
@@ -251,7 +245,6 @@ def _warn_of_recast(weight: Tensor, call: Call) -> None:
         f"{precision.name or 'A layer'}: its weight {tuple(weight.shape)} is {change} in every "
         f"forward, for {call.recipe}: it is rounded twice. Store it for that recipe, or run it "
         "under the one that it was stored for.",
-        UserWarning,
         stacklevel=2,
     )
 

@@ -458,9 +458,8 @@ def recompute_forward(
             source = WeightSource(plain(weight), params)
     casts = _FpropCasts(call.recipe, Orientations(None, None), False)
     done = _fprop(
-        value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm,
-        call.watched,
-    )  # fmt: skip
+        value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm, call.watched
+    )
     if call.watched:
         show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
     return _saved_value(done.y)
@@ -1015,9 +1014,8 @@ class LinearFunction(Float8Function):
         if needs[1] and ctx.recast is not None:
             operand = _recast(saved, ctx.call, ctx.recast, lambda: ctx.make_input(*of_origin))
         dx, dw, db = backward(
-            dy, None, saved, ctx.call,
-            needs=needs, shape=shape, dtypes=ctx.dtypes, operand=operand,
-        )  # fmt: skip
+            dy, None, saved, ctx.call, needs=needs, shape=shape, dtypes=ctx.dtypes, operand=operand
+        )
         if dx is not None and len(x_shape) != 2:
             dx = dx.reshape(x_shape)
         return dx, dw, db, None

@@ -290,9 +290,7 @@ class GroupedLinear(GemmModule):
         if parallel is not None and self.parallel_mode == "row":
             # One rank adds it to the sum, and all have its gradient.
             bias = GradientMap.run(
-                bias,
-                lambda b: torch.zeros_like(b) if parallel.rank else b.view_as(b),
-                lambda db: db,
+                bias, lambda b: torch.zeros_like(b) if parallel.rank else b.view_as(b), lambda d: d
             )
         return bias, parameters
 

@@ -596,13 +596,11 @@ def _unshard(name: str, shard: ParameterShard, shards: Sequence[Any]) -> Tensor:
     qdata = shard.unshard([x.qdata for x in shards])
 
     def join(scales: Sequence[Tensor]) -> Tensor:
-        expanded = [
+        values = [
             _expand(scale, shard.dim, local.spec.block, x.shape, unit)
             for scale, x in zip(scales, shards, strict=True)
         ]
-        return _merged(
-            name, shard.unshard(expanded), shard.dim, local.spec.block, qdata.shape, unit
-        )
+        return _merged(name, shard.unshard(values), shard.dim, local.spec.block, qdata.shape, unit)
 
     scale, amax = (join([getattr(x, name) for x in shards]) for name in ("scale", "amax"))
     return local.replace(qdata=qdata, scale=scale, amax=amax)

@@ -381,25 +381,21 @@ class Precision:
         return views if record else views._replace(amaxes=None)
 
     def _begin_recomputation(
-        self,
-        recording: Recording | None,
-        device: torch.device,
-        training: bool,
-        options: CallOptions,
+        self, replay: Recording | None, device: torch.device, training: bool, options: CallOptions
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
         A forward that ran compiled leaves no record of the original, nor does a module in eval mode
         in torch's reentrant checkpoint: then those of the last forward.
         """
-        if recording is None:
+        if replay is None:
             node = torch._C._current_autograd_node()
             if isinstance(node, FunctionCtx):
-                recording = CHECKPOINTS.of_torch.get(node)
-            if recording is not None:
-                recording.follow(current_backward())
-        if recording is not None and (recording is CHECKPOINTS.replay or recording.has_next(self)):
-            original: Call | None = recording.next(self)
+                replay = CHECKPOINTS.of_torch.get(node)
+            if replay is not None:
+                replay.follow(current_backward())
+        if replay is not None and (replay is CHECKPOINTS.replay or replay.has_next(self)):
+            original: Call | None = replay.next(self)
             return original and original.repetition(options)
         original = self._last
         # The recomputation runs as the original did, also where backward is called inside another
@@ -529,9 +525,7 @@ def place_precisions(module: nn.Module) -> None:
 
 
 def _warn_of_misfit(name: str, misfit: str, recipe: str) -> None:
-    warnings.warn(
-        f"{name} runs in high precision: {misfit}, under {recipe}.", UserWarning, stacklevel=2
-    )
+    warnings.warn(f"{name} runs in high precision: {misfit}, under {recipe}.", stacklevel=2)
 
 
 # As torch.compiler.assume_constant_result marks it: it warns while a graph is traced.

@@ -663,12 +663,7 @@ class DelayedSlots:
         return QuantParams(Factors.of(initial), pack.amax[slot] if record else None, "encode")
 
     def views(
-        self,
-        index: int,
-        x: Tensor | Prologue | Groups,
-        *,
-        record: bool,
-        experts: range | None = None,
+        self, index: int, x: Tensor | Prologue | Groups, *, record: bool, experts: range | None
     ) -> SlotViews:
         """The slots' state itself, to cast ``x`` by and to record its amaxes.
 

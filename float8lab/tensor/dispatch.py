@@ -197,7 +197,6 @@ def announce(op: OpOverload) -> None:
         warnings.warn(
             f"{op} has no FP8 implementation: its Float8Tensor arguments are dequantized "
             '(said once per op; float8lab.fallback("silent") or ("error") changes this).',
-            UserWarning,
             stacklevel=4,
         )
 
@@ -218,7 +217,6 @@ def _announce_update(
             f"{op} updated a parameter stored in FP8: what is below half a unit in its last place, "
             "3 to 6 % of a weight in e4m3, is lost, and training stalls. Train with "
             "float8lab.optim.MasterWeights(params, optimizer_class, ...) (said once).",
-            UserWarning,
             stacklevel=4,
         )
 
@@ -239,7 +237,6 @@ def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
             "saves by it, such as save_pretrained, get dequantized copies. "
             f"{keeper} writes them in {stored} "
             '(said once; float8lab.fallback("silent") or ("error") changes this).',
-            UserWarning,
             stacklevel=3,
         )
 

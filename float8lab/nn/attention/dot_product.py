@@ -485,17 +485,14 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return arguments.Request(q, k, v, problem, packed, qkv_format, tokens, leave)
 
     def rules_of_call(
-        self,
-        qkv_format: str | None,
-        attn_mask_type: str | None,
-        window_size: tuple[int, int] | None,
+        self, qkv_format: str | None, mask_type: str | None, window_size: tuple[int, int] | None
     ) -> arguments.Rules:
         """The format, the mask type and the window of a call; raises for ones that do not exist."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_format("qkv_format", qkv_format)
-        mask_type = self.attn_mask_type
-        if attn_mask_type is not None:
-            mask_type = masks.canonical_mask_type(attn_mask_type)
+        if mask_type is not None:
+            mask_type = masks.canonical_mask_type(mask_type)
+        mask_type = mask_type or self.attn_mask_type
         window_size = self.window_size if window_size is None else window_size
         return arguments.Rules(qkv_format, mask_type, masks.window_of(mask_type, window_size))
 

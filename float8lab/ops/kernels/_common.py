@@ -145,9 +145,7 @@ def broadcast_scale(scale: Tensor, block: Sequence[int]) -> tuple[Tensor, tuple[
     """A matrix of scales and its block sizes, 0 where one scale serves the whole dimension."""
     if scale.numel() == 1:
         return scale.view(1, 1), (0, 0)
-    rows, columns = (
-        0 if scale.shape[dim] == 1 or block[dim] == -1 else block[dim] for dim in (0, 1)
-    )
+    rows, columns = (0 if n == 1 or b == -1 else b for n, b in zip(scale.shape, block, strict=True))
     return scale, (rows, columns)
 
 

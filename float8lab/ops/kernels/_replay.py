@@ -324,10 +324,7 @@ class _Recording(TorchDispatchMode):
         )
         left = iter(numbers)
         returns = tuple(None if output is None else next(left) for output in results)
-        return _Call(
-            allocations, self.zeros, self.steps, returns,
-            given=self.given, build=build,
-        )  # fmt: skip
+        return _Call(allocations, self.zeros, self.steps, returns, given=self.given, build=build)
 
 
 def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]]:

@@ -370,17 +370,14 @@ def _multiply_parts(  # noqa: PLR0915
                 next_a0 = gl.load(a_scales + (ahead * a_step + a0))
                 next_b0 = gl.load(b_scales_ptr + (ahead * b_step + b0))
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            partial = _product(
-                a_tiles.index(stage), b_tiles.index(stage), partial, 0, number, B_BY_ROW
-            )
+            a, b = a_tiles.index(stage), b_tiles.index(stage)
+            partial = _product(a, b, partial, 0, number, B_BY_ROW)
             if B_BY_ROW:
                 b_scales.index(number).store(b_scale)
                 b_scale = b_scales.index(number).load(gl.SliceLayout(0, LAYOUT))
             partial = warpgroup_mma_wait(0, (partial,))
             sums0 = _add_part(sums0, partial, scale0, b_scale, B_BY_ROW, BLOCK)
-            partial = _product(
-                a_tiles.index(stage), b_tiles.index(stage), partial, 1, number, B_BY_ROW
-            )
+            partial = _product(a, b, partial, 1, number, B_BY_ROW)
             partial = warpgroup_mma_wait(0, (partial,))
             # Always true. Triton forgets what is carried from tile to tile if it is a bound alone.
             mbarrier.arrive(empty.index(stage), count=1, pred=step < steps)
