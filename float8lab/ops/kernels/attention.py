@@ -34,7 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from float8lab.ops.attention import has_fp8_attention
-from float8lab.ops.kernels import _common
+from float8lab.ops.kernels._common import (
+    ceil_div,
+    multiprocessors,
+    next_power_of_2,
+    on_device_of_first,
+)
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.kernels.dequantize import dequantize
@@ -101,7 +106,7 @@ def _turn(v: Tensor, counter: Tensor) -> Tensor:
     out = torch.empty((B, G, DV, padded), dtype=v.dtype, device=v.device)
     _turn_kernel[(padded // _KEYS * B * G,)](
         v.view(torch.uint8), out.view(torch.int32), counter, SK, padded, DV, G, *v.stride(),
-        TILE_K=_KEYS, TILE_D=_common.next_power_of_2(DV),
+        TILE_K=_KEYS, TILE_D=next_power_of_2(DV),
     )  # fmt: skip
     return out
 
@@ -408,7 +413,7 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [1, 1, rows, columns], layout)
 
 
-@_common.on_device_of_first
+@on_device_of_first
 def fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
     causal: bool, scale: float, out_dtype: torch.dtype,
@@ -416,15 +421,15 @@ def fp8_attention(
     if not _has_kernel(q, v, scale):
         return plain.fp8_attention(q, k, v, q_scale, k_scale, v_scale, causal, scale, out_dtype)
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
-    d_tile = max(_common.next_power_of_2(D), 32)
-    dv_tile = max(_common.next_power_of_2(DV), 16)
+    d_tile = max(next_power_of_2(D), 32)
+    dv_tile = max(next_power_of_2(DV), 16)
     out = plain.empty_by_token(q, (B, H, SQ, DV), out_dtype)
     lse = q.new_empty((B, H, SQ), dtype=torch.float32)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     v_desc = _descriptor(_turn(v, counter), dv_tile, _KEYS // 2)
     q_desc = _descriptor(_loadable(q), _GROUP, d_tile)
     k_desc = _descriptor(_loadable(k), _KEYS, d_tile)
-    programs = min(_common.multiprocessors(q.device), _common.ceil_div(SQ, _QUERIES) * B * H)
+    programs = min(multiprocessors(q.device), ceil_div(SQ, _QUERIES) * B * H)
     _attention_kernel[(programs,)](
         q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, counter, B, H, G, SQ, SK, DV,
         *out.stride()[:3], scale, CAUSAL=causal, GROUP=_GROUP, KEYS=_KEYS, STAGES=_STAGES,
@@ -444,7 +449,7 @@ def _of_rank_2(descriptor: TensorDescriptor) -> gl.NVMMASharedLayout:
 # Backward.
 
 
-@_common.on_device_of_first
+@on_device_of_first
 def fp8_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
     v_scale: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,

@@ -63,7 +63,8 @@ def _dequantize_kernel(
     tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    q = tl.load(q_ptr + rows[:, None] * stride_qm + columns[None, :] * stride_qk, mask=mask)
 
     m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
     k = _common.block_index(tile_k * TILE_K, columns, BK, TILE_K)

@@ -54,7 +54,8 @@ def _rotate_kernel(
     if REST:
         columns = R + tl.arange(0, REST)[None, :]
         mask = (heads < H) & (columns < D)
-        tl.store(out_ptrs + columns, tl.load(t_ptrs + columns * stride_td, mask=mask), mask=mask)
+        copied = tl.load(t_ptrs + columns * stride_td, mask=mask)
+        tl.store(out_ptrs + columns, copied, mask=mask)
 
 
 @replayed
