@@ -282,20 +282,18 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class _Float8Recipe(Recipe):
-    """Base of the recipes whose GEMMs take e4m3 and e5m2."""
-
-    def _check(self) -> None:
-        epsilon: Any = getattr(self, "amax_epsilon", 0.0)
-        number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
-        valid = number and 0 <= epsilon < float("inf")
-        self._require(valid, "amax_epsilon", "a finite number >= 0")
-        formats = "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)"
-        self._require(self.fp8_format is not Format.E5M2, "fp8_format", formats)
+def _check_float8(recipe: Recipe) -> None:
+    """Check a recipe whose GEMMs take e4m3 and e5m2."""
+    epsilon: Any = getattr(recipe, "amax_epsilon", 0.0)
+    number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+    valid = number and 0 <= epsilon < float("inf")
+    recipe._require(valid, "amax_epsilon", "a finite number >= 0")
+    formats = "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)"
+    recipe._require(recipe.fp8_format is not Format.E5M2, "fp8_format", formats)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class DelayedScaling(_Float8Recipe):
+class DelayedScaling(Recipe):
     """One scale per tensor, computed from the amaxes of earlier steps.
 
     ``encode = 2 ** (floor(log2(largest / amax)) - margin)``, with amax chosen from a history of
@@ -334,7 +332,7 @@ class DelayedScaling(_Float8Recipe):
         self._require(
             factor is None or callable(factor), "scaling_factor_compute_algo", "None or a callable"
         )
-        super()._check()
+        _check_float8(self)
 
     def _plan(self) -> LinearPlan:
         rule = "pow2" if self.power_of_2_scale else "fp32"
@@ -342,13 +340,15 @@ class DelayedScaling(_Float8Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Float8CurrentScaling(_Float8Recipe):
+class Float8CurrentScaling(Recipe):
     """One scale per tensor, computed from the tensor itself: ``amax / largest``."""
 
     power_of_2_scale: bool = False
     """Round the encode scale down to a power of two."""
     amax_epsilon: float = 0.0
     """Amaxes are raised to at least this."""
+
+    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         rule = "pow2" if self.power_of_2_scale else "fp32"
@@ -358,7 +358,7 @@ class Float8CurrentScaling(_Float8Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Float8RowwiseScaling(_Float8Recipe):
+class Float8RowwiseScaling(Recipe):
     """One scale per token and per output channel (per row of each GEMM operand)."""
 
     fp8_format: Format = Format.E4M3
@@ -368,6 +368,8 @@ class Float8RowwiseScaling(_Float8Recipe):
     """Amaxes are raised to at least this."""
     high_precision_wgrad: bool = False
     """Compute the weight gradient in high precision."""
+
+    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(
@@ -380,7 +382,7 @@ class Float8RowwiseScaling(_Float8Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Float8BlockScaling(_Float8Recipe):
+class Float8BlockScaling(Recipe):
     """1x128 blocks for activations and gradients, 128x128 blocks for weights.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.
@@ -393,6 +395,8 @@ class Float8BlockScaling(_Float8Recipe):
     amax_epsilon: float = 0.0
     """Amaxes are raised to at least this."""
 
+    _check = _check_float8
+
     def _plan(self) -> LinearPlan:
         return self._make_plan(
             x=(1, 128),
@@ -403,7 +407,7 @@ class Float8BlockScaling(_Float8Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MXFP8BlockScaling(_Float8Recipe):
+class MXFP8BlockScaling(Recipe):
     """OCP MX: 1x32 blocks with power-of-two (e8m0) scales, along the contraction of every GEMM.
 
     Hopper has no MX tensor cores: there the operands are quantized, dequantized and multiplied in
@@ -412,6 +416,8 @@ class MXFP8BlockScaling(_Float8Recipe):
 
     fp8_format: Format = Format.E4M3
     fast_accum: tuple[bool, bool, bool] = (False, False, False)
+
+    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(1, 32), w=(1, 32), scale_rule="e8m0")
