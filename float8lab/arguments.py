@@ -76,8 +76,7 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(shown)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 EXTRAS = {

@@ -11,16 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.arguments import (
-    PARAMETER_DTYPES,
-    check_choice,
-    check_flags,
-    check_floating,
-    check_number,
-    check_size,
-    check_tensor,
-    shown,
-)
+from float8lab import arguments
 from float8lab.ops import SCORE_FUNCTIONS, route_backward_op, route_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -82,11 +73,11 @@ def fused_topk_with_score_function(
     (tensor([[0.0000, 0.5000, 0.5000]]), tensor([[False,  True,  True]]))
     """
     experts = _check_logits(logits, topk, score_function)
-    check_flags(use_pre_softmax=use_pre_softmax)
-    groups = check_size("num_groups", num_groups, optional=True) or 1
-    best = check_size("group_topk", group_topk, optional=True) or 0
+    arguments.check_flags(use_pre_softmax=use_pre_softmax)
+    groups = arguments.check_size("num_groups", num_groups, optional=True) or 1
+    best = arguments.check_size("group_topk", group_topk, optional=True) or 0
     if scaling_factor is not None:
-        check_number("scaling_factor", scaling_factor)
+        arguments.check_number("scaling_factor", scaling_factor)
     if experts % groups:
         raise ValueError(
             f"num_groups must divide the {experts} experts of logits; got {groups}. Choose another."
@@ -97,16 +88,16 @@ def fused_topk_with_score_function(
             f"from; got {best} of num_groups {groups} for topk {topk}. Choose another."
         )
     if expert_bias is not None:
-        check_tensor("expert_bias", expert_bias)
+        arguments.check_tensor("expert_bias", expert_bias)
         if score_function == "softmax":
             raise ValueError(
                 f"expert_bias must be None with score_function='softmax'; got "
-                f"{shown(expert_bias)}. Use 'sigmoid' or 'sqrtsoftplus'."
+                f"{arguments.shown(expert_bias)}. Use 'sigmoid' or 'sqrtsoftplus'."
             )
-        if expert_bias.shape != (experts,) or expert_bias.dtype not in PARAMETER_DTYPES:
+        if expert_bias.shape != (experts,) or expert_bias.dtype not in arguments.PARAMETER_DTYPES:
             raise ValueError(
                 f"expert_bias must have one floating-point number for each of the {experts} "
-                f"experts of logits; got {shown(expert_bias)}. Reshape or convert it."
+                f"experts of logits; got {arguments.shown(expert_bias)}. Reshape or convert it."
             )
         expert_bias = expert_bias.detach()
     scaling = 1.0 if scaling_factor is None else float(scaling_factor)
@@ -169,11 +160,12 @@ def fused_moe_aux_loss(
     >>> float8lab.router.fused_moe_aux_loss(probs, counts, 4, 2, 1, 0.01)
     tensor(0.0100)
     """
-    check_floating("probs", probs, "Convert it.")
-    check_tensor("tokens_per_expert", tokens_per_expert)
+    arguments.check_floating("probs", probs, "Convert it.")
+    arguments.check_tensor("tokens_per_expert", tokens_per_expert)
     if tokens_per_expert.is_complex():
         raise TypeError(
-            f"tokens_per_expert must hold numbers; got {shown(tokens_per_expert)}. Pass counts."
+            f"tokens_per_expert must hold numbers; got {arguments.shown(tokens_per_expert)}. Pass "
+            "counts."
         )
     if probs.ndim != 2 or tokens_per_expert.shape != probs.shape[1:]:
         raise ValueError(
@@ -181,12 +173,12 @@ def fused_moe_aux_loss(
             f"{tuple(probs.shape)} and {tuple(tokens_per_expert.shape)}. Reshape them."
         )
     for name, size in (("num_experts", num_experts), ("topk", topk)):
-        check_size(name, size, minimum=1)
+        arguments.check_size(name, size, minimum=1)
     if isinstance(total_num_tokens, Tensor) and total_num_tokens.numel() == 1:
         total_num_tokens = total_num_tokens.reshape(())
     else:
-        check_size("total_num_tokens", total_num_tokens, minimum=1)
-    check_number("coeff", coeff)
+        arguments.check_size("total_num_tokens", total_num_tokens, minimum=1)
+    arguments.check_number("coeff", coeff)
     wide = torch.promote_types(probs.dtype, torch.float32)
     if isinstance(total_num_tokens, Tensor):
         total_num_tokens = total_num_tokens.to(wide)
@@ -196,18 +188,18 @@ def fused_moe_aux_loss(
 
 def _check_logits(logits: Tensor, topk: int, score_function: str) -> int:
     """Return the number of experts."""
-    check_floating("logits", logits, "Convert it.")
+    arguments.check_floating("logits", logits, "Convert it.")
     if not logits.ndim or not logits.shape[-1]:
         raise ValueError(
             f"logits must have experts as their last dimension; got shape {tuple(logits.shape)}. "
             "Reshape them."
         )
     experts = int(logits.shape[-1])
-    if check_size("topk", topk, minimum=1) > experts:
+    if arguments.check_size("topk", topk, minimum=1) > experts:
         raise ValueError(
             f"topk must be at most the {experts} experts of logits; got {topk}. Choose fewer."
         )
-    check_choice("score_function", score_function, SCORE_FUNCTIONS)
+    arguments.check_choice("score_function", score_function, SCORE_FUNCTIONS)
     return experts
 
 

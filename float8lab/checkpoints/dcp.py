@@ -17,19 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from float8lab.checkpoints import source
 from float8lab.checkpoints.pickles import entries_of
-from float8lab.checkpoints.source import (
-    Box,
-    CheckpointError,
-    CheckpointSource,
-    Entry,
-    Piece,
-    Place,
-    check_file,
-    dtype_name,
-    read_pieces,
-    refusing,
-)
 from float8lab.checkpoints.unpickling import DCP_METADATA, load_restricted, load_safely
 from float8lab.tensor import Float8Tensor
 
@@ -51,36 +40,36 @@ class _Shard(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def open_dcp(path: Path) -> CheckpointSource:
+def open_dcp(path: Path) -> source.CheckpointSource:
     """The tensors of a directory by ``torch.distributed.checkpoint``, whose files are whole."""
     file = path / ".metadata"
-    check_file(file)
+    source.check_file(file)
     problem = f"{file} must be by torch.distributed.checkpoint; it is not, or it is damaged"
-    with refusing(problem):
+    with source.refusing(problem):
         pickled = io.BytesIO(file.read_bytes())
         metadata = cast("Metadata", load_restricted(pickled, DCP_METADATA, f"{path}: .metadata"))
     # An object of any type may have been pickled.
     problem = f"{file} must be by torch.distributed.checkpoint; its content is not"
-    with refusing(problem, (AttributeError, KeyError, TypeError)):
+    with source.refusing(problem, (AttributeError, KeyError, TypeError)):
         entries = _entries(path, metadata)
         files = len({info.relative_path for info in metadata.storage_data.values()})
     if not entries:
-        raise CheckpointError(f"{path} must hold tensors; .metadata names none.")
+        raise source.CheckpointError(f"{path} must hold tensors; .metadata names none.")
     container = f"torch.distributed.checkpoint, {files} file{'s' if files > 1 else ''}"
-    return CheckpointSource(str(path), container, entries)
+    return source.CheckpointSource(str(path), container, entries)
 
 
-def _entries(path: Path, metadata: Metadata) -> list[Entry]:
+def _entries(path: Path, metadata: Metadata) -> list[source.Entry]:
     tensors = {
         name: cast("TensorStorageMetadata", stored)
         for name, stored in metadata.state_dict_metadata.items()
         if hasattr(stored, "chunks")
     }
     shards = _shards(path, metadata, tensors)
-    entries: list[Entry] = []
+    entries: list[source.Entry] = []
     for name, stored in tensors.items():
         if len(shards[name]) != len(stored.chunks):
-            raise CheckpointError(
+            raise source.CheckpointError(
                 f"{path}/.metadata must place all {len(stored.chunks)} parts of {name}; it places "
                 f"{len(shards[name])}."
             )
@@ -113,19 +102,19 @@ def _shards(
 def _check_file(path: Path, index: MetadataIndex, info: _StorageInfo) -> None:
     """Raise unless the file of a shard lies beside ``.metadata``, is large enough and plain."""
     if Path(info.relative_path).name != info.relative_path:
-        raise CheckpointError(
+        raise source.CheckpointError(
             f"{path}/.metadata must name files beside it; got {info.relative_path!r}."
         )
     file, stop = path / info.relative_path, info.offset + info.length
     if not file.is_file():
-        raise CheckpointError(f"{file} must exist: .metadata places {index.fqn} there.")
+        raise source.CheckpointError(f"{file} must exist: .metadata places {index.fqn} there.")
     if stop > (size := file.stat().st_size):
-        raise CheckpointError(
+        raise source.CheckpointError(
             f"{file} must have at least {stop} bytes, as .metadata says; it has {size}. It is "
             "truncated: copy the file once more."
         )
     if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(
+        raise source.CheckpointError(
             f"{file} must not be compressed; {index.fqn} went through "
             f"{info.transform_descriptors}. Save it without extensions."
         )
@@ -147,7 +136,7 @@ def _check_shards(path: Path, name: str, shape: tuple[int, ...], shards: list[_S
         for shard in shards
     )
     if not inside or sum(math.prod(shard.sizes) for shard in shards) != math.prod(shape):
-        raise CheckpointError(
+        raise source.CheckpointError(
             f"{path}/.metadata must say of which parts {name} is made; they make up no tensor "
             f"of shape {list(shape)}. It is damaged: copy the file once more."
         )
@@ -155,7 +144,7 @@ def _check_shards(path: Path, name: str, shape: tuple[int, ...], shards: list[_S
 
 def _entries_of(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: list[_Shard]
-) -> list[Entry]:
+) -> list[source.Entry]:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"the dtype of {name} is {dtype!r}")
     nbytes = math.prod(shape) * dtype.itemsize
@@ -167,22 +156,23 @@ def _entries_of(
     file = shards[0].file.name
     place_of = functools.cache(_place)
     pieces = [
-        Piece(s.starts, s.sizes, functools.partial(_read_shard, s, place_of, dtype)) for s in shards
+        source.Piece(s.starts, s.sizes, functools.partial(_read_shard, s, place_of, dtype))
+        for s in shards
     ]
     return [
-        Entry(
+        source.Entry(
             name=name,
             dtype=dtype,
-            dtype_name=dtype_name(dtype),
+            dtype_name=source.dtype_name(dtype),
             shape=shape,
             nbytes=nbytes,
             file=file if len(shards) == 1 else f"{file} and others",
-            reader=functools.partial(read_pieces, pieces, dtype),
+            reader=functools.partial(source.read_pieces, pieces, dtype),
         )
     ]
 
 
-def _place(shard: _Shard) -> Place | None:
+def _place(shard: _Shard) -> source.Place | None:
     """Where a shard's elements are; None if it is no plain tensor of its sizes."""
     with FakeTensorMode():  # torch.load then reads no data, and says where they are
         fake = _load(shard)
@@ -192,11 +182,14 @@ def _place(shard: _Shard) -> Place | None:
     if offset is None:
         return None
     start = shard.offset + offset + int(fake.storage_offset()) * fake.dtype.itemsize
-    return Place(shard.file, start, fake.dtype, tuple(fake.stride()))
+    return source.Place(shard.file, start, fake.dtype, tuple(fake.stride()))
 
 
 def _read_shard(
-    shard: _Shard, place_of: Callable[[_Shard], Place | None], dtype: torch.dtype, box: Box
+    shard: _Shard,
+    place_of: Callable[[_Shard], source.Place | None],
+    dtype: torch.dtype,
+    box: source.Box,
 ) -> Tensor:
     place = place_of(shard)
     if place is not None:
@@ -204,7 +197,7 @@ def _read_shard(
     value = _load(shard)
     value = value.dequantize() if isinstance(value, Float8Tensor) else value
     if not isinstance(value, Tensor) or tuple(value.shape) != shard.sizes:
-        raise CheckpointError(
+        raise source.CheckpointError(
             f"{shard.file} must hold a tensor of shape {shard.sizes} at byte {shard.offset}; "
             f"it holds another {type(value).__name__}. It is damaged."
         )

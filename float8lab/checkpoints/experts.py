@@ -69,17 +69,15 @@ class Stack(Item):
 
     def qdata(self, box: Box) -> Tensor:
         """The bytes of the quantized weight in a box, uint8."""
-        return _join(self.experts, lambda item, place: item.qdata(place), box)
+        return _join(self.experts, Item.qdata, box)
 
     def scales(self, box: Box | None = None) -> Tensor:
         """The scales of the blocks of a box, or of all, float32."""
-        box = box or whole_box(self.entry.shape)
-        return _join(self.experts, lambda item, place: item.scales(place), box)
+        return _join(self.experts, Item.scales, box or whole_box(self.entry.shape))
 
     def values(self, box: Box | None = None) -> Tensor:
         """The values of a box, or all, float32; also where the matrices' formats differ."""
-        box = box or whole_box(self.entry.shape)
-        return _join(self.experts, lambda item, place: item.values(place), box)
+        return _join(self.experts, Item.values, box or whole_box(self.entry.shape))
 
     def read_tensor_scale(self, box: Box | None = None) -> Tensor | None:
         """One scale for each expert, or for each row where those of its matrices differ."""
@@ -214,10 +212,8 @@ def stack_experts(items: Sequence[Item], names: Container[str]) -> list[Item]:
             stack = _stack(matrices.name, experts)
             if stack is not None:
                 made[experts[0][0].name] = stack
-    taken = {item.name for stack in made.values() for item in stack.matrices}
-    return [
-        made.get(item.name) or item for item in items if item.name in made or item.name not in taken
-    ]
+    taken = {item.name for stack in made.values() for item in stack.matrices} - made.keys()
+    return [made.get(item.name) or item for item in items if item.name not in taken]
 
 
 def _stack(name: str, experts: list[list[Item]]) -> Stack | None:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from float8lab.checkpoints.item import Finding, Item, sizes
-from float8lab.checkpoints.packed import find_packed
+from float8lab.checkpoints.packed import FACTOR_DTYPES, find_packed
 from float8lab.checkpoints.safetensors import SPECS_KEY, Group, NewTensor
 from float8lab.checkpoints.source import CheckpointSource, Entry, dtype_name
 from float8lab.formats import E4M3, FP8_DTYPES, Float8Spec, scale_shape
@@ -67,14 +67,7 @@ _COMPANIONS = (
     "activation_scale",
     "scale_input",
 )
-_SCALE_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.float8_e8m0fnu,
-    torch.uint8,  # exponents, as e8m0
-)
+_SCALE_DTYPES = (*FACTOR_DTYPES, torch.float8_e8m0fnu, torch.uint8)  # bytes: exponents, as e8m0
 
 
 def recognize(source: CheckpointSource) -> list[Item]:
@@ -161,8 +154,7 @@ def _with_scale(
         dtype = entry.dtype
     item = Item(name, entry, convention, None, Float8Spec(dtype, (-1,) * len(entry.shape)))
     if scale is None:
-        missing = Finding("missing-scale", "no scale in the checkpoint")
-        return replace(item, findings=(missing,))
+        return replace(item, findings=(Finding("missing-scale", "no scale in the checkpoint"),))
     if scale.dtype not in _SCALE_DTYPES:
         wrong = Finding("bad-scale", f"its scale {scale.name} is {scale.dtype_name}")
         return replace(item, extras=(scale,), findings=(wrong,))

@@ -7,16 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from float8lab.arguments import needs
+from float8lab.checkpoints import megatron
 from float8lab.checkpoints.dcp import open_dcp
-from float8lab.checkpoints.megatron import (
-    FOLDER,
-    LATEST,
-    is_megatron,
-    iteration_of,
-    layer_by_layer,
-    open_megatron,
-    open_rank,
-)
 from float8lab.checkpoints.pickles import open_state_dict, open_torch_save
 from float8lab.checkpoints.safetensors import open_safetensors
 from float8lab.checkpoints.source import CheckpointError, CheckpointSource, check_file
@@ -92,11 +84,11 @@ def _directory(path: Path) -> CheckpointSource:
     names = sorted(entry.name for entry in path.iterdir())
     if ".metadata" in names:
         source = open_dcp(path)
-        return layer_by_layer(source) if is_megatron(path) else source
-    if any(FOLDER.fullmatch(name) for name in names):
-        return open_megatron(path)
-    if LATEST in names:
-        return _directory(iteration_of(path))
+        return megatron.layer_by_layer(source) if megatron.is_megatron(path) else source
+    if any(megatron.FOLDER.fullmatch(name) for name in names):
+        return megatron.open_megatron(path)
+    if megatron.LATEST in names:
+        return _directory(megatron.iteration_of(path))
     index = _only_file(path, names, (".safetensors.index.json",), "index")
     if index is not None:
         return open_safetensors(path, index, [])
@@ -151,4 +143,5 @@ def _file(path: Path) -> CheckpointSource:
 
 
 def _torch_save(path: Path) -> CheckpointSource:
-    return open_rank(path) if FOLDER.fullmatch(path.parent.name) else open_torch_save(path)
+    is_of_rank = megatron.FOLDER.fullmatch(path.parent.name)
+    return megatron.open_rank(path) if is_of_rank else open_torch_save(path)

@@ -46,7 +46,7 @@ from float8lab.checkpoints.source import Box, Entry
 from float8lab.formats import E2M1, E4M3, E8M0, MXFP4, NVFP4, Float4Spec, Spec
 from float8lab.tensor.float4_tensor import unpack
 
-__all__ = ["find_packed"]
+__all__ = ["FACTOR_DTYPES", "find_packed"]
 
 
 class _Layout(NamedTuple):
@@ -76,7 +76,7 @@ _LAYOUTS = (
 _CONVERTED = _Layout("DeepSeek, converted", "weight", "scale")
 _BYTES = (torch.uint8, torch.int8, E2M1)
 _SCALES = (E4M3, E8M0, torch.uint8)
-_FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _Packed(NamedTuple):
@@ -115,7 +115,7 @@ class _Packed(NamedTuple):
 
         It is one number, or one for each expert of a stack; None if it is neither.
         """
-        if self.tensor_scale is None or self.tensor_scale.dtype not in _FACTOR_DTYPES:
+        if self.tensor_scale is None or self.tensor_scale.dtype not in FACTOR_DTYPES:
             return None
         if self.layout.convention == "float8lab":
             return self.tensor_scale

@@ -11,14 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from float8lab.checkpoints.source import (
-    Box,
-    CheckpointError,
-    CheckpointSource,
-    Entry,
-    check_file,
-    dtype_name,
-)
+from float8lab.checkpoints import source
 from float8lab.checkpoints.unpickling import load_opaquely, load_safely
 from float8lab.tensor import Float4Tensor, Float8Tensor
 
@@ -28,20 +21,20 @@ _DEEPEST = 100
 """Nesting of dicts and lists that is followed."""
 
 
-def open_torch_save(path: Path) -> CheckpointSource:
+def open_torch_save(path: Path) -> source.CheckpointSource:
     """The tensors of a file by ``torch.save``, whatever dicts and lists they are nested in."""
     content, mapped = _load_mapped(path, functools.partial(load_safely, path, str(path)))
     entries = _entries(leaves(path, content, ""), path.name)
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise CheckpointError(f"{path} must name each tensor once; {twice} comes twice.")
+        raise source.CheckpointError(f"{path} must name each tensor once; {twice} comes twice.")
     if not entries:
-        raise CheckpointError(
+        raise source.CheckpointError(
             f"{path} must hold tensors; it holds a {type(content).__name__} without any."
         )
     container = "torch.save" if mapped else "torch.save, old format"
-    return CheckpointSource(str(path), container, entries)
+    return source.CheckpointSource(str(path), container, entries)
 
 
 def load_megatron_file(path: Path) -> object:
@@ -54,12 +47,12 @@ def _load_mapped(path: Path, load: Callable[..., object]) -> tuple[object, bool]
 
     The format before torch 1.6 cannot be mapped: it is read whole.
     """
-    check_file(path)
+    source.check_file(path)
     with path.open("rb") as file:
         mapped = file.read(4) == b"PK\x03\x04"  # as torch tells an archive from the older format
     try:
         return load(mmap=mapped), mapped
-    except CheckpointError as error:
+    except source.CheckpointError as error:
         if not mapped or "unable to mmap" not in str(error.__cause__):
             raise
         # The file is larger than the memory, which a system reserves in full for torch's private
@@ -68,15 +61,15 @@ def _load_mapped(path: Path, load: Callable[..., object]) -> tuple[object, bool]
             return load(mmap=True), mapped
 
 
-def open_state_dict(state: Mapping[str, object]) -> CheckpointSource:
+def open_state_dict(state: Mapping[str, object]) -> source.CheckpointSource:
     """The tensors of a state dict in memory, on any device; other values are left out."""
     entries = _entries(state.items(), "memory")
     if not entries:
-        raise CheckpointError("the state dict must hold tensors; it holds none.")
-    return CheckpointSource("state dict", "memory", entries)
+        raise source.CheckpointError("the state dict must hold tensors; it holds none.")
+    return source.CheckpointSource("state dict", "memory", entries)
 
 
-def _entries(values: Iterable[tuple[str, object]], file: str) -> list[Entry]:
+def _entries(values: Iterable[tuple[str, object]], file: str) -> list[source.Entry]:
     tensors = ((name or "tensor", value) for name, value in values if isinstance(value, Tensor))
     return [entry for name, value in tensors for entry in entries_of(name, value, file)]
 
@@ -84,7 +77,7 @@ def _entries(values: Iterable[tuple[str, object]], file: str) -> list[Entry]:
 def leaves(path: Path, value: object, name: str, depth: int = 0) -> Iterator[tuple[str, object]]:
     """Everything in containers that is no container, by the names of these joined by dots."""
     if depth > _DEEPEST:
-        raise CheckpointError(
+        raise source.CheckpointError(
             f"{path} must hold containers in containers at most {_DEEPEST} deep; {name[:40]}... is "
             "deeper, or holds itself. Save its tensors alone."
         )
@@ -100,7 +93,7 @@ def leaves(path: Path, value: object, name: str, depth: int = 0) -> Iterator[tup
         yield from leaves(path, item, f"{name}.{key}" if name else str(key), depth + 1)
 
 
-def entries_of(name: str, value: Tensor, file: str) -> list[Entry]:
+def entries_of(name: str, value: Tensor, file: str) -> list[source.Entry]:
     """The entry of a loaded or mapped tensor; for a quantized one, those of its inner tensors."""
     if isinstance(value, (Float8Tensor, Float4Tensor)):
         fields = value.__tensor_flatten__()[0]
@@ -112,9 +105,9 @@ def entries_of(name: str, value: Tensor, file: str) -> list[Entry]:
         return [replace(data, spec=value.spec), *scales]
     plain = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
     plain = plain and value.layout == torch.strided and not value.is_quantized
-    kind = dtype_name(value.dtype) if plain else f"{type(value).__name__} of {value.dtype}"
+    kind = source.dtype_name(value.dtype) if plain else f"{type(value).__name__} of {value.dtype}"
     return [
-        Entry(
+        source.Entry(
             name=name,
             dtype=value.dtype if plain else None,
             dtype_name=kind,
@@ -126,6 +119,6 @@ def entries_of(name: str, value: Tensor, file: str) -> list[Entry]:
     ]
 
 
-def _read(value: Tensor, box: Box) -> Tensor:
+def _read(value: Tensor, box: source.Box) -> Tensor:
     elements = value[box]
     return elements.cpu() if elements.is_cuda else elements.clone()  # never a view of the file

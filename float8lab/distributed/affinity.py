@@ -52,8 +52,7 @@ def backward_on_this_core(core: int | None = None) -> AbstractContextManager[Non
 
 @contextmanager
 def _on_one_core(core: int | None) -> Iterator[None]:
-    threads = _threads()
-    masks = {thread: os.sched_getaffinity(thread) for thread in threads}
+    masks = {thread: os.sched_getaffinity(thread) for thread in _threads()}
     with ExitStack() as stack:
         if masks:
             allowed = set.intersection(*masks.values())
@@ -86,7 +85,6 @@ def _threads() -> list[int]:
 def _say_that_there_is_no_affinity() -> None:
     warnings.warn(
         "backward_on_this_core has no effect: this system cannot bind threads to cores.",
-        UserWarning,
         stacklevel=2,
     )
 

@@ -333,13 +333,11 @@ class TensorParallel:
         """All tokens of a tensor of which each rank has some, differentiable."""
         return self._move_tokens(x, tokens, enters=True)
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
-    ) -> Tensor:
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, tokens: ShardMap | None) -> Tensor:
         """A layer in high precision, differentiable, of an input that has entered."""
         if self.mode == "column":
-            return F.linear(x, weight, bias)
-        y = self._move_tokens(F.linear(x, weight), tokens, enters=False)
+            return F.linear(x, w, bias)
+        y = self._move_tokens(F.linear(x, w), tokens, enters=False)
         return y if bias is None else y + bias
 
     def _move_tokens(self, x: Tensor, tokens: ShardMap | None, *, enters: bool) -> Tensor:

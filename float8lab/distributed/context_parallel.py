@@ -202,12 +202,7 @@ def join_sequence(
 
 
 def _checked_places(
-    x: Tensor,
-    group: dist.ProcessGroup | None,
-    dim: int,
-    cu_seqlens: Tensor | None,
-    *,
-    is_shard: bool,
+    x: Tensor, group: dist.ProcessGroup | None, dim: int, starts: Tensor | None, *, is_shard: bool
 ) -> Tensor | None:
     check_tensor("x", x)
     check_group("cp_group", group)
@@ -218,9 +213,9 @@ def _checked_places(
             f"x must have a multiple of {2 * size} tokens along dim {dim}, two chunks for each of "
             f"the {size} context-parallel ranks; got shape {tuple(x.shape)}. Pad it."
         )
-    if cu_seqlens is not None:
-        check_lengths("cu_seqlens", cu_seqlens, why="packed sequences")
+    if starts is not None:
+        check_lengths("cu_seqlens", starts, why="packed sequences")
     if size == 1:
         return None
     tokens = x.shape[dim] // (1 if is_shard else size)
-    return places_of("x", cu_seqlens, tokens, size, x.device)
+    return places_of("x", starts, tokens, size, x.device)

@@ -9,17 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8lab.arguments import (
-    INTEGER_DTYPES,
-    check_flags,
-    check_floating,
-    check_group,
-    check_number,
-    check_shape,
-    check_size,
-    check_tensor,
-    shown,
-)
+from float8lab import arguments
 from float8lab.distributed.ranks import all_reduced
 from float8lab.ops import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.tensor import Float8Tensor
@@ -75,22 +65,26 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
     >>> float8lab.parallel_cross_entropy(logits, target)
     tensor([0.6931, 0.0000])
     """
-    check_floating("inp", inp, "Convert it.")
+    arguments.check_floating("inp", inp, "Convert it.")
     if not inp.ndim:
         raise ValueError("inp must have words as its last dimension; got a scalar. Reshape it.")
-    check_tensor("target", target)
-    if target.dtype not in INTEGER_DTYPES:
-        raise TypeError(f"target must hold integers; got {shown(target)}. Pass each token's word.")
-    check_shape("target", target, inp.shape[:-1], "Give it all dimensions of inp but the last.")
-    smoothing = check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
-    z_loss = check_number("z_loss_weight", z_loss_weight, minimum=0)
-    check_flags(
+    arguments.check_tensor("target", target)
+    if target.dtype not in arguments.INTEGER_DTYPES:
+        raise TypeError(
+            f"target must hold integers; got {arguments.shown(target)}. Pass each token's word."
+        )
+    arguments.check_shape(
+        "target", target, inp.shape[:-1], "Give it all dimensions of inp but the last."
+    )
+    smoothing = arguments.check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
+    z_loss = arguments.check_number("z_loss_weight", z_loss_weight, minimum=0)
+    arguments.check_flags(
         reduce_loss=reduce_loss,
         is_cg_capturable=is_cg_capturable,
         return_log_sum_exp=return_log_sum_exp,
     )
-    check_group("dist_process_group", dist_process_group)
-    check_size("ignore_idx", ignore_idx, minimum=-(2**63))
+    arguments.check_group("dist_process_group", dist_process_group)
+    arguments.check_size("ignore_idx", ignore_idx, minimum=-(2**63))
     group, rank, ranks = dist_process_group, 0, 1
     if group is not None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -101,8 +95,7 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
             )
     settings = _Settings(group if ranks > 1 else None, rank, ranks, ignore_idx, smoothing, z_loss)
     x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
-    words = x.shape[-1]
-    loss, log_sum = _CrossEntropy.run(x.reshape(-1, words), target.reshape(-1), settings)
+    loss, log_sum = _CrossEntropy.run(x.reshape(-1, x.shape[-1]), target.reshape(-1), settings)
     loss = loss.sum() / (target != ignore_idx).sum() if reduce_loss else loss.view(target.shape)
     return (loss, log_sum.view(target.shape)) if return_log_sum_exp else loss
 

@@ -24,19 +24,10 @@ from float8lab.arguments import check_group, check_instance, check_shape, check_
 from float8lab.distributed.ranks import exchanged, rank_and_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float8Tensor, permute
 from float8lab.tensor.blocks import quantize_blocks
 from float8lab.tensor.differentiation import GradientMap
 from float8lab.tensor.dtensor import is_dtensor
-from float8lab.tensor.permute import (
-    check_integers,
-    check_probs,
-    check_tokens,
-    gather_rows,
-    map_of_chunks,
-    moe_permute_with_probs,
-    scatter_rows,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -164,9 +155,9 @@ def moe_dispatch(
             f"gradient must have blocks of one row; got {gradient.block}. Use (1, -1), (1, 128) or "
             "(1, 32)."
         )
-    check_tokens("inp", inp)
-    check_integers("routing_map", routing_map, 2)
-    check_probs("probs", probs, (inp.shape[0], routing_map.shape[1]))
+    permute.check_tokens("inp", inp)
+    permute.check_integers("routing_map", routing_map, 2)
+    permute.check_probs("probs", probs, (inp.shape[0], routing_map.shape[1]))
     rank, size = rank_and_size(group)
     if routing_map.shape[0] != inp.shape[0] or rank < 0 or routing_map.shape[1] % size:
         raise ValueError(
@@ -177,7 +168,7 @@ def moe_dispatch(
     counts = (routing_map != 0).sum(0).view(size, routing_map.shape[1] // size)
     arriving = counts if size == 1 else exchanged(counts, [1] * size, [1] * size, group)
     sent, received = map(tuple, torch.stack([counts, arriving]).sum(2).tolist())  # the only wait
-    y, row_probs, row_map = moe_permute_with_probs(inp, probs, routing_map, sum(sent))
+    y, row_probs, row_map = permute.moe_permute_with_probs(inp, probs, routing_map, sum(sent))
     order = None
     if size > 1:
         y = _exchange(y, sent, received, group)
@@ -185,8 +176,8 @@ def moe_dispatch(
     y = _with_gradient(y, gradient) if gradient is not None else y
     if size > 1:
         chunks = torch.arange(arriving.numel(), device=arriving.device).view_as(arriving)
-        order = map_of_chunks(sum(received), arriving.flatten(), chunks.t().flatten())
-        y, row_probs = scatter_rows(y, order, sum(received), row_probs)
+        order = permute.map_of_chunks(sum(received), arriving.flatten(), chunks.t().flatten())
+        y, row_probs = permute.scatter_rows(y, order, sum(received), row_probs)
     handle = DispatchHandle(row_map, order, sent, received, group, gradient)
     return Dispatched(y, row_probs, arriving.sum(0), handle)
 
@@ -223,9 +214,9 @@ def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
     if handle.gradient is not None:
         out = _with_gradient(out, None)
     if handle.order is not None:
-        out = gather_rows(out, handle.order)
+        out = permute.gather_rows(out, handle.order)
         out = _exchange(out, handle.received, handle.sent, handle.group)
-    x = gather_rows(out, handle.row_map)
+    x = permute.gather_rows(out, handle.row_map)
     return x if handle.gradient is None else _with_gradient(x, handle.gradient)
 
 
@@ -234,8 +225,7 @@ def _exchange(
 ) -> Tensor:
     """Rows sent to other ranks; their gradients, plain or in FP8, are sent back."""
     there = partial(exchanged, sent=sent, received=received, group=group)
-    back = partial(exchanged, sent=received, received=sent, group=group)
-    return GradientMap.run(x, there, back)
+    return GradientMap.run(x, there, partial(exchanged, sent=received, received=sent, group=group))
 
 
 def _with_gradient(x: Tensor, spec: Float8Spec | None) -> Tensor:

@@ -187,8 +187,7 @@ class _Lanes:
         return self.module.current_stream(self.device)
 
     def store(self, source: Tensor) -> Tensor:
-        pinned = self.device.type != "cpu"
-        host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=pinned)
+        host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self.device.type != "cpu")
         self.outward.wait_stream(self.current())
         with self.module.stream(self.outward):
             host.copy_(source, non_blocking=True)

@@ -83,11 +83,7 @@ class Window:
     """The window of each process group; None where its ranks do not see each other's memory."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        nbytes: int,
-        before: Window | None = None,
+        self, group: dist.ProcessGroup, device: torch.device, nbytes: int, before: Window | None
     ) -> None:
         self.rank, self.size, self.nbytes = group.rank(), group.size(), nbytes
         self.before = before
@@ -136,8 +132,7 @@ def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Wi
     torch.cuda.synchronize(device)
     before = window if window is not None and (window.is_captured or window.before) else None
     larger: Window | None = None
-    hosts = all_objects(socket.gethostname(), group)
-    if len(set(hosts)) == 1:
+    if len(set(all_objects(socket.gethostname(), group))) == 1:
         failure: str | None = None
         try:
             step = max(1 << 21, 1 << (nbytes.bit_length() - 3))  # or each new size makes another
@@ -416,12 +411,10 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return all_gathered(x, size, group.group_name).view(size, *x.shape)
 
 
-def _reduce_scatter(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of the sum, by a collective."""
     ops = torch.ops._c10d_functional
-    return ops.wait_tensor(
-        ops.reduce_scatter_tensor(partial_sum, "sum", group.size(), group.group_name)
-    )
+    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
 
 
 def _pair(gathered: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -454,22 +447,17 @@ def _allocate_extras(extras: Sequence[Tensor], size: int) -> tuple[Tensor | None
     return _pair([x.new_empty((size, *x.shape)) for x in extras])
 
 
-_Shapes = Sequence[Sequence[int]]
-
-
-def _flops_of_gather(operands: _Shapes, *args: object, out_shape: _Shapes, **kw: object) -> int:
-    return 2 * math.prod(out_shape[0]) * operands[0][1]
-
-
-def _flops_of_scatter(operands: _Shapes, *args: object, **kwargs: object) -> int:
-    return 2 * math.prod(operands[0]) * operands[2][0]
-
-
 gather_mm_op = declare(
-    _gather_mm, name="gather_mm", outputs=_allocate_gather_mm, flops=_flops_of_gather
+    _gather_mm,
+    name="gather_mm",
+    outputs=_allocate_gather_mm,
+    flops=lambda operands, *_, out_shape, **__: 2 * math.prod(out_shape[0]) * operands[0][1],
 )
 mm_scatter_op = declare(
-    _mm_scatter, name="mm_scatter", outputs=_allocate_mm_scatter, flops=_flops_of_scatter
+    _mm_scatter,
+    name="mm_scatter",
+    outputs=_allocate_mm_scatter,
+    flops=lambda operands, *_, **__: 2 * math.prod(operands[0]) * operands[2][0],
 )
 
 

@@ -76,11 +76,7 @@ class InputSource(NamedTuple):
 
 
 def input_source(
-    x: Matrix,
-    inp: Tensor | None,
-    specs: Orientations,
-    call: Call,
-    amax: Tensor | None = None,
+    x: Matrix, inp: Tensor | None, specs: Orientations, call: Call, amax: Tensor | None = None
 ) -> InputSource:
     """The cast of a layer's input, where another layer or a graph has made it; or its parameters.
 
@@ -114,8 +110,7 @@ def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple
     key: tuple[Any, ...] = *specs, call.plan.epsilon, call.cast_parallel, call.comm.tokens
     if isinstance(x, Groups):
         offs: Any = x.offs  # of the same groups, too
-        offs_storage = StorageWeakRef(offs.untyped_storage())
-        key = (*key, offs_storage, offs.data_ptr(), version_of(offs))
+        key = (*key, StorageWeakRef(offs.untyped_storage()), offs.data_ptr(), version_of(offs))
     return (*key, inp._version, node._sequence_nr(), stream)
 
 
@@ -155,24 +150,18 @@ def _forget_input(inp: weakref.ref[Tensor]) -> None:
 
 
 def show_cast(
-    x: Matrix,
-    operand: Operand,
-    spec: Spec,
-    index: int,
-    call: Call,
-    *,
-    only_in_backward: bool = False,
+    x: Matrix, made: Operand, spec: Spec, index: int, call: Call, *, only_in_backward: bool = False
 ) -> None:
-    """A matrix was cast to ``operand`` for a layer's GEMMs.
+    """A matrix was cast to ``made`` for a layer's GEMMs.
 
     In backward that of x or w is a repetition, by activation checkpointing, unless it is made only
     there.
     """
     if isinstance(x, Groups):
-        operand, spec = _by_row(x, operand, spec)
+        made, spec = _by_row(x, made, spec)
         x = x.owned()
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
-        PROCESS.observer.saw_cast(x, operand, spec, index, call)
+        PROCESS.observer.saw_cast(x, made, spec, index, call)
 
 
 def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
@@ -184,14 +173,12 @@ def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
     return Operand(operand.data, scale), replace(spec, block=(1, -1))
 
 
-def show_quantized(
-    x: Matrix, specs: Orientations, quantized: Quantized, index: int, call: Call
-) -> None:
+def show_quantized(x: Matrix, specs: Orientations, made: Quantized, index: int, call: Call) -> None:
     """A layer's input, or its gradient, was cast."""
     if specs.rowwise:
-        show_cast(x, quantized.rowwise, specs.rowwise, index, call)
+        show_cast(x, made.rowwise, specs.rowwise, index, call)
     elif specs.columnwise and isinstance(x, Tensor):  # groups are laid out in another way
-        show_cast(x.t(), quantized.columnwise, specs.columnwise, index, call)
+        show_cast(x.t(), made.columnwise, specs.columnwise, index, call)
 
 
 def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> None:
@@ -258,7 +245,6 @@ def _warn_of_recast(weight: Tensor, call: Call) -> None:
         f"{precision.name or 'A layer'}: its weight {tuple(weight.shape)} is {change} in every "
         f"forward, for {call.recipe}: it is rounded twice. Store it for that recipe, or run it "
         "under the one that it was stored for.",
-        UserWarning,
         stacklevel=2,
     )
 

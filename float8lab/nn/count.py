@@ -65,9 +65,7 @@ class GemmCounts:
             f"{name or '(outside any module)':<{width}}  {fp8:>6}  {high_precision:>14}"
             for name, fp8, high_precision in rows
         ]
-        lines += [
-            f"{name}: not called; its parent multiplies by its weight" for name in self.unseen
-        ]
+        lines += [f"{n}: not called; its parent multiplies by its weight" for n in self.unseen]
         return "\n".join(lines)
 
 

@@ -192,7 +192,7 @@ class WeightPlacement:
         return nn.functional.linear(x, weight, bias)  # type: ignore[return-value]
 
 
-class _CallPlacements(NamedTuple):
+class _Placements(NamedTuple):
     """The placements of one call's tensors, local shapes, and its tokens if they are shards."""
 
     x: tuple[Placement, ...]
@@ -211,7 +211,7 @@ def _place(
     weight: DTensor,
     plan: LinearPlan | None,
     output: Placement | None,
-) -> _CallPlacements:
+) -> _Placements:
     """How a call runs. ``output``: the placement that a row parallel layer gives, or None."""
     last, axis, mode = x.ndim - 1, placement.axis, placement.mode
     N, K = weight.to_local().shape
@@ -239,7 +239,7 @@ def _place(
     on_axis = _placements_on_axis(mode, Shard(last), None if tokens is None else shared)
     x_placed, y_placed, dx_placed = (placed(p) for p in on_axis[:3])
     dw_placed, db_placed = (placed(p, data) for p in on_axis[3:])
-    return _CallPlacements(
+    return _Placements(
         x_placed, y_placed, dx_placed, dw_placed, db_placed, tokens, (*y_shape[:-1], N),
         (*unsharded[:-1], K),
     )  # fmt: skip
@@ -289,12 +289,7 @@ class _Linear(Float8Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: DTensor,
-        weight: DTensor,
-        bias: DTensor | None,
-        call: Call,
-        placed: _CallPlacements,
+        ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, call: Call, placed: _Placements
     ) -> DTensor:
         local, w = x.to_local(), weight.to_local()
         b = None if bias is None else bias.to_local()

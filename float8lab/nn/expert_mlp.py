@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from float8lab.arguments import (
-    check_callables,
-    check_input,
-    check_instance,
-    check_module,
-    check_names,
-    check_size,
-)
+from float8lab import arguments
 from float8lab.distributed.expert_parallel import check_held_experts, held_experts, local_experts
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain
@@ -197,12 +190,12 @@ class ExpertMLP(ExpertsBase, GemmModule):
         super().__init__()
         gated = check_activation(activation)
         self._set_flags(bias=bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        check_callables(
+        arguments.check_callables(
             ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
         )
-        self.num_experts = E = check_size("num_experts", num_experts, minimum=1)
-        self.hidden_size = H = check_size("hidden_size", hidden_size)
-        self.ffn_hidden_size = F = check_size("ffn_hidden_size", ffn_hidden_size)
+        self.num_experts = E = arguments.check_size("num_experts", num_experts, minimum=1)
+        self.hidden_size = H = arguments.check_size("hidden_size", hidden_size)
+        self.ffn_hidden_size = F = arguments.check_size("ffn_hidden_size", ffn_hidden_size)
         self.activation = activation
         self._build(
             GemmDef.named("fc1", (E, 2 * F if gated else F, H), bias, init_method),
@@ -246,12 +239,12 @@ class ExpertMLP(ExpertsBase, GemmModule):
         ExpertMLP(num_experts=4, hidden_size=64, ffn_hidden_size=32, activation=swiglu)
         """
         listed = None if isinstance(experts, Tensor) else experts
-        check_instance("experts", listed, Iterable, "modules, such as a ModuleList")
+        arguments.check_instance("experts", listed, Iterable, "modules, such as a ModuleList")
         modules = list(experts)
         for module in modules:
-            check_module("experts", module)
+            arguments.check_module("experts", module)
         if names is not None:
-            names = check_names("names", names)
+            names = arguments.check_names("names", names)
         gated = check_activation(activation)
         layers = [_layers_of(module, names) for module in modules]
         kinds = {tuple((x.weight.shape, x.bias is None) for x in of) for of in layers}
@@ -320,8 +313,8 @@ class ExpertMLP(ExpertsBase, GemmModule):
                 "ExpertMLP must be given the rows of its experts where ranks share them; got a "
                 "call with tokens. Call moe_dispatch, run_rows and moe_combine."
             )
-        check_size("num_out_tokens", num_out_tokens, optional=True)
-        check_input("inp", inp, (self.hidden_size,), "hidden_size")
+        arguments.check_size("num_out_tokens", num_out_tokens, optional=True)
+        arguments.check_input("inp", inp, (self.hidden_size,), "hidden_size")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         x = x.to(output_dtype(x))  # before it is copied to each expert
         if isinstance(routing_map, Tensor) and routing_map.dtype != torch.bool:
@@ -350,12 +343,11 @@ class ExpertMLP(ExpertsBase, GemmModule):
         Returns:
             ``[M, hidden_size]``, with zeros in rows beyond those of the last expert.
         """
-        check_input("rows", rows, (self.hidden_size,), "hidden_size")
+        arguments.check_input("rows", rows, (self.hidden_size,), "hidden_size")
         x = as_matrix(rows.dequantize() if isinstance(rows, Float8Tensor) else rows)
         layers = layers_here(self._layers())
         offs = offsets_of(m_splits, x, layers[0][0].shape[0], "num_experts")
-        y = self._run_experts(x, offs, layers, self.activation, is_first_microbatch)
-        return like(y, rows)
+        return like(self._run_experts(x, offs, layers, self.activation, is_first_microbatch), rows)
 
     def _layers(self) -> tuple[Layer, Layer]:
         return (self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias)
@@ -395,8 +387,7 @@ def _check_that_they_compute(
     weight = values[0][1][0]
     if weight.is_meta:
         return
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, weight.shape[0], generator=generator).to(weight)
+    x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight)
     for index, (expert, (fc1, fc2)) in enumerate(zip(experts, values, strict=True)):
         with torch.autocast(x.device.type, enabled=False), autocast(enabled=False):
             want = functional.linear(activate(functional.linear(x, *fc1), activation), *fc2)

@@ -156,17 +156,12 @@ def save_policy(
         has_use = plan.x.per_tensor and (fp8_wgrad or recomputes_in_fp8)
         x = Keep.REQUANTIZE if has_use else Keep.NOTHING
     elif fp8_wgrad and not gathers_before_cast:
-        x = _requantized_matrix(plan) if requantizes_x else Keep.FP8_DATA
+        x = Keep.FP8_DATA
+        if requantizes_x and plan.casts_x_once:
+            x = Keep.REQUANTIZE if plan.x.per_tensor else Keep.HIGH_PRECISION
     else:
         x = Keep.HIGH_PRECISION if needs_dw else Keep.NOTHING
     return SavePolicy(x, w, _saves_weight(plan, needs_dx, recomputes, has_data=w is Keep.FP8_DATA))
-
-
-def _requantized_matrix(plan: LinearPlan) -> Keep:
-    """How a matrix x is saved that backward casts, if it can have the bytes of forward."""
-    if not plan.casts_x_once:
-        return Keep.FP8_DATA
-    return Keep.REQUANTIZE if plan.x.per_tensor else Keep.HIGH_PRECISION
 
 
 def _saves_weight(plan: LinearPlan, needs_dx: bool, recomputes: bool, *, has_data: bool) -> bool:
@@ -230,8 +225,7 @@ def _decide(
     else:
         rowwise = None if plan.fprop is None else plan.fprop.left
         columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
-    specs = Orientations(rowwise, columnwise)
-    casts = make_casts(recipe, specs, policy.x is Keep.GATHERED)
+    casts = make_casts(recipe, Orientations(rowwise, columnwise), policy.x is Keep.GATHERED)
     return _Decisions(policy, casts, casts_weight)
 
 
@@ -413,10 +407,8 @@ def _fprop(
     if isinstance(x, Groups):
         offsets, tokens = Offsets(x.offs, x.plan), a.data.shape[0]
     task = GemmTask(plan.fprop, (tokens, features), dtype, offsets)
-    keep = keep_gathered or casts.keeps_gathered
-    y, left = comm.mm(a, b, task, bias, keep=keep)
-    gathered = left if comm.is_sharded else None
-    return _Fprop(y.contiguous(), x_quantized, w_quantized, gathered)
+    y, left = comm.mm(a, b, task, bias, keep=keep_gathered or casts.keeps_gathered)
+    return _Fprop(y.contiguous(), x_quantized, w_quantized, left if comm.is_sharded else None)
 
 
 _planned_fprop = planned(_fprop)
@@ -466,9 +458,8 @@ def recompute_forward(
             source = WeightSource(plain(weight), params)
     casts = _FpropCasts(call.recipe, Orientations(None, None), False)
     done = _fprop(
-        value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm,
-        call.watched,
-    )  # fmt: skip
+        value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm, call.watched
+    )
     if call.watched:
         show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
     return _saved_value(done.y)
@@ -846,8 +837,7 @@ def _columnwise_weight(
         return None, None, Operand(transpose_op(data, 1, prior), scale)
     value = plain(_saved_value(weight), prior)
     if params is None:
-        made = call.scales.quantize(value, W, None, spec)
-        return value, None, made.columnwise
+        return value, None, call.scales.quantize(value, W, None, spec).columnwise
     return value, params, None
 
 
@@ -884,11 +874,9 @@ def _dgrad(
         operand = Operand(transpose_op(weight.data, 1, None), scale if has_one else scale.mT)
     elif operand is None:
         params, epsilon = weight.params, float(plan.epsilon)
-        made = quantize(_saved_value(value), None, dgrad.right, params, epsilon)
-        operand = made.columnwise
+        operand = quantize(_saved_value(value), None, dgrad.right, params, epsilon).columnwise
     if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
-        matrix = _saved_value(value).t()
-        show_cast(matrix, operand, dgrad.right, W, watching, only_in_backward=True)
+        show_cast(_saved_value(value).t(), operand, dgrad.right, W, watching, only_in_backward=True)
     task = GemmTask(dgrad, shape, weight.dtype, offsets, weight.after)
     keep = keep or watching is not None
     gemm = comm.mm(dy, operand, task, backward=True, companion=companion, keep=keep)
@@ -1026,9 +1014,8 @@ class LinearFunction(Float8Function):
         if needs[1] and ctx.recast is not None:
             operand = _recast(saved, ctx.call, ctx.recast, lambda: ctx.make_input(*of_origin))
         dx, dw, db = backward(
-            dy, None, saved, ctx.call,
-            needs=needs, shape=shape, dtypes=ctx.dtypes, operand=operand,
-        )  # fmt: skip
+            dy, None, saved, ctx.call, needs=needs, shape=shape, dtypes=ctx.dtypes, operand=operand
+        )
         if dx is not None and len(x_shape) != 2:
             dx = dx.reshape(x_shape)
         return dx, dw, db, None

@@ -521,7 +521,6 @@ class _Graphed:
             warnings.warn(
                 f"{type(self.function).__name__} could not be recorded by float8lab.graphed, and "
                 f"runs eagerly: {reason}. Leave it out, or call graphed on modules inside it.",
-                UserWarning,
                 stacklevel=2,
             )
             return None

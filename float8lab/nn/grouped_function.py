@@ -18,19 +18,14 @@ from float8lab.nn.precision import Call, Precision, call_under
 from float8lab.ops import Groups, Offsets
 from float8lab.recipes.recipe import Float8CurrentScaling
 from float8lab.recipes.region import STATE
-from float8lab.tensor.differentiation import (
-    Float8Function,
-    once_differentiable,
-    version_of,
-    wanted_gradients,
-)
+from float8lab.tensor import differentiation
 
 __all__ = ["GroupedFunction", "calibrate_experts"]
 
 _IN_HIGH_PRECISION = call_under(Float8CurrentScaling(override_linear_precision=(True, True, True)))
 
 
-class GroupedFunction(Float8Function):
+class GroupedFunction(differentiation.Float8Function):
     """``x @ weight[e].T + bias[e]`` for the rows of each expert: ``run`` it.
 
     Args:
@@ -76,17 +71,17 @@ class GroupedFunction(Float8Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Their memory, which is saved, has the counter of writes of the first alone.
         ctx.weights = parameters[:count] if any(tensor is weight for tensor in saved) else ()
-        ctx.versions = [*map(version_of, ctx.weights)]
+        ctx.versions = [*map(differentiation.version_of, ctx.weights)]
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiation.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        wants, (offs, plan, *saved) = wanted_gradients(ctx), ctx.saved_tensors
+        wants, (offs, plan, *saved) = differentiation.wanted_gradients(ctx), ctx.saved_tensors
         needs = _joined(wants, ctx.counts)
         weights, biases = ctx.counts
         last = len(wants) - biases
-        if [*map(version_of, ctx.weights)] != ctx.versions:
+        if [*map(differentiation.version_of, ctx.weights)] != ctx.versions:
             raise RuntimeError(
                 "weights must stay as they are from forward to backward; got one that has been "
                 "modified by an inplace operation. Call backward before the optimizer's step."

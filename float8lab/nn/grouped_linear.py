@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from float8lab.arguments import (
-    PARAMETER_DTYPES,
-    check_flags,
-    check_input,
-    check_size,
-    check_tensor,
-    has_values,
-    shown,
-)
+from float8lab import arguments
 from float8lab.distributed.expert_parallel import held_experts, local_experts
 from float8lab.nn.casts import plain
 from float8lab.nn.expert_parameters import ExpertMemory, expert_names, fit_state_dict, lay_together
@@ -124,15 +116,15 @@ class GroupedLinear(GemmModule):
     ) -> None:
         super().__init__()
         self.tp_size = parallel_size(tp_size, tp_group, parallel_mode)
-        check_flags(sequence_parallel=sequence_parallel)
+        arguments.check_flags(sequence_parallel=sequence_parallel)
         self._set_flags(
             bias=bias, return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
         )  # fmt: skip
         init_method = draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
-        self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
-        in_features = check_size("in_features", in_features)
-        out_features = check_size("out_features", out_features)
+        self.num_gemms = E = arguments.check_size("num_gemms", num_gemms, minimum=1)
+        in_features = arguments.check_size("in_features", in_features)
+        out_features = arguments.check_size("out_features", out_features)
         self.parallel_mode = parallel_mode and parallel_mode.lower()
         if self.parallel_mode == "column":
             out_features = share_of("out_features", out_features, self.tp_size)
@@ -183,7 +175,7 @@ class GroupedLinear(GemmModule):
                 too large.
         """
         if not isinstance(inp, Tensor) or inp.shape[-1:] != (self.in_features,):
-            check_input("inp", inp, (self.in_features,), "in_features")
+            arguments.check_input("inp", inp, (self.in_features,), "in_features")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         weights, biases = self._expert_parameters()
         experts, held = self.num_gemms, None
@@ -262,9 +254,8 @@ class GroupedLinear(GemmModule):
         # each weight passes its own on.
         fused: tuple[Tensor, ...] = ()
         if self.fuse_wgrad_accumulation:
-            fused = tuple(
-                w for w in weights if w.requires_grad and fused_weight(self, w) is not None
-            )
+            wanted = (w for w in weights if w.requires_grad)
+            fused = tuple(w for w in wanted if fused_weight(self, w) is not None)
         at_once = bool(fused) and len(fused) == len(weights)
         if at_once and not (self.single_grouped_weight or torch.compiler.is_compiling()):
             at_once = bool(self._stacked("weight", weights)[1])
@@ -300,9 +291,7 @@ class GroupedLinear(GemmModule):
         if parallel is not None and self.parallel_mode == "row":
             # One rank adds it to the sum, and all have its gradient.
             bias = GradientMap.run(
-                bias,
-                lambda b: torch.zeros_like(b) if parallel.rank else b.view_as(b),
-                lambda db: db,
+                bias, lambda b: torch.zeros_like(b) if parallel.rank else b.view_as(b), lambda d: d
             )
         return bias, parameters
 
@@ -331,11 +320,11 @@ class GroupedLinear(GemmModule):
 
 
 def _check_buffer(name: str, buffer: Tensor, shape: tuple[int, ...]) -> None:
-    check_tensor(name, buffer, optional=True)
-    if buffer.shape != shape or buffer.dtype not in PARAMETER_DTYPES:
+    arguments.check_tensor(name, buffer, optional=True)
+    if buffer.shape != shape or buffer.dtype not in arguments.PARAMETER_DTYPES:
         raise ValueError(
-            f"{name} must be a floating-point tensor of shape {shape}; got {shown(buffer)}. "
-            "Allocate it so, or leave it out."
+            f"{name} must be a floating-point tensor of shape {shape}; got "
+            f"{arguments.shown(buffer)}. Allocate it so, or leave it out."
         )
 
 
@@ -350,8 +339,8 @@ def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argume
             sizes = [operator.index(size) for size in m_splits]
         except TypeError:
             raise TypeError(
-                f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
-                "each expert, as a list or a tensor."
+                f"m_splits must be integers; got {arguments.shown(m_splits)}. Pass the number of "
+                "rows of each expert, as a list or a tensor."
             ) from None
     elif _is_readable(m_splits, experts, argument):
         sizes = m_splits.tolist()
@@ -359,7 +348,8 @@ def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argume
         if len(sizes) != experts or not are_sizes(sizes, x.shape[0]):
             raise ValueError(
                 f"m_splits must be {experts} numbers ({argument}), none negative, of at most "
-                f"{x.shape[0]} rows; got {shown(sizes)}. Pass the number of rows of each expert."
+                f"{x.shape[0]} rows; got {arguments.shown(sizes)}. Pass the number of rows of each "
+                "expert."
             )
         if x.is_cuda and not torch.compiler.is_compiling() and capturing():
             return _filled([*itertools.accumulate(sizes)], x.device)
@@ -374,15 +364,15 @@ def _is_readable(m_splits: Tensor, experts: int, argument: str) -> bool:
     """Check a tensor of sizes; returns whether the host can read its values without waiting."""
     if m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype == torch.bool:
         raise TypeError(
-            f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
-            "each expert."
+            f"m_splits must be integers; got {arguments.shown(m_splits)}. Pass the number of rows "
+            "of each expert."
         )
     if m_splits.shape != (experts,):
         raise ValueError(
-            f"m_splits must be {experts} numbers ({argument}); got {shown(m_splits)}. Pass the "
-            "number of rows of each expert."
+            f"m_splits must be {experts} numbers ({argument}); got {arguments.shown(m_splits)}. "
+            "Pass the number of rows of each expert."
         )
-    return type(m_splits) is Tensor and has_values(m_splits)
+    return type(m_splits) is Tensor and arguments.has_values(m_splits)
 
 
 def _filled(offsets: Sequence[int], device: torch.device) -> Tensor:

@@ -21,13 +21,12 @@ import threading
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8lab.formats import Spec
-from float8lab.nn.handles import owner_of
 from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
 from float8lab.ops.declare import DirectCall, declare, planned
@@ -35,10 +34,24 @@ from float8lab.ops.operand import Operand, Quantized
 from float8lab.recipes.delayed import Factors, QuantParams, SlotViews
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
-from float8lab.recipes.region import come_after_in_graph
+from float8lab.recipes.region import come_after_in_graph, static_tensor
 from float8lab.tensor.operands import Matrix, quantize
 
-__all__ = ["GraphState", "cast_in_graph"]
+__all__ = ["GraphState", "cast_in_graph", "new_handle"]
+
+
+class _Handles:
+    """The handles that exist: tensors that stand for objects, by their addresses."""
+
+    owners: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+    """The objects that they stand for, by the address of the handle."""
+
+
+def new_handle(owner: Any, device: torch.device) -> Tensor:
+    """A tensor that stands for ``owner`` as long as both live."""
+    handle = static_tensor(device)
+    _Handles.owners[handle.data_ptr()] = owner
+    return handle
 
 
 class GraphState(NamedTuple):
@@ -163,8 +176,9 @@ def _look(*args: Any) -> tuple[_SlotCast]:
     elif inputs[0].ndim == 3:
         experts = inputs[0].shape[0]
     numbers = None if experts is None else range(first_expert, first_expert + experts)
+    precision = _Handles.owners[handle.data_ptr()]
     recipe_and_group = recipe_numbered(recipe), group_named(group)
-    slots = owner_of(handle).slots_in_graph(*recipe_and_group, index, record, x, numbers)
+    slots = precision.slots_in_graph(*recipe_and_group, index, record, x, numbers)
     spec = _spec_of_tensor(fp8_dtype)
     by_rows, by_columns = spec if rowwise else None, spec if columnwise else None
     return (_SlotCast(x, slots, by_rows, by_columns, dbias, align),)

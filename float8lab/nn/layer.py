@@ -21,14 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from float8lab.arguments import (
-    PARAMETER_DTYPES,
-    check_device,
-    check_dtype,
-    check_flags,
-    check_input,
-    check_shape,
-)
+from float8lab import arguments
 from float8lab.distributed.comm import SharedScales, mark_sequence_parallel
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
@@ -59,13 +52,7 @@ from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import local_of
 
-__all__ = [
-    "GemmDef",
-    "GemmModule",
-    "NormGemmModule",
-    "describe_fp8",
-    "linear_in_high_precision",
-]
+__all__ = ["GemmDef", "GemmModule", "NormGemmModule", "describe_fp8", "linear_in_high_precision"]
 
 
 class GemmDef(NamedTuple):
@@ -165,7 +152,7 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
 
     def _set_flags(self, *, bias: bool, **flags: bool) -> None:
         """Check flags and keep each under its name, ``bias`` as ``use_bias``."""
-        check_flags(bias=bias, **flags)
+        arguments.check_flags(bias=bias, **flags)
         self.use_bias = bool(bias)
         for name, flag in flags.items():
             setattr(self, name, bool(flag))
@@ -208,8 +195,8 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
         ub: Mapping[str, object] | None = None,
     ) -> None:
         """Make what the definitions say: the last step of a constructor."""
-        check_dtype("params_dtype", params_dtype)
-        device = check_device("device", device) or default_device()
+        arguments.check_dtype("params_dtype", params_dtype)
+        device = arguments.check_device("device", device) or default_device()
         self.register_load_state_dict_pre_hook(ignore_extra_state)
         self.gemms = gemms
         for gemm in gemms:
@@ -363,11 +350,11 @@ class NormGemmModule(GemmModule):
         """
         features, normed = weight.shape[1], weight.shape[1] * ranks
         dtype = inp.dtype if isinstance(inp, Tensor) else None
-        if dtype not in PARAMETER_DTYPES or inp.shape[-1:] != weight.shape[1:]:
-            check_input("inp", inp, (features,), argument)
+        if dtype not in arguments.PARAMETER_DTYPES or inp.shape[-1:] != weight.shape[1:]:
+            arguments.check_input("inp", inp, (features,), argument)
         if self.layer_norm_weight.shape != (normed,):
             advice = f"Give it and the weight the same features ({argument})."
-            check_shape("layer_norm_weight", self.layer_norm_weight, (normed,), advice)
+            arguments.check_shape("layer_norm_weight", self.layer_norm_weight, (normed,), advice)
         return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
 
     def _normed(self, x: Tensor) -> Tensor:

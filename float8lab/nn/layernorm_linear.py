@@ -11,17 +11,12 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from float8lab.arguments import check_size
+from float8lab.nn import parameters
 from float8lab.nn.fused_function import NormLinearCall, NormLinearFunction
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.parallel import OverlapArguments, parallel_size
-from float8lab.nn.parameters import (
-    GetRngStateTracker,
-    InitMethod,
-    draw_from_tracker,
-    sizes_of_split,
-)
 from float8lab.nn.precision import Precision
 
 __all__ = ["LayerNormLinear"]
@@ -78,7 +73,7 @@ class LayerNormLinear(NormGemmModule):
         bias: bool = True,
         *,
         normalization: str = "LayerNorm",
-        init_method: InitMethod | None = None,
+        init_method: parameters.InitMethod | None = None,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
@@ -91,7 +86,7 @@ class LayerNormLinear(NormGemmModule):
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
-        get_rng_state_tracker: GetRngStateTracker | None = None,
+        get_rng_state_tracker: parameters.GetRngStateTracker | None = None,
         rng_tracker_name: str | None = None,
         **ub: Unpack[OverlapArguments],
     ) -> None:
@@ -107,9 +102,9 @@ class LayerNormLinear(NormGemmModule):
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)
         self._set_norm(normalization, eps)
-        init_method = draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
-        sizes = sizes_of_split(parameters_split, out_features)
-        gemm = self._split_gemm(sizes, out_features, in_features, init_method)
+        init = parameters.draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
+        sizes = parameters.sizes_of_split(parameters_split, out_features)
+        gemm = self._split_gemm(sizes, out_features, in_features, init)
         self.out_features, self.in_features = gemm.shape
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 

@@ -12,17 +12,11 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from float8lab.arguments import PARAMETER_DTYPES, check_input, check_size
+from float8lab.nn import parameters
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import GemmDef, GemmModule, describe_fp8, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.parallel import OverlapArguments, parallel_size
-from float8lab.nn.parameters import (
-    GetRngStateTracker,
-    InitMethod,
-    draw_from_tracker,
-    materialize,
-    sizes_of_split,
-)
 from float8lab.nn.precision import Precision
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
@@ -94,7 +88,7 @@ class Linear(GemmModule, nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        init_method: InitMethod | None = None,
+        init_method: parameters.InitMethod | None = None,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         device: torch.device | str | None = None,
         params_dtype: torch.dtype | None = None,
@@ -104,7 +98,7 @@ class Linear(GemmModule, nn.Linear):
         tp_group: ProcessGroup | None = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
-        get_rng_state_tracker: GetRngStateTracker | None = None,
+        get_rng_state_tracker: parameters.GetRngStateTracker | None = None,
         rng_tracker_name: str | None = None,
         **ub: Unpack[OverlapArguments],
     ) -> None:
@@ -119,9 +113,9 @@ class Linear(GemmModule, nn.Linear):
         self.parallel_mode = parallel_mode and parallel_mode.lower()
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)
-        self._split = sizes_of_split(parameters_split, out_features)
-        init_method = draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
-        gemm = self._split_gemm(self._split, out_features, in_features, init_method)
+        self._split = parameters.sizes_of_split(parameters_split, out_features)
+        init = parameters.draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
+        gemm = self._split_gemm(self._split, out_features, in_features, init)
         self.out_features, self.in_features = gemm.shape
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 
@@ -133,7 +127,7 @@ class Linear(GemmModule, nn.Linear):
         if "gemms" in vars(self):
             super().reset_parameters()
             return
-        materialize(self)  # a converted layer, which torch initialises
+        parameters.materialize(self)  # a converted layer, which torch initialises
         nn.Linear.reset_parameters(self)
 
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument

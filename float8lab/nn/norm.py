@@ -8,17 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import (
-    check_choice,
-    check_device,
-    check_dtype,
-    check_flags,
-    check_input,
-    check_module,
-    check_number,
-    check_size,
-    shown,
-)
+from float8lab import arguments
 from float8lab.distributed.comm import inherit_tokens, mark_sequence_parallel
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
@@ -38,28 +28,29 @@ def normalized_size(
     """
     if (hidden_size is None) == (normalized_shape is None):
         raise ValueError(
-            f"hidden_size must be given, or normalized_shape, which means the same; got "
-            f"{shown(hidden_size)} and {shown(normalized_shape)}. Pass one of the two."
+            "hidden_size must be given, or normalized_shape, which means the same; got "
+            f"{arguments.shown(hidden_size)} and {arguments.shown(normalized_shape)}. Pass one of "
+            "the two."
         )
     name, shape = "hidden_size", hidden_size
     if hidden_size is None:
         name, shape = "normalized_shape", normalized_shape
     if not isinstance(shape, (list, tuple)):
-        return (check_size(name, shape),)
+        return (arguments.check_size(name, shape),)
     if not shape:
         raise ValueError(f"{name} must have at least one size; got {shape}. Give the last one.")
-    return tuple(check_size(f"{name}[{i}]", size) for i, size in enumerate(shape))
+    return tuple(arguments.check_size(f"{name}[{i}]", size) for i, size in enumerate(shape))
 
 
 def check_norm(normalization: str, name: str, eps: float) -> float:
     """Check a module's kind of norm and its epsilon, called ``name``; return the epsilon."""
-    check_choice("normalization", normalization, ("LayerNorm", "RMSNorm"))
-    return check_number(name, eps, minimum=0)
+    arguments.check_choice("normalization", normalization, ("LayerNorm", "RMSNorm"))
+    return arguments.check_number(name, eps, minimum=0)
 
 
 def _dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
-    check_dtype("params_dtype", params_dtype)
-    check_dtype("dtype", dtype)
+    arguments.check_dtype("params_dtype", params_dtype)
+    arguments.check_dtype("dtype", dtype)
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(
             f"params_dtype must be dtype, which means the same; got {params_dtype} and {dtype}. "
@@ -89,8 +80,10 @@ class _Norm(nn.Module):
     ) -> None:
         nn.Module.__init__(self)  # not torch's norm's: it makes its own parameters
         self.register_load_state_dict_pre_hook(ignore_extra_state)
-        check_flags(sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma)
-        eps = check_number("eps", eps, minimum=0)
+        arguments.check_flags(
+            sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma
+        )
+        eps = arguments.check_number("eps", eps, minimum=0)
         shape = normalized_size(hidden_size, normalized_shape)
         self.normalized_shape = shape
         self.eps = eps
@@ -98,7 +91,7 @@ class _Norm(nn.Module):
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         self._kind = NormKind(center=self._center, eps=eps, zero_centered=zero_centered_gamma)
-        target = check_device("device", device) or default_device()
+        target = arguments.check_device("device", device) or default_device()
         options: Any = {"device": target, "dtype": _dtype(params_dtype, dtype)}
         self.weight = nn.Parameter(torch.empty(shape, **options))
         if self._center:
@@ -121,7 +114,7 @@ class _Norm(nn.Module):
             inp: ``[..., hidden_size]``.
         """
         x, shape = inp, self.normalized_shape
-        check_input("inp", x, shape, "hidden_size")
+        arguments.check_input("inp", x, shape, "hidden_size")
         bias = self.bias.flatten() if self._center else None
         flat = x.flatten(x.ndim - len(shape)) if len(shape) > 1 else x
         y = normalize(flat, self.weight.flatten(), bias, self._kind, output_dtype(x))
@@ -185,7 +178,7 @@ def convert_norms(model: nn.Module) -> dict[str, str | None]:
     >>> float8lab.nn.convert_norms(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)))
     {'0': None, '1': "eps None means one by the input's dtype"}
     """
-    check_module("model", model)
+    arguments.check_module("model", model)
     norms = {
         name: norm
         for name, norm in model.named_modules()

@@ -57,8 +57,7 @@ class _Norm(Float8Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        gradients = backward_of_norm(dy, x, weight, mean, rstd, ctx.kind, ctx.bias_dtype)
-        return *gradients, None, None
+        return *backward_of_norm(dy, x, weight, mean, rstd, ctx.kind, ctx.bias_dtype), None, None
 
 
 def backward_of_norm(

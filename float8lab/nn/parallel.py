@@ -566,8 +566,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 f"{type(local).__name__}. Save it by torch.distributed.checkpoint."
             )
         module = cast("Any", model.get_submodule(name.rpartition(".")[0]))
-        shards = tensors_of_ranks(local, module.tp_group)
-        state[name] = _unshard(name, shard, shards)
+        state[name] = _unshard(name, shard, tensors_of_ranks(local, module.tp_group))
     return {name: _full(name, x) if is_dtensor(x) else x for name, x in state.items()}
 
 
@@ -609,13 +608,11 @@ def _unshard(name: str, shard: ParameterShard, shards: Sequence[Any]) -> Tensor:
     qdata = shard.unshard([x.qdata for x in shards])
 
     def join(scales: Sequence[Tensor]) -> Tensor:
-        expanded = [
+        values = [
             _expand(scale, shard.dim, local.spec.block, x.shape, unit)
             for scale, x in zip(scales, shards, strict=True)
         ]
-        return _merged(
-            name, shard.unshard(expanded), shard.dim, local.spec.block, qdata.shape, unit
-        )
+        return _merged(name, shard.unshard(values), shard.dim, local.spec.block, qdata.shape, unit)
 
     scale, amax = (join([getattr(x, name) for x in shards]) for name in ("scale", "amax"))
     return local.replace(qdata=qdata, scale=scale, amax=amax)

@@ -24,8 +24,7 @@ from float8lab.distributed.comm import ONE_GPU, NoGroup, OneGpu, Sharded, Tensor
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.handles import new_handle
-from float8lab.nn.in_graph import GraphState
+from float8lab.nn.in_graph import GraphState, new_handle
 from float8lab.nn.scales import DY, CurrentScales, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
 from float8lab.recipes.delayed import RECORDED, DelayedSlots, SlotViews
@@ -97,17 +96,8 @@ class Call:
     """
 
     __slots__ = (
-        "cast_parallel",
-        "comm",
-        "first_microbatch",
-        "fused_weight",
-        "in_graph",
-        "is_region",
-        "plan",
-        "precision",
-        "recipe",
-        "scales",
-        "watched",
+        "cast_parallel", "comm", "first_microbatch", "fused_weight", "in_graph", "is_region",
+        "plan", "precision", "recipe", "scales", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -238,18 +228,17 @@ class Precision:
 
         Also None where tensor-parallel ranks have plain shards without ``shares_scales``.
         """
-        recipe = self.recipe
+        recipe, parallel = self.recipe, self.parallel
         if not self.fp8_all_gather or recipe is None:
-            return None
-        if self.parallel is not None and not shares_scales:
             return None
         plan = recipe.linear
         if not plan.fprop or not plan.dgrad:
             return None
-        if self.parallel is not None and self.parallel.misfit(plan) is not None:
+        # The amax of a shard's tensor is not that of the ranks that hold rows.
+        if parallel is not None and (
+            not shares_scales or plan.w.tensor_scale or parallel.misfit(plan) is not None
+        ):
             return None
-        if self.parallel is not None and plan.w.tensor_scale:
-            return None  # the amax of a shard's tensor is not that of the ranks that hold rows
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
         return WeightCast(plan.w, plan.amax_epsilon, headroom)
 
@@ -356,8 +345,7 @@ class Precision:
             self.slot_formats(recipe.linear)[1],
             0 if options.experts is None else options.experts.start,
         )  # fmt: skip
-        is_region = record and STATE.region is None
-        return self._new_call(recipe, options, state, is_region=is_region)
+        return self._new_call(recipe, options, state, is_region=record and STATE.region is None)
 
     def slots_in_graph(
         self,
@@ -393,25 +381,21 @@ class Precision:
         return views if record else views._replace(amaxes=None)
 
     def _begin_recomputation(
-        self,
-        recording: Recording | None,
-        device: torch.device,
-        training: bool,
-        options: CallOptions,
+        self, replay: Recording | None, device: torch.device, training: bool, options: CallOptions
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
         A forward that ran compiled leaves no record of the original, nor does a module in eval mode
         in torch's reentrant checkpoint: then those of the last forward.
         """
-        if recording is None:
+        if replay is None:
             node = torch._C._current_autograd_node()
             if isinstance(node, FunctionCtx):
-                recording = CHECKPOINTS.of_torch.get(node)
-            if recording is not None:
-                recording.follow(current_backward())
-        if recording is not None and (recording is CHECKPOINTS.replay or recording.has_next(self)):
-            original: Call | None = recording.next(self)
+                replay = CHECKPOINTS.of_torch.get(node)
+            if replay is not None:
+                replay.follow(current_backward())
+        if replay is not None and (replay is CHECKPOINTS.replay or replay.has_next(self)):
+            original: Call | None = replay.next(self)
             return original and original.repetition(options)
         original = self._last
         # The recomputation runs as the original did, also where backward is called inside another
@@ -541,9 +525,7 @@ def place_precisions(module: nn.Module) -> None:
 
 
 def _warn_of_misfit(name: str, misfit: str, recipe: str) -> None:
-    warnings.warn(
-        f"{name} runs in high precision: {misfit}, under {recipe}.", UserWarning, stacklevel=2
-    )
+    warnings.warn(f"{name} runs in high precision: {misfit}, under {recipe}.", stacklevel=2)
 
 
 # As torch.compiler.assume_constant_result marks it: it warns while a graph is traced.

@@ -142,8 +142,7 @@ def _multiply(a: Tensor, b: Tensor, *, rows: tuple[int, int]) -> Prologue:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, rstd: Tensor) -> Prologue:
-    inputs = x.reshape(-1, x.shape[-1]), rstd.reshape(-1), weight
-    return Prologue("rms_norm", inputs, x.dtype)
+    return Prologue("rms_norm", (x.reshape(-1, x.shape[-1]), rstd.reshape(-1), weight), x.dtype)
 
 
 def _gelu(x: Tensor, *, approximate: str, rows: tuple[int, int]) -> Tensor:

@@ -13,32 +13,21 @@ from typing_extensions import Unpack
 from float8lab.arguments import check_choice, check_flags, check_input, check_number, shown
 from float8lab.distributed.comm import inherit_tokens
 from float8lab.distributed.ranks import from_first_rank
+from float8lab.nn import parallel
+from float8lab.nn.attention import masks
 from float8lab.nn.attention.arguments import Lengths
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import check_format
-from float8lab.nn.attention.masks import (
-    MaskArgument,
-    canonical_mask_type,
-    check_mask_types,
-    window_of,
-)
 from float8lab.nn.attention.multihead import MultiheadAttention, RotaryArgument
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.norm import LayerNorm, RMSNorm
-from float8lab.nn.parallel import (
-    ContextParallelModule,
-    OverlapArguments,
-    ignore_extra_state,
-    overlap_of,
-    parallel_size,
-)
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, reset_children
 
 __all__ = ["TransformerLayer"]
 
 
-class TransformerLayer(nn.Module, ContextParallelModule):
+class TransformerLayer(nn.Module, parallel.ContextParallelModule):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
@@ -137,7 +126,7 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
         fp8_activation_input: bool = False,
-        **ub: Unpack[OverlapArguments],
+        **ub: Unpack[parallel.OverlapArguments],
     ) -> None:
         super().__init__()
         check_format("attn_input_format", attn_input_format)
@@ -164,8 +153,8 @@ class TransformerLayer(nn.Module, ContextParallelModule):
                 f"drop_path_rate must be 0 for attn_input_format='thd'; got {drop_path_rate}. Use "
                 "'bshd', where each sample has a row."
             )
-        self.overlap = overlap_of("TransformerLayer", ub)
-        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
+        self.overlap = parallel.overlap_of("TransformerLayer", ub)
+        ranks = parallel.parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         self.tp_size, self.tp_group = ranks, tp_group
         self.sequence_parallel = sequence_parallel
         self.layer_type = layer_type
@@ -176,12 +165,14 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
-        self.self_attn_mask_type = canonical_mask_type(self_attn_mask_type, "self_attn_mask_type")
+        self.self_attn_mask_type = masks.canonical_mask_type(
+            self_attn_mask_type, "self_attn_mask_type"
+        )
         self.window_size = window_size
-        self.enc_dec_attn_mask_type = canonical_mask_type(
+        self.enc_dec_attn_mask_type = masks.canonical_mask_type(
             enc_dec_attn_mask_type, "enc_dec_attn_mask_type"
         )
-        window_of(self.enc_dec_attn_mask_type, enc_dec_window_size, "enc_dec_window_size")
+        masks.window_of(self.enc_dec_attn_mask_type, enc_dec_window_size, "enc_dec_window_size")
         self.enc_dec_window_size = enc_dec_window_size
         shared: dict[str, Any] = {
             "init_method": init_method,
@@ -238,7 +229,7 @@ class TransformerLayer(nn.Module, ContextParallelModule):
                 hidden_size, eps=layernorm_epsilon, sequence_parallel=sequence_parallel,
                 params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma, device=device,
             )  # fmt: skip
-        self.register_load_state_dict_pre_hook(ignore_extra_state)
+        self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
 
     def reset_parameters(self) -> None:
         """Initialise attention, MLP and norms, as ``Linear.reset_parameters`` does."""
@@ -247,11 +238,11 @@ class TransformerLayer(nn.Module, ContextParallelModule):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: MaskArgument = None,
+        attention_mask: masks.MaskArgument = None,
         self_attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         encoder_output: Tensor | None = None,
-        enc_dec_attn_mask: MaskArgument = None,
+        enc_dec_attn_mask: masks.MaskArgument = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
@@ -294,7 +285,7 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         size, thd = self.self_attention.hidden_size, self.attn_input_format == "thd"
         check_input("hidden_states", hidden_states, (size,), "hidden_size", ndim=2 if thd else 3)
         if self_attn_mask_type is not None:
-            canonical_mask_type(self_attn_mask_type, "self_attn_mask_type")
+            masks.canonical_mask_type(self_attn_mask_type, "self_attn_mask_type")
         hidden_states = hidden_states.to(output_dtype(hidden_states))
         is_decoder = self.layer_type == "decoder"
         self_lengths = cross_lengths = Lengths(
@@ -302,9 +293,9 @@ class TransformerLayer(nn.Module, ContextParallelModule):
         )
         cross_type = self.enc_dec_attn_mask_type
         if enc_dec_attn_mask_type is not None:
-            cross_type = canonical_mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
-        window_of(cross_type, enc_dec_window_size, "enc_dec_window_size")
-        check_mask_types("enc_dec_attn_mask", enc_dec_attn_mask)
+            cross_type = masks.canonical_mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
+        masks.window_of(cross_type, enc_dec_window_size, "enc_dec_window_size")
+        masks.check_mask_types("enc_dec_attn_mask", enc_dec_attn_mask)
         if is_decoder:
             self_lengths, cross_lengths = self._lengths_of_both(
                 cross_lengths, self_attn_mask_type or self.self_attn_mask_type, cross_type
@@ -354,13 +345,11 @@ class TransformerLayer(nn.Module, ContextParallelModule):
     ) -> tuple[Lengths, Lengths]:
         """The lengths for the self and the cross attention of a decoder, each if it takes any."""
         # Where neither does, both get them, and refuse them.
-        self_lengths = given._replace(
-            cu_seqlens_kv=given.cu_seqlens_q, max_seqlen_kv=given.max_seqlen_q
-        )
+        of_self = given._replace(cu_seqlens_kv=given.cu_seqlens_q, max_seqlen_kv=given.max_seqlen_q)
         takes = ["padding" in mask_type for mask_type in (self_type, cross_type)]
         if self.attn_input_format == "thd" or not any(takes):
-            return self_lengths, given
-        return self_lengths if takes[0] else Lengths(), given if takes[1] else Lengths()
+            return of_self, given
+        return of_self if takes[0] else Lengths(), given if takes[1] else Lengths()
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, drop_path: bool) -> Tensor:
         """``residual + drop_path(dropout(x + bias))``."""

@@ -81,22 +81,20 @@ def _lazy(path: str) -> Callable[..., Any]:
     return lambda *args: load_launcher(path)(*args)
 
 
-def _or_reference(
-    launcher: Callable[..., Any], reference: Callable[..., Any]
-) -> Callable[..., Any]:
-    """``launcher``; of a cast, the reference for blocks and scale rules that no kernel knows.
+def _or_reference(launch: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """``launch``; of a cast, the reference for blocks and scale rules that no kernel knows.
 
     Other kernels take whatever blocks there are. The values of a prologue are those of its kernel,
     as where a norm or an activation writes them.
     """
     names = list(inspect.get_annotations(reference))
     if "rule" not in names:
-        return launcher
+        return launch
     block, rule = names.index("block"), names.index("rule")
 
     def call(*args: Any) -> Any:
         if has_kernels(tuple(args[block]), args[rule]):
-            return launcher(*args)
+            return launch(*args)
         if names[0] == "prologue" and args[0]:
             args = ("", [load_launcher("prologue:value_of")(*args[:3])], *args[2:])
         return reference(*args)

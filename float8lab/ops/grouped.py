@@ -86,8 +86,7 @@ class Groups(NamedTuple):
 
     def value(self) -> Tensor:
         """The matrix, with whatever its padding rows hold."""
-        x = self.inputs[0]
-        return Prologue(*self[:3]).value() if self.prologue else x
+        return Prologue(*self[:3]).value() if self.prologue else self.inputs[0]
 
     def owned(self) -> Tensor:
         """The matrix, with zeros in its padding rows."""

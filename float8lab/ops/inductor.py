@@ -16,17 +16,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from float8lab.ops.declare import (
-    OPS,
-    announce,
-    filled,
-    is_profiled,
-    is_watched_by_a_mode,
-    load_launcher,
-    overload_named,
-    tell_when_imported,
-    untraced,
-)
+from float8lab.ops import declare
 
 __all__ = ["call_site"]
 
@@ -43,15 +33,15 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
             is an empty tensor there, as the op itself returns it; the others may be None.
         repeats: the graph is a GPU's, and no size of the arguments varies.
     """
-    overload = overload_named(name)
-    prepare, run, launcher = OPS.declared[overload].direct
+    overload = declare.overload_named(name)
+    prepare, run, launcher = declare.OPS.declared[overload].direct
     runs = _RUNS if repeats and launcher is not None else 0
     repeat = lacks = None
 
     def call(*args: object) -> object:
         nonlocal lacks, repeat, runs
-        if is_watched_by_a_mode() or is_profiled():
-            announce()
+        if declare.is_watched_by_a_mode() or declare.is_profiled():
+            declare.announce()
             return overload(*args)
         given = args if prepare is None else prepare(*args)
         results: Any = NotImplemented
@@ -60,21 +50,21 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
                 results = repeat(given)
             if results is NotImplemented and runs:
                 runs -= 1
-                repeat = load_launcher("_replay:repeated")(launcher(), given)  # type: ignore[misc]
+                repeat = declare.load_launcher("_replay:repeated")(launcher(), given)  # type: ignore[misc]
         if results is NotImplemented:
             results = run(*given)
         if lacks is None:
             lacks = any(results[i] is None for i in used_results)
-        return filled(results, args) if lacks else results
+        return declare.filled(results, args) if lacks else results
 
-    return untraced(call)
+    return declare.untraced(call)
 
 
 def _register(lowering: ModuleType) -> None:
     """Have Inductor write call sites. Where its names are others than these, it writes ops."""
     try:
         kind = _operation_class(lowering.ir)
-        for overload in OPS.declared:
+        for overload in declare.OPS.declared:
             if overload not in lowering.lowerings:
                 tag = torch._library.utils.get_layout_constraint_tag(overload, with_default=True)
                 constraint = lowering.tag_to_layout_constraint(tag)
@@ -124,9 +114,10 @@ def _operation_class(ir: Any) -> type:
 
         def needs_no_call(self) -> bool:
             """Whether the op only orders others, and nothing in Python code reads its results."""
-            graph = ir.V.graph
-            only_orders = OPS.declared[self.op_overload].only_orders and not graph.cpp_wrapper
-            return only_orders and all(x.get_name() in graph.removed_buffers for x in self.outputs)
+            graph, declared = ir.V.graph, declare.OPS.declared[self.op_overload]
+            if not declared.only_orders or graph.cpp_wrapper:
+                return False
+            return all(x.get_name() in graph.removed_buffers for x in self.outputs)
 
         def written_site(self, wrapper: Any) -> str | None:
             """The name of a call site that was written to the code; None if it cannot have one."""
@@ -153,4 +144,4 @@ def _operation_class(ir: Any) -> type:
     return CallSite
 
 
-tell_when_imported("torch._inductor.lowering", _register)
+declare.tell_when_imported("torch._inductor.lowering", _register)

@@ -57,11 +57,7 @@ def takes_dtensors(
 
 
 def _call(
-    dtensor: Any,
-    overload: Any,
-    given: Mapping[str, Any],
-    outputs: Callable[..., Any],
-    rule: Rule | None,
+    dtensor: Any, op: Any, given: Mapping[str, Any], outputs: Callable[..., Any], rule: Rule | None
 ) -> Any:
     mesh = next(x.device_mesh for _, x in _tensors(given) if isinstance(x, dtensor.DTensor))
     unsharded = _map(given, lambda _, x: torch.empty_strided(
@@ -87,7 +83,7 @@ def _call(
             return x.placements
         if isinstance(x, Parameter):
             raise ValueError(
-                f"parameters must be DTensors where {overload} gets a DTensor; got a plain one of "
+                f"parameters must be DTensors where {op} gets a DTensor; got a plain one of "
                 f"shape {tuple(x.shape)}. Parallelize its module, as with SequenceParallel."
             )
         return [dtensor.Replicate()] * mesh.ndim  # the same on all ranks
@@ -100,9 +96,8 @@ def _call(
                 moved += x.numel() * x.itemsize
         return moved
 
-    chosen = [
-        min(choices, key=lambda choice: bytes_moved(axis, choice)) for axis in range(mesh.ndim)
-    ]
+    axes = range(mesh.ndim)
+    chosen = [min(choices, key=lambda choice: bytes_moved(axis, choice)) for axis in axes]
 
     def local(name: str, x: Tensor) -> Tensor:
         target = [placement(choice[1].get(name), x) for choice in chosen]
@@ -117,7 +112,7 @@ def _call(
             there = there.redistribute(mesh, target)
         return there.to_local()
 
-    shard_results = overload(*_map(given, local).values())
+    shard_results = op(*_map(given, local).values())
     made = []
     for i, (result, shard) in enumerate(
         zip(results, (shard_results,) if single else shard_results, strict=True)

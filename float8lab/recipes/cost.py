@@ -195,13 +195,7 @@ def cast(recipe: Recipe | None, elements: int) -> float:
 
 
 def gemm(
-    recipe: Recipe | None,
-    name: str,
-    rows: int,
-    columns: int,
-    depth: int,
-    *,
-    sustained: bool = False,
+    recipe: Recipe | None, op: str, rows: int, columns: int, depth: int, *, sustained: bool = False
 ) -> float:
     """GPU seconds of one GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; ``depth`` is contracted.
 
@@ -209,25 +203,20 @@ def gemm(
     0.72 ms
     """
     rates = _rates(recipe)
-    rate = rates.gemm[("fprop", "dgrad", "wgrad").index(name)]
+    rate = rates.gemm[("fprop", "dgrad", "wgrad").index(op)]
     busy = 2 * rows * columns * depth / rate * (rates.slowdown if sustained else 1.0)
     size = 2 * rows * columns + (2 if recipe is None else 1) * depth * (rows + columns)
     return _GEMM_START + max(busy, moved(size))
 
 
 def attention(
-    recipe: Recipe | None,
-    elements: float,
-    length: int,
-    *,
-    causal: bool = True,
-    sustained: bool = False,
+    recipe: Recipe | None, size: float, length: int, *, causal: bool = True, sustained: bool = False
 ) -> float:
     """GPU seconds of attention, forward and backward; in FP8 if the recipe has ``fp8_dpa``.
 
     Args:
         recipe: None is bfloat16.
-        elements: of q, in all sequences and heads.
+        size: elements of q, in all sequences and heads.
         length: positions that each query may see.
         causal: whether a query sees half of them, on average.
 
@@ -235,8 +224,8 @@ def attention(
     3.63 ms
     """
     fp8 = recipe is not None and recipe.fp8_dpa
-    operations = 14.0 * elements * length * (0.5 if causal else 1.0)
-    seconds = elements * (_rates(recipe) if fp8 else _BFLOAT16).attention
+    operations = 14.0 * size * length * (0.5 if causal else 1.0)
+    seconds = size * (_rates(recipe) if fp8 else _BFLOAT16).attention
     slowdown = _BFLOAT16.slowdown if sustained else 1.0
     return seconds + slowdown * operations / _ATTENTION[fp8]
 

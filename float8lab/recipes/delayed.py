@@ -131,23 +131,9 @@ class ScalePack:
 
     __slots__ = (
         *_TENSORS,
-        "recipe",
-        "group",
-        "members",
-        "amaxes",
-        "parts",
-        "advanced",
-        "scale",
-        "encode",
-        "keeps_previous",
-        "first_scales",
-        "_backward",
-        "_copy",
-        "_live",
-        "_recorded",
-        "views",
-        "parallel",
-        "__weakref__",
+        *("__weakref__", "_backward", "_copy", "_live", "_recorded", "advanced", "amaxes"),
+        *("encode", "first_scales", "group", "keeps_previous", "members", "parallel", "parts"),
+        *("recipe", "scale", "views"),
     )
 
     history: Tensor  # [H, S] float32, newest first
@@ -508,10 +494,7 @@ class DelayedSlots:
             tensors[name].copy_(value)
         if "scale" in values and "encode" not in values:
             tensors["encode"].copy_(1.0 / tensors["scale"])
-        seeded = tensors["seeded"].split(self.widths)
-        self.seeded = [bool(columns.all()) for columns in seeded]
-        self._asked = {}
-        self._keep_first_scales()
+        self._keep_scales([bool(columns.all()) for columns in tensors["seeded"].split(self.widths)])
 
     def clear(self) -> None:
         """Forget all that was recorded, in place."""
@@ -521,9 +504,7 @@ class DelayedSlots:
         for name in ("factors", "previous"):
             tensors[name].fill_(1.0)
         tensors["amax"].fill_(NO_DATA)
-        self.seeded = [False] * len(self.seeded)
-        self._asked = {}
-        self._keep_first_scales()
+        self._keep_scales([False] * len(self.seeded))
 
     def _set_first_scale(
         self, index: int, factors: Tensor, x: Tensor | Prologue | Groups, experts: range | None
@@ -542,8 +523,9 @@ class DelayedSlots:
         if index not in self._asked and not is_captured:
             self._asked[index] = _Answer(pack.has_scale()[columns].all())
 
-    def _keep_first_scales(self) -> None:
+    def _keep_scales(self, seeded: list[bool]) -> None:
         """Keep the scales that the slots have been given, whatever is interrupted."""
+        self.seeded, self._asked = seeded, {}
         scales = self.pack.first_scales
         self.pack.first_scales = [(ref, i) for ref, i in scales if ref() is not self]
         self.pack.forget_live()
@@ -558,11 +540,10 @@ class DelayedSlots:
                 pack.recipe, pack.group, fp8_dtypes=self.fp8_dtypes, forward=self.forward,
                 device=device, widths=self.widths,
             )  # fmt: skip
-            self.seeded = fresh.seeded
-            self._adopt(ScalePack(pack.recipe, pack.group, fresh.tensors(), pack.parallel), 0)
+            self.seeded, tensors = fresh.seeded, fresh.tensors()
         else:
             tensors = _copies(self.tensors(), device)
-            self._adopt(ScalePack(pack.recipe, pack.group, tensors, pack.parallel), 0)
+        self._adopt(ScalePack(pack.recipe, pack.group, tensors, pack.parallel), 0)
 
     def __getstate__(self) -> dict[str, object]:
         return {
@@ -682,12 +663,7 @@ class DelayedSlots:
         return QuantParams(Factors.of(initial), pack.amax[slot] if record else None, "encode")
 
     def views(
-        self,
-        index: int,
-        x: Tensor | Prologue | Groups,
-        *,
-        record: bool,
-        experts: range | None = None,
+        self, index: int, x: Tensor | Prologue | Groups, *, record: bool, experts: range | None
     ) -> SlotViews:
         """The slots' state itself, to cast ``x`` by and to record its amaxes.
 
@@ -721,10 +697,7 @@ class DelayedSlots:
             return
         columns = self._columns(index, experts)
         if not self.is_seeded(index):
-            initial = self._own_factors(index, x).view(2, -1)
-            pack = self.pack
-            initial = torch.where(pack.has_scale()[columns], pack.factors[:, columns], initial)
-            self._set_first_scale(index, initial, x, experts)
+            self._own_params(index, x, True, True, experts)
         amax = own_amax(x).view(-1)
         if isinstance(x, Groups):
             amax = torch.where(x.has_rows(), amax, NO_DATA)

@@ -163,13 +163,10 @@ class Recipe:
             f"one of {', '.join(map(repr, _SAVES))}",
         )
         self._check()
-        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        shown = [
-            f"{f.name}={_show(value)}"
-            for f, (_, value) in zip(fields(self), values, strict=True)
-            if value != f.default
-        ]
-        key = (type(self), *values)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        differing = [f.name for f in fields(self) if values[f.name] != f.default]
+        shown = [f"{name}={_show(values[name])}" for name in differing]
+        key = (type(self), *values.items())
         object.__setattr__(self, "_repr", f"{type(self).__name__}({', '.join(shown)})")
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
@@ -285,6 +282,16 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _check_float8(recipe: Recipe) -> None:
+    """Check a recipe whose GEMMs take e4m3 and e5m2."""
+    epsilon: Any = getattr(recipe, "amax_epsilon", 0.0)
+    number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+    valid = number and 0 <= epsilon < float("inf")
+    recipe._require(valid, "amax_epsilon", "a finite number >= 0")
+    formats = "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)"
+    recipe._require(recipe.fp8_format is not Format.E5M2, "fp8_format", formats)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DelayedScaling(Recipe):
     """One scale per tensor, computed from the amaxes of earlier steps.
@@ -325,7 +332,7 @@ class DelayedScaling(Recipe):
         self._require(
             factor is None or callable(factor), "scaling_factor_compute_algo", "None or a callable"
         )
-        _require_no_pure_e5m2(self)
+        _check_float8(self)
 
     def _plan(self) -> LinearPlan:
         rule = "pow2" if self.power_of_2_scale else "fp32"
@@ -341,9 +348,7 @@ class Float8CurrentScaling(Recipe):
     amax_epsilon: float = 0.0
     """Amaxes are raised to at least this."""
 
-    def _check(self) -> None:
-        _require_epsilon(self, self.amax_epsilon)
-        _require_no_pure_e5m2(self)
+    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         rule = "pow2" if self.power_of_2_scale else "fp32"
@@ -364,9 +369,7 @@ class Float8RowwiseScaling(Recipe):
     high_precision_wgrad: bool = False
     """Compute the weight gradient in high precision."""
 
-    def _check(self) -> None:
-        _require_epsilon(self, self.amax_epsilon)
-        _require_no_pure_e5m2(self)
+    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(
@@ -392,9 +395,7 @@ class Float8BlockScaling(Recipe):
     amax_epsilon: float = 0.0
     """Amaxes are raised to at least this."""
 
-    def _check(self) -> None:
-        _require_epsilon(self, self.amax_epsilon)
-        _require_no_pure_e5m2(self)
+    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(
@@ -416,8 +417,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fast_accum: tuple[bool, bool, bool] = (False, False, False)
 
-    def _check(self) -> None:
-        _require_no_pure_e5m2(self)
+    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(1, 32), w=(1, 32), scale_rule="e8m0")
@@ -451,19 +451,6 @@ class NVFP4BlockScaling(Recipe):
     def _plan(self) -> LinearPlan:
         weight = (1, 16) if self.disable_2d_quantization else (16, 16)
         return self._make_plan(x=(1, 16), w=weight, scale_rule="e2m1 e4m3 fp32")
-
-
-def _require_no_pure_e5m2(recipe: Recipe) -> None:
-    recipe._require(
-        recipe.fp8_format is not Format.E5M2,
-        "fp8_format",
-        "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)",
-    )
-
-
-def _require_epsilon(recipe: Recipe, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    recipe._require(number and 0 <= value < float("inf"), "amax_epsilon", "a finite number >= 0")
 
 
 ALL: dict[str, Recipe] = {

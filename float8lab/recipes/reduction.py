@@ -118,9 +118,8 @@ class AmaxChannel:
         # Modules that were deleted leave nothing to reduce, but their place.
         plan = self._plan_now()
         device = plan[0][0].amax.device if plan else _default_device(group)
-        wire = torch.full(
-            (1 + sum(self._wire.values()),), NO_DATA, dtype=torch.float32, device=device
-        )
+        length = 1 + sum(self._wire.values())
+        wire = torch.full((length,), NO_DATA, dtype=torch.float32, device=device)
         wire[:1].fill_(len(self.waiting()))
         for pack, on_wire, in_pack in plan:
             pack.forget_interrupted_backward()

@@ -30,16 +30,10 @@ from torch.distributed import ProcessGroup
 
 from float8lab.ops import NO_DATA
 from float8lab.ops.declare import declare
+from float8lab.recipes import reduction
 from float8lab.recipes.delayed import RECORDED, ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.recipes.recording import CHECKPOINTS
-from float8lab.recipes.reduction import (
-    channel_of,
-    group_named,
-    has_ranks,
-    includes_shards,
-    name_of_group,
-)
 
 __all__ = [
     "DEFAULT_RECIPE",
@@ -194,7 +188,7 @@ class Region:
             # Casts that a CUDA graph has replayed did not enter their packs. Without new amaxes a
             # pack stays as it is.
             self.packs.update(dict.fromkeys(RECORDED.packs))
-        if self.packs or (self.groups and has_ranks()):
+        if self.packs or (self.groups and reduction.has_ranks()):
             advance_scales(self.packs, self.groups, agree=self.has_new_modules)
 
     def discard(self) -> None:
@@ -228,9 +222,9 @@ def advance_scales(
     recorded = list(packs)
     due = dict.fromkeys(recorded if len(recorded) == 1 else merge_packs(recorded))
     for pack in due:
-        if pack.parallel is not None and not includes_shards(pack):
+        if pack.parallel is not None and not reduction.includes_shards(pack):
             pack.amax.copy_(pack.parallel.amax(pack.amax))
-    held = _reduce(due, groups, agree=agree) if has_ranks() else []
+    held = _reduce(due, groups, agree=agree) if reduction.has_ranks() else []
     for pack in due:
         pack.update()
     for amax, value in held:
@@ -247,7 +241,7 @@ def _reduce(
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
-        group_and_channel = channel_of(named)
+        group_and_channel = reduction.channel_of(named)
         if group_and_channel is None:
             continue
         group, channel = group_and_channel
@@ -288,12 +282,12 @@ def come_after_in_graph(y: Tensor) -> None:
 def advance_in_graph(groups: Iterable[Any]) -> None:
     """Where a graph is traced: close the region when the graph gets here."""
     if PROCESS.clock is not None:
-        _advance_op(PROCESS.clock, [name_of_group(group) for group in groups])
+        _advance_op(PROCESS.clock, [reduction.name_of_group(group) for group in groups])
 
 
 def _advance(clock: Tensor, groups: Sequence[str]) -> Tensor:
     region, STATE.in_graph = STATE.in_graph or Region(), None
-    region.groups.update(dict.fromkeys(map(group_named, groups)))
+    region.groups.update(dict.fromkeys(map(reduction.group_named, groups)))
     region.close()
     return clock.new_empty(0)
 

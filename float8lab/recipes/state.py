@@ -160,7 +160,6 @@ def _warn_about_idle_region(frame: FrameType) -> None:
         "No FP8 module ran inside autocast(enabled=True); it saw "
         f"{', '.join(held) or 'no module in the function that entered it'}. Convert the model with "
         "float8lab.convert_to_float8(model) or build it from float8lab modules.",
-        UserWarning,
         stacklevel=3,
     )
 

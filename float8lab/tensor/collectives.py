@@ -39,7 +39,7 @@ from float8lab.tensor.blocks import (
     expand_scale,
     stores_scales_by_column,
 )
-from float8lab.tensor.dispatch import implements, run_fallback
+from float8lab.tensor.dispatch import implements
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
 from float8lab.tensor.window import merge_into
@@ -335,8 +335,7 @@ def _all_to_all_list(
     received = data.new_empty(sum(expected))
     work = _begun(c10d.alltoall_base_.default(received, data, group, expected, sent, *args))
 
-    finish = partial(_receive_each, targets, received.split(expected))
-    return outputs, _Work([work], finish).boxed()
+    return outputs, _Work([work], partial(_receive_each, targets, received.split(expected))).boxed()
 
 
 @implements(*_existing(c10d, "_allgather_base_"))
@@ -386,8 +385,7 @@ def _all_gather_lists(
 ) -> ScriptObject:
     columns = zip(zip(*outputs, strict=True), inputs, strict=True)
     gather = c10d.allgather_.default
-    works = [_begun(gather([list(out)], [x], group, *args)) for out, x in columns]
-    return _Work(works).boxed()
+    return _Work([_begun(gather([list(out)], [x], group, *args)) for out, x in columns]).boxed()
 
 
 # Sums.
@@ -519,8 +517,7 @@ def _buffer_like(x: Float8Tensor) -> Float8Tensor:
     scale, amax = (x.scale.new_empty(shape) for _ in range(2))
     if stores_scales_by_column(x.spec):
         scale, amax = scale.movedim(0, -1), amax.movedim(0, -1)
-    data = x.qdata.new_empty(x.shape)
-    return Float8Tensor(data, scale, amax, x.spec, x.dtype)
+    return Float8Tensor(x.qdata.new_empty(x.shape), scale, amax, x.spec, x.dtype)
 
 
 def _arriving(
@@ -593,7 +590,7 @@ def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> objec
     """Gather the rows of all ranks; a shard that has no block with another keeps its own."""
     rows, block = x.shape[0] if x.ndim else 0, x.spec.block[0] if x.ndim else 0
     if rows == 0:
-        return run_fallback(Float8Tensor, op, (x, size, group), {})
+        return NotImplemented
     if block > 1 and rows % block:
         x = cut(x, (math.gcd(rows, block), *x.spec.block[1:]))
 
@@ -617,7 +614,7 @@ def _wait(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
 def _pad(op: OpOverload, x: Float8Tensor, pad: Sequence[int], value: float = 0) -> object:
     """Append zeros along dimensions, as DTensor does to make shards equally long."""
     if value != 0 or any(pad[::2]) or min(pad) < 0:
-        return run_fallback(Float8Tensor, op, (x, pad, value), {})
+        return NotImplemented
     qdata = op(x.qdata.view(torch.uint8), pad, 0).view(x.qdata.dtype)
     blocks = x.spec.scale_shape(tuple(qdata.shape))
     missing = [new - old for new, old in zip(blocks, x.scale.shape, strict=True)]

@@ -16,13 +16,7 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from float8lab.tensor.dispatch import (
-    announce,
-    implements,
-    implements_composite,
-    overloads,
-    run_fallback,
-)
+from float8lab.tensor import dispatch
 from float8lab.tensor.float8_tensor import Float8Tensor
 
 __all__ = ["DEQUANTIZE_INSIDE"]
@@ -43,16 +37,16 @@ _NAMES = (
 )  # fmt: skip
 
 
-DEQUANTIZE_INSIDE = overloads(*_NAMES)
+DEQUANTIZE_INSIDE = dispatch.overloads(*_NAMES)
 """Overloads of this torch that dequantize by intent; the documentation's table names them."""
 
 
-@implements(*DEQUANTIZE_INSIDE)
+@dispatch.implements(*DEQUANTIZE_INSIDE)
 def _dequantize_inside(op: OpOverload, *args: object, **kwargs: object) -> object:
-    return run_fallback(Float8Tensor, op, args, kwargs, quiet=True)
+    return dispatch.run_fallback(Float8Tensor, op, args, kwargs, quiet=True)
 
 
-@implements(aten.is_same_size.default, aten._has_same_storage_numel.default)
+@dispatch.implements(aten.is_same_size.default, aten._has_same_storage_numel.default)
 def _compare_metadata(op: OpOverload, a: Tensor, b: Tensor) -> bool:
     return op(*(x.qdata if isinstance(x, Float8Tensor) else x for x in (a, b)))
 
@@ -69,11 +63,11 @@ _DEQUANTIZED_COMPOSITES: dict[str, tuple[Callable[..., object], ...]] = {
 
 
 def _dequantize_composite(overload: OpOverload, function: Callable[..., object]) -> None:
-    @implements_composite(function)
+    @dispatch.implements_composite(function)
     def run(*args: object, **kwargs: object) -> object:
         if function is F.pad and "circular" not in (*args[2:], kwargs.get("mode")):
             return NotImplemented
-        announce(overload)
+        dispatch.announce(overload)
         args, kwargs = tree_map_only(Float8Tensor, Float8Tensor.dequantize, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -84,7 +78,7 @@ for _name, _functions in _DEQUANTIZED_COMPOSITES.items():
         _dequantize_composite(_overload, _function)
 
 
-@implements(aten.neg.default)
+@dispatch.implements(aten.neg.default)
 def _neg(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
     # The sign of an FP8 number is its highest bit.
     q = (x.qdata.view(torch.uint8) ^ 0x80).view(x.qdata.dtype)

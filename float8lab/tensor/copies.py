@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from float8lab.formats import DEQUANTIZED_DTYPES
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.dispatch import check_size, implements, overloads, run_fallback
+from float8lab.tensor.dispatch import check_size, implements, overloads
 from float8lab.tensor.float8_tensor import Float8Tensor, decoded
 
 __all__: list[str] = []
@@ -38,8 +38,7 @@ def _to_copy(
     **kwargs: object,
 ) -> object:
     if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
-        kwargs = {"dtype": dtype, "memory_format": memory_format, **kwargs}
-        return run_fallback(Float8Tensor, op, (x,), kwargs)
+        return NotImplemented
     result = x.replace(
         qdata=op(x.qdata, memory_format=memory_format, **kwargs),
         scale=op(x.scale, **kwargs),

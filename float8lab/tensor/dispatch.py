@@ -134,7 +134,10 @@ def overloads(*names: str) -> frozenset[OpOverload]:
 
 
 def implements(*overloads: OpOverload | str) -> Callable[[AnyHandler], AnyHandler]:
-    """Enter the decorated handler for these overloads; entering one twice raises."""
+    """Enter the decorated handler for these overloads; entering one twice raises.
+
+    Where a handler returns ``NotImplemented``, the op falls back.
+    """
 
     def enter(handler: AnyHandler) -> AnyHandler:
         for overload in overloads:
@@ -169,8 +172,7 @@ def implements_composite(
                 return handler(*args, **kwargs)
 
             def cast(x: Tensor) -> Tensor:
-                is_cast = x.is_floating_point() and x.dtype != torch.float64
-                return x.to(dtype) if is_cast else x
+                return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
             args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
             with torch.autocast(device, enabled=False):
@@ -195,7 +197,6 @@ def announce(op: OpOverload) -> None:
         warnings.warn(
             f"{op} has no FP8 implementation: its Float8Tensor arguments are dequantized "
             '(said once per op; float8lab.fallback("silent") or ("error") changes this).',
-            UserWarning,
             stacklevel=4,
         )
 
@@ -216,7 +217,6 @@ def _announce_update(
             f"{op} updated a parameter stored in FP8: what is below half a unit in its last place, "
             "3 to 6 % of a weight in e4m3, is lost, and training stalls. Train with "
             "float8lab.optim.MasterWeights(params, optimizer_class, ...) (said once).",
-            UserWarning,
             stacklevel=4,
         )
 
@@ -237,7 +237,6 @@ def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
             "saves by it, such as save_pretrained, get dequantized copies. "
             f"{keeper} writes them in {stored} "
             '(said once; float8lab.fallback("silent") or ("error") changes this).',
-            UserWarning,
             stacklevel=3,
         )
 

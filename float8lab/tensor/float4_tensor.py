@@ -15,13 +15,8 @@ from torch._ops import OpOverload
 
 from float8lab.arguments import check_dtype, check_instance, check_tensor
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, Float4Spec, Spec
+from float8lab.tensor import dispatch
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.dispatch import (
-    announce_address,
-    run_fallback,
-    storage_without_memory,
-    written_tensors,
-)
 
 __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 
@@ -181,12 +176,12 @@ class Float4Tensor(Tensor):
             result = _stays_packed(op, args, kwargs)
         if result is not NotImplemented:
             return result
-        if op._schema.is_mutable and written_tensors(cls, op, args, kwargs):
+        if op._schema.is_mutable and dispatch.written_tensors(cls, op, args, kwargs):
             raise NotImplementedError(
                 f"{op} must not write to a Float4Tensor: it is a frozen weight, with no cast to 4 "
                 "bits. Train adapters beside it, or load the checkpoint with dequantize=True."
             )
-        return run_fallback(cls, op, args, kwargs, quiet=True)
+        return dispatch.run_fallback(cls, op, args, kwargs, quiet=True)
 
     def map(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Float4Tensor:
         """A tensor with ``function`` applied to each part, and another ``block`` or ``dtype``."""
@@ -221,14 +216,14 @@ class Float4Tensor(Tensor):
         """
         if type(self.packed) is not Tensor or self.packed.is_meta:
             return super().data_ptr()
-        announce_address(self.dtype, "4 bits", "torch.save(model.state_dict(), path)")
+        dispatch.announce_address(self.dtype, "4 bits", "torch.save(model.state_dict(), path)")
         with torch.no_grad():
             self._readable = self._decode().contiguous()
         return self._readable.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
-        return storage_without_memory(super().untyped_storage(), self)
+        return dispatch.storage_without_memory(super().untyped_storage(), self)
 
     def share_memory_(self) -> Float4Tensor:
         """Move the parts to shared memory."""
@@ -332,8 +327,7 @@ def _unbind(op: OpOverload, x: Float4Tensor, dim: int = 0) -> _Result:
 def _slice(op: OpOverload, x: Float4Tensor, dim: int = 0, *bounds: object) -> Any:
     if x.spec.block[dim] != 1:
         return NotImplemented
-    size = x.shape[dim]
-    return x.map(lambda t: op(t, dim, *bounds) if t.shape[dim] == size else t)
+    return x.map(lambda t: op(t, dim, *bounds) if t.shape[dim] == x.shape[dim] else t)
 
 
 def _index_select(op: OpOverload, x: Float4Tensor, dim: int, index: Tensor) -> _Result:

@@ -22,6 +22,7 @@ from float8lab.arguments import (
     shown,
 )
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, HIGH_PRECISION_DTYPES, Float8Spec
+from float8lab.tensor import statistics
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
 from float8lab.tensor.differentiation import Float8Function, GradientMap
 from float8lab.tensor.dispatch import (
@@ -32,17 +33,6 @@ from float8lab.tensor.dispatch import (
     table,
 )
 from float8lab.tensor.dtensor import is_dtensor
-from float8lab.tensor.statistics import (
-    BlockStats,
-    Comparison,
-    Histogram,
-    TensorStats,
-    blocks,
-    compare,
-    health,
-    histogram,
-    stats,
-)
 from float8lab.tensor.window import Window
 
 if TYPE_CHECKING:
@@ -87,10 +77,10 @@ def _check_fields(
             f"spec must have a block of {qdata.ndim} sizes, as qdata has dimensions; got "
             f"{spec.block}. See Float8Spec.expand."
         )
-    blocks = spec.scale_shape(tuple(qdata.shape))
+    shape = spec.scale_shape(tuple(qdata.shape))
     for name, tensor in (("scale", scale), ("amax", amax)):
         advice = f"Give one number for each block of {spec.block}, as quantize() does."
-        check_shape(name, tensor, blocks, advice)
+        check_shape(name, tensor, shape, advice)
 
 
 class Float8Tensor(Tensor):
@@ -220,7 +210,8 @@ class Float8Tensor(Tensor):
             # Torch wants a view of a tensor that is no inference tensor to be none, either.
             with torch.inference_mode(False), torch.no_grad():
                 return handler(op, *args, **kwargs)
-        return handler(op, *args, **kwargs)
+        result = handler(op, *args, **kwargs)
+        return run_fallback(Float8Tensor, op, args, kwargs) if result is NotImplemented else result
 
     def replace(self, **changes: object) -> Float8Tensor:
         """A tensor of this class with some of qdata, scale, amax, spec, dtype replaced."""
@@ -251,8 +242,7 @@ class Float8Tensor(Tensor):
             ValueError: ``value`` has another shape.
         """
         check_floating("value", value)
-        advice = "Reshape it or quantize() it into a new tensor."
-        check_shape("value", value, self.shape, advice)
+        check_shape("value", value, self.shape, "Reshape it or quantize() it into a new tensor.")
         value = value.dequantize() if isinstance(value, Float8Tensor) else value.to(self.dtype)
         if self._window is not None:
             self._window.write(value.detach())
@@ -411,34 +401,34 @@ class Float8Tensor(Tensor):
     @overload
     def stats(
         self, original: Tensor | None = None, *, per_block: Literal[False] = False
-    ) -> TensorStats: ...
+    ) -> statistics.TensorStats: ...
     @overload
     def stats(self, original: Tensor | None = None, *, per_block: bool) -> Any: ...
     def stats(
         self, original: Tensor | None = None, *, per_block: bool = False
-    ) -> TensorStats | BlockStats:
+    ) -> statistics.TensorStats | statistics.BlockStats:
         """Statistics of the tensor: see ``float8lab.inspect.stats``.
 
         >>> float8lab.quantize(torch.tensor([448.0, 0.0])).stats().zero
         0.5
         """
-        return stats(self, original, per_block=per_block)
+        return statistics.stats(self, original, per_block=per_block)
 
-    def compare(self, original: Tensor) -> Comparison:
+    def compare(self, original: Tensor) -> statistics.Comparison:
         """How far the tensor is from what was quantized: see ``float8lab.inspect.compare``."""
-        return compare(self, original)
+        return statistics.compare(self, original)
 
-    def histogram(self, by: str = "code") -> Histogram:  # type: ignore[override]  # hides torch's
+    def histogram(self, by: str = "code") -> statistics.Histogram:  # type: ignore[override]  # hides torch's
         """Counts by ``"code"`` or ``"exponent"``: see ``float8lab.inspect.histogram``.
 
         It hides torch's method, which counts values; for that, call
         ``torch.histogram(x.dequantize(), bins)``.
         """
-        return histogram(self, by)
+        return statistics.histogram(self, by)
 
     def blocks(self) -> Tensor:
         """The scales as a matrix: see ``float8lab.inspect.blocks``."""
-        return blocks(self)
+        return statistics.blocks(self)
 
     def plot(self) -> Figure:
         """A matplotlib figure: see ``float8lab.inspect.plot``. Needs the extra ``plot``."""
@@ -464,13 +454,13 @@ class Float8Tensor(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # stub
         facts, lines = [f"fp8={self.spec.describe()}"], []
         if self._has_data():
-            summary = stats(self)
+            summary = statistics.stats(self)
             facts.append(f"shape={tuple(self.shape)}")
             scales = f"amax={summary.amax:.6g}, scale={summary.scale_min:.6g}"
             if self.scale.numel() > 1:
                 scales += f"..{summary.scale_max:.6g} {tuple(self.scale.shape)}"
             body = _values(self.data)
-            lines = [scales] * (self.scale.numel() > 0) + [f"health: {health(summary)}"]
+            lines = [scales] * (self.scale.numel() > 0) + [f"health: {statistics.health(summary)}"]
         else:
             body = f"..., size={tuple(self.shape)}"
         facts.append(f"dtype={self.dtype}")

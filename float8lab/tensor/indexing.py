@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from float8lab.tensor.dispatch import implements, run_fallback
+from float8lab.tensor.dispatch import implements
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
 
@@ -70,9 +70,8 @@ def _index(op: OpOverload, x: Tensor, indices: Sequence[Tensor | None]) -> objec
         if not isinstance(index, Float8Tensor) and index.dtype in (torch.int64, torch.int32):
             return _pick(x, dim, index.long(), lambda t, i: op(t, [*lead, i]))
         if index.dtype == torch.bool and index.ndim == 1:
-            rows = index.nonzero().squeeze(1)
-            return _pick(x, dim, rows, lambda t, i: op(t, [*lead, i]))
-    return run_fallback(Float8Tensor, op, (x, indices), {})
+            return _pick(x, dim, index.nonzero().squeeze(1), lambda t, i: op(t, [*lead, i]))
+    return NotImplemented
 
 
 @implements(aten.embedding.default)
@@ -96,7 +95,7 @@ def _roll(
 ) -> object:
     if not dims:  # rolls the flattened tensor
         if not x.spec.per_tensor:
-            return run_fallback(Float8Tensor, op, (x, shifts, dims), {})
+            return NotImplemented
         return _fresh(x, lambda t: op(t, shifts), lambda t: t, x.spec.block)
     block, block_shifts = list(x.spec.block), list(shifts)
     for i, (shift, d) in enumerate(zip(shifts, dims, strict=True)):
@@ -152,7 +151,7 @@ def _join(
 @implements(aten.cat.default)
 def _cat(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     if not _joinable(tensors) or tensors[0].ndim == 0:
-        return run_fallback(Float8Tensor, op, (tensors, dim), {})
+        return NotImplemented
     dim %= tensors[0].ndim
     joined = [x for x in tensors if x.shape[dim]] or list(tensors[:1])
     if len(joined) == 1:
@@ -171,7 +170,7 @@ def _cat(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
 @implements(aten.stack.default)
 def _stack(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     if not _joinable(tensors):
-        return run_fallback(Float8Tensor, op, (tensors, dim), {})
+        return NotImplemented
     dim %= tensors[0].ndim + 1
     block = _common_block(tensors)
     return _join(op, [cut(x, block) for x in tensors], dim, (*block[:dim], 1, *block[dim:]))

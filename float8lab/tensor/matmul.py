@@ -10,6 +10,7 @@ quantized to match its partner; a pair that does not fit is dequantized.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import NotImplementedType
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from float8lab.formats import HIGH_PRECISION_DTYPES, Spec, gemm_support, scales_by_column
 from float8lab.ops import Groups, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale, with_block
-from float8lab.tensor.dispatch import implements, implements_composite, run_fallback
+from float8lab.tensor.dispatch import implements, implements_composite
 from float8lab.tensor.float8_tensor import PLAIN, Float8Tensor
 from float8lab.tensor.operands import quantize
 
@@ -29,6 +30,8 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 _Block = tuple[int, int]
+_Result = Tensor | NotImplementedType
+"""The output of a GEMM in FP8; ``NotImplemented`` if none does it."""
 
 
 class _Operand(NamedTuple):
@@ -93,11 +96,11 @@ def _spec_of(x: Tensor) -> Spec:
 
 def _fp8_mm(
     a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False
-) -> Tensor | None:
-    """``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if ``transposed``; None if no GEMM does it."""
+) -> _Result:
+    """``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if ``transposed``."""
     blocks = None if isinstance(bias, Float8Tensor) else _gemm_blocks(a, b, transposed)
     if blocks is None:
-        return None
+        return NotImplemented
     left, right = _matrix(a, blocks[0], b, False), _matrix(b, blocks[1], a, transposed)
     return scaled_mm_op(*left, *right, bias, a.dtype, False)
 
@@ -116,8 +119,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object
         return NotImplemented
     if input.shape[1] != weight.shape[1]:
         return NotImplemented  # torch has a message
-    out = _fp8_mm(input, weight, bias)
-    return NotImplemented if out is None else out
+    return _fp8_mm(input, weight, bias)
 
 
 def _needs_no_autograd(x: Tensor) -> bool:
@@ -128,26 +130,22 @@ def _needs_no_autograd(x: Tensor) -> bool:
 
 
 @implements(aten.mm.default)
-def _mm(op: OpOverload, a: Tensor, b: Tensor) -> object:
-    out = _fp8_mm(a, b, transposed=True)
-    return run_fallback(Float8Tensor, op, (a, b), {}) if out is None else out
+def _mm(op: OpOverload, a: Tensor, b: Tensor) -> _Result:
+    return _fp8_mm(a, b, transposed=True)
 
 
 @implements(aten.mv.default)
-def _mv(op: OpOverload, a: Tensor, v: Tensor) -> object:
+def _mv(op: OpOverload, a: Tensor, v: Tensor) -> _Result:
     out = _fp8_mm(a, v.unsqueeze(0))
-    return run_fallback(Float8Tensor, op, (a, v), {}) if out is None else out.squeeze(1)
+    return out.squeeze(1) if isinstance(out, Tensor) else out
 
 
 @implements(aten.addmm.default)
 def _addmm(
     op: OpOverload, bias: Tensor, a: Tensor, b: Tensor, *, beta: complex = 1, alpha: complex = 1
-) -> object:
+) -> _Result:
     is_bias = bias.ndim == 1 and beta == 1 and alpha == 1
-    out = _fp8_mm(a, b, bias, transposed=True) if is_bias else None
-    if out is None:
-        return run_fallback(Float8Tensor, op, (bias, a, b), {"beta": beta, "alpha": alpha})
-    return out
+    return _fp8_mm(a, b, bias, transposed=True) if is_bias else NotImplemented
 
 
 def _matrices(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Operand:
@@ -163,36 +161,31 @@ def _matrices(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _O
     return _Operand(q, refine_scale(scale, q.shape[1], rows, block[0], 1), block)
 
 
-def _fp8_bmm(a: Tensor, b: Tensor) -> Tensor | None:
-    """``a @ b``, each GEMM in FP8, or None if they cannot be."""
+@implements(aten.bmm.default)
+def _bmm(op: OpOverload, a: Tensor, b: Tensor) -> _Result:
     blocks = _gemm_blocks(a, b, True)
     if blocks is None:
-        return None
+        return NotImplemented
     left, right = _matrices(a, blocks[0], b, False), _matrices(b, blocks[1], a, True)
     return scaled_mm_op(*left, *right, None, a.dtype, False)
-
-
-@implements(aten.bmm.default)
-def _bmm(op: OpOverload, a: Tensor, b: Tensor) -> object:
-    out = _fp8_bmm(a, b)
-    return run_fallback(Float8Tensor, op, (a, b), {}) if out is None else out
 
 
 @implements(aten.baddbmm.default)
 def _baddbmm(
     op: OpOverload, bias: Tensor, a: Tensor, b: Tensor, *, beta: complex = 1, alpha: complex = 1
-) -> object:
-    out = None if isinstance(bias, Float8Tensor) else _fp8_bmm(a, b)
-    if out is None:
-        return run_fallback(Float8Tensor, op, (bias, a, b), {"beta": beta, "alpha": alpha})
-    return torch.add(alpha * out, bias, alpha=beta) if beta else alpha * out
+) -> _Result:
+    out = NotImplemented if isinstance(bias, Float8Tensor) else _bmm(op, a, b)
+    if not isinstance(out, Tensor):
+        return out
+    scaled = torch.mul(out, alpha)
+    return torch.add(scaled, bias, alpha=beta) if beta else scaled
 
 
-def _fp8_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor | None:
-    """``a @ b[e]`` for the rows of each expert, in FP8, or None if that cannot be."""
+def _fp8_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> _Result:
+    """``a @ b[e]`` for the rows of each expert, in FP8."""
     blocks = _gemm_blocks(a, b, True)
     if blocks is None:
-        return None
+        return NotImplemented
     (rows, columns), weight_block = blocks
     block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several
     right = _matrices(b, weight_block, a, True)
@@ -214,12 +207,8 @@ if hasattr(aten, "_grouped_mm"):  # not every torch has it
         offs: Tensor | None = None,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
-    ) -> object:
+    ) -> _Result:
         by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
-        out = None
         if offs is not None and by_rows and (a.shape[1], offs.shape) == (b.shape[1], b.shape[:1]):
-            out = _fp8_grouped_mm(a, b, offs)
-        if out is None:  # torch has messages for sizes that do not fit
-            kwargs = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
-            return run_fallback(Float8Tensor, op, (a, b), kwargs)
-        return out
+            return _fp8_grouped_mm(a, b, offs)
+        return NotImplemented  # torch has messages for sizes that do not fit

@@ -433,8 +433,7 @@ def _map_of_index(index: Tensor) -> Tensor:
     T, K = index.shape
     experts = _with_room(index).reshape(-1)
     goes = experts >= 0
-    last = torch.iinfo(experts.dtype).max
-    order = torch.where(goes, experts, last).argsort(stable=True)
+    order = torch.where(goes, experts, torch.iinfo(experts.dtype).max).argsort(stable=True)
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=index.device))
     row_map = index.new_empty((T, K + 1), dtype=torch.int32)
     row_map[:, :-1] = torch.where(goes, rows, -1).view(T, K)

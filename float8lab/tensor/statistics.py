@@ -407,8 +407,7 @@ def blocks(x: Tensor) -> Tensor:
     torch.Size([8, 2])
     """
     scale = stored(x).scale.detach()
-    columns = scale.shape[-1] if scale.ndim else 1
-    return scale.reshape(math.prod(scale.shape[:-1]), columns).clone()
+    return scale.reshape(math.prod(scale.shape[:-1]), scale.shape[-1] if scale.ndim else 1).clone()
 
 
 def health(found: TensorStats) -> str:
@@ -629,7 +628,7 @@ def _block_stats(shard: Any, source: Tensor | None) -> BlockStats:
         sqnr = sqnr.masked_fill(noise == 0, math.inf)
     return BlockStats(
         spec=shard.spec,
-        numel=_block_numel(qdata, block),
+        numel=_sum(torch.ones_like(qdata, dtype=torch.bool), block),
         amax=shard.amax.detach().clone(),
         scale=shard.scale.detach().clone(),
         counts={kind: _sum(mask, block) for kind, mask in masks.items()},
@@ -678,14 +677,4 @@ def _sum(mask: Tensor, block: Sequence[int]) -> Tensor:
 
 def _norm(x: Tensor, block: Sequence[int]) -> Tensor:
     """Square root of the sum of squares of each block, in float64 without a copy in float64."""
-    norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
-    return by_block(x, block, norm, 0.0)
-
-
-def _block_numel(x: Tensor, block: Sequence[int]) -> Tensor:
-    result = torch.ones((), dtype=torch.int64, device=x.device)
-    for n, b in zip(x.shape, block, strict=True):
-        starts = torch.arange(0, n, b, device=x.device) if b != -1 else None
-        lengths = result.new_tensor([n]) if starts is None else (n - starts).clamp(max=b)
-        result = result[..., None] * lengths
-    return result
+    return by_block(x, block, functools.partial(torch.linalg.vector_norm, dtype=torch.float64), 0.0)

@@ -138,8 +138,7 @@ def _squeeze(op: OpOverload, x: Float8Tensor, *dims: int | Sequence[int]) -> Flo
     removed = sorted({d % x.ndim for ds in given for d in ds if x.ndim and x.shape[d] == 1})
     block = tuple(b for d, b in enumerate(x.spec.block) if d not in removed)
     # By name: the scales have size 1 in other dimensions too.
-    tensors = _each(x, lambda t: aten.squeeze.dims(t, removed))
-    return view_of(x, tensors, block, Step(op, dims, {}))
+    return view_of(x, _each(x, lambda t: aten.squeeze.dims(t, removed)), block, Step(op, dims, {}))
 
 
 @implements(aten.expand.default)

@@ -131,7 +131,6 @@ def merge_into(
         q, _, _ = quantize_blocks(new, spec, scale=new_scale)
         is_given = expand_scale(is_given, spec.block, new.shape)
         new_bytes = torch.where(is_given, q.view(torch.uint8), new_bytes)
-    written = expand_scale(touched, spec.block, new.shape)
-    old_bytes.copy_(torch.where(written, new_bytes, old_bytes))
+    old_bytes.copy_(torch.where(expand_scale(touched, spec.block, new.shape), new_bytes, old_bytes))
     x.amax.copy_(torch.where(touched, new_amax, x.amax))
     x.scale.copy_(torch.where(touched, new_scale, x.scale))

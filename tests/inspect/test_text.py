@@ -249,7 +249,7 @@ def test_all_but_plots_need_nothing_optional(monkeypatch):
     assert inspect.summary(t)
     assert "saturated" in str(inspect.table(t))
     assert repr(t)
-    with pytest.raises(ModuleNotFoundError, match="needs the extra \"plot\": matplotlib;"):
+    with pytest.raises(ModuleNotFoundError, match='needs the extra "plot": matplotlib;'):
         inspect.plot(t)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn.handles import _Handles
+from float8lab.nn.in_graph import _Handles
 from tests.nn.models import (
     GPT,
     RECIPES,

@@ -163,11 +163,9 @@ class ShardedWeight:
         self.row_shard = row_shard
         # Weights with equal rules get scales from amaxes by the same function.
         spec = row_shard.spec
-        self.rule: _Rule | None = (
-            None
-            if cast is None
-            else (spec.fp8_dtype, spec.scale_rule, cast.amax_epsilon, cast.headroom)
-        )
+        self.rule: _Rule | None = None
+        if cast is not None:
+            self.rule = spec.fp8_dtype, spec.scale_rule, cast.amax_epsilon, cast.headroom
         self.version: int | None = None  # the shard's, at the last reduction
         self.batch: _Batch | None = None
         self.index = 0  # in the batch
@@ -227,15 +225,13 @@ def _set_scales(
             weight.amax = amax
             # A scale of the whole tensor is made of the amaxes of this weight alone.
             if weight.rule is not None and weight.row_shard.spec.tensor_scale:
-                fp8_dtype, scale_rule, epsilon, _ = weight.rule
-                made_alone = factors_from_amax(amax, fp8_dtype, scale_rule, epsilon)
-                weight.scale, weight.factor = made_alone
+                weight.scale, weight.factor = factors_from_amax(amax, *weight.rule[:3])
                 continue
             if weight.rule not in made:
                 scale, factor = flat, flat
                 if weight.rule is not None:
-                    fp8_dtype, scale_rule, epsilon, headroom = weight.rule
-                    scale, factor = factors_from_amax(flat, fp8_dtype, scale_rule, epsilon)
+                    headroom = weight.rule[3]
+                    scale, factor = factors_from_amax(flat, *weight.rule[:3])
                     if headroom != 1.0:
                         scale, factor = scale * headroom, factor / headroom
                 made[weight.rule] = [scale.split(sizes), factor.split(sizes)]
@@ -330,8 +326,7 @@ def _cast_experts(rows: Tensor, factor: Tensor, params: QuantParams, spec: Float
     """FP8 data of some experts' weights in high precision."""
     (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])
     if inner.per_tensor:
-        q = quantize(rows, inner, None, params).rowwise.data
-        return q[:, :N, :K].contiguous()
+        return quantize(rows, inner, None, params).rowwise.data[:, :N, :K].contiguous()
     matrices = _as_matrices(rows, spec.block)
     factors = factor.reshape(len(matrices), -1, factor.shape[-1])
     data = [cast_rows(w, encode, inner) for w, encode in zip(matrices, factors, strict=True)]
@@ -392,8 +387,7 @@ def _write(writes: Sequence[_Write]) -> None:
     rows = [w.row_shard.block_rows(x.spec.block[0], x.device) for w, x, _ in writes]
     groups: dict[tuple[torch.dtype, Float8Spec], list[tuple[Tensor, Tensor, Tensor]]] = {}
     for _, local, value in writes:
-        kind = (value.dtype, local.spec)
-        groups.setdefault(kind, []).append((value, local.scale, local.qdata))
+        groups.setdefault((value.dtype, local.spec), []).append((value, local.scale, local.qdata))
     # The encode factors go where the scales will be, since the op keeps its table of addresses for
     # memory that stays.
     torch._foreach_copy_(scales, [w.factor[r] for (w, *_), r in zip(writes, rows, strict=True)])

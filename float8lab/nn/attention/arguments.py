@@ -13,19 +13,10 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_floating, check_lengths, check_tensor, has_values, shown
+from float8lab.nn.attention import masks
 from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import Packed, Sizes, padding_from_lengths
-from float8lab.nn.attention.masks import (
-    AttentionMask,
-    MaskArgument,
-    check_arbitrary,
-    check_mask_types,
-    check_unused_mask,
-    diagonal_of,
-    make_mask,
-    split_padding_mask,
-)
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
@@ -142,7 +133,7 @@ def check_masking(
     rules: Rules,
     attention_type: str,
     sizes: Sizes | None,
-    attention_mask: MaskArgument,
+    attention_mask: masks.MaskArgument,
     lengths: Lengths,
     inference_params: InferenceParams | None,
     *,
@@ -158,7 +149,7 @@ def check_masking(
         uses_every_mask: a mask that the mask type does not use may have any shape.
         name: of ``attention_mask`` in the caller's signature.
     """
-    check_mask_types(name, attention_mask)
+    masks.check_mask_types(name, attention_mask)
     cu_seqlens_q, cu_seqlens_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
     mask_type = rules.mask_type
     step = None if inference_params is None else inference_params.step
@@ -184,13 +175,13 @@ def check_masking(
         if cu_seqlens_q is not None:
             return
         if inference_params is not None and isinstance(attention_mask, Tensor):
-            split_padding_mask(attention_mask, "self", sizes._replace(Sq=sizes.Sk), name)
+            masks.split_padding_mask(attention_mask, "self", sizes._replace(Sq=sizes.Sk), name)
         else:
-            split_padding_mask(attention_mask, attention_type, sizes, name)
+            masks.split_padding_mask(attention_mask, attention_type, sizes, name)
     elif mask_type == "arbitrary":
-        check_arbitrary(name, attention_mask, (sizes.B, heads, sizes.Sq, sizes.Sk))
+        masks.check_arbitrary(name, attention_mask, (sizes.B, heads, sizes.Sq, sizes.Sk))
     elif attention_mask is not None and not uses_every_mask:
-        check_unused_mask(name, attention_mask, heads, sizes)
+        masks.check_unused_mask(name, attention_mask, heads, sizes)
 
 
 def _check_packed(q: Tensor, kv: Tensor, lengths: Lengths, sizes: Sizes | None) -> None:
@@ -306,11 +297,11 @@ def mask_of(
     mask_type: str,
     window: tuple[int, int],
     attention_type: str,
-    attention_mask: MaskArgument,
+    attention_mask: masks.MaskArgument,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     inference_params: InferenceParams | None,
-) -> tuple[AttentionMask, int | Tensor]:
+) -> tuple[masks.AttentionMask, int | Tensor]:
     """The mask of an sbhd or bshd call, and the ``Sk - Sq`` of each sequence."""
     (B, heads, Sq, _), Sk = q.shape, k.shape[2]
     step = None if inference_params is None else inference_params.step
@@ -319,7 +310,7 @@ def mask_of(
         totals = torch.tensor(step.totals, device=q.device)
         padding = (padding_from_lengths(lengths, Sq), padding_from_lengths(totals, Sk))
         before = totals - lengths
-        return make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=before), before
+        return masks.make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=before), before
     # With a cache, query 0 stands behind what was cached, whatever the rows' padding.
     diagonal = None if inference_params is None else Sk - Sq
     if "padding" in mask_type:
@@ -328,22 +319,22 @@ def mask_of(
             q_padding = padding_from_lengths(cu_seqlens_q.diff(), Sq)
             padding = (q_padding, padding_from_lengths(kv_ends.diff(), Sk))
         elif diagonal is not None and isinstance(attention_mask, Tensor):
-            split_mask = split_padding_mask(attention_mask, "self", Sizes(B, Sk, Sk))[0]
+            split_mask = masks.split_padding_mask(attention_mask, "self", Sizes(B, Sk, Sk))[0]
             padding = (split_mask[:, Sk - Sq :], split_mask)
         else:
-            padding = split_padding_mask(attention_mask, attention_type, Sizes(B, Sq, Sk))
-        spans = diagonal_of(padding, Sq, Sk) if diagonal is None else diagonal
-        return make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=diagonal), spans
+            padding = masks.split_padding_mask(attention_mask, attention_type, Sizes(B, Sq, Sk))
+        spans = masks.diagonal_of(padding, Sq, Sk) if diagonal is None else diagonal
+        return masks.make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=diagonal), spans
     arbitrary = None
     if mask_type == "arbitrary":
-        arbitrary = check_arbitrary("attention_mask", attention_mask, (B, heads, Sq, Sk))
+        arbitrary = masks.check_arbitrary("attention_mask", attention_mask, (B, heads, Sq, Sk))
     elif attention_mask is not None and not torch.compiler.is_compiling():
         warnings.warn(
             f"attention_mask is not used with attn_mask_type={mask_type!r}; got a mask. Set a "
             "padding mask type or 'arbitrary' to use it.",
             stacklevel=2,
         )
-    mask = make_mask(mask_type, window, Sq, Sk, arbitrary=arbitrary, diagonal=diagonal)
+    mask = masks.make_mask(mask_type, window, Sq, Sk, arbitrary=arbitrary, diagonal=diagonal)
     return mask, Sk - Sq
 
 

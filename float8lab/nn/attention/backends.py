@@ -413,5 +413,4 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, backends: Sequence[str] = BACKENDS
 ) -> Tensor:
     """Attention by the first backend that supports the call; shapes as ``reference_attention``."""
-    name = explain(q, k, v, problem, backends).backend
-    return _TABLE[name].run(q, k, v, problem)
+    return _TABLE[explain(q, k, v, problem, backends).backend].run(q, k, v, problem)

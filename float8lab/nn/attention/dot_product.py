@@ -25,18 +25,7 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.comm import TensorParallel
 from float8lab.distributed.context_parallel import ContextParallel, places_of
-from float8lab.nn.attention.arguments import (
-    Lengths,
-    Request,
-    Rules,
-    check_export,
-    check_masking,
-    check_tensors,
-    is_plain,
-    lengths_of_packed,
-    mask_of,
-    tensors_of,
-)
+from float8lab.nn.attention import arguments, masks
 from float8lab.nn.attention.backends import BACKENDS, Explanation, Problem, attend, explain
 from float8lab.nn.attention.bias import (
     Alibi,
@@ -54,13 +43,6 @@ from float8lab.nn.attention.layout import (
     from_heads_first,
     sizes_of,
     to_heads_first,
-)
-from float8lab.nn.attention.masks import (
-    MaskArgument,
-    canonical_mask_type,
-    diagonal_of,
-    make_mask,
-    window_of,
 )
 from float8lab.nn.parallel import (
     ContextParallelModule,
@@ -205,9 +187,9 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         self.qk_channels, self.v_channels = pair
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
-        self.attn_mask_type = canonical_mask_type(attn_mask_type)
+        self.attn_mask_type = masks.canonical_mask_type(attn_mask_type)
         self.window_size = window_size
-        window_of(self.attn_mask_type, window_size)
+        masks.window_of(self.attn_mask_type, window_size)
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
         self.layer_number = check_size("layer_number", layer_number, minimum=1, optional=True)
@@ -246,7 +228,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         query_layer: Tensor,
         key_layer: Tensor,
         value_layer: Tensor,
-        attention_mask: MaskArgument = None,
+        attention_mask: masks.MaskArgument = None,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
@@ -302,11 +284,11 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``.
         """
         if is_exporting():
-            check_export(inference_params, qkv_format or self.qkv_format)
+            arguments.check_export(inference_params, qkv_format or self.qkv_format)
         check_flags(
             checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill
         )
-        lengths = Lengths(
+        lengths = arguments.Lengths(
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
         )  # fmt: skip
@@ -333,7 +315,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         key_layer: Tensor,
         value_layer: Tensor,
         *,
-        attention_mask: MaskArgument = None,
+        attention_mask: masks.MaskArgument = None,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
@@ -359,7 +341,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
           not sdpa: the sliding window (3, 0) must be a matrix to it
           not flex: it is fused on CUDA only
         """
-        lengths = Lengths(
+        lengths = arguments.Lengths(
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
         )  # fmt: skip
@@ -438,13 +420,13 @@ class DotProductAttention(nn.Module, ContextParallelModule):
     def _resolve(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
-        attention_mask: MaskArgument,
-        rules: Rules,
-        lengths: Lengths,
+        attention_mask: masks.MaskArgument,
+        rules: arguments.Rules,
+        lengths: arguments.Lengths,
         bias_arguments: BiasArguments,
         inference_params: InferenceParams | None = None,
         asks: bool = False,
-    ) -> Request:
+    ) -> arguments.Request:
         """Check the arguments of a call and bring them to one form."""
         # One that only ``asks`` gets tensors without values from other context-parallel ranks.
         qkv_format, mask_type, window = rules
@@ -454,13 +436,13 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         channels = [
             (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
         ]  # fmt: skip
-        check_tensors(qkv, channels, qkv_format)
+        arguments.check_tensors(qkv, channels, qkv_format)
         ranks = 1 if self.context_parallel is None else self.context_parallel.size
         sizes = sizes_of(*qkv[:2], qkv_format, ranks)
         self.check_arguments(
             rules, sizes, attention_mask, lengths, inference_params, bias_arguments
         )
-        query, key, value = tensors_of(qkv)
+        query, key, value = arguments.tensors_of(qkv)
         packed = leave = None
         context = self.context_parallel
         if context is not None:
@@ -476,7 +458,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
                 attention_mask = context.local_heads(attention_mask, -3)
         tokens = query.shape[0]
         if qkv_format == "thd":
-            cu_seqlens_q, cu_seqlens_kv = lengths_of_packed(
+            cu_seqlens_q, cu_seqlens_kv = arguments.lengths_of_packed(
                 mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
             packed = Packed.of(cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q)
@@ -487,14 +469,14 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             padding = (packed.padding(), packed_kv.padding())
             # The values behind a sequence's end may be anything, and 0 * inf is not 0.
             k, v = (x.masked_fill(padding[1][:, None, :, None], 0.0) for x in (k, v))
-            mask = make_mask(mask_type, window, q.shape[2], k.shape[2], padding=padding)
-            spans = diagonal_of(padding, q.shape[2], k.shape[2])
+            mask = masks.make_mask(mask_type, window, q.shape[2], k.shape[2], padding=padding)
+            spans = masks.diagonal_of(padding, q.shape[2], k.shape[2])
             check_bias_shape(bias, alibi_slopes, (*q.shape[:3], k.shape[2]))
         else:
             q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
             if inference_params is not None:
                 k, v = inference_params.append(self._required_layer_number(), k, v)
-            mask, spans = mask_of(
+            mask, spans = arguments.mask_of(
                 q, k, mask_type, window, self.attention_type, attention_mask, cu_seqlens_q,
                 cu_seqlens_kv, inference_params,
             )  # fmt: skip
@@ -505,29 +487,26 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             alibi = Alibi(self._slopes(alibi_slopes, q.device), spans)
         dropout = self.attention_dropout if self.training else 0.0
         problem = Problem(mask, self.softmax_scale, bias, alibi, dropout)
-        return Request(q, k, v, problem, packed, qkv_format, tokens, leave)
+        return arguments.Request(q, k, v, problem, packed, qkv_format, tokens, leave)
 
     def rules_of_call(
-        self,
-        qkv_format: str | None,
-        attn_mask_type: str | None,
-        window_size: tuple[int, int] | None,
-    ) -> Rules:
+        self, qkv_format: str | None, mask_type: str | None, window_size: tuple[int, int] | None
+    ) -> arguments.Rules:
         """The format, the mask type and the window of a call; raises for ones that do not exist."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_format("qkv_format", qkv_format)
-        mask_type = self.attn_mask_type
-        if attn_mask_type is not None:
-            mask_type = canonical_mask_type(attn_mask_type)
-        window = window_of(mask_type, self.window_size if window_size is None else window_size)
-        return Rules(qkv_format, mask_type, window)
+        if mask_type is not None:
+            mask_type = masks.canonical_mask_type(mask_type)
+        mask_type = mask_type or self.attn_mask_type
+        window_size = self.window_size if window_size is None else window_size
+        return arguments.Rules(qkv_format, mask_type, masks.window_of(mask_type, window_size))
 
     def check_arguments(
         self,
-        rules: Rules,
+        rules: arguments.Rules,
         sizes: Sizes | None,
-        attention_mask: MaskArgument,
-        lengths: Lengths,
+        attention_mask: masks.MaskArgument,
+        lengths: arguments.Lengths,
         inference_params: InferenceParams | None,
         bias: BiasArguments = ("no_bias", None, None),
         mask_name: str = "attention_mask",
@@ -538,7 +517,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         what the caller's signature has for ``attention_mask``.
         """
         given = attention_mask, inference_params, *lengths, *bias[1:]
-        if bias[0] == "no_bias" and is_plain(rules, *given):
+        if bias[0] == "no_bias" and arguments.is_plain(rules, *given):
             return
         check_instance(
             "inference_params", inference_params, InferenceParams, "an InferenceParams",
@@ -559,7 +538,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
                 sizes = sizes._replace(Sk=inference_params.check_room(sizes.B, sizes.Sk))
         shares_tokens = self.context_parallel is not None
         any_shape = shares_tokens or inference_params is not None or torch.compiler.is_compiling()
-        check_masking(
+        arguments.check_masking(
             rules, self.attention_type, sizes, attention_mask, lengths, inference_params,
             heads=heads, uses_every_mask=any_shape, name=mask_name,
         )  # fmt: skip

@@ -13,15 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8lab import ops
 from float8lab.nn.attention.backends import Problem, why_a_matrix
 from float8lab.nn.casts import show_cast
 from float8lab.nn.precision import Call, Precision
-from float8lab.ops import (
-    LARGEST_HEAD,
-    fp8_attention_backward_op,
-    fp8_attention_op,
-    has_fp8_attention,
-)
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
@@ -70,9 +65,10 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
         return "float64 stays in high precision"
     if problem.dropout:
         return "it has no dropout"
-    if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
-        return f"its heads are of up to {LARGEST_HEAD}, and these are of {q.shape[3]}, {v.shape[3]}"
-    if q.is_cuda and not has_fp8_attention(q.device):
+    if max(q.shape[3], v.shape[3]) > ops.LARGEST_HEAD:
+        heads = f"{q.shape[3]}, {v.shape[3]}"
+        return f"its heads are of up to {ops.LARGEST_HEAD}, and these are of {heads}"
+    if q.is_cuda and not ops.has_fp8_attention(q.device):
         return "it needs a Hopper GPU (SM90)"
     return why_a_matrix(q.shape[2], k.shape[2], problem)
 
@@ -117,7 +113,7 @@ class _Attention(Float8Function):
             _cast(x, index, call) for index, x in ((Q, q), (K, k), (V, v))
         )
         operands = (q8, k8, v8, q_scale, k_scale, v_scale)
-        out, lse = fp8_attention_op(*operands, *settings, q.dtype)
+        out, lse = ops.fp8_attention_op(*operands, *settings, q.dtype)
         if any(ctx.needs_input_grad[:3]):
             ctx.save_for_backward(*operands, out, lse)
         ctx.settings = settings
@@ -126,7 +122,7 @@ class _Attention(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = fp8_attention_backward_op(dout, *ctx.saved_tensors, *ctx.settings)
+        gradients = ops.fp8_attention_backward_op(dout, *ctx.saved_tensors, *ctx.settings)
         needs = ctx.needs_input_grad[:3]
         grads = (g if need else None for g, need in zip(gradients, needs, strict=True))
         return (*grads, None, None)

@@ -64,8 +64,7 @@ class _Store:
         if self.scale is None:
             self.data[index] = x.to(self.dtype)
             return
-        rows = x.reshape(-1, x.shape[-1])
-        q, scale = quantize(rows, Spec(self.dtype, (1, -1)), align=1).rowwise
+        q, scale = quantize(x.reshape(-1, x.shape[-1]), Spec(self.dtype, (1, -1)), align=1).rowwise
         # Bytes: not every device writes FP8 by index.
         self.data.view(torch.uint8)[index] = q.view(torch.uint8).view(x.shape)
         self.scale[index] = scale.view(*x.shape[:-1], 1)
@@ -203,9 +202,8 @@ class InferenceParams:
                 raise TypeError(
                     f"batch_indices must be a sequence of rows; got {shown(rows)}. Pass a list."
                 )
-            rows = torch.tensor(
-                [check_size("batch_indices", row) for row in rows], dtype=torch.long
-            )
+            numbers = [check_size("batch_indices", row) for row in rows]
+            rows = torch.tensor(numbers, dtype=torch.long)
         if rows.dtype not in INTEGER_DTYPES:
             raise TypeError(
                 f"batch_indices must be integers; got {shown(rows)}. Pass the rows' numbers."

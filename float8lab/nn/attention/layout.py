@@ -107,9 +107,8 @@ class Packed(NamedTuple):
     def pack(self, x: Tensor, tokens: int) -> Tensor:
         """``[B, H, longest, D]`` as ``[tokens, H * D]``; tokens of no sequence are 0."""
         rows = x.transpose(1, 2).flatten(2)
-        positions = torch.arange(self.longest, device=x.device)
         # Behind a sequence's end everything goes to one row too many, which is cut off.
-        index = self.starts.view(-1, 1) + positions
+        index = self.starts.view(-1, 1) + torch.arange(self.longest, device=x.device)
         index = torch.where(self.padding(), tokens, index).view(-1)
         out = rows.new_zeros(tokens + 1, rows.shape[-1])
         return out.index_copy(0, index.long(), rows.flatten(0, 1))[:tokens]

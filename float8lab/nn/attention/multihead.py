@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from float8lab.arguments import check_callables, check_flags, check_input, check_size, shown
+from float8lab.nn import parallel
 from float8lab.nn.attention.arguments import Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
 from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
@@ -21,13 +22,6 @@ from float8lab.nn.attention.rotary import check_angles, check_positions, rotate_
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear
 from float8lab.nn.norm import check_norm
-from float8lab.nn.parallel import (
-    ContextParallelModule,
-    OverlapArguments,
-    ignore_extra_state,
-    overlap_of,
-    parallel_size,
-)
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, normal_init, reset_children
 
 __all__ = ["MultiheadAttention", "RotaryArgument"]
@@ -83,7 +77,7 @@ def _check_sizes(
     return heads, check_groups(heads, groups), channels
 
 
-class MultiheadAttention(nn.Module, ContextParallelModule):
+class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
     """Query, key and value projections, attention, output projection; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
@@ -171,7 +165,7 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
         *,
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
-        **ub: Unpack[OverlapArguments],
+        **ub: Unpack[parallel.OverlapArguments],
     ) -> None:
         super().__init__()
         check_format("qkv_format", qkv_format)
@@ -200,8 +194,8 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
                 "fuse_wgrad_accumulation must be False without fuse_qkv_params; got True. The "
                 "weight gradient is of one parameter: set fuse_qkv_params=True."
             )
-        self.overlap = overlap_of("MultiheadAttention", ub)
-        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
+        self.overlap = parallel.overlap_of("MultiheadAttention", ub)
+        ranks = parallel.parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         self.tp_size, self.tp_group = ranks, tp_group
         self.hidden_size = hidden_size
         self.num_attention_heads = num_attention_heads
@@ -253,7 +247,7 @@ class MultiheadAttention(nn.Module, ContextParallelModule):
             parallel_mode="row" if set_parallel_mode else None, **common,
         )  # fmt: skip
         self.core_attention.to(self.proj.weight.device)
-        self.register_load_state_dict_pre_hook(ignore_extra_state)
+        self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
 
     def _add_projections(self, arguments: dict[str, Any], with_norm: dict[str, Any]) -> None:
         """Add the layers of queries, keys and values, the first ``with_norm``."""

@@ -15,13 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from float8lab.arguments import (
-    check_callables,
-    check_flags,
-    check_instance,
-    check_module,
-    check_names,
-)
+from float8lab import arguments
 from float8lab.distributed.fsdp.shards import is_sharded_plain, reshard
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.convert.call_region import CallRegion, make_region_of_calls
@@ -122,8 +116,10 @@ def convert_to_float8(  # each is a keyword that users set on its own
     1      8 x 128   skipped  excluded by '1'         11.0 %
     1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
     """
-    check_module("model", model)
-    check_flags(strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights)
+    arguments.check_module("model", model)
+    arguments.check_flags(
+        strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights
+    )
     options = checked_options(recipe, filter_fn, exclude, overrides)
     walk = walk_model(model)
     plan = plan_conversion(model, walk, options)
@@ -162,10 +158,10 @@ def convert_to_float8(  # each is a keyword that users set on its own
 
 def checked_options(recipe: Any, filter_fn: Any, exclude: Any, overrides: Any) -> ConversionOptions:
     """The arguments that choose layers and recipes, checked."""
-    check_callables(("module", "name"), filter_fn=filter_fn)
-    exclude = check_names("exclude", exclude)
-    check_instance("overrides", overrides, Mapping, "a mapping", optional=True)
-    check_names("overrides", overrides or ())
+    arguments.check_callables(("module", "name"), filter_fn=filter_fn)
+    exclude = arguments.check_names("exclude", exclude)
+    arguments.check_instance("overrides", overrides, Mapping, "a mapping", optional=True)
+    arguments.check_names("overrides", overrides or ())
     base = _DEFAULT_RECIPE if recipe is None else checked_choice("recipe", recipe)
     choices = {
         pattern: None if choice is None else checked_choice(f"overrides[{pattern!r}]", choice)
@@ -265,7 +261,7 @@ def to_high_precision(model: _Model) -> _Model:
     >>> type(float8lab.to_high_precision(model))
     <class 'torch.nn.modules.linear.Linear'>
     """
-    check_module("model", model)
+    arguments.check_module("model", model)
     modules = list(model.modules())
     layers = [m for m in modules if isinstance(m, (Linear, OtherLinear, OtherExperts))]
     if not all(map(_has_plain_class, layers)):

@@ -75,7 +75,6 @@ class FirstCall:
             f"beside them did: {', '.join(unseen)}. If the module above one reads its weight "
             "instead of calling it, that GEMM is in high precision; conversion_report(model) "
             "marks these layers. Name them in exclude to leave them as they are.",
-            UserWarning,
             stacklevel=3,
         )
 

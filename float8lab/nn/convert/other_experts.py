@@ -54,9 +54,14 @@ class OtherExperts(ExpertsBase):
         raise NotImplementedError
 
     @staticmethod
-    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
-        """``[E, out, in]`` of the weights."""
+    def layers(module: Any) -> tuple[Layer, Layer]:
+        """The weights and biases of the two layers, ``[E, out, in]`` and ``[E, out]``."""
         raise NotImplementedError
+
+    @classmethod
+    def shapes(cls, module: Any) -> list[tuple[int, ...]]:
+        """``[E, out, in]`` of the weights."""
+        return [tuple(weight.shape) for weight, _ in cls.layers(module)]
 
     @staticmethod
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
@@ -163,10 +168,6 @@ class TransformersExperts(OtherExperts):
         }  # fmt: skip
 
     @staticmethod
-    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
-        return [tuple(weight.shape) for weight, _ in TransformersExperts.layers(module)]
-
-    @staticmethod
     def obstacle(module: nn.Module) -> str | None:
         if not hasattr(type(module).forward, "__wrapped__"):
             return f"{type(module).__name__} has a forward of its own"
@@ -235,10 +236,6 @@ class LlamaExperts(OtherExperts):
             "gate_up_proj": ExpertWeight("fc1", True), "down_proj": ExpertWeight("fc2", True)
         }  # fmt: skip
 
-    @staticmethod
-    def shapes(module: nn.Module) -> list[tuple[int, ...]]:
-        return [tuple(weight.shape) for weight, _ in LlamaExperts.layers(module)]
-
     def transposed(self) -> bool:
         return True
 
@@ -247,8 +244,7 @@ class LlamaExperts(OtherExperts):
         layers = layers_here(LlamaExperts.layers(self))
         experts, _, features = layers[0][0].shape
         x = plain(hidden_states).reshape(-1, features)
-        share = x.shape[0] // experts
-        offs = torch.arange(1, experts + 1, device=x.device) * share
+        offs = torch.arange(1, experts + 1, device=x.device) * (x.shape[0] // experts)
         return self._run_experts(x, offs, layers, _gated_by(self.act_fn))
 
 

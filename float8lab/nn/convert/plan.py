@@ -12,11 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from float8lab.distributed.comm import TensorParallel, misfit
 from float8lab.distributed.expert_parallel import shares_experts
-from float8lab.distributed.fsdp.shards import (
-    is_column_or_row_shard,
-    is_tensor_parallel,
-    sharded_by_fsdp,
-)
+from float8lab.distributed.fsdp import shards
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES, Spec
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
@@ -150,7 +146,7 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Decide what becomes of every candidate and attention module of a model."""
     router_modules = routers(walk.named_modules)
-    sharded = sharded_by_fsdp(model) if walk.is_sharded else set()
+    sharded = shards.sharded_by_fsdp(model) if walk.is_sharded else set()
     layers, predictions = _choose_recipes(
         [
             _plan_layer(
@@ -313,11 +309,11 @@ def _obstacle_of_placements(
     candidate: Candidate, name: str, parameter: Any, *, sharded: bool
 ) -> str | None:
     """Why FP8 does not take a parameter that is a DTensor, or None."""
-    if not is_tensor_parallel(parameter, sharded=sharded):
+    if not shards.is_tensor_parallel(parameter, sharded=sharded):
         return None
     placements = parameter.placements[-1:] if sharded else parameter.placements
     if candidate.linear_class is nn.Linear:
-        if name != "weight" or is_column_or_row_shard(placements):
+        if name != "weight" or shards.is_column_or_row_shard(placements):
             return None
         return f"its weight is placed as {placements}; FP8 takes one shard, of rows or columns"
     stacked = isinstance(candidate.layer, (ExpertMLP, GroupedLinear))
@@ -336,11 +332,9 @@ def _obstacle_of_forward(candidate: Candidate, *, is_named: bool) -> str | None:
     is_experts = candidate.experts_class is not None
     if "forward" in vars(layer) and (is_experts or not has_wrapped_forward(layer)):
         return "forward was replaced on the layer itself"
-    if linear_class is not None and type(layer).forward is not linear_class.forward:
-        name = type(layer).__name__
-        if not is_named:
-            return f"{name} has a forward of its own; name it in overrides to convert"
-    return None
+    if is_named or linear_class is None or type(layer).forward is linear_class.forward:
+        return None
+    return f"{type(layer).__name__} has a forward of its own; name it in overrides to convert"
 
 
 def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
@@ -360,7 +354,7 @@ def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
 def _misfit(layer: nn.Module, recipe: Recipe, *, sharded: bool) -> str | None:
     """Why the blocks of a recipe do not fit the shards that tensor-parallel ranks have."""
     weight: Any = layer._parameters.get("weight")
-    if is_tensor_parallel(weight, sharded=sharded) and weight.ndim == 2:
+    if shards.is_tensor_parallel(weight, sharded=sharded) and weight.ndim == 2:
         mesh, placements = weight.device_mesh, weight.placements
         if sharded and mesh.ndim > 1:
             mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]

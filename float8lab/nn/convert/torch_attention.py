@@ -183,8 +183,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         mask = None if mask is None else mask.to(q.dtype)
         if not need_weights:
-            y = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-            return y, None
+            return functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal), None
         scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.mT
         weights = (scores if mask is None else scores + mask).softmax(-1)
         weights = functional.dropout(weights, dropout) if dropout else weights

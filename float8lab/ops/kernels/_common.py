@@ -17,43 +17,6 @@ from torch import Tensor
 
 from float8lab.ops.kernels._launch import is_on_current_device
 
-__all__ = [
-    "FLOAT32_MAX",
-    "INTERPRETED",
-    "NAN_FOR_BF16",
-    "NAN_FOR_FP16",
-    "TILE",
-    "Tile",
-    "abs_bits",
-    "block_amax",
-    "block_index",
-    "broadcast_scale",
-    "ceil_div",
-    "empty_column_sums",
-    "grid_of",
-    "largest_bits",
-    "load_tile",
-    "multiprocessors",
-    "nan_for_infinity",
-    "next_power_of_2",
-    "on_device_of_first",
-    "pack",
-    "pack_scaled",
-    "pow2_floor",
-    "pow2_reciprocal",
-    "record_amax",
-    "saturate",
-    "scale_from_amax",
-    "scale_tile",
-    "store_column_sum",
-    "store_tile",
-    "store_transposed",
-    "store_words",
-    "sum_of_rows",
-    "triton_dtype",
-    "widen",
-]
-
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -182,9 +145,7 @@ def broadcast_scale(scale: Tensor, block: Sequence[int]) -> tuple[Tensor, tuple[
     """A matrix of scales and its block sizes, 0 where one scale serves the whole dimension."""
     if scale.numel() == 1:
         return scale.view(1, 1), (0, 0)
-    rows, columns = (
-        0 if scale.shape[dim] == 1 or block[dim] == -1 else block[dim] for dim in (0, 1)
-    )
+    rows, columns = (0 if n == 1 or b == -1 else b for n, b in zip(scale.shape, block, strict=True))
     return scale, (rows, columns)
 
 

@@ -19,16 +19,6 @@ from triton.runtime.jit import JITFunction
 
 from float8lab.ops.declare import RECORDING
 
-__all__ = [
-    "STREAM",
-    "Launched",
-    "current_device",
-    "current_stream",
-    "has_hooks",
-    "is_on_current_device",
-    "launched",
-]
-
 ENABLED = True
 """Whether launches go past Triton."""
 
@@ -141,9 +131,8 @@ class Launched:
             return None
         if len(self._known) >= _MOST_KERNELS:
             self._known.clear()
-        values = tuple(constants[name] for name in self._constants)
         # With the kernel itself, whose end may be that of its function.
-        memo = (*_launcher_of(kernel), values, kernel)
+        memo = (*_launcher_of(kernel), tuple(constants[name] for name in self._constants), kernel)
         self._known[key] = memo
         return memo
 

@@ -29,8 +29,6 @@ from float8lab.ops.kernels._launch import (
     is_on_current_device,
 )
 
-__all__ = ["repeated", "replayed"]
-
 _MOST_CALLS = 4096
 """The most that are remembered of a launcher. Shapes are part of a key, so there is no end of keys
 where they vary."""
@@ -326,10 +324,7 @@ class _Recording(TorchDispatchMode):
         )
         left = iter(numbers)
         returns = tuple(None if output is None else next(left) for output in results)
-        return _Call(
-            allocations, self.zeros, self.steps, returns,
-            given=self.given, build=build,
-        )  # fmt: skip
+        return _Call(allocations, self.zeros, self.steps, returns, given=self.given, build=build)
 
 
 def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["async_load", "async_store"]
-
 # Since Triton 3.9, and before.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global

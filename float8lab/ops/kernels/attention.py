@@ -46,8 +46,6 @@ from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import attention as plain
 from float8lab.ops.reference import round_up
 
-__all__ = ["fp8_attention", "fp8_attention_backward"]
-
 aten = torch.ops.aten
 
 _GROUP = 64
@@ -236,8 +234,7 @@ def _add_values(x, rescale, exp_sum, out, v_tiles, stage):
         p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, HALF // 16, 2, 4, 2])
         p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, HALF])
         p8 = gl.convert_layout(p8, P_LAYOUT, assert_trivial=True)
-        v_tile = v_tiles.index(2 * stage + half).permute((1, 0))
-        out = warpgroup_mma(p8, v_tile, out, is_async=True)
+        out = warpgroup_mma(p8, v_tiles.index(2 * stage + half).permute((1, 0)), out, is_async=True)
     return out, exp_sum
 
 

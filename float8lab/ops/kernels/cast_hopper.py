@@ -23,24 +23,13 @@ from triton.experimental.gluon import language as gl
 from float8lab.formats import largest
 from float8lab.ops.cast import empty_scale
 from float8lab.ops.gemm import capability_of
-from float8lab.ops.kernels._common import (
-    NAN_FOR_BF16,
-    NAN_FOR_FP16,
-    Tile,
-    empty_column_sums,
-    grid_of,
-    pack,
-    saturate,
-    scale_from_amax,
-)
+from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.prologue import arguments_of, load, tile_of_program
 from float8lab.ops.reference import prologue_shape, round_up
 
-__all__ = ["cast_tiles", "has_tiles", "launch_tiles", "takes_tiles"]
-
 _WARPS = 8
-_TILE = Tile(rows=128, columns=128, warps=_WARPS)
+_TILE = _common.Tile(rows=128, columns=128, warps=_WARPS)
 _ROWS_OF_PROLOGUE = 32
 """Which are computed at a time: inputs take registers, up to three for one value."""
 _REGISTERS = 80
@@ -88,7 +77,7 @@ def _paired(first, second):
 def _nan_for_infinity(pairs, DTYPE: gl.constexpr, fp8: gl.constexpr):
     """``nan_for_infinity`` of both values."""
     if gl.float8e4nv == fp8:
-        CODE: gl.constexpr = NAN_FOR_BF16 if gl.bfloat16 == DTYPE else NAN_FOR_FP16
+        CODE: gl.constexpr = _common.NAN_FOR_BF16 if gl.bfloat16 == DTYPE else _common.NAN_FOR_FP16
         pairs = gl.inline_asm_elementwise(
             CODE, "=r,r", [pairs], dtype=gl.int32, is_pure=True, pack=1
         )
@@ -104,7 +93,7 @@ def _words(x, encode, fp8: gl.constexpr):
     even, odd = gl.split(gl.permute(y, [0, 3, 1, 2]))
     y0, y2 = gl.split(even)
     y1, y3 = gl.split(odd)
-    return pack(y0, y1, y2, y3, y0, y1, y2, y3, fp8)
+    return _common.pack(y0, y1, y2, y3, y0, y1, y2, y3, fp8)
 
 
 # Layouts. By rows, a row is with 16 lanes; by columns, 32 rows of a pair are with one thread.
@@ -140,7 +129,7 @@ def _write_rows(
     pairs = gl.reshape(pairs, [128, ACROSS, BLOCK // 2])
     amaxes = gl.convert_layout(gl.reduce(pairs & 0x7FFF7FFF, 2, _larger), SCALES)
     amaxes = _first(gl.maximum(amaxes & 0xFFFF, amaxes >> 16), DTYPE)
-    scale, encode = scale_from_amax(amaxes, eps, LIMIT, RULE)
+    scale, encode = _common.scale_from_amax(amaxes, eps, LIMIT, RULE)
     rows = gl.arange(0, 128, gl.SliceLayout(1, SCALES))[:, None]
     k = gl.arange(0, ACROSS, gl.SliceLayout(0, SCALES))[None, :]
     inside = (rows < rows_left) & (k * BLOCK < columns_left)
@@ -153,7 +142,7 @@ def _write_rows(
     pairs = _nan_for_infinity(pairs, DTYPE, fp8)
     encoded = gl.join(_first(pairs, DTYPE) * encode, _second(pairs, DTYPE) * encode)
     y = gl.reshape(encoded, [128, 128])
-    q = saturate(y, y, fp8)
+    q = _common.saturate(y, y, fp8)
     q = gl.convert_layout(q, BY_ROW, assert_trivial=True)
     rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
     columns = gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
@@ -174,8 +163,8 @@ def _write_columns(
     fp8: gl.constexpr = q_t_ptr.dtype.element_ty
     pairs = gl.reshape(pairs, [DOWN, BLOCK, 64])
     amaxes = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger)
-    scale0, encode0 = scale_from_amax(_first(amaxes, DTYPE), eps, LIMIT, RULE)
-    scale1, encode1 = scale_from_amax(_second(amaxes, DTYPE), eps, LIMIT, RULE)
+    scale0, encode0 = _common.scale_from_amax(_first(amaxes, DTYPE), eps, LIMIT, RULE)
+    scale1, encode1 = _common.scale_from_amax(_second(amaxes, DTYPE), eps, LIMIT, RULE)
     SCALES: gl.constexpr = amaxes.type.layout
     columns = 2 * gl.arange(0, 64, gl.SliceLayout(0, SCALES))[None, :]
     m = gl.arange(0, DOWN, gl.SliceLayout(1, SCALES))[:, None]
@@ -324,7 +313,7 @@ def launch_tiles(
     assert q_t is not None, "always wanted"
     assert scale_t is not None, "always wanted"
     tensors, constants = arguments_of(*matrix, _TILE)
-    _quantize_blocks_kernel[grid_of(padded, _TILE)](
+    _quantize_blocks_kernel[_common.grid_of(padded, _TILE)](
         *tensors, q, q_t, scale, scale_t, sums, plan, *prologue_shape(prologue, inputs), *padded,
         groups, eps, *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
         LIMIT=largest(q_t.dtype), RULE=rule, BLOCK=block[1], WRITE=q is not None,
@@ -347,6 +336,6 @@ def cast_tiles(
     if write:
         q = q_t.new_empty((rows, columns))
         scale = empty_scale(first, q.shape, block)
-    sums = empty_column_sums(first, shape, _TILE) if column_sum else None
+    sums = _common.empty_column_sums(first, shape, _TILE) if column_sum else None
     launch_tiles(matrix, (q, q_t, scale, scale_t, sums), (rows, columns), block, rule, eps)
     return q, scale, None, q_t, scale_t, None if sums is None else sums.sum(0)

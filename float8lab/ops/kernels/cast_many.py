@@ -17,20 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.formats import largest
-from float8lab.ops.kernels._common import (
-    TILE,
-    abs_bits,
-    ceil_div,
-    grid_of,
-    load_tile,
-    nan_for_infinity,
-    on_device_of_first,
-    record_amax,
-    saturate,
-    scale_from_amax,
-    store_tile,
-    triton_dtype,
-)
+from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.cast import (
     block_tile,
@@ -41,8 +28,6 @@ from float8lab.ops.kernels.cast import (
     write_cast,
     write_rows,
 )
-
-__all__ = ["cast_many_"]
 
 _ALIGNMENT = 16
 """Bytes of the widest access, and columns of a matrix whose every row allows them."""
@@ -114,9 +99,9 @@ def _cast_many_kernel(
         tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
         rows = tile_m * TILE_M + tl.arange(0, TILE_M)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-        x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1)
+        x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, 1)
         if AMAX:
-            record_amax(slots_ptr + matrix, abs_bits(x.to(tl.float32)))
+            _common.record_amax(slots_ptr + matrix, _common.abs_bits(x.to(tl.float32)))
         elif RULE == "":
             factor_rows = tl.cdiv(M, BM) if BM else 1
             factor_columns = tl.cdiv(K, BK) if BK else 1
@@ -126,12 +111,12 @@ def _cast_many_kernel(
             )  # fmt: skip
         elif BM == 0:
             amax = tl.load(slots_ptr + matrix)
-            scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
+            scale, encode = _common.scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
             if tile == 0:
                 tl.store(scale_ptr, scale)
                 tl.store(amax_ptr, amax)
-            x = nan_for_infinity(x, Q).to(tl.float32)
-            store_tile(q_ptr, saturate(x * encode, x, Q), rows, columns, M, K)
+            x = _common.nan_for_infinity(x, Q).to(tl.float32)
+            _common.store_tile(q_ptr, _common.saturate(x * encode, x, Q), rows, columns, M, K)
         else:
             write_blocks(
                 x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
@@ -243,7 +228,7 @@ def _launch(jobs: list[_Job], block: tuple[int, ...], rule: str, eps: float) -> 
     return left
 
 
-@on_device_of_first
+@_common.on_device_of_first
 def _launch_alike(
     x: Tensor, jobs: list[_Job], aligned: bool, block: tuple[int, ...], rule: str, eps: float
 ) -> bool:
@@ -251,16 +236,16 @@ def _launch_alike(
     widest = max((job.x for job in jobs), key=lambda x: x.shape[1])
     if rule and block == (1, -1):
         tile = row_tile(widest, widest.shape[1])
-        tiles = [ceil_div(job.x.shape[0], tile.rows) for job in jobs]
+        tiles = [_common.ceil_div(job.x.shape[0], tile.rows) for job in jobs]
     else:
-        tile = block_tile(block) if rule else TILE
-        tiles = [grid_of(job.x.shape, tile)[0] for job in jobs]
+        tile = block_tile(block) if rule else _common.TILE
+        tiles = [_common.grid_of(job.x.shape, tile)[0] for job in jobs]
     table, slots = _table_of(_key_of(jobs, tiles)), None
     if table is None:
         return False
     constants = {
-        "X": triton_dtype(x.dtype),
-        "Q": triton_dtype(jobs[0].q.dtype),
+        "X": _common.triton_dtype(x.dtype),
+        "Q": _common.triton_dtype(jobs[0].q.dtype),
         "ALIGNED": aligned,
         "LIMIT": largest(jobs[0].q.dtype),
         "RULE": rule,

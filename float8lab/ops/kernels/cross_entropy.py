@@ -19,8 +19,6 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import cross_entropy as reference
 
-__all__ = ["CONFIGS", "Config", "cross_entropy_backward", "cross_entropy_statistics"]
-
 
 class Config(NamedTuple):
     """Logits of a row that a program has at a time, and its warps."""

@@ -27,8 +27,6 @@ from torch.nn.functional import ScalingType
 from float8lab.ops.declare import RECORDING
 from float8lab.ops.kernels._launch import STREAM, current_stream
 
-__all__ = ["multiply"]
-
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14,
           torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # fmt: skip
 """``cudaDataType`` by dtype."""

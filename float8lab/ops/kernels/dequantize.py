@@ -8,22 +8,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import (
-    TILE,
-    Tile,
-    block_index,
-    broadcast_scale,
-    grid_of,
-    store_tile,
-    store_transposed,
-)
+from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import round_up
 
-__all__ = ["dequantize", "transpose"]
-
-_BYTES = Tile(rows=64, columns=64, warps=4)
+_BYTES = _common.Tile(rows=64, columns=64, warps=4)
 
 
 @launched
@@ -38,10 +28,8 @@ def _transpose_kernel(
     tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    offsets = rows[:, None] * stride_qm + columns[None, :] * stride_qk
-    q = tl.load(q_ptr + offsets, mask=mask, other=0)
-    store_transposed(q_t_ptr, q, rows, columns, ROWS, COLUMNS)
+    q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
+    _common.store_transposed(q_t_ptr, q, rows, columns, ROWS, COLUMNS)
 
 
 @replayed
@@ -54,7 +42,7 @@ def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     q_t = q.new_empty((columns, rows))
     if q.numel() == 0:
         return q_t
-    _transpose_kernel[grid_of((rows, columns), tile)](
+    _transpose_kernel[_common.grid_of((rows, columns), tile)](
         q.view(torch.uint8), q_t.view(torch.uint8), *q.shape, rows, columns, *q.stride(),
         TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
@@ -78,25 +66,25 @@ def _dequantize_kernel(
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     q = tl.load(q_ptr + rows[:, None] * stride_qm + columns[None, :] * stride_qk, mask=mask)
 
-    m = block_index(tile_m * TILE_M, rows, BM, TILE_M)
-    k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
+    m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
+    k = _common.block_index(tile_k * TILE_K, columns, BK, TILE_K)
     mask = (m < scale_rows)[:, None] & (k < scale_columns)[None, :]
     offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
     scale = tl.load(scale_ptr + offsets, mask=mask, other=1.0)
     y = (q.to(tl.float32) * scale).to(y_ptr.dtype.element_ty)
-    store_tile(y_ptr, y, rows, columns, M, K)
+    _common.store_tile(y_ptr, y, rows, columns, M, K)
 
 
 @replayed
 def dequantize(
     q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, event: Tensor | None = None
 ) -> Tensor:
-    tile = TILE
+    tile = _common.TILE
     y = q.new_empty(q.shape, dtype=dtype)
     if q.numel() == 0:
         return y
-    scale, block = broadcast_scale(scale, block)
-    _dequantize_kernel[grid_of(q.shape, tile)](
+    scale, block = _common.broadcast_scale(scale, block)
+    _dequantize_kernel[_common.grid_of(q.shape, tile)](
         q, scale, y, *q.shape, *scale.shape, *q.stride(), *scale.stride(),
         BM=block[0], BK=block[1], TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
     )  # fmt: skip

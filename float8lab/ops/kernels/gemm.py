@@ -24,8 +24,6 @@ from float8lab.ops.kernels.grouped_gemm import grouped_mm
 from float8lab.ops.kernels.hopper_gemm import multiply_tiles
 from float8lab.ops.reference import ALIGN, round_up
 
-__all__ = ["scaled_mm", "scaled_mm_into"]
-
 _SCALING_TYPE: dict[tuple[int, ...], ScalingType] = {
     (1, 128): ScalingType.BlockWise1x128,
     (128, 128): ScalingType.BlockWise128x128,
@@ -127,14 +125,12 @@ def _by_row(q: Tensor) -> Tensor:
     return q.contiguous()
 
 
-def _dequantized(
-    left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def _dequantized(a: _Operand, b: _Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    a, b = dequantize(*left, dtype), dequantize(*right, dtype).t()
+    left, right = dequantize(*a, dtype), dequantize(*b, dtype).t()
     if bias is None:
-        return torch.mm(a, b).to(out_dtype)
-    return torch.addmm(bias.to(dtype), a, b).to(out_dtype)
+        return torch.mm(left, right).to(out_dtype)
+    return torch.addmm(bias.to(dtype), left, right).to(out_dtype)
 
 
 def _multiply(

@@ -16,21 +16,12 @@ from torch import Tensor
 from float8lab.ops import reference
 from float8lab.ops.gemm import capability_of
 from float8lab.ops.grouped import groups_of_rows
+from float8lab.ops.kernels import hopper_gemm
 from float8lab.ops.kernels._common import ceil_div
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.kernels.grouped_cast import plan_groups
-from float8lab.ops.kernels.hopper_gemm import (
-    GROUPED_ROWS,
-    GROUPED_SUMS,
-    STEP,
-    Config,
-    multiply_tiles,
-)
 from float8lab.ops.reference import ALIGN, SPAN
-
-__all__ = ["grouped_mm"]
-
 
 # The launchers.
 
@@ -74,7 +65,7 @@ def grouped_mm(
 def multiply_groups(
     mode: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
     offs: Tensor, out_dtype: torch.dtype, plan: Tensor | None = None,
-    config: Config | None = None,
+    config: hopper_gemm.Config | None = None,
 ) -> Tensor:  # fmt: skip
     """The GEMM of operands that have a mode; ``config`` in place of the one in the table."""
     contracts, E, (M, K), N = b.ndim == 2, offs.shape[0], a.shape, b.shape[-2]
@@ -82,7 +73,7 @@ def multiply_groups(
     b_rows = b_columns = 0
     if not contracts:
         transposed = b.transpose(0, 1)
-        if transposed.is_contiguous() and K % STEP.value == 0 and not b.is_contiguous():
+        if transposed.is_contiguous() and K % hopper_gemm.STEP.value == 0 and not b.is_contiguous():
             b, b_columns = transposed.reshape(N, E * K), K
         else:
             b, b_rows = b.reshape(E * N, K), N
@@ -92,9 +83,9 @@ def multiply_groups(
         a_scale = a_scale.t().contiguous().t()
     plan = plan_groups(offs, 0 if contracts else M) if plan is None else plan
     y = a.new_empty((E, M, N) if contracts else (M, N), dtype=out_dtype)
-    return multiply_tiles(
+    return hopper_gemm.multiply_tiles(
         mode, a, a_scale, b, b_scale, bias, y,
-        groups=(GROUPED_SUMS if contracts else GROUPED_ROWS).value,
+        groups=(hopper_gemm.GROUPED_SUMS if contracts else hopper_gemm.GROUPED_ROWS).value,
         plan=plan, E=E, b_place=(b_rows, b_columns), config=config,
     )  # fmt: skip
 
@@ -147,8 +138,7 @@ def _clear_kernel(
         y_ptr += row.to(tl.int64) * N
         for first in range(tl.program_id(1) * SIZE, N, tl.num_programs(1) * SIZE):
             columns = first + tl.arange(0, SIZE)
-            zeros = tl.zeros([SIZE], y_ptr.dtype.element_ty)
-            tl.store(y_ptr + columns, zeros, mask=columns < N)
+            tl.store(y_ptr + columns, tl.zeros([SIZE], y_ptr.dtype.element_ty), mask=columns < N)
 
 
 def _has_torch_strides(x: Tensor) -> bool:

@@ -39,18 +39,6 @@ from float8lab.ops.kernels._common import ceil_div, multiprocessors
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._tma import async_load, async_store
 
-__all__ = [
-    "CONFIGS",
-    "DENSE",
-    "GROUPED_ROWS",
-    "GROUPED_SUMS",
-    "STEP",
-    "Config",
-    "multiply_tiles",
-    "place",
-    "store_part",
-]
-
 _ROWS = 128
 _COLUMNS = 256
 HALF = gl.constexpr(64)
@@ -291,8 +279,7 @@ def _multiply_fast(
             stage = count % STAGES
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
             a = a_tiles.index(stage).slice(HALF * number, HALF)
-            b = b_tiles.index(stage).permute((1, 0))
-            sums = warpgroup_mma(a, b, sums, is_async=True)
+            sums = warpgroup_mma(a, b_tiles.index(stage).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(1, (sums,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
             count += 1
@@ -383,17 +370,14 @@ def _multiply_parts(  # noqa: PLR0915
                 next_a0 = gl.load(a_scales + (ahead * a_step + a0))
                 next_b0 = gl.load(b_scales_ptr + (ahead * b_step + b0))
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            partial = _product(
-                a_tiles.index(stage), b_tiles.index(stage), partial, 0, number, B_BY_ROW
-            )
+            a, b = a_tiles.index(stage), b_tiles.index(stage)
+            partial = _product(a, b, partial, 0, number, B_BY_ROW)
             if B_BY_ROW:
                 b_scales.index(number).store(b_scale)
                 b_scale = b_scales.index(number).load(gl.SliceLayout(0, LAYOUT))
             partial = warpgroup_mma_wait(0, (partial,))
             sums0 = _add_part(sums0, partial, scale0, b_scale, B_BY_ROW, BLOCK)
-            partial = _product(
-                a_tiles.index(stage), b_tiles.index(stage), partial, 1, number, B_BY_ROW
-            )
+            partial = _product(a, b, partial, 1, number, B_BY_ROW)
             partial = warpgroup_mma_wait(0, (partial,))
             # Always true. Triton forgets what is carried from tile to tile if it is a bound alone.
             mbarrier.arrive(empty.index(stage), count=1, pred=step < steps)

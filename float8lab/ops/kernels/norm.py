@@ -15,21 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.ops import reference
-from float8lab.ops.kernels._common import (
-    abs_bits,
-    broadcast_scale,
-    ceil_div,
-    load_tile,
-    next_power_of_2,
-    record_amax,
-    triton_dtype,
-)
+from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.norm import empty_stats
 from float8lab.ops.reference import as_matrix
-
-__all__ = ["norm", "norm_backward"]
 
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers."""
@@ -68,11 +58,11 @@ def _block_of(indices, size, SIZE: tl.constexpr):
 
 @triton.jit
 def _load_values(
-    x_ptr, scale_ptr, rows, columns, M, K, stride_xm, stride_xk, stride_sm, stride_sk,
+    x_ptr, scale_ptr, M, K, stride_xm, stride_xk, stride_sm, stride_sk, rows, columns,
     SCALED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Tile of the input in float32; if it is SCALED, what dequantizing to DTYPE would give."""
-    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
+    x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
     if SCALED:
         m, k = _block_of(rows, M, BM), _block_of(columns, K, BK)
         scale = tl.load(scale_ptr + m[:, None] * stride_sm + k[None, :] * stride_sk)
@@ -99,30 +89,22 @@ def _norm_kernel(
     rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     columns = tl.arange(0, TILE_K).to(tl.int64)
     size = tl.cast(K, tl.float32)
-    x = _load_values(
-        x_ptr, scale_ptr, rows, columns, M, K,
-        stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
-    )  # fmt: skip
+    matrix = (x_ptr, scale_ptr, M, K, stride_xm, stride_xk, stride_sm, stride_sk)
+    x = _load_values(*matrix, rows, columns, SCALED, BM, BK, DTYPE)
 
     mean = tl.zeros([TILE_M], tl.float32)
     if CENTER:
         row_sum = tl.sum(x, 1)
         if not SINGLE:
             for start in range(TILE_K, K, TILE_K):
-                values = _load_values(
-                    x_ptr, scale_ptr, rows, start + columns, M, K,
-                    stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
-                )  # fmt: skip
+                values = _load_values(*matrix, rows, start + columns, SCALED, BM, BK, DTYPE)
                 row_sum += tl.sum(values, 1)
         mean = tl.div_rn(row_sum, size)
         tl.store(mean_ptr + rows, mean, mask=rows < M)
     row_sum = _squared_deviation(x, mean, columns, K, CENTER)
     if not SINGLE:
         for start in range(TILE_K, K, TILE_K):
-            values = _load_values(
-                x_ptr, scale_ptr, rows, start + columns, M, K,
-                stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
-            )  # fmt: skip
+            values = _load_values(*matrix, rows, start + columns, SCALED, BM, BK, DTYPE)
             row_sum += _squared_deviation(values, mean, start + columns, K, CENTER)
     variance = tl.div_rn(row_sum, size)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + tl.cast(eps, tl.float32)))
@@ -132,10 +114,7 @@ def _norm_kernel(
         bits = tl.zeros([TILE_M, TILE_K], tl.int32)
         for start in range(0, TILE_K if SINGLE else K, TILE_K):
             if not SINGLE:
-                x = _load_values(
-                    x_ptr, scale_ptr, rows, start + columns, M, K,
-                    stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
-                )  # fmt: skip
+                x = _load_values(*matrix, rows, start + columns, SCALED, BM, BK, DTYPE)
             weight = _load_row(weight_ptr, start + columns, K)
             bias = weight
             if CENTER:
@@ -145,10 +124,10 @@ def _norm_kernel(
             if WRITE:
                 tl.store(y_ptr + rows[:, None] * K + (start + columns)[None, :], y, mask=mask)
             if AMAX:
-                tile_bits = tl.where(mask, abs_bits(y.to(tl.float32)), 0)
+                tile_bits = tl.where(mask, _common.abs_bits(y.to(tl.float32)), 0)
                 bits = tl.maximum(bits, tile_bits)
         if AMAX:
-            record_amax(amax_ptr, bits)
+            _common.record_amax(amax_ptr, bits)
 
 
 def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
@@ -170,15 +149,15 @@ def norm(
     if x.ndim != 2:
         x = as_matrix(x)
     (M, K), scaled = x.shape, scale is not None
-    scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
-    chunk = min(next_power_of_2(K), _ROW_CHUNK)
+    scale, block = (x, (0, 0)) if scale is None else _common.broadcast_scale(scale, block)
+    chunk = min(_common.next_power_of_2(K), _ROW_CHUNK)
     rows = max(1, min(64, 4096 // chunk))
-    _norm_kernel[(ceil_div(M, rows),)](
+    _norm_kernel[(_common.ceil_div(M, rows),)](
         x, scale, weight.contiguous(), weight if bias is None else bias.contiguous(),
         x if y is None else y, rstd if mean is None else mean, rstd,
         rstd if amax is None else amax, M, K, *x.stride(), *scale.stride(), eps,
         CENTER=center, WRITE=write, AMAX=want_amax, SCALED=scaled, BM=block[0], BK=block[1],
-        SINGLE=chunk >= K, DTYPE=triton_dtype(dtype), TILE_M=rows, TILE_K=chunk,
+        SINGLE=chunk >= K, DTYPE=_common.triton_dtype(dtype), TILE_M=rows, TILE_K=chunk,
         num_warps=8 if rows * chunk > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return y, mean, rstd, amax
@@ -245,8 +224,8 @@ def norm_backward(
     if x.ndim != 2:
         dy, x = as_matrix(dy), as_matrix(x)
     (M, K), scaled = x.shape, scale is not None
-    scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
-    tile = next_power_of_2(K)
+    scale, block = (x, (0, 0)) if scale is None else _common.broadcast_scale(scale, block)
+    tile = _common.next_power_of_2(K)
     programs = min(M, _BACKWARD_PROGRAMS)
     dweight = x.new_empty((programs, K), dtype=torch.float32)
     dbias = torch.empty_like(dweight) if center else None

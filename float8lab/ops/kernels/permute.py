@@ -21,8 +21,6 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.permute import empty_row_map, scatter_outputs
 from float8lab.ops.reference import permute as reference
 
-__all__ = ["gather_rows", "row_map_of", "scatter_rows"]
-
 _SCATTER = Tile(rows=1, columns=4096, warps=4)
 _GATHER = Tile(rows=1, columns=4096, warps=4)
 """The most of a row that a program has at once: columns in bytes, 16 or 32 for a thread."""

@@ -10,8 +10,6 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import rotary as reference
 
-__all__ = ["rotate"]
-
 _ELEMENTS = 4096
 """Elements that a program rotates: all features of some heads of a token."""
 

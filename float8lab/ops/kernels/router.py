@@ -19,8 +19,6 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import router as reference
 from float8lab.ops.router import route_outputs
 
-__all__ = ["route", "route_backward"]
-
 _MOST_EXPERTS = 4096
 _ELEMENTS = 1024
 """Scores that a program has, if no token has more."""

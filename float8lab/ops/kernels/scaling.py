@@ -5,18 +5,10 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import (
-    FLOAT32_MAX,
-    abs_bits,
-    next_power_of_2,
-    pow2_floor,
-    scale_from_amax,
-)
+from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import NO_DATA
-
-__all__ = ["SCALES", "update_scales_"]
 
 SCALES = 256
 """Scales that one program of ``_scales_kernel`` makes."""
@@ -33,7 +25,7 @@ def _scales_kernel(
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     bits = tl.load(amax_ptr + index, mask=index < ROWS + COLUMNS, other=0)
     eps = tl.cast(eps, tl.float32)
-    scale, encode = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
+    scale, encode = _common.scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
     tl.store(amax_ptr + index, encode.to(tl.int32, bitcast=True), mask=index < ROWS + COLUMNS)
     tl.store(scale_ptr + index, scale, mask=index < ROWS)
     column = index - ROWS
@@ -61,20 +53,19 @@ def _update_scales_kernel(
     index = tl.arange(0, BLOCK_H).to(tl.int64)
     column_ptr = history_ptr + slot * stride_hs
     old = tl.load(column_ptr + index * stride_hh, mask=index < H, other=0.0)
-    shifted = tl.load(
-        column_ptr + (index - 1) * stride_hh, mask=(index > 0) & (index < H), other=0.0
-    )
+    mask = (index > 0) & (index < H)
+    shifted = tl.load(column_ptr + (index - 1) * stride_hh, mask=mask, other=0.0)
     column = tl.where(seen, tl.where(index == 0, amax, shifted), old)
     tl.debug_barrier()  # every thread has read its part of the old column
     tl.store(column_ptr + index * stride_hh, column, mask=index < H)
 
     if MOST_RECENT:
         column = tl.where(index == 0, column, 0.0)
-    chosen = tl.max(abs_bits(column), 0).to(tl.float32, bitcast=True)
+    chosen = tl.max(_common.abs_bits(column), 0).to(tl.float32, bitcast=True)
     encode = tl.div_rn(tl.load(fp8_max_ptr + slot * stride_fp8_max), chosen)
-    encode = tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
+    encode = tl.where(encode > _common.FLOAT32_MAX, _common.FLOAT32_MAX, encode)
     if POWER_OF_2:
-        encode = pow2_floor(encode)
+        encode = _common.pow2_floor(encode)
     encode = encode * tl.cast(factor, tl.float32)
 
     steps = tl.load(steps_ptr + slot * stride_steps)
@@ -107,6 +98,6 @@ def update_scales_(
         history, amax, factors, steps, fp8_max, copy, length, *history.stride(), amax.stride(0),
         *factors.stride(), steps.stride(0), fp8_max.stride(0), 2.0**-margin, interval,
         EMPTY=NO_DATA, MOST_RECENT=most_recent, POWER_OF_2=power_of_2,
-        BLOCK_H=next_power_of_2(length), num_warps=4,
+        BLOCK_H=_common.next_power_of_2(length), num_warps=4,
     )  # fmt: skip
     return copy

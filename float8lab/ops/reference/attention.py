@@ -54,8 +54,7 @@ def _scores(
     scores = q.float() @ _repeat(k, q.shape[1]).transpose(2, 3) * decode
     if causal:
         i = torch.arange(q.shape[2], device=q.device).view(-1, 1)
-        future = torch.arange(k.shape[2], device=q.device) > i
-        scores = scores.masked_fill(future, -torch.inf)
+        scores = scores.masked_fill(torch.arange(k.shape[2], device=q.device) > i, -torch.inf)
     return scores
 
 
@@ -102,8 +101,7 @@ def fp8_attention_backward(
         out: from the forward, as ``lse``; the other arguments are the forward's own.
     """
     H, G = q.shape[1], k.shape[1]
-    scores = _scores(q, k, q_scale, k_scale, causal, scale)
-    p = (scores - lse.unsqueeze(-1)).exp()
+    p = (_scores(q, k, q_scale, k_scale, causal, scale) - lse.unsqueeze(-1)).exp()
     gradient = dout.float()
     dp = gradient @ _repeat(v, H).transpose(2, 3) * v_scale.view(1)
     dv = _sum_groups(p.transpose(2, 3) @ gradient, G)

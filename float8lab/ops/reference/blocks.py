@@ -10,16 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.formats import (
-    E2M1,
-    E2M1_RULES,
-    E4M3,
-    FLOAT32_MAX,
-    SCALE_RULES,
-    TENSOR_SCALE_RULES,
-    largest,
-    scales_by_column,
-)
+from float8lab import formats
 
 __all__ = [
     "ALIGN",
@@ -105,7 +96,7 @@ def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool)
     # A number divided by a tensor is reciprocal() times the number, two roundings: hence full_like.
     if not isinstance(fp8_max, Tensor):
         fp8_max = torch.full_like(amax, fp8_max)
-    encode = (fp8_max / amax).clamp(max=FLOAT32_MAX)
+    encode = (fp8_max / amax).clamp(max=formats.FLOAT32_MAX)
     if power_of_2:
         encode = (encode.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return encode
@@ -127,7 +118,7 @@ def factors_from_amax(
     >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
     (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
     """
-    if rule in E2M1_RULES:
+    if rule in formats.E2M1_RULES:
         return _factors_of_packed(amax.clamp(min=eps), rule, matrix_amax)
     raised = amax.clamp(min=eps)
     usable = (raised > 0) & (raised < torch.inf)
@@ -157,7 +148,7 @@ def _factors_of_packed(
     Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, appendix on
     quantization; OCP Microscaling Formats v1.0 for e8m0.
     """
-    limit = torch.full_like(amax, largest(E2M1))
+    limit = torch.full_like(amax, formats.largest(formats.E2M1))
     if "e8m0" in rule:
         bits = (amax / limit).view(torch.int32)
         exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
@@ -165,17 +156,18 @@ def _factors_of_packed(
     else:
         scale = amax / limit
         decode = torch.ones_like(scale)
-        if rule in TENSOR_SCALE_RULES:
+        if rule in formats.TENSOR_SCALE_RULES:
             if matrix_amax is None:
                 matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
-            limits = torch.full_like(matrix_amax, largest(E2M1) * largest(E4M3))
-            encode = (limits / matrix_amax).clamp(max=FLOAT32_MAX)
-            usable = (matrix_amax > 0) & (matrix_amax < torch.inf)
-            encode = torch.where(usable, encode, 1.0)
+            limits = torch.full_like(
+                matrix_amax, formats.largest(formats.E2M1) * formats.largest(formats.E4M3)
+            )
+            encode = (limits / matrix_amax).clamp(max=formats.FLOAT32_MAX)
+            encode = torch.where((matrix_amax > 0) & (matrix_amax < torch.inf), encode, 1.0)
             scale, decode = scale * encode, 1.0 / encode
-        scale = scale.clamp(max=largest(E4M3)).to(E4M3).float() * decode
+        scale = scale.clamp(max=formats.largest(formats.E4M3)).to(formats.E4M3).float() * decode
     scale = torch.where(amax < torch.inf, scale, torch.nan)
-    return scale, (1.0 / scale).clamp(max=FLOAT32_MAX)
+    return scale, (1.0 / scale).clamp(max=formats.FLOAT32_MAX)
 
 
 def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
@@ -205,11 +197,11 @@ def _round_to_packed(value: Tensor) -> Tensor:
     >>> _round_to_packed(torch.tensor([0.25, 0.75, 2.5, -5.0, 9.0, torch.nan])).float()
     tensor([ 0.,  1.,  2., -4.,  6.,  0.])
     """
-    limit = largest(E2M1)
+    limit = formats.largest(formats.E2M1)
     value = value.nan_to_num(0.0).clamp(-limit, limit)
     size = value.abs()
     step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
-    return ((value / step).round() * step).to(E4M3)
+    return ((value / step).round() * step).to(formats.E4M3)
 
 
 def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "") -> Tensor:
@@ -222,7 +214,7 @@ def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "
     >>> round_to_fp8(x, x, torch.float8_e4m3fn).float()
     tensor([448.,  nan])
     """
-    if rule in E2M1_RULES:
+    if rule in formats.E2M1_RULES:
         return _round_to_packed(value)
     limit = torch.finfo(fp8_dtype).max
     visible: float | Tensor = torch.nan
@@ -244,7 +236,7 @@ def quantize(
     if x.shape[0] % align or x.shape[1] % align:
         x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
     (M, K), matrix_amax = x.shape, None
-    if rule in TENSOR_SCALE_RULES and given is not None and given.numel() == 1:
+    if rule in formats.TENSOR_SCALE_RULES and given is not None and given.numel() == 1:
         given, matrix_amax = None, given
     if given is not None and given.numel() == 1:
         x, given = x[None, :, None], given.view(1, 1)  # the whole is one block
@@ -252,9 +244,9 @@ def quantize(
         x = in_blocks(x, block)
     wide = x.float()
     scale, factor, amaxes = None, given, None
-    if rule in SCALE_RULES:
+    if rule in formats.SCALE_RULES:
         amaxes = wide.abs().amax((1, 3)) if given is None else given
-        if scales_by_column(block):
+        if formats.scales_by_column(block):
             amaxes = amaxes.t().contiguous().t()
         scale, factor = factors_from_amax(amaxes, fp8_dtype, rule, eps, matrix_amax)
     assert factor is not None, "given by a rule that finds none"

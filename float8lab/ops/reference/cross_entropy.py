@@ -51,5 +51,4 @@ def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> T
     log_sum, factor, at_target, everywhere = (factor_row[:, None] for factor_row in factors)
     softmax = torch.where(factor == 0, 0.0, factor * (x - log_sum).exp())
     is_target = torch.arange(V, device=x.device) == target[:, None]
-    dlogits = softmax - torch.where(is_target, at_target, 0.0) - everywhere
-    return dlogits.to(logits.dtype)
+    return (softmax - torch.where(is_target, at_target, 0.0) - everywhere).to(logits.dtype)

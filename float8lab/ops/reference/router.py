@@ -90,8 +90,7 @@ def route(
         scores, score_sum = shares(z, torch.ones_like(chosen), 2, score_function, True)
         return scores / score_sum, chosen
     scores, score_sum = shares(z, chosen, topk, score_function, pre_softmax)
-    probs = torch.where(chosen, scores / score_sum * scaling, 0)
-    return probs.to(logits.dtype), chosen
+    return torch.where(chosen, scores / score_sum * scaling, 0).to(logits.dtype), chosen
 
 
 def route_backward(
@@ -110,8 +109,7 @@ def route_backward(
     scores, score_sum = shares(z, routing_map, topk, score_function, pre_softmax)
     grad = torch.where(routing_map, dprobs.to(z.dtype) * scaling, 0)
     if score_function == "softmax":
-        dz = scores * (grad - (scores * grad).sum(-1, keepdim=True))
-        return dz.to(logits.dtype)
+        return (scores * (grad - (scores * grad).sum(-1, keepdim=True))).to(logits.dtype)
     if topk > 1:
         grad = (grad - (scores / score_sum * grad).sum(-1, keepdim=True)) / score_sum
     slope = z.sigmoid()

@@ -30,8 +30,7 @@ def update_scales_(
     multiple of 16 bytes, where cuBLASLt wants a scale.
     """
     seen = (amax >= 0) & (amax < torch.inf)
-    rolled = torch.cat((amax[None], history[:-1]))
-    history.copy_(torch.where(seen, rolled, history))
+    history.copy_(torch.where(seen, torch.cat((amax[None], history[:-1])), history))
     steps.add_(seen)
     chosen = history[0] if most_recent else history.amax(0)
     encode = encode_from_amax(chosen, fp8_max, power_of_2=power_of_2) * 2.0**-margin
