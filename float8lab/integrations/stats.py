@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from float8lab.arguments import check_size
 from float8lab.inspect.watch.tracking import Destination, track
-from float8lab.inspect.watch.watching import watch
+from float8lab.inspect.watch.watching import Layers, watch
 
 __all__ = ["StatsCallback"]
 
@@ -30,15 +31,21 @@ class StatsCallback:
         to: as in ``float8lab.inspect.track``. None is where the trainer reports to: Lightning's
             loggers, and of Transformers' ``report_to`` TensorBoard (as the run ``float8`` in
             ``output_dir/runs``), W&B and MLflow.
-        options: other arguments of ``float8lab.inspect.watch``, such as ``layers`` and ``warn``.
+        layers, jsonl, masters, warn: as in ``float8lab.inspect.watch``.
 
     Attributes:
         watch: the watch of the last training; None before.
     """
 
-    def __init__(self, every: int = 100, to: Destination | None = None, **options: Any) -> None:
-        self.every = check_size("every", every, minimum=1)
-        self.to, self.options = to, options
+    def __init__(
+        self, every: int = 100, to: Destination | None = None, *, layers: Layers | None = None,
+        jsonl: str | PathLike[str] | None = None, masters: Mapping[Tensor, Tensor] | None = None,
+        warn: bool = False,
+    ) -> None:  # fmt: skip
+        self.interval, self.to = check_size("every", every, minimum=1), to
+        self.options: dict[str, Any] = {
+            "layers": layers, "jsonl": jsonl, "masters": masters, "warn": warn,
+        }  # fmt: skip
         self.watch: watch | None = None
 
     def begin(
@@ -46,10 +53,10 @@ class StatsCallback:
     ) -> None:
         """Watch from step ``start`` on, and track to ``to`` or else to these; None: not at all."""
         self.end()  # of a training that was interrupted
-        self.watch = watch(model, every=self.every, start=start, **self.options)
+        self.watch = watch(model, every=self.interval, start=start, **self.options)
         if destinations is not None:
             for destination in destinations if self.to is None else [self.to]:
-                track(self.watch.log, destination, every=self.every)
+                track(self.watch.log, destination, every=self.interval)
         self.watch.__enter__()
 
     def end(self) -> None:

@@ -90,7 +90,7 @@ class _Tracker:
 
     send_metrics: SendMetrics
     send_alert: SendAlert
-    every: int
+    interval: int
     due: int = 0
     """The first step whose statistics are sent next."""
     told: set[tuple[str, str, str]] = field(default_factory=set)
@@ -105,7 +105,7 @@ class _Tracker:
         for step, (records_of_step, alerts) in sorted(by_step.items()):
             metrics: dict[str, float] = {}
             if step >= self.due and records_of_step:
-                metrics, self.due = _statistics(records_of_step), step + self.every
+                metrics, self.due = _statistics(records_of_step), step + self.interval
             for finding in alerts:
                 name = _name(finding, "alerts")
                 metrics[name] = metrics.get(name, 0) + 1

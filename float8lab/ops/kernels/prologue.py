@@ -367,7 +367,7 @@ def arguments_of(
 
 
 def width_of_tiles(columns: int, constants: dict[str, Any]) -> int:
-    """Of how many columns kernels have tiles that read by words, or amaxes: half with HALVES."""
+    """How many columns have tiles, in kernels that read words or find amaxes: half with HALVES."""
     return columns // 2 if constants["HALVES"] else columns
 
 
