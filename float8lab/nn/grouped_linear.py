@@ -254,8 +254,8 @@ class GroupedLinear(GemmModule):
         # each weight passes its own on.
         fused: tuple[Tensor, ...] = ()
         if self.fuse_wgrad_accumulation:
-            wanted = (w for w in weights if w.requires_grad)
-            fused = tuple(w for w in wanted if fused_weight(self, w) is not None)
+            trained = (w for w in weights if w.requires_grad)
+            fused = tuple(w for w in trained if fused_weight(self, w) is not None)
         at_once = bool(fused) and len(fused) == len(weights)
         if at_once and not (self.single_grouped_weight or torch.compiler.is_compiling()):
             at_once = bool(self._stacked("weight", weights)[1])

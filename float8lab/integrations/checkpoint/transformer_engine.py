@@ -112,7 +112,7 @@ def load_te_scaling(
         loaded.append(name)
         for precision, scales in zip(modules[name], gemms, strict=True):
             candidates = recipe, precision.recipe, saved_recipe
-            chosen = next(each for each in candidates if isinstance(each, DelayedScaling))
+            chosen = next(r for r in candidates if isinstance(r, DelayedScaling))
             slots = delayed_slots(precision, chosen, device)
             ready.append((slots, _converted(scales, slots)))
     for slots, values in ready:

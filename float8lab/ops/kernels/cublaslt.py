@@ -168,10 +168,10 @@ class _ChosenGemm:
 
     def _point(self, attribute: int, tensor: Tensor) -> None:
         """Have an attribute hold the address of a tensor."""
-        known, address = self._addresses[attribute], tensor.data_ptr()
-        if known.value != address:
-            known.value = address
-            status = self._set(self._operation, attribute, byref(known), 8)
+        held, address = self._addresses[attribute], tensor.data_ptr()
+        if held.value != address:
+            held.value = address
+            status = self._set(self._operation, attribute, byref(held), 8)
             _check("cublasLtMatmulDescSetAttribute", status)
 
 
@@ -209,7 +209,7 @@ def _destroy_with(created: c_void_p, destroy: Callable[[c_void_p], object]) -> N
 
 def _ask(handle: c_void_p, operation: c_void_p, b: c_void_p, a: c_void_p, out: c_void_p) -> _Answer:
     """The kernel that cuBLASLt's heuristic prefers."""
-    preference, found, answer = c_void_p(), c_int(), _Answer()
+    preference, count, answer = c_void_p(), c_int(), _Answer()
     _call("cublasLtMatmulPreferenceCreate", byref(preference))
     try:
         limit = c_uint64(_WORKSPACE_BYTES)
@@ -219,11 +219,11 @@ def _ask(handle: c_void_p, operation: c_void_p, b: c_void_p, a: c_void_p, out: c
         )  # fmt: skip
         _call(
             "cublasLtMatmulAlgoGetHeuristic", handle, operation, b, a, out, out, preference, 1,
-            byref(answer), byref(found),
+            byref(answer), byref(count),
         )  # fmt: skip
     finally:
         _call("cublasLtMatmulPreferenceDestroy", preference)
-    if found.value != 1 or answer.state:
+    if count.value != 1 or answer.state:
         raise RuntimeError(f"cuBLASLt has no kernel for this GEMM (status {answer.state})")
     return answer
 
