@@ -142,7 +142,8 @@ def _factors_of_packed(
     A block whose amax is 0 has the scale 0 if scales are in e4m3; one that holds a value that is
     not finite has the scale NaN. The scale of a matrix is 1 where no finite amax above 0 makes one.
 
-    >>> factors_from_amax(torch.tensor([[2688.0, 6.0, 0.0, torch.inf]]), E4M3, "e2m1 e4m3 fp32")[0]
+    >>> amaxes = torch.tensor([[2688.0, 6.0, 0.0, torch.inf]])
+    >>> factors_from_amax(amaxes, formats.E4M3, "e2m1 e4m3 fp32")[0]
     tensor([[448.,   1.,   0.,  nan]])
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, appendix on
