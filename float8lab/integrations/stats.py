@@ -31,7 +31,10 @@ class StatsCallback:
         to: as in ``float8lab.inspect.track``. None is where the trainer reports to: Lightning's
             loggers, and of Transformers' ``report_to`` TensorBoard (as the run ``float8`` in
             ``output_dir/runs``), W&B and MLflow.
-        layers, jsonl, masters, warn: as in ``float8lab.inspect.watch``.
+        layers: as in ``float8lab.inspect.watch``.
+        jsonl: likewise.
+        masters: likewise.
+        warn: likewise.
 
     Attributes:
         watch: the watch of the last training; None before.
