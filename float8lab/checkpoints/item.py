@@ -147,8 +147,7 @@ def _as_scale(values: Tensor) -> Tensor:
 
 def broadcast_box(box: Box, sizes: Sequence[int]) -> Box:
     """The box of a tensor that broadcasts: its single elements are in every box."""
-    pairs = zip(box, sizes, strict=True)
-    return tuple(slice(0, 1) if size == 1 else s for s, size in pairs)
+    return tuple(slice(0, 1) if size == 1 else s for s, size in zip(box, sizes, strict=True))
 
 
 def sizes(shape: Sequence[int]) -> str:

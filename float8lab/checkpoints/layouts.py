@@ -133,12 +133,7 @@ def _stored(entry: Entry, entries: Mapping[str, Entry]) -> Item:
     scale, amax = entries.get(f"{name}.scale"), entries.get(f"{name}.amax")
     item = _with_scale(name, entry, "float8lab", scale, None)
     spec = entry.spec
-    if (
-        spec is not None
-        and not spec.is_packed
-        and scale is not None
-        and spec.scale_shape(entry.shape) == scale.shape
-    ):
+    if spec and scale and not spec.is_packed and spec.scale_shape(entry.shape) == scale.shape:
         item = Item(name, entry, "float8lab", scale, spec)
     return item if amax is None else replace(item, extras=(*item.extras, amax))
 
@@ -161,8 +156,7 @@ def _with_scale(
         dtype = entry.dtype
     item = Item(name, entry, convention, None, Float8Spec(dtype, (-1,) * len(entry.shape)))
     if scale is None:
-        missing = Finding("missing-scale", "no scale in the checkpoint")
-        return replace(item, findings=(missing,))
+        return replace(item, findings=(Finding("missing-scale", "no scale in the checkpoint"),))
     if scale.dtype not in _SCALE_DTYPES:
         wrong = Finding("bad-scale", f"its scale {scale.name} is {scale.dtype_name}")
         return replace(item, extras=(scale,), findings=(wrong,))
@@ -219,8 +213,7 @@ def _for_shape(pair: _MatrixBlock, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _fits(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, ...]) -> bool:
     # Scales of rows may come without their last dimension, as [N] or [experts, N].
-    padded = scales + (1,) * (len(shape) - len(scales))
-    return scale_shape(shape, block) == padded
+    return scale_shape(shape, block) == scales + (1,) * (len(shape) - len(scales))
 
 
 def _plain_tensor(entry: Entry, entries: Mapping[str, Entry]) -> Item:

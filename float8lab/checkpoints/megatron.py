@@ -115,8 +115,7 @@ def open_megatron(path: Path) -> CheckpointSource:
     chunks: dict[int, list[list[dict[str, Entry]]]] = {}
     for stage in range(pp):
         for rank in range(tp):
-            models = _models(files[rank, stage], contents[rank, stage])
-            for number, model in enumerate(models):
+            for number, model in enumerate(_models(files[rank, stage], contents[rank, stage])):
                 chunks.setdefault(number, [[] for _ in range(pp)])[stage].append(model)
     unjoined: list[str] = []
     stages = [_joined(path, ranks, unjoined) for chunk in chunks.values() for ranks in chunk]
@@ -347,8 +346,7 @@ def layer_by_layer(source: CheckpointSource) -> CheckpointSource:
         if len(pair) < 2:
             raise CheckpointError(f"{source.path} must have both halves of {name}; it has one.")
         features = len(pair["w"].shape) - (1 if name.endswith("bias") else 2)
-        joined = _unsharded([pair["w"], pair["v"]], features, 1)
-        entries.append(replace(joined, name=name))
+        entries.append(replace(_unsharded([pair["w"], pair["v"]], features, 1), name=name))
     layers = [layer for entry in entries for layer in _layers_of(entry)]
     return replace(source, container=f"Megatron-LM, {source.container}", entries=layers)
 

@@ -23,7 +23,7 @@ from float8lab.nn.scaling_state import ScalingState
 with needs("float8lab.integrations.transformers", "transformers", "transformers"):
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainerState, TrainingArguments
     from transformers.pytorch_utils import Conv1D
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -86,24 +86,16 @@ class Float8Callback(ConversionArguments, TrainerCallback):
     _run: str = field(default="", init=False)
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
         """Convert the model."""
-        self._convert(_model(kwargs), state)
+        self._convert(kwargs.get("model"), state)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
         """Convert a model that is new; take over the state of delayed scaling of a checkpoint."""
-        model = _model(kwargs)
+        model = kwargs["model"]
         self._convert(model, state)
         if not any(recipe.linear.delayed for recipe in recipes_below(model)):
             return
@@ -114,14 +106,10 @@ class Float8Callback(ConversionArguments, TrainerCallback):
         state.stateful_callbacks[_KEY] = {"run": self._run}
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: TrainingArguments,
+        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
         """Write the state of delayed scaling; a collective, as ``ScalingState`` is."""
-        scaling = ScalingState(_model(kwargs)).state_dict()
+        scaling = ScalingState(kwargs["model"]).state_dict()
         folder = _folder(args, state)
         if scaling and args.should_save and folder.is_dir():  # a search has other folders
             save_file(scaling, folder / SCALING_NAME, metadata={"run": self._run})
@@ -155,11 +143,6 @@ class Float8Callback(ConversionArguments, TrainerCallback):
             f"none of this checkpoint in {', '.join(map(str, folders))}. Say in "
             "TrainingArguments(resume_from_checkpoint=...), too, where the checkpoint is."
         )
-
-
-def _model(kwargs: dict[str, object]) -> nn.Module:
-    """The model that a Trainer passes to its callbacks, as all but ``on_init_end`` may rely on."""
-    return cast("nn.Module", kwargs.get("model"))
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

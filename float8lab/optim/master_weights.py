@@ -316,7 +316,12 @@ class MasterWeights(torch.optim.Optimizer):
             del self._written[p]
         for p, master in self.masters.items():
             if p not in self._written or not self._written[p].is_current(p):
-                _update_master_(master, p)
+                local, local_master = local_of(p), local_of(master)
+                if local_master.device != local.device:
+                    moved = torch.empty_like(local_master, device=local.device)
+                    local_master.data = moved.copy_(local_master)
+                if not _describes(local_master, local):  # else the parameter is its quantized form
+                    local_master.copy_(decoded(local))
                 self._written[p] = _Written(p, master)
         return inner
 
@@ -367,16 +372,6 @@ class MasterWeights(torch.optim.Optimizer):
         with torch.no_grad():
             self._hand_over_gradients()
         return loss
-
-
-def _update_master_(master: Tensor, p: Tensor) -> None:
-    """Take a master from its parameter, unless that is exactly its quantized form."""
-    local, local_master = local_of(p), local_of(master)
-    if local_master.device != local.device:
-        moved = torch.empty_like(local_master, device=local.device)
-        local_master.data = moved.copy_(local_master)
-    if not _describes(local_master, local):
-        local_master.copy_(decoded(local))
 
 
 def _is_stale(p: Tensor, master: Tensor) -> bool:
@@ -498,8 +493,7 @@ def _describes(value: Tensor, local: Tensor) -> bool:
         return False
     if not isinstance(local, Float8Tensor):
         return torch.equal(value.to(local.dtype), local)
-    spec = local.spec
-    expected = requantize_blocks(value, spec, local.scale, local.amax)
+    expected = requantize_blocks(value, local.spec, local.scale, local.amax)
     return torch.equal(expected.view(torch.uint8), local.qdata.view(torch.uint8))
 
 

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_flags, check_module, check_path
-from float8lab.checkpoints.experts import (
-    Incomplete,
-    Stack,
-    incomplete_stacks,
-    is_stack,
-    stack_experts,
-)
+from float8lab.checkpoints import experts
 from float8lab.checkpoints.item import Item
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
@@ -142,8 +136,6 @@ def load_fp8(
     """
     check_module("model", model)
     check_flags(dequantize=dequantize, strict=strict)
-    if not isinstance(source, Mapping):
-        check_path("source", source)
     opened = _open(source)
     with without_quantizer(model) as devices, torch.no_grad():
         targets = _Targets(model, devices)
@@ -169,6 +161,7 @@ def load_fp8(
 def _open(source: str | Path | Mapping[str, Tensor]) -> CheckpointSource:
     if isinstance(source, Mapping):
         return open_checkpoint(source)
+    check_path("source", source)
     path = Path(source)
     left = leftovers(path)
     if not path.exists():
@@ -228,7 +221,7 @@ class _Targets:
         target = id(self.state[name])
         users = {id(module) for module, _ in self.places.get(target, ())}
         modules = {id(self.layers[n]) for n in self.names[target] if n in self.layers}
-        return bool(users and users == modules) or is_stack(name, self.state[name])
+        return bool(users and users == modules) or experts.is_stack(name, self.state[name])
 
     def replace(self, target: Tensor, value: Tensor) -> None:
         """Put a tensor in every place of another."""
@@ -270,9 +263,9 @@ class _Plan:
         else:
             self.values.append((item, item.name))
             if not dequantize and _is_quantized(item):
-                mixed = isinstance(item, Stack) and item.mixed
-                reason = "its experts' blocks make no one weight"
-                reason = reason if mixed else "it is not a linear layer's weight alone"
+                reason = "it is not a linear layer's weight alone"
+                if not item.quantized:
+                    reason = "its experts' blocks make no one weight"
                 self.notes.append(f"{item.name} is dequantized: {reason}")
         self.loaded.add(id(target))
 
@@ -291,8 +284,9 @@ class _Plan:
 def _plan(source: CheckpointSource, targets: _Targets, *, dequantize: bool, strict: bool) -> _Plan:
     """Match a checkpoint and a model; raise if they do not fit."""
     plan = _Plan()
-    items = stack_experts(_named_as_in_the_model(recognize(source), targets), targets.state)
-    matrices = {m.name for item in items if isinstance(item, Stack) for m in item.matrices}
+    items = experts.stack_experts(_named_as_in_the_model(recognize(source), targets), targets.state)
+    stacked = [item for item in items if isinstance(item, experts.Stack)]
+    matrices = {matrix.name for stack in stacked for matrix in stack.matrices}
     for item in items:
         plan.damage += _damage(item)
         if item.is_scale and f"{item.name.rpartition('.')[0]}.weight" in matrices:
@@ -306,11 +300,13 @@ def _plan(source: CheckpointSource, targets: _Targets, *, dequantize: bool, stri
     state = targets.state.items()
     plan.missing += [name for name, value in state if id(value) not in plan.loaded]
     stacks = {name: value.shape[0] for name, value in state if value.ndim == 3}
-    _check(plan, source.path, incomplete_stacks(items, stacks), strict=strict)
+    _check(plan, source.path, experts.incomplete_stacks(items, stacks), strict=strict)
     return plan
 
 
-def _check(plan: _Plan, path: str, stacks: Mapping[str, Incomplete], *, strict: bool) -> None:
+def _check(
+    plan: _Plan, path: str, stacks: Mapping[str, experts.Incomplete], *, strict: bool
+) -> None:
     """Raise if a checkpoint is damaged or does not fit; note the stacks that are not loaded."""
     if plan.damage:
         raise CheckpointError(
@@ -366,7 +362,7 @@ def _damage(item: Item) -> list[str]:
 
 def _is_quantized(item: Item) -> bool:
     """Whether it is a weight in FP8 or 4 bits, or made of such."""
-    return item.quantized or (isinstance(item, Stack) and item.mixed)
+    return item.quantized or (isinstance(item, experts.Stack) and item.mixed)
 
 
 def _problem(item: Item, target: Tensor) -> str | None:
@@ -439,8 +435,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
     dtype = item.entry.dtype
     exact = dtype is not None and not dtype.is_floating_point and not item.quantized
     for box in boxes(item.entry.shape, item.block):
-        value = item.entry.read(box) if exact else item.values(box)
-        into[box] = value.to(into.device)
+        into[box] = (item.entry.read(box) if exact else item.values(box)).to(into.device)
 
 
 @dataclass
@@ -537,11 +532,8 @@ def _set_input_scales(
             continue
         gemm.precision.prepare(device)
         names = [name for name in gemm.paths if name in by_name]
-        inputs = [
-            scales[name.removesuffix("weight")]
-            for name in names
-            if name.removesuffix("weight") in scales
-        ]
+        stems = [name.removesuffix("weight") for name in names]
+        inputs = [scales[stem] for stem in stems if stem in scales]
         if inputs and isinstance(gemm.precision.recipe, DelayedScaling):
             # The largest scale covers the weight, should it be requantized.
             weight = max(float(by_name[name].scales().max()) for name in names)

@@ -68,17 +68,6 @@ from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
 from float8lab.ops.reference import prologue_shape, round_up
 
-__all__ = [
-    "amax_of",
-    "block_tile",
-    "cast",
-    "divides_a_tile",
-    "row_tile",
-    "write_blocks",
-    "write_cast",
-    "write_rows",
-]
-
 _LARGE_BLOCKS = Tile(rows=128, columns=128, warps=16)
 """A tile of blocks holds whole blocks."""
 _FLAT = Tile(rows=1, columns=4096, warps=8)

@@ -56,8 +56,6 @@ from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
 from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
 
-__all__ = ["cast_groups", "plan_groups"]
-
 _TILE = Tile(rows=128, columns=128, warps=8)
 """The tile of casts in blocks: it has whole ones."""
 _NARROW = Tile(rows=128, columns=64, warps=4)

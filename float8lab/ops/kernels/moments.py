@@ -25,8 +25,6 @@ from float8lab.ops.kernels._common import (
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.reference import moments
 
-__all__ = ["dequantize_moment", "quantize_moment_"]
-
 _TILE = Tile(rows=16, columns=moments.BLOCK, warps=4)
 _NORMAL, _SMALLEST = tl.constexpr(moments.NORMAL), tl.constexpr(moments.SMALLEST)
 _DROPPED = tl.constexpr(0xFFFFF)

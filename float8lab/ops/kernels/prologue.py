@@ -30,18 +30,6 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import ACTIVATIONS, as_matrix, prologue_shape
 
-__all__ = [
-    "arguments_of",
-    "has_kernel",
-    "load",
-    "load_bits",
-    "load_words",
-    "tile_for",
-    "tile_of_program",
-    "value_of",
-    "width_of_tiles",
-]
-
 # Registers decide: a gated activation's gradient reads three tiles.
 _ONE = Tile(rows=64, columns=128, warps=8)
 _ONE_OF_THREE = Tile(rows=32, columns=128, warps=8)
