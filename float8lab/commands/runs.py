@@ -8,7 +8,7 @@ from float8lab.commands.terminal import add_output_options, present
 from float8lab.inspect.report import report
 from float8lab.inspect.watch.findings import Diagnosis, diagnose
 from float8lab.inspect.watch.records import Log
-from float8lab.inspect.watch.runs import RunComparison, compare
+from float8lab.inspect.watch.runs import compare
 
 __all__ = ["add_commands"]
 
@@ -53,8 +53,5 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    def look() -> RunComparison:
-        logs = [Log.from_jsonl(path) for path in (options.a, options.b)]
-        return compare(*logs, names=(options.a, options.b))
-
-    return present(options, look)
+    paths = options.a, options.b
+    return present(options, lambda: compare(*map(Log.from_jsonl, paths), names=paths))

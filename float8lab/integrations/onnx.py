@@ -189,7 +189,8 @@ def _norm_mlp(
 
 def _dequantized(x: Float8Tensor) -> Tensor:
     scale, axis = _as_onnx(x.scale, x.spec.block, x.shape)
-    return _dequantize_linear(x.qdata, scale, axis).to(x.dtype)
+    values = _node("DequantizeLinear", x.qdata, scale, axis, x.qdata.dtype, torch.float32)
+    return values.to(x.dtype)
 
 
 def _refused_attention(*args: object) -> Tensor:
@@ -228,29 +229,22 @@ def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, expert: 
     # QuantizeLinear saturates an infinity, which the library's cast makes NaN: a forward casts to
     # e4m3, which has no infinities.
     x = torch.where(x.abs() == torch.inf, torch.nan, x)
-    quantized = torch.onnx.ops.symbolic(
-        "QuantizeLinear",
-        (x, scale, _zero_point(scale, spec.fp8_dtype)),
-        {**axis},
-        dtype=spec.fp8_dtype,
-        shape=x.shape,
-    )
-    return _dequantize_linear(quantized, scale, axis)
+    quantized = _node("QuantizeLinear", x, scale, axis, spec.fp8_dtype, spec.fp8_dtype)
+    return _node("DequantizeLinear", quantized, scale, axis, spec.fp8_dtype, torch.float32)
 
 
-def _dequantize_linear(quantized: Tensor, scale: Tensor, axis: dict[str, int]) -> Tensor:
-    return torch.onnx.ops.symbolic(
-        "DequantizeLinear",
-        (quantized, scale, _zero_point(scale, quantized.dtype)),
-        {**axis},
-        dtype=torch.float32,
-        shape=quantized.shape,
-    )
-
-
-def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Zeros whose dtype tells ONNX the format, by a cast, since ONNX cannot fill FP8 tensors."""
-    return torch.zeros_like(scale).to(fp8_dtype)
+def _node(
+    op: str,
+    x: Tensor,
+    scale: Tensor,
+    axis: dict[str, int],
+    fp8_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    """QuantizeLinear to FP8, or DequantizeLinear from it, with a result in ``dtype``."""
+    # The zeros' dtype tells ONNX the format, by a cast, since ONNX cannot fill FP8 tensors.
+    zeros = torch.zeros_like(scale).to(fp8_dtype)
+    return torch.onnx.ops.symbolic(op, (x, scale, zeros), {**axis}, dtype=dtype, shape=x.shape)
 
 
 def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | None:

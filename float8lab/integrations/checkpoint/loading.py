@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +46,6 @@ _RECIPES = {
     if not recipe.linear.delayed
 }
 """The recipe that uses a weight of these blocks and elements as it is stored."""
-_STATIC = DelayedScaling()
-"""Recipe of layers for which the checkpoint has a scale of activations: in evaluation it stays as
-it is."""
 _PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 _COMPUTED = ("rotary_emb.inv_freq", "_extra_state", "input_global_scale")
 """Suffixes of tensors in checkpoints that models compute, or that only other libraries use."""
@@ -386,9 +384,7 @@ def _problem(item: Item, target: Tensor) -> str | None:
 
 def _stored(item: Item, target: Tensor, device: torch.device) -> nn.Parameter:
     """The weight as the checkpoint stores it, frozen."""
-    spec = item.spec
-    if spec is None:
-        raise TypeError(f"{item.name} must be quantized to be stored as the checkpoint has it.")
+    spec = cast("Spec", item.spec)  # the plan stores quantized tensors alone
     if spec.is_packed:
         return nn.Parameter(_packed(item, spec, target.dtype, device), requires_grad=False)
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
@@ -493,7 +489,7 @@ def _choose_for_gemm(
         if recipe is None:
             choice.notes.append(f"{gemm.name} runs without a recipe: none has its blocks")
         elif static and recipe == Float8CurrentScaling():
-            choice.recipes[gemm.name] = _STATIC
+            choice.recipes[gemm.name] = DelayedScaling()  # evaluation leaves the scale as it is
         else:
             choice.recipes[gemm.name] = recipe
 
@@ -506,11 +502,7 @@ def _choose_for_stacks(
     stored = [by_name[path] for weight in weights for path in weight.paths if path in by_name]
     if not any(item.fp8 for item in stored):
         return
-    fitting = [
-        recipe
-        for recipe in _RECIPES.values()
-        if all(_fits(weight, by_name, recipe) for weight in weights)
-    ]
+    fitting = [r for r in _RECIPES.values() if all(_fits(w, by_name, r) for w in weights)]
     states = [precision for _, precision in precisions(weights[0].module)]
     recipes_now = {state.recipe for state in states if state.recipe is not None or state.pinned}
     if recipes_now:

@@ -665,22 +665,11 @@ def _cast_words(
 
 @replayed
 def cast(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float = 0.0,
-    align: int = 1,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    dbias: bool = False,
-    given: Tensor | None = None,
-    offs: Tensor | None = None,
-    plan: Tensor | None = None,
-    slot: Tensor | None = None,
-) -> tuple[Any, ...]:
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, fp8_dtype: torch.dtype,
+    block: Sequence[int], rule: str, eps: float = 0.0, align: int = 1, rowwise: bool = True,
+    columnwise: bool = False, dbias: bool = False, given: Tensor | None = None,
+    offs: Tensor | None = None, plan: Tensor | None = None, slot: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     if offs is not None or inputs[0].ndim == 3:
         return cast_groups(
             (prologue, inputs, dtype), offs, plan, (fp8_dtype, tuple(block), rule, eps),

@@ -186,22 +186,12 @@ def load(
     c_ptr,  # weight: [K]
     d_ptr,  # mean: [M] fp32
     e_ptr,  # bias: [K]
-    stride_am,
-    stride_ak,
-    stride_bm,
-    stride_bk,
-    rows,
-    columns,
-    tile_k,
-    M,
-    K,
+    stride_am, stride_ak, stride_bm, stride_bk, rows, columns, tile_k, M, K,
     FUNCTION: tl.constexpr,  # "", "permute", "multiply", a norm, or the function of an activation
-    GATED: tl.constexpr,
-    BACKWARD: tl.constexpr,
+    GATED: tl.constexpr, BACKWARD: tl.constexpr,
     HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
-    DTYPE: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
+    DTYPE: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
     """Some rows and all columns of a tile in DTYPE, 0 outside [M, K]; int64 indices.
 
     DTYPE is that of ``a_ptr`` where there is no prologue.
