@@ -158,28 +158,18 @@ def _activation(h: Tensor, activation: str) -> Tensor:
 
 
 def _norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
     calls: NormLinearCall,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     normed = normalize(x, norm_weight, norm_bias, calls.norm, output_dtype(x))
     y = _linear(normed, weight, bias, calls.linear)
     return (y, normed) if calls.return_norm else y
 
 
 def _norm_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    calls: MlpCall,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, fc1_weight: Tensor,
+    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, calls: MlpCall,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     assert calls.norm, "the translated function is that of a norm"
     normed = normalize(x, norm_weight, norm_bias, calls.norm, output_dtype(x))
     h = _linear(normed, fc1_weight, fc1_bias, calls.fc1)
@@ -189,8 +179,7 @@ def _norm_mlp(
 
 def _dequantized(x: Float8Tensor) -> Tensor:
     scale, axis = _as_onnx(x.scale, x.spec.block, x.shape)
-    values = _node("DequantizeLinear", x.qdata, scale, axis, x.qdata.dtype, torch.float32)
-    return values.to(x.dtype)
+    return _node("DequantizeLinear", x.qdata, scale, axis, x.qdata.dtype).to(x.dtype)
 
 
 def _refused_attention(*args: object) -> Tensor:
@@ -229,19 +218,15 @@ def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, expert: 
     # QuantizeLinear saturates an infinity, which the library's cast makes NaN: a forward casts to
     # e4m3, which has no infinities.
     x = torch.where(x.abs() == torch.inf, torch.nan, x)
-    quantized = _node("QuantizeLinear", x, scale, axis, spec.fp8_dtype, spec.fp8_dtype)
-    return _node("DequantizeLinear", quantized, scale, axis, spec.fp8_dtype, torch.float32)
+    quantized = _node("QuantizeLinear", x, scale, axis, spec.fp8_dtype)
+    return _node("DequantizeLinear", quantized, scale, axis, spec.fp8_dtype)
 
 
 def _node(
-    op: str,
-    x: Tensor,
-    scale: Tensor,
-    axis: dict[str, int],
-    fp8_dtype: torch.dtype,
-    dtype: torch.dtype,
+    op: str, x: Tensor, scale: Tensor, axis: dict[str, int], fp8_dtype: torch.dtype
 ) -> Tensor:
-    """QuantizeLinear to FP8, or DequantizeLinear from it, with a result in ``dtype``."""
+    """QuantizeLinear to FP8, or DequantizeLinear from it to float32."""
+    dtype = fp8_dtype if op == "QuantizeLinear" else torch.float32
     # The zeros' dtype tells ONNX the format, by a cast, since ONNX cannot fill FP8 tensors.
     zeros = torch.zeros_like(scale).to(fp8_dtype)
     return torch.onnx.ops.symbolic(op, (x, scale, zeros), {**axis}, dtype=dtype, shape=x.shape)

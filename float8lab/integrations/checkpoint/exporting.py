@@ -124,9 +124,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     arguments.check_size("max_shard_size", max_shard_size, minimum=1)
     arguments.check_flags(overwrite=overwrite)
     safetensors.check_target(Path(path), overwrite=overwrite)
-    contents = _contents(
-        model, format, recipe=recipe, exclude=exclude, share_scales=share_scales, unseen=unseen
-    )
+    contents = _contents(model, format, recipe, exclude, share_scales, unseen)
     state, weights, layout = contents.state, contents.weights, FORMATS[format]
     sharded = [name for name, value in state.items() if is_dtensor(value)]
     if sharded:
@@ -185,9 +183,7 @@ def export_stream(
     weight (128, 256) torch.float8_e4m3fn
     weight_scale_inv (1, 2) torch.float32
     """
-    contents = _contents(
-        model, format, recipe=recipe, exclude=exclude, share_scales=share_scales, unseen=unseen
-    )
+    contents = _contents(model, format, recipe, exclude, share_scales, unseen)
     return (
         (tensor.name, value.detach())
         for group in contents.groups
@@ -212,7 +208,7 @@ class _Contents:
 
 
 def _contents(
-    model: nn.Module, format: str, *, recipe: Recipe | None, exclude: Sequence[str],
+    model: nn.Module, format: str, recipe: Recipe | None, exclude: Sequence[str],
     share_scales: Sequence[Sequence[str]], unseen: bool,
 ) -> _Contents:  # fmt: skip
     """Check the arguments that ``export`` and ``export_stream`` share, and choose the weights."""
