@@ -87,13 +87,20 @@ def enable(
         fp8_all_gather=fp8_all_gather,
     )
     disable()
+    backend_of = Accelerator.fp8_backend.fget
+
+    @functools.wraps(backend_of)
+    def fp8_backend(self: Accelerator) -> str:
+        is_ours = "float8_recipe_handler" in vars(self) and self.fp8_enabled
+        return _BACKEND if is_ours else backend_of(self)
+
     replacements = [
         (accelerate.state, "is_fp8_available", lambda: True),
         (accelerate.utils.launch, "is_fp8_available", lambda: True),
         # TERecipeKwargs asks it before it reads what a configuration file says of TE.
         (accelerate.utils.dataclasses, "is_transformer_engine_available", lambda: True),
         (Accelerator, "__init__", _init_with_handler(default)),
-        (Accelerator, "fp8_backend", _backend_or_ours(Accelerator.fp8_backend.fget)),
+        (Accelerator, "fp8_backend", property(fp8_backend)),
         (Accelerator, "prepare", _convert_first(Accelerator.prepare)),
         (Accelerator, "prepare_model", _convert_first(Accelerator.prepare_model)),
     ]
@@ -142,15 +149,6 @@ def _init_with_handler(default: Float8RecipeKwargs) -> Callable[..., None]:
             self.float8_recipe_handler = _configured(self, backend_of(self).value)
 
     return init_with_handler
-
-
-def _backend_or_ours(backend_of: Callable[[Accelerator], str]) -> property:
-    @functools.wraps(backend_of)
-    def fp8_backend(self: Accelerator) -> str:
-        is_ours = "float8_recipe_handler" in vars(self) and self.fp8_enabled
-        return _BACKEND if is_ours else backend_of(self)
-
-    return property(fp8_backend)
 
 
 def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:

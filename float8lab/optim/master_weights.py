@@ -228,13 +228,19 @@ class MasterWeights(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        _check_groups(state_dict["param_groups"], self.param_groups)
+        groups = state_dict["param_groups"], self.param_groups
+        saved_sizes, sizes = ([len(_params(group)) for group in listed] for listed in groups)
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"state_dict must have groups of {sizes} parameters; got {saved_sizes}. Load the "
+                "state of an optimizer of the same model, made with the same groups."
+            )
         saved = {
             index: entry[MASTER]
             for index, entry in state_dict["state"].items()
             if isinstance(entry, dict) and MASTER in entry
         }
-        by_index = dict(_by_index(state_dict["param_groups"], self.param_groups))
+        by_index = dict(_by_index(*groups))
         for index, p in by_index.items():
             check_state(index, p, state_dict["state"].get(index, {}))
         inner = self._synchronize(needed={by_index[i] for i in saved if i in by_index})
@@ -514,13 +520,3 @@ def _by_index(packed: Sequence[_Group], groups: Sequence[_Group]) -> list[tuple[
     indices = chain.from_iterable(cast("list[int]", group["params"]) for group in packed)
     params = chain.from_iterable(map(_params, groups))
     return list(zip(indices, params, strict=False))  # load_state_dict checks the sizes
-
-
-def _check_groups(packed: Sequence[_Group], groups: Sequence[_Group]) -> None:
-    """Raise unless the groups of a state_dict have as many parameters as those of the optimizer."""
-    saved, present = ([len(_params(group)) for group in listed] for listed in (packed, groups))
-    if saved != present:
-        raise ValueError(
-            f"state_dict must have groups of {present} parameters; got {saved}. Load the state of "
-            "an optimizer of the same model, made with the same groups."
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -239,7 +239,12 @@ def _contents(
     unnamed = [weight for weight in candidates if layout.lacks_names(weight)]
     weights = _in_format(layout, [weight for weight in candidates if weight not in unnamed])
     in_fp8 = {name for weight in weights for name in weight.sources}
-    _check_none_left(state, in_fp8)
+    stray = [name for name, value in state.items() if is_stored(value) and name not in in_fp8]
+    if stray:
+        raise ValueError(
+            f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
+            f"{listed(stray, 5)}. Dequantize them, or do not exclude them."
+        )
     reasons = quantizable.reasons | {name: w.obstacle for w in unnamed for name in w.sources}
     high_precision = _not_in_fp8(model, in_fp8)
     # Transformers knows modules by either name, other readers by those in the checkpoint.
@@ -265,15 +270,6 @@ def _in_format(layout: Format, weights: Sequence[Weight]) -> list[Weight]:
     for weight in result:
         layout.check(weight)
     return result
-
-
-def _check_none_left(state: Mapping[str, Tensor], in_fp8: Container[str]) -> None:
-    stray = [name for name, value in state.items() if is_stored(value) and name not in in_fp8]
-    if stray:
-        raise ValueError(
-            f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
-            f"{listed(stray, 5)}. Dequantize them, or do not exclude them."
-        )
 
 
 def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
