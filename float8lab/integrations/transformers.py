@@ -130,9 +130,7 @@ class Float8Callback(ConversionArguments, TrainerCallback):
         folders = [_folder(args, state)]
         if isinstance(args.resume_from_checkpoint, str):
             folders.insert(0, Path(args.resume_from_checkpoint))
-        for file in [folder / SCALING_NAME for folder in folders]:
-            if not file.exists():
-                continue
+        for file in filter(Path.exists, [folder / SCALING_NAME for folder in folders]):
             with safe_open(file, "pt") as opened:
                 if opened.metadata() == saved:
                     scaling = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118

@@ -391,9 +391,8 @@ def _stored(item: Item, target: Tensor, device: torch.device) -> nn.Parameter:
     for box in boxes(item.entry.shape, item.block):
         data[box] = item.qdata(box).to(device)
     scale = item.scales().to(device)
-    amaxes = [entry for entry in item.extras if entry.name.endswith(".amax")]
-    fits = amaxes and amaxes[0].shape == tuple(scale.shape)
-    amax = amaxes[0].read().to(device) if fits else scale * spec.largest()
+    amaxes = [x for x in item.extras if x.name.endswith(".amax") and x.shape == tuple(scale.shape)]
+    amax = amaxes[0].read().to(device) if amaxes else scale * spec.largest()
     stored = Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, target.dtype)
     return nn.Parameter(stored, requires_grad=False)
 
