@@ -273,15 +273,9 @@ class FoundWeights(NamedTuple):
 
 
 def find_weights(
-    model: nn.Module,
-    *,
-    recipe: Recipe | None,
-    default: Recipe,
-    exclude: Sequence[str],
-    share_scales: Sequence[Sequence[str]],
-    unseen: bool,
-    names: SavedNames,
-) -> FoundWeights:
+    model: nn.Module, *, recipe: Recipe | None, default: Recipe, exclude: Sequence[str],
+    share_scales: Sequence[Sequence[str]], unseen: bool, names: SavedNames,
+) -> FoundWeights:  # fmt: skip
     """The weights to store in FP8: of layers that run in FP8 or, without any, all ``nn.Linear``.
 
     ``recipe`` is for layers that have none of their own, and ``default`` for those that have none
@@ -361,13 +355,9 @@ def specs_of_parameters(weight: GemmWeight, recipe: Recipe) -> list[Float8Spec] 
 
 
 def _cast(
-    weight: GemmWeight,
-    recipe: Recipe,
-    experts: slice = slice(None),
-    scale: Tensor | None = None,
-    *,
-    amax: bool = False,
-) -> Float8Tensor:
+    weight: GemmWeight, recipe: Recipe, experts: slice = slice(None), scale: Tensor | None = None,
+    *, amax: bool = False,
+) -> Float8Tensor:  # fmt: skip
     """Cast a weight as a forward in evaluation would now, or by a scale per tensor."""
     x, spec = weight.matrices(experts), recipe.linear.w
     with torch.no_grad():
