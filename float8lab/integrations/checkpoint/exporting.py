@@ -217,9 +217,9 @@ def _contents(
     check_recipe("recipe", recipe)
     exclude = arguments.check_names("exclude", exclude)
     noun = "a list of lists of names"
-    for names_or_lists in (share_scales, *share_scales):
-        arguments.check_instance("share_scales", names_or_lists, (list, tuple), noun)
+    arguments.check_instance("share_scales", share_scales, (list, tuple), noun)
     for group in share_scales:
+        arguments.check_instance("share_scales", group, (list, tuple), noun)
         arguments.check_names("share_scales", group)
     arguments.check_flags(unseen=unseen)
     layout = FORMATS[format]
