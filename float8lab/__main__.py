@@ -51,9 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _about_the_machine(options: argparse.Namespace) -> int:
     if options.command == "env":
-        return 2 if present(options, lambda: environment(options.device)) is None else 0
-    report = present(options, lambda: selfcheck(options.device, options.verbose))
-    return 0 if report is not None and report.passed else 1
+        return present(options, lambda: environment(options.device))
+    return present(
+        options,
+        lambda: selfcheck(options.device, options.verbose),
+        lambda report: not report.passed,
+    )
 
 
 def _until_closed(options: argparse.Namespace) -> int:

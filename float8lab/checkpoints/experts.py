@@ -185,8 +185,7 @@ def _problems(stack: _StackMatrices, experts: int) -> list[str]:
         if expert not in by_expert
     ]
     for by_expert in filter(None, stack.by_kind.values()):
-        shapes = Counter(item.entry.shape for item in by_expert.values())
-        usual, _ = shapes.most_common(1)[0]
+        usual, _ = Counter(item.entry.shape for item in by_expert.values()).most_common(1)[0]
         problems += [
             f"{item.name} is {list(item.entry.shape)} there and that of other experts {list(usual)}"
             for item in by_expert.values()
@@ -229,18 +228,17 @@ def _stack(name: str, experts: list[list[Item]]) -> Stack | None:
     if spec is None:
         dtypes = {item.entry.dtype for item in items}
         dtype = dtypes.pop() if len(dtypes) == 1 and not items[0].quantized else torch.float32
-    entry = Entry(
-        name=name,
-        dtype=dtype,
-        dtype_name="a dtype that torch lacks" if dtype is None else dtype_name(dtype),
-        shape=(len(experts), sum(rows for rows, _ in shapes), shapes[0][1]),
-        nbytes=sum(item.nbytes for item in items),
-        file=first[0].entry.file,
-        reader=functools.partial(_join, experts, lambda item, place: item.entry.read(place)),
-    )
     return Stack(
         name,
-        entry,
+        Entry(
+            name=name,
+            dtype=dtype,
+            dtype_name="a dtype that torch lacks" if dtype is None else dtype_name(dtype),
+            shape=(len(experts), sum(rows for rows, _ in shapes), shapes[0][1]),
+            nbytes=sum(item.nbytes for item in items),
+            file=first[0].entry.file,
+            reader=functools.partial(_join, experts, lambda item, place: item.entry.read(place)),
+        ),
         first[0].convention,
         None if spec is None else _unread(first[0].scale),
         spec,

@@ -126,12 +126,7 @@ def _stored(entry: Entry, entries: Mapping[str, Entry]) -> Item:
     scale, amax = entries.get(f"{name}.scale"), entries.get(f"{name}.amax")
     item = _with_scale(name, entry, "float8lab", scale, None)
     spec = entry.spec
-    if (
-        spec is not None
-        and not spec.is_packed
-        and scale is not None
-        and spec.scale_shape(entry.shape) == scale.shape
-    ):
+    if spec and scale and not spec.is_packed and spec.scale_shape(entry.shape) == scale.shape:
         item = Item(name, entry, "float8lab", scale, spec)
     return item if amax is None else replace(item, extras=(*item.extras, amax))
 
@@ -211,8 +206,7 @@ def _for_shape(pair: _MatrixBlock, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _fits(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, ...]) -> bool:
     # Scales of rows may come without their last dimension, as [N] or [experts, N].
-    padded = scales + (1,) * (len(shape) - len(scales))
-    return scale_shape(shape, block) == padded
+    return scale_shape(shape, block) == scales + (1,) * (len(shape) - len(scales))
 
 
 def _plain_tensor(entry: Entry, entries: Mapping[str, Entry]) -> Item:

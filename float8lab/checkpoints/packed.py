@@ -120,8 +120,7 @@ class _Packed(NamedTuple):
         if self.layout.convention == "float8lab":
             return self.tensor_scale
         ndim, count = len(self.scale.shape), math.prod(self.tensor_scale.shape)
-        for_experts = ndim == 3 and count == self.scale.shape[0]
-        if count != 1 and not for_experts:
+        if count != 1 and not (ndim == 3 and count == self.scale.shape[0]):
             return None
         shape = (count,) + (1,) * (ndim - 1)
         scale = self.tensor_scale

@@ -96,10 +96,9 @@ def leaves(path: Path, value: object, name: str, depth: int = 0) -> Iterator[tup
 def entries_of(name: str, value: Tensor, file: str) -> list[source.Entry]:
     """The entry of a loaded or mapped tensor; for a quantized one, those of its inner tensors."""
     if isinstance(value, (Float8Tensor, Float4Tensor)):
-        fields = value.__tensor_flatten__()[0]
         data, *scales = (
             entry
-            for field in fields
+            for field in value.__tensor_flatten__()[0]
             for entry in entries_of(f"{name}.{field}", getattr(value, field), file)
         )
         return [replace(data, spec=value.spec), *scales]

@@ -25,17 +25,9 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import needs
+from float8lab.checkpoints import source
 from float8lab.checkpoints.replacing import replacing
-from float8lab.checkpoints.source import (
-    Box,
-    CheckpointError,
-    CheckpointSource,
-    Entry,
-    Place,
-    check_file,
-    dtype_name,
-    listed,
-)
+from float8lab.checkpoints.source import Box, CheckpointError, Entry, Place
 from float8lab.formats import Float8Spec
 
 __all__ = [
@@ -80,7 +72,7 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
 
-def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> CheckpointSource:
+def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> source.CheckpointSource:
     """The tensors of these files, or of those that an index (``*.safetensors.index.json``) names.
 
     Raises:
@@ -113,7 +105,7 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Check
     if not entries:
         raise CheckpointError(f"{path} must hold tensors; it holds none.")
     config, remarks = _config(files[0].parent)
-    return CheckpointSource(
+    return source.CheckpointSource(
         path=str(path),
         container=f"safetensors, {len(files)} file{'s' if len(files) > 1 else ''}",
         entries=list(entries.values()),
@@ -148,7 +140,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _json(path: Path) -> object:
-    check_file(path)
+    source.check_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # such as a number of 5,000 digits
@@ -174,7 +166,7 @@ def _entries(file: Path) -> list[Entry]:
     with needs(str(file), "safetensors", "inspect"):
         from safetensors import SafetensorError, safe_open
 
-    check_file(file)
+    source.check_file(file)
     with file.open("rb") as opened:  # first, since the library words the usual errors its own way
         try:
             handle = safe_open(file, "np")  # which maps read-only; its tensors are not asked for
@@ -208,7 +200,7 @@ def _entries(file: Path) -> list[Entry]:
             Entry(
                 name=name,
                 dtype=dtype,
-                dtype_name=kind if dtype is None else dtype_name(dtype),
+                dtype_name=kind if dtype is None else source.dtype_name(dtype),
                 shape=shape,
                 nbytes=math.prod(shape) * (1 if dtype is None else dtype.itemsize),
                 file=file.name,
@@ -282,8 +274,8 @@ def check_target(path: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FileExistsError(
-            f"path must be free; {path} holds {listed([e.name for e in content], 1)}. Choose "
-            "another, or pass overwrite=True to replace a checkpoint."
+            f"path must be free; {path} holds {source.listed([e.name for e in content], 1)}. "
+            "Choose another, or pass overwrite=True to replace a checkpoint."
         )
     strange = [entry.name for entry in content if not entry.is_file() or entry.is_symlink()]
     if strange or not any(entry.suffix == ".safetensors" for entry in content):
@@ -365,14 +357,9 @@ def _write_tensors(file: BinaryIO, groups: Sequence[Group]) -> None:
         for tensor, value in zip(group.tensors, group.make(), strict=True):
             assert (value.dtype, tuple(value.shape)) == (tensor.dtype, tensor.shape), tensor
             file.seek(start + starts[tensor.name])
-            _write_tensor(file, value)
-
-
-def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    tensor = tensor.detach().cpu().contiguous()
-    size = tensor.numel() * tensor.element_size()
-    if size:
-        _write(file, memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())))
+            value = value.detach().cpu().contiguous()
+            if size := tensor.nbytes:
+                _write(file, memoryview((ctypes.c_char * size).from_address(value.data_ptr())))
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -66,10 +66,7 @@ def _inspect(options: argparse.Namespace) -> int:
             write_text(options.html, page(report))
         return report
 
-    report = present(options, look)
-    if report is None:
-        return 2
-    return 1 if options.strict and report.suspicious else 0
+    return present(options, look, lambda report: options.strict and bool(report.suspicious))
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -77,7 +74,4 @@ def _diff(options: argparse.Namespace) -> int:
         with progress_bar("comparing") as progress:
             return diff(options.a, options.b, layer=options.layer, progress=progress)
 
-    difference = present(options, compare)
-    if difference is None:
-        return 2
-    return 0 if difference.equal else 1
+    return present(options, compare, lambda difference: not difference.equal)

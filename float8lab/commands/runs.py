@@ -49,10 +49,7 @@ def _report(options: argparse.Namespace) -> int:
             report(log, options.html)
         return diagnose(log)
 
-    diagnosis = present(options, look)
-    if diagnosis is None:
-        return 2
-    return 1 if options.strict and not diagnosis.is_healthy else 0
+    return present(options, look, lambda diagnosis: options.strict and not diagnosis.is_healthy)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -63,4 +60,4 @@ def _compare(options: argparse.Namespace) -> int:
             report(b, options.html, baseline=a, names=names)
         return compare(a, b, names=names)
 
-    return 2 if present(options, look) is None else 0
+    return present(options, look)

@@ -110,4 +110,4 @@ def _scale(options: argparse.Namespace) -> int:
             write_text(options.svg, prediction.picture())
         return prediction
 
-    return 2 if present(options, predict) is None else 0
+    return present(options, predict)

@@ -97,25 +97,28 @@ def add_output_options(command: argparse.ArgumentParser, limit: int) -> None:
     command.add_argument("--json", action="store_true", help="for programs; has all rows")
 
 
-def present(options: argparse.Namespace, make: Callable[[], _Report]) -> _Report | None:
+def present(
+    options: argparse.Namespace,
+    make: Callable[[], _Report],
+    is_bad: Callable[[_Report], bool] = lambda report: False,
+) -> int:
     """Make and print a command's result: JSON with all rows, or text with some of each table.
 
-    If a file cannot be read or written the result is None, after a one-line message.
+    Returns the exit status: 1 of a result that ``is_bad``, else 0; or 2, after a one-line message,
+    if a file cannot be read or written.
     """
     program = f"{program_name()} {options.command}"
     try:
         report = make()
     except ValueError as error:  # a CheckpointError, or a wrong argument
-        fail(program, error)
-        return None
+        return fail(program, error)
     except OSError as error:
-        fail(program, f"{error.filename}: {error.strerror}" if error.filename else error)
-        return None
+        return fail(program, f"{error.filename}: {error.strerror}" if error.filename else error)
     if options.json:
         print(json.dumps(report.to_json(), indent=2))
     else:
         show(report.summary(), report.tables(None if options.all else options.limit))
-    return report
+    return int(is_bad(report))
 
 
 @contextmanager

@@ -21,12 +21,7 @@ from torch import nn
 
 from float8lab import recipes
 from float8lab.arguments import needs
-from float8lab.integrations.recipe_mapping import (
-    ConversionArguments,
-    RecipeChoice,
-    recipe_of,
-    recipes_below,
-)
+from float8lab.integrations import recipe_mapping
 from float8lab.nn.convert.report import was_converted
 from float8lab.nn.scaling_state import ScalingState
 
@@ -45,7 +40,7 @@ _RESTORE = "_restore_from_float8lab"
 
 
 @dataclass(eq=False)
-class Float8RecipeKwargs(ConversionArguments, accelerate.utils.KwargsHandler):
+class Float8RecipeKwargs(recipe_mapping.ConversionArguments, accelerate.utils.KwargsHandler):
     """How one ``Accelerator`` converts: an entry of its ``kwargs_handlers``, after ``enable``.
 
     The arguments are those of ``enable``, all of which it replaces.
@@ -56,11 +51,11 @@ class Float8RecipeKwargs(ConversionArguments, accelerate.utils.KwargsHandler):
 
 
 def enable(
-    recipe: RecipeChoice = None,
+    recipe: recipe_mapping.RecipeChoice = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     exclude: Sequence[str] = (),
-    overrides: Mapping[str, RecipeChoice] | None = None,
+    overrides: Mapping[str, recipe_mapping.RecipeChoice] | None = None,
     strict: bool = False,
     fp8_all_gather: bool = True,
 ) -> None:
@@ -92,13 +87,20 @@ def enable(
         fp8_all_gather=fp8_all_gather,
     )
     disable()
+    backend_of = Accelerator.fp8_backend.fget
+
+    @functools.wraps(backend_of)
+    def fp8_backend(self: Accelerator) -> str:
+        is_ours = "float8_recipe_handler" in vars(self) and self.fp8_enabled
+        return _BACKEND if is_ours else backend_of(self)
+
     replacements = [
         (accelerate.state, "is_fp8_available", lambda: True),
         (accelerate.utils.launch, "is_fp8_available", lambda: True),
         # TERecipeKwargs asks it before it reads what a configuration file says of TE.
         (accelerate.utils.dataclasses, "is_transformer_engine_available", lambda: True),
         (Accelerator, "__init__", _init_with_handler(default)),
-        (Accelerator, "fp8_backend", _backend_or_ours(Accelerator.fp8_backend.fget)),
+        (Accelerator, "fp8_backend", property(fp8_backend)),
         (Accelerator, "prepare", _convert_first(Accelerator.prepare)),
         (Accelerator, "prepare_model", _convert_first(Accelerator.prepare_model)),
     ]
@@ -149,15 +151,6 @@ def _init_with_handler(default: Float8RecipeKwargs) -> Callable[..., None]:
     return init_with_handler
 
 
-def _backend_or_ours(backend_of: Callable[[Accelerator], str]) -> property:
-    @functools.wraps(backend_of)
-    def fp8_backend(self: Accelerator) -> str:
-        is_ours = "float8_recipe_handler" in vars(self) and self.fp8_enabled
-        return _BACKEND if is_ours else backend_of(self)
-
-    return property(fp8_backend)
-
-
 def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:
     """The handler of an ``Accelerator``, with the recipe of the ``backend`` that it asks for."""
     handler: Float8RecipeKwargs = accelerator.float8_recipe_handler
@@ -166,7 +159,8 @@ def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:
         if te.get("use_mxfp8_block_scaling"):  # since Accelerate 1.11
             return replace(handler, recipe=recipes.MXFP8BlockScaling())
         shared = recipes.DelayedScaling.__dataclass_fields__.keys() & te.keys()
-        return replace(handler, recipe=recipe_of({name: te[name] for name in shared}))
+        recipe = recipe_mapping.recipe_of({name: te[name] for name in shared})
+        return replace(handler, recipe=recipe)
     if backend == "AO":
         flag = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"  # as AORecipeKwargs reads it
         gathers = handler.fp8_all_gather and accelerate.utils.parse_flag_from_env(flag, True)
@@ -195,7 +189,9 @@ def _convert_first(prepare: Callable[..., object]) -> Callable[..., object]:
 
 def _convert(accelerator: Accelerator, model: object) -> None:
     """Convert an argument of ``prepare`` if it is a model without recipes."""
-    if not isinstance(model, nn.Module) or was_converted(model) or recipes_below(model):
+    if not isinstance(model, nn.Module) or was_converted(model):
+        return
+    if recipe_mapping.recipes_below(model):
         return
     if accelerator.distributed_type == accelerate.DistributedType.MEGATRON_LM:
         raise NotImplementedError(
@@ -203,7 +199,7 @@ def _convert(accelerator: Accelerator, model: object) -> None:
             "Megatron-LM builds the model. Call disable() and set its own FP8 arguments."
         )
     accelerator.float8_recipe_handler.convert(model)
-    if any(recipe.linear.delayed for recipe in recipes_below(model)):
+    if any(recipe.linear.delayed for recipe in recipe_mapping.recipes_below(model)):
         accelerator.register_for_checkpointing(ScalingState(model))
 
 

@@ -41,62 +41,46 @@ def _same(theirs: str, ours: str, *, transposed: bool = False) -> _Rule:
     return _Rule((theirs,), (ours,), transposed)
 
 
+def _pair(theirs: str, ours: str, *, transposed: bool = False) -> tuple[_Rule, _Rule]:
+    """The rules of a weight, which may be transposed, and of a bias."""
+    weight = _same(f"{theirs}weight", f"{ours}weight", transposed=transposed)
+    return weight, _same(f"{theirs}bias", f"{ours}bias")
+
+
 _LLAMA = (
     _same("input_layernorm.weight", f"{_QKV}.layer_norm_weight"),
-    *(
-        _same(f"self_attn.{name[0]}_proj.{kind}", f"{_QKV}.{name}_{kind}")
-        for name in ("query", "key", "value")
-        for kind in ("weight", "bias")
-    ),
-    _same("self_attn.o_proj.weight", "self_attention.proj.weight"),
-    _same("self_attn.o_proj.bias", "self_attention.proj.bias"),
+    *_pair("self_attn.q_proj.", f"{_QKV}.query_"),
+    *_pair("self_attn.k_proj.", f"{_QKV}.key_"),
+    *_pair("self_attn.v_proj.", f"{_QKV}.value_"),
+    *_pair("self_attn.o_proj.", "self_attention.proj."),
     _same("post_attention_layernorm.weight", "layernorm_mlp.layer_norm_weight"),
     *(
         _Rule((f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"), (f"layernorm_mlp.fc1_{kind}",))
         for kind in ("weight", "bias")
     ),
-    _same("mlp.down_proj.weight", "layernorm_mlp.fc2_weight"),
-    _same("mlp.down_proj.bias", "layernorm_mlp.fc2_bias"),
+    *_pair("mlp.down_proj.", "layernorm_mlp.fc2_"),
 )
 
 _GPT2 = (
-    *(
-        _same(f"{theirs}.{kind}", f"{ours}.layer_norm_{kind}")
-        for theirs, ours in (("ln_1", _QKV), ("ln_2", "layernorm_mlp"))
-        for kind in ("weight", "bias")
-    ),
+    *_pair("ln_1.", f"{_QKV}.layer_norm_"),
+    *_pair("ln_2.", "layernorm_mlp.layer_norm_"),
     # GPT-2 stores the weights of its linear layers transposed.
     _Rule(("attn.c_attn.weight",), tuple(f"{n}_weight" for n in _SPLIT), True),
     _Rule(("attn.c_attn.bias",), tuple(f"{n}_bias" for n in _SPLIT)),
-    _same("attn.c_proj.weight", "self_attention.proj.weight", transposed=True),
-    _same("attn.c_proj.bias", "self_attention.proj.bias"),
-    _same("mlp.c_fc.weight", "layernorm_mlp.fc1_weight", transposed=True),
-    _same("mlp.c_fc.bias", "layernorm_mlp.fc1_bias"),
-    _same("mlp.c_proj.weight", "layernorm_mlp.fc2_weight", transposed=True),
-    _same("mlp.c_proj.bias", "layernorm_mlp.fc2_bias"),
+    *_pair("attn.c_proj.", "self_attention.proj.", transposed=True),
+    *_pair("mlp.c_fc.", "layernorm_mlp.fc1_", transposed=True),
+    *_pair("mlp.c_proj.", "layernorm_mlp.fc2_", transposed=True),
 )
 
-
 _MEGATRON = (
-    *(
-        _same(f"{theirs}{kind}", f"{ours}.layer_norm_{kind}")
-        for names, ours in (
-            (("self_attention.linear_qkv.layer_norm_", "input_layernorm."), _QKV),
-            (("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."), "layernorm_mlp"),
-        )
-        for theirs in names
-        for kind in ("weight", "bias")
-    ),
-    *(
-        _same(f"{theirs}{kind}", f"{ours}{kind}")
-        for theirs, ours in (
-            ("self_attention.linear_qkv.", f"{_QKV}."),
-            ("self_attention.linear_proj.", "self_attention.proj."),
-            ("mlp.linear_fc1.", "layernorm_mlp.fc1_"),
-            ("mlp.linear_fc2.", "layernorm_mlp.fc2_"),
-        )
-        for kind in ("weight", "bias")
-    ),
+    *_pair("self_attention.linear_qkv.layer_norm_", f"{_QKV}.layer_norm_"),
+    *_pair("input_layernorm.", f"{_QKV}.layer_norm_"),
+    *_pair("mlp.linear_fc1.layer_norm_", "layernorm_mlp.layer_norm_"),
+    *_pair("pre_mlp_layernorm.", "layernorm_mlp.layer_norm_"),
+    *_pair("self_attention.linear_qkv.", f"{_QKV}."),
+    *_pair("self_attention.linear_proj.", "self_attention.proj."),
+    *_pair("mlp.linear_fc1.", "layernorm_mlp.fc1_"),
+    *_pair("mlp.linear_fc2.", "layernorm_mlp.fc2_"),
     *(
         _same(f"{theirs}._extra_state", f"{ours}._extra_state")
         for theirs, ours in (

@@ -7,10 +7,8 @@ by its inverse, which differs in the last bit of float32 before the rounding to 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -74,12 +72,7 @@ class onnx_export(ContextDecorator):
             torch.set_grad_enabled(False)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         EXPORT.translations, gradients = self._outer.pop()
         torch.set_grad_enabled(gradients)
 
@@ -93,8 +86,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tenso
     if not plan.fprop:
         added = None if bias is None else bias.to(dtype)
         return F.linear(x.to(dtype), plain(weight).to(dtype), added)
-    rows = x if plan.x.per_tensor else as_matrix(x)
-    a = _round_trip(rows.float(), plan.x, X, call)
+    a = _round_trip((x if plan.x.per_tensor else as_matrix(x)).float(), plan.x, X, call)
     b = plain(weight).float()
     if not stored_as(weight, plan.w):
         b = _round_trip(b, plan.w, W, call)
@@ -117,37 +109,30 @@ def _grouped_linear(
     x = torch.where(rows < stops[-1], x, torch.zeros_like(x))
     if call is not None and STATE.region is not None:
         STATE.region.fp8_calls += 1
-    wide = dtype
-    apply = _expert_in_high_precision
-    if call is not None and call.plan.fprop is not None:
-        wide = torch.promote_types(dtype, torch.float32)
-        plan = call.plan
-        if not plan.x.per_tensor:
-            x = _round_trip(x.float(), plan.x, X, call)
-        stored = stored_as(weight, plan.w)
-        apply = functools.partial(_expert_in_fp8, call, stored)
+    call = call if call is not None and call.plan.fprop is not None else None
+    wide, stored = dtype, False
+    if call is not None:
+        wide, stored = torch.promote_types(dtype, torch.float32), stored_as(weight, call.plan.w)
+        if not call.plan.x.per_tensor:
+            x = _round_trip(x.float(), call.plan.x, X, call)
     y = torch.zeros((x.shape[0], weight.shape[1]), dtype=wide, device=x.device)
     for expert, matrix in enumerate(plain(weight).to(wide).unbind()):
         start = stops[expert - 1] if expert else 0
         inside = (rows >= start) & (rows < stops[expert])
-        of_expert = apply(x, matrix, inside, expert)
+        of_expert = _apply_expert(x, matrix, inside, expert, call, stored)
         if bias is not None:
             of_expert = of_expert + bias[expert].to(wide)
         y = torch.where(inside, of_expert, y)
     return y.to(dtype)
 
 
-def _expert_in_high_precision(x: Tensor, matrix: Tensor, inside: Tensor, expert: int) -> Tensor:
-    return x.to(matrix.dtype) @ matrix.t()
-
-
-def _expert_in_fp8(
-    call: Call, stored: bool, x: Tensor, matrix: Tensor, inside: Tensor, expert: int
+def _apply_expert(
+    x: Tensor, matrix: Tensor, inside: Tensor, expert: int, call: Call | None, stored: bool
 ) -> Tensor:
     """One expert's GEMM of all rows; its scale per tensor is of the rows ``inside``."""
-    if not stored:
+    if call is not None and not stored:
         matrix = _round_trip(matrix, call.plan.w, W, call, expert=expert)
-    if call.plan.x.per_tensor:
+    if call is not None and call.plan.x.per_tensor:
         x = torch.where(inside, x, torch.zeros_like(x)).float()
         x = _round_trip(x, call.plan.x, X, call, expert=expert)
     return x.to(matrix.dtype) @ matrix.t()
@@ -159,8 +144,7 @@ def _norm(
     wide = torch.promote_types(x.dtype, torch.float32)
     x, gamma = x.to(wide), kind.gamma(weight).to(wide)
     if kind.center:
-        beta = None if bias is None else bias.to(wide)
-        y = F.layer_norm(x, x.shape[-1:], gamma, beta, kind.eps)
+        y = F.layer_norm(x, x.shape[-1:], gamma, None if bias is None else bias.to(wide), kind.eps)
     else:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + kind.eps) * gamma
     return y.to(dtype)
@@ -174,28 +158,18 @@ def _activation(h: Tensor, activation: str) -> Tensor:
 
 
 def _norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
     calls: NormLinearCall,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     normed = normalize(x, norm_weight, norm_bias, calls.norm, output_dtype(x))
     y = _linear(normed, weight, bias, calls.linear)
     return (y, normed) if calls.return_norm else y
 
 
 def _norm_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    calls: MlpCall,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, fc1_weight: Tensor,
+    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, calls: MlpCall,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     assert calls.norm, "the translated function is that of a norm"
     normed = normalize(x, norm_weight, norm_bias, calls.norm, output_dtype(x))
     h = _linear(normed, fc1_weight, fc1_bias, calls.fc1)
@@ -205,7 +179,7 @@ def _norm_mlp(
 
 def _dequantized(x: Float8Tensor) -> Tensor:
     scale, axis = _as_onnx(x.scale, x.spec.block, x.shape)
-    return _dequantize_linear(x.qdata, scale, axis).to(x.dtype)
+    return _node("DequantizeLinear", x.qdata, scale, axis, x.qdata.dtype).to(x.dtype)
 
 
 def _refused_attention(*args: object) -> Tensor:
@@ -244,30 +218,18 @@ def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, expert: 
     # QuantizeLinear saturates an infinity, which the library's cast makes NaN: a forward casts to
     # e4m3, which has no infinities.
     x = torch.where(x.abs() == torch.inf, torch.nan, x)
-    quantized = torch.onnx.ops.symbolic(
-        "QuantizeLinear",
-        (x, scale, _zero_point(scale, spec.fp8_dtype)),
-        {**axis},
-        dtype=spec.fp8_dtype,
-        shape=x.shape,
-    )
-    return _dequantize_linear(quantized, scale, axis)
+    quantized = _node("QuantizeLinear", x, scale, axis, spec.fp8_dtype)
+    return _node("DequantizeLinear", quantized, scale, axis, spec.fp8_dtype)
 
 
-def _dequantize_linear(quantized: Tensor, scale: Tensor, axis: dict[str, int]) -> Tensor:
-    zero_point = _zero_point(scale, quantized.dtype)
-    return torch.onnx.ops.symbolic(
-        "DequantizeLinear",
-        (quantized, scale, zero_point),
-        {**axis},
-        dtype=torch.float32,
-        shape=quantized.shape,
-    )
-
-
-def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Zeros whose dtype tells ONNX the format, by a cast, since ONNX cannot fill FP8 tensors."""
-    return torch.zeros_like(scale).to(fp8_dtype)
+def _node(
+    op: str, x: Tensor, scale: Tensor, axis: dict[str, int], fp8_dtype: torch.dtype
+) -> Tensor:
+    """QuantizeLinear to FP8, or DequantizeLinear from it to float32."""
+    dtype = fp8_dtype if op == "QuantizeLinear" else torch.float32
+    # The zeros' dtype tells ONNX the format, by a cast, since ONNX cannot fill FP8 tensors.
+    zeros = torch.zeros_like(scale).to(fp8_dtype)
+    return torch.onnx.ops.symbolic(op, (x, scale, zeros), {**axis}, dtype=dtype, shape=x.shape)
 
 
 def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | None:
@@ -300,8 +262,7 @@ def _amax(x: Tensor, block: Sequence[int]) -> Tensor:
     x = F.pad(x.abs(), (0, -K % columns, 0, -M % rows if rows > 1 else 0))
     if rows == 1:
         return x.reshape(-1, x.shape[1] // columns, columns).amax(2)
-    blocks = x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
-    return blocks.amax(3).amax(1)
+    return x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).amax(3).amax(1)
 
 
 def _scale(amax: Tensor, spec: Float8Spec, epsilon: float) -> Tensor:
@@ -316,8 +277,7 @@ def _scale(amax: Tensor, spec: Float8Spec, epsilon: float) -> Tensor:
         scale = 1.0 / _power_of_two_below((limit / raised).clamp(max=FLOAT32_MAX))
     else:
         scale = 1.0 / (limit / raised).clamp(max=FLOAT32_MAX)
-    usable = (raised > 0) & (raised < torch.inf)
-    return torch.where(usable, scale, torch.ones_like(scale))
+    return torch.where((raised > 0) & (raised < torch.inf), scale, torch.ones_like(scale))
 
 
 def _power_of_two_below(x: Tensor) -> Tensor:

@@ -88,16 +88,16 @@ class Float8Callback(ConversionArguments, TrainerCallback):
     _run: str = field(default="", init=False)
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
         """Convert the model."""
-        self._convert(_model(kwargs), state)
+        self._convert(kwargs.get("model"), state)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
         """Convert a model that is new; take over the state of delayed scaling of a checkpoint."""
-        model = _model(kwargs)
+        model = kwargs["model"]
         self._convert(model, state)
         if not any(recipe.linear.delayed for recipe in recipes_below(model)):
             return
@@ -108,10 +108,10 @@ class Float8Callback(ConversionArguments, TrainerCallback):
         state.stateful_callbacks[_KEY] = {"run": self._run}
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
         """Write the state of delayed scaling; a collective, as ``ScalingState`` is."""
-        scaling = ScalingState(_model(kwargs)).state_dict()
+        scaling = ScalingState(kwargs["model"]).state_dict()
         folder = _folder(args, state)
         if scaling and args.should_save and folder.is_dir():  # a search has other folders
             save_file(scaling, folder / SCALING_NAME, metadata={"run": self._run})
@@ -132,9 +132,7 @@ class Float8Callback(ConversionArguments, TrainerCallback):
         folders = [_folder(args, state)]
         if isinstance(args.resume_from_checkpoint, str):
             folders.insert(0, Path(args.resume_from_checkpoint))
-        for file in [folder / SCALING_NAME for folder in folders]:
-            if not file.exists():
-                continue
+        for file in filter(Path.exists, [folder / SCALING_NAME for folder in folders]):
             with safe_open(file, "pt") as opened:
                 if opened.metadata() == saved:
                     scaling = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
@@ -155,23 +153,18 @@ class Float8StatsCallback(StatsCallback, TrainerCallback):
     """
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
         """Begin to watch."""
         runs = Path(args.output_dir) / "runs" / "float8"
         places: dict[str, Destination] = {"tensorboard": runs, "wandb": "wandb", "mlflow": "mlflow"}
         chosen = [place for name, place in places.items() if name in args.report_to]
         first = state.is_world_process_zero
-        self.begin(_model(kwargs), state.global_step, chosen if first else None)
+        self.begin(kwargs["model"], state.global_step, chosen if first else None)
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
         """End the watch."""
         self.end()
-
-
-def _model(kwargs: dict[str, object]) -> nn.Module:
-    """The model that a Trainer passes to its callbacks, as all but ``on_init_end`` may rely on."""
-    return cast("nn.Module", kwargs.get("model"))
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

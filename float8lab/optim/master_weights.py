@@ -228,13 +228,19 @@ class MasterWeights(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        _check_groups(state_dict["param_groups"], self.param_groups)
+        groups = state_dict["param_groups"], self.param_groups
+        saved_sizes, sizes = ([len(_params(group)) for group in listed] for listed in groups)
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"state_dict must have groups of {sizes} parameters; got {saved_sizes}. Load the "
+                "state of an optimizer of the same model, made with the same groups."
+            )
         saved = {
             index: entry[MASTER]
             for index, entry in state_dict["state"].items()
             if isinstance(entry, dict) and MASTER in entry
         }
-        by_index = dict(_by_index(state_dict["param_groups"], self.param_groups))
+        by_index = dict(_by_index(*groups))
         for index, p in by_index.items():
             check_state(index, p, state_dict["state"].get(index, {}))
         inner = self._synchronize(needed={by_index[i] for i in saved if i in by_index})
@@ -316,7 +322,12 @@ class MasterWeights(torch.optim.Optimizer):
             del self._written[p]
         for p, master in self.masters.items():
             if p not in self._written or not self._written[p].is_current(p):
-                _update_master_(master, p)
+                local, local_master = local_of(p), local_of(master)
+                if local_master.device != local.device:
+                    moved = torch.empty_like(local_master, device=local.device)
+                    local_master.data = moved.copy_(local_master)
+                if not _describes(local_master, local):  # else the parameter is its quantized form
+                    local_master.copy_(decoded(local))
                 self._written[p] = _Written(p, master)
         return inner
 
@@ -367,16 +378,6 @@ class MasterWeights(torch.optim.Optimizer):
         with torch.no_grad():
             self._hand_over_gradients()
         return loss
-
-
-def _update_master_(master: Tensor, p: Tensor) -> None:
-    """Take a master from its parameter, unless that is exactly its quantized form."""
-    local, local_master = local_of(p), local_of(master)
-    if local_master.device != local.device:
-        moved = torch.empty_like(local_master, device=local.device)
-        local_master.data = moved.copy_(local_master)
-    if not _describes(local_master, local):
-        local_master.copy_(decoded(local))
 
 
 def _is_stale(p: Tensor, master: Tensor) -> bool:
@@ -498,8 +499,7 @@ def _describes(value: Tensor, local: Tensor) -> bool:
         return False
     if not isinstance(local, Float8Tensor):
         return torch.equal(value.to(local.dtype), local)
-    spec = local.spec
-    expected = requantize_blocks(value, spec, local.scale, local.amax)
+    expected = requantize_blocks(value, local.spec, local.scale, local.amax)
     return torch.equal(expected.view(torch.uint8), local.qdata.view(torch.uint8))
 
 
@@ -520,13 +520,3 @@ def _by_index(packed: Sequence[_Group], groups: Sequence[_Group]) -> list[tuple[
     indices = chain.from_iterable(cast("list[int]", group["params"]) for group in packed)
     params = chain.from_iterable(map(_params, groups))
     return list(zip(indices, params, strict=False))  # load_state_dict checks the sizes
-
-
-def _check_groups(packed: Sequence[_Group], groups: Sequence[_Group]) -> None:
-    """Raise unless the groups of a state_dict have as many parameters as those of the optimizer."""
-    saved, present = ([len(_params(group)) for group in listed] for listed in (packed, groups))
-    if saved != present:
-        raise ValueError(
-            f"state_dict must have groups of {present} parameters; got {saved}. Load the state of "
-            "an optimizer of the same model, made with the same groups."
-        )

@@ -5,30 +5,16 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import (
-    check_choice,
-    check_flags,
-    check_instance,
-    check_module,
-    check_names,
-    check_path,
-    check_size,
-)
+from float8lab import arguments
+from float8lab.checkpoints import safetensors
 from float8lab.checkpoints.layouts import FORMATS, Format, Weight
-from float8lab.checkpoints.safetensors import (
-    DTYPES,
-    Group,
-    NewTensor,
-    check_target,
-    write_checkpoint,
-)
 from float8lab.checkpoints.source import dtype_name, listed
 from float8lab.distributed.fsdp.shards import reshard
 from float8lab.inspect.text import Printed
@@ -134,13 +120,11 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     >>> report.fp8
     {'weight': 'e4m3 128x128 fp32'}
     """
-    check_path("path", path)
-    check_size("max_shard_size", max_shard_size, minimum=1)
-    check_flags(overwrite=overwrite)
-    check_target(Path(path), overwrite=overwrite)
-    contents = _contents(
-        model, format, recipe=recipe, exclude=exclude, share_scales=share_scales, unseen=unseen
-    )
+    arguments.check_path("path", path)
+    arguments.check_size("max_shard_size", max_shard_size, minimum=1)
+    arguments.check_flags(overwrite=overwrite)
+    safetensors.check_target(Path(path), overwrite=overwrite)
+    contents = _contents(model, format, recipe, exclude, share_scales, unseen)
     state, weights, layout = contents.state, contents.weights, FORMATS[format]
     sharded = [name for name, value in state.items() if is_dtensor(value)]
     if sharded:
@@ -160,7 +144,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
             stacklevel=2,
         )
     groups = contents.groups
-    files = write_checkpoint(Path(path), groups, config, max_shard_size=max_shard_size)
+    files = safetensors.write_checkpoint(Path(path), groups, config, max_shard_size=max_shard_size)
     return ExportReport(
         path=str(path),
         format=format,
@@ -199,9 +183,7 @@ def export_stream(
     weight (128, 256) torch.float8_e4m3fn
     weight_scale_inv (1, 2) torch.float32
     """
-    contents = _contents(
-        model, format, recipe=recipe, exclude=exclude, share_scales=share_scales, unseen=unseen
-    )
+    contents = _contents(model, format, recipe, exclude, share_scales, unseen)
     return (
         (tensor.name, value.detach())
         for group in contents.groups
@@ -216,7 +198,7 @@ class _Contents:
     state: Mapping[str, Tensor]
     weights: Sequence[Weight]
     """The weights in FP8."""
-    groups: Sequence[Group]
+    groups: Sequence[safetensors.Group]
     """All tensors."""
     high_precision: tuple[str, ...]
     """Modules that readers would look for scales of, and that have none."""
@@ -226,19 +208,20 @@ class _Contents:
 
 
 def _contents(
-    model: nn.Module, format: str, *, recipe: Recipe | None, exclude: Sequence[str],
+    model: nn.Module, format: str, recipe: Recipe | None, exclude: Sequence[str],
     share_scales: Sequence[Sequence[str]], unseen: bool,
 ) -> _Contents:  # fmt: skip
     """Check the arguments that ``export`` and ``export_stream`` share, and choose the weights."""
-    check_module("model", model)
-    check_choice("format", format, FORMATS)
+    arguments.check_module("model", model)
+    arguments.check_choice("format", format, FORMATS)
     check_recipe("recipe", recipe)
-    exclude = check_names("exclude", exclude)
-    check_instance("share_scales", share_scales, (list, tuple), "a list of lists of names")
+    exclude = arguments.check_names("exclude", exclude)
+    noun = "a list of lists of names"
+    arguments.check_instance("share_scales", share_scales, (list, tuple), noun)
     for group in share_scales:
-        check_instance("share_scales", group, (list, tuple), "a list of lists of names")
-        check_names("share_scales", group)
-    check_flags(unseen=unseen)
+        arguments.check_instance("share_scales", group, (list, tuple), noun)
+        arguments.check_names("share_scales", group)
+    arguments.check_flags(unseen=unseen)
     layout = FORMATS[format]
     reshard(model)
     state = _state(model)
@@ -256,15 +239,22 @@ def _contents(
     unnamed = [weight for weight in candidates if layout.lacks_names(weight)]
     weights = _in_format(layout, [weight for weight in candidates if weight not in unnamed])
     in_fp8 = {name for weight in weights for name in weight.sources}
-    _check_none_left(state, in_fp8)
+    stray = [name for name, value in state.items() if is_stored(value) and name not in in_fp8]
+    if stray:
+        raise ValueError(
+            f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
+            f"{listed(stray, 5)}. Dequantize them, or do not exclude them."
+        )
     reasons = quantizable.reasons | {name: w.obstacle for w in unnamed for name in w.sources}
     high_precision = _not_in_fp8(model, in_fp8)
+    # Transformers knows modules by either name, other readers by those in the checkpoint.
+    saved = [names.renamed.get(f"{module}.weight", "") for module in high_precision]
     return _Contents(
         state=state,
         weights=weights,
         groups=_groups(state, weights, layout, names),
         high_precision=tuple(high_precision),
-        not_converted=_both_names(high_precision, names),
+        not_converted=[*high_precision, *(name.removesuffix(".weight") for name in saved if name)],
         reasons={name: reason for name, reason in reasons.items() if name in state},
     )
 
@@ -280,22 +270,6 @@ def _in_format(layout: Format, weights: Sequence[Weight]) -> list[Weight]:
     for weight in result:
         layout.check(weight)
     return result
-
-
-def _check_none_left(state: Mapping[str, Tensor], in_fp8: Container[str]) -> None:
-    stray = [name for name, value in state.items() if is_stored(value) and name not in in_fp8]
-    if stray:
-        raise ValueError(
-            f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
-            f"{listed(stray, 5)}. Dequantize them, or do not exclude them."
-        )
-
-
-def _both_names(modules: Sequence[str], names: SavedNames) -> list[str]:
-    """Modules by their names in the model, and in the checkpoint where those differ."""
-    # Transformers knows them by either, other readers by those in the checkpoint.
-    saved = [names.renamed.get(f"{module}.weight", "") for module in modules]
-    return [*modules, *(name.removesuffix(".weight") for name in saved if name)]
 
 
 def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
@@ -328,7 +302,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
             raise ValueError(
                 f"model must have values; {name} is on the meta device. Load it first."
             )
-        if not is_stored(value) and value.dtype not in DTYPES.values():
+        if not is_stored(value) and value.dtype not in safetensors.DTYPES.values():
             raise ValueError(f"safetensors has no {value.dtype}, which {name} is. Convert it.")
         seen.add(id(value))
         state[name] = value
@@ -354,18 +328,20 @@ def _counts(nonfinite: Mapping[str, int]) -> str:
 
 def _groups(
     state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format, names: SavedNames
-) -> list[Group]:
+) -> list[safetensors.Group]:
     """All tensors, in the order of the model, under their names in the checkpoint."""
     by_name: dict[str, list[Weight]] = {n: [] for weight in weights for n in weight.sources}
     for weight in weights:
         by_name[weight.sources[0]].append(weight)
-    groups: list[Group] = []
+    groups: list[safetensors.Group] = []
     for name, value in state.items():
-        if name in by_name:
-            groups += [format.group(_renamed(weight, names)) for weight in by_name[name]]
-        else:
-            tensor = NewTensor(names.renamed.get(name, name), value.dtype, tuple(value.shape))
-            groups.append(Group((tensor,), functools.partial(_values, value)))
+        for weight in by_name.get(name, ()):  # the matrices of experts have names already
+            saved = tuple(names.renamed.get(name, name) for name in weight.names)
+            groups.append(format.group(replace(weight, names=saved, parameters=weight.sources)))
+        if name not in by_name:
+            saved_name = names.renamed.get(name, name)
+            tensor = safetensors.NewTensor(saved_name, value.dtype, tuple(value.shape))
+            groups.append(safetensors.Group((tensor,), functools.partial(_values, value)))
     counts = Counter(tensor.name for group in groups for tensor in group.tensors)
     twice, count = counts.most_common(1)[0]
     if count > 1:
@@ -376,12 +352,6 @@ def _groups(
     return groups
 
 
-def _renamed(weight: Weight, names: SavedNames) -> Weight:
-    """A weight under its name in the checkpoint; the matrices of experts have theirs already."""
-    saved = tuple(names.renamed.get(name, name) for name in weight.names)
-    return replace(weight, names=saved, parameters=weight.sources)
-
-
 def _values(value: Tensor) -> list[Tensor]:
     value = value.full_tensor() if is_dtensor(value) else value
     return [value.dequantize() if isinstance(value, Float4Tensor) else value]
@@ -390,9 +360,7 @@ def _values(value: Tensor) -> list[Tensor]:
 def _config_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, object]:
     """``config.json`` without its ``quantization_config``."""
     config: object = getattr(model, "config", None)
-    to_dict = getattr(config, "to_dict", None)
-    if to_dict is not None:
-        config = to_dict()
+    config = getattr(config, "to_dict", lambda: config)()
     fields: dict[str, object] = dict(config) if isinstance(config, Mapping) else {}
     dtypes = [value.dtype for value in state.values() if value.dtype.is_floating_point]
     if not fields.get("architectures"):

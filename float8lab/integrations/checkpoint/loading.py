@@ -12,18 +12,13 @@ import warnings
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_flags, check_module, check_path
-from float8lab.checkpoints.experts import (
-    Incomplete,
-    Stack,
-    incomplete_stacks,
-    is_stack,
-    stack_experts,
-)
+from float8lab.checkpoints import experts
 from float8lab.checkpoints.item import Item
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
@@ -52,9 +47,6 @@ _RECIPES = {
     if not recipe.linear.delayed
 }
 """The recipe that uses a weight of these blocks and elements as it is stored."""
-_STATIC = DelayedScaling()
-"""Recipe of layers for which the checkpoint has a scale of activations: in evaluation it stays as
-it is."""
 _PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 _COMPUTED = ("rotary_emb.inv_freq", "_extra_state", "input_global_scale")
 """Suffixes of tensors in checkpoints that models compute, or that only other libraries use."""
@@ -142,8 +134,6 @@ def load_fp8(
     """
     check_module("model", model)
     check_flags(dequantize=dequantize, strict=strict)
-    if not isinstance(source, Mapping):
-        check_path("source", source)
     opened = _open(source)
     with without_quantizer(model) as devices, torch.no_grad():
         targets = _Targets(model, devices)
@@ -169,6 +159,7 @@ def load_fp8(
 def _open(source: str | Path | Mapping[str, Tensor]) -> CheckpointSource:
     if isinstance(source, Mapping):
         return open_checkpoint(source)
+    check_path("source", source)
     path = Path(source)
     left = leftovers(path)
     if not path.exists():
@@ -228,7 +219,7 @@ class _Targets:
         target = id(self.state[name])
         users = {id(module) for module, _ in self.places.get(target, ())}
         modules = {id(self.layers[n]) for n in self.names[target] if n in self.layers}
-        return bool(users and users == modules) or is_stack(name, self.state[name])
+        return bool(users and users == modules) or experts.is_stack(name, self.state[name])
 
     def replace(self, target: Tensor, value: Tensor) -> None:
         """Put a tensor in every place of another."""
@@ -270,9 +261,9 @@ class _Plan:
         else:
             self.values.append((item, item.name))
             if not dequantize and _is_quantized(item):
-                mixed = isinstance(item, Stack) and item.mixed
-                reason = "its experts' blocks make no one weight"
-                reason = reason if mixed else "it is not a linear layer's weight alone"
+                reason = "it is not a linear layer's weight alone"
+                if not item.quantized:
+                    reason = "its experts' blocks make no one weight"
                 self.notes.append(f"{item.name} is dequantized: {reason}")
         self.loaded.add(id(target))
 
@@ -291,8 +282,9 @@ class _Plan:
 def _plan(source: CheckpointSource, targets: _Targets, *, dequantize: bool, strict: bool) -> _Plan:
     """Match a checkpoint and a model; raise if they do not fit."""
     plan = _Plan()
-    items = stack_experts(_named_as_in_the_model(recognize(source), targets), targets.state)
-    matrices = {m.name for item in items if isinstance(item, Stack) for m in item.matrices}
+    items = experts.stack_experts(_named_as_in_the_model(recognize(source), targets), targets.state)
+    stacked = [item for item in items if isinstance(item, experts.Stack)]
+    matrices = {matrix.name for stack in stacked for matrix in stack.matrices}
     for item in items:
         plan.damage += _damage(item)
         if item.is_scale and f"{item.name.rpartition('.')[0]}.weight" in matrices:
@@ -306,11 +298,13 @@ def _plan(source: CheckpointSource, targets: _Targets, *, dequantize: bool, stri
     state = targets.state.items()
     plan.missing += [name for name, value in state if id(value) not in plan.loaded]
     stacks = {name: value.shape[0] for name, value in state if value.ndim == 3}
-    _check(plan, source.path, incomplete_stacks(items, stacks), strict=strict)
+    _check(plan, source.path, experts.incomplete_stacks(items, stacks), strict=strict)
     return plan
 
 
-def _check(plan: _Plan, path: str, stacks: Mapping[str, Incomplete], *, strict: bool) -> None:
+def _check(
+    plan: _Plan, path: str, stacks: Mapping[str, experts.Incomplete], *, strict: bool
+) -> None:
     """Raise if a checkpoint is damaged or does not fit; note the stacks that are not loaded."""
     if plan.damage:
         raise CheckpointError(
@@ -366,7 +360,7 @@ def _damage(item: Item) -> list[str]:
 
 def _is_quantized(item: Item) -> bool:
     """Whether it is a weight in FP8 or 4 bits, or made of such."""
-    return item.quantized or (isinstance(item, Stack) and item.mixed)
+    return item.quantized or (isinstance(item, experts.Stack) and item.mixed)
 
 
 def _problem(item: Item, target: Tensor) -> str | None:
@@ -390,18 +384,15 @@ def _problem(item: Item, target: Tensor) -> str | None:
 
 def _stored(item: Item, target: Tensor, device: torch.device) -> nn.Parameter:
     """The weight as the checkpoint stores it, frozen."""
-    spec = item.spec
-    if spec is None:
-        raise TypeError(f"{item.name} must be quantized to be stored as the checkpoint has it.")
+    spec = cast("Spec", item.spec)  # the plan stores quantized tensors alone
     if spec.is_packed:
         return nn.Parameter(_packed(item, spec, target.dtype, device), requires_grad=False)
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
     for box in boxes(item.entry.shape, item.block):
         data[box] = item.qdata(box).to(device)
     scale = item.scales().to(device)
-    amaxes = [entry for entry in item.extras if entry.name.endswith(".amax")]
-    fits = amaxes and amaxes[0].shape == tuple(scale.shape)
-    amax = amaxes[0].read().to(device) if fits else scale * spec.largest()
+    amaxes = [x for x in item.extras if x.name.endswith(".amax") and x.shape == tuple(scale.shape)]
+    amax = amaxes[0].read().to(device) if amaxes else scale * spec.largest()
     stored = Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, target.dtype)
     return nn.Parameter(stored, requires_grad=False)
 
@@ -439,8 +430,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
     dtype = item.entry.dtype
     exact = dtype is not None and not dtype.is_floating_point and not item.quantized
     for box in boxes(item.entry.shape, item.block):
-        value = item.entry.read(box) if exact else item.values(box)
-        into[box] = value.to(into.device)
+        into[box] = (item.entry.read(box) if exact else item.values(box)).to(into.device)
 
 
 @dataclass
@@ -498,7 +488,7 @@ def _choose_for_gemm(
         if recipe is None:
             choice.notes.append(f"{gemm.name} runs without a recipe: none has its blocks")
         elif static and recipe == Float8CurrentScaling():
-            choice.recipes[gemm.name] = _STATIC
+            choice.recipes[gemm.name] = DelayedScaling()  # evaluation leaves the scale as it is
         else:
             choice.recipes[gemm.name] = recipe
 
@@ -511,11 +501,7 @@ def _choose_for_stacks(
     stored = [by_name[path] for weight in weights for path in weight.paths if path in by_name]
     if not any(item.fp8 for item in stored):
         return
-    fitting = [
-        recipe
-        for recipe in _RECIPES.values()
-        if all(_fits(weight, by_name, recipe) for weight in weights)
-    ]
+    fitting = [r for r in _RECIPES.values() if all(_fits(w, by_name, r) for w in weights)]
     states = [precision for _, precision in precisions(weights[0].module)]
     recipes_now = {state.recipe for state in states if state.recipe is not None or state.pinned}
     if recipes_now:
@@ -537,11 +523,8 @@ def _set_input_scales(
             continue
         gemm.precision.prepare(device)
         names = [name for name in gemm.paths if name in by_name]
-        inputs = [
-            scales[name.removesuffix("weight")]
-            for name in names
-            if name.removesuffix("weight") in scales
-        ]
+        stems = [name.removesuffix("weight") for name in names]
+        inputs = [scales[stem] for stem in stems if stem in scales]
         if inputs and isinstance(gemm.precision.recipe, DelayedScaling):
             # The largest scale covers the weight, should it be requantized.
             weight = max(float(by_name[name].scales().max()) for name in names)

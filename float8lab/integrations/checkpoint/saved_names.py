@@ -115,14 +115,12 @@ def _matrices(
     for name, value in saved.items():
         if value.ndim == 2 and value.shape[1] == columns and name.endswith(".weight"):
             first = int(value[0, 0])
-            numbers = torch.arange(first, first + value.numel())
-            if torch.equal(value.flatten(), numbers):
+            if torch.equal(value.flatten(), torch.arange(first, first + value.numel())):
                 by_first[first] = name, value.shape[0]
     result = {}
     for stack, numbers_of in stacks.items():
         for count in (1, 2):
-            step = _EACH // count
-            names = [by_first.get(number) for number in numbers_of[::step]]
+            names = [by_first.get(number) for number in numbers_of[:: _EACH // count]]
             fitting = [named[0] for named in names if named and named[1] == rows // count]
             if len(fitting) == len(names):
                 pairs = zip(*(fitting[index::count] for index in range(count)), strict=True)

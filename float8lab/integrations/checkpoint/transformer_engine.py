@@ -85,8 +85,6 @@ def load_te_scaling(
     """
     check_module("model", model)
     check_instance("recipe", recipe, DelayedScaling, "a DelayedScaling", optional=True)
-    if not isinstance(source, Mapping):
-        check_path("source", source)
     states = {
         name: state
         for name, value in _extra_states(source).items()
@@ -136,6 +134,7 @@ def _extra_states(source: str | Path | Mapping[str, object]) -> dict[str, object
     if isinstance(source, Mapping):
         values = dict(source)
     else:
+        check_path("source", source)
         entries = open_checkpoint(source).entries
         values = {e.name: e.read() for e in entries if e.name.endswith(_KEY)}
     return {
@@ -242,7 +241,9 @@ def _recipe(state: Mapping[str, object]) -> DelayedScaling:
         recipe = extra.get("recipe")
     fields = getattr(recipe, "__dict__", {})
     margin, algorithm = fields.get("margin", 0), fields.get("amax_compute_algo", "max")
-    gradients = _largest_gradient(fields.get("fp8_format"))
+    # The format is an enumeration of pairs, each of which has names or not.
+    pair = (*getattr(fields.get("fp8_format"), "values", ()), None)[0]
+    gradients = getattr(pair, "max_bwd", (*getattr(pair, "values", ()), None, None)[1])
     history = state.get("amax_history_fwd")
     length = history.shape[0] if isinstance(history, Tensor) and history.ndim else 1
     return DelayedScaling(
@@ -252,10 +253,3 @@ def _recipe(state: Mapping[str, object]) -> DelayedScaling:
         fp8_format=Format.E4M3 if gradients == 448 else Format.HYBRID,
         power_of_2_scale=False,
     )
-
-
-def _largest_gradient(format: object) -> object:
-    """Largest value of the gradients in a saved recipe's format; None if it is unknown."""
-    # The format is an enumeration of pairs, each of which has names or not.
-    pair = (*getattr(format, "values", ()), None)[0]
-    return getattr(pair, "max_bwd", (*getattr(pair, "values", ()), None, None)[1])

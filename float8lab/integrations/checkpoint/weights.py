@@ -273,15 +273,9 @@ class FoundWeights(NamedTuple):
 
 
 def find_weights(
-    model: nn.Module,
-    *,
-    recipe: Recipe | None,
-    default: Recipe,
-    exclude: Sequence[str],
-    share_scales: Sequence[Sequence[str]],
-    unseen: bool,
-    names: SavedNames,
-) -> FoundWeights:
+    model: nn.Module, *, recipe: Recipe | None, default: Recipe, exclude: Sequence[str],
+    share_scales: Sequence[Sequence[str]], unseen: bool, names: SavedNames,
+) -> FoundWeights:  # fmt: skip
     """The weights to store in FP8: of layers that run in FP8 or, without any, all ``nn.Linear``.
 
     ``recipe`` is for layers that have none of their own, and ``default`` for those that have none
@@ -361,22 +355,17 @@ def specs_of_parameters(weight: GemmWeight, recipe: Recipe) -> list[Float8Spec] 
 
 
 def _cast(
-    weight: GemmWeight,
-    recipe: Recipe,
-    experts: slice = slice(None),
-    scale: Tensor | None = None,
-    *,
-    amax: bool = False,
-) -> Float8Tensor:
+    weight: GemmWeight, recipe: Recipe, experts: slice = slice(None), scale: Tensor | None = None,
+    *, amax: bool = False,
+) -> Float8Tensor:  # fmt: skip
     """Cast a weight as a forward in evaluation would now, or by a scale per tensor."""
     x, spec = weight.matrices(experts), recipe.linear.w
     with torch.no_grad():
         if scale is not None or weight.is_stack:
-            params: QuantParams | None
-            if scale is not None:
-                params = QuantParams.of_scale(scale.to(x.device).reshape(1, 1), spec)
-            else:
+            if scale is None:
                 params = _params_of_experts(weight, recipe, x, experts.start or 0)
+            else:
+                params = QuantParams.of_scale(scale.to(x.device).reshape(1, 1), spec)
             qdata, scale = quantize(x, spec, None, params, float(recipe.linear.epsilon)).rowwise
         else:
             slots = None
@@ -443,12 +432,10 @@ def _cast_weight(weight: GemmWeight, recipe: Recipe, spec: Float8Spec, names: Sa
     """A weight in high precision, which a recipe casts."""
 
     def make(scale: Tensor | None = None, *, amax: bool = False) -> list[Stored]:
-        laid_out = weight.lay_out(_cast(weight, recipe, scale=scale, amax=amax))
-        return [_buffers(x) for x in laid_out]
+        return [_buffers(x) for x in weight.lay_out(_cast(weight, recipe, scale=scale, amax=amax))]
 
     def make_matrix(expert: int, rows: slice, *, amax: bool = False) -> list[Stored]:
-        matrix = _cast(weight, recipe, slice(expert, expert + 1), amax=amax)[0]
-        return [_buffers(matrix[rows])]
+        return [_buffers(_cast(weight, recipe, slice(expert, expert + 1), amax=amax)[0][rows])]
 
     return _described(weight, weight.paths, spec, recipe, make, make_matrix, names)
 

@@ -23,73 +23,30 @@ from torch import Tensor
 from float8lab.formats import SCALE_RULES, largest
 from float8lab.ops import reference
 from float8lab.ops.cast import empty_scale
-from float8lab.ops.kernels._common import (
-    TILE,
-    Tile,
-    abs_bits,
-    block_amax,
-    block_index,
-    broadcast_scale,
-    ceil_div,
-    empty_column_sums,
-    grid_of,
-    largest_bits,
-    load_tile,
-    nan_for_infinity,
-    next_power_of_2,
-    pack_scaled,
-    record_amax,
-    saturate,
-    scale_from_amax,
-    scale_tile,
-    store_column_sum,
-    store_tile,
-    store_words,
-    sum_of_rows,
-    widen,
-)
+from float8lab.ops.kernels import _common
+from float8lab.ops.kernels import prologue as prologues
+from float8lab.ops.kernels._common import load_tile, nan_for_infinity, scale_from_amax, widen
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
 from float8lab.ops.kernels.dequantize import transpose
 from float8lab.ops.kernels.grouped_cast import cast_groups
-from float8lab.ops.kernels.prologue import (
-    arguments_of,
-    has_kernel,
-    load,
-    load_bits,
-    load_words,
-    tile_for,
-    tile_of_program,
-    value_of,
-    width_of_tiles,
-)
+from float8lab.ops.kernels.prologue import load, load_bits, load_words, tile_of_program
 from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
 from float8lab.ops.reference import prologue_shape, round_up
 
-__all__ = [
-    "amax_of",
-    "block_tile",
-    "cast",
-    "divides_a_tile",
-    "row_tile",
-    "write_blocks",
-    "write_cast",
-    "write_rows",
-]
-
-_LARGE_BLOCKS = Tile(rows=128, columns=128, warps=16)
+_LARGE_BLOCKS = _common.Tile(rows=128, columns=128, warps=16)
 """A tile of blocks holds whole blocks."""
-_FLAT = Tile(rows=1, columns=4096, warps=8)
-_COLUMN_MAJOR = Tile(rows=64, columns=64, warps=4)
-_AMAX = Tile(rows=128, columns=64, warps=4)
-_AMAX_OF_FLOAT32 = Tile(rows=64, columns=64, warps=4)
+_FLAT = _common.Tile(rows=1, columns=4096, warps=8)
+_COLUMN_MAJOR = _common.Tile(rows=64, columns=64, warps=4)
+_AMAX = _common.Tile(rows=128, columns=64, warps=4)
+_AMAX_OF_FLOAT32 = _common.Tile(rows=64, columns=64, warps=4)
 
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of a matrix: six programs per multiprocessor of an H200, all resident."""
-_PARTIALS = next_power_of_2(_AMAX_PROGRAMS)
-_AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = Tile(rows=32, columns=128, warps=8), 32 * 132
+_PARTIALS = _common.next_power_of_2(_AMAX_PROGRAMS)
+_AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = _common.Tile(rows=32, columns=128, warps=8), 32 * 132
 """Tile and programs of the amax of what a prologue computes."""
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers between its amax and its cast."""
@@ -130,7 +87,7 @@ def _amax_kernel(
         amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
         tl.store(amax_ptr + tl.program_id(0), amax)
     else:
-        record_amax(amax_ptr, bits)
+        _common.record_amax(amax_ptr, bits)
 
 
 def _partial_amax(matrix: _Matrix) -> Tensor:
@@ -140,17 +97,17 @@ def _partial_amax(matrix: _Matrix) -> Tensor:
     tile = _AMAX_OF_PROLOGUE
     if prologue:
         amax = inputs[0].new_zeros((1, 1), dtype=torch.float32)
-        programs = min(grid_of(shape, tile)[0], _PROLOGUE_PROGRAMS)
+        programs = min(_common.grid_of(shape, tile)[0], _PROLOGUE_PROGRAMS)
     else:
         x = inputs[0]
         x = x.t() if x.stride(0) < x.stride(1) else x
-        tile = TILE
+        tile = _common.TILE
         if x.is_contiguous():
             x, tile = x.view(1, -1), _FLAT
         inputs, shape = [x], x.shape
-        programs = min(grid_of(shape, tile)[0], _AMAX_PROGRAMS)
+        programs = min(_common.grid_of(shape, tile)[0], _AMAX_PROGRAMS)
         amax = x.new_empty(programs, dtype=torch.float32)
-    tensors, constants = arguments_of(prologue, inputs, dtype, tile)
+    tensors, constants = prologues.arguments_of(prologue, inputs, dtype, tile)
     _amax_kernel[(programs,)](*tensors, amax, *shape, PARTIAL=not prologue, **constants)
     return amax
 
@@ -160,16 +117,16 @@ def amax_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
 ) -> Tensor:
     """No hot path asks for that of blocks smaller than a row or a column."""
-    block, fits = tuple(block), has_kernel(prologue, inputs, dtype)
+    block, fits = tuple(block), prologues.has_kernel(prologue, inputs, dtype)
     if fits and block in ((1, -1), (-1, 1)):
         shape, by_row = prologue_shape(prologue, inputs), block[0] == 1
         bits = inputs[0].new_zeros(shape[0] if by_row else shape[1], dtype=torch.int32)
         _amax_rows_columns(
-            (prologue, inputs, dtype), bits, 0, tile_for(prologue), by_row, not by_row
+            (prologue, inputs, dtype), bits, 0, prologues.tile_for(prologue), by_row, not by_row
         )
         return bits.view(torch.float32).view((-1, 1) if by_row else (1, -1))
     if block != (-1, -1) or not fits:
-        x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
+        x = prologues.value_of(prologue, inputs, dtype) if prologue else inputs[0]
         return reference.amax(x, block)
     partial = _partial_amax((prologue, inputs, dtype))
     return partial if prologue else partial.amax().view(1, 1)
@@ -191,7 +148,7 @@ def _amax_rows_columns_kernel(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
-    bits = abs_bits(y.to(tl.float32))
+    bits = _common.abs_bits(y.to(tl.float32))
     if WRITE:
         tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
     if TRANSPOSE:
@@ -199,21 +156,21 @@ def _amax_rows_columns_kernel(
 
 
 def _amax_rows_columns(
-    matrix: _Matrix, amaxes: Tensor, rows: int, tile: Tile, write: bool, transpose: bool
+    matrix: _Matrix, amaxes: Tensor, rows: int, tile: _common.Tile, write: bool, transpose: bool
 ) -> None:
     """Raise ``amaxes``, bit patterns of rows and then of columns, to those of a matrix."""
     prologue, inputs, _ = matrix
     shape = prologue_shape(prologue, inputs)
     if not prologue:
         tile = _AMAX if inputs[0].element_size() == 2 else _AMAX_OF_FLOAT32
-    tensors, constants = arguments_of(*matrix, tile)
-    _amax_rows_columns_kernel[grid_of(shape, tile)](
+    tensors, constants = prologues.arguments_of(*matrix, tile)
+    _amax_rows_columns_kernel[_common.grid_of(shape, tile)](
         *tensors, amaxes, *shape, rows, WRITE=write, TRANSPOSE=transpose, **constants
     )
 
 
 def _scales_of_rows(
-    matrix: _Matrix, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, tile: Tile,
+    matrix: _Matrix, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, tile: _common.Tile,
     *, write: bool, transpose: bool, given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Scales of rows and of columns, the encode factors of both, and the amaxes of the columns.
@@ -232,7 +189,7 @@ def _scales_of_rows(
     amax = amaxes[rows:].view(torch.float32).clone().view(-1, 1) if columns_alone else None
     scale = first.new_empty((rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((columns, 1), dtype=torch.float32)
-    make_scales[(ceil_div(rows + columns, SCALES),)](
+    make_scales[(_common.ceil_div(rows + columns, SCALES),)](
         amaxes, scale, scale_t, rows, columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
@@ -254,7 +211,7 @@ def _encode_of_tensor(
     else:
         index = tl.arange(0, PARTIALS)
         partial = tl.load(given_ptr + index, mask=index < programs, other=0.0)
-        amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
+        amax = tl.max(_common.abs_bits(partial), 0).to(tl.float32, bitcast=True)
     encode = amax
     if RULE != "":
         scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
@@ -281,13 +238,13 @@ def write_cast(
     HAS_SLOT: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile by given factors."""
-    m = block_index(tile_m * TILE_M, rows, BM, TILE_M)
+    m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
     # Every thread loads the one factor of a tensor, as it would those of blocks: with one load for
     # all of them casts of matrices took 3 to 6 % longer on an H200.
     if BK == 0 and BM > 0:
         factor = tl.load(factor_ptr + m * stride_fm, mask=m < factor_rows, other=1.0)[:, None]
     else:
-        k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
+        k = _common.block_index(tile_k * TILE_K, columns, BK, TILE_K)
         mask = (m < factor_rows)[:, None] & (k < factor_columns)[None, :]
         offsets = m[:, None] * stride_fm + k[None, :] * stride_fk
         factor = tl.load(factor_ptr + offsets, mask=mask, other=1.0)
@@ -295,9 +252,9 @@ def write_cast(
     # At once for two values of 2 bytes, unless the amax needs the wide ones anyway.
     visible = nan_for_infinity(x.to(tl.float32) if HAS_SLOT else x, dtype).to(tl.float32)
     y = tl.div_rn(visible, factor) if DIVIDE else visible * factor
-    store_tile(q_ptr, saturate(y, visible, dtype), rows, columns, ROWS, COLUMNS)
+    _common.store_tile(q_ptr, _common.saturate(y, visible, dtype), rows, columns, ROWS, COLUMNS)
     if HAS_SLOT:
-        record_amax(slot_ptr, abs_bits(x.to(tl.float32)))
+        _common.record_amax(slot_ptr, _common.abs_bits(x.to(tl.float32)))
 
 
 @launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
@@ -338,8 +295,8 @@ def _cast_kernel(
                 given_ptr, scale_ptr, None, amax_ptr, programs, eps, LIMIT, RULE, PARTIALS
             )
         x = nan_for_infinity(x, q_ptr.dtype.element_ty).to(tl.float32)
-        q = saturate(x * encode, x, q_ptr.dtype.element_ty)
-        store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+        q = _common.saturate(x * encode, x, q_ptr.dtype.element_ty)
+        _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
 
 
 def _cast(
@@ -347,13 +304,13 @@ def _cast(
     slot: Tensor | None = None, scale: Tensor | None = None, amax: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write ``q`` by ``given`` factors, or by amaxes; then ``scale`` and ``amax``, too."""
-    tile, finds = tile_for(matrix[0]), scale is not None
-    tensors, constants = arguments_of(*matrix, tile)
+    tile, finds = prologues.tile_for(matrix[0]), scale is not None
+    tensors, constants = prologues.arguments_of(*matrix, tile)
     programs, sizes = given.numel(), (1, 1, 1, 1)
     if not finds:
-        given, block = broadcast_scale(given, block)
+        given, block = _common.broadcast_scale(given, block)
         programs, sizes = 1, (*given.shape, *given.stride())
-    _cast_kernel[grid_of(q.shape, tile)](
+    _cast_kernel[_common.grid_of(q.shape, tile)](
         *tensors, given, slot, q, scale, amax,
         *prologue_shape(*matrix[:2]), *q.shape, programs, eps, *sizes,
         LIMIT=largest(q.dtype), RULE=rule if finds else "",
@@ -380,11 +337,11 @@ def write_rows(
     rows = tile.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     chunk = tl.arange(0, TILE_K).to(tl.int64)
     x = load_tile(x_ptr, rows, chunk, M, K, stride_xm, stride_xk).to(tl.float32)
-    bits = abs_bits(x)
+    bits = _common.abs_bits(x)
     if not SINGLE:
         for start in range(TILE_K, K, TILE_K):
             x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
-            bits = tl.maximum(bits, abs_bits(x))
+            bits = tl.maximum(bits, _common.abs_bits(x))
     row_amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
     scale, encode = scale_from_amax(row_amax, tl.cast(eps, tl.float32), LIMIT, RULE)
     tl.store(scale_ptr + rows, scale, mask=rows < ROWS)
@@ -393,15 +350,15 @@ def write_rows(
     if SINGLE:
         x = nan_for_infinity(x, q_ptr.dtype.element_ty)
         y = x * encode[:, None]
-        q = saturate(y, y, q_ptr.dtype.element_ty)
-        store_tile(q_ptr, q, rows, chunk, ROWS, COLUMNS)
+        q = _common.saturate(y, y, q_ptr.dtype.element_ty)
+        _common.store_tile(q_ptr, q, rows, chunk, ROWS, COLUMNS)
     else:
         for start in range(0, COLUMNS, TILE_K):
             x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
             x = nan_for_infinity(x, q_ptr.dtype.element_ty)
             y = x * encode[:, None]
-            q = saturate(y, y, q_ptr.dtype.element_ty)
-            store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
+            q = _common.saturate(y, y, q_ptr.dtype.element_ty)
+            _common.store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
 
 
 @launched
@@ -416,18 +373,18 @@ def _quantize_rows_kernel(
     )  # fmt: skip
 
 
-def row_tile(x: Tensor, columns: int) -> Tile:
+def row_tile(x: Tensor, columns: int) -> _common.Tile:
     if x.stride(0) < x.stride(1):
         return _COLUMN_MAJOR
-    chunk = min(next_power_of_2(columns), _ROW_CHUNK)
+    chunk = min(_common.next_power_of_2(columns), _ROW_CHUNK)
     rows = max(1, min(64, 4096 // chunk))
-    return Tile(rows=rows, columns=chunk, warps=8 if rows * chunk > 4096 else 4)
+    return _common.Tile(rows=rows, columns=chunk, warps=8 if rows * chunk > 4096 else 4)
 
 
 def _quantize_rows(x: Tensor, q: Tensor, scale: Tensor, rule: str, eps: float) -> Tensor:
     """The amaxes."""
     tile, amax = row_tile(x, q.shape[1]), torch.empty_like(scale)
-    _quantize_rows_kernel[(ceil_div(q.shape[0], tile.rows),)](
+    _quantize_rows_kernel[(_common.ceil_div(q.shape[0], tile.rows),)](
         x, q, scale, amax, *x.shape, *q.shape, *x.stride(), eps,
         LIMIT=largest(q.dtype), RULE=rule, SINGLE=q.shape[1] <= tile.columns,
         TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
@@ -452,12 +409,12 @@ def write_blocks(
     """Quantize the blocks of a tile."""
     TILE_M: tl.constexpr = x.shape[0]
     TILE_K: tl.constexpr = x.shape[1]
-    amaxes = block_amax(abs_bits(x), BM, BK)
+    amaxes = _common.block_amax(_common.abs_bits(x), BM, BK)
     scale, encode = scale_from_amax(amaxes, tl.cast(eps, tl.float32), LIMIT, RULE)
     x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-    y = scale_tile(x, encode, BM, BK)
-    q = saturate(y, y, q_ptr.dtype.element_ty)
-    store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+    y = _common.scale_tile(x, encode, BM, BK)
+    q = _common.saturate(y, y, q_ptr.dtype.element_ty)
+    _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
     m = tile_m * (TILE_M // BM) + tl.arange(0, TILE_M // BM)
     k = tile_k * (TILE_K // BK) + tl.arange(0, TILE_K // BK)
     offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
@@ -488,7 +445,7 @@ def _quantize_blocks_kernel(
     )  # fmt: skip
 
 
-def block_tile(block: Sequence[int], tile: Tile = TILE) -> Tile:
+def block_tile(block: Sequence[int], tile: _common.Tile = _common.TILE) -> _common.Tile:
     return _LARGE_BLOCKS if block[0] > tile.rows else tile
 
 
@@ -500,10 +457,10 @@ def _quantize_blocks(
     matrix: _Matrix, q: Tensor, scale: Tensor, block: Sequence[int], rule: str, eps: float
 ) -> Tensor | None:
     """The amaxes, unless a prologue computes the matrix."""
-    tile = block_tile(block, tile_for(matrix[0]))
+    tile = block_tile(block, prologues.tile_for(matrix[0]))
     amax = None if matrix[0] else torch.empty_like(scale)
-    tensors, constants = arguments_of(*matrix, tile)
-    _quantize_blocks_kernel[grid_of(q.shape, tile)](
+    tensors, constants = prologues.arguments_of(*matrix, tile)
+    _quantize_blocks_kernel[_common.grid_of(q.shape, tile)](
         *tensors, q, scale, amax, *prologue_shape(*matrix[:2]), *q.shape, *scale.stride(), eps,
         LIMIT=largest(q.dtype), RULE=rule, BM=block[0], BK=block[1], **constants,
     )  # fmt: skip
@@ -522,7 +479,7 @@ def _cast_straight(
     first, finds = inputs[0], rule in SCALE_RULES
     M, K = prologue_shape(prologue, inputs)
     if K == 1 or (finds and block not in ((-1, -1), (1, -1)) and not divides_a_tile(block)):
-        x = value_of(*matrix) if prologue else first
+        x = prologues.value_of(*matrix) if prologue else first
         arguments = (*options, True, False, False, given)
         q, scale, amax, *_ = reference.cast("", [x], x.dtype, *arguments, slot=slot)
         assert q is not None, "asked for"
@@ -536,15 +493,16 @@ def _cast_straight(
         scale, encode = (empty_scale(first, q.shape, block) for _ in range(2))
         encode.copy_(given)
         count = encode.numel()
-        make_scales[(ceil_div(count, SCALES),)](
+        make_scales[(_common.ceil_div(count, SCALES),)](
             encode.view(torch.int32), scale, scale, count, 0, eps,
             LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
         )  # fmt: skip
         _cast(matrix, q, encode, block, "encode", eps)
         return q, scale, None
     if prologue and block == (1, -1):
+        tile = prologues.tile_for(prologue)
         scale, _, encode, _ = _scales_of_rows(
-            matrix, fp8_dtype, rule, eps, align, tile_for(prologue), write=True, transpose=False
+            matrix, fp8_dtype, rule, eps, align, tile, write=True, transpose=False
         )
         _cast(matrix, q, encode.view(-1, 1), block, "encode", eps)
         return q, scale, None
@@ -573,16 +531,16 @@ def _write_words(
         encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)[None, :]
     w0, w1 = widen(nan_for_infinity(x0, dtype)), widen(nan_for_infinity(x1, dtype))
     w2, w3 = widen(nan_for_infinity(x2, dtype)), widen(nan_for_infinity(x3, dtype))
-    packed = pack_scaled(w0, w1, w2, w3, encode, dtype)
+    packed = _common.pack_scaled(w0, w1, w2, w3, encode, dtype)
     if WRITE:
         for row in tl.static_range(4):
             rows = 4 * words + row
             if PER_ROW:
                 encode = tl.load(encode_ptr + rows, mask=rows < ROWS, other=1.0)[:, None]
             x = widen(nan_for_infinity((x0, x1, x2, x3)[row], dtype))
-            q = saturate(x * encode, x, dtype)
-            store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
-    store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
+            q = _common.saturate(x * encode, x, dtype)
+            _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+    _common.store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
 
 
 @launched(do_not_specialize_on_alignment=["slot_ptr"])
@@ -626,15 +584,17 @@ def _cast_words_kernel(
         # Stores should not wait for the amax of the tile, but column sums leave no registers for
         # that.
         if HAS_SLOT and COLUMN_SUM:
-            record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
+            _common.record_amax(slot_ptr, _common.largest_bits(x0, x1, x2, x3))
         if COLUMN_SUM:
-            store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+            _common.store_column_sum(
+                sum_ptr, _common.sum_of_rows(x0, x1, x2, x3), tile_m, columns, K
+            )
         _write_words(
             x0, x1, x2, x3, encode, given_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
             PER_ROW, WRITE,
         )  # fmt: skip
         if HAS_SLOT and not COLUMN_SUM:
-            record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
+            _common.record_amax(slot_ptr, _common.largest_bits(x0, x1, x2, x3))
 
 
 def _cast_words(
@@ -644,7 +604,7 @@ def _cast_words(
     """The op's results for a matrix whose columns are whole words."""
     (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
     first, shape = inputs[0], prologue_shape(prologue, inputs)
-    tile, amax = tile_for(prologue, words=True), None
+    tile, amax = prologues.tile_for(prologue, words=True), None
     rows, columns = (round_up(size, align) for size in shape)
     if rule not in SCALE_RULES:
         assert given is not None, "the rule says so"
@@ -660,10 +620,10 @@ def _cast_words(
             amax = given if prologue and not write else None
     q = first.new_empty((rows, columns), dtype=fp8_dtype) if write else None
     q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
-    sums = empty_column_sums(first, shape, tile) if column_sum else None
-    tensors, constants = arguments_of(*matrix, tile)
+    sums = _common.empty_column_sums(first, shape, tile) if column_sum else None
+    tensors, constants = prologues.arguments_of(*matrix, tile)
     is_per_tensor = block == (-1, -1) and scale is not None
-    _cast_words_kernel[grid_of((rows, width_of_tiles(columns, constants)), tile)](
+    _cast_words_kernel[_common.grid_of((rows, prologues.width_of_tiles(columns, constants)), tile)](
         *tensors, given, slot, q, q_t, *((scale, scale_t) if is_per_tensor else (None, None)), sums,
         *shape, rows, columns, given.numel(), eps,
         LIMIT=largest(fp8_dtype), RULE=rule if is_per_tensor else "",
@@ -676,22 +636,11 @@ def _cast_words(
 
 @replayed
 def cast(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float = 0.0,
-    align: int = 1,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    dbias: bool = False,
-    given: Tensor | None = None,
-    offs: Tensor | None = None,
-    plan: Tensor | None = None,
-    slot: Tensor | None = None,
-) -> tuple[Any, ...]:
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, fp8_dtype: torch.dtype,
+    block: Sequence[int], rule: str, eps: float = 0.0, align: int = 1, rowwise: bool = True,
+    columnwise: bool = False, dbias: bool = False, given: Tensor | None = None,
+    offs: Tensor | None = None, plan: Tensor | None = None, slot: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     if offs is not None or inputs[0].ndim == 3:
         return cast_groups(
             (prologue, inputs, dtype), offs, plan, (fp8_dtype, tuple(block), rule, eps),
@@ -700,7 +649,7 @@ def cast(
     matrix, first, block = (prologue, inputs, dtype), inputs[0], tuple(block)
     finds, both_orientations = rule in SCALE_RULES, rowwise and columnwise
     options = (fp8_dtype, block, rule, eps, align)
-    if not has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
+    if not prologues.has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
         arguments: Any = (rowwise, columnwise, dbias, given)
         return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *arguments, slot=slot)
     grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
@@ -716,7 +665,7 @@ def cast(
     # Each orientation is cast on its own, or the one that has the same bytes is transposed.
     transposes = both_orientations and (block[0] == block[1] or not finds)
     if prologue and (dbias or (columnwise and not transposes)):
-        first = value_of(*matrix)
+        first = prologues.value_of(*matrix)
         matrix = "", [first], dtype
     column_sums = first.sum(0, dtype=torch.float32) if dbias else None
     transposed = "", [first.t()], first.dtype

@@ -23,47 +23,23 @@ from torch import Tensor
 from float8lab.formats import SCALE_RULES, largest
 from float8lab.ops import reference
 from float8lab.ops.cast import empty_scale
-from float8lab.ops.kernels._common import (
-    Tile,
-    abs_bits,
-    block_amax,
-    ceil_div,
-    largest_bits,
-    nan_for_infinity,
-    next_power_of_2,
-    pack_scaled,
-    record_amax,
-    saturate,
-    scale_from_amax,
-    scale_tile,
-    store_column_sum,
-    sum_of_rows,
-    widen,
-)
+from float8lab.ops.kernels import _common
+from float8lab.ops.kernels import prologue as prologues
+from float8lab.ops.kernels._common import nan_for_infinity, saturate, scale_from_amax, widen
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import has_tiles, launch_tiles, takes_tiles
-from float8lab.ops.kernels.prologue import (
-    arguments_of,
-    has_kernel,
-    load,
-    load_bits,
-    load_words,
-    tile_of_program,
-    width_of_tiles,
-)
+from float8lab.ops.kernels.prologue import load, load_bits, load_words, tile_of_program
 from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
 from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
 
-__all__ = ["cast_groups", "plan_groups"]
-
-_TILE = Tile(rows=128, columns=128, warps=8)
+_TILE = _common.Tile(rows=128, columns=128, warps=8)
 """The tile of casts in blocks: it has whole ones."""
-_NARROW = Tile(rows=128, columns=64, warps=4)
+_NARROW = _common.Tile(rows=128, columns=64, warps=4)
 """The tile of other casts, as ``prologue.tile_for`` has it for words."""
-_NARROW_OF_PROLOGUE = Tile(rows=128, columns=64, warps=8)
-_AMAX_TILE = Tile(rows=32, columns=256, warps=8)
+_NARROW_OF_PROLOGUE = _common.Tile(rows=128, columns=64, warps=8)
+_AMAX_TILE = _common.Tile(rows=32, columns=256, warps=8)
 """Wide, since a program reads its tiles one after another: rows of 512 bytes."""
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of all there is."""
@@ -130,7 +106,7 @@ def _plan_kernel(
 def plan_groups(offs: Tensor, rows: int) -> Tensor:
     E = offs.shape[0]
     plan = offs.new_empty((E + 1 + padded_rows(rows, E) // SPAN, 4), dtype=torch.int32)
-    _plan_kernel[(plan.shape[0],)](offs, plan, rows, E, COUNT=next_power_of_2(E + 1))
+    _plan_kernel[(plan.shape[0],)](offs, plan, rows, E, COUNT=_common.next_power_of_2(E + 1))
     return plan
 
 
@@ -233,7 +209,7 @@ def _amax_batch_kernel(
             a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
             rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
-        bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
+        bits = tl.maximum(bits, _common.abs_bits(y.to(tl.float32)))
     amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
     tl.store(amax_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), amax)
 
@@ -251,7 +227,7 @@ def _factors_kernel(
     partial = tl.load(
         partial_ptr + matrix * stride + index * stride_part, mask=index < count, other=0.0
     )
-    amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
+    amax = tl.max(_common.abs_bits(partial), 0).to(tl.float32, bitcast=True)
     scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
     tl.store(amax_ptr + matrix, amax)
     tl.store(scale_ptr + matrix, scale)
@@ -283,7 +259,7 @@ def _amax_rows_of_groups_kernel(
             row + local, columns, tile_k, end, K,
             FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
-        bits = abs_bits(y.to(tl.float32))
+        bits = _common.abs_bits(y.to(tl.float32))
         if WRITE:
             mask = row + local < end
             tl.atomic_max(amax_ptr + first + local, tl.max(bits, 1), mask=mask, sem="relaxed")
@@ -308,9 +284,11 @@ def _write_rows_of_blocks(
 ):  # fmt: skip
     """Every fourth row of a tile, with a scale for every 1 x BLOCK."""
     wide = widen(x)
-    scale, encode = scale_from_amax(block_amax(abs_bits(wide), 1, BLOCK), eps, LIMIT, RULE)
+    scale, encode = scale_from_amax(
+        _common.block_amax(_common.abs_bits(wide), 1, BLOCK), eps, LIMIT, RULE
+    )
     wide = nan_for_infinity(wide, q_ptr.dtype.element_ty)
-    y = scale_tile(wide, encode, 1, BLOCK)
+    y = _common.scale_tile(wide, encode, 1, BLOCK)
     q = saturate(y, y, q_ptr.dtype.element_ty)
     _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
     k = tile_k * (TILE_K // BLOCK) + tl.arange(0, TILE_K // BLOCK)
@@ -327,7 +305,7 @@ def _column_factors(
 ):  # fmt: skip
     """Encode factors of every word of a tile, whose columns have a scale for every BLOCK rows."""
     DOWN: tl.constexpr = TILE_M // BLOCK
-    scale, encode = scale_from_amax(block_amax(bits, BLOCK // 4, 1), eps, LIMIT, RULE)
+    scale, encode = scale_from_amax(_common.block_amax(bits, BLOCK // 4, 1), eps, LIMIT, RULE)
     m = place // BLOCK + tl.arange(0, DOWN)
     mask = (m * BLOCK < limit)[:, None] & (columns < COLUMNS)[None, :]
     offsets = columns[None, :] * stride_tk + m[:, None] * stride_tm
@@ -388,13 +366,16 @@ def _cast_groups_kernel(  # noqa: PLR0915
             columns += K // 2
             tile_k += K // 2 // TILE_K
         if HAS_SLOT and row < end:
-            record_amax(slot_ptr + group, largest_bits(x0, x1, x2, x3))
+            _common.record_amax(slot_ptr + group, _common.largest_bits(x0, x1, x2, x3))
         if COLUMN_SUM:
-            store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+            _common.store_column_sum(
+                sum_ptr, _common.sum_of_rows(x0, x1, x2, x3), tile_m, columns, K
+            )
 
         encode = 1.0
         if SQUARE:
-            amax = tl.max(tl.max(largest_bits(x0, x1, x2, x3), 1), 0).to(tl.float32, bitcast=True)
+            bits = _common.largest_bits(x0, x1, x2, x3)
+            amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
             scale, encode = scale_from_amax(amax, eps, LIMIT, RULE)
             m = group * tl.cdiv(ROWS, 128) + row // 128
             if WRITE:
@@ -427,8 +408,8 @@ def _cast_groups_kernel(  # noqa: PLR0915
         if TRANSPOSE:
             if BLOCK > 0 and not SQUARE:
                 encode = _column_factors(
-                    largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr, COLUMNS,
-                    stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, TILE_M, TILE_K,
+                    _common.largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr,
+                    COLUMNS, stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, TILE_M, TILE_K,
                 )  # fmt: skip
                 # As the rows are cast, from wide values: else it takes up to half more registers.
                 x0, x1 = nan_for_infinity(widen(x0), fp8), nan_for_infinity(widen(x1), fp8)
@@ -437,7 +418,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 of_columns = given_ptr + ALL_ROWS + group * COLUMNS + columns
                 mask = (columns < COLUMNS) & (group < E)
                 encode = tl.load(of_columns, mask=mask, other=1.0)[None, :]
-            packed = pack_scaled(x0, x1, x2, x3, encode, fp8)
+            packed = _common.pack_scaled(x0, x1, x2, x3, encode, fp8)
             words = place // 4 + word
             mask = (columns < COLUMNS)[:, None] & (words < limit_t // 4)[None, :]
             pointer = q_t_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -482,7 +463,7 @@ def _has_kernel(
         x = inputs[0]
         fits = x.numel() > 0 and x.shape[2] > 1 and x.dtype != torch.float64
     else:
-        fits = has_kernel(prologue, inputs, dtype) and offs.shape[0] > 0
+        fits = prologues.has_kernel(prologue, inputs, dtype) and offs.shape[0] > 0
     width = block[1]
     is_row_block = block[0] == 1 and 4 <= width <= SPAN and width & (width - 1) == 0
     is_square = offs is None and block == (128, 128)
@@ -517,7 +498,7 @@ def cast_groups(
         # A view that a replay knows, where it can be one.
         source = [first.view(-1, K) if first.is_contiguous() else first[0]]
         rows = across = round_up(M, ALIGN)
-        tiles = E * ceil_div(rows, SPAN)
+        tiles = E * _common.ceil_div(rows, SPAN)
     else:
         (M, K), E = prologue_shape(prologue, inputs), offs.shape[0]
         rows, across = M, padded_rows(M, E)
@@ -553,9 +534,9 @@ def cast_groups(
     of_blocks = [scale, scale_t] if blocks else [None, None]
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
     tile = _TILE if blocks else _NARROW_OF_PROLOGUE if prologue else _NARROW
-    tensors, constants = arguments_of(*matrix, tile)
-    width = width_of_tiles(columns, constants)
-    _cast_groups_kernel[(tiles * ceil_div(width, tile.columns),)](
+    tensors, constants = prologues.arguments_of(*matrix, tile)
+    width = prologues.width_of_tiles(columns, constants)
+    _cast_groups_kernel[(tiles * _common.ceil_div(width, tile.columns),)](
         *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *layout[1:], rows, columns, across,
         rows * (E if batch else 1), given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
@@ -563,7 +544,7 @@ def cast_groups(
         TRANSPOSE=columnwise, COLUMN_SUM=dbias,
         # Of what the amax's kernel has just read, the last part is in the cache.
         FROM_END=rule in SCALE_RULES and not blocks and not prologue,
-        COUNT=next_power_of_2(E + 1), **constants,
+        COUNT=_common.next_power_of_2(E + 1), **constants,
     )  # fmt: skip
     if sums is not None:
         column_sums = _sums_of_groups(sums, offs)
@@ -575,8 +556,8 @@ def _sums_of_groups(partial: Tensor, offs: Tensor | None) -> Tensor:
     assert offs is not None, "a batch has none"
     E, K = offs.shape[0], partial.shape[1]
     column_sums = partial.new_empty((E, K))
-    _sum_groups_kernel[(E, ceil_div(K, _SUMS))](
-        partial, column_sums, offs, K, COUNT=next_power_of_2(E), COLUMNS=_SUMS
+    _sum_groups_kernel[(E, _common.ceil_div(K, _SUMS))](
+        partial, column_sums, offs, K, COUNT=_common.next_power_of_2(E), COLUMNS=_SUMS
     )
     return column_sums
 
@@ -615,11 +596,13 @@ def _factors(
     if given is not None:
         count, partial, strides = 1, given, (int(given.numel() > 1), 0)
     else:
-        tensors, constants = arguments_of(*matrix, _AMAX_TILE)
+        tensors, constants = prologues.arguments_of(*matrix, _AMAX_TILE)
         rows = M if offs is None else padded_rows(M, E)
-        width = width_of_tiles(K, constants)
-        tiles = ceil_div(rows, _AMAX_TILE.rows) * ceil_div(width, _AMAX_TILE.columns)
-        count = min(tiles, ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
+        width = prologues.width_of_tiles(K, constants)
+        tiles = _common.ceil_div(rows, _AMAX_TILE.rows) * _common.ceil_div(
+            width, _AMAX_TILE.columns
+        )
+        count = min(tiles, _common.ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
         partial = first.new_empty(E * count, dtype=torch.float32)
         strides = (count, 1) if offs is None else (1, E)
         if offs is None:
@@ -627,12 +610,12 @@ def _factors(
         else:
             plan = plan_groups(offs, M) if plan is None else plan
             _amax_groups_kernel[(count,)](
-                *tensors, plan, partial, K, E, COUNT=next_power_of_2(E), **constants
+                *tensors, plan, partial, K, E, COUNT=_common.next_power_of_2(E), **constants
             )
     results = [first.new_empty((E, 1, 1), dtype=torch.float32) for _ in range(4)]
     _factors_kernel[(E,)](
         partial, *results, count, *strides, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, PARTS=next_power_of_2(count),
+        LIMIT=largest(fp8_dtype), RULE=rule, PARTS=_common.next_power_of_2(count),
     )  # fmt: skip
     return results
 
@@ -644,17 +627,17 @@ def _scales_of_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Scales of all rows and of each group's columns, and the encode factors of both."""
     (_, (first, *_), _), (offs, M, _, E, _), (*batch, rows, columns) = matrix, layout, shape
-    tiles = padded_rows(M, E) // SPAN if offs is not None else E * ceil_div(rows, SPAN)
+    tiles = padded_rows(M, E) // SPAN if offs is not None else E * _common.ceil_div(rows, SPAN)
     all_rows = rows if offs is not None else E * rows
     amaxes = first.new_zeros(all_rows + E * columns, dtype=torch.int32)
-    tensors, constants = arguments_of(*matrix, _TILE)
-    _amax_rows_of_groups_kernel[(tiles * ceil_div(columns, _TILE.columns),)](
+    tensors, constants = prologues.arguments_of(*matrix, _TILE)
+    _amax_rows_of_groups_kernel[(tiles * _common.ceil_div(columns, _TILE.columns),)](
         *tensors, offs, amaxes, *layout[1:], rows, columns, all_rows,
-        WRITE=write, TRANSPOSE=transpose, COUNT=next_power_of_2(E + 1), **constants,
+        WRITE=write, TRANSPOSE=transpose, COUNT=_common.next_power_of_2(E + 1), **constants,
     )  # fmt: skip
     scale = first.new_empty((*batch, rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((E, columns, 1), dtype=torch.float32)
-    make_scales[(ceil_div(all_rows + E * columns, SCALES),)](
+    make_scales[(_common.ceil_div(all_rows + E * columns, SCALES),)](
         amaxes, scale, scale_t, all_rows, E * columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
@@ -667,5 +650,7 @@ def _empty_scale(
     """Room for the scales of blocks, as ``ops/cast.py`` lays them out."""
     if not batch:
         return empty_scale(like, shape, block)
-    down, across = (ceil_div(size, of_block) for size, of_block in zip(shape, block, strict=True))
+    down, across = (
+        _common.ceil_div(size, of_block) for size, of_block in zip(shape, block, strict=True)
+    )
     return like.new_empty((*batch, down, across), dtype=torch.float32)

@@ -11,23 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.formats import E4M3, largest
-from float8lab.ops.kernels._common import (
-    Tile,
-    abs_bits,
-    grid_of,
-    load_tile,
-    nan_for_infinity,
-    on_device_of_first,
-    saturate,
-    scale_from_amax,
-    store_tile,
-)
+from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.reference import moments
 
-__all__ = ["dequantize_moment", "quantize_moment_"]
-
-_TILE = Tile(rows=16, columns=moments.BLOCK, warps=4)
+_TILE = _common.Tile(rows=16, columns=moments.BLOCK, warps=4)
 _NORMAL, _SMALLEST = tl.constexpr(moments.NORMAL), tl.constexpr(moments.SMALLEST)
 _DROPPED = tl.constexpr(0xFFFFF)
 """The bits of a mantissa that e4m3 does not have."""
@@ -40,7 +28,7 @@ def _round_stochastically(x, seed, place):
     random = (random ^ (random >> 15)) * 0x735A2D97
     random = (random ^ (random >> 15)) * 0x2C1B3C6D
     rounded = ((bits + ((random >> 12) & _DROPPED)) & -0x100000).to(tl.float32, bitcast=True)
-    return tl.where(abs_bits(x) < 0x7F800000, rounded, x)
+    return tl.where(_common.abs_bits(x) < 0x7F800000, rounded, x)
 
 
 @triton.jit
@@ -62,13 +50,13 @@ def _quantize_moment_kernel(
     SQUARE: tl.constexpr, LIMIT: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     rows, columns, tile_k = _place_of_tile(K, TILE_M, TILE_K)
-    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk)
+    x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk)
     if SQUARE:
         root = tl.sqrt_rn(tl.abs(x))
         x = tl.where(x < 0, -root, root)
-    amax = tl.max(abs_bits(x), 1).to(tl.float32, bitcast=True)
-    scale, encode = scale_from_amax(amax, 0.0, LIMIT, "e8m0")
-    x = nan_for_infinity(x, tl.float8e4nv)
+    amax = tl.max(_common.abs_bits(x), 1).to(tl.float32, bitcast=True)
+    scale, encode = _common.scale_from_amax(amax, 0.0, LIMIT, "e8m0")
+    x = _common.nan_for_infinity(x, tl.float8e4nv)
     scaled = x * encode[:, None]
     shift = tl.where(tl.abs(scaled) < _NORMAL, _NORMAL, 0.0)
     shift = tl.where(scaled < 0, -shift, shift)
@@ -77,17 +65,17 @@ def _quantize_moment_kernel(
     rounded = _round_stochastically(scaled + shift, seed, place) - shift
     smallest = tl.where(x > 0, _SMALLEST, tl.where(x < 0, -_SMALLEST, 0.0))
     rounded = tl.where(rounded == 0, smallest, rounded)
-    q = saturate(rounded, rounded, tl.float8e4nv).to(tl.uint8, bitcast=True)
-    store_tile(data_ptr, q, rows, columns, M, K)
+    q = _common.saturate(rounded, rounded, tl.float8e4nv).to(tl.uint8, bitcast=True)
+    _common.store_tile(data_ptr, q, rows, columns, M, K)
     exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
     tl.store(scale_ptr + rows * tl.cdiv(K, TILE_K) + tile_k, exponent, mask=rows < M)
 
 
-@on_device_of_first
+@_common.on_device_of_first
 def quantize_moment_(x: Tensor, data: Tensor, scale: Tensor, step: int, is_square: bool) -> None:
     if x.numel() == 0:
         return
-    _quantize_moment_kernel[grid_of(x.shape, _TILE)](
+    _quantize_moment_kernel[_common.grid_of(x.shape, _TILE)](
         x, data, scale, *x.shape, *x.stride(), float(step),
         SQUARE=is_square, LIMIT=largest(E4M3), TILE_M=_TILE.rows, TILE_K=_TILE.columns,
         num_warps=_TILE.warps, enable_fp_fusion=False,
@@ -103,7 +91,7 @@ def _dequantize_moment_kernel(
     SQUARE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     rows, columns, tile_k = _place_of_tile(K, TILE_M, TILE_K)
-    q = load_tile(data_ptr, rows, columns, M, K, K, 1).to(tl.float8e4nv, bitcast=True)
+    q = _common.load_tile(data_ptr, rows, columns, M, K, K, 1).to(tl.float8e4nv, bitcast=True)
     exponent = tl.load(scale_ptr + rows * tl.cdiv(K, TILE_K) + tile_k, mask=rows < M, other=0)
     bits = exponent.to(tl.int32) << 23
     # The bits of 2**-127, and of NaN.
@@ -111,15 +99,15 @@ def _dequantize_moment_kernel(
     y = q.to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
     if SQUARE:
         y = y * tl.abs(y)
-    store_tile(y_ptr, y, rows, columns, M, K)
+    _common.store_tile(y_ptr, y, rows, columns, M, K)
 
 
-@on_device_of_first
+@_common.on_device_of_first
 def dequantize_moment(data: Tensor, scale: Tensor, is_square: bool) -> Tensor:
     y = data.new_empty(data.shape, dtype=torch.float32)
     if data.numel() > 0:
         shape = y.view(-1, y.shape[-1]).shape
-        _dequantize_moment_kernel[grid_of(shape, _TILE)](
+        _dequantize_moment_kernel[_common.grid_of(shape, _TILE)](
             data, scale, y, *shape, SQUARE=is_square, TILE_M=_TILE.rows, TILE_K=_TILE.columns,
             num_warps=_TILE.warps,
         )  # fmt: skip

@@ -16,39 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.ops import reference
-from float8lab.ops.kernels._common import (
-    INTERPRETED,
-    TILE,
-    Tile,
-    abs_bits,
-    grid_of,
-    store_tile,
-    triton_dtype,
-)
+from float8lab.ops.kernels import _common
+from float8lab.ops.kernels._common import INTERPRETED, abs_bits, store_tile
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import ACTIVATIONS, as_matrix, prologue_shape
 
-__all__ = [
-    "arguments_of",
-    "has_kernel",
-    "load",
-    "load_bits",
-    "load_words",
-    "tile_for",
-    "tile_of_program",
-    "value_of",
-    "width_of_tiles",
-]
-
 # Registers decide: a gated activation's gradient reads three tiles.
-_ONE = Tile(rows=64, columns=128, warps=8)
-_ONE_OF_THREE = Tile(rows=32, columns=128, warps=8)
-_WORDS_OF_MATRIX = Tile(rows=128, columns=64, warps=4)
+_ONE = _common.Tile(rows=64, columns=128, warps=8)
+_ONE_OF_THREE = _common.Tile(rows=32, columns=128, warps=8)
+_WORDS_OF_MATRIX = _common.Tile(rows=128, columns=64, warps=4)
 """A column of it is 128 bytes of the transpose, a cache line."""
-_WORDS = Tile(rows=128, columns=64, warps=8)
-_WORDS_OF_THREE = Tile(rows=64, columns=64, warps=4)
+_WORDS = _common.Tile(rows=128, columns=64, warps=8)
+_WORDS_OF_THREE = _common.Tile(rows=64, columns=64, warps=4)
 
 
 RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
@@ -198,22 +179,12 @@ def load(
     c_ptr,  # weight: [K]
     d_ptr,  # mean: [M] fp32
     e_ptr,  # bias: [K]
-    stride_am,
-    stride_ak,
-    stride_bm,
-    stride_bk,
-    rows,
-    columns,
-    tile_k,
-    M,
-    K,
+    stride_am, stride_ak, stride_bm, stride_bk, rows, columns, tile_k, M, K,
     FUNCTION: tl.constexpr,  # "", "permute", "multiply", a norm, or the function of an activation
-    GATED: tl.constexpr,
-    BACKWARD: tl.constexpr,
+    GATED: tl.constexpr, BACKWARD: tl.constexpr,
     HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
-    DTYPE: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
+    DTYPE: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
     """Some rows and all columns of a tile in DTYPE, 0 outside [M, K]; int64 indices.
 
     DTYPE is that of ``a_ptr`` where there is no prologue.
@@ -336,7 +307,7 @@ def load_words(
 
 
 def arguments_of(
-    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, tile: Tile
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, tile: _common.Tile
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pointers and strides, and constants, of ``load``; what is None is never read."""
     first = inputs[0]
@@ -356,7 +327,7 @@ def arguments_of(
         "GATED": gated,
         "BACKWARD": backward,
         "HALVES": is_split and first.shape[1] // 2 % tile.columns == 0,
-        "DTYPE": triton_dtype(dtype if prologue else first.dtype),
+        "DTYPE": _common.triton_dtype(dtype if prologue else first.dtype),
         "TILE_M": tile.rows,
         "TILE_K": tile.columns,
         "num_warps": tile.warps,
@@ -377,14 +348,14 @@ def _has_words(x: Tensor) -> bool:
     return dense and x.data_ptr() % (2 * x.element_size()) == 0
 
 
-def tile_for(prologue: str, *, words: bool = False) -> Tile:
+def tile_for(prologue: str, *, words: bool = False) -> _common.Tile:
     """The tile of a program, for one orientation or by words."""
     backward = prologue.endswith("_backward")
     if backward and ACTIVATIONS[prologue.removesuffix("_backward")][1]:  # it reads three tiles
         return _WORDS_OF_THREE if words else _ONE_OF_THREE
     if words:
         return _WORDS if prologue else _WORDS_OF_MATRIX
-    return _ONE if prologue else TILE
+    return _ONE if prologue else _common.TILE
 
 
 def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
@@ -428,5 +399,5 @@ def value_of(
     shape = prologue_shape(prologue, inputs)
     tile = tile_for(prologue)
     tensors, constants = arguments_of(prologue, inputs, dtype, tile)
-    _value_kernel[grid_of(shape, tile)](*tensors, y, *shape, **constants)
+    _value_kernel[_common.grid_of(shape, tile)](*tensors, y, *shape, **constants)
     return y
