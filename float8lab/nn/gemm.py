@@ -201,17 +201,10 @@ class _Decisions(NamedTuple):
 
 
 def _decide(
-    recipe: Recipe,
-    needs: tuple[bool, bool],
-    is_prologue: bool,
-    recomputes: bool,
-    requantizes_weight: bool,
-    keeps_gathered: bool,
-    gathers_before_cast: bool,
-    requantizes_x: bool = False,
-    *,
-    make_casts: Callable[..., _FpropCasts] = _FpropCasts,
-) -> _Decisions:
+    recipe: Recipe, needs: tuple[bool, bool], is_prologue: bool, recomputes: bool,
+    requantizes_weight: bool, keeps_gathered: bool, gathers_before_cast: bool,
+    requantizes_x: bool = False, *, make_casts: Callable[..., _FpropCasts] = _FpropCasts,
+) -> _Decisions:  # fmt: skip
     """Decide how ``forward`` casts and saves; the arguments are those of ``save_policy``."""
     plan = recipe.linear
     policy = save_policy(
@@ -372,17 +365,10 @@ def _saved(
 
 
 def _fprop(
-    x: Matrix,
-    casts: _FpropCasts,
-    x_params: QuantParams | None,
-    x_quantized: Quantized | None,
-    weight: WeightSource,
-    bias: Tensor | None,
-    features: int,
-    dtype: torch.dtype,
-    comm: OneGpu,
+    x: Matrix, casts: _FpropCasts, x_params: QuantParams | None, x_quantized: Quantized | None,
+    weight: WeightSource, bias: Tensor | None, features: int, dtype: torch.dtype, comm: OneGpu,
     keep_gathered: bool,
-) -> _Fprop:
+) -> _Fprop:  # fmt: skip
     """``x @ weight.T + bias``, ``[M, features]``, and the operands; it depends on nothing else.
 
     Args:
@@ -758,18 +744,11 @@ def _run_of_cast(dy: Gradient, call: Call) -> Any:
 
 
 def _gradients(
-    dy: Tensor | None,
-    cast_dy: Quantized | None,
-    params: QuantParams | None,
-    for_dx: _DgradWeight | None,
-    for_dw: _WgradInput | None,
-    db_dtype: torch.dtype | None,
-    shape: tuple[int, int, int],
-    recipe: Recipe,
-    watching: Call | None,
-    offsets: Offsets | None,
+    dy: Tensor | None, cast_dy: Quantized | None, params: QuantParams | None,
+    for_dx: _DgradWeight | None, for_dw: _WgradInput | None, db_dtype: torch.dtype | None,
+    shape: tuple[int, int, int], recipe: Recipe, watching: Call | None, offsets: Offsets | None,
     comm: OneGpu,
-) -> _Gradients:
+) -> _Gradients:  # fmt: skip
     """Gradients of x, of the weight and of the bias; None if not wanted.
 
     Args:
@@ -842,17 +821,10 @@ def _columnwise_weight(
 
 
 def _dgrad(
-    dy: Any,
-    recipe: Recipe,
-    shape: tuple[int, int],
-    watching: Call | None,
-    offsets: Offsets | None,
-    weight: _DgradWeight,
-    comm: OneGpu,
-    *,
-    companion: TokenShard | None = None,
-    keep: bool = False,
-) -> Gemm:
+    dy: Any, recipe: Recipe, shape: tuple[int, int], watching: Call | None,
+    offsets: Offsets | None, weight: _DgradWeight, comm: OneGpu, *,
+    companion: TokenShard | None = None, keep: bool = False,
+) -> Gemm:  # fmt: skip
     """``dy @ weight``, of dy in high precision or of its rowwise FP8 data.
 
     ``companion`` may be gathered meanwhile; with ``keep`` dy is wanted as multiplied.
@@ -886,14 +858,9 @@ def _dgrad(
 
 
 def _wgrad(
-    dy: Any,
-    recipe: Recipe,
-    shape: tuple[int, int],
-    watching: Call | None,
-    offsets: Offsets | None,
-    x: _WgradInput,
-    comm: OneGpu,
-) -> Tensor:
+    dy: Any, recipe: Recipe, shape: tuple[int, int], watching: Call | None,
+    offsets: Offsets | None, x: _WgradInput, comm: OneGpu,
+) -> Tensor:  # fmt: skip
     """``dy.T @ x``, of dy in high precision or of its columnwise FP8 data."""
     plan, wgrad = recipe.linear, recipe.linear.wgrad
     if wgrad is None:

@@ -131,24 +131,10 @@ class _Results(NamedTuple):
 
 
 def _cast(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    handle: Tensor,
-    recipe: int,
-    group: str,
-    index: int,
-    record: bool,
-    number: int,
-    fp8_dtype: torch.dtype,
-    align: int,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    dbias: bool,
-    offs: Tensor | None,
-    first_expert: int,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, handle: Tensor, recipe: int,
+    group: str, index: int, record: bool, number: int, fp8_dtype: torch.dtype, align: int, *,
+    rowwise: bool, columnwise: bool, dbias: bool, offs: Tensor | None, first_expert: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     return _run(*_look(
         prologue, inputs, dtype, handle, recipe, group, index, record, number, fp8_dtype, align,
         rowwise, columnwise, dbias, offs, first_expert,

@@ -34,16 +34,10 @@ _COMPOSITION = 0  # of ``torch.nn.attention.SDPBackend``: GEMMs and a softmax, o
     autocast=torch.get_autocast_dtype,
 )
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
-) -> object:
+) -> object:  # fmt: skip
     q, k, v = query, key, value
     if attn_mask is None and not dropout_p and _takes(q, k, v, enable_gqa):
         factor = q.shape[3] ** -0.5 if scale is None else scale

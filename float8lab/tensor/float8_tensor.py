@@ -528,17 +528,10 @@ class _Dequantize(Float8Function):
 
 
 def _rebuild(  # noqa: PLR0913  # the state in pickles
-    qdata: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    scale_rule: str,
-    dtype: torch.dtype,
-    requires_grad: bool,
-    extra: Mapping[str, object],
+    qdata: Tensor, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype, block: Sequence[int],
+    scale_rule: str, dtype: torch.dtype, requires_grad: bool, extra: Mapping[str, object],
     cls: type[Float8Tensor] = Float8Tensor,
-) -> Float8Tensor:
+) -> Float8Tensor:  # fmt: skip
     """Make a Float8Tensor from the state by ``__reduce_ex__``; pickles name this function."""
     spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
     x = cls._make(qdata.view(fp8_dtype), scale, amax, spec, dtype)

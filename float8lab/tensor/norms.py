@@ -40,14 +40,9 @@ def _vector(x: Tensor | None, K: int, like: Tensor, default: float) -> Tensor:
 
 
 def _forward(
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, *,
     center: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The norm, mean and rstd of each row in the shapes that torch's norms give them."""
     rows = _rows(x, shape)
     K = rows.shape[1]
@@ -66,16 +61,9 @@ def _data_and_scales(rows: Tensor) -> tuple[Tensor | tuple[int, ...], ...]:
 
 @implements(aten.native_layer_norm_backward.default)
 def _backward(  # noqa: PLR0913  # torch's arguments
-    op: OpOverload | None,
-    dy: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+    op: OpOverload | None, dy: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor | None,
+    rstd: Tensor, weight: Tensor | None, bias: Tensor | None, needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of x, weight and bias that are needed; ``mean`` is None for RMSNorm."""
     rows, center = _rows(x, shape), mean is not None
     M, K = rows.shape
@@ -119,14 +107,9 @@ def _fused_rms_norm(
 
 @implements(aten._fused_rms_norm_backward.default)
 def _fused_rms_norm_backward(
-    op: OpOverload,
-    dy: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+    op: OpOverload, dy: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor,
+    weight: Tensor | None, needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     return _backward(op, dy, x, shape, None, rstd, weight, None, needs)
 
 
