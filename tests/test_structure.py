@@ -386,14 +386,14 @@ LIMITS = {
     "functions of more than 12 decisions": 27,
     "returns of more than 3 unnamed values": 3,
     "assert ... is not None": 4,
-    "annotations with Any": 472,
+    "annotations with Any": 470,
     "functions of more than 12 positional parameters": 0,
     "ops": 20,
     "fields of shared state": 6,
 }
 MOST_PRONOUNS = 3  # of 1,000 names that are assigned, or that functions take
 MOST_DECISIONS = 20  # in one function outside kernels
-MOST_LINES, MOST_LINES_OF_THE_CORE = 54_748, 38_750
+MOST_LINES, MOST_LINES_OF_THE_CORE = 54_731, 38_264
 MOST_WORDS = {
     "product (GEMM)": 6,
     "apart (separately)": 1,

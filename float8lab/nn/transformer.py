@@ -133,11 +133,9 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         check_choice("layer_type", layer_type, ("encoder", "decoder"))
         check_flags(
             apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
-            output_layernorm=output_layernorm,
-            parallel_attention_mlp=parallel_attention_mlp,
-            set_parallel_mode=set_parallel_mode,
-            sequence_parallel=sequence_parallel,
-        )
+            output_layernorm=output_layernorm, parallel_attention_mlp=parallel_attention_mlp,
+            set_parallel_mode=set_parallel_mode, sequence_parallel=sequence_parallel,
+        )  # fmt: skip
         hidden_dropout = check_number("hidden_dropout", hidden_dropout, minimum=0, maximum=1)
         drop_path_rate = check_number("drop_path_rate", drop_path_rate, minimum=0, maximum=1)
         if parallel_attention_mlp and (
