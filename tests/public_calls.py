@@ -551,6 +551,7 @@ def _method_calls() -> dict[str, Call]:
             for result in (
                 float8lab.inspect.diagnose(_log()), float8lab.inspect.compare(_log(), _log()),
                 _sensitivity(), float8lab.inspect.advise(_model(), _x(B, H)),
+                memory_report(_model(), _x(B, H)),
             )
         },
         "CheckpointReport.tables": Call(

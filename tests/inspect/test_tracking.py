@@ -98,7 +98,7 @@ def test_mlflow(tmp_path, monkeypatch, store):
 
 def test_a_tracker_that_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match="track must have wandb"):
+    with pytest.raises(ModuleNotFoundError, match="track needs wandb"):
         track(log(), "wandb")
     with pytest.raises(ValueError, match="to must be one of 'tensorboard', 'wandb' or 'mlflow'"):
         track(log(), "comet")

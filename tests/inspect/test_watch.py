@@ -883,7 +883,7 @@ def test_a_data_frame_without_pandas(log, monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ModuleNotFoundError, match=f"{view} must have {library}"):
+    with pytest.raises(ModuleNotFoundError, match=f"{view} needs {library}"):
         getattr(log, view)()
 
 

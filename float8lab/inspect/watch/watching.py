@@ -63,7 +63,7 @@ from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.dtensor import local_of
 from float8lab.tensor.statistics import stored
 
-__all__ = ["watch"]
+__all__ = ["Layers", "watch"]
 
 _OPERANDS = {X: "x", W: "w", DY: "dy"}
 _OF_ATTENTION = {Q: "q", K: "k", V: "v"}

@@ -180,4 +180,4 @@ def test_json_and_progress(compare):
     assert content["identical"] is False
     assert {row["name"] for row in content["rows"]} == {"w", "b", "c"}
     assert seen[-1][0] == seen[-1][1]
-    assert "3 tensors: 2 differs" in repr(found)
+    assert "3 tensors: 2 differs" in found.summary()
