@@ -33,11 +33,9 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # or each import compiles all anew
 PACKAGE_DATA = [
-    "py.typed",
-    *(
-        f"inspect/{name}"
-        for name in ("page.html", "report/body.html", "report/page.css", "report/page.js")
-    ),
+    path.relative_to(ROOT / "float8lab").as_posix()
+    for path in sorted((ROOT / "float8lab").rglob("*"))
+    if path.suffix in (".css", ".html", ".js", ".typed")
 ]
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 """Each worker has half of the tests in their order, so that both seldom set up the same fixture."""
