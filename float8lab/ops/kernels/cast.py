@@ -94,8 +94,8 @@ def _partial_amax(matrix: _Matrix) -> Tensor:
     """The amax as at most ``_PARTIALS`` partial ones; of a prologue as one, ``[1, 1]``."""
     prologue, inputs, dtype = matrix
     shape: Sequence[int] = prologue_shape(prologue, inputs)
-    tile = _AMAX_OF_PROLOGUE
     if prologue:
+        tile = _AMAX_OF_PROLOGUE
         amax = inputs[0].new_zeros((1, 1), dtype=torch.float32)
         programs = min(_common.grid_of(shape, tile)[0], _PROLOGUE_PROGRAMS)
     else:

@@ -162,7 +162,8 @@ def load_halves(
 ):  # fmt: skip
     """A gated activation's gradient in ``columns`` of its first half, and in those of its second.
 
-    Each input is read once, which is what it takes the time for: two of three belong to both.
+    Each of the three inputs is read once. For one half alone after the other, two of them would be
+    read twice.
     """
     mask = (rows < M)[:, None] & (columns < HALF)[None, :]
     a = _load(h_ptr, rows, columns, mask, stride_hm, stride_hk)
@@ -256,7 +257,7 @@ def load_bits(
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """``abs_bits`` of a tile; with HALVES the larger ones of two, as ``load_words`` has them."""
+    """The ``abs_bits`` of a tile; with HALVES the larger ones of the two that belong together."""
     if HALVES:
         y, z = load_halves(
             a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns, M, K // 2,
@@ -338,7 +339,7 @@ def arguments_of(
 
 
 def width_of_tiles(columns: int, constants: dict[str, Any]) -> int:
-    """How many columns have tiles, in kernels that read words or find amaxes: half with HALVES."""
+    """The columns that programs are made for: half with HALVES, where each has two tiles."""
     return columns // 2 if constants["HALVES"] else columns
 
 
