@@ -12,13 +12,15 @@ does not wait, in microseconds:
 - ``autocast`` entered and left, with that many FP8 modules alive which have run before, and left
   after all of them have run: then delayed scaling advances their scales;
 - a training step of a GPT of 50 million parameters, where FP8 never wins, and ``"auto"`` must not
-  lose: eager, with each layer ``graphed``, with ``--compile`` compiled and as CUDA graphs, too.
+  lose: eager, with each layer ``graphed``, with ``--compile`` compiled and as CUDA graphs, too;
+  ``issue`` is the time in which the CPU has put a step on a GPU that waits for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +50,7 @@ FORWARD, BOTH = "forward us", "forward + backward us"
 ONE_THREAD, ONE_THREAD_MS = "both, one thread us", "one thread ms"
 FORWARD_RATIO, BOTH_RATIO = "forward, of bf16 both", "both, of bf16 both"
 SAME_MODE = "x bf16 in the same mode"
+ISSUE_MS, ISSUE_RATIO = "issue ms", "issue, of bf16 in the same mode"
 ENTER_EXIT, EXIT = "enter + exit us", "exit after all ran us"
 
 
@@ -89,6 +92,18 @@ def microseconds(setting: Setting, fn: Callable[[], object], calls: int = 100) -
     samples = 5 if setting.device.type == "cuda" else 1
     calls = calls if setting.device.type == "cuda" else 2
     return 1e3 * common.time_wall(fn, warm_up=3, samples=samples, calls=calls).median
+
+
+def issue_ms(setting: Setting, step: Callable[[], object]) -> float:
+    """The median time in which a step is put on a GPU that has nothing to do before it."""
+    times = []
+    for _ in range(10 if setting.device.type == "cuda" else 1):
+        if setting.device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
 
 
 def count_launches(fn: Callable[[], object]) -> int | None:
@@ -241,7 +256,7 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
         names += [(name, RECIPES[name](), mode) for name in setting.recipes]
         if mode in setting.modes:
             names.append(("auto", Auto(tokens=size.batch * size.sequence, mode=mode), mode))
-    plain_ms: dict[str, float] = {}  # by mode
+    plain_ms: dict[str, tuple[float, float]] = {}  # a step of bfloat16, and to issue one, by mode
 
     def measure(name: str, recipe: Recipe | Auto | None, mode: str) -> Row:
         model: Any = copy.deepcopy(plain)
@@ -272,10 +287,13 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
         timing = setting.wall(step)
         with torch.autograd.set_multithreading_enabled(False):
             values = {ONE_THREAD_MS: setting.wall(step).median}
+        values[ISSUE_MS] = issue_ms(setting, step)
         if recipe is None:
-            plain_ms[mode] = timing.median
+            plain_ms[mode] = timing.median, values[ISSUE_MS]
         if mode in plain_ms:
-            values[SAME_MODE] = plain_ms[mode] / timing.median
+            plain_step, plain_issue = plain_ms[mode]
+            values[SAME_MODE] = plain_step / timing.median
+            values[ISSUE_RATIO] = values[ISSUE_MS] / plain_issue
         auto = isinstance(recipe, Auto)
         return setting.row(
             case,
@@ -312,6 +330,8 @@ SUBJECT = Subject(
         report.SPEED_UP,
         report.Column(ONE_THREAD_MS, 2),
         report.Column(SAME_MODE),
+        report.Column(ISSUE_MS, 1),
+        report.Column(ISSUE_RATIO),
         report.Column(FORWARD, 1),
         report.Column(BOTH, 1),
         report.Column(ONE_THREAD, 1),

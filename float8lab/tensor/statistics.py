@@ -180,8 +180,7 @@ class TensorStats(_Shares[float]):
         ``kind`` is ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or ``"inf"``.
         """
         check_choice("kind", kind, KINDS)
-        flags = _code_kinds(self.spec.fp8_dtype)[kind]
-        return sum(n for n, flag in zip(self.codes, flags, strict=True) if flag)
+        return sum(self.codes[code] for code in _codes_of_kinds(self.spec.fp8_dtype)[kind])
 
     def share(self, kind: str) -> float:
         """``count`` as a share of all elements, 0 if there are none."""
@@ -190,9 +189,17 @@ class TensorStats(_Shares[float]):
     @property
     def exponents(self) -> tuple[int, int] | None:
         """Smallest and largest ``floor(log2(|code|))`` of nonzero finite elements; None if none."""
+        used = [e for e, n in self.count_exponents().items() if n]
+        return (used[0], used[-1]) if used else None
+
+    def count_exponents(self) -> dict[int, int]:
+        """Number of elements of each exponent that the format has, in ascending order."""
         exponents = _code_exponents(self.spec.fp8_dtype)
-        used = [e for n, e in zip(self.codes, exponents, strict=True) if n and e is not None]
-        return (min(used), max(used)) if used else None
+        counts = dict.fromkeys(sorted({e for e in exponents if e is not None}), 0)
+        for n, e in zip(self.codes, exponents, strict=True):
+            if e is not None:
+                counts[e] += n
+        return counts
 
     @property
     def flushed(self) -> float | None:
@@ -220,12 +227,7 @@ class TensorStats(_Shares[float]):
         dtype = self.spec.fp8_dtype
         if by == "code":
             return Histogram(by, code_values(dtype), torch.tensor(self.codes))
-        exponents = _code_exponents(dtype)
-        finite = [e for e in exponents if e is not None]
-        counts = dict.fromkeys(range(min(finite), max(finite) + 1), 0)
-        for n, e in zip(self.codes, exponents, strict=True):
-            if e is not None:
-                counts[e] += n
+        counts = self.count_exponents()
         values, counted = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
         return Histogram(by, values, counted, self.count("zero"))
 
@@ -502,9 +504,10 @@ def _kinds(data: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @functools.cache
-def _code_kinds(dtype: torch.dtype) -> dict[str, list[bool]]:
+def _codes_of_kinds(dtype: torch.dtype) -> dict[str, list[int]]:
+    """The codes of each of ``KINDS``."""
     data = torch.arange(16 if dtype == E2M1 else 256, dtype=torch.uint8, device="cpu")
-    return {kind: mask.tolist() for kind, mask in _kinds(data, dtype).items()}
+    return {kind: data[mask].tolist() for kind, mask in _kinds(data, dtype).items()}
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ from float8lab.tensor.statistics import TensorStats
 
 __all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
 
-_NUMBERS = ("zero", "nan", "inf", "signal", "noise", "amax", "scale_min", "scale_max")
+_NUMBERS = ("nonzero", "finite", "inf", "signal", "noise", "amax", "scale_min", "scale_max")
 """Scalars that follow the 256 counts of a cast, one for each byte: how many elements of the source
-are zero, NaN and infinite; norms of the source and of the error; extremes."""
+are not zero, finite and not zero, and infinite; norms of the source and of the error; extremes."""
 
 
 @dataclass
@@ -52,14 +53,15 @@ def measure_cast(
     ``delayed`` if they come from earlier steps.
     """
     size = x.abs()
-    nan, inf = (x != x).sum(), (size == math.inf).sum()  # isinf takes a kernel more
+    inf = (size == math.inf).sum()  # isinf takes a kernel more
     size.nan_to_num_(0.0, 0.0)
     value = q.to(torch.promote_types(x.dtype, torch.float32))
     value *= expand_scale(scale, spec.block, q.shape)
     value.sub_(x).nan_to_num_(0.0, 0.0, 0.0)
-    # Norms sum in float64 without a copy in float64.
-    signal, noise = (torch.linalg.vector_norm(v, dtype=torch.float64) for v in (size, value))
-    numbers = [(x == 0).sum(), nan, inf, signal, noise, size.amax(), *scale.aminmax()]
+    # Norms sum in float64 without a copy in float64; that of order 0 counts what is not zero.
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
+    extremes = scale.aminmax() if scale.numel() > 1 else (scale.view(()),) * 2
+    numbers = [norm(x, 0), norm(size, 0), inf, norm(size), norm(value), size.amax(), *extremes]
     return Measurement(spec, delayed, False, q.numel(), [[_count_bytes(q), *numbers]])
 
 
@@ -124,7 +126,8 @@ def record_of(
     overshoot = max(
         (a / limit for a, limit in zip(scalars["amax"], limits, strict=True) if limit), default=0.0
     )
-    exponents = stats.histogram("exponent")
+    nonzero, finite, inf = (round(sum(scalars[name])) for name in ("nonzero", "finite", "inf"))
+    stored = measurement.stored
     return Record(
         step=step,
         layer=layer,
@@ -133,18 +136,14 @@ def record_of(
         scale_min=stats.scale_min,
         scale_max=stats.scale_max,
         saturated=stats.saturated,
-        flushed=max(0, stats.count("zero") - sum(scalars["zero"])) / measurement.elements,
+        flushed=max(0, stats.count("zero") + nonzero - measurement.elements) / measurement.elements,
         subnormal=stats.subnormal,
-        nan=stats.count("nan") if measurement.stored else round(sum(scalars["nan"])),
-        inf=stats.count("inf") if measurement.stored else round(sum(scalars["inf"])),
+        nan=stats.count("nan") if stored else nonzero - finite - inf,
+        inf=stats.count("inf") if stored else inf,
         sqnr=10 * math.log10(signal / noise) if signal and noise else None,
         staleness=math.log2(overshoot) if measurement.delayed and overshoot > 0 else None,
         elements=measurement.elements,
-        exponents={
-            e: n
-            for e, n in zip(exponents.values.tolist(), exponents.counts.tolist(), strict=True)
-            if n
-        },
-        stored=measurement.stored,
+        exponents={e: n for e, n in stats.count_exponents().items() if n},
+        stored=stored,
         fp8_dtype="e4m3" if spec.fp8_dtype == E4M3 else "e5m2",
     )
