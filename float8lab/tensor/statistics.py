@@ -194,11 +194,10 @@ class TensorStats(_Shares[float]):
 
     def count_exponents(self) -> dict[int, int]:
         """Number of elements of each exponent that the format has, in ascending order."""
-        exponents = _code_exponents(self.spec.fp8_dtype)
-        counts = dict.fromkeys(sorted({e for e in exponents if e is not None}), 0)
-        for n, e in zip(self.codes, exponents, strict=True):
-            if e is not None:
-                counts[e] += n
+        exponents = _exponents_of_codes(self.spec.fp8_dtype)
+        counts = dict.fromkeys(sorted(exponents.values()), 0)
+        for code, exponent in exponents.items():
+            counts[exponent] += self.codes[code]
         return counts
 
     @property
@@ -224,9 +223,8 @@ class TensorStats(_Shares[float]):
     def histogram(self, by: str = "code") -> Histogram:
         """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
         check_choice("by", by, ("code", "exponent"))
-        dtype = self.spec.fp8_dtype
         if by == "code":
-            return Histogram(by, code_values(dtype), torch.tensor(self.codes))
+            return Histogram(by, code_values(self.spec.fp8_dtype), torch.tensor(self.codes))
         counts = self.count_exponents()
         values, counted = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
         return Histogram(by, values, counted, self.count("zero"))
@@ -511,12 +509,13 @@ def _codes_of_kinds(dtype: torch.dtype) -> dict[str, list[int]]:
 
 
 @functools.cache
-def _code_exponents(dtype: torch.dtype) -> list[int | None]:
-    """``floor(log2(|code|))`` of each code; None for zero and a code that is not finite."""
-    return [
-        math.frexp(v)[1] - 1 if v and math.isfinite(v) else None
-        for v in code_values(dtype).tolist()
-    ]
+def _exponents_of_codes(dtype: torch.dtype) -> dict[int, int]:
+    """``floor(log2(|code|))`` of each code that is finite and not zero."""
+    return {
+        code: math.frexp(value)[1] - 1
+        for code, value in enumerate(code_values(dtype).tolist())
+        if value and math.isfinite(value)
+    }
 
 
 def _original(x: Any, original: Tensor | None) -> Tensor | None:
@@ -627,8 +626,7 @@ def _block_stats(shard: Any, source: Tensor | None) -> BlockStats:
         errors = Errors.of(qdata, shard.scale.detach(), shard.spec, source)
         masks |= {"clipped": errors.clipped, "flushed": errors.flushed}
         signal, noise = (_norm(v, block) for v in (errors.source, errors.error))
-        sqnr = 20 * (signal.log10() - noise.log10())
-        sqnr = sqnr.masked_fill(noise == 0, math.inf)
+        sqnr = (20 * (signal.log10() - noise.log10())).masked_fill(noise == 0, math.inf)
     return BlockStats(
         spec=shard.spec,
         numel=_sum(torch.ones_like(qdata, dtype=torch.bool), block),
