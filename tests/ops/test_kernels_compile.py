@@ -43,6 +43,7 @@ from float8lab.ops.kernels import (
     hopper_gemm,
     moments,
     norm,
+    paged_attention,
     permute,
     prologue,
     rotary,
@@ -507,6 +508,22 @@ PRODUCTS: dict[str, Callable[[], Any]] = {
     "1x128-by-128x128": product_of_blocks(torch.bfloat16, 128),
 }
 
+
+def attended_in_pages(cache: torch.dtype, D: int = 128, S: int = 1) -> Any:
+    q, k = torch.zeros(2, 32, S, D, dtype=torch.bfloat16), torch.zeros(20, 8, 128, D).to(cache)
+    scale = torch.ones(20, 8, 128, 1) if cache.itemsize == 1 else None
+    table, sequences = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+    return lambda: paged_attention.paged_attention(
+        q, k, k, scale, scale, table, sequences, -1, 0, 0.1
+    )
+
+
+PAGED: dict[str, Callable[[], Any]] = {
+    "pages": attended_in_pages(torch.bfloat16),
+    "pages-fp8": attended_in_pages(E4M3),
+    "pages-e5m2-192": attended_in_pages(E5M2, D=192, S=4),
+}
+
 PORTABLE = (
     *("tensor-both", "row-both", "1x128-both", "many-tensors", "many-1x128"),
     *("cast-amax", "transpose", "dequantize"),
@@ -525,7 +542,7 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        for module in (attention, hopper_gemm):
+        for module in (attention, hopper_gemm, paged_attention):
             patch.setattr(module, "multiprocessors", lambda device: 132)
         call()
     return recorded
@@ -592,13 +609,17 @@ def all_kernels() -> Iterator[str]:
 
 def test_every_kernel_is_compiled_here() -> None:
     compiled = set()
-    for call in (*LAUNCHES.values(), *ATTENTION.values(), *PRODUCTS.values()):
+    for call in (LAUNCHES | ATTENTION | PRODUCTS | PAGED).values():
         for kernel, _, _ in launches(call):
             compiled.add(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}")
     assert compiled == set(all_kernels())
 
 
-REMEMBERED = {**LAUNCHES, **{n: call for n, call in PRODUCTS.items() if n.startswith("groups")}}
+REMEMBERED = {
+    **LAUNCHES,
+    **PAGED,
+    **{n: call for n, call in PRODUCTS.items() if n.startswith("groups")},
+}
 
 
 def test_launches_can_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,6 +718,16 @@ def check_three_tiles_share_a_multiprocessor(name: str, compiled: Any, registers
     assert re.search(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]) or "-of-" in name
     assert re.search(r"st\.global\S*\.v2\.b32", compiled.asm["ptx"]) or "transp" in name
     assert re.search(r"st\.global\S*\.v4\.b32", compiled.asm["ptx"])
+
+
+@counts_registers
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
+    for launch in launches(PAGED[name]):
+        compiled = compile_launch(launch, 90)
+        used = resources(compiled, tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*, 0?x?10;", compiled.asm["ptx"])
 
 
 @counts_registers

@@ -175,7 +175,7 @@ class InferenceParams:
             slots.append(slot)
             before.append(length)
         step = Step(tuple(slots), tuple(before), tuple(tokens.values()))
-        finished = set(range(self.max_batch_size)).difference(slots) if self.is_paged else set()
+        finished = set(range(self.max_batch_size)) - taken if self.is_paged else set()
         self._pages.take(self._missing_pages("tokens", step, finished), finished)
         self.step = step
         self._slots = {

@@ -29,6 +29,9 @@ _MOST_PARTS = 64
 _LEAST_KEYS = 256
 """Keys of a part, at least, when a cache is full."""
 _PROGRAMS_PER_MULTIPROCESSOR = 4
+_KEYS, _KEYS_OF_WIDE_VECTORS = 64, 32
+"""Keys of a tile; vectors are wide beyond 256 bytes in the dtype of queries."""
+_WARPS, _STAGES = 4, 3
 _FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -177,12 +180,13 @@ def paged_attention(
     if q.stride(3) != 1:
         q = q.contiguous()
     d_tile, dv_tile = (max(16, next_power_of_2(size)) for size in (D, DV))
+    is_wide = max(d_tile, dv_tile) * q.element_size() > 256
     _attend_kernel[(B * G, parts)](
         q, k, v, k_scale, v_scale, table, sequences, partial, statistics, B, H, G, S, P, D, DV,
         parts, table.stride(0), sequences.stride(0), *q.stride()[:3], left, right, scale,
-        ROWS=rows, KEYS=64 if max(D, DV) > 128 or k.element_size() > 1 else 128, D_TILE=d_tile,
-        DV_TILE=dv_tile, FP8=fp8, V_DTYPE=v_dtype,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        ROWS=rows, KEYS=_KEYS_OF_WIDE_VECTORS if is_wide else _KEYS, D_TILE=d_tile, DV_TILE=dv_tile, FP8=fp8,
+        V_DTYPE=v_dtype, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     _merge_kernel[(B * H * S,)](
         partial, statistics, out, B, H, G, S, DV, parts, *out.stride()[:3],
