@@ -184,9 +184,10 @@ def paged_attention(
     _attend_kernel[(B * G, parts)](
         q, k, v, k_scale, v_scale, table, sequences, partial, statistics, B, H, G, S, P, D, DV,
         parts, table.stride(0), sequences.stride(0), *q.stride()[:3], left, right, scale,
-        ROWS=rows, KEYS=_KEYS_OF_WIDE_VECTORS if is_wide else _KEYS, D_TILE=d_tile, DV_TILE=dv_tile, FP8=fp8,
-        V_DTYPE=v_dtype, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=_WARPS, num_stages=_STAGES,
+        ROWS=rows, KEYS=_KEYS_OF_WIDE_VECTORS if is_wide else _KEYS, D_TILE=d_tile,
+        DV_TILE=dv_tile, FP8=fp8, V_DTYPE=v_dtype,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=_WARPS,
+        num_stages=_STAGES,
     )  # fmt: skip
     _merge_kernel[(B * H * S,)](
         partial, statistics, out, B, H, G, S, DV, parts, *out.stride()[:3],
