@@ -35,25 +35,41 @@ _WARPS, _STAGES = 4, 3
 _FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+F16_RANGE = tl.constexpr(2.0**15)
+"""What the largest value of a row becomes in float16, whose normal numbers end 2 ** 29 below."""
 
 
 @triton.jit
 def _load_vectors(
-    x_ptr, scale_ptr, vectors, inside, D, FP8: tl.constexpr, TILE: tl.constexpr, TO: tl.constexpr
+    x_ptr, scale_ptr, first, vectors, inside, D, FP8: tl.constexpr, TILE: tl.constexpr
 ):
-    """A tile of cached vectors, and their scales: 1 in high precision."""
+    """Cached vectors from ``first`` on, FP8 ones as float16, and their scales: 1 without FP8."""
     columns = tl.arange(0, TILE)
     mask = inside[:, None] & (columns < D)[None, :]
-    x = tl.load(x_ptr + vectors[:, None] * D + columns[None, :], mask=mask, other=0)
+    x = tl.load(x_ptr + first * D + vectors[:, None] * D + columns[None, :], mask=mask, other=0)
     scale = tl.full(vectors.shape, 1.0, tl.float32)
     if FP8 is not None:
-        x = x.to(FP8, bitcast=True)
-        scale = tl.load(scale_ptr + vectors, mask=inside, other=0.0)
-    return x.to(TO), scale
+        x = x.to(FP8, bitcast=True).to(tl.float16)
+        scale = tl.load(scale_ptr + first + vectors, mask=inside, other=0.0)
+    return x, scale
+
+
+@triton.jit
+def _scaled_queries(q, factor, FP8: tl.constexpr):
+    """Queries in the dtype of the cache's tiles, and what to multiply their scores by."""
+    factors = tl.full([q.shape[0]], factor, tl.float32)
+    if FP8 is not None:
+        # To bfloat16 FP8 takes four times as many instructions as to float16, for whose range
+        # queries and probabilities are scaled.
+        wide = q.to(tl.float32)
+        size = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
+        q = (wide * (F16_RANGE / size)[:, None]).to(tl.float16)
+        factors *= size / F16_RANGE
+    return q, factors
 
 
 @launched
-def _attend_kernel(
+def _attend_kernel(  # noqa: PLR0915
     q_ptr,  # [B, H, S, D]
     k_ptr,  # [pages, G, P, D]
     v_ptr,  # [pages, G, P, DV]
@@ -66,14 +82,14 @@ def _attend_kernel(
     B, H, G, S, P, D, DV, PARTS, table_stride, sequences_stride, stride_qb, stride_qh, stride_qs,
     left, right, scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, D_TILE: tl.constexpr, DV_TILE: tl.constexpr,
-    FP8: tl.constexpr, V_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,  # none is in two pages
+    FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
     sequence = tl.load(sequences_ptr + batch)
     before = tl.load(sequences_ptr + sequences_stride + batch)
     count = tl.load(sequences_ptr + 2 * sequences_stride + batch)
     total = before + count
-    factor = tl.cast(scale, tl.float32) * LOG2_E
 
     rows = tl.arange(0, ROWS)
     head, query = kv_head * (H // G) + rows // S, rows % S
@@ -82,10 +98,11 @@ def _attend_kernel(
     q_ptrs = q_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
     q_ptrs = (q_ptrs + query.to(tl.int64) * stride_qs)[:, None] + columns[None, :]
     q = tl.load(q_ptrs, mask=is_query[:, None] & (columns < D)[None, :], other=0.0)
+    q, factors = _scaled_queries(q, tl.cast(scale, tl.float32) * LOG2_E, FP8)
 
     first = 0
     if left >= 0:
-        first = tl.maximum(before - left, 0)
+        first = tl.maximum(before - left, 0) // KEYS * KEYS
     tiles = tl.cdiv(tl.cdiv(total - first, KEYS), PARTS)
     first += part * tiles * KEYS
     end = tl.minimum(first + tiles * KEYS, total)
@@ -97,10 +114,17 @@ def _attend_kernel(
     for tile in range(first, end, KEYS):
         keys = tile + tl.arange(0, KEYS)
         inside = keys < end
-        page = tl.load(table_ptr + keys // P, mask=inside, other=0).to(tl.int64)
-        vectors = (page * G + kv_head) * P + keys % P
-        k, k_scale = _load_vectors(k_ptr, k_scale_ptr, vectors, inside, D, FP8, D_TILE, q.dtype)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (k_scale * factor)[None, :]
+        if WHOLE_TILES:
+            page = tl.load(table_ptr + tile // P).to(tl.int64)
+            start = (page * G + kv_head) * P + tile % P
+            vectors = tl.arange(0, KEYS)
+        else:
+            page = tl.load(table_ptr + keys // P, mask=inside, other=0).to(tl.int64)
+            start = kv_head.to(tl.int64) * P
+            vectors = page * G * P + keys % P
+        k, k_scale = _load_vectors(k_ptr, k_scale_ptr, start, vectors, inside, D, FP8, D_TILE)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = s * factors[:, None] * k_scale[None, :]
         distance = (before + query)[:, None] - keys[None, :]
         seen = inside[None, :] & is_query[:, None]
         seen = seen & ((left < 0) | (distance <= left)) & ((right < 0) | (-distance <= right))
@@ -110,9 +134,14 @@ def _attend_kernel(
         p = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(largest - shift)
         exp_sum = exp_sum * rescale + tl.sum(p, 1)
-        v, v_scale = _load_vectors(v_ptr, v_scale_ptr, vectors, inside, DV, FP8, DV_TILE, V_DTYPE)
-        p = (p * v_scale[None, :]).to(V_DTYPE)
-        out = out * rescale[:, None] + tl.dot(p, v, input_precision=PRECISION)
+        v, v_scale = _load_vectors(v_ptr, v_scale_ptr, start, vectors, inside, DV, FP8, DV_TILE)
+        out = out * rescale[:, None]
+        if FP8 is None:
+            out += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        else:
+            top = tl.maximum(tl.max(v_scale, 0), 1e-30)
+            p = (p * (v_scale * (F16_RANGE / top))[None, :]).to(tl.float16)
+            out += tl.dot(p, v) * (top / F16_RANGE)
         largest = new
 
     row = (tl.program_id(0).to(tl.int64) * ROWS + rows) * PARTS + part
@@ -175,17 +204,14 @@ def paged_attention(
         k_scale = v_scale = statistics
     else:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    # Scaled probabilities can lie below float16's range.
-    v_dtype = tl.bfloat16 if fp8 is not None and q.dtype == torch.float16 else _DTYPES[q.dtype]
     if q.stride(3) != 1:
         q = q.contiguous()
     d_tile, dv_tile = (max(16, next_power_of_2(size)) for size in (D, DV))
-    is_wide = max(d_tile, dv_tile) * q.element_size() > 256
+    keys = _KEYS_OF_WIDE_VECTORS if max(d_tile, dv_tile) * q.element_size() > 256 else _KEYS
     _attend_kernel[(B * G, parts)](
         q, k, v, k_scale, v_scale, table, sequences, partial, statistics, B, H, G, S, P, D, DV,
         parts, table.stride(0), sequences.stride(0), *q.stride()[:3], left, right, scale,
-        ROWS=rows, KEYS=_KEYS_OF_WIDE_VECTORS if is_wide else _KEYS, D_TILE=d_tile,
-        DV_TILE=dv_tile, FP8=fp8, V_DTYPE=v_dtype,
+        ROWS=rows, KEYS=keys, D_TILE=d_tile, DV_TILE=dv_tile, WHOLE_TILES=P % keys == 0, FP8=fp8,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=_WARPS,
         num_stages=_STAGES,
     )  # fmt: skip
@@ -194,6 +220,3 @@ def paged_attention(
         ROWS=rows, PARTS_TILE=next_power_of_2(parts), DV_TILE=dv_tile, num_warps=4,
     )  # fmt: skip
     return out
-
-
-_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
