@@ -367,8 +367,8 @@ def kept(
 
     Kept are q, k, v, the results of attention and of both sums, and what the MLP's first weight
     gives. High precision keeps both norms' results and the activation's, and outside of
-    ``torch.compile`` the gate's; ``TransformerLayer`` in FP8 keeps casts of the first in place of
-    them, and recomputes the others. Checked against "Memory" in benchmarks/RESULTS.md.
+    ``torch.compile`` the gate's, which FP8 keeps, too. Whatever else FP8 layers cast, they compute
+    again (``save="auto"``). Checked against "Memory" in benchmarks/RESULTS.md.
 
     Compiled layers ``sharded`` by FSDP2 were measured to keep what eager ones do; ``half_input``:
     the activation's input is kept in FP8 (``fp8_activation_input``).
@@ -378,10 +378,9 @@ def kept(
     nbytes = 4 * size.width + 4 * size.q + 4 * size.kv
     if size.experts:
         nbytes += 4 * size.active * size.width  # permuted inputs and results
-    if job.fused and recipe is not None:
-        return nbytes + (1 if half_input else 2) * inner + 4 * size.width
     eager = (job.mode == "eager" or sharded) and not job.fused and size.gated
-    return nbytes + 2 * inner + (6 if job.fused else 4) * size.width + (4 if eager else 2) * mlp
+    nbytes += (1 if half_input else 2) * inner + (2 * mlp if eager else 0)
+    return nbytes if recipe is not None else nbytes + (6 if job.fused else 4) * size.width + 2 * mlp
 
 
 def passing_bytes(
@@ -391,6 +390,8 @@ def passing_bytes(
     mlp = size.ffn * max(1, size.active)
     inner = (2 if size.gated else 1) * mlp
     if recipe is not None:  # casts of the gradient of the MLP's first GEMMs, and of their prologue
+        if job.mode == "compile" and not job.fused:
+            return 2 * inner + mlp
         return (4 if half_input else 2) * inner + 2 * mlp + 2 * size.width
     return 2 * mlp + 2 * size.width if job.mode == "compile" and not job.fused else 2 * inner
 
