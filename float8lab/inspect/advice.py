@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -205,17 +207,14 @@ def advise(
     exclude = check_names("exclude", exclude)
     check_choice("mode", mode, MODES)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    timer = None
-    if device.type == "cuda":
-        if mode == "compile":
-            raise NotImplementedError(
-                "mode must be 'eager' or 'cuda_graph' where times are measured; got 'compile'. "
-                "Pass a model on the meta device to have them modelled."
-            )
-        timer = CudaTimer(device)
-    return advise_by(
-        timer, model, batch, recipe or Float8CurrentScaling(), loss_fn, filter_fn, exclude, mode
-    )
+    is_measured, recipe = device.type == "cuda", recipe or Float8CurrentScaling()
+    if is_measured and mode == "compile":
+        raise NotImplementedError(
+            "mode must be 'eager' or 'cuda_graph' where times are measured; got 'compile'. "
+            "Pass a model on the meta device to have them modelled."
+        )
+    timer = CudaTimer(device) if is_measured else None
+    return advise_by(timer, model, batch, recipe, loss_fn, filter_fn, exclude, mode)
 
 
 def advise_by(
@@ -270,7 +269,7 @@ def advise_by(
         layers=layers,
         recipe=recipe,
         measured=timer is not None,
-        device=_describe(model) if timer is not None else "an H200, from rates measured there",
+        device="an H200, from rates measured there" if timer is None else _describe(model),
         step={
             "high precision": _total(prediction, [None] * len(layers), beyond_layers),
             "FP8": _total(prediction, [recipe] * len(layers), beyond_layers),
@@ -295,14 +294,9 @@ def _calibrated(
     cpu = sum(times.cpu for times in all_fp8)
     of_gpu = max(0.0, fp8_step.gpu - beyond_layers.gpu) / gpu if gpu else 1.0
     of_cpu = max(0.0, fp8_step.cpu - beyond_layers.cpu) / cpu if cpu and mode == "eager" else 1.0
+    factors = Parts(of_gpu, of_gpu, of_cpu)
     return {
-        case: measured._replace(
-            fp8=Parts(
-                of_gpu * measured.fp8.quantize,
-                of_gpu * measured.fp8.gemm,
-                of_cpu * measured.fp8.cpu,
-            )
-        )
+        case: measured._replace(fp8=Parts(*map(operator.mul, factors, measured.fp8)))
         for case, measured in cases.items()
     }
 
@@ -532,8 +526,7 @@ class _Bench:
                 self._call(layer, x)
                 for layer, x in zip(self.layers[:count], self.inputs, strict=False)
             ]
-        sources = [t for inputs in self.wanted[:count] for t in inputs]
-        if sources:
+        if sources := [t for inputs in self.wanted[:count] for t in inputs]:
             torch.autograd.grad(outputs, sources, [self.gradient] * count, allow_unused=True)
 
     def time(self, timer: Timer) -> Times:
@@ -557,15 +550,12 @@ class _Bench:
         layer = self.layers[0]
         x = self.inputs[0].detach().requires_grad_().clone()  # only results of autograd are shared
 
-        def forward(calls: int) -> Callable[[], None]:
-            def run() -> None:
-                share_cast(None)
-                for _ in range(calls):
-                    self._call(layer, x)
+        def forward(calls: int) -> None:
+            share_cast(None)
+            for _ in range(calls):
+                self._call(layer, x)
 
-            return run
-
-        first, both_calls = timer(forward(1)), timer(forward(2))
+        first, both_calls = (timer(partial(forward, calls)) for calls in (1, 2))
         share_cast(None)
         return Times(*(max(0.0, 2 * a - b) for a, b in zip(first, both_calls, strict=True)))
 
@@ -606,10 +596,7 @@ def _row(
 ) -> LayerAdvice:
     results = [cases[case] for case in made]
     N, K = made[0].weights[0]
-    high_time = (
-        sum(t.high_precision.gpu for t in results),
-        sum(t.high_precision.cpu for t in results),
-    )
+    high_time = (sum(getattr(t.high_precision, unit) for t in results) for unit in ("gpu", "cpu"))
     fp8 = Parts(*map(sum, zip(*(t.fp8 for t in results), strict=True)))
     sizes = made[0].tokens, K, N, len(made)
     return LayerAdvice(name, *sizes, *high_time, *fp8, results[0].break_even, saved)
