@@ -15,6 +15,10 @@ _KINDS = (
     "torch.distributed.checkpoint, or one of Megatron-LM, whose ranks' parts are joined. Nothing "
     "in it is run, and it may be larger than memory"
 )
+_LAYER = (
+    "only tensors or modules of this name, as 'model.layers.0' or '*.mlp.*'; may be given "
+    "repeatedly"
+)
 _INSPECT = f"""\
 What a checkpoint holds, the suspicious tensors first: NaN, zero scales, missing and orphaned
 scales, saturated blocks. PATH is {_KINDS}."""
@@ -47,14 +51,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     compare.add_argument("b", metavar="B", help="file or directory")
     compare.set_defaults(run=_diff)
     for command in (look, compare):
-        command.add_argument(
-            "--layer",
-            metavar="GLOB",
-            action="append",
-            default=[],
-            help="only tensors or modules of this name, as 'model.layers.0' or '*.mlp.*'; may be "
-            "given repeatedly",
-        )
+        command.add_argument("--layer", metavar="GLOB", action="append", default=[], help=_LAYER)
         add_output_options(command, limit=20)
 
 
