@@ -137,18 +137,14 @@ def convert_to_float8(  # each is a keyword that users set on its own
     freezing.run()
     _register_hooks(model, walk, layers)
     run_layers_of_encoders(walk.modules)
-    remember_conversion(
-        model,
-        walk,
-        unmatched=plan.unmatched,
-        notes=(*plan.predictions, *freezing.obstacles, *late),
-        # A layer that this call leaves alone may run in FP8 by an earlier one, which noted how.
-        layers=[
-            (p.candidate.layer, p.note)
-            for p in plan.layers
-            if p.recipe is not None or not has_recipe(p.candidate.layer)
-        ],
-    )
+    notes = (*plan.predictions, *freezing.obstacles, *late)
+    # A layer that this call leaves alone may run in FP8 by an earlier one, which noted how.
+    notes_of_layers = [
+        (p.candidate.layer, p.note)
+        for p in plan.layers
+        if p.recipe is not None or not has_recipe(p.candidate.layer)
+    ]
+    remember_conversion(model, walk, plan.unmatched, notes, notes_of_layers)
     if not layers and not plan.runs_fp8_attention():
         _warn_of_nothing(model, plan)
     if _LOG.isEnabledFor(logging.INFO):
@@ -217,12 +213,11 @@ def _choose_all_gather(
             too_late = is_sharded_plain(weight)
             precision.fp8_all_gather = fp8_all_gather and agree and not too_late
             late += fp8_all_gather and too_late
-    if not late:
-        return []
-    return [
+    note = (
         f"{late} weights were sharded before they were converted, and are gathered in high "
         "precision; convert before fully_shard to gather them in FP8"
-    ]
+    )
+    return [note] if late else []
 
 
 def _register_hooks(model: nn.Module, walk: ModelWalk, layers: Sequence[LayerPlan]) -> None:
@@ -264,7 +259,8 @@ def to_high_precision(model: _Model) -> _Model:
     arguments.check_module("model", model)
     modules = list(model.modules())
     layers = [m for m in modules if isinstance(m, (Linear, OtherLinear, OtherExperts))]
-    if not all(map(_has_plain_class, layers)):
+    linear = [layer for layer in layers if isinstance(layer, Linear)]
+    if any(x.return_bias or x._split is not None or x.tp_size > 1 for x in linear):
         raise NotImplementedError(
             "to_high_precision must find layers that torch.nn.Linear can express; got one with "
             "return_bias or parameters_split, or of several tensor-parallel ranks. Run it "
@@ -287,13 +283,6 @@ def to_high_precision(model: _Model) -> _Model:
     run_layers_of_encoders(modules)
     forget_conversion(model)
     return model
-
-
-def _has_plain_class(layer: Any) -> bool:
-    """Whether there is a class in high precision that does what a converted layer does."""
-    if not isinstance(layer, Linear):
-        return True
-    return not layer.return_bias and layer._split is None and layer.tp_size == 1
 
 
 def _dequantize_parameters(module: nn.Module) -> None:
