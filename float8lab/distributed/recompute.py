@@ -90,15 +90,10 @@ def checkpoint(
 
 @torch._disable_dynamo
 def _checkpoint_in_eager(
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None,
-    use_reentrant: bool,
-    group: dist.ProcessGroup | None,
-    *,
-    shards: bool,
-) -> Any:
+    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object],
+    get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None, use_reentrant: bool,
+    group: dist.ProcessGroup | None, *, shards: bool,
+) -> Any:  # fmt: skip
     # Flat, since reentrant checkpoints see no tensors inside containers and no keywords.
     trees = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
     run = _Run(function, [spec for _, spec in trees], tuple(kwargs), get_rng_state_tracker)

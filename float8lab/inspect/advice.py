@@ -281,12 +281,9 @@ def advise_by(
 
 
 def _calibrated(
-    cases: dict[_Case, _Times],
-    all_fp8: Sequence[Parts],
-    fp8_step: Times,
-    beyond_layers: Times,
+    cases: dict[_Case, _Times], all_fp8: Sequence[Parts], fp8_step: Times, beyond_layers: Times,
     mode: str,
-) -> dict[_Case, _Times]:
+) -> dict[_Case, _Times]:  # fmt: skip
     """Scale the cases' FP8 times so that, with ``rest``, they add up to a step with all in FP8."""
     # The times need it because a layer measured alone finds its code in the CPU's caches, and its
     # data not in the GPU's.
@@ -580,12 +577,9 @@ class _Recorded(TorchDispatchMode):
         self.calls: list[tuple[Callable[..., object], tuple[object, ...], dict[str, object]]] = []
 
     def __torch_dispatch__(
-        self,
-        op: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
+        self, op: Callable[..., object], types: object, args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         if op in GEMM_OPS:
             self.calls.append((op, args, kwargs or {}))
         return op(*args, **(kwargs or {}))

@@ -129,13 +129,9 @@ def find_nan(
 
 
 def _run(
-    model: nn.Module,
-    batch: object,
-    loss_fn: Callable[[object], Tensor] | None,
-    look: _Look,
-    *,
+    model: nn.Module, batch: object, loss_fn: Callable[[object], Tensor] | None, look: _Look, *,
     to_the_end: bool,
-) -> None:
+) -> None:  # fmt: skip
     for parameter in model.parameters():
         parameter.grad = None
     with torch.enable_grad(), hooked(look.attach()):

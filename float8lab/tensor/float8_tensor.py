@@ -153,12 +153,9 @@ class Float8Tensor(Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Tensor],
-        context: tuple[Float8Spec, torch.dtype, bool],
-        outer_size: torch.Size,
-        outer_stride: Sequence[int],
-    ) -> Float8Tensor:
+        cls, inner: dict[str, Tensor], context: tuple[Float8Spec, torch.dtype, bool],
+        outer_size: torch.Size, outer_stride: Sequence[int],
+    ) -> Float8Tensor:  # fmt: skip
         spec, dtype, shares_blocks = context
         x = cls._make(inner["qdata"], inner["scale"], inner["amax"], spec, dtype)
         if shares_blocks:
@@ -167,12 +164,9 @@ class Float8Tensor(Tensor):
 
     @classmethod
     def __torch_function__(  # torch's stub lacks the defaults
-        cls,
-        function: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
+        cls, function: Callable[..., object], types: Sequence[type], args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         if len(types) > 1 and not all(issubclass(t, cls) or _has_default_hook(t) for t in types):
             return NotImplemented  # the other class handles the call
         kwargs = kwargs or {}
@@ -187,12 +181,9 @@ class Float8Tensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub omits the first argument
-        cls,
-        op: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
+        cls, op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         if not all(t in PLAIN or issubclass(t, Float8Tensor) for t in types):
             return NotImplemented
         _refresh_views(args)

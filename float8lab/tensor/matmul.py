@@ -201,13 +201,9 @@ if hasattr(aten, "_grouped_mm"):  # not every torch has it
 
     @implements(aten._grouped_mm.default)
     def _grouped_mm(
-        op: OpOverload,
-        a: Tensor,
-        b: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> _Result:
+        op: OpOverload, a: Tensor, b: Tensor, offs: Tensor | None = None,
+        bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    ) -> _Result:  # fmt: skip
         by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
         if offs is not None and by_rows and (a.shape[1], offs.shape) == (b.shape[1], b.shape[:1]):
             return _fp8_grouped_mm(a, b, offs)

@@ -79,13 +79,9 @@ def _backward(  # noqa: PLR0913  # torch's arguments
 
 @implements(aten.native_layer_norm.default)
 def _layer_norm(
-    op: OpOverload,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
+    op: OpOverload, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _forward(x, shape, weight, bias, eps, center=True)
 
 

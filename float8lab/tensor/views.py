@@ -155,13 +155,9 @@ def _expand(
 
 @implements(aten.slice.Tensor)
 def _slice(
-    op: OpOverload,
-    x: Float8Tensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
+    op: OpOverload, x: Float8Tensor, dim: int = 0, start: int | None = None, end: int | None = None,
     step: int = 1,
-) -> Float8Tensor:
+) -> Float8Tensor:  # fmt: skip
     dim %= x.ndim
     size, block = x.shape[dim], x.spec.block[dim]
     q = op(x.qdata, dim, start, end, step)
@@ -239,12 +235,9 @@ def _unbind(op: OpOverload, x: Float8Tensor, dim: int = 0) -> list[Float8Tensor]
 
 @implements(aten.as_strided.default)
 def _as_strided(
-    op: OpOverload,
-    x: Float8Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
+    op: OpOverload, x: Float8Tensor, size: Sequence[int], stride: Sequence[int],
     storage_offset: int | None = None,
-) -> Float8Tensor:
+) -> Float8Tensor:  # fmt: skip
     """Find the slices and the permutation that strides mean, since strides tell no scales."""
     size, stride = tuple(size), tuple(stride)
     offset = 0 if storage_offset is None else storage_offset - int(x.storage_offset())
