@@ -110,9 +110,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 "float8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
                 f"{shown(float8_dtype)}. Leave it out: the layers' recipes choose."
             )
-        check_instance(
-            "fwd_config_submodule_fqn", fwd_config_submodule_fqn, str, "a name", optional=True
-        )
+        name = fwd_config_submodule_fqn
+        check_instance("fwd_config_submodule_fqn", name, str, "a name", optional=True)
         super().__init__(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,
