@@ -6,7 +6,9 @@ import argparse
 
 from float8lab.checkpoints.replacing import write_text
 from float8lab.commands.terminal import add_output_options, present, progress_bar
-from float8lab.inspect.checkpoint import CheckpointDiff, CheckpointReport, checkpoint, diff, page
+from float8lab.inspect.checkpoint.difference import CheckpointDiff, diff
+from float8lab.inspect.checkpoint.page import page
+from float8lab.inspect.checkpoint.report import CheckpointReport, checkpoint
 
 __all__ = ["add_commands"]
 

@@ -205,9 +205,15 @@ class Recipe:
         raise NotImplementedError("construct one of the recipes in float8lab.recipes")
 
     def _make_plan(
-        self, *, x: tuple[int, int], w: tuple[int, int], scale_rule: str = "fp32",
-        wgrad: bool = True, delayed: bool = False, amax_epsilon: float = 0.0,
-    ) -> LinearPlan:  # fmt: skip
+        self,
+        *,
+        x: tuple[int, int],
+        w: tuple[int, int],
+        scale_rule: str = "fp32",
+        wgrad: bool = True,
+        delayed: bool = False,
+        amax_epsilon: float = 0.0,
+    ) -> LinearPlan:
         forward, backward = self.fp8_format.value
         x_spec, w_spec = (Spec(forward, block, scale_rule) for block in (x, w))
         dy_spec = Spec(backward, x, scale_rule)

@@ -103,14 +103,9 @@ _planned_quantize = planned(quantize)
 
 
 def replayed_quantize(
-    x: Matrix,
-    rowwise: Spec | None,
-    columnwise: Spec | None,
-    params: QuantParams | None,
-    epsilon: float,
-    dbias: bool,
-    align: int,
-) -> Quantized:
+    x: Matrix, rowwise: Spec | None, columnwise: Spec | None, params: QuantParams | None,
+    epsilon: float, dbias: bool, align: int,
+) -> Quantized:  # fmt: skip
     """``quantize`` as a list of launches of its own: a collective separates it from the GEMM."""
     on_gpu = (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
     run = _planned_quantize if on_gpu else quantize
