@@ -256,11 +256,8 @@ def advise_by(
         if layer_cases
     )
     prediction: list[Prediction] = [
-        {
-            None: Times(layer.high_gpu, layer.high_cpu),
-            recipe: Times(layer.quantize + layer.gemm, layer.cpu),
-        }
-        for layer in layers
+        {None: Times(a.high_gpu, a.high_cpu), recipe: Times(a.quantize + a.gemm, a.cpu)}
+        for a in layers
     ]
     chosen = choose([*prediction, {None: beyond_layers}])[:-1]
     choices = {layer.name: choice for layer, choice in zip(layers, chosen, strict=True)}
@@ -590,7 +587,7 @@ def _row(
 ) -> LayerAdvice:
     results = [cases[case] for case in made]
     N, K = made[0].weights[0]
-    high_time = (sum(getattr(t.high_precision, unit) for t in results) for unit in ("gpu", "cpu"))
+    high = Times(*(sum(getattr(t.high_precision, k) for t in results) for k in Times._fields))
     fp8 = Parts(*map(sum, zip(*(t.fp8 for t in results), strict=True)))
     sizes = made[0].tokens, K, N, len(made)
-    return LayerAdvice(name, *sizes, *high_time, *fp8, results[0].break_even, saved)
+    return LayerAdvice(name, *sizes, *high, *fp8, results[0].break_even, saved)

@@ -405,15 +405,15 @@ class DelayedSlots:
         self._asked: dict[int, _Answer] = {}
 
         def new_tensors() -> dict[str, Tensor]:
-            options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+            full = functools.partial(torch.full, dtype=torch.float32, device=device)
             return {
-                "history": torch.zeros(recipe.amax_history_len, count, **options),
-                "amax": torch.full((count,), NO_DATA, **options),
-                "factors": torch.ones(2, count, **options),
-                "previous": torch.ones(2, count, **options),
+                "history": full((recipe.amax_history_len, count), 0.0),
+                "amax": full((count,), NO_DATA),
+                "factors": full((2, count), 1.0),
+                "previous": full((2, count), 1.0),
                 "seeded": torch.zeros(count, dtype=torch.bool, device=device),
                 "steps": torch.zeros(count, dtype=torch.int32, device=device),
-                "fp8_max": torch.tensor(limits, **options),
+                "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
                 "forward": torch.tensor(self._by_column(forward), device=device),
             }
 

@@ -209,8 +209,8 @@ class Float8Tensor(Tensor):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Float8Tensor:
         """A tensor of this class and spec with ``function`` applied to each of its tensors."""
-        tensors = (function(t) for t in (self.qdata, self.scale, self.amax))
-        return self._make(*tensors, self.spec, self.dtype)
+        qdata, scale, amax = map(function, (self.qdata, self.scale, self.amax))
+        return self._make(qdata, scale, amax, self.spec, self.dtype)
 
     def dequantize(self) -> Tensor:
         """The tensor in its high-precision ``dtype``; differentiable, the gradient passes through.

@@ -256,7 +256,7 @@ class _Held:
 
 
 def _held(size: ModelSize, job: Job, mesh: Mesh) -> _Held:
-    """The bytes that one layer holds."""
+    """The parameters of one layer, and the ranks that share them."""
     dense = (size.attention_parameters + size.dense_parameters) / mesh.tp
     experts = size.expert_parameters / mesh.tp / mesh.ep
     ranks = mesh.dp * mesh.cp

@@ -159,8 +159,9 @@ def _check_grouped_mm(cases: Cases) -> None:
             kinds = (BF16, False), (BF16, True), (FP32, False)
             for out_dtype, fast in kinds[:1] if name in many else kinds:
                 kind = f"{name} {scaling} {name_of(out_dtype)}{' fast_accum' * fast}"
-                for left, right in (("x", "w"), ("dy", "w'"), ("dy'", "x'")):
-                    a, b, added = operands[left], operands[right], bias if right == "w" else None
+                pairs = ("x", "w", bias), ("dy", "w'", None), ("dy'", "x'", None)
+                for left, right, added in pairs:
+                    a, b = operands[left], operands[right]
                     dtypes = a.data.dtype, b.data.dtype
                     why = why_gemm_is_emulated(a.block, b.block, cases.device, *dtypes)
                     cases.begin(f"{left} by {right} {kind}", why)

@@ -98,7 +98,8 @@ def load_te_scaling(
     saved_recipe = _recipe(next(iter(states.values())))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ready: list[tuple[DelayedSlots, dict[str, Tensor]]] = []
-    loaded, ignored = [], []
+    loaded: list[str] = []
+    ignored: list[str] = []
     for name, state in states.items():
         gemms = _scales_of_gemms(name, state, len(modules[name]))
         (ignored if gemms is None else loaded).append(name)

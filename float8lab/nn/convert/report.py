@@ -103,7 +103,7 @@ class ConversionReport:
         return f"{html_table(_HEADINGS, self._rows())}<p>{remarks}</p>"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for layer in self.layers:
             shape, kind = " x ".join(map(str, layer.shape)), "FP8" if layer.converted else "skipped"
             share = self._share(layer.parameters)

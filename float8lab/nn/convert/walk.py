@@ -7,7 +7,6 @@ take over. Its kind is asked once, during the walk; all that follows reads the c
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -70,8 +69,8 @@ class ModelWalk(NamedTuple):
 def walk_model(model: nn.Module) -> ModelWalk:
     """Visit each module of a model once, and ask each of its classes once what it is."""
     named_modules = list(model.named_modules())
-    linear_class = functools.cache(known_linear)
-    candidates = (_as_candidate(name, m, linear_class(type(m))) for name, m in named_modules)
+    linear_class = {cls: known_linear(cls) for cls in {type(m) for _, m in named_modules}}
+    candidates = (_as_candidate(name, m, linear_class[type(m)]) for name, m in named_modules)
     attention = [(name, m) for name, m in named_modules if isinstance(m, DotProductAttention)]
     marks = ("unshard", "_is_fsdp_managed_module")
     is_sharded = any(hasattr(m, mark) for _, m in named_modules for mark in marks)
