@@ -544,16 +544,9 @@ class OneGpu:
         return rows, (*shape[:-1], features)
 
     def mm(
-        self,
-        a: Operand,
-        b: Operand,
-        task: GemmTask,
-        bias: Tensor | None = None,
-        *,
-        backward: bool = False,
-        companion: TokenShard | None = None,
-        keep: bool = False,
-    ) -> Gemm:
+        self, a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None, *,
+        backward: bool = False, companion: TokenShard | None = None, keep: bool = False,
+    ) -> Gemm:  # fmt: skip
         """fprop, ``a @ b.T + bias``, or dgrad: ``comm.reduce(mm(comm.gather(a), b))``.
 
         Args:
@@ -628,16 +621,9 @@ class Sharded(OneGpu):
         return rows, self.parallel.output_shape(shape, self.tokens, features)
 
     def mm(
-        self,
-        a: Operand,
-        b: Operand,
-        task: GemmTask,
-        bias: Tensor | None = None,
-        *,
-        backward: bool = False,
-        companion: TokenShard | None = None,
-        keep: bool = False,
-    ) -> Gemm:
+        self, a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None, *,
+        backward: bool = False, companion: TokenShard | None = None, keep: bool = False,
+    ) -> Gemm:  # fmt: skip
         tokens, bias = self.tokens, self.bias(bias)
         if tokens is not None:
             task = task._replace(shape=(tokens.unsharded_rows, task.shape[1]))

@@ -218,15 +218,9 @@ def advise(
 
 
 def advise_by(
-    timer: Timer | None,
-    model: nn.Module,
-    batch: object,
-    recipe: Recipe,
-    loss_fn: LossFn | None,
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-    exclude: Sequence[str],
-    mode: str,
-) -> Advice:
+    timer: Timer | None, model: nn.Module, batch: object, recipe: Recipe, loss_fn: LossFn | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None, exclude: Sequence[str], mode: str,
+) -> Advice:  # fmt: skip
     """Run ``advise`` with times by ``timer``, or with modelled times if ``timer`` is None."""
     refuse_dtensors(model, "advise")
     with on_trial(model, batch, loss_fn) as trial:

@@ -62,12 +62,9 @@ def filled(template: str, replacements: Mapping[str, str]) -> str:
 
 
 def page_of(
-    title: str,
-    body: str,
-    script: str,
-    data: Mapping[str, object],
+    title: str, body: str, script: str, data: Mapping[str, object],
     columns: Mapping[str, str] = MappingProxyType({}),
-) -> str:
+) -> str:  # fmt: skip
     """A whole page, which a browser lets load nothing, with plotly and what its script reads.
 
     Args:

@@ -384,17 +384,10 @@ class DelayedSlots:
     )
 
     def __init__(
-        self,
-        recipe: DelayedScaling,
-        group: ProcessGroup | None,
-        *,
-        fp8_dtypes: Sequence[torch.dtype],
-        forward: Sequence[bool],
-        device: torch.device,
-        key: str = "",
-        widths: Sequence[int] = (),
-        parallel: Any = None,
-    ) -> None:
+        self, recipe: DelayedScaling, group: ProcessGroup | None, *,
+        fp8_dtypes: Sequence[torch.dtype], forward: Sequence[bool], device: torch.device,
+        key: str = "", widths: Sequence[int] = (), parallel: Any = None,
+    ) -> None:  # fmt: skip
         self.key = key  # names the module to other ranks
         self.fp8_dtypes, self.forward = tuple(fp8_dtypes), tuple(forward)
         self._lay_out(tuple(widths) or (1,) * len(fp8_dtypes))
@@ -595,14 +588,9 @@ class DelayedSlots:
         return self.pack.amaxes[slot] if isinstance(slot, int) else self.pack.amax[slot]
 
     def scale_for(
-        self,
-        index: int,
-        x: Tensor | Prologue | Groups,
-        *,
-        record: bool,
-        is_empty_everywhere: bool = True,
-        experts: range | None = None,
-    ) -> QuantParams:
+        self, index: int, x: Tensor | Prologue | Groups, *, record: bool,
+        is_empty_everywhere: bool = True, experts: range | None = None,
+    ) -> QuantParams:  # fmt: skip
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record).
 
         ``is_empty_everywhere``: whether the unsharded tensor is empty, too, if ``x`` is; if it is

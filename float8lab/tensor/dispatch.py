@@ -248,13 +248,9 @@ def storage_without_memory(storage: torch.UntypedStorage, owner: Tensor) -> torc
 
 
 def run_fallback(
-    cls: type[Tensor],
-    op: OpOverload,
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    *,
+    cls: type[Tensor], op: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], *,
     quiet: bool = False,
-) -> object:
+) -> object:  # fmt: skip
     """Run ``op`` on dequantized arguments and requantize those that it wrote in place.
     An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
     was given one only as its ``out`` does."""

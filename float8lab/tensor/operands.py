@@ -36,15 +36,10 @@ Matrix = Tensor | Prologue | Groups
 
 
 def quantize(
-    x: Matrix,
-    rowwise: Spec | None,
-    columnwise: Spec | None = None,
-    params: QuantParams | None = None,
-    epsilon: float = 0.0,
-    dbias: bool = False,
-    align: int = ALIGN,
-    keep_amaxes: bool = False,
-) -> Quantized:
+    x: Matrix, rowwise: Spec | None, columnwise: Spec | None = None,
+    params: QuantParams | None = None, epsilon: float = 0.0, dbias: bool = False,
+    align: int = ALIGN, keep_amaxes: bool = False,
+) -> Quantized:  # fmt: skip
     """Cast a matrix to FP8, from one read where both orientations have one spec.
 
     The result depends on the arguments alone; the amax is recorded in the slot of ``params``.

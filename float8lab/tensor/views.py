@@ -28,14 +28,9 @@ aten = torch.ops.aten
 
 
 def view_of(
-    x: Float8Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    block: tuple[int, ...],
-    step: Step,
-    *,
-    partial: bool = False,
-    copied: bool = False,
-) -> Float8Tensor:
+    x: Float8Tensor, tensors: tuple[Tensor, Tensor, Tensor], block: tuple[int, ...], step: Step, *,
+    partial: bool = False, copied: bool = False,
+) -> Float8Tensor:  # fmt: skip
     """The view of ``x`` made of these data, scales and amaxes, in blocks of its own.
 
     Args:

@@ -347,13 +347,9 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
 
 
 def kept(
-    size: ModelSize,
-    recipe: Recipe | None,
-    job: Job,
-    *,
-    sharded: bool = False,
+    size: ModelSize, recipe: Recipe | None, job: Job, *, sharded: bool = False,
     half_input: bool = False,
-) -> float:
+) -> float:  # fmt: skip
     """Bytes for each token that a layer keeps from forward to backward.
 
     Kept are q, k, v, the results of attention and of both sums, and what the MLP's first weight

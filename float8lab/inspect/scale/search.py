@@ -29,13 +29,9 @@ def _ways(job: Job, mesh: Mesh, micro: int | None, recompute: bool | None) -> It
 
 
 def best(
-    size: ModelSize,
-    recipe: Recipe | None,
-    job: Job,
-    mesh: Mesh,
-    micro: int | None = None,
+    size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh, micro: int | None = None,
     recompute: bool | None = None,
-) -> Step | None:
+) -> Step | None:  # fmt: skip
     """The fastest step on a mesh that fits in memory, or else the one with the least memory.
 
     ``micro`` and ``recompute`` stand for those of the job; None tries powers of two, and both.
@@ -49,13 +45,9 @@ def best(
 
 
 def fastest(
-    size: ModelSize,
-    recipe: Recipe | None,
-    job: Job,
-    gpus: int,
-    micro: int | None = None,
+    size: ModelSize, recipe: Recipe | None, job: Job, gpus: int, micro: int | None = None,
     recompute: bool | None = None,
-) -> list[Step]:
+) -> list[Step]:  # fmt: skip
     """The best step of every mesh, the fastest first; those that do not fit in memory last."""
     layouts = meshes(size, gpus, job.sequence, job.links)
     steps = filter(None, (best(size, recipe, job, mesh, micro, recompute) for mesh in layouts))

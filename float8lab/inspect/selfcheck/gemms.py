@@ -99,14 +99,10 @@ class _Pair:
         self.name = f"{sizes} {' by '.join(map(' '.join, kinds))}"
 
     def compare(
-        self,
-        out_dtype: torch.dtype,
-        case: str = "",
-        bias: Tensor | None = None,
-        fast_accum: bool = False,
-        arrange: Callable[[Tensor], Tensor] = lambda q: q,
+        self, out_dtype: torch.dtype, case: str = "", bias: Tensor | None = None,
+        fast_accum: bool = False, arrange: Callable[[Tensor], Tensor] = lambda q: q,
         into: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin a case, multiply, ``into`` a tensor if there is one, and compare."""
         more = (name_of(out_dtype), "bias" * (bias is not None), "fast_accum" * fast_accum, case)
         self.cases.begin(" ".join(filter(None, (self.name, *more))), self.why)
