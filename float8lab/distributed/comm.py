@@ -242,7 +242,7 @@ class TensorParallel:
     # Collectives.
 
     def told(self, *numbers: int) -> Tensor:
-        """What each rank tells the others, a row for each, through memory of the CPU."""
+        """The numbers that all ranks tell each other, a row for each, through memory of the CPU."""
         host = channel(self.group).host_group(self.group).group_name
         return all_gathered(torch.tensor([numbers]), self.size, host)
 

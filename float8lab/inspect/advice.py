@@ -581,7 +581,7 @@ def _row(
 ) -> LayerAdvice:
     results = [cases[case] for case in made]
     N, K = made[0].weights[0]
-    high = Times(*(sum(getattr(t.high_precision, k) for t in results) for k in Times._fields))
+    sums = (sum(getattr(t.high_precision, unit) for t in results) for unit in Times._fields)
     fp8 = Parts(*map(sum, zip(*(t.fp8 for t in results), strict=True)))
     sizes = made[0].tokens, K, N, len(made)
-    return LayerAdvice(name, *sizes, *high, *fp8, results[0].break_even, saved)
+    return LayerAdvice(name, *sizes, *Times(*sums), *fp8, results[0].break_even, saved)
