@@ -195,8 +195,7 @@ def boxes(shape: Sequence[int], align: Sequence[int], most: int = BOX) -> Iterat
     [[(0, 2), (0, 8)], [(2, 4), (0, 8)], [(4, 5), (0, 8)]]
     """
     steps = list(shape)
-    for dim, unit in enumerate(align):
-        unit = max(unit, 1)
+    for dim, unit in enumerate(max(unit, 1) for unit in align):
         if math.prod(steps) <= most:
             break
         fitting = most // math.prod(steps[:dim] + steps[dim + 1 :]) // unit * unit

@@ -98,13 +98,9 @@ def stores_scales_by_column(spec: Spec) -> bool:
 
 
 def quantize_blocks(
-    x: Tensor,
-    spec: Spec,
-    *,
-    scale: Tensor | None = None,
-    amax_epsilon: float = 0.0,
+    x: Tensor, spec: Spec, *, scale: Tensor | None = None, amax_epsilon: float = 0.0,
     known_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """FP8 data, scales and amaxes of a tensor of any number of dimensions.
 
     Args:
@@ -318,11 +314,9 @@ def _groups(
     groups = []
     while left and right:
         a, b = [left.pop(0)], [right.pop(0)]
-        while math.prod(old[d] for d in a) != math.prod(new[d] for d in b):
-            if math.prod(old[d] for d in a) < math.prod(new[d] for d in b):
-                a.append(left.pop(0))
-            else:
-                b.append(right.pop(0))
+        while excess := math.prod(old[d] for d in a) - math.prod(new[d] for d in b):
+            dims, remaining = (a, left) if excess < 0 else (b, right)
+            dims.append(remaining.pop(0))
         groups.append((a, b))
     return groups
 
