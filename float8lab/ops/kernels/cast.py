@@ -657,7 +657,11 @@ def cast(
     if both_orientations or (columnwise and by_words):
         tiles = has_tiles if prologue else takes_tiles
         if finds and not grid and tiles(first, dtype, block, align):
-            return cast_tiles(matrix, *options, write=rowwise, column_sum=dbias)
+            rows, columns = (round_up(size, align) for size in prologue_shape(prologue, inputs))
+            *results, sums = cast_tiles(
+                matrix, options[:4], (rows, columns, rows), write=rowwise, column_sum=dbias
+            )
+            return *results, None if sums is None else sums.sum(0)
         is_per_tensor = block == (-1, -1) and rule != "decode"
         whole_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
         if whole_words and (is_per_tensor or (finds and block == (1, -1))):

@@ -28,7 +28,7 @@ from float8lab.ops.kernels import prologue as prologues
 from float8lab.ops.kernels._common import nan_for_infinity, saturate, scale_from_amax, widen
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels.cast_hopper import has_tiles, launch_tiles, takes_tiles
+from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
 from float8lab.ops.kernels.prologue import load, load_bits, load_words, tile_of_program
 from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
@@ -568,23 +568,13 @@ def cast_tiles_of_groups(
     plan: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
-    (_, (first, *_), _), (fp8_dtype, block, rule, eps) = matrix, options
     (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]
-    columns, across = round_up(K, ALIGN), padded_rows(M, E)
-    q = scale = sums = None
-    if write:
-        q = first.new_empty((M, columns), dtype=fp8_dtype)
-        scale = empty_scale(first, (M, columns), block)
-    q_t = first.new_empty((columns, across), dtype=fp8_dtype)
-    scale_t = empty_scale(first, (columns, across), block)
-    if column_sum:
-        sums = first.new_empty((across // SPAN, K), dtype=torch.float32)
     plan = plan_groups(offs, M) if plan is None else plan
-    launch_tiles(
-        matrix, (q, q_t, scale, scale_t, sums), (across, columns), block, rule, eps, plan, E
-    )
-    column_sums = None if sums is None else _sums_of_groups(sums, offs)
-    return q, scale, None, q_t, scale_t, column_sums
+    *results, sums = cast_tiles(
+        matrix, options, (M, round_up(K, ALIGN), padded_rows(M, E)),
+        write=write, column_sum=column_sum, plan=plan, groups=E,
+    )  # fmt: skip
+    return *results, None if sums is None else _sums_of_groups(sums, offs)
 
 
 def _factors(
