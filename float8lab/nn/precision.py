@@ -25,7 +25,7 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.in_graph import GraphState, new_handle
-from float8lab.nn.scales import DY, CurrentScales, DelayedScales, GraphScales, ScaleSource, W, X
+from float8lab.nn.scales import DY, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
 from float8lab.recipes.delayed import RECORDED, DelayedSlots, SlotViews
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
@@ -317,9 +317,8 @@ class Precision:
         plan, parallel, comm = recipe.linear, options.parallel or self.parallel, ONE_GPU
         if parallel is not None and not parallel.casts_only:
             comm = Sharded(parallel, options.tokens, plan)
-        scales: ScaleSource
         if delayed is None:
-            scales = CurrentScales(float(plan.epsilon), parallel)
+            scales = ScaleSource(float(plan.epsilon), parallel)
         elif isinstance(delayed, GraphState):
             scales = GraphScales(float(plan.epsilon), parallel, delayed)
         else:
