@@ -71,6 +71,7 @@ def _amax_kernel(
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
     tiles = tl.cdiv(M, TILE_M) * tiles_k
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
@@ -79,9 +80,8 @@ def _amax_kernel(
         tile_k = (tile % tiles_k).to(tl.int64)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
         tile_bits = load_bits(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-        )  # fmt: skip
+            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
+        )
         bits = tl.maximum(bits, tile_bits)
     if PARTIAL:
         amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
@@ -144,10 +144,8 @@ def _amax_rows_columns_kernel(
     tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    y = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    y = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
     bits = _common.abs_bits(y.to(tl.float32))
     if WRITE:
         tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
@@ -279,10 +277,8 @@ def _cast_kernel(
         encode = _encode_of_tensor(
             given_ptr, scale_ptr, None, amax_ptr, programs, eps, LIMIT, RULE, PARTIALS
         )
-    x = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    x = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
     if RULE == "":
         write_cast(
             x, tile_m, tile_k, rows, columns, given_ptr, slot_ptr, q_ptr, ROWS, COLUMNS,
@@ -435,12 +431,10 @@ def _quantize_blocks_kernel(
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    x = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    ).to(tl.float32)  # fmt: skip
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    x = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
     write_blocks(
-        x, tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, ROWS, COLUMNS,
+        x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, ROWS, COLUMNS,
         stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, FUNCTION == "",
     )  # fmt: skip
 
@@ -568,9 +562,10 @@ def _cast_words_kernel(
         encode = _encode_of_tensor(
             given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
         )
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     columns, halves = load_words(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        tile_m * TILE_M, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+        inputs, tile_m * TILE_M, tile_k, M, K,
+        FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
     )  # fmt: skip
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     if FUNCTION == "" and not PER_ROW:

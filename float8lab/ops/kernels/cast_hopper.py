@@ -252,12 +252,13 @@ def _quantize_blocks_kernel(
         pairs = gl.load(a_ptr + offsets, mask=inside, other=0)
         tile.store(pairs)
     else:
+        inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
         columns = tile_k * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_VALUE))
         for first in gl.static_range(0, 128, AT_ONCE):
             rows = row + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, BY_VALUE))
             y = load(
-                a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-                rows, columns, tile_k, last, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+                inputs, rows, columns, tile_k, last, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE,
+                TILE_K,
             )  # fmt: skip
             y0, y1 = gl.split(gl.reshape(y, [AT_ONCE, 64, 2]))
             pairs = gl.convert_layout(_paired(y0, y1), BY_ROW, assert_trivial=True)

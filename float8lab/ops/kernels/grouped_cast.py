@@ -152,6 +152,7 @@ def _amax_groups_kernel(
     A program reads neighbouring tiles. Groups come in order, so it has to reduce its registers only
     where another one begins: of many groups, most programs have tiles of one or two.
     """
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     program, programs = tl.program_id(0), tl.num_programs(0)
     PARTS: tl.constexpr = 128 // TILE_M
     tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
@@ -177,9 +178,8 @@ def _amax_groups_kernel(
             current = group
         tile_k = (tile % tiles_k).to(tl.int64)
         tile_bits = load_bits(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            row + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K), tile_k, end, K,
-            FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+            inputs, row + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K), tile_k,
+            end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         # The next tile's place arrives with the values of this one.
         group, row, end = _part_of_plan(plan_ptr, tl.minimum(tile + 1, last) // tiles_k, PARTS)
@@ -199,6 +199,7 @@ def _amax_batch_kernel(
 ):  # fmt: skip
     """Partial amaxes of each matrix."""
     a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     tiles_k = tl.cdiv(K, TILE_K)
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(M, TILE_M) * tiles_k, tl.num_programs(0)):
@@ -206,9 +207,8 @@ def _amax_batch_kernel(
         tile_k = (tile % tiles_k).to(tl.int64)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
         y = load(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-        )  # fmt: skip
+            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
+        )
         bits = tl.maximum(bits, _common.abs_bits(y.to(tl.float32)))
     amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
     tl.store(amax_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), amax)
@@ -254,9 +254,9 @@ def _amax_rows_of_groups_kernel(
             first += group * ROWS
         local = tl.arange(0, TILE_M)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
         y = load(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            row + local, columns, tile_k, end, K,
+            inputs, row + local, columns, tile_k, end, K,
             FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         bits = _common.abs_bits(y.to(tl.float32))
@@ -354,10 +354,10 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 scale_ptr += group * ROWS * stride_sm
             if TRANSPOSE and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     columns, halves = load_words(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        row, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
-    )  # fmt: skip
+        inputs, row, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K
+    )
     eps = tl.cast(eps, tl.float32)
     word = tl.arange(0, TILE_M // 4)
     for half in tl.static_range(2 if HALVES else 1):

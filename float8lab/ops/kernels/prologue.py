@@ -155,16 +155,15 @@ def _load_clamped(
 
 @triton.jit
 def load_halves(
-    h_ptr,  # [M, 2 HALF]
-    dy_ptr,  # [M, HALF]
-    stride_hm, stride_hk, stride_bm, stride_bk, rows, columns, M, HALF,
-    FUNCTION: tl.constexpr, DTYPE: tl.constexpr,
+    inputs,  # of ``load``: h [M, 2 HALF] and dy [M, HALF]
+    rows, columns, M, HALF, FUNCTION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A gated activation's gradient in ``columns`` of its first half, and in those of its second.
 
     Each of the three inputs is read once. For one half alone after the other, two of them would be
     read twice.
     """
+    h_ptr, dy_ptr, _, _, _, stride_hm, stride_hk, stride_bm, stride_bk = inputs
     mask = (rows < M)[:, None] & (columns < HALF)[None, :]
     a = _load(h_ptr, rows, columns, mask, stride_hm, stride_hk)
     b = _load(h_ptr, rows, columns + HALF, mask, stride_hm, stride_hk)
@@ -174,13 +173,9 @@ def load_halves(
 
 
 @triton.jit
-def load(
-    a_ptr,  # x or h: [M, K], or [M, 2 K] where GATED and not BACKWARD; x: [T, K] to permute
-    b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED; token: [M] int32; or a factor
-    c_ptr,  # weight: [K]
-    d_ptr,  # mean: [M] fp32
-    e_ptr,  # bias: [K]
-    stride_am, stride_ak, stride_bm, stride_bk, rows, columns, tile_k, M, K,
+def load(  # noqa: PLR0915
+    inputs,  # pointers and strides, as ``arguments_of`` gives them
+    rows, columns, tile_k, M, K,
     FUNCTION: tl.constexpr,  # "", "permute", "multiply", a norm, or the function of an activation
     GATED: tl.constexpr, BACKWARD: tl.constexpr,
     HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
@@ -190,6 +185,10 @@ def load(
 
     DTYPE is that of ``a_ptr`` where there is no prologue.
     """
+    # a: x or h, [M, K], or [M, 2 K] where GATED and not BACKWARD; x, [T, K], to permute
+    # b: rstd, [M] fp32; dy, [M, K], or [M, K / 2] where GATED; token, [M] int32; or a factor
+    # c, d, e: weight, [K]; mean, [M] fp32; bias, [K]
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk = inputs
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     if FUNCTION == "":
         offsets = rows[:, None] * stride_am + columns[None, :] * stride_ak
@@ -227,15 +226,9 @@ def load(
     elif HALVES:
         half = K // 2
         if tile_k * TILE_K < half:
-            y, _ = load_halves(
-                a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns, M, half,
-                FUNCTION, DTYPE,
-            )  # fmt: skip
+            y, _ = load_halves(inputs, rows, columns, M, half, FUNCTION, DTYPE)
         else:
-            _, y = load_halves(
-                a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns - half, M,
-                half, FUNCTION, DTYPE,
-            )  # fmt: skip
+            _, y = load_halves(inputs, rows, columns - half, M, half, FUNCTION, DTYPE)
     else:
         half = K // 2
         second = columns >= half
@@ -252,31 +245,25 @@ def load(
 
 @triton.jit
 def load_bits(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    rows, columns, tile_k, M, K,
+    inputs, rows, columns, tile_k, M, K,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """The ``abs_bits`` of a tile; with HALVES the larger ones of the two that belong together."""
     if HALVES:
-        y, z = load_halves(
-            a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns, M, K // 2,
-            FUNCTION, DTYPE,
-        )  # fmt: skip
+        y, z = load_halves(inputs, rows, columns, M, K // 2, FUNCTION, DTYPE)
         bits = tl.maximum(abs_bits(y.to(tl.float32)), abs_bits(z.to(tl.float32)))
     else:
         y = load(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-        )  # fmt: skip
+            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
+        )
         bits = abs_bits(y.to(tl.float32))
     return bits
 
 
 @triton.jit
 def load_words(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    row, tile_k, M, K,
+    inputs, row, tile_k, M, K,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -293,15 +280,12 @@ def load_words(
     second = ()
     for i in tl.static_range(4):
         if HALVES:
-            y, z = load_halves(
-                a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows + i, columns, M,
-                K // 2, FUNCTION, DTYPE,
-            )  # fmt: skip
+            y, z = load_halves(inputs, rows + i, columns, M, K // 2, FUNCTION, DTYPE)
             second += (z,)  # type: ignore[assignment]
         else:
             y = load(
-                a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-                rows + i, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+                inputs, rows + i, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE,
+                TILE_K,
             )  # fmt: skip
         first += (y,)  # type: ignore[assignment]
     return columns, (first, second)
@@ -378,10 +362,8 @@ def _value_kernel(
     tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    y = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    y = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
     store_tile(y_ptr, y, rows, columns, M, K)
 
 
