@@ -206,12 +206,9 @@ class _Placements(NamedTuple):
 
 
 def _place(
-    placement: WeightPlacement,
-    x: DTensor,
-    weight: DTensor,
-    plan: LinearPlan | None,
+    placement: WeightPlacement, x: DTensor, weight: DTensor, plan: LinearPlan | None,
     output: Placement | None,
-) -> _Placements:
+) -> _Placements:  # fmt: skip
     """How a call runs. ``output``: the placement that a row parallel layer gives, or None."""
     last, axis, mode = x.ndim - 1, placement.axis, placement.mode
     N, K = weight.to_local().shape

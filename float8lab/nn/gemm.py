@@ -333,14 +333,9 @@ def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, 
 
 
 def _saved(
-    policy: SavePolicy,
-    x: Tensor | Prologue,
-    weight: Tensor,
-    done: _Fprop,
-    plan: LinearPlan,
-    *,
+    policy: SavePolicy, x: Tensor | Prologue, weight: Tensor, done: _Fprop, plan: LinearPlan, *,
     has_origin: bool,
-) -> Saved:
+) -> Saved:  # fmt: skip
     """The tensors that a policy names."""
     matrix_x = x if isinstance(x, Tensor) and not has_origin else None
     data = scale = requant = w_data = w_scale = w_requant = None
@@ -688,14 +683,9 @@ def _dgrad_weight(
 
 
 def _gradients_of_cast(
-    dy: Gradient,
-    for_dx: _DgradWeight | None,
-    for_dw: _WgradInput | None,
-    db_dtype: torch.dtype | None,
-    call: Call,
-    shape: tuple[int, int, int],
-    offsets: Offsets | None,
-) -> _Gradients:
+    dy: Gradient, for_dx: _DgradWeight | None, for_dw: _WgradInput | None,
+    db_dtype: torch.dtype | None, call: Call, shape: tuple[int, int, int], offsets: Offsets | None,
+) -> _Gradients:  # fmt: skip
     """``_gradients`` of what is cast already, which is forgotten as soon as it has served."""
     context = shape, call.recipe, call if call.watched else None, offsets, call.comm
     run: Any = functools.partial(_run_of_cast(dy, call), dy.high_precision)
@@ -797,15 +787,9 @@ def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
 
 
 def _columnwise_weight(
-    weight: Tensor | None,
-    data: Tensor | None,
-    scale: Tensor | None,
-    params: QuantParams | None,
-    call: Call,
-    spec: Spec,
-    *,
-    prior: Tensor | None,
-) -> tuple[Tensor | None, QuantParams | None, Operand | None]:
+    weight: Tensor | None, data: Tensor | None, scale: Tensor | None, params: QuantParams | None,
+    call: Call, spec: Spec, *, prior: Tensor | None,
+) -> tuple[Tensor | None, QuantParams | None, Operand | None]:  # fmt: skip
     """The weight to cast and its parameters, or dgrad's operand.
 
     In a graph, and where ranks share scales. A compiled forward keeps nothing of the transpose for

@@ -165,13 +165,9 @@ def _check_enabled(name: str, enabled: object) -> None:
 
 
 def _samples(
-    callables: tuple[_Function, ...],
-    sample_args: Sequence[Any],
-    sample_kwargs: Any,
-    enabled: bool | Sequence[bool] | None,
-    *,
-    single: bool,
-) -> Iterable[_Sample]:
+    callables: tuple[_Function, ...], sample_args: Sequence[Any], sample_kwargs: Any,
+    enabled: bool | Sequence[bool] | None, *, single: bool,
+) -> Iterable[_Sample]:  # fmt: skip
     """The callables with their arguments, of which each is given alone or in a tuple."""
     args = (sample_args,) if single else tuple(sample_args)
     kwargs: tuple[Mapping[str, object], ...] = ({},) * len(callables)
@@ -316,12 +312,9 @@ class _Graphed:
     """
 
     def __init__(
-        self,
-        function: _Function,
-        limit: int,
-        ignored: Sequence[str] = (),
+        self, function: _Function, limit: int, ignored: Sequence[str] = (),
         given: Mapping[str, _Function] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.function, self.limit, self.ignored = function, limit, ignored
         self.given = given or {}
         self.recorded: list[Recorded] = []
@@ -484,12 +477,9 @@ class _Graphed:
         return key, self.unit(leaves, spec, tensors, enter)
 
     def unit(
-        self,
-        leaves: Sequence[object],
-        spec: TreeSpec | _Flat,
-        tensors: Sequence[Tensor],
+        self, leaves: Sequence[object], spec: TreeSpec | _Flat, tensors: Sequence[Tensor],
         enter: _Enter,
-    ) -> Unit:
+    ) -> Unit:  # fmt: skip
         """The call as a function of its tensors."""
         places = [_place(leaf, tensors) for leaf in leaves]
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]

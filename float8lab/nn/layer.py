@@ -158,12 +158,9 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
             setattr(self, name, bool(flag))
 
     def _split_gemm(
-        self,
-        sizes: Mapping[str, int] | None,
-        out_features: int,
-        in_features: int,
+        self, sizes: Mapping[str, int] | None, out_features: int, in_features: int,
         init_method: InitMethod | None,
-    ) -> GemmDef:
+    ) -> GemmDef:  # fmt: skip
         """The definition of the only GEMM, whose weight may be split into parameters.
 
         ``sizes``: rows of each parameter, by name; features are those of all ranks together.
@@ -187,13 +184,9 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
         )
 
     def _build(
-        self,
-        *gemms: GemmDef,
-        device: torch.device | str | None,
-        params_dtype: torch.dtype | None,
-        tp_group: ProcessGroup | None = None,
-        ub: Mapping[str, object] | None = None,
-    ) -> None:
+        self, *gemms: GemmDef, device: torch.device | str | None, params_dtype: torch.dtype | None,
+        tp_group: ProcessGroup | None = None, ub: Mapping[str, object] | None = None,
+    ) -> None:  # fmt: skip
         """Make what the definitions say: the last step of a constructor."""
         arguments.check_dtype("params_dtype", params_dtype)
         device = arguments.check_device("device", device) or default_device()
@@ -287,13 +280,9 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
         return weight, None if biases[0] is None else torch.cat(biases)
 
     def _begin(
-        self,
-        precision: Precision,
-        x: Tensor,
-        weight: Tensor,
-        first_microbatch: bool | None,
+        self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None,
         tokens: ShardMap | None,
-    ) -> Call | None:
+    ) -> Call | None:  # fmt: skip
         """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
         options = NO_OPTIONS
         if self.fuse_wgrad_accumulation or first_microbatch is not None or tokens is not None:

@@ -305,14 +305,10 @@ class Precision:
         return call
 
     def _new_call(
-        self,
-        recipe: Recipe,
-        options: CallOptions,
-        delayed: DelayedSlots | GraphState | None = None,
-        *,
-        record: bool = False,
+        self, recipe: Recipe, options: CallOptions,
+        delayed: DelayedSlots | GraphState | None = None, *, record: bool = False,
         is_region: bool = False,
-    ) -> Call:
+    ) -> Call:  # fmt: skip
         """A call under current scales, or under those of slots, which a graph looks up itself."""
         plan, parallel, comm = recipe.linear, options.parallel or self.parallel, ONE_GPU
         if parallel is not None and not parallel.casts_only:

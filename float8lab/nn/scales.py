@@ -106,16 +106,9 @@ def _amax_params(x: Matrix, index: int) -> QuantParams | None:
 
 
 def _quantize_shard(
-    x: Matrix,
-    rowwise: Spec | None,
-    columnwise: Spec | None,
-    parallel: TensorParallel,
-    dim: int,
-    amax: Tensor | None,
-    epsilon: float,
-    dbias: bool,
-    align: int,
-) -> Quantized:
+    x: Matrix, rowwise: Spec | None, columnwise: Spec | None, parallel: TensorParallel, dim: int,
+    amax: Tensor | None, epsilon: float, dbias: bool, align: int,
+) -> Quantized:  # fmt: skip
     """``quantize`` of a shard, with the bytes that the cast of the unsharded matrix gives it.
 
     The amax of a block that spans the sharded dimension is the largest over ranks. No other block

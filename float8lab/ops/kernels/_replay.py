@@ -104,15 +104,10 @@ class _Call:
     """
 
     def __init__(
-        self,
-        allocations: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None],
-        zeros: Sequence[int],
-        steps: Sequence[_Step],
-        outputs: Sequence[int | None],
-        *,
-        given: int,
+        self, allocations: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None],
+        zeros: Sequence[int], steps: Sequence[_Step], outputs: Sequence[int | None], *, given: int,
         build: Callable[[tuple[Any, ...]], object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take over what a recording has found.
 
         Args:
@@ -218,14 +213,9 @@ class _Recording(TorchDispatchMode):
         return out
 
     def _take(
-        self,
-        function: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        out: Tensor | None,
-        *,
+        self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None, *,
         allocates: bool = False,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """A step that returns ``out``, and its number; None stands for the first argument."""
         lists = [isinstance(arg, list) and _has_tensor(arg) for arg in args]
         if any(lists):

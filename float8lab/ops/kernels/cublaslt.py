@@ -141,16 +141,9 @@ class _ChosenGemm:
         self._multiply, self._set = library.cublasLtMatmul, library.cublasLtMatmulDescSetAttribute
 
     def launch(
-        self,
-        stream: int,
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor,
-        b_scale: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        workspace: Tensor | None,
-    ) -> None:
+        self, stream: int, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor,
+        bias: Tensor | None, out: Tensor, workspace: Tensor | None,
+    ) -> None:  # fmt: skip
         """Multiply tensors of these sizes and dtypes on a stream of the current GPU."""
         into, (one, zero, answer) = out.data_ptr(), self._numbers
         room = None if workspace is None else workspace.data_ptr()
