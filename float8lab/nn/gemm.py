@@ -502,10 +502,8 @@ class Gradient:
 
 def _gradient_specs(plan: LinearPlan, *, needs_dx: bool, needs_dw: bool) -> Orientations:
     """How dy is cast: rowwise for dgrad, columnwise for wgrad."""
-    return Orientations(
-        plan.dgrad.left if needs_dx and plan.dgrad else None,
-        plan.wgrad.left if needs_dw and plan.wgrad else None,
-    )
+    dgrad, wgrad = plan.dgrad if needs_dx else None, plan.wgrad if needs_dw else None
+    return Orientations(dgrad and dgrad.left, wgrad and wgrad.left)
 
 
 def _serves_all(specs: Orientations, needs: tuple[bool, bool, bool]) -> bool:

@@ -243,12 +243,9 @@ class _Structure:
         self.parameters = list(module.parameters())
         self.precisions = list(precisions_below(module))
         self.classes = [(m, m.__class__) for m in self.modules]
-        self.tables = [
-            table
-            for m in self.modules
-            for name in ("_modules", "_parameters", "_buffers")
-            if isinstance(table := vars(m).get(name), dict)  # torch.jit has others
-        ]
+        names = ("_modules", "_parameters", "_buffers")
+        tables = [vars(m).get(name) for m in self.modules for name in names]
+        self.tables = [table for table in tables if isinstance(table, dict)]  # torch.jit has others
         self.sizes = [len(table) for table in self.tables]
         # In each table, what a name stands for.
         self.entries = [(t, name, value) for t in self.tables for name, value in t.items()]

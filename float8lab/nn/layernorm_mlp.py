@@ -144,11 +144,8 @@ class LayerNormMLP(NormGemmModule):
         self._build(
             GemmDef.named("fc1", (sum(pieces), H), bias, fc1, modes[0], features=pieces),
             GemmDef.named("fc2", (H, F), bias, fc2, modes[1], features=(F,)),
-            device=device,
-            params_dtype=params_dtype,
-            tp_group=tp_group,
-            ub=ub,
-        )
+            device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub,
+        )  # fmt: skip
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the MLP.

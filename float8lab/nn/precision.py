@@ -486,17 +486,10 @@ class Precision:
         slots = self.slots.get(key)
         if slots is None:
             fp8_dtypes, forward = self.slot_formats(recipe.linear)
-            slots = DelayedSlots(
-                recipe,
-                group,
-                fp8_dtypes=fp8_dtypes,
-                forward=forward,
-                device=device,
-                key=self.key,
-                widths=(self.experts,) * len(fp8_dtypes),
-                parallel=self.parallel,
-            )
-            self.slots[key] = slots
+            slots = self.slots[key] = DelayedSlots(
+                recipe, group, fp8_dtypes=fp8_dtypes, forward=forward, device=device, key=self.key,
+                widths=(self.experts,) * len(fp8_dtypes), parallel=self.parallel,
+            )  # fmt: skip
         elif slots.pack.scale.device != device:
             slots.to(device)
         return slots

@@ -157,11 +157,8 @@ class Recorded:
         gradients = [next(gradient) if t.requires_grad else None for t in tensors]
         of_parameters = gradients[len(self.inputs) :]
         present = [g for g in of_parameters if g is not None]
-        if (
-            not self.exact
-            or len({g.dtype for g in present}) != 1
-            or len(present) < len(of_parameters)
-        ):
+        dtypes = {g.dtype for g in present}
+        if not self.exact or len(dtypes) != 1 or len(present) < len(of_parameters):
             return gradients, None
         return gradients[: len(self.inputs)], torch.cat([g.reshape(-1) for g in present])
 

@@ -235,11 +235,8 @@ class MasterWeights(torch.optim.Optimizer):
                 f"state_dict must have groups of {sizes} parameters; got {saved_sizes}. Load the "
                 "state of an optimizer of the same model, made with the same groups."
             )
-        saved = {
-            index: entry[MASTER]
-            for index, entry in state_dict["state"].items()
-            if isinstance(entry, dict) and MASTER in entry
-        }
+        entries = [item for item in state_dict["state"].items() if isinstance(item[1], dict)]
+        saved = {index: entry[MASTER] for index, entry in entries if MASTER in entry}
         by_index = dict(_by_index(*groups))
         for index, p in by_index.items():
             check_state(index, p, state_dict["state"].get(index, {}))

@@ -284,12 +284,8 @@ class _Recording(TorchDispatchMode):
         """The record of a call that gave ``result``; None if it cannot be repeated."""
         results, build = _leaves_of(result)
         outputs = [output for output in results if output is not None]
-        seen = {
-            arg
-            for step in self.steps
-            for arg in step.args
-            if type(arg) is _Number and not step.is_launch
-        }
+        args = [arg for step in self.steps if not step.is_launch for arg in step.args]
+        seen = {arg for arg in args if type(arg) is _Number}
         returned = {step.number for step in self.steps if step.number is not None}
         numbers = []
         for output in outputs:

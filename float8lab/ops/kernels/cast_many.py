@@ -244,19 +244,14 @@ def _launch_alike(
     if table is None:
         return False
     constants = {
-        "X": _common.triton_dtype(x.dtype),
-        "Q": _common.triton_dtype(jobs[0].q.dtype),
-        "ALIGNED": aligned,
-        "LIMIT": largest(jobs[0].q.dtype),
-        "RULE": rule,
-        "BM": max(block[0], 0),
-        "BK": max(block[1], 0),
+        "X": _common.triton_dtype(x.dtype), "Q": _common.triton_dtype(jobs[0].q.dtype),
+        "ALIGNED": aligned, "LIMIT": largest(jobs[0].q.dtype), "RULE": rule,
+        "BM": max(block[0], 0), "BK": max(block[1], 0),
         "SINGLE": bool(rule) and block == (1, -1) and widest.shape[1] <= tile.columns,
-        "TILE_M": tile.rows,
-        "TILE_K": tile.columns,
+        "TILE_M": tile.rows, "TILE_K": tile.columns,
         # Narrow accesses have an address and a mask for every element: fewer of these a thread.
         "num_warps": tile.warps if aligned else 16,
-    }
+    }  # fmt: skip
     kernel = _cast_many_kernel[(sum(tiles),)]
     if rule and block == (-1, -1):
         slots = torch.zeros(len(jobs), dtype=torch.float32, device=x.device)

@@ -308,16 +308,12 @@ def arguments_of(
     vectors = [v.contiguous() for v in inputs[2:]]
     strides = second.stride() if second is not None and second.ndim == 2 else (1, 1)
     constants = {
-        "FUNCTION": function,
-        "GATED": gated,
-        "BACKWARD": backward,
+        "FUNCTION": function, "GATED": gated, "BACKWARD": backward,
         "HALVES": is_split and first.shape[1] // 2 % tile.columns == 0,
         "DTYPE": _common.triton_dtype(dtype if prologue else first.dtype),
-        "TILE_M": tile.rows,
-        "TILE_K": tile.columns,
-        "num_warps": tile.warps,
+        "TILE_M": tile.rows, "TILE_K": tile.columns, "num_warps": tile.warps,
         "enable_fp_fusion": False,
-    }
+    }  # fmt: skip
     pointers = (first, second, *vectors, *[None] * (3 - len(vectors)))
     return (*pointers, *first.stride(), *strides), constants
 
