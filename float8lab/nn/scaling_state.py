@@ -94,9 +94,9 @@ class ScalingState:
         values = {}
         for key, slots in slots_by_key:
             expected.update(f"{key}/{name}" for name in (*_NAMES, "seeded"))
-            names = [name for name in (*_NAMES, "seeded") if name != "encode"]
-            if f"{key}/encode" in state:  # else 1 over the scale
-                names.append("encode")
+            names = [*_NAMES, "seeded"]
+            if f"{key}/encode" not in state:  # then 1 over the scale
+                names.remove("encode")
             shapes = {name: slots.tensors()[name].shape for name in names}
             given = {name: state.get(f"{key}/{name}") for name in names}
             theirs = {n: slots.fitted(x) for n, x in given.items() if isinstance(x, Tensor)}

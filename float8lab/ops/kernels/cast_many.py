@@ -176,11 +176,6 @@ class _Job(NamedTuple):
     scale: Tensor
     amax: Tensor
 
-    def is_like(self, job: _Job) -> bool:
-        """Whether one launch can do both."""
-        kind = (self.x.dtype, self.q.dtype, self.x.device)
-        return kind == (job.x.dtype, job.q.dtype, job.x.device)
-
     def has_kernel(self) -> bool:
         x, q, scale, amax = self
         by_rows = x.stride(1) == 1 and q.is_contiguous()
@@ -218,8 +213,9 @@ def _launch(jobs: list[_Job], block: tuple[int, ...], rule: str, eps: float) -> 
     """Launch a kernel for all jobs that it takes, and return the others."""
     taken: list[_Job] = []
     left: list[_Job] = []
-    for job in jobs:
-        (taken if job.is_like(jobs[0]) and job.has_kernel() else left).append(job)
+    kinds = [(job.x.dtype, job.q.dtype, job.x.device) for job in jobs]
+    for job, kind in zip(jobs, kinds, strict=True):
+        (taken if kind == kinds[0] and job.has_kernel() else left).append(job)
     # Separately, for else one odd matrix would keep all others from wide accesses.
     for aligned in (True, False):
         alike = [job for job in taken if job.is_aligned() == aligned]

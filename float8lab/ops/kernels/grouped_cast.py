@@ -525,10 +525,10 @@ def cast_groups(
         )  # fmt: skip
     if rowwise:
         q = first.new_empty((*batch, rows, columns), dtype=fp8_dtype)
-        scale = _empty_scale(first, batch, (rows, columns), block) if blocks else scale
+        scale = empty_scale(first, (*batch, rows, columns), block) if blocks else scale
     if columnwise:
         q_t = first.new_empty((*batch, columns, across), dtype=fp8_dtype)
-        scale_t = _empty_scale(first, batch, (columns, across), block) if blocks else scale_t
+        scale_t = empty_scale(first, (*batch, columns, across), block) if blocks else scale_t
     if dbias:
         sums = first.new_empty((tiles, K), dtype=torch.float32)
     of_blocks = [scale, scale_t] if blocks else [None, None]
@@ -632,15 +632,3 @@ def _scales_of_rows(
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
     return scale, scale_t, amaxes.view(torch.float32)
-
-
-def _empty_scale(
-    like: Tensor, batch: tuple[int, ...], shape: Sequence[int], block: Sequence[int]
-) -> Tensor:
-    """Room for the scales of blocks, as ``ops/cast.py`` lays them out."""
-    if not batch:
-        return empty_scale(like, shape, block)
-    down, across = (
-        _common.ceil_div(size, of_block) for size, of_block in zip(shape, block, strict=True)
-    )
-    return like.new_empty((*batch, down, across), dtype=torch.float32)
