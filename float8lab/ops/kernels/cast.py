@@ -31,7 +31,8 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
 from float8lab.ops.kernels.dequantize import transpose
 from float8lab.ops.kernels.grouped_cast import cast_groups
-from float8lab.ops.kernels.prologue import load, load_bits, load_words, tile_of_program
+from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
+from float8lab.ops.kernels.prologue import load, load_words, tile_of_program
 from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
 from float8lab.ops.reference import prologue_shape, round_up
@@ -62,34 +63,6 @@ _One = tuple[Tensor, Tensor | None, Tensor | None]
 # Amaxes.
 
 
-@launched
-def _amax_kernel(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    amax_ptr,  # fp32: [programs], the amax of all tiles that each visits; or [1], 0 at first
-    M, K,
-    PARTIAL: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
-    tiles = tl.cdiv(M, TILE_M) * tiles_k
-    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        tile_k = (tile % tiles_k).to(tl.int64)
-        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-        tile_bits = load_bits(
-            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
-        )
-        bits = tl.maximum(bits, tile_bits)
-    if PARTIAL:
-        amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
-        tl.store(amax_ptr + tl.program_id(0), amax)
-    else:
-        _common.record_amax(amax_ptr, bits)
-
-
 def _partial_amax(matrix: _Matrix) -> Tensor:
     """The amax as at most ``_PARTIALS`` partial ones; of a prologue as one, ``[1, 1]``."""
     prologue, inputs, dtype = matrix
@@ -108,7 +81,7 @@ def _partial_amax(matrix: _Matrix) -> Tensor:
         programs = min(_common.grid_of(shape, tile)[0], _AMAX_PROGRAMS)
         amax = x.new_empty(programs, dtype=torch.float32)
     tensors, constants = prologues.arguments_of(prologue, inputs, dtype, tile)
-    _amax_kernel[(programs,)](*tensors, amax, *shape, PARTIAL=not prologue, **constants)
+    find_amax[(programs,)](*tensors, amax, *shape, None, PARTIAL=not prologue, **constants)
     return amax
 
 

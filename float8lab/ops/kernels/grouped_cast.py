@@ -29,6 +29,7 @@ from float8lab.ops.kernels._common import nan_for_infinity, saturate, scale_from
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
+from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
 from float8lab.ops.kernels.prologue import load, load_bits, load_words, tile_of_program
 from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
@@ -187,31 +188,6 @@ def _amax_groups_kernel(
     amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
     mask = (index >= written) & (index < E)
     tl.store(amax_ptr, tl.where(index == current, amax, 0.0), mask=mask)
-
-
-@launched
-def _amax_batch_kernel(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    amax_ptr,  # [E, programs of each] fp32
-    M, K, stride_ae,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """Partial amaxes of each matrix."""
-    a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
-    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    tiles_k = tl.cdiv(K, TILE_K)
-    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
-    for tile in range(tl.program_id(0), tl.cdiv(M, TILE_M) * tiles_k, tl.num_programs(0)):
-        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        tile_k = (tile % tiles_k).to(tl.int64)
-        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-        y = load(
-            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
-        )
-        bits = tl.maximum(bits, _common.abs_bits(y.to(tl.float32)))
-    amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
-    tl.store(amax_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), amax)
 
 
 @launched
@@ -596,7 +572,7 @@ def _factors(
         partial = first.new_empty(E * count, dtype=torch.float32)
         strides = (count, 1) if offs is None else (1, E)
         if offs is None:
-            _amax_batch_kernel[(count, E)](*tensors, partial, M, K, stride, **constants)
+            find_amax[(count, E)](*tensors, partial, M, K, stride, PARTIAL=True, **constants)
         else:
             plan = plan_groups(offs, M) if plan is None else plan
             _amax_groups_kernel[(count,)](

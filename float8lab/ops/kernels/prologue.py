@@ -348,6 +348,39 @@ def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> b
 
 
 @launched
+def _amax_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    amax_ptr,  # fp32: [programs], the amax of all tiles that each visits; or [1], 0 at first
+    M, K,
+    stride_ae,  # of a batch, which has [E, programs of each] amaxes; None: a matrix
+    PARTIAL: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    if stride_ae is not None:
+        a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
+    tiles = tl.cdiv(M, TILE_M) * tiles_k
+    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+        tile_k = (tile % tiles_k).to(tl.int64)
+        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        tile_bits = load_bits(
+            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
+        )
+        bits = tl.maximum(bits, tile_bits)
+    if PARTIAL:
+        amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+        if stride_ae is not None:
+            amax_ptr += tl.program_id(1) * tl.num_programs(0)
+        tl.store(amax_ptr + tl.program_id(0), amax)
+    else:
+        _common.record_amax(amax_ptr, bits)
+
+
+@launched
 def _value_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     y_ptr,  # [M, K] DTYPE
