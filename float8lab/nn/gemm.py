@@ -431,12 +431,9 @@ def recompute_forward(
     if saved.w is not None and saved.w_scale is not None:
         source = WeightSource(quantized=Quantized(Operand(saved.w, saved.w_scale)))
     else:
-        params = scales.requant_params(saved.w_scale, saved.w_requant)
         weight = _saved_value(saved.weight)
-        if params is None:
-            source = weight_source(weight, call)
-        else:
-            source = WeightSource(plain(weight), params)
+        params = scales.requant_params(saved.w_scale, saved.w_requant)
+        source = WeightSource(plain(weight), params) if params else weight_source(weight, call)
     casts = _FpropCasts(call.recipe, Orientations(None, None), False)
     done = _fprop(
         value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm, call.watched

@@ -112,13 +112,9 @@ def make_graphed_callables(  # the signature is the interface that users' code i
         RuntimeError: no CUDA GPU.
     """
     check_size("num_warmup_iters", num_warmup_iters)
-    check_flags(
-        allow_unused_input=allow_unused_input,
-        fp8_calibrating=fp8_calibrating,
-        fp8_weight_caching=fp8_weight_caching,
-        calibrating=calibrating,
-        cache_quantized_params=cache_quantized_params,
-    )
+    check_flags(allow_unused_input=allow_unused_input)
+    check_flags(fp8_calibrating=fp8_calibrating, fp8_weight_caching=fp8_weight_caching)
+    check_flags(calibrating=calibrating, cache_quantized_params=cache_quantized_params)
     _check_enabled("fp8_enabled", fp8_enabled)
     _check_enabled("enabled", enabled)
     check_recipe("fp8_recipe", fp8_recipe)

@@ -173,15 +173,12 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
         rows = tuple(share_of(name, size, columns) for name, size in named.items())
         K = share_of("in_features", in_features, ranks if mode == "row" else 1)
         prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
+        weights, biases = (tuple(f"{p}{kind}" for p in prefixes) for kind in ("weight", "bias"))
+        bias_shapes = tuple((N,) for N in rows) if self.use_bias else ()
         return GemmDef(
-            tuple(f"{prefix}weight" for prefix in prefixes),
-            tuple(f"{prefix}bias" for prefix in prefixes),
-            tuple((N, K) for N in rows),
-            tuple((N,) for N in rows) if self.use_bias else (),
-            init_method=init_method,
-            mode=mode,
-            features=(K,) if mode == "row" else rows,
-        )
+            weights, biases, tuple((N, K) for N in rows), bias_shapes, init_method=init_method,
+            mode=mode, features=(K,) if mode == "row" else rows,
+        )  # fmt: skip
 
     def _build(
         self, *gemms: GemmDef, device: torch.device | str | None, params_dtype: torch.dtype | None,

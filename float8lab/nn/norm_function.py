@@ -97,8 +97,7 @@ def source_of_norm(
         )
         stats = mean, rstd
     mean, rstd = stats
-    if bias is None or mean is None:
-        return Prologue("rms_norm", [x, rstd, gamma], dtype, amax if want_amax else None), stats
-    return Prologue(
-        "layer_norm", [x, rstd, gamma, mean, bias], dtype, amax if want_amax else None
-    ), stats
+    name, inputs = "rms_norm", [x, rstd, gamma]
+    if bias is not None and mean is not None:
+        name, inputs = "layer_norm", [*inputs, mean, bias]
+    return Prologue(name, inputs, dtype, amax if want_amax else None), stats

@@ -245,11 +245,10 @@ def _cast_kernel(
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    amaxes = (given_ptr, scale_ptr, None, amax_ptr, programs, eps)
     encode = 1.0
     if FUNCTION != "" and RULE != "":  # takes fewer registers; else once the tile is asked for
-        encode = _encode_of_tensor(
-            given_ptr, scale_ptr, None, amax_ptr, programs, eps, LIMIT, RULE, PARTIALS
-        )
+        encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     x = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
     if RULE == "":
@@ -260,9 +259,7 @@ def _cast_kernel(
         )  # fmt: skip
     else:
         if FUNCTION == "":
-            encode = _encode_of_tensor(
-                given_ptr, scale_ptr, None, amax_ptr, programs, eps, LIMIT, RULE, PARTIALS
-            )
+            encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
         x = nan_for_infinity(x, q_ptr.dtype.element_ty).to(tl.float32)
         q = _common.saturate(x * encode, x, q_ptr.dtype.element_ty)
         _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
@@ -316,18 +313,12 @@ def write_rows(
     tl.store(scale_ptr + rows, scale, mask=rows < ROWS)
     tl.store(amax_ptr + rows, row_amax, mask=rows < ROWS)
 
-    if SINGLE:
-        x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-        y = x * encode[:, None]
-        q = _common.saturate(y, y, q_ptr.dtype.element_ty)
-        _common.store_tile(q_ptr, q, rows, chunk, ROWS, COLUMNS)
-    else:
-        for start in range(0, COLUMNS, TILE_K):
+    for start in range(0, TILE_K if SINGLE else COLUMNS, TILE_K):
+        if not SINGLE:
             x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
-            x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-            y = x * encode[:, None]
-            q = _common.saturate(y, y, q_ptr.dtype.element_ty)
-            _common.store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
+        y = nan_for_infinity(x, q_ptr.dtype.element_ty) * encode[:, None]
+        q = _common.saturate(y, y, q_ptr.dtype.element_ty)
+        _common.store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
 
 
 @launched
@@ -447,8 +438,8 @@ def _cast_straight(
     M, K = prologue_shape(prologue, inputs)
     if K == 1 or (finds and block not in ((-1, -1), (1, -1)) and not divides_a_tile(block)):
         x = prologues.value_of(*matrix) if prologue else first
-        arguments = (*options, True, False, False, given)
-        q, scale, amax, *_ = reference.cast("", [x], x.dtype, *arguments, slot=slot)
+        rowwise = (True, False, False, given)
+        q, scale, amax, *_ = reference.cast("", [x], x.dtype, *options, *rowwise, slot=slot)
         assert q is not None, "asked for"
         return q, scale, amax
     q = first.new_empty((round_up(M, align), round_up(K, align)), dtype=fp8_dtype)
@@ -530,11 +521,10 @@ def _cast_words_kernel(
     tile_m, tile_k = tile_of_program(
         COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end, HALVES
     )  # fmt: skip
+    amaxes = (given_ptr, scale_ptr, scale_t_ptr, None, programs, eps)
     encode = 1.0
     if FUNCTION != "" and not PER_ROW:  # takes fewer registers; else once the tile is asked for
-        encode = _encode_of_tensor(
-            given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
-        )
+        encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     columns, halves = load_words(
         inputs, tile_m * TILE_M, tile_k, M, K,
@@ -542,9 +532,7 @@ def _cast_words_kernel(
     )  # fmt: skip
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     if FUNCTION == "" and not PER_ROW:
-        encode = _encode_of_tensor(
-            given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
-        )
+        encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     for half in tl.static_range(2 if HALVES else 1):
         x0, x1, x2, x3 = halves[half]
         if half == 1:
@@ -618,8 +606,7 @@ def cast(
     finds, both_orientations = rule in SCALE_RULES, rowwise and columnwise
     options = (fp8_dtype, block, rule, eps, align)
     if not prologues.has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
-        arguments: Any = (rowwise, columnwise, dbias, given)
-        return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *arguments, slot=slot)
+        return reference.cast(*matrix, *options, rowwise, columnwise, dbias, given, slot=slot)
     grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
     by_words = prologue or given is not None or block == (1, -1)
     if both_orientations or (columnwise and by_words):
