@@ -188,14 +188,9 @@ class NormLinearFunction(Float8Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: NormLinearCall,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor,
+        bias: Tensor | None, call: NormLinearCall,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         (N, K), dtype = weight.shape, output_dtype(x)
         needs_dx, needs_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         front = _NormFront(call.norm, call.return_norm)

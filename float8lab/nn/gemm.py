@@ -119,16 +119,10 @@ class SavePolicy(NamedTuple):
 
 
 def save_policy(
-    plan: LinearPlan,
-    needs: tuple[bool, bool],
-    *,
-    is_prologue: bool,
-    recomputes: bool = False,
-    requantizes_x: bool = False,
-    requantizes_weight: bool = False,
-    keeps_gathered: bool = False,
+    plan: LinearPlan, needs: tuple[bool, bool], *, is_prologue: bool, recomputes: bool = False,
+    requantizes_x: bool = False, requantizes_weight: bool = False, keeps_gathered: bool = False,
     gathers_before_cast: bool = False,
-) -> SavePolicy:
+) -> SavePolicy:  # fmt: skip
     """Decide what ``forward`` saves.
 
     The FP8 data of a weight are saved where their transpose has the bytes that dgrad wants: with
@@ -242,19 +236,11 @@ class _Fprop(NamedTuple):
 
 
 def forward(
-    x: Tensor | Prologue,
-    weight: Tensor,
-    bias: Tensor | None,
-    call: Call,
-    *,
-    needs: tuple[bool, bool],
-    dtype: torch.dtype,
-    inp: Tensor | None = None,
-    recomputes: bool = False,
-    offsets: Offsets | None = None,
-    save_memory: bool = False,
+    x: Tensor | Prologue, weight: Tensor, bias: Tensor | None, call: Call, *,
+    needs: tuple[bool, bool], dtype: torch.dtype, inp: Tensor | None = None,
+    recomputes: bool = False, offsets: Offsets | None = None, save_memory: bool = False,
     has_origin: bool = False,
-) -> tuple[Tensor, Saved]:
+) -> tuple[Tensor, Saved]:  # fmt: skip
     """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
 
     Args:
@@ -462,13 +448,9 @@ class Gradient:
     """Wgrad's operand is the transpose of what dgrad gathers from other ranks."""
 
     def __init__(
-        self,
-        dy: Tensor | Prologue,
-        call: Call,
-        *,
-        needs: tuple[bool, bool, bool],
+        self, dy: Tensor | Prologue, call: Call, *, needs: tuple[bool, bool, bool],
         offsets: Offsets | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
         specs = _gradient_specs(plan, needs_dx=needs_dx, needs_dw=needs_dw)
@@ -563,18 +545,11 @@ class _Gradients(NamedTuple):
 
 
 def backward(
-    dy: Tensor | Gradient,
-    x: Prologue | None,
-    saved: Saved,
-    call: Call,
-    *,
-    needs: tuple[bool, bool, bool],
-    shape: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
-    offsets: Offsets | None = None,
-    has_gradient: Sequence[bool] = (),
-    operand: Operand | TokenShard | None = None,
-) -> _Gradients:
+    dy: Tensor | Gradient, x: Prologue | None, saved: Saved, call: Call, *,
+    needs: tuple[bool, bool, bool], shape: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], offsets: Offsets | None = None,
+    has_gradient: Sequence[bool] = (), operand: Operand | TokenShard | None = None,
+) -> _Gradients:  # fmt: skip
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
     That of the weight is what ``accumulate`` gives if it went into the weight's ``main_grad``.

@@ -72,14 +72,9 @@ class GraphState(NamedTuple):
 
 
 def cast_in_graph(
-    x: Matrix,
-    index: int,
-    state: GraphState,
-    rowwise: Spec | None,
-    columnwise: Spec | None,
-    dbias: bool,
-    align: int,
-) -> Quantized:
+    x: Matrix, index: int, state: GraphState, rowwise: Spec | None, columnwise: Spec | None,
+    dbias: bool, align: int,
+) -> Quantized:  # fmt: skip
     """``quantize`` of a layer's tensor in a graph, whose specs have one scale and one format."""
     spec = rowwise or columnwise
     assert spec is not None, "one of the two"

@@ -79,15 +79,9 @@ class GemmDef(NamedTuple):
 
     @classmethod
     def named(
-        cls,
-        name: str,
-        shape: tuple[int, ...],
-        bias: bool,
-        init_method: InitMethod | None,
-        mode: str | None = None,
-        *,
-        features: tuple[int, ...] = (),
-    ) -> GemmDef:
+        cls, name: str, shape: tuple[int, ...], bias: bool, init_method: InitMethod | None,
+        mode: str | None = None, *, features: tuple[int, ...] = (),
+    ) -> GemmDef:  # fmt: skip
         """The definition of one of several GEMMs, with one weight of ``shape``."""
         return cls(
             (f"{name}_weight",), (f"{name}_bias",), (shape,), (shape[:-1],) if bias else (), name,

@@ -101,15 +101,9 @@ class Call:
     )  # fmt: skip
 
     def __init__(
-        self,
-        recipe: Recipe,
-        precision: Precision,
-        scales: ScaleSource,
-        comm: OneGpu,
-        options: CallOptions,
-        *,
-        is_region: bool = False,
-    ) -> None:
+        self, recipe: Recipe, precision: Precision, scales: ScaleSource, comm: OneGpu,
+        options: CallOptions, *, is_region: bool = False,
+    ) -> None:  # fmt: skip
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
         self.precision = precision
@@ -147,13 +141,9 @@ class Precision:
     parallel: TensorParallel | None = None
 
     def __init__(
-        self,
-        recipe: Recipe | None = None,
-        *,
-        pinned: bool = False,
-        name: str = "",
+        self, recipe: Recipe | None = None, *, pinned: bool = False, name: str = "",
         key: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.fp8_all_gather = False
         # By this ranks know each other's modules. A copy has its original's: one rank alone may
         # keep a copy. A converted layer has its name, for ranks may differ in what else they build.
@@ -343,14 +333,9 @@ class Precision:
         return self._new_call(recipe, options, state, is_region=record and STATE.region is None)
 
     def slots_in_graph(
-        self,
-        recipe: Recipe,
-        group: Any,
-        index: int,
-        record: bool,
-        x: Tensor | Prologue | Groups,
+        self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Prologue | Groups,
         experts: range | None = None,
-    ) -> SlotViews:
+    ) -> SlotViews:  # fmt: skip
         """When a compiled graph casts ``x``: its slots' state, with amaxes if it is recorded.
 
         ``experts``: which of the module's experts ``x`` has, if not all.

@@ -62,16 +62,9 @@ class ScaleSource:
         return True
 
     def quantize(
-        self,
-        x: Matrix,
-        index: int,
-        rowwise: Spec | None,
-        columnwise: Spec | None = None,
-        *,
-        dbias: bool = False,
-        align: int = ALIGN,
-        amax: Tensor | None = None,
-    ) -> Quantized:
+        self, x: Matrix, index: int, rowwise: Spec | None, columnwise: Spec | None = None, *,
+        dbias: bool = False, align: int = ALIGN, amax: Tensor | None = None,
+    ) -> Quantized:  # fmt: skip
         """Cast tensor ``index`` of the call, by the arguments of the function ``quantize``.
 
         ``amax`` is that of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
@@ -195,16 +188,10 @@ class DelayedScales(ScaleSource):
     are_given = True
 
     def __init__(
-        self,
-        epsilon: float,
-        parallel: TensorParallel | None,
-        slots: DelayedSlots,
-        *,
-        record: bool,
-        is_empty_everywhere: bool,
-        experts: range | None,
+        self, epsilon: float, parallel: TensorParallel | None, slots: DelayedSlots, *, record: bool,
+        is_empty_everywhere: bool, experts: range | None,
         known_params: list[QuantParams | None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Ask the slots for the scales that are known.
 
         Args:
@@ -270,16 +257,9 @@ class GraphScales(ScaleSource):
         return False
 
     def quantize(
-        self,
-        x: Matrix,
-        index: int,
-        rowwise: Spec | None,
-        columnwise: Spec | None = None,
-        *,
-        dbias: bool = False,
-        align: int = ALIGN,
-        amax: Tensor | None = None,
-    ) -> Quantized:
+        self, x: Matrix, index: int, rowwise: Spec | None, columnwise: Spec | None = None, *,
+        dbias: bool = False, align: int = ALIGN, amax: Tensor | None = None,
+    ) -> Quantized:  # fmt: skip
         if rowwise is not None and columnwise not in (None, rowwise):
             by_rows = self.quantize(x, index, rowwise, dbias=dbias, align=align)
             by_columns = self.quantize(x, index, None, columnwise, align=align)

@@ -32,25 +32,13 @@ def amax_of(
 
 
 def cast(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float = 0.0,
-    align: int = 1,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    dbias: bool = False,
-    given: Tensor | None = None,
-    *,
-    offs: Tensor | None = None,
-    plan: Tensor | None = None,
-    slot: Tensor | None = None,
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, fp8_dtype: torch.dtype,
+    block: Sequence[int], rule: str, eps: float = 0.0, align: int = 1, rowwise: bool = True,
+    columnwise: bool = False, dbias: bool = False, given: Tensor | None = None, *,
+    offs: Tensor | None = None, plan: Tensor | None = None, slot: Tensor | None = None,
 ) -> tuple[
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
-]:
+]:  # fmt: skip
     """Cast a matrix, which may be computed on the way, in one orientation or both.
 
     Args:
