@@ -45,7 +45,7 @@ from float8lab.nn.casts import (
 )
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import Call
-from float8lab.nn.producer import Origin, Recast, origin_of
+from float8lab.nn.producer import Recast, origin_of
 from float8lab.nn.scales import DY, W, X
 from float8lab.ops import Groups, Offsets, Prologue, as_matrix, scaled_mm_op, transpose_op
 from float8lab.ops.declare import planned
@@ -455,8 +455,9 @@ class Gradient:
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
         specs = _gradient_specs(plan, needs_dx=needs_dx, needs_dw=needs_dw)
         wants_dbias = needs_db and (offsets is not None or all(specs))
-        if isinstance(dy, Prologue) and not _serves_all(specs, needs):
-            dy = dy.value()
+        if isinstance(dy, Prologue):  # whose values are written unless its casts serve all
+            lacks_dw = specs.columnwise is None if needs_dw else needs_db
+            dy = dy.value() if specs.rowwise is None or lacks_dw else dy
         self.high_precision = None if isinstance(dy, Prologue) else dy
         self.rowwise = self.columnwise = self.dbias = None
         self.transposes_gathered = False
@@ -483,14 +484,6 @@ def _gradient_specs(plan: LinearPlan, *, needs_dx: bool, needs_dw: bool) -> Orie
     """How dy is cast: rowwise for dgrad, columnwise for wgrad."""
     dgrad, wgrad = plan.dgrad if needs_dx else None, plan.wgrad if needs_dw else None
     return Orientations(dgrad and dgrad.left, wgrad and wgrad.left)
-
-
-def _serves_all(specs: Orientations, needs: tuple[bool, bool, bool]) -> bool:
-    """Whether the casts of a prologue serve all gradients, so that its values are not written."""
-    _, needs_dw, needs_db = needs
-    if specs.rowwise is None:
-        return False
-    return specs.columnwise is not None if needs_dw else not needs_db
 
 
 class _DgradWeight(NamedTuple):
@@ -572,7 +565,8 @@ def backward(
     if needs[1]:
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
             operand = _wgrad_operand(x, saved, call, call.plan.wgrad.right)
-        dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
+        weight = call.fused_weight[0] if isinstance(call.fused_weight, tuple) else call.fused_weight
+        dw_dtype = dtypes[1] if weight is None else weight.main_grad.dtype
         params, x_scale = None, saved.x_scale
         if saved.x is None or saved.x.dtype not in FP8_DTYPES:
             params, x_scale = call.scales.requant_params(x_scale, saved.x_requant), None
@@ -582,7 +576,11 @@ def backward(
     db_dtype = dtypes[2] if needs[2] else None
     if isinstance(dy, Tensor):
         run: Any = _planned_gradients if dy.is_cuda else _gradients
-        params = _gradient_params(dy, call, needs, offsets) if call.scales.are_given else None
+        params = None
+        if call.scales.are_given:
+            specs = _gradient_specs(call.plan, needs_dx=needs[0], needs_dw=needs[1])
+            matrix = dy if offsets is None else Groups.of(dy, offsets)
+            params = call.scales.params(DY, matrix) if any(specs) else None
         context = shape, call.recipe, None, offsets, call.comm
         made = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
@@ -592,12 +590,6 @@ def backward(
         dw = accumulate(call.fused_weight, made.dw, overwrite=overwrite, has_gradient=has_gradient)
         made = made._replace(dw=dw)
     return made
-
-
-def _main_grad_dtype(weights: Any) -> torch.dtype:
-    """The dtype of the ``main_grad`` of a weight, or of the weights of experts."""
-    weight = weights[0] if isinstance(weights, tuple) else weights
-    return weight.main_grad.dtype
 
 
 def _wgrad_operand(
@@ -619,15 +611,6 @@ def _wgrad_operand(
     if comm.keeps_gathered:
         return operand
     return comm.token_operand(operand, right.block, backward=False)
-
-
-def _gradient_params(
-    dy: Tensor, call: Call, needs: tuple[bool, bool, bool], offsets: Offsets | None
-) -> QuantParams | None:
-    """The quantization parameters of dy under delayed scaling, if anything casts it."""
-    if not any(_gradient_specs(call.plan, needs_dx=needs[0], needs_dw=needs[1])):
-        return None
-    return call.scales.params(DY, dy if offsets is None else Groups.of(dy, offsets))
 
 
 def _dgrad_weight(
@@ -862,12 +845,6 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _origin_in_eager_mode(x: Tensor, call: Call) -> Origin | None:
-    """The origin of an eager layer's input, if that is cast once more; a graph finds it itself."""
-    is_eager = call.plan.wgrad is not None and not torch.compiler.is_compiling()
-    return origin_of(x) if is_eager and _requantizes_input(x, call, None) else None
-
-
 def _recast(
     saved: Saved, call: Call, shared: Recast, make_input: Callable[[], Tensor | Prologue]
 ) -> Operand:
@@ -904,8 +881,10 @@ class LinearFunction(Float8Function):
         N, K = weight.shape
         needs = ctx.needs_input_grad[:2]
         origin = None
-        if needs[1] and x.numel() >= call.plan.recast_size:
-            origin = _origin_in_eager_mode(x, call)
+        if needs[1] and x.numel() >= call.plan.recast_size and call.plan.wgrad is not None:
+            # An input that is cast once more; a graph finds its origin itself.
+            is_eager = not torch.compiler.is_compiling()
+            origin = origin_of(x) if is_eager and _requantizes_input(x, call, None) else None
         y, saved = forward(
             rows, weight, bias, call,
             needs=needs, dtype=output_dtype(x), inp=x, has_origin=origin is not None,

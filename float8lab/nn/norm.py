@@ -83,10 +83,8 @@ class _Norm(nn.Module):
         arguments.check_flags(
             sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma
         )
-        eps = arguments.check_number("eps", eps, minimum=0)
-        shape = normalized_size(hidden_size, normalized_shape)
-        self.normalized_shape = shape
-        self.eps = eps
+        self.eps = eps = arguments.check_number("eps", eps, minimum=0)
+        self.normalized_shape = shape = normalized_size(hidden_size, normalized_shape)
         self.elementwise_affine = True
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel

@@ -132,10 +132,8 @@ class ScalingState:
         for name, module in self.model.named_modules():
             device = next((p.device for p in module.parameters()), home)
             for gemm, precision in precisions(module):
-                group = self.amax_reduction_group
-                precision.prepare(device, None, group)
-                if self.recipe is not None and precision.recipe is None:
-                    precision.prepare(device, self.recipe, group)
+                recipe = precision.recipe or self.recipe
+                precision.prepare(device, recipe, self.amax_reduction_group)
                 path = ".".join(filter(None, (name, gemm)))
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots

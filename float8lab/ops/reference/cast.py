@@ -127,11 +127,9 @@ def cast_many_(
 def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     """The transposed matrix of one-byte elements, contiguous and zero-padded.
 
-    ``event`` is for graphs: what backward computes from the forward's tensors alone, a partitioner
-    moves into the forward and keeps until then, unless it needs a tensor of backward, too.
-
     The matrices of a batch, ``[E, M, K]``, are transposed as one that has them below each other:
-    column k of all of them is one row in memory, and none is padded.
+    column k of all of them is one row in memory, and none is padded. ``event`` is as in
+    ``value_of``.
     """
     if q.ndim == 3:
         E, M, K = q.shape
