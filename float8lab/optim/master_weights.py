@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -451,15 +451,9 @@ def _buffer(p: Tensor) -> Tensor:
     return local.qdata if isinstance(local, Float8Tensor) else local
 
 
-class _Versions(NamedTuple):
-    device: torch.device
-    parameter: int
-    local: int
-    buffer: int
-
-
-def _versions(p: Tensor) -> _Versions:
-    return _Versions(p.device, p._version, local_of(p)._version, _buffer(p)._version)
+def _versions(p: Tensor) -> tuple[object, ...]:
+    """The device of a parameter, and the versions of the tensors that it consists of."""
+    return p.device, *(tensor._version for tensor in (p, local_of(p), _buffer(p)))
 
 
 def _shares_blocks(p: Tensor) -> bool:

@@ -512,7 +512,7 @@ def check_groups() -> None:
     sizes, many = [0, 300, 0, 0, 70, 200, 1, 0, 129, 0], 3
     x, offs = groups.rows(sizes, 150, dtype=BF16), groups.ends(sizes)
     plan = grouped_cast.plan_groups(offs, len(x))
-    with unittest.mock.patch.object(grouped_cast, "_AMAX_PROGRAMS", many):
+    with unittest.mock.patch.object(prologue, "AMAX_PROGRAMS", many):
         for known in (None, plan):
             arguments = ("", [x], BF16, offs, *how, "fp32", 0.0, False, False, False, None, None)
             got = groups.cast_groups(cast, *arguments, known)

@@ -44,9 +44,7 @@ _COLUMN_MAJOR = _common.Tile(rows=64, columns=64, warps=4)
 _AMAX = _common.Tile(rows=128, columns=64, warps=4)
 _AMAX_OF_FLOAT32 = _common.Tile(rows=64, columns=64, warps=4)
 
-_AMAX_PROGRAMS = 6 * 132
-"""Partial amaxes of a matrix: six programs per multiprocessor of an H200, all resident."""
-_PARTIALS = _common.next_power_of_2(_AMAX_PROGRAMS)
+_PARTIALS = _common.next_power_of_2(prologues.AMAX_PROGRAMS)
 _AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = _common.Tile(rows=32, columns=128, warps=8), 32 * 132
 """Tile and programs of the amax of what a prologue computes."""
 _ROW_CHUNK = 8192
@@ -78,7 +76,7 @@ def _partial_amax(matrix: _Matrix) -> Tensor:
         if x.is_contiguous():
             x, tile = x.view(1, -1), _FLAT
         inputs, shape = [x], x.shape
-        programs = min(_common.grid_of(shape, tile)[0], _AMAX_PROGRAMS)
+        programs = min(_common.grid_of(shape, tile)[0], prologues.AMAX_PROGRAMS)
         amax = x.new_empty(programs, dtype=torch.float32)
     tensors, constants = prologues.arguments_of(prologue, inputs, dtype, tile)
     find_amax[(programs,)](*tensors, amax, *shape, None, PARTIAL=not prologue, **constants)
@@ -90,18 +88,16 @@ def amax_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
 ) -> Tensor:
     """No hot path asks for that of blocks smaller than a row or a column."""
-    block, fits = tuple(block), prologues.has_kernel(prologue, inputs, dtype)
+    matrix, block = (prologue, inputs, dtype), tuple(block)
+    fits = prologues.has_kernel(*matrix)
     if fits and block in ((1, -1), (-1, 1)):
         shape, by_row = prologue_shape(prologue, inputs), block[0] == 1
         bits = inputs[0].new_zeros(shape[0] if by_row else shape[1], dtype=torch.int32)
-        _amax_rows_columns(
-            (prologue, inputs, dtype), bits, 0, prologues.tile_for(prologue), by_row, not by_row
-        )
+        _amax_rows_columns(matrix, bits, 0, prologues.tile_for(prologue), by_row, not by_row)
         return bits.view(torch.float32).view((-1, 1) if by_row else (1, -1))
     if block != (-1, -1) or not fits:
-        x = prologues.value_of(prologue, inputs, dtype) if prologue else inputs[0]
-        return reference.amax(x, block)
-    partial = _partial_amax((prologue, inputs, dtype))
+        return reference.amax(prologues.value_of(*matrix) if prologue else inputs[0], block)
+    partial = _partial_amax(matrix)
     return partial if prologue else partial.amax().view(1, 1)
 
 
@@ -158,8 +154,7 @@ def _scales_of_rows(
         amaxes[rows:].view(torch.float32).copy_(given.view(-1))
     columns_alone = given is None and not write and not matrix[0]
     amax = amaxes[rows:].view(torch.float32).clone().view(-1, 1) if columns_alone else None
-    scale = first.new_empty((rows, 1), dtype=torch.float32)
-    scale_t = first.new_empty((columns, 1), dtype=torch.float32)
+    scale, scale_t = (first.new_empty((n, 1), dtype=torch.float32) for n in (rows, columns))
     make_scales[(_common.ceil_div(rows + columns, SCALES),)](
         amaxes, scale, scale_t, rows, columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,

@@ -37,13 +37,8 @@ from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, ro
 
 _TILE = _common.Tile(rows=128, columns=128, warps=8)
 """The tile of casts in blocks: it has whole ones."""
-_NARROW = _common.Tile(rows=128, columns=64, warps=4)
-"""The tile of other casts, as ``prologue.tile_for`` has it for words."""
-_NARROW_OF_PROLOGUE = _common.Tile(rows=128, columns=64, warps=8)
 _AMAX_TILE = _common.Tile(rows=32, columns=256, warps=8)
 """Wide, since a program reads its tiles one after another: rows of 512 bytes."""
-_AMAX_PROGRAMS = 6 * 132
-"""Partial amaxes of all there is."""
 _SUMS = 128
 """Columns that one program sums."""
 
@@ -509,7 +504,7 @@ def cast_groups(
         sums = first.new_empty((tiles, K), dtype=torch.float32)
     of_blocks = [scale, scale_t] if blocks else [None, None]
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
-    tile = _TILE if blocks else _NARROW_OF_PROLOGUE if prologue else _NARROW
+    tile = _TILE if blocks else prologues.WORDS if prologue else prologues.WORDS_OF_MATRIX
     tensors, constants = prologues.arguments_of(*matrix, tile)
     width = prologues.width_of_tiles(columns, constants)
     _cast_groups_kernel[(tiles * _common.ceil_div(width, tile.columns),)](
@@ -565,10 +560,8 @@ def _factors(
         tensors, constants = prologues.arguments_of(*matrix, _AMAX_TILE)
         rows = M if offs is None else padded_rows(M, E)
         width = prologues.width_of_tiles(K, constants)
-        tiles = _common.ceil_div(rows, _AMAX_TILE.rows) * _common.ceil_div(
-            width, _AMAX_TILE.columns
-        )
-        count = min(tiles, _common.ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
+        (tiles,) = _common.grid_of((rows, width), _AMAX_TILE)
+        count = min(tiles, _common.ceil_div(prologues.AMAX_PROGRAMS, E if offs is None else 1))
         partial = first.new_empty(E * count, dtype=torch.float32)
         strides = (count, 1) if offs is None else (1, E)
         if offs is None:

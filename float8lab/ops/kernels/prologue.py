@@ -26,11 +26,12 @@ from float8lab.ops.reference import ACTIVATIONS, as_matrix, prologue_shape
 # Registers decide: a gated activation's gradient reads three tiles.
 _ONE = _common.Tile(rows=64, columns=128, warps=8)
 _ONE_OF_THREE = _common.Tile(rows=32, columns=128, warps=8)
-_WORDS_OF_MATRIX = _common.Tile(rows=128, columns=64, warps=4)
+WORDS_OF_MATRIX = _common.Tile(rows=128, columns=64, warps=4)
 """A column of it is 128 bytes of the transpose, a cache line."""
-_WORDS = _common.Tile(rows=128, columns=64, warps=8)
+WORDS = _common.Tile(rows=128, columns=64, warps=8)
 _WORDS_OF_THREE = _common.Tile(rows=64, columns=64, warps=4)
-
+AMAX_PROGRAMS = 6 * 132
+"""Partial amaxes: six programs per multiprocessor of an H200, all resident."""
 
 RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
@@ -335,7 +336,7 @@ def tile_for(prologue: str, *, words: bool = False) -> _common.Tile:
     if backward and ACTIVATIONS[prologue.removesuffix("_backward")][1]:  # it reads three tiles
         return _WORDS_OF_THREE if words else _ONE_OF_THREE
     if words:
-        return _WORDS if prologue else _WORDS_OF_MATRIX
+        return WORDS if prologue else WORDS_OF_MATRIX
     return _ONE if prologue else _common.TILE
 
 
