@@ -140,13 +140,9 @@ class WeightPlacement:
         return None if self.features is None or block == -1 else self.features.blocks(block)
 
     def run(
-        self,
-        layer: Linear,
-        x: Tensor,
-        weight: DTensor,
-        bias: DTensor | None,
+        self, layer: Linear, x: Tensor, weight: DTensor, bias: DTensor | None,
         first_microbatch: bool | None,
-    ) -> DTensor:
+    ) -> DTensor:  # fmt: skip
         """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.
 
         Raises:

@@ -25,14 +25,9 @@ Rule = Callable[[Any], Iterable[tuple[Sequence[Placing], Mapping[str, Placing]]]
 
 
 def takes_dtensors(
-    dtensor: Any,
-    overload: Any,
-    defaults: Mapping[str, Any],
-    outputs: Callable[..., Any],
-    rule: Rule | None,
-    mutates: Sequence[str],
-    library: Any,
-) -> None:
+    dtensor: Any, overload: Any, defaults: Mapping[str, Any], outputs: Callable[..., Any],
+    rule: Rule | None, mutates: Sequence[str], library: Any,
+) -> None:  # fmt: skip
     """Have calls of an op with DTensors run on their shards.
 
     Args:
