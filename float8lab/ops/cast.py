@@ -156,6 +156,4 @@ class Prologue(NamedTuple):
 
     def amax(self) -> Tensor:
         """The largest absolute value, ``[1, 1]`` float32."""
-        if self.known_amax is not None:
-            return self.known_amax
-        return amax_op(*self[:3])
+        return amax_op(*self[:3]) if self.known_amax is None else self.known_amax

@@ -409,8 +409,7 @@ def value_of(
     y = inputs[0].new_empty(prologue_shape(prologue, inputs), dtype=dtype)
     if inputs[0].ndim != 2:  # an activation's
         inputs = [as_matrix(x) for x in inputs]
-    shape = prologue_shape(prologue, inputs)
-    tile = tile_for(prologue)
+    shape, tile = prologue_shape(prologue, inputs), tile_for(prologue)
     tensors, constants = arguments_of(prologue, inputs, dtype, tile)
     _value_kernel[_common.grid_of(shape, tile)](*tensors, y, *shape, **constants)
     return y
