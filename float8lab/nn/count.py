@@ -57,8 +57,8 @@ class GemmCounts:
 
     def __repr__(self) -> str:
         names = list(dict.fromkeys([*self.fp8_by_module, *self.high_precision_by_module]))
-        counts = self.fp8_by_module, self.high_precision_by_module
-        rows = [(n or "(outside any module)", *(count[n] for count in counts)) for n in names]
+        fp8_counts, wide_counts = self.fp8_by_module, self.high_precision_by_module
+        rows = [(n or "(outside any module)", fp8_counts[n], wide_counts[n]) for n in names]
         rows.append(("total", self.fp8, self.high_precision))
         width = max(len(name) for name, *_ in rows)
         lines = [f"{'module':<{width}}  {'FP8':>6}  {'high precision':>14}"]

@@ -130,8 +130,7 @@ def _quantize_shard(
         operand = _quantize_spanning(x, columnwise, parallel, epsilon, align, True)
         made = made._replace(columnwise=operand)
     if dbias:
-        grouped = isinstance(x, Groups)
-        sums = _column_sums_of_groups(x) if grouped else value_of(x).float().sum(0)
+        sums = _column_sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
         made = made._replace(dbias=sums)
     return made
 

@@ -53,7 +53,7 @@ def launched(
     ``language`` is Triton, or its Gluon; ``options`` are those of its ``jit``.
     """
     if function is None:
-        return partial(launched, language=language, **options)
+        return partial(launched, language=language, **options)  # type: ignore[arg-type]
     compiled = language.jit(function, **options)
     return Launched(compiled) if isinstance(compiled, JITFunction) else compiled  # interpreted
 

@@ -601,17 +601,18 @@ def cast(
     finds, both_orientations = rule in SCALE_RULES, rowwise and columnwise
     options = (fp8_dtype, block, rule, eps, align)
     if not prologues.has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
-        return reference.cast(*matrix, *options, rowwise, columnwise, dbias, given, slot=slot)
+        arguments: Any = (*options, rowwise, columnwise, dbias, given)
+        return reference.cast(*matrix, *arguments, slot=slot)
     grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
     by_words = prologue or given is not None or block == (1, -1)
     if both_orientations or (columnwise and by_words):
         tiles = has_tiles if prologue else takes_tiles
         if finds and not grid and tiles(first, dtype, block, align):
             rows, columns = (round_up(size, align) for size in prologue_shape(prologue, inputs))
-            *results, sums = cast_tiles(
+            *tiled, sums = cast_tiles(
                 matrix, options[:4], (rows, columns, rows), write=rowwise, column_sum=dbias
             )
-            return *results, None if sums is None else sums.sum(0)
+            return *tiled, None if sums is None else sums.sum(0)
         is_per_tensor = block == (-1, -1) and rule != "decode"
         whole_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
         if whole_words and (is_per_tensor or (finds and block == (1, -1))):

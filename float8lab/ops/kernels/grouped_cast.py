@@ -453,8 +453,8 @@ def cast_groups(
     (prologue, inputs, dtype), (fp8_dtype, block, rule, eps) = matrix, options
     first = inputs[0]
     if not _has_kernel(prologue, inputs, dtype, offs, block, rule):
-        wanted = rowwise, columnwise, dbias, given
-        return reference.cast(*matrix, *options, ALIGN, *wanted, offs=offs, slot=slot)
+        arguments: Any = (*options, ALIGN, rowwise, columnwise, dbias, given)
+        return reference.cast(*matrix, *arguments, offs=offs, slot=slot)
     if offs is not None and columnwise and slot is None:
         x_fits = has_tiles if prologue else takes_tiles
         if x_fits(first, dtype, block, ALIGN):
