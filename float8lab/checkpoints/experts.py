@@ -25,14 +25,9 @@ from float8lab.checkpoints.source import Box, Entry, dtype_name, whole_box
 from float8lab.formats import Spec
 
 __all__ = [
-    "STACKED",
-    "Incomplete",
-    "Stack",
-    "incomplete_stacks",
-    "is_stack",
-    "matrix_name",
+    "STACKED", "Incomplete", "Stack", "incomplete_stacks", "is_stack", "matrix_name",
     "stack_experts",
-]
+]  # fmt: skip
 
 STACKED = {
     "gate_up_proj": ("gate_proj", "up_proj"),

@@ -36,15 +36,9 @@ from float8lab.checkpoints.source import (
 from float8lab.checkpoints.unpickling import Opaque
 
 __all__ = [
-    "FOLDER",
-    "LATEST",
-    "arguments_of",
-    "is_megatron",
-    "iteration_of",
-    "layer_by_layer",
-    "open_megatron",
-    "open_rank",
-]
+    "FOLDER", "LATEST", "arguments_of", "is_megatron", "iteration_of", "layer_by_layer",
+    "open_megatron", "open_rank",
+]  # fmt: skip
 
 LATEST = "latest_checkpointed_iteration.txt"
 """A file beside the folders of iterations: the number of the last one, or "release"."""

@@ -31,16 +31,9 @@ from float8lab.checkpoints.source import Box, CheckpointError, Entry, Place
 from float8lab.formats import Float8Spec
 
 __all__ = [
-    "CONFIG",
-    "DTYPES",
-    "INDEX",
-    "SPECS_KEY",
-    "Group",
-    "NewTensor",
-    "check_target",
-    "open_safetensors",
-    "write_checkpoint",
-]
+    "CONFIG", "DTYPES", "INDEX", "SPECS_KEY", "Group", "NewTensor", "check_target",
+    "open_safetensors", "write_checkpoint",
+]  # fmt: skip
 
 SPECS_KEY = "float8lab"
 """Key in a file's metadata of the format, block and scale rule of each weight ``X.qdata``, as

@@ -19,21 +19,9 @@ from float8lab.arguments import printable
 from float8lab.formats import Spec
 
 __all__ = [
-    "BOX",
-    "Box",
-    "CheckpointError",
-    "CheckpointSource",
-    "Entry",
-    "Piece",
-    "Place",
-    "boxes",
-    "check_file",
-    "dtype_name",
-    "listed",
-    "read_pieces",
-    "refusing",
-    "whole_box",
-]
+    "BOX", "Box", "CheckpointError", "CheckpointSource", "Entry", "Piece", "Place", "boxes",
+    "check_file", "dtype_name", "listed", "read_pieces", "refusing", "whole_box",
+]  # fmt: skip
 
 BOX = 1 << 20
 """Most elements that are read at once, unless a single block is larger."""

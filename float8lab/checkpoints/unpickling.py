@@ -24,13 +24,9 @@ import torch
 from float8lab.checkpoints.source import CheckpointError, refusing
 
 __all__ = [
-    "DCP_METADATA",
-    "TRANSFORMER_ENGINE_STATE",
-    "Opaque",
-    "load_opaquely",
-    "load_restricted",
+    "DCP_METADATA", "TRANSFORMER_ENGINE_STATE", "Opaque", "load_opaquely", "load_restricted",
     "load_safely",
-]
+]  # fmt: skip
 
 
 class Opaque:

@@ -51,22 +51,10 @@ from float8lab.tensor.differentiation import GradientMap
 from float8lab.tensor.dtensor import local_of
 
 __all__ = [
-    "ONE_GPU",
-    "CallOrder",
-    "Gemm",
-    "GemmTask",
-    "NoGroup",
-    "OneGpu",
-    "Sharded",
-    "SharedScales",
-    "TensorParallel",
-    "TokenShard",
-    "inherit_tokens",
-    "mark_sequence_parallel",
-    "misfit",
-    "reduce_sequence_parallel_gradients",
-    "shared_amaxes",
-]
+    "ONE_GPU", "CallOrder", "Gemm", "GemmTask", "NoGroup", "OneGpu", "Sharded", "SharedScales",
+    "TensorParallel", "TokenShard", "inherit_tokens", "mark_sequence_parallel", "misfit",
+    "reduce_sequence_parallel_gradients", "shared_amaxes",
+]  # fmt: skip
 
 
 class CallOrder:

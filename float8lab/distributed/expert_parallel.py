@@ -33,14 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 __all__ = [
-    "DispatchHandle",
-    "check_held_experts",
-    "held_experts",
-    "local_experts",
-    "moe_combine",
-    "moe_dispatch",
-    "shares_experts",
-]
+    "DispatchHandle", "check_held_experts", "held_experts", "local_experts", "moe_combine",
+    "moe_dispatch", "shares_experts",
+]  # fmt: skip
 
 
 Parameter = TypeVar("Parameter", Tensor, Tensor | None)

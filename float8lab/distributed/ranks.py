@@ -12,14 +12,9 @@ from torch import Tensor
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
-    "all_gathered",
-    "all_objects",
-    "all_reduced",
-    "exchanged",
-    "from_first_rank",
-    "rank_and_size",
+    "all_gathered", "all_objects", "all_reduced", "exchanged", "from_first_rank", "rank_and_size",
     "tensors_of_ranks",
-]
+]  # fmt: skip
 
 
 Value = TypeVar("Value")

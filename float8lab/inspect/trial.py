@@ -29,19 +29,9 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = [
-    "LossFn",
-    "Trial",
-    "as_before",
-    "call",
-    "hooked",
-    "loss_of",
-    "on_trial",
-    "own_loss",
-    "refuse_dtensors",
-    "start_anew",
-    "tensors_in",
-    "without_reduction",
-]
+    "LossFn", "Trial", "as_before", "call", "hooked", "loss_of", "on_trial", "own_loss",
+    "refuse_dtensors", "start_anew", "tensors_in", "without_reduction",
+]  # fmt: skip
 
 LossFn = Callable[[Any, Any], Tensor]
 """A function of model and batch that returns the loss."""

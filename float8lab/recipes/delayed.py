@@ -50,15 +50,9 @@ from float8lab.ops.grouped import amax_of_batch
 from float8lab.recipes.recipe import DelayedScaling
 
 __all__ = [
-    "RECORDED",
-    "DelayedSlots",
-    "Factors",
-    "QuantParams",
-    "ScalePack",
-    "SlotViews",
-    "merge_packs",
+    "RECORDED", "DelayedSlots", "Factors", "QuantParams", "ScalePack", "SlotViews", "merge_packs",
     "own_amax",
-]
+]  # fmt: skip
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
 

@@ -21,18 +21,10 @@ from float8lab.recipes.delayed import QuantParams
 from float8lab.tensor.operands import quantize
 
 __all__ = [
-    "block_amax",
-    "block_of_view",
-    "by_block",
-    "dequantize_blocks",
-    "expand_scale",
-    "quantize_blocks",
-    "quantize_blocks_",
-    "refine_scale",
-    "requantize_blocks",
-    "stores_scales_by_column",
-    "with_block",
-]
+    "block_amax", "block_of_view", "by_block", "dequantize_blocks", "expand_scale",
+    "quantize_blocks", "quantize_blocks_", "refine_scale", "requantize_blocks",
+    "stores_scales_by_column", "with_block",
+]  # fmt: skip
 
 
 def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Tensor:

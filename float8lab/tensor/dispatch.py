@@ -23,19 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8lab.tensor.window import StoredInBlocks, Window, merge_into
 
 __all__ = [
-    "ANY_VIEW",
-    "announce",
-    "announce_address",
-    "check_size",
-    "fallback",
-    "implements",
-    "implements_composite",
-    "overloads",
-    "run_fallback",
-    "storage_without_memory",
-    "table",
+    "ANY_VIEW", "announce", "announce_address", "check_size", "fallback", "implements",
+    "implements_composite", "overloads", "run_fallback", "storage_without_memory", "table",
     "written_tensors",
-]
+]  # fmt: skip
 
 Handler = Callable[..., object]
 AnyHandler = TypeVar("AnyHandler", bound=Handler)

@@ -31,21 +31,11 @@ from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
 
 __all__ = [
-    "are_sizes",
-    "check_integers",
-    "check_probs",
-    "check_tokens",
-    "gather_rows",
-    "map_of_chunks",
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-    "routed",
+    "are_sizes", "check_integers", "check_probs", "check_tokens", "gather_rows", "map_of_chunks",
+    "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
+    "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "routed",
     "scatter_rows",
-]
+]  # fmt: skip
 
 
 def moe_permute(

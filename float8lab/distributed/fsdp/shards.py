@@ -45,16 +45,9 @@ else:
     _Tensor = object  # the classes of shards are tensors, this base is not
 
 __all__ = [
-    "MasterShard",
-    "Shardable",
-    "StoredShard",
-    "detach_window",
-    "is_column_or_row_shard",
-    "is_sharded_plain",
-    "is_tensor_parallel",
-    "reshard",
-    "sharded_by_fsdp",
-]
+    "MasterShard", "Shardable", "StoredShard", "detach_window", "is_column_or_row_shard",
+    "is_sharded_plain", "is_tensor_parallel", "reshard", "sharded_by_fsdp",
+]  # fmt: skip
 
 
 def _move(name: str) -> Callable[..., Shard]:

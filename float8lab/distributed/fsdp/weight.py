@@ -44,15 +44,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "RowShard",
-    "ShardedWeight",
-    "WeightCast",
-    "cast_rows",
-    "reduced_amaxes",
-    "requantize_shards_",
-    "row_shard_of",
-    "shard_mesh",
-]
+    "RowShard", "ShardedWeight", "WeightCast", "cast_rows", "reduced_amaxes", "requantize_shards_",
+    "row_shard_of", "shard_mesh",
+]  # fmt: skip
 
 _ALIGNED = 4
 """Floats. A GEMM on a GPU copies scales that do not begin at a multiple of 16 bytes."""

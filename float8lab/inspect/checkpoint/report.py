@@ -20,15 +20,9 @@ from float8lab.inspect.text import Grid, Printed, bytes_text
 from float8lab.tensor.statistics import KINDS
 
 __all__ = [
-    "CheckpointReport",
-    "CheckpointRow",
-    "Progress",
-    "checkpoint",
-    "counted",
-    "finite",
-    "selected",
+    "CheckpointReport", "CheckpointRow", "Progress", "checkpoint", "counted", "finite", "selected",
     "stepping",
-]
+]  # fmt: skip
 
 Progress = Callable[[int, int, str], None]
 """A function that is called with the bytes read so far, the bytes to read in all, and the name of

@@ -18,22 +18,9 @@ from float8lab.recipes import cost
 from float8lab.recipes.recipe import Recipe
 
 __all__ = [
-    "COMPUTE",
-    "KINDS",
-    "RING",
-    "Job",
-    "Seconds",
-    "Step",
-    "activation",
-    "attention_block",
-    "gemms",
-    "kept",
-    "layer",
-    "norm",
-    "passing",
-    "passing_bytes",
-    "predict",
-]
+    "COMPUTE", "KINDS", "RING", "Job", "Seconds", "Step", "activation", "attention_block", "gemms",
+    "kept", "layer", "norm", "passing", "passing_bytes", "predict",
+]  # fmt: skip
 
 COMPUTE = ("gemm", "quantize", "attention", "elementwise", "sharding", "optimizer")
 """Kinds of a GPU's own work: GEMMs; casts; attention; norms, activations and sums; copies of

@@ -43,14 +43,9 @@ from float8lab.tensor.dtensor import is_dtensor, local_of
 from float8lab.tensor.operands import quantize
 
 __all__ = [
-    "FoundWeights",
-    "GemmWeight",
-    "delayed_slots",
-    "find_weights",
-    "gemm_weights",
-    "is_stored",
+    "FoundWeights", "GemmWeight", "delayed_slots", "find_weights", "gemm_weights", "is_stored",
     "specs_of_parameters",
-]
+]  # fmt: skip
 
 
 class GemmWeight(NamedTuple):

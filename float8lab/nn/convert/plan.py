@@ -35,14 +35,9 @@ from float8lab.tensor import Float4Tensor
 from float8lab.tensor.dtensor import is_dtensor
 
 __all__ = [
-    "CONVERTED",
-    "ConversionOptions",
-    "ConversionPlan",
-    "LayerPlan",
-    "checked_choice",
-    "lines_about_recasts",
-    "plan_conversion",
-]
+    "CONVERTED", "ConversionOptions", "ConversionPlan", "LayerPlan", "checked_choice",
+    "lines_about_recasts", "plan_conversion",
+]  # fmt: skip
 
 _Choice = Recipe | Auto
 

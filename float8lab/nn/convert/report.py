@@ -32,16 +32,9 @@ from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.tables import aligned, html_table
 
 __all__ = [
-    "ConversionReport",
-    "LayerReport",
-    "conversion_report",
-    "emulated_gemms",
-    "explain_layer",
-    "forget_conversion",
-    "remember_conversion",
-    "report_of_walk",
-    "was_converted",
-]
+    "ConversionReport", "LayerReport", "conversion_report", "emulated_gemms", "explain_layer",
+    "forget_conversion", "remember_conversion", "report_of_walk", "was_converted",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

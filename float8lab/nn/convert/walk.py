@@ -22,17 +22,9 @@ from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import precisions
 
 __all__ = [
-    "UNSEEN",
-    "Candidate",
-    "ModelWalk",
-    "ParameterUsers",
-    "has_recipe",
-    "is_unseen",
-    "matrix_shapes",
-    "shapes_of",
-    "users_of",
-    "walk_model",
-]
+    "UNSEEN", "Candidate", "ModelWalk", "ParameterUsers", "has_recipe", "is_unseen",
+    "matrix_shapes", "shapes_of", "users_of", "walk_model",
+]  # fmt: skip
 
 ParameterUsers = dict[int, list[tuple[nn.Module, str]]]
 """The modules that have a parameter, and its name in each, by the parameter's id."""
