@@ -46,10 +46,12 @@ SIZE = ModelSize(
 )  # fmt: skip
 ROTARY = 2.4e-3 / 16384
 """Seconds for each token that the plain layer of the benchmarks takes to compute the angles of its
-rotary embedding for every element; models keep them (RESULTS.md, "Compiled layers")."""
+rotary embedding for every element; models keep them (RESULTS.md, "Transformer layer")."""
 LINKS = Links(nvlink=205e9)
 """As NCCL reaches them with the 64 MB that tensor parallel ranks gather (RESULTS.md, "Links between
 two H200s")."""
+BY_MEMORY = ("quantize", "elementwise", "optimizer")
+"""Kinds of work that take the time of reading and writing."""
 OTHERS = "another library's"
 NO_GEMM = "Hopper has no GEMM for it"
 
@@ -85,8 +87,21 @@ def _recipe(name: str) -> Recipe | str | None:
     return found
 
 
-def _ms(found: Seconds) -> float:
-    return 1e3 * sum(seconds for kind, seconds in found.items() if kind != "cpu")
+def _ms(table: Table, found: Seconds) -> float:
+    """Milliseconds on the GPU of a table, whose memory may not be that of the rates' GPU."""
+    slower = _slower(table)
+    parts = (
+        seconds * (slower if kind in BY_MEMORY else 1.0)
+        for kind, seconds in found.items()
+        if kind != "cpu"
+    )
+    return 1e3 * sum(parts)
+
+
+def _slower(table: Table) -> float:
+    """How much longer a copy takes on the GPU of a table than on that of the rates."""
+    copy = re.match(r"([\d.]+) TB/s", table.facts.get("copy", ""))
+    return 1 / cost.moved(1e12 * float(copy[1])) if copy else 1.0
 
 
 def _job(name: str, **how: Any) -> Job:
@@ -100,7 +115,7 @@ def _numbers(text: str) -> list[int]:
 
 def _linear(table: Table, name: str, recipe: Recipe | None, *, sustained: bool = False) -> float:
     M, K, N = _numbers(table.caption)[:3]
-    return _ms(gemms(recipe, M, [(N, K)], _job(name, sustained=sustained)))
+    return _ms(table, gemms(recipe, M, [(N, K)], _job(name, sustained=sustained)))
 
 
 def _norm_linear(
@@ -110,7 +125,7 @@ def _norm_linear(
     job = _job(name, sustained=sustained)
     fused = job.fused and recipe is not None
     parts = [gemms(recipe, M, [(N, K)], job), norm(recipe, M * K, fused=fused)]
-    return _ms(total(parts))
+    return _ms(table, total(parts))
 
 
 def _mlp(table: Table, name: str, recipe: Recipe | None, *, sustained: bool = False) -> float:
@@ -126,14 +141,14 @@ def _mlp(table: Table, name: str, recipe: Recipe | None, *, sustained: bool = Fa
     chunks = 0.0
     if gated and eager:  # the gate is a part of one gemm, and backward joins the gradients
         chunks = 1e3 * cost.moved(8 * M * F)
-    return _ms(total(parts)) + chunks
+    return _ms(table, total(parts)) + chunks * _slower(table)
 
 
 def _layer(table: Table, name: str, recipe: Recipe | None, *, sustained: bool = False) -> float:
     batch, sequence = _numbers(table.caption)[:2]
     job = _job(name, sustained=sustained, micro=batch, sequence=sequence)
     rotary = 0.0 if job.fused else 1e3 * ROTARY * batch * sequence
-    return _ms(layer(SIZE, recipe, job, Mesh())) + rotary
+    return _ms(table, layer(SIZE, recipe, job, Mesh())) + rotary
 
 
 def _attention(table: Table, name: str, recipe: Recipe | None) -> float | str:
@@ -156,7 +171,7 @@ def _step(table: Table, name: str, recipe: Recipe | None) -> float:
 
 def _fsdp(table: Table, name: str, what: str) -> float | str:
     variant = next(key for key, value in VARIANTS.items() if value == name)
-    ranks = 4 if table.section == "fsdp" else 2
+    ranks = _numbers(table.caption)[0]
     recipe = None if variant == "bf16" else RECIPES["current"]()
     job = Job(
         mode="compile" if "compile" in table.caption else "eager", batch=ranks, micro=1,
@@ -176,7 +191,7 @@ def _tensor_parallel(table: Table, row: dict[str, str]) -> float | str:
     # What products hide, ranks wait for each other's CPU.
     job = _job(name, sustained=True, micro=batch, sequence=sequence, links=LINKS)
     rotary = 0.0 if name.startswith("TransformerLayer") else 1e3 * ROTARY * batch * sequence / ranks
-    return _ms(layer(SIZE, recipe, job, Mesh(tp=ranks))) + rotary
+    return _ms(table, layer(SIZE, recipe, job, Mesh(tp=ranks))) + rotary
 
 
 def _gemm(table: Table, name: str, recipe: Recipe | None) -> float | str:
@@ -202,15 +217,16 @@ def _cast(table: Table, name: str, recipe: Recipe | None) -> float | str:
     rows, columns = (int(n) for n in re.findall(r"(\d+) x (\d+)", table.caption)[0])
     kinds = {"RMSNorm,": "norm", "SwiGLU,": "activation", "SwiGLU's": "gradient"}
     kind = kinds.get(table.caption.split()[0])
+    slower = _slower(table)
     if name == "values" and kind is not None:
-        return 1e3 * rows * columns * getattr(cost.sources(None), kind)
+        return slower * 1e3 * rows * columns * getattr(cost.sources(None), kind)
     if name not in recipes:
         return "no training step has it alone"
     recipe = RECIPES[recipes[name]]()
     seconds = cost.cast(recipe, rows * columns)
     if kind is not None:
         seconds += rows * columns * getattr(cost.sources(recipe), kind)
-    return 1e3 * seconds
+    return slower * 1e3 * seconds
 
 
 def _memory(table: Table, name: str, what: str) -> float | str:
@@ -218,7 +234,7 @@ def _memory(table: Table, name: str, what: str) -> float | str:
         return "growth, which is nil"
     layers, batch, sequence = _numbers(table.caption)[:3]
     plain, half = name.startswith("plain"), "fp8_activation_input" in name
-    high = plain or "bfloat16" in name
+    high = "bfloat16" in name
     recipe = None if high else RECIPES["current"]()  # all recipes keep one byte for two
     job = Job(mode="compile" if "compile" in name else "eager", fused=not plain)
     bytes_kept = layers * kept(SIZE, recipe, job, half_input=half)
@@ -238,19 +254,13 @@ def _offload(table: Table, row: dict[str, str]) -> float | str:
 
 ROWS: dict[str, tuple[str, Callable[..., float | str]]] = {
     "linear": ("GPU ms (quartiles)", _linear),
-    "Compiled, and torchao": ("GPU ms (quartiles)", _linear),
     "quantize": ("GPU ms (quartiles)", _cast),
     "layer": ("GPU ms (quartiles)", _layer),
-    "Sustained": ("GPU ms (quartiles)", _layer),
-    "Compiled layers": ("GPU ms (quartiles)", _layer),
-    "Beside torchao, compiled": ("GPU ms (quartiles)", _layer),
     "gemm": ("GPU ms (quartiles)", _gemm),
-    "Blocks of e5m2 by e4m3": ("GPU ms (quartiles)", _gemm),
     "attention": ("both GPU ms (quartiles)", _attention),
     "mlp": ("GPU ms (quartiles)", _mlp),
     "norm_linear": ("GPU ms (quartiles)", _norm_linear),
     "model": ("ms a step (quartiles)", _step),
-    "Compiled steps": ("ms a step (quartiles)", _step),
 }
 """The measured column of a section, and what predicts it."""
 UNPREDICTED = {
@@ -311,20 +321,20 @@ def _predictions(
             yield 0.0, "no training step has it alone"
         elif (measured := _first(row[column])) is not None:
             recipe = _recipe(name)
-            parts = table.section in ("quantize", "gemm", "Blocks of e5m2 by e4m3")
+            parts = table.section in ("quantize", "gemm")
             if isinstance(recipe, str) and not parts:
                 predicts = partial(_refused, recipe)
             chosen = None if isinstance(recipe, str) else recipe
             yield measured, predicts(table, name, chosen)
             if (load := _first(row.get("sustained ms", ""))) is not None:
                 yield load, predicts(table, name, chosen, sustained=True)
-    elif table.section in ("fsdp", "On 2 H200s"):
+    elif table.section == "fsdp":
         for column in ("ms a step", "peak GB"):
             yield float(row[column]), _fsdp(table, name, column)
     elif table.section == "tensor_parallel":
         if (sustained := _first(row["sustained ms"])) is not None:
             yield sustained, _tensor_parallel(table, row)
-    elif table.section in ("memory", "Memory of compiled layers"):
+    elif table.section == "memory":
         for column in ("held GB", "peak GB"):
             yield _first(row.get(column, "")) or 0.0, _memory(table, name, column)
     elif table.section == "CPU offload of activations":

@@ -47,7 +47,9 @@ def tables(text: str) -> list[Table]:
             section, facts = heading[1], {}
         elif begin := re.match(r"<!-- begin benchmarks\.(\w+)", line):
             section, facts = begin[1], {}
-        elif fact := re.match(r"- (GPU|CPU|torch|triton|commit|command|clocks|driver): (.*)", line):
+        elif fact := re.match(
+            r"- (GPU|CPU|torch|triton|commit|command|clocks|driver|copy): (.*)", line
+        ):
             facts[fact[1]] = fact[2]
         elif not line.startswith("|"):
             header = []
@@ -107,9 +109,8 @@ WORDS = {
     "pages claim.",
     STEPS: "Forward, backward and optimizer, ten steps in a row, one candidate after the other.",
     ALONE: "One forward and backward from a cold cache, with pauses: the GPU keeps its full "
-    "clocks, and ratios are higher than training sustains: of the Llama layer under delayed "
-    "scaling 1.71 in place of 1.61. They compare kernels, and libraries that were measured in the "
-    "same run; they are no claim about training.",
+    "clocks, and ratios are higher than training sustains. They compare kernels, and libraries "
+    "that were measured in the same run; they are no claim about training.",
     REST: "",
 }
 PEERS = "Beside Transformer Engine and torchao"
@@ -127,8 +128,15 @@ CHARTS = (
         "performance_layer_sustained", "Transformer layer",
         "One layer of a Llama 8B, forward and backward. `converted` is the plain layer after "
         "`convert_to_float8`; `TransformerLayer` also fuses norms and activations with casts.",
-        "Sustained", SUSTAINED, "implementation", "x bf16, sustained",
+        "layer", SUSTAINED, "implementation", "x bf16, sustained",
         ("sustained ms", "MHz", "W"), baseline="plain bfloat16",
+    ),
+    Chart(
+        "performance_linear_sustained", "Linear layer",
+        "Layers of a Llama 8B, with all casts, also under `torch.compile`, and torchao, whose "
+        "`tensorwise` is what `current` is.",
+        "linear", SUSTAINED, "implementation", "x bf16, sustained", ("sustained ms", "MHz", "W"),
+        baseline="bfloat16",
     ),
     Chart(
         "performance_experts", "Layer of experts",
@@ -176,40 +184,19 @@ CHARTS = (
         baseline="bfloat16",
     ),
     Chart(
-        "performance_layer_torchao", "Transformer layer beside torchao",
-        "The plain layer after `convert_to_float8`, and after torchao 0.18's conversion, in the "
-        "same run. torchao is meant to be compiled.",
-        "Beside torchao, compiled", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
-        baseline="plain bfloat16",
-    ),
-    Chart(
-        "performance_layer_compiled", "Compiled transformer layer",
-        "The same layer, also as `TransformerLayer`.",
-        "Compiled layers", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
-        baseline="plain bfloat16",
-    ),
-    Chart(
-        "performance_layer", "Transformer layer by recipe", "The same, with all recipes.",
+        "performance_layer", "Transformer layer", "The same, alone.",
         "layer", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
         baseline="plain bfloat16",
     ),
     Chart(
         "performance_linear", "Linear layer",
-        "Layers of a Llama 8B, with all casts, in eager mode. Of a smaller layer the casts are a "
-        "larger part. Hopper has no tensor cores for MX.",
+        "The same, alone. Of a smaller layer the casts are a larger part.",
         "linear", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)", "saved, of bf16"),
         baseline="bfloat16",
     ),
     Chart(
-        "performance_peers", "Linear layer beside torchao",
-        "The same layers, also under `torch.compile`, and torchao 0.18 in the same run; its "
-        "`tensorwise` is what `current` is.",
-        "Compiled, and torchao", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
-        baseline="bfloat16",
-    ),
-    Chart(
         "performance_mlp", "Norm and MLP",
-        "`LayerNormMLP`, beside the same modules of torch, and torchao 0.18.",
+        "`LayerNormMLP`, beside the same modules of torch, and torchao.",
         "mlp", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
         baseline="plain bfloat16",
     ),

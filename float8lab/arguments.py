@@ -232,12 +232,9 @@ def check_tensor(name: str, value: object, *, optional: bool = False) -> None:
 
 def has_values(x: torch.Tensor) -> bool:
     """Whether reading the values of ``x`` costs nothing: it is on a CPU, and nothing is traced."""
-    return (
-        x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not isinstance(x, (FakeTensor, FunctionalTensor))
-        and not torch._C._are_functorch_transforms_active()
-    )
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    is_fake = isinstance(x, (FakeTensor, FunctionalTensor))
+    return x.device.type == "cpu" and not is_traced and not is_fake
 
 
 def check_floating(

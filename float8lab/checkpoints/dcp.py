@@ -153,23 +153,14 @@ def _entries_of(
         value = _load(shards[0])
         if isinstance(value, Float8Tensor):
             return entries_of(name, value, shards[0].file.name)
-    file = shards[0].file.name
-    place_of = functools.cache(_place)
+    file, place_of = shards[0].file.name, functools.cache(_place)
     pieces = [
         source.Piece(s.starts, s.sizes, functools.partial(_read_shard, s, place_of, dtype))
         for s in shards
     ]
-    return [
-        source.Entry(
-            name=name,
-            dtype=dtype,
-            dtype_name=source.dtype_name(dtype),
-            shape=shape,
-            nbytes=nbytes,
-            file=file if len(shards) == 1 else f"{file} and others",
-            reader=functools.partial(source.read_pieces, pieces, dtype),
-        )
-    ]
+    file = file if len(shards) == 1 else f"{file} and others"
+    reader = functools.partial(source.read_pieces, pieces, dtype)
+    return [source.Entry(name, dtype, source.dtype_name(dtype), shape, nbytes, file, reader)]
 
 
 def _place(shard: _Shard) -> source.Place | None:
@@ -178,8 +169,7 @@ def _place(shard: _Shard) -> source.Place | None:
         fake = _load(shard)
     if not isinstance(fake, FakeTensor) or tuple(fake.shape) != shard.sizes:
         return None
-    offset = fake.untyped_storage()._checkpoint_offset
-    if offset is None:
+    if (offset := fake.untyped_storage()._checkpoint_offset) is None:
         return None
     start = shard.offset + offset + int(fake.storage_offset()) * fake.dtype.itemsize
     return source.Place(shard.file, start, fake.dtype, tuple(fake.stride()))
@@ -191,8 +181,7 @@ def _read_shard(
     dtype: torch.dtype,
     box: source.Box,
 ) -> Tensor:
-    place = place_of(shard)
-    if place is not None:
+    if (place := place_of(shard)) is not None:
         return place.read(box).to(dtype)
     value = _load(shard)
     value = value.dequantize() if isinstance(value, Float8Tensor) else value

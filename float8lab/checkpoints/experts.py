@@ -20,19 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.checkpoints.item import Finding, Item, broadcast_box
+from float8lab.checkpoints.item import Item, broadcast_box
 from float8lab.checkpoints.source import Box, Entry, dtype_name, whole_box
 from float8lab.formats import Spec
 
 __all__ = [
-    "STACKED",
-    "Incomplete",
-    "Stack",
-    "incomplete_stacks",
-    "is_stack",
-    "matrix_name",
+    "STACKED", "Incomplete", "Stack", "incomplete_stacks", "is_stack", "matrix_name",
     "stack_experts",
-]
+]  # fmt: skip
 
 STACKED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -166,11 +161,10 @@ class Incomplete(NamedTuple):
 
 def incomplete_stacks(items: Sequence[Item], experts: Mapping[str, int]) -> dict[str, Incomplete]:
     """The stacks of which ``stack_experts`` left matrices, given each one's number of experts."""
+    stacks = _matrices_of_stacks(items, experts)
     return {
-        stack.name: Incomplete(
-            _problems(stack, experts[stack.name]), [item.name for item in stack.there]
-        )
-        for stack in _matrices_of_stacks(items, experts)
+        s.name: Incomplete(_problems(s, experts[s.name]), [item.name for item in s.there])
+        for s in stacks
     }
 
 
@@ -191,11 +185,8 @@ def _problems(stack: _StackMatrices, experts: int) -> list[str]:
             for item in by_expert.values()
             if item.entry.shape != usual
         ]
-        problems += [
-            f"{item.name} is not in the model"
-            for expert, item in by_expert.items()
-            if expert >= experts
-        ]
+        beyond = (item for expert, item in by_expert.items() if expert >= experts)
+        problems += [f"{item.name} is not in the model" for item in beyond]
     return problems
 
 
@@ -228,33 +219,29 @@ def _stack(name: str, experts: list[list[Item]]) -> Stack | None:
     if spec is None:
         dtypes = {item.entry.dtype for item in items}
         dtype = dtypes.pop() if len(dtypes) == 1 and not items[0].quantized else torch.float32
-    return Stack(
-        name,
-        Entry(
-            name=name,
-            dtype=dtype,
-            dtype_name="a dtype that torch lacks" if dtype is None else dtype_name(dtype),
-            shape=(len(experts), sum(rows for rows, _ in shapes), shapes[0][1]),
-            nbytes=sum(item.nbytes for item in items),
-            file=first[0].entry.file,
-            reader=functools.partial(_join, experts, lambda item, place: item.entry.read(place)),
-        ),
-        first[0].convention,
-        None if spec is None else _unread(first[0].scale),
-        spec,
-        None if spec is None else _unread(first[0].tensor_scale),
-        findings=tuple(
-            Finding(finding.kind, f"{item.name}: {finding.text}", finding.wrong)
-            for item in items
-            for finding in item.findings
-        ),
-        experts=tuple(map(tuple, experts)),
+    entry = Entry(
+        name=name,
+        dtype=dtype,
+        dtype_name="a dtype that torch lacks" if dtype is None else dtype_name(dtype),
+        shape=(len(experts), sum(rows for rows, _ in shapes), shapes[0][1]),
+        nbytes=sum(item.nbytes for item in items),
+        file=first[0].entry.file,
+        reader=functools.partial(_join, experts, lambda item, place: item.entry.read(place)),
     )
-
-
-def _unread(entry: Entry | None) -> Entry | None:
-    """An entry that says that there is such a tensor, whose bytes are counted already."""
-    return None if entry is None else replace(entry, nbytes=0)
+    # Entries that say that there are such tensors, whose bytes are counted already.
+    scale, tensor_scale = (
+        replace(scale, nbytes=0) if scale is not None and spec is not None else None
+        for scale in (first[0].scale, first[0].tensor_scale)
+    )
+    findings = tuple(
+        replace(finding, text=f"{item.name}: {finding.text}")
+        for item in items
+        for finding in item.findings
+    )
+    return Stack(
+        name, entry, first[0].convention, scale, spec, tensor_scale, findings=findings,
+        experts=tuple(map(tuple, experts)),
+    )  # fmt: skip
 
 
 def _joined_spec(items: Sequence[Item], rows: list[int]) -> Spec | None:

@@ -60,13 +60,9 @@ _BLOCKS = ((-1, -1), (1, -1), _BLOCK, (1, 128), (1, 32), (-1, 1))
 _MatrixBlock = tuple[int, int]
 _SIZES = (128, 32, 64, 16, 256, 512, 1024, 8)
 _COMPANIONS = (
-    "input_scale",
-    "output_scale",
-    "input_scale_inv",
-    "input_global_scale",
-    "activation_scale",
+    "input_scale", "output_scale", "input_scale_inv", "input_global_scale", "activation_scale",
     "scale_input",
-)
+)  # fmt: skip
 _SCALE_DTYPES = (*FACTOR_DTYPES, torch.float8_e8m0fnu, torch.uint8)  # bytes: exponents, as e8m0
 
 
@@ -144,9 +140,8 @@ def _weight(entry: Entry, entries: Mapping[str, Entry], configured: _MatrixBlock
 def _with_scale(
     name: str, entry: Entry, convention: str, scale: Entry | None, expected: _MatrixBlock | None
 ) -> Item:
-    dtype = E4M3  # of bytes, under every recipe
-    if entry.dtype is not None and entry.dtype in FP8_DTYPES:
-        dtype = entry.dtype
+    # Bytes are e4m3 under every recipe.
+    dtype = next((fp8_dtype for fp8_dtype in FP8_DTYPES if fp8_dtype == entry.dtype), E4M3)
     item = Item(name, entry, convention, None, Float8Spec(dtype, (-1,) * len(entry.shape)))
     if scale is None:
         return replace(item, findings=(Finding("missing-scale", "no scale in the checkpoint"),))
@@ -305,9 +300,7 @@ class Format:
 
     def split_experts(self, weight: Weight) -> tuple[Weight, ...]:
         """The weight as the format has it: stacked experts, or each of their matrices."""
-        if self.blocks and weight.experts is not None:
-            return weight.experts()
-        return (weight,)
+        return weight.experts() if self.blocks and weight.experts is not None else (weight,)
 
     def lacks_names(self, weight: Weight) -> bool:
         """Whether a weight must stay in high precision, as no reader would find it in FP8.
@@ -366,10 +359,10 @@ class Format:
     def _tensors(self, name: str, shape: tuple[int, ...], weight: Weight) -> list[NewTensor]:
         fp8, blocks = weight.spec.fp8_dtype, weight.spec.scale_shape(shape)
         if self.name == "float8lab":
-            scale, amax = (
+            scales = [
                 NewTensor(f"{name}.{kind}", torch.float32, blocks) for kind in ("scale", "amax")
-            )
-            return [NewTensor(f"{name}.qdata", fp8, shape), scale, amax]
+            ]
+            return [NewTensor(f"{name}.qdata", fp8, shape), *scales]
         if self.name == "block-fp8":
             convention, blocks = "DeepSeek", scale_shape(shape, _BLOCK)
         else:
@@ -395,16 +388,17 @@ class Format:
                 "weight_block_size": list(_BLOCK),
                 "modules_to_not_convert": list(high_precision),
             }
-        schemes: list[dict[str, object]] = []
+        groups: list[dict[str, object]] = []
         targets: list[list[str]] = []
         for weight in weights:
             scheme = _scheme(weight)
-            if scheme not in schemes:
-                schemes.append(scheme)
+            if scheme not in groups:
+                groups.append(scheme)
                 targets.append([])
-            targets[schemes.index(scheme)].append(weight.module)
+            targets[groups.index(scheme)].append(weight.module)
         if len(targets) == 1:
             targets = [["Linear"]]
+        groups = [{"targets": t, **scheme} for t, scheme in zip(targets, groups, strict=True)]
         return {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
@@ -412,10 +406,7 @@ class Format:
             "global_compression_ratio": None,
             "kv_cache_scheme": None,
             "ignore": list(high_precision),
-            "config_groups": {
-                f"group_{i}": {"targets": modules, **scheme}
-                for i, (modules, scheme) in enumerate(zip(targets, schemes, strict=True))
-            },
+            "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         }
 
 

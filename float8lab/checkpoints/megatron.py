@@ -36,15 +36,9 @@ from float8lab.checkpoints.source import (
 from float8lab.checkpoints.unpickling import Opaque
 
 __all__ = [
-    "FOLDER",
-    "LATEST",
-    "arguments_of",
-    "is_megatron",
-    "iteration_of",
-    "layer_by_layer",
-    "open_megatron",
-    "open_rank",
-]
+    "FOLDER", "LATEST", "arguments_of", "is_megatron", "iteration_of", "layer_by_layer",
+    "open_megatron", "open_rank",
+]  # fmt: skip
 
 LATEST = "latest_checkpointed_iteration.txt"
 """A file beside the folders of iterations: the number of the last one, or "release"."""
@@ -137,8 +131,7 @@ def _count_layers_through(stages: Sequence[Mapping[str, Entry]]) -> dict[str, En
     for stage in stages:
         counts: dict[str, int] = {}
         for name, entry in stage.items():
-            layer = _LAYER.fullmatch(name)
-            if layer is not None:
+            if (layer := _LAYER.fullmatch(name)) is not None:
                 stack, number = layer[1], int(layer[2])
                 counts[stack] = max(counts.get(stack, 0), number + 1)
                 name = f"{stack}{first.get(stack, 0) + number}{layer[3]}"
@@ -163,8 +156,7 @@ def _files(path: Path) -> dict[tuple[int, int], Path]:
     """The file of each tensor-parallel and pipeline rank."""
     files: dict[tuple[int, int], Path] = {}
     for folder in sorted(path.iterdir()):
-        match = FOLDER.fullmatch(folder.name)
-        if match is None:
+        if (match := FOLDER.fullmatch(folder.name)) is None:
             continue
         if match[3] is not None:
             raise CheckpointError(
@@ -302,18 +294,19 @@ def _is_gated(name: str, rank: Mapping[str, Entry]) -> bool:
 def _unsharded(shards: Sequence[Entry], dim: int, sections: int) -> Entry:
     """The tensor of which each rank has a shard of each of ``sections`` equal sections."""
     first = shards[0]
-    size = first.shape[dim] // sections
-    piece_sizes = (*first.shape[:dim], size, *first.shape[dim + 1 :])
+    size, shape = first.shape[dim] // sections, list(first.shape)
+    shape[dim] *= len(shards)
+    piece_sizes = (*shape[:dim], size, *shape[dim + 1 :])
     pieces = []
     for section in range(sections):
         for rank, shard in enumerate(shards):
-            starts = [0] * len(piece_sizes)
+            starts = [0] * len(shape)
             starts[dim] = (section * len(shards) + rank) * size
             read = functools.partial(_read_from, shard, dim, section * size)
             pieces.append(Piece(tuple(starts), piece_sizes, read))
     return replace(
         first,
-        shape=tuple(n * len(shards) if i == dim else n for i, n in enumerate(first.shape)),
+        shape=tuple(shape),
         nbytes=first.nbytes * len(shards),
         file=f"{first.file} and others",
         reader=functools.partial(read_pieces, pieces, first.dtype or torch.uint8),
@@ -335,8 +328,7 @@ def layer_by_layer(source: CheckpointSource) -> CheckpointSource:
     entries: list[Entry] = []
     halves: dict[str, dict[str, Entry]] = {}
     for entry in source.entries:
-        match = _HALF.fullmatch(entry.name)
-        if match is None:
+        if (match := _HALF.fullmatch(entry.name)) is None:
             entries.append(entry)
         else:
             halves.setdefault(match[1], {})[match[2]] = entry

@@ -46,12 +46,11 @@ def open_checkpoint(path: str | Path | Mapping[str, object]) -> CheckpointSource
         ModuleNotFoundError: it needs safetensors or, for an id, huggingface_hub.
     """
     source = open_state_dict(path) if isinstance(path, Mapping) else _open_path(path)
-    for entry in source.entries:
-        if len(entry.shape) > _MOST_DIMENSIONS:
-            raise CheckpointError(
-                f"{source.path} must have tensors of at most {_MOST_DIMENSIONS} dimensions; "
-                f"{entry.name} has {len(entry.shape)}. It is damaged."
-            )
+    for entry in [entry for entry in source.entries if len(entry.shape) > _MOST_DIMENSIONS][:1]:
+        raise CheckpointError(
+            f"{source.path} must have tensors of at most {_MOST_DIMENSIONS} dimensions; "
+            f"{entry.name} has {len(entry.shape)}. It is damaged."
+        )
     return source
 
 
@@ -90,13 +89,10 @@ def _directory(path: Path) -> CheckpointSource:
     if megatron.LATEST in names:
         return _directory(megatron.iteration_of(path))
     index = _only_file(path, names, (".safetensors.index.json",), "index")
-    if index is not None:
-        return open_safetensors(path, index, [])
     files = [path / name for name in names if name.endswith(".safetensors")]
-    if files:
-        return open_safetensors(path, None, files)
-    file = _only_file(path, names, _SUFFIXES, "file by torch.save")
-    if file is not None:
+    if index is not None or files:
+        return open_safetensors(path, index, files)
+    if (file := _only_file(path, names, _SUFFIXES, "file by torch.save")) is not None:
         return _torch_save(file)
     if any(name.endswith(".distcp") for name in names):
         raise CheckpointError(

@@ -122,8 +122,7 @@ class _Packed(NamedTuple):
         ndim, count = len(self.scale.shape), math.prod(self.tensor_scale.shape)
         if count != 1 and not (ndim == 3 and count == self.scale.shape[0]):
             return None
-        shape = (count,) + (1,) * (ndim - 1)
-        scale = self.tensor_scale
+        shape, scale = (count,) + (1,) * (ndim - 1), self.tensor_scale
 
         def read(box: Box) -> Tensor:
             value = scale.read().float().reshape(shape)
@@ -136,8 +135,7 @@ def find_packed(entry: Entry, entries: Mapping[str, Entry]) -> Item | None:
     """The weight whose data a tensor holds; None if it holds none in 4 bits."""
     if entry.dtype in _BYTES and len(entry.shape) >= 2:
         for layout in (*_LAYOUTS, _CONVERTED):
-            packed = _packed(entry, entries, layout)
-            if packed is not None:
+            if (packed := _packed(entry, entries, layout)) is not None:
                 return _item(packed)
     return None
 
@@ -192,16 +190,9 @@ def _item(packed: _Packed) -> Item:
     if layout.transposed:
         data, usable = _transpose(data), usable and _transpose(usable)
         spec = replace(spec, block=(*spec.block[:-2], spec.block[-1], 1))
-    return Item(
-        name,
-        _unpacked(data, spec.packed_dim),
-        layout.convention,
-        usable,
-        spec,
-        factor,
-        extras,
-        findings=tuple(findings),
-    )
+    weight = _unpacked(data, spec.packed_dim)
+    known = layout.convention, usable, spec, factor, extras
+    return Item(name, weight, *known, findings=tuple(findings))
 
 
 def _join_blocks(entry: Entry) -> Entry:

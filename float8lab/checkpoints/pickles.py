@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +26,9 @@ def open_torch_save(path: Path) -> source.CheckpointSource:
     """The tensors of a file by ``torch.save``, whatever dicts and lists they are nested in."""
     content, mapped = _load_mapped(path, functools.partial(load_safely, path, str(path)))
     entries = _entries(leaves(path, content, ""), path.name)
-    names = [entry.name for entry in entries]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise source.CheckpointError(f"{path} must name each tensor once; {twice} comes twice.")
+    for twice, count in Counter(entry.name for entry in entries).items():
+        if count > 1:
+            raise source.CheckpointError(f"{path} must name each tensor once; {twice} comes twice.")
     if not entries:
         raise source.CheckpointError(
             f"{path} must hold tensors; it holds a {type(content).__name__} without any."
@@ -81,16 +81,11 @@ def leaves(path: Path, value: object, name: str, depth: int = 0) -> Iterator[tup
             f"{path} must hold containers in containers at most {_DEEPEST} deep; {name[:40]}... is "
             "deeper, or holds itself. Save its tensors alone."
         )
-    items: Iterable[tuple[object, object]]
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
+    if isinstance(value, (Mapping, list, tuple)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(path, item, f"{name}.{key}" if name else str(key), depth + 1)
     else:
         yield name, value
-        return
-    for key, item in items:
-        yield from leaves(path, item, f"{name}.{key}" if name else str(key), depth + 1)
 
 
 def entries_of(name: str, value: Tensor, file: str) -> list[source.Entry]:
@@ -105,17 +100,9 @@ def entries_of(name: str, value: Tensor, file: str) -> list[source.Entry]:
     plain = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
     plain = plain and value.layout == torch.strided and not value.is_quantized
     kind = source.dtype_name(value.dtype) if plain else f"{type(value).__name__} of {value.dtype}"
-    return [
-        source.Entry(
-            name=name,
-            dtype=value.dtype if plain else None,
-            dtype_name=kind,
-            shape=tuple(value.shape),
-            nbytes=value.numel() * value.dtype.itemsize,
-            file=file,
-            reader=functools.partial(_read, value.detach()),
-        )
-    ]
+    dtype, nbytes = value.dtype if plain else None, value.numel() * value.dtype.itemsize
+    reader = functools.partial(_read, value.detach())
+    return [source.Entry(name, dtype, kind, tuple(value.shape), nbytes, file, reader)]
 
 
 def _read(value: Tensor, box: source.Box) -> Tensor:

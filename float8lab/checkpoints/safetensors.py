@@ -31,16 +31,9 @@ from float8lab.checkpoints.source import Box, CheckpointError, Entry, Place
 from float8lab.formats import Float8Spec
 
 __all__ = [
-    "CONFIG",
-    "DTYPES",
-    "INDEX",
-    "SPECS_KEY",
-    "Group",
-    "NewTensor",
-    "check_target",
-    "open_safetensors",
-    "write_checkpoint",
-]
+    "CONFIG", "DTYPES", "INDEX", "SPECS_KEY", "Group", "NewTensor", "check_target",
+    "open_safetensors", "write_checkpoint",
+]  # fmt: skip
 
 SPECS_KEY = "float8lab"
 """Key in a file's metadata of the format, block and scale rule of each weight ``X.qdata``, as
@@ -105,13 +98,9 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> sourc
     if not entries:
         raise CheckpointError(f"{path} must hold tensors; it holds none.")
     config, remarks = _config(files[0].parent)
-    return source.CheckpointSource(
-        path=str(path),
-        container=f"safetensors, {len(files)} file{'s' if len(files) > 1 else ''}",
-        entries=list(entries.values()),
-        config=config,
-        notes=notes + remarks,
-    )
+    container = f"safetensors, {len(files)} file{'s' if len(files) > 1 else ''}"
+    entries_in_order = list(entries.values())
+    return source.CheckpointSource(str(path), container, entries_in_order, config, notes + remarks)
 
 
 def _check_placed(
@@ -191,23 +180,13 @@ def _entries(file: Path) -> list[Entry]:
                 f"{file} must have one block size for each dimension of {name}, {shape}; its "
                 f"metadata has {spec.block}. Repeat the write."
             )
-        if dtype is None:
-            read: Callable[[Box], Tensor] = functools.partial(_unknown, f"{file}: {name}", kind)
-        else:
+        read: Callable[[Box], Tensor] = functools.partial(_unknown, f"{file}: {name}", kind)
+        label, nbytes = kind, math.prod(shape)
+        if dtype is not None:
             strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
             read = Place(file, offset, dtype, strides).read
-        result.append(
-            Entry(
-                name=name,
-                dtype=dtype,
-                dtype_name=kind if dtype is None else source.dtype_name(dtype),
-                shape=shape,
-                nbytes=math.prod(shape) * (1 if dtype is None else dtype.itemsize),
-                file=file.name,
-                reader=read,
-                spec=spec,
-            )
-        )
+            label, nbytes = source.dtype_name(dtype), nbytes * dtype.itemsize
+        result.append(Entry(name, dtype, label, shape, nbytes, file.name, read, spec))
     return result
 
 
@@ -263,13 +242,11 @@ class Group:
 
 def check_target(path: Path, *, overwrite: bool) -> None:
     """Raise unless a checkpoint may be written to ``path``."""
-    if not path.exists():
-        return
-    if not path.is_dir():
+    if path.exists() and not path.is_dir():
         raise FileExistsError(
             f"path must be a directory or free; {path} is a file. Choose another."
         )
-    content = sorted(path.iterdir())
+    content = sorted(path.iterdir()) if path.exists() else []
     if not content:
         return
     if not overwrite:

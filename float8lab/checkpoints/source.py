@@ -19,21 +19,9 @@ from float8lab.arguments import printable
 from float8lab.formats import Spec
 
 __all__ = [
-    "BOX",
-    "Box",
-    "CheckpointError",
-    "CheckpointSource",
-    "Entry",
-    "Piece",
-    "Place",
-    "boxes",
-    "check_file",
-    "dtype_name",
-    "listed",
-    "read_pieces",
-    "refusing",
-    "whole_box",
-]
+    "BOX", "Box", "CheckpointError", "CheckpointSource", "Entry", "Piece", "Place", "boxes",
+    "check_file", "dtype_name", "listed", "read_pieces", "refusing", "whole_box",
+]  # fmt: skip
 
 BOX = 1 << 20
 """Most elements that are read at once, unless a single block is larger."""
@@ -195,8 +183,7 @@ def boxes(shape: Sequence[int], align: Sequence[int], most: int = BOX) -> Iterat
     [[(0, 2), (0, 8)], [(2, 4), (0, 8)], [(4, 5), (0, 8)]]
     """
     steps = list(shape)
-    for dim, unit in enumerate(align):
-        unit = max(unit, 1)
+    for dim, unit in enumerate(max(unit, 1) for unit in align):
         if math.prod(steps) <= most:
             break
         fitting = most // math.prod(steps[:dim] + steps[dim + 1 :]) // unit * unit

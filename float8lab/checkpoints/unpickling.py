@@ -24,13 +24,9 @@ import torch
 from float8lab.checkpoints.source import CheckpointError, refusing
 
 __all__ = [
-    "DCP_METADATA",
-    "TRANSFORMER_ENGINE_STATE",
-    "Opaque",
-    "load_opaquely",
-    "load_restricted",
+    "DCP_METADATA", "TRANSFORMER_ENGINE_STATE", "Opaque", "load_opaquely", "load_restricted",
     "load_safely",
-]
+]  # fmt: skip
 
 
 class Opaque:
@@ -94,18 +90,15 @@ def _import(qualified: str) -> object:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES_OF_METADATA = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+    "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
 _REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
 
 DCP_METADATA = AllowedNames(
     imported=(
-        f"{_METADATA}.BytesStorageMetadata",
-        f"{_METADATA}.ChunkStorageMetadata",
-        f"{_METADATA}.Metadata",
-        f"{_METADATA}.MetadataIndex",
-        f"{_METADATA}.StorageMeta",
-        f"{_METADATA}.TensorProperties",
-        f"{_METADATA}.TensorStorageMetadata",
-        f"{_METADATA}._MEM_FORMAT_ENCODING",
+        *(f"{_METADATA}.{name}" for name in _CLASSES_OF_METADATA),
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.serialization._get_layout",
     ),
@@ -169,9 +162,8 @@ def load_restricted(file: IO[bytes], allowed: AllowedNames, subject: str) -> obj
     """
     is_archive = file.read(2) == b"PK"
     file.seek(0)
-    if is_archive:
-        return _torch_load(file, _restricted_unpickler(allowed, subject))
-    return _restricted_unpickler(allowed, subject)(file).load()
+    unpickler = _restricted_unpickler(allowed, subject)
+    return _torch_load(file, unpickler) if is_archive else unpickler(file).load()
 
 
 def _torch_load(

@@ -6,7 +6,9 @@ import argparse
 
 from float8lab.checkpoints.replacing import write_text
 from float8lab.commands.terminal import add_output_options, present, progress_bar
-from float8lab.inspect.checkpoint import CheckpointDiff, CheckpointReport, checkpoint, diff, page
+from float8lab.inspect.checkpoint.difference import CheckpointDiff, diff
+from float8lab.inspect.checkpoint.page import page
+from float8lab.inspect.checkpoint.report import CheckpointReport, checkpoint
 
 __all__ = ["add_commands"]
 
@@ -14,6 +16,10 @@ _KINDS = (
     "a safetensors file, its index or a directory of them; a file by torch.save; a directory by "
     "torch.distributed.checkpoint, or one of Megatron-LM, whose ranks' parts are joined. Nothing "
     "in it is run, and it may be larger than memory"
+)
+_LAYER = (
+    "only tensors or modules of this name, as 'model.layers.0' or '*.mlp.*'; may be given "
+    "repeatedly"
 )
 _INSPECT = f"""\
 What a checkpoint holds, the suspicious tensors first: NaN, zero scales, missing and orphaned
@@ -47,14 +53,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     compare.add_argument("b", metavar="B", help="file or directory")
     compare.set_defaults(run=_diff)
     for command in (look, compare):
-        command.add_argument(
-            "--layer",
-            metavar="GLOB",
-            action="append",
-            default=[],
-            help="only tensors or modules of this name, as 'model.layers.0' or '*.mlp.*'; may be "
-            "given repeatedly",
-        )
+        command.add_argument("--layer", metavar="GLOB", action="append", default=[], help=_LAYER)
         add_output_options(command, limit=20)
 
 

@@ -22,6 +22,10 @@ layers=32,width=4096,heads=32,groups=8,ffn=14336,vocabulary=128256; or a Transfo
 file. Nothing is run."""
 
 
+_OF_JOB = ("sequence", "mode", "fused", "shard", "tp_overlap")
+"""Options that are fields of a ``Job``."""
+
+
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add it to ``argparse``'s subparsers; ``options.run(options)`` gives the exit status."""
     command = commands.add_parser(
@@ -91,18 +95,10 @@ def _scale(options: argparse.Namespace) -> int:
         size = model_size(options.model)
         mesh = parse(options.mesh, options.gpus) if options.mesh else None
         gpus = mesh.gpus if mesh is not None else options.gpus or 8
-        job = Job(
-            sequence=options.sequence,
-            batch=options.batch or gpus,
-            mode=options.mode,
-            fused=options.fused,
-            shard=options.shard,
-            tp_overlap=options.tp_overlap,
-            memory=1e9 * options.memory,
-            links=Links(
-                node=options.node, nvlink=1e9 * options.nvlink, network=1e9 * options.network
-            ),
-        )
+        network, nvlink = 1e9 * options.network, 1e9 * options.nvlink
+        links = Links(node=options.node, nvlink=nvlink, network=network)
+        told = {name: vars(options)[name] for name in _OF_JOB}
+        job = Job(batch=options.batch or gpus, memory=1e9 * options.memory, links=links, **told)
         recipes = {name: RECIPES[name] for name in options.recipe or RECIPES}
         layout = {"mesh": mesh, "micro": options.micro_batch, "recompute": options.recompute}
         prediction = scale(size, gpus, recipes, job, **layout)

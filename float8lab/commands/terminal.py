@@ -130,15 +130,12 @@ def progress_bar(title: str) -> Iterator[Any]:
     if rich is None:
         yield None
         return
-    progress = rich.progress
+    progress, console = rich.progress, rich.console.Console(stderr=True)
     columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
+        progress.TextColumn("{task.description}"), progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
-    )
-    console = rich.console.Console(stderr=True)
+    )  # fmt: skip
     with progress.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, size, name: bar.update(task, completed=done, total=size)

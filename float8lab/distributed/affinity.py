@@ -106,14 +106,9 @@ def _choose(allowed: set[int]) -> int | None:
     rank, count = rank_and_size()
     if count > 1 and allowed:
         return sorted(allowed)[rank % len(allowed)]
-    current = _current_core()
-    return current if current in allowed else min(allowed, default=None)
-
-
-def _current_core() -> int | None:
-    """The core that the calling thread is on."""
-    try:
+    try:  # the core that the calling thread is on
         fields = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
+        current = int(fields[36])  # "processor", 39th of proc(5); the first two are cut off
     except OSError:
-        return None
-    return int(fields[36])  # "processor", 39th of proc(5); the first two are cut off
+        current = -1
+    return current if current in allowed else min(allowed, default=None)

@@ -23,7 +23,7 @@ NCCL, eager mode and compiled graphs all take.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple, NoReturn, TypeVar
@@ -51,22 +51,10 @@ from float8lab.tensor.differentiation import GradientMap
 from float8lab.tensor.dtensor import local_of
 
 __all__ = [
-    "ONE_GPU",
-    "CallOrder",
-    "Gemm",
-    "GemmTask",
-    "NoGroup",
-    "OneGpu",
-    "Sharded",
-    "SharedScales",
-    "TensorParallel",
-    "TokenShard",
-    "inherit_tokens",
-    "mark_sequence_parallel",
-    "misfit",
-    "reduce_sequence_parallel_gradients",
-    "shared_amaxes",
-]
+    "ONE_GPU", "CallOrder", "Gemm", "GemmTask", "NoGroup", "OneGpu", "Sharded", "SharedScales",
+    "TensorParallel", "TokenShard", "inherit_tokens", "mark_sequence_parallel", "misfit",
+    "reduce_sequence_parallel_gradients", "shared_amaxes",
+]  # fmt: skip
 
 
 class CallOrder:
@@ -103,9 +91,7 @@ class CallOrder:
         if self._calls % self.EVERY:
             return
         # No sizes of shards begin with -1, should another rank be waiting for those.
-        local = torch.tensor([[-1, self._layers, self._order]])
-        host = channel(layer.group).host_group(layer.group).group_name
-        orders = all_gathered(local, layer.size, host).tolist()
+        orders = layer.told(-1, self._layers, self._order).tolist()
         if any(order != orders[0] for order in orders):
             raise RuntimeError(
                 "tensor-parallel ranks must run the same layers in the same order; got others on "
@@ -221,9 +207,7 @@ class TensorParallel:
             _Known.tokens[x] = self.name, tokens
 
     def _agree_on_tokens(self, lead: int, inner: int, features: int) -> ShardMap:
-        local = torch.tensor([[lead, inner, features]])
-        host = channel(self.group).host_group(self.group).group_name
-        leads, *other_sizes = all_gathered(local, self.size, host).t().tolist()
+        leads, *other_sizes = self.told(lead, inner, features).t().tolist()
         tokens = ShardMap.of(sum(leads), self.size, self.rank, inner=inner)
         if leads != tokens.lengths or any(len(set(sizes)) > 1 for sizes in other_sizes):
             raise ValueError(
@@ -244,6 +228,11 @@ class TensorParallel:
         return (lead, *shape[1:-1], features)
 
     # Collectives.
+
+    def told(self, *numbers: int) -> Tensor:
+        """The numbers that all ranks tell each other, a row for each, through memory of the CPU."""
+        host = channel(self.group).host_group(self.group).group_name
+        return all_gathered(torch.tensor([numbers]), self.size, host)
 
     def amax(self, amax: Tensor) -> Tensor:
         """The maximum over ranks of amaxes, infinite where one of them is NaN."""
@@ -543,16 +532,9 @@ class OneGpu:
         return rows, (*shape[:-1], features)
 
     def mm(
-        self,
-        a: Operand,
-        b: Operand,
-        task: GemmTask,
-        bias: Tensor | None = None,
-        *,
-        backward: bool = False,
-        companion: TokenShard | None = None,
-        keep: bool = False,
-    ) -> Gemm:
+        self, a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None, *,
+        backward: bool = False, companion: TokenShard | None = None, keep: bool = False,
+    ) -> Gemm:  # fmt: skip
         """fprop, ``a @ b.T + bias``, or dgrad: ``comm.reduce(mm(comm.gather(a), b))``.
 
         Args:
@@ -627,16 +609,9 @@ class Sharded(OneGpu):
         return rows, self.parallel.output_shape(shape, self.tokens, features)
 
     def mm(
-        self,
-        a: Operand,
-        b: Operand,
-        task: GemmTask,
-        bias: Tensor | None = None,
-        *,
-        backward: bool = False,
-        companion: TokenShard | None = None,
-        keep: bool = False,
-    ) -> Gemm:
+        self, a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None, *,
+        backward: bool = False, companion: TokenShard | None = None, keep: bool = False,
+    ) -> Gemm:  # fmt: skip
         tokens, bias = self.tokens, self.bias(bias)
         if tokens is not None:
             task = task._replace(shape=(tokens.unsharded_rows, task.shape[1]))
@@ -653,15 +628,9 @@ class Sharded(OneGpu):
         return Gemm(y[: tokens.rows_per_outer, : task.shape[1]].contiguous(), a)
 
     def _gather_and_mm(
-        self,
-        a: Operand,
-        b: Operand,
-        task: GemmTask,
-        bias: Tensor | None,
-        tokens: ShardMap,
-        companion: TokenShard | None,
-        keep: bool,
-    ) -> Gemm:
+        self, a: Operand, b: Operand, task: GemmTask, bias: Tensor | None, tokens: ShardMap,
+        companion: TokenShard | None, keep: bool,
+    ) -> Gemm:  # fmt: skip
         """The GEMM of an operand of which this rank has some tokens."""
         if not self._overlaps(a, b, task.plan, tokens, arrives=True):
             left = self.parallel.gather_operand(a, task.plan.left.block, tokens, 0)
@@ -684,11 +653,9 @@ class Sharded(OneGpu):
         """
         # What pays is told by sizes, which have to be the same on all ranks.
         parallel = self.parallel
-        if parallel.overlap is False or tokens.outer > 1:
-            return False
-        if not all(map_.is_even for map_ in parallel.features):
-            return False
-        if not sees_others(parallel.group, a.data):
+        may = parallel.overlap is not False and tokens.outer == 1
+        may = may and all(map_.is_even for map_ in parallel.features)
+        if not may or not sees_others(parallel.group, a.data):
             return False
         local = tokens.chunk * tokens.inner
         fits = tokens.is_even and local % ALIGN == 0
@@ -697,15 +664,9 @@ class Sharded(OneGpu):
         return fits and (parallel.overlap is True or is_worth_it(*sizes, gemm.left.block))
 
     def _overlapped(
-        self,
-        op: Callable[..., tuple[Tensor, ...]],
-        a: Operand,
-        b: Operand,
-        task: GemmTask,
-        bias: Tensor | None,
-        companion: TokenShard | None,
-        *keep: bool,
-    ) -> Sequence[Tensor]:
+        self, op: Callable[..., tuple[Tensor, ...]], a: Operand, b: Operand, task: GemmTask,
+        bias: Tensor | None, companion: TokenShard | None, *keep: bool,
+    ) -> Sequence[Tensor]:  # fmt: skip
         """The results of an op that overlaps, which also gathers ``companion``."""
         gemm, dtype = task.plan, task.dtype
         if bias is not None:
@@ -867,18 +828,14 @@ def reduce_sequence_parallel_gradients(
         torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
 
 
-def _marked(model: nn.Module) -> list[nn.Parameter]:
-    parameters = {
-        id(parameter): parameter
+def _marked(model: nn.Module) -> Iterable[nn.Parameter]:
+    return dict.fromkeys(
+        parameter
         for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-        and (
-            name in getattr(module, _PARTIAL_GRADIENTS, ())
-            or getattr(parameter, "sequence_parallel", False)
-        )
-    }
-    return list(parameters.values())
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in getattr(module, _PARTIAL_GRADIENTS, ())
+        or getattr(parameter, "sequence_parallel", False)
+    )
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:

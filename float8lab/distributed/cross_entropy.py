@@ -73,9 +73,8 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
         raise TypeError(
             f"target must hold integers; got {arguments.shown(target)}. Pass each token's word."
         )
-    arguments.check_shape(
-        "target", target, inp.shape[:-1], "Give it all dimensions of inp but the last."
-    )
+    advice = "Give it all dimensions of inp but the last."
+    arguments.check_shape("target", target, inp.shape[:-1], advice)
     smoothing = arguments.check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
     z_loss = arguments.check_number("z_loss_weight", z_loss_weight, minimum=0)
     arguments.check_flags(
@@ -129,9 +128,8 @@ class _CrossEntropy(Float8Function):
             largest = all_reduced(local, "max", name)
             # A shard that has nothing above -inf adds 0, even if no other has.
             exp_sum = torch.where(exp_sum == 0, 0.0, exp_sum * (local - largest).exp())
-            exp_sum, target_logit, logit_sum = all_reduced(
-                torch.stack([exp_sum, target_logit, logit_sum]), "sum", name
-            )
+            sums = torch.stack([exp_sum, target_logit, logit_sum])
+            exp_sum, target_logit, logit_sum = all_reduced(sums, "sum", name)
         log_sum = largest + exp_sum.log()
         loss, smoothing = log_sum - target_logit, settings.smoothing
         if smoothing:

@@ -33,14 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 __all__ = [
-    "DispatchHandle",
-    "check_held_experts",
-    "held_experts",
-    "local_experts",
-    "moe_combine",
-    "moe_dispatch",
-    "shares_experts",
-]
+    "DispatchHandle", "check_held_experts", "held_experts", "local_experts", "moe_combine",
+    "moe_dispatch", "shares_experts",
+]  # fmt: skip
 
 
 Parameter = TypeVar("Parameter", Tensor, Tensor | None)
@@ -209,10 +204,8 @@ def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
     rows = sum(handle.received)
     advice = "Pass the rows that moe_dispatch gave, in the order in which they came."
     check_shape("out", out, (rows, None), advice)
-    if isinstance(out, Float8Tensor):
-        out = out.dequantize()
-    if handle.gradient is not None:
-        out = _with_gradient(out, None)
+    out = out.dequantize() if isinstance(out, Float8Tensor) else out
+    out = out if handle.gradient is None else _with_gradient(out, None)
     if handle.order is not None:
         out = permute.gather_rows(out, handle.order)
         out = _exchange(out, handle.received, handle.sent, handle.group)
@@ -235,8 +228,10 @@ def _with_gradient(x: Tensor, spec: Float8Spec | None) -> Tensor:
         return x.map(lambda t: t) if isinstance(x, Float8Tensor) else x.view_as(x)
 
     def store(grad: Tensor) -> Tensor:
-        if spec is None or isinstance(grad, Float8Tensor):
-            return grad.dequantize() if isinstance(grad, Float8Tensor) else grad
+        if isinstance(grad, Float8Tensor):
+            return grad.dequantize()
+        if spec is None:
+            return grad
         return Float8Tensor._make(*quantize_blocks(grad, spec), spec, grad.dtype)
 
     return GradientMap.run(x, alias, store)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -207,11 +207,9 @@ class _Pass:
 
     def __init__(self) -> None:
         self.layer = _Layer(self, None)
-        self.in_backward = False
-        self.moved_any = False
-        self.moved: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], _Moved] = (
-            weakref.WeakValueDictionary()
-        )
+        self.in_backward = self.moved_any = False
+        self.moved: MutableMapping[tuple[StorageWeakRef, int], _Moved]
+        self.moved = weakref.WeakValueDictionary()
 
 
 class _Layer:
@@ -365,12 +363,9 @@ class _Offload(AbstractContextManager["_Offload"]):
             return _SavedFloat8(x, self._pack)
         if not self._moves(x):
             return _Kept(x, layer)
-        storage = StorageWeakRef(x.untyped_storage())
-        version = version_of(x)
-        moved = layer.of.moved.get((storage, version))
-        if moved is None:
-            lanes = self._lanes.get(x.device)
-            if lanes is None:
+        storage, version = StorageWeakRef(x.untyped_storage()), version_of(x)
+        if (moved := layer.of.moved.get((storage, version))) is None:
+            if (lanes := self._lanes.get(x.device)) is None:
                 lanes = self._lanes[x.device] = _Lanes(x.device)
             moved = layer.of.moved[storage, version] = _Moved(x, lanes)
             layer.lanes[lanes], layer.of.moved_any = None, True
@@ -382,10 +377,8 @@ class _Offload(AbstractContextManager["_Offload"]):
     def _moves(self, x: Tensor) -> bool:
         if type(x) is not Tensor or x.device.type not in DEVICES or x.layout != torch.strided:
             return False
-        if isinstance(x._base, nn.Parameter) or x.is_conj() or x.is_neg():
-            return False
-        storage = x.untyped_storage()
-        if storage.nbytes() < SMALL:
+        storage, is_of_parameter = x.untyped_storage(), isinstance(x._base, nn.Parameter)
+        if is_of_parameter or x.is_conj() or x.is_neg() or storage.nbytes() < SMALL:
             return False
         outlives_step = self._weights.get(StorageWeakRef(storage))
         return not outlives_step and self._offloads[outlives_step is not None]

@@ -109,10 +109,9 @@ class Window:
     def view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A rank's memory as a tensor, from ``start`` bytes into the half on."""
         key = (self.half, rank, start, shape, dtype)
-        view = self._views.get(key)
-        if view is None:
-            view = self._views[key] = self._make_view(rank, start, shape, dtype)
-        return view
+        if key not in self._views:
+            self._views[key] = self._make_view(rank, start, shape, dtype)
+        return self._views[key]
 
     def _make_view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         offset = (self.half * self.nbytes + start) // dtype.itemsize
@@ -281,15 +280,10 @@ class _Constants(NamedTuple):
 
 
 def _gather_mm(
-    operands: Sequence[Tensor],
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    group: str,
-    extras: Sequence[Tensor],
+    operands: Sequence[Tensor], a_block: Sequence[int], b_block: Sequence[int],
+    out_dtype: torch.dtype, fast_accum: bool, group: str, extras: Sequence[Tensor],
     keep_gathered: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """``all_gather(a) @ b.T + bias``, ``[M, N]``, and the gathered tensors.
 
     Args:
@@ -352,14 +346,9 @@ def _gather_mm(
 
 
 def _mm_scatter(
-    operands: Sequence[Tensor],
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    group: str,
-    extras: Sequence[Tensor],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    operands: Sequence[Tensor], a_block: Sequence[int], b_block: Sequence[int],
+    out_dtype: torch.dtype, fast_accum: bool, group: str, extras: Sequence[Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """This rank's rows, ``[M / R, N]``, of the sum over ranks of ``a @ b.T + bias``.
 
     Args are those of ``_gather_mm``; but ``a`` is ``[M, K]``, M divisible by R, and its scales may

@@ -12,14 +12,9 @@ from torch import Tensor
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
-    "all_gathered",
-    "all_objects",
-    "all_reduced",
-    "exchanged",
-    "from_first_rank",
-    "rank_and_size",
+    "all_gathered", "all_objects", "all_reduced", "exchanged", "from_first_rank", "rank_and_size",
     "tensors_of_ranks",
-]
+]  # fmt: skip
 
 
 Value = TypeVar("Value")
@@ -66,10 +61,7 @@ def tensors_of_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """The tensors of all ranks, of one shape and dtype, bit for bit."""
     if isinstance(x, Float8Tensor):
         fields = [tensors_of_ranks(t, group) for t in (x.qdata, x.scale, x.amax)]
-        return [
-            x.replace(qdata=qdata, scale=scale, amax=amax)
-            for qdata, scale, amax in zip(*fields, strict=True)
-        ]
+        return [x._make(q, s, a, x.spec, x.dtype) for q, s, a in zip(*fields, strict=True)]
     bits = x.detach().contiguous().view(torch.uint8)
     tensors = [torch.empty_like(bits) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tensors, bits, group=group)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -90,15 +91,10 @@ def checkpoint(
 
 @torch._disable_dynamo
 def _checkpoint_in_eager(
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None,
-    use_reentrant: bool,
-    group: dist.ProcessGroup | None,
-    *,
-    shards: bool,
-) -> Any:
+    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object],
+    get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None, use_reentrant: bool,
+    group: dist.ProcessGroup | None, *, shards: bool,
+) -> Any:  # fmt: skip
     # Flat, since reentrant checkpoints see no tensors inside containers and no keywords.
     trees = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
     run = _Run(function, [spec for _, spec in trees], tuple(kwargs), get_rng_state_tracker)
@@ -150,39 +146,32 @@ def _without_parameters(results: object) -> object:
     # itself without end.
     if not any(isinstance(x, torch.nn.Parameter) for x in tree_leaves(results)):
         return results
-    return tree_map_only(
-        torch.nn.Parameter,
-        lambda x: x.view_as(x) if torch.is_grad_enabled() else x.detach(),
-        results,
-    )
+
+    def alias(parameter: Tensor) -> Tensor:
+        return parameter.view_as(parameter) if torch.is_grad_enabled() else parameter.detach()
+
+    return tree_map_only(torch.nn.Parameter, alias, results)
 
 
+@dataclass(eq=False)
 class _Run:
     """A checkpointed function: its first call is the forward, every later one repeats that."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        specs: list[TreeSpec],
-        names: tuple[str, ...],
-        get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None,
-    ) -> None:
-        self.function = function
-        self.specs = specs  # of the arguments
-        self.names = names  # of those at the end that are keywords
-        self.get_rng_state_tracker = get_rng_state_tracker
-        self.recording: Recording | None = None
-        self.autocast = Autocast()
-        self.rng_states: dict[str, Tensor] = {}
+    function: Callable[..., Any]
+    specs: list[TreeSpec]  # of the arguments
+    names: tuple[str, ...]  # of those at the end that are keywords
+    get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None
+    recording: Recording | None = None
+    autocast: Autocast = field(default_factory=Autocast)
+    rng_states: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, *values: object) -> object:
         leaves = iter(values)
         given = [tree_unflatten([*islice(leaves, s.num_leaves)], s) for s in self.specs]
         count = len(given) - len(self.names)
         args, kwargs = given[:count], dict(zip(self.names, given[count:], strict=True))
-        if self.recording is None:
-            return _without_parameters(self._forward(args, kwargs))
-        return _without_parameters(self._recompute(self.recording, args, kwargs))
+        is_first = self.recording is None
+        return _without_parameters((self._forward if is_first else self._recompute)(args, kwargs))
 
     def _forward(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self.recording = Recording()
@@ -196,9 +185,8 @@ class _Run:
         finally:
             CHECKPOINTS.recordings = outer
 
-    def _recompute(
-        self, recording: Recording, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> object:
+    def _recompute(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        recording = cast(Recording, self.recording)
         recording.follow(object())
         outer = STATE.autocast, CHECKPOINTS.recordings, CHECKPOINTS.replay
         tracker = None if self.get_rng_state_tracker is None else self.get_rng_state_tracker()

@@ -40,12 +40,9 @@ class Float8ColwiseParallel(ColwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(
-        input_layouts: Sequence[Placement],
-        desired_input_layouts: Sequence[Placement],
-        mod: nn.Module,
-        inputs: Sequence[Tensor],
-        device_mesh: DeviceMesh,
-    ) -> DTensor:
+        input_layouts: Sequence[Placement], desired_input_layouts: Sequence[Placement],
+        mod: nn.Module, inputs: Sequence[Tensor], device_mesh: DeviceMesh,
+    ) -> DTensor:  # fmt: skip
         x = _placed(inputs[0], device_mesh, input_layouts)
         if hasattr(mod, "output_layout"):  # a float8lab.Linear gathers what it has cast
             return x
@@ -113,9 +110,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 "float8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
                 f"{shown(float8_dtype)}. Leave it out: the layers' recipes choose."
             )
-        check_instance(
-            "fwd_config_submodule_fqn", fwd_config_submodule_fqn, str, "a name", optional=True
-        )
+        name = fwd_config_submodule_fqn
+        check_instance("fwd_config_submodule_fqn", name, str, "a name", optional=True)
         super().__init__(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,
@@ -125,12 +121,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         )
 
     def _prepare_input_arg(
-        self,
-        input: Tensor,
-        mesh: DeviceMesh,
-        input_layout: Placement | None,
+        self, input: Tensor, mesh: DeviceMesh, input_layout: Placement | None,
         desired_layout: Placement | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         gathers = desired_layout is not None and desired_layout.is_replicate()
         if input_layout is None or not gathers or self.use_local_output:
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)

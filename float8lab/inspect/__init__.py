@@ -10,13 +10,9 @@ Nothing here changes a tensor or a model.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from float8lab.inspect.checkpoint import (
-    CheckpointDiff,
-    CheckpointError,
-    CheckpointReport,
-    checkpoint,
-    diff,
-)
+from float8lab.checkpoints.source import CheckpointError
+from float8lab.inspect.checkpoint.difference import CheckpointDiff, diff
+from float8lab.inspect.checkpoint.report import CheckpointReport, checkpoint
 from float8lab.inspect.html import html
 from float8lab.inspect.nonfinite import NonFinite, find_nan
 from float8lab.inspect.plot import plot

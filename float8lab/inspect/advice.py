@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -205,29 +207,20 @@ def advise(
     exclude = check_names("exclude", exclude)
     check_choice("mode", mode, MODES)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    timer = None
-    if device.type == "cuda":
-        if mode == "compile":
-            raise NotImplementedError(
-                "mode must be 'eager' or 'cuda_graph' where times are measured; got 'compile'. "
-                "Pass a model on the meta device to have them modelled."
-            )
-        timer = CudaTimer(device)
-    return advise_by(
-        timer, model, batch, recipe or Float8CurrentScaling(), loss_fn, filter_fn, exclude, mode
-    )
+    is_measured, recipe = device.type == "cuda", recipe or Float8CurrentScaling()
+    if is_measured and mode == "compile":
+        raise NotImplementedError(
+            "mode must be 'eager' or 'cuda_graph' where times are measured; got 'compile'. "
+            "Pass a model on the meta device to have them modelled."
+        )
+    timer = CudaTimer(device) if is_measured else None
+    return advise_by(timer, model, batch, recipe, loss_fn, filter_fn, exclude, mode)
 
 
 def advise_by(
-    timer: Timer | None,
-    model: nn.Module,
-    batch: object,
-    recipe: Recipe,
-    loss_fn: LossFn | None,
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-    exclude: Sequence[str],
-    mode: str,
-) -> Advice:
+    timer: Timer | None, model: nn.Module, batch: object, recipe: Recipe, loss_fn: LossFn | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None, exclude: Sequence[str], mode: str,
+) -> Advice:  # fmt: skip
     """Run ``advise`` with times by ``timer``, or with modelled times if ``timer`` is None."""
     refuse_dtensors(model, "advise")
     with on_trial(model, batch, loss_fn) as trial:
@@ -257,11 +250,8 @@ def advise_by(
         if layer_cases
     )
     prediction: list[Prediction] = [
-        {
-            None: Times(layer.high_gpu, layer.high_cpu),
-            recipe: Times(layer.quantize + layer.gemm, layer.cpu),
-        }
-        for layer in layers
+        {None: Times(a.high_gpu, a.high_cpu), recipe: Times(a.quantize + a.gemm, a.cpu)}
+        for a in layers
     ]
     chosen = choose([*prediction, {None: beyond_layers}])[:-1]
     choices = {layer.name: choice for layer, choice in zip(layers, chosen, strict=True)}
@@ -270,7 +260,7 @@ def advise_by(
         layers=layers,
         recipe=recipe,
         measured=timer is not None,
-        device=_describe(model) if timer is not None else "an H200, from rates measured there",
+        device="an H200, from rates measured there" if timer is None else _describe(model),
         step={
             "high precision": _total(prediction, [None] * len(layers), beyond_layers),
             "FP8": _total(prediction, [recipe] * len(layers), beyond_layers),
@@ -282,12 +272,9 @@ def advise_by(
 
 
 def _calibrated(
-    cases: dict[_Case, _Times],
-    all_fp8: Sequence[Parts],
-    fp8_step: Times,
-    beyond_layers: Times,
+    cases: dict[_Case, _Times], all_fp8: Sequence[Parts], fp8_step: Times, beyond_layers: Times,
     mode: str,
-) -> dict[_Case, _Times]:
+) -> dict[_Case, _Times]:  # fmt: skip
     """Scale the cases' FP8 times so that, with ``rest``, they add up to a step with all in FP8."""
     # The times need it because a layer measured alone finds its code in the CPU's caches, and its
     # data not in the GPU's.
@@ -295,14 +282,9 @@ def _calibrated(
     cpu = sum(times.cpu for times in all_fp8)
     of_gpu = max(0.0, fp8_step.gpu - beyond_layers.gpu) / gpu if gpu else 1.0
     of_cpu = max(0.0, fp8_step.cpu - beyond_layers.cpu) / cpu if cpu and mode == "eager" else 1.0
+    factors = Parts(of_gpu, of_gpu, of_cpu)
     return {
-        case: measured._replace(
-            fp8=Parts(
-                of_gpu * measured.fp8.quantize,
-                of_gpu * measured.fp8.gemm,
-                of_cpu * measured.fp8.cpu,
-            )
-        )
+        case: measured._replace(fp8=Parts(*map(operator.mul, factors, measured.fp8)))
         for case, measured in cases.items()
     }
 
@@ -532,8 +514,7 @@ class _Bench:
                 self._call(layer, x)
                 for layer, x in zip(self.layers[:count], self.inputs, strict=False)
             ]
-        sources = [t for inputs in self.wanted[:count] for t in inputs]
-        if sources:
+        if sources := [t for inputs in self.wanted[:count] for t in inputs]:
             torch.autograd.grad(outputs, sources, [self.gradient] * count, allow_unused=True)
 
     def time(self, timer: Timer) -> Times:
@@ -557,15 +538,12 @@ class _Bench:
         layer = self.layers[0]
         x = self.inputs[0].detach().requires_grad_().clone()  # only results of autograd are shared
 
-        def forward(calls: int) -> Callable[[], None]:
-            def run() -> None:
-                share_cast(None)
-                for _ in range(calls):
-                    self._call(layer, x)
+        def forward(calls: int) -> None:
+            share_cast(None)
+            for _ in range(calls):
+                self._call(layer, x)
 
-            return run
-
-        first, both_calls = timer(forward(1)), timer(forward(2))
+        first, both_calls = (timer(partial(forward, calls)) for calls in (1, 2))
         share_cast(None)
         return Times(*(max(0.0, 2 * a - b) for a, b in zip(first, both_calls, strict=True)))
 
@@ -590,12 +568,9 @@ class _Recorded(TorchDispatchMode):
         self.calls: list[tuple[Callable[..., object], tuple[object, ...], dict[str, object]]] = []
 
     def __torch_dispatch__(
-        self,
-        op: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
+        self, op: Callable[..., object], types: object, args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         if op in GEMM_OPS:
             self.calls.append((op, args, kwargs or {}))
         return op(*args, **(kwargs or {}))
@@ -606,10 +581,7 @@ def _row(
 ) -> LayerAdvice:
     results = [cases[case] for case in made]
     N, K = made[0].weights[0]
-    high_time = (
-        sum(t.high_precision.gpu for t in results),
-        sum(t.high_precision.cpu for t in results),
-    )
+    sums = (sum(getattr(t.high_precision, unit) for t in results) for unit in Times._fields)
     fp8 = Parts(*map(sum, zip(*(t.fp8 for t in results), strict=True)))
     sizes = made[0].tokens, K, N, len(made)
-    return LayerAdvice(name, *sizes, *high_time, *fp8, results[0].break_even, saved)
+    return LayerAdvice(name, *sizes, *Times(*sums), *fp8, results[0].break_even, saved)

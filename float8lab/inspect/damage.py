@@ -21,7 +21,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -118,10 +118,8 @@ class Sensitivity(Printed):
         for row in self._rows_of(recipe):
             combined = math.hypot(*row.operands.values())
             for operand, error in row.operands.items():
-                operand_damage = (
-                    row.damage * error / combined if 0 < combined < math.inf else row.damage
-                )
-                key = row.layer, operand
+                is_known, key = 0 < combined < math.inf, (row.layer, operand)
+                operand_damage = row.damage * error / combined if is_known else row.damage
                 damages[key] = math.hypot(damages.get(key, 0.0), operand_damage)
         return _worst_first(damages)
 
@@ -208,10 +206,8 @@ class Sensitivity(Printed):
         if asked is not None:
             return asked
         rows = list(self._rows_of(recipe))
-        alike = [row.damage for row in rows if row.gemm == gemm]
-        medians = [
-            statistics.median(damages) for damages in (alike, [r.damage for r in rows]) if damages
-        ]
+        damages = [row.damage for row in rows], [row.damage for row in rows if row.gemm == gemm]
+        medians = map(statistics.median, filter(None, damages))
         return max([self.noise, *(_OUTLIER * median for median in medians)])
 
 
@@ -221,9 +217,7 @@ def _show(share: float | None) -> str:
     >>> _show(0.02634), _show(0.0), _show(1e-7), _show(None)
     ('2.63 %', '0 %', '1e-05 %', '-')
     """
-    if share is None:
-        return "-"
-    return f"{100 * share:.3g} %"
+    return "-" if share is None else f"{100 * share:.3g} %"
 
 
 _T = TypeVar("_T")
@@ -316,14 +310,10 @@ def sensitivity(
     )
 
 
-@dataclass(frozen=True)
-class _Difference:
+class _Difference(NamedTuple):
+    damage: float
     loss: float
     gradient: float
-
-    @property
-    def damage(self) -> float:
-        return math.hypot(self.loss, self.gradient)
 
 
 class _Bench:
@@ -350,19 +340,18 @@ class _Bench:
     def compare(self) -> _Difference:
         """Run the model under the recipes now in use, and compare with high precision."""
         loss, gradients = self._run()
-        errors = _norms(
-            [
-                None if g is None or right is None else g.float() - right.float()
-                for g, right in zip(gradients, self.gradients, strict=True)
-            ]
-        )
+        differences = [
+            None if g is None or right is None else g.float() - right.float()
+            for g, right in zip(gradients, self.gradients, strict=True)
+        ]
         squares = 0.0
-        for parameter, error, norm in zip(self.parameters, errors, self.norms, strict=True):
+        for parameter, error, norm in zip(
+            self.parameters, _norms(differences), self.norms, strict=True
+        ):
             squares += parameter.numel() * _relative(error, norm, most=1.0) ** 2
-        return _Difference(
-            _relative(abs(loss - self.loss), abs(self.loss)),
-            math.sqrt(squares / max(self.elements, 1)),
-        )
+        gradient = math.sqrt(squares / max(self.elements, 1))
+        loss = _relative(abs(loss - self.loss), abs(self.loss))
+        return _Difference(math.hypot(loss, gradient), loss, gradient)
 
     def look(self, recipes: Sequence[Recipe]) -> tuple[_Difference, dict[_Key, _Look]]:
         """Repeat the high-precision run; return its difference and FP8's effect at each layer."""
@@ -370,7 +359,8 @@ class _Bench:
 
         def look(name: str, layer: nn.Module, inp: Tensor, y: Tensor) -> None:
             if isinstance(layer, Linear):
-                watcher = _Watcher(name, layer, inp, recipes, looks)
+                x = plain(inp.detach())
+                watcher = _Watcher(name, layer, x, inp.requires_grad, recipes, looks)
                 if y.requires_grad:
                     y.register_hook(watcher.look)
                 else:
@@ -386,22 +376,15 @@ class _Bench:
         self.trial.use({row.layer: alone})
         difference = self.compare()
         self.trial.use({})
-        return replace(
-            row,
-            damage=difference.damage,
-            loss=difference.loss,
-            gradient=difference.gradient,
-            measured=True,
-        )
+        return replace(row, **difference._asdict(), measured=True)
 
 
 def _norms(tensors: Sequence[Tensor | None]) -> list[float]:
     """Euclidean norms of tensors; the norm of None is 0."""
     norms = [torch.linalg.vector_norm(t.float()) for t in tensors if t is not None]
     # One wait for the GPU, not one each.
-    values = iter(
-        torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else ()
-    )
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else ()
+    values = iter(stacked)
     return [0.0 if t is None else next(values) for t in tensors]
 
 
@@ -443,19 +426,16 @@ def _relative_error(error: Tensor, exact: Tensor) -> Tensor:
     return torch.stack(errors).max()
 
 
+@dataclass(eq=False)
 class _Watcher:
     """Looks at the operands of the GEMMs of one call of a layer, once dy is known."""
 
-    def __init__(
-        self,
-        name: str,
-        layer: Linear,
-        inp: Tensor,
-        recipes: Sequence[Recipe],
-        looks: dict[_Key, _Look],
-    ) -> None:
-        self.name, self.layer, self.recipes, self.looks = name, layer, recipes, looks
-        self.x, self.needs_dx = plain(inp.detach()), inp.requires_grad
+    name: str
+    layer: Linear
+    x: Tensor
+    needs_dx: bool
+    recipes: Sequence[Recipe]
+    looks: dict[_Key, _Look]
 
     @torch.no_grad()
     def look(self, dy: Tensor | None) -> None:
@@ -522,14 +502,13 @@ def _estimates(
         loss = _relative(abs(look.loss), abs(bench.loss)) if gemm == "fprop" else 0.0
         damages = math.hypot(loss, gradient), loss, gradient
         rows.append(Damage(name, gemm, recipe, *damages, False, look.output, look.operands))
-    for name, layer in bench.trial.layers.items():
-        if not isinstance(layer, Linear):
-            unknown = (math.inf,) * 3
-            rows += [
-                Damage(name, gemm, recipe, *unknown, False)
-                for recipe in recipes
-                for gemm in _gemms_in_fp8(recipe.linear)
-            ]
+    rows += [
+        Damage(name, gemm, recipe, math.inf, math.inf, math.inf, False)
+        for name, layer in bench.trial.layers.items()
+        if not isinstance(layer, Linear)
+        for recipe in recipes
+        for gemm in _gemms_in_fp8(recipe.linear)
+    ]
     return rows
 
 
@@ -543,9 +522,8 @@ def _measure_worst(rows: Sequence[Damage], bench: _Bench, runs: int) -> list[Dam
         before = rows[index]
         done[index] = after = bench.run_alone(before)
         if 0 < before.gradient < math.inf:
-            ratios.setdefault((before.gemm, before.recipe), []).append(
-                after.gradient / before.gradient
-            )
+            alike = ratios.setdefault((before.gemm, before.recipe), [])
+            alike.append(after.gradient / before.gradient)
     for index, row in enumerate(done):
         factors = ratios.get((row.gemm, row.recipe))
         if factors and not row.measured:

@@ -62,12 +62,9 @@ def filled(template: str, replacements: Mapping[str, str]) -> str:
 
 
 def page_of(
-    title: str,
-    body: str,
-    script: str,
-    data: Mapping[str, object],
+    title: str, body: str, script: str, data: Mapping[str, object],
     columns: Mapping[str, str] = MappingProxyType({}),
-) -> str:
+) -> str:  # fmt: skip
     """A whole page, which a browser lets load nothing, with plotly and what its script reads.
 
     Args:
@@ -87,22 +84,18 @@ def page_of(
         f'<script type="text/plain" id="column-{escape(name)}">{text}</script>'
         for name, text in columns.items()
     )
-    return filled(
-        "page.html",
-        {
-            "title": escape(title),
-            "body": body,
-            "css": filled("page.css", {}),
-            # No "<", which could end the element.
-            "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace(
-                "<", "\\u003c"
-            ),
-            "columns": "\n".join(texts),
-            "plotly": _inline(_unwrapped(get_plotlyjs())),
-            "charts": filled("charts.js", {}),
-            "js": filled(script, {}),
-        },
-    )
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    replacements = {
+        "title": escape(title),
+        "body": body,
+        "css": filled("page.css", {}),
+        "data": text.replace("<", "\\u003c"),  # which could end the element
+        "columns": "\n".join(texts),
+        "plotly": _inline(_unwrapped(get_plotlyjs())),
+        "charts": filled("charts.js", {}),
+        "js": filled(script, {}),
+    }
+    return filled("page.html", replacements)
 
 
 def _unwrapped(plotly: str) -> str:

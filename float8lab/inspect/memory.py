@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -191,17 +192,15 @@ def memory_report(
       total  66.6 kB       1.0 MB   1.1 MB
     """
     check_module("model", model)
-    check_instance(
-        "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", optional=True
-    )
+    noun = "a torch.optim.Optimizer"
+    check_instance("optimizer", optimizer, torch.optim.Optimizer, noun, optional=True)
     check_callables(("model", "batch"), loss_fn=loss_fn)
     counted = _Counted()
     sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)  # in the model's order
     owners: dict[int, str] = {}
     for name, module in model.named_modules():
         row = sizes[name]
-        parameters = [p for p in module._parameters.values() if p is not None]
-        for parameter in parameters:
+        for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), name)
             for field, storage in storages(parameter):
                 kind = "scales" if field in ("scale", "amax") else "weights"
@@ -234,11 +233,8 @@ def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
             del columns["scale"], columns["encode"]
             yield sum(counted.add_view(t) for t in columns.values())
         if (cached_cast := precision.weight_cast) is not None:
-            tensors = [
-                *cached_cast.operand,
-                *(t for operand in cached_cast.transposes for t in operand),
-            ]
-            yield sum(map(counted.add, tensors))
+            operands = (cached_cast.operand, *cached_cast.transposes)
+            yield sum(map(counted.add, itertools.chain(*operands)))
 
 
 def _tensors_of_optimizer(

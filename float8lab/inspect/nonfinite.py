@@ -107,9 +107,8 @@ def find_nan(
     check_module("model", model)
     check_callables(("output",), loss_fn=loss_fn)
     check_size("steps", steps, minimum=1)
-    check_instance(
-        "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", optional=True
-    )
+    noun = "a torch.optim.Optimizer"
+    check_instance("optimizer", optimizer, torch.optim.Optimizer, noun, optional=True)
     model = getattr(model, "_orig_mod", model)
     look = _Look(model)
     others_wait = rank_and_size()[1] > 1  # in collectives: this process cannot stop early
@@ -130,13 +129,9 @@ def find_nan(
 
 
 def _run(
-    model: nn.Module,
-    batch: object,
-    loss_fn: Callable[[object], Tensor] | None,
-    look: _Look,
-    *,
+    model: nn.Module, batch: object, loss_fn: Callable[[object], Tensor] | None, look: _Look, *,
     to_the_end: bool,
-) -> None:
+) -> None:  # fmt: skip
     for parameter in model.parameters():
         parameter.grad = None
     with torch.enable_grad(), hooked(look.attach()):
@@ -226,17 +221,9 @@ class _Look:
             masks = may_mask and not nan and not bool((value == torch.inf).any())
         if masks and not x.requires_grad:
             return True
-        owner = self.model.get_submodule(module) if module in self.names.values() else None
-        nonfinite = NonFinite(
-            module=module,
-            tensor=tensor,
-            phase=phase,
-            step=self.step,
-            nan=nan,
-            inf=inf,
-            shape=tuple(x.shape),
-            kind="" if owner is None else type(owner).__name__,
-        )
+        is_named = module in self.names.values()
+        kind = type(self.model.get_submodule(module)).__name__ if is_named else ""
+        nonfinite = NonFinite(module, tensor, phase, self.step, nan, inf, tuple(x.shape), kind)
         self.suspect = self.suspect or nonfinite
         if not masks:
             self.found = self.suspect
@@ -267,12 +254,11 @@ class _Look:
         inputs = [*_named_tensors(args), *_named_tensors(kwargs)]
         if not in_backward():  # a recomputation gives what the forward gave
             for index, x in inputs:
-                module_name, tensor_name = name, f"input {index}"
+                place = name, f"input {index}"
                 if caller is not None:
-                    module_name = self.names[caller]
-                    tensor_name = f"what it gives {self._child(module)} as {tensor_name}"
-                if not self.at(x, module_name, tensor_name, may_mask=True):
-                    frame.clears = True
+                    given = f"what it gives {self._child(module)} as input {index}"
+                    place = self.names[caller], given
+                frame.clears |= not self.at(x, *place, may_mask=True)
         if not torch.is_grad_enabled():
             return None
         # Gradients of the module's own use of its inputs, which others may use as well.
@@ -304,11 +290,10 @@ class _Look:
             if not in_backward():
                 finite &= self.at(x, name, f"output {index}", may_mask=True)
             if x.requires_grad and torch.is_grad_enabled():
-                if caller is None:
-                    place = ("(loss)", f"gradient of the model's output {index}")
-                else:
-                    child = self._child(module)
-                    place = (self.names[caller], f"gradient of output {index} of {child}")
+                place = "(loss)", f"gradient of the model's output {index}"
+                if caller is not None:
+                    gradient = f"gradient of output {index} of {self._child(module)}"
+                    place = self.names[caller], gradient
                 self._hook_output(x, place)
         if finite and frame.clears:
             self.suspect = None

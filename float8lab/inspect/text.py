@@ -143,13 +143,11 @@ def table(x: Tensor) -> Grid:
 
 
 def _trimmed(histogram: Histogram) -> list[tuple[str, int]]:
-    names = [
-        f"2^{v}" if histogram.by == "exponent" else f"{v:g}" for v in histogram.values.tolist()
-    ]
-    rows = list(zip(names, histogram.counts.tolist(), strict=True))
-    used = [i for i, (_, count) in enumerate(rows) if count]
+    pairs = list(zip(histogram.values.tolist(), histogram.counts.tolist(), strict=True))
     if histogram.by == "code":
-        return [row for row in rows if row[1]]
+        return [(f"{value:g}", count) for value, count in pairs if count]
+    rows = [(f"2^{value}", count) for value, count in pairs]
+    used = [i for i, (_, count) in enumerate(rows) if count]
     zeros = [("0", histogram.zero)] if histogram.zero else []
     return zeros + (rows[used[0] : used[-1] + 1] if used else [])
 

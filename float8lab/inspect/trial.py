@@ -29,19 +29,9 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = [
-    "LossFn",
-    "Trial",
-    "as_before",
-    "call",
-    "hooked",
-    "loss_of",
-    "on_trial",
-    "own_loss",
-    "refuse_dtensors",
-    "start_anew",
-    "tensors_in",
-    "without_reduction",
-]
+    "LossFn", "Trial", "as_before", "call", "hooked", "loss_of", "on_trial", "own_loss",
+    "refuse_dtensors", "start_anew", "tensors_in", "without_reduction",
+]  # fmt: skip
 
 LossFn = Callable[[Any, Any], Tensor]
 """A function of model and batch that returns the loss."""
@@ -92,8 +82,7 @@ def own_loss(output: object) -> object:
 
 
 def _default_loss(output: object) -> object:
-    loss = own_loss(output)
-    if loss is not None:
+    if (loss := own_loss(output)) is not None:
         return loss
     tensors = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     return sum((t.float().square().mean() for t in tensors), torch.zeros(())) if tensors else None
@@ -103,11 +92,8 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     """The tensors in an output or a batch of any nesting."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for element in value.values():
-            yield from tensors_in(element)
-    elif isinstance(value, (tuple, list)):
-        for element in value:
+    elif isinstance(value, (Mapping, tuple, list)):
+        for element in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(element)
 
 
@@ -283,13 +269,8 @@ class Trial:
         self, filter_fn: Callable[[nn.Module, str], bool] | None, exclude: Sequence[str]
     ) -> None:
         """Prepare every layer that can run in FP8 to do so once ``use`` gives it a recipe."""
-        convert_to_float8(
-            self.model,
-            Float8CurrentScaling(),
-            filter_fn=filter_fn,
-            exclude=exclude,
-            fp8_all_gather=False,
-        )
+        convert = partial(convert_to_float8, filter_fn=filter_fn, exclude=exclude)
+        convert(self.model, Float8CurrentScaling(), fp8_all_gather=False)
         report = conversion_report(self.model)
         modules: dict[str, Any] = dict(self.model.named_modules())
         self.layers = {layer.name: modules[layer.name] for layer in report.converted}

@@ -12,17 +12,10 @@ from float8lab.integrations.onnx import onnx_export
 from float8lab.nn.convert.other_linear import register_linear
 
 if TYPE_CHECKING:
-    from float8lab.integrations.checkpoint import (
-        ExportReport,
-        LoadReport,
-        MegatronCheckpoint,
-        ScalingReport,
-        export,
-        export_stream,
-        load_fp8,
-        load_te_scaling,
-        read_megatron,
-    )
+    from float8lab.integrations.checkpoint.exporting import ExportReport, export, export_stream
+    from float8lab.integrations.checkpoint.loading import LoadReport, load_fp8
+    from float8lab.integrations.checkpoint.megatron import MegatronCheckpoint, read_megatron
+    from float8lab.integrations.checkpoint.transformer_engine import ScalingReport, load_te_scaling
 
 __all__ = [
     "ExportReport",
@@ -43,8 +36,14 @@ __all__ = [
 _ADAPTERS = ("accelerate", "lightning", "pytorch_lightning", "torchtitan", "transformers")
 """Modules that import another library at their top, loaded on their first use."""
 
-_CHECKPOINT = {*__all__} - {*globals()}
-"""Names of ``checkpoint``, which few programs use: the first use of one loads it."""
+_CHECKPOINT = {
+    "exporting": ("ExportReport", "export", "export_stream"),
+    "loading": ("LoadReport", "load_fp8"),
+    "megatron": ("MegatronCheckpoint", "read_megatron"),
+    "transformer_engine": ("ScalingReport", "load_te_scaling"),
+}
+"""Modules of ``checkpoint`` that few programs use, and the names that load them on first use."""
+_LAZY = {name: module for module, names in _CHECKPOINT.items() for name in names}
 
 
 register_linear(
@@ -56,12 +55,12 @@ register_linear(
 def __getattr__(name: str) -> object:
     if name in _ADAPTERS:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _CHECKPOINT:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module("float8lab.integrations.checkpoint")
+    module = importlib.import_module(f"{__name__}.checkpoint.{_LAZY[name]}")
     value = globals()[name] = getattr(module, name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ADAPTERS, *_CHECKPOINT})
+    return sorted({*globals(), *_ADAPTERS, *_LAZY})

@@ -29,7 +29,6 @@ from float8lab.tensor.differentiation import version_of
 from float8lab.tensor.operands import Matrix
 
 __all__ = [
-    "InputSource",
     "WeightSource",
     "amaxes_of_shards",
     "input_source",

@@ -57,14 +57,12 @@ class GemmCounts:
 
     def __repr__(self) -> str:
         names = list(dict.fromkeys([*self.fp8_by_module, *self.high_precision_by_module]))
-        rows = [(n, self.fp8_by_module[n], self.high_precision_by_module[n]) for n in names]
+        fp8_counts, wide_counts = self.fp8_by_module, self.high_precision_by_module
+        rows = [(n or "(outside any module)", fp8_counts[n], wide_counts[n]) for n in names]
         rows.append(("total", self.fp8, self.high_precision))
-        width = max(len(name or "(outside any module)") for name, _, _ in rows)
+        width = max(len(name) for name, *_ in rows)
         lines = [f"{'module':<{width}}  {'FP8':>6}  {'high precision':>14}"]
-        lines += [
-            f"{name or '(outside any module)':<{width}}  {fp8:>6}  {high_precision:>14}"
-            for name, fp8, high_precision in rows
-        ]
+        lines += [f"{name:<{width}}  {fp8:>6}  {wide:>14}" for name, fp8, wide in rows]
         lines += [f"{n}: not called; its parent multiplies by its weight" for n in self.unseen]
         return "\n".join(lines)
 
@@ -98,12 +96,8 @@ class count_gemms:
     def __exit__(self, *exc: Any) -> None:
         self._mode.__exit__(*exc)
         self._names.stop()
-        self._counts.unseen = [
-            name
-            for model in self._names.called
-            for name, module in model.named_modules()
-            if is_unseen(module)
-        ]
+        modules = [item for model in self._names.called for item in model.named_modules()]
+        self._counts.unseen = [name for name, module in modules if is_unseen(module)]
 
 
 class _ModuleNames:

@@ -140,13 +140,9 @@ class WeightPlacement:
         return None if self.features is None or block == -1 else self.features.blocks(block)
 
     def run(
-        self,
-        layer: Linear,
-        x: Tensor,
-        weight: DTensor,
-        bias: DTensor | None,
+        self, layer: Linear, x: Tensor, weight: DTensor, bias: DTensor | None,
         first_microbatch: bool | None,
-    ) -> DTensor:
+    ) -> DTensor:  # fmt: skip
         """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.
 
         Raises:
@@ -206,12 +202,9 @@ class _Placements(NamedTuple):
 
 
 def _place(
-    placement: WeightPlacement,
-    x: DTensor,
-    weight: DTensor,
-    plan: LinearPlan | None,
+    placement: WeightPlacement, x: DTensor, weight: DTensor, plan: LinearPlan | None,
     output: Placement | None,
-) -> _Placements:
+) -> _Placements:  # fmt: skip
     """How a call runs. ``output``: the placement that a row parallel layer gives, or None."""
     last, axis, mode = x.ndim - 1, placement.axis, placement.mode
     N, K = weight.to_local().shape

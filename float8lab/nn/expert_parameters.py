@@ -57,12 +57,8 @@ class ExpertMemory:
         there is a new one when a parameter was written, too.
         """
         version = sum(map(version_of, parameters)) if keeps_cast else -1
-        stack = self._stack
-        if (
-            stack is None
-            or (keeps_cast and version != self._version)
-            or not _is_stack(stack, parameters)
-        ):
+        stack = None if keeps_cast and version != self._version else self._stack
+        if stack is None or not _is_stack(stack, parameters):
             self._stack = stack = _as_stack(parameters)
             self._version = version
         return stack

@@ -188,14 +188,9 @@ class NormLinearFunction(Float8Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: NormLinearCall,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor,
+        bias: Tensor | None, call: NormLinearCall,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         (N, K), dtype = weight.shape, output_dtype(x)
         needs_dx, needs_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         front = _NormFront(call.norm, call.return_norm)
@@ -257,16 +252,9 @@ class _Mlp(Float8Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        front_weight: Tensor,
-        front_bias: Tensor | None,
-        fc1_weight: Tensor,
-        fc1_bias: Tensor | None,
-        fc2_weight: Tensor,
-        fc2_bias: Tensor | None,
-        call: MlpCall,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, front_weight: Tensor, front_bias: Tensor | None, fc1_weight: Tensor,
+        fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, call: MlpCall,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         dtype, needs = output_dtype(x), ctx.needs_input_grad
         needs_dx, needs_dw1 = any(needs[:3]), needs[3]
         needs_dh, needs_dw2 = any(needs[:5]), needs[5]

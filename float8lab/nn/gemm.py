@@ -45,7 +45,7 @@ from float8lab.nn.casts import (
 )
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import Call
-from float8lab.nn.producer import Origin, Recast, origin_of
+from float8lab.nn.producer import Recast, origin_of
 from float8lab.nn.scales import DY, W, X
 from float8lab.ops import Groups, Offsets, Prologue, as_matrix, scaled_mm_op, transpose_op
 from float8lab.ops.declare import planned
@@ -119,16 +119,10 @@ class SavePolicy(NamedTuple):
 
 
 def save_policy(
-    plan: LinearPlan,
-    needs: tuple[bool, bool],
-    *,
-    is_prologue: bool,
-    recomputes: bool = False,
-    requantizes_x: bool = False,
-    requantizes_weight: bool = False,
-    keeps_gathered: bool = False,
+    plan: LinearPlan, needs: tuple[bool, bool], *, is_prologue: bool, recomputes: bool = False,
+    requantizes_x: bool = False, requantizes_weight: bool = False, keeps_gathered: bool = False,
     gathers_before_cast: bool = False,
-) -> SavePolicy:
+) -> SavePolicy:  # fmt: skip
     """Decide what ``forward`` saves.
 
     The FP8 data of a weight are saved where their transpose has the bytes that dgrad wants: with
@@ -242,19 +236,11 @@ class _Fprop(NamedTuple):
 
 
 def forward(
-    x: Tensor | Prologue,
-    weight: Tensor,
-    bias: Tensor | None,
-    call: Call,
-    *,
-    needs: tuple[bool, bool],
-    dtype: torch.dtype,
-    inp: Tensor | None = None,
-    recomputes: bool = False,
-    offsets: Offsets | None = None,
-    save_memory: bool = False,
+    x: Tensor | Prologue, weight: Tensor, bias: Tensor | None, call: Call, *,
+    needs: tuple[bool, bool], dtype: torch.dtype, inp: Tensor | None = None,
+    recomputes: bool = False, offsets: Offsets | None = None, save_memory: bool = False,
     has_origin: bool = False,
-) -> tuple[Tensor, Saved]:
+) -> tuple[Tensor, Saved]:  # fmt: skip
     """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
 
     Args:
@@ -333,14 +319,9 @@ def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, 
 
 
 def _saved(
-    policy: SavePolicy,
-    x: Tensor | Prologue,
-    weight: Tensor,
-    done: _Fprop,
-    plan: LinearPlan,
-    *,
+    policy: SavePolicy, x: Tensor | Prologue, weight: Tensor, done: _Fprop, plan: LinearPlan, *,
     has_origin: bool,
-) -> Saved:
+) -> Saved:  # fmt: skip
     """The tensors that a policy names."""
     matrix_x = x if isinstance(x, Tensor) and not has_origin else None
     data = scale = requant = w_data = w_scale = w_requant = None
@@ -436,12 +417,9 @@ def recompute_forward(
     if saved.w is not None and saved.w_scale is not None:
         source = WeightSource(quantized=Quantized(Operand(saved.w, saved.w_scale)))
     else:
-        params = scales.requant_params(saved.w_scale, saved.w_requant)
         weight = _saved_value(saved.weight)
-        if params is None:
-            source = weight_source(weight, call)
-        else:
-            source = WeightSource(plain(weight), params)
+        params = scales.requant_params(saved.w_scale, saved.w_requant)
+        source = WeightSource(plain(weight), params) if params else weight_source(weight, call)
     casts = _FpropCasts(call.recipe, Orientations(None, None), False)
     done = _fprop(
         value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm, call.watched
@@ -470,19 +448,16 @@ class Gradient:
     """Wgrad's operand is the transpose of what dgrad gathers from other ranks."""
 
     def __init__(
-        self,
-        dy: Tensor | Prologue,
-        call: Call,
-        *,
-        needs: tuple[bool, bool, bool],
+        self, dy: Tensor | Prologue, call: Call, *, needs: tuple[bool, bool, bool],
         offsets: Offsets | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
         specs = _gradient_specs(plan, needs_dx=needs_dx, needs_dw=needs_dw)
         wants_dbias = needs_db and (offsets is not None or all(specs))
-        if isinstance(dy, Prologue) and not _serves_all(specs, needs):
-            dy = dy.value()
+        if isinstance(dy, Prologue):  # whose values are written unless its casts serve all
+            lacks_dw = specs.columnwise is None if needs_dw else needs_db
+            dy = dy.value() if specs.rowwise is None or lacks_dw else dy
         self.high_precision = None if isinstance(dy, Prologue) else dy
         self.rowwise = self.columnwise = self.dbias = None
         self.transposes_gathered = False
@@ -507,18 +482,8 @@ class Gradient:
 
 def _gradient_specs(plan: LinearPlan, *, needs_dx: bool, needs_dw: bool) -> Orientations:
     """How dy is cast: rowwise for dgrad, columnwise for wgrad."""
-    return Orientations(
-        plan.dgrad.left if needs_dx and plan.dgrad else None,
-        plan.wgrad.left if needs_dw and plan.wgrad else None,
-    )
-
-
-def _serves_all(specs: Orientations, needs: tuple[bool, bool, bool]) -> bool:
-    """Whether the casts of a prologue serve all gradients, so that its values are not written."""
-    _, needs_dw, needs_db = needs
-    if specs.rowwise is None:
-        return False
-    return specs.columnwise is not None if needs_dw else not needs_db
+    dgrad, wgrad = plan.dgrad if needs_dx else None, plan.wgrad if needs_dw else None
+    return Orientations(dgrad and dgrad.left, wgrad and wgrad.left)
 
 
 class _DgradWeight(NamedTuple):
@@ -573,18 +538,11 @@ class _Gradients(NamedTuple):
 
 
 def backward(
-    dy: Tensor | Gradient,
-    x: Prologue | None,
-    saved: Saved,
-    call: Call,
-    *,
-    needs: tuple[bool, bool, bool],
-    shape: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
-    offsets: Offsets | None = None,
-    has_gradient: Sequence[bool] = (),
-    operand: Operand | TokenShard | None = None,
-) -> _Gradients:
+    dy: Tensor | Gradient, x: Prologue | None, saved: Saved, call: Call, *,
+    needs: tuple[bool, bool, bool], shape: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], offsets: Offsets | None = None,
+    has_gradient: Sequence[bool] = (), operand: Operand | TokenShard | None = None,
+) -> _Gradients:  # fmt: skip
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
     That of the weight is what ``accumulate`` gives if it went into the weight's ``main_grad``.
@@ -607,7 +565,8 @@ def backward(
     if needs[1]:
         if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
             operand = _wgrad_operand(x, saved, call, call.plan.wgrad.right)
-        dw_dtype = dtypes[1] if call.fused_weight is None else _main_grad_dtype(call.fused_weight)
+        weight = call.fused_weight[0] if isinstance(call.fused_weight, tuple) else call.fused_weight
+        dw_dtype = dtypes[1] if weight is None else weight.main_grad.dtype
         params, x_scale = None, saved.x_scale
         if saved.x is None or saved.x.dtype not in FP8_DTYPES:
             params, x_scale = call.scales.requant_params(x_scale, saved.x_requant), None
@@ -617,7 +576,11 @@ def backward(
     db_dtype = dtypes[2] if needs[2] else None
     if isinstance(dy, Tensor):
         run: Any = _planned_gradients if dy.is_cuda else _gradients
-        params = _gradient_params(dy, call, needs, offsets) if call.scales.are_given else None
+        params = None
+        if call.scales.are_given:
+            specs = _gradient_specs(call.plan, needs_dx=needs[0], needs_dw=needs[1])
+            matrix = dy if offsets is None else Groups.of(dy, offsets)
+            params = call.scales.params(DY, matrix) if any(specs) else None
         context = shape, call.recipe, None, offsets, call.comm
         made = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
@@ -627,12 +590,6 @@ def backward(
         dw = accumulate(call.fused_weight, made.dw, overwrite=overwrite, has_gradient=has_gradient)
         made = made._replace(dw=dw)
     return made
-
-
-def _main_grad_dtype(weights: Any) -> torch.dtype:
-    """The dtype of the ``main_grad`` of a weight, or of the weights of experts."""
-    weight = weights[0] if isinstance(weights, tuple) else weights
-    return weight.main_grad.dtype
 
 
 def _wgrad_operand(
@@ -654,15 +611,6 @@ def _wgrad_operand(
     if comm.keeps_gathered:
         return operand
     return comm.token_operand(operand, right.block, backward=False)
-
-
-def _gradient_params(
-    dy: Tensor, call: Call, needs: tuple[bool, bool, bool], offsets: Offsets | None
-) -> QuantParams | None:
-    """The quantization parameters of dy under delayed scaling, if anything casts it."""
-    if not any(_gradient_specs(call.plan, needs_dx=needs[0], needs_dw=needs[1])):
-        return None
-    return call.scales.params(DY, dy if offsets is None else Groups.of(dy, offsets))
 
 
 def _dgrad_weight(
@@ -688,14 +636,9 @@ def _dgrad_weight(
 
 
 def _gradients_of_cast(
-    dy: Gradient,
-    for_dx: _DgradWeight | None,
-    for_dw: _WgradInput | None,
-    db_dtype: torch.dtype | None,
-    call: Call,
-    shape: tuple[int, int, int],
-    offsets: Offsets | None,
-) -> _Gradients:
+    dy: Gradient, for_dx: _DgradWeight | None, for_dw: _WgradInput | None,
+    db_dtype: torch.dtype | None, call: Call, shape: tuple[int, int, int], offsets: Offsets | None,
+) -> _Gradients:  # fmt: skip
     """``_gradients`` of what is cast already, which is forgotten as soon as it has served."""
     context = shape, call.recipe, call if call.watched else None, offsets, call.comm
     run: Any = functools.partial(_run_of_cast(dy, call), dy.high_precision)
@@ -797,15 +740,9 @@ def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
 
 
 def _columnwise_weight(
-    weight: Tensor | None,
-    data: Tensor | None,
-    scale: Tensor | None,
-    params: QuantParams | None,
-    call: Call,
-    spec: Spec,
-    *,
-    prior: Tensor | None,
-) -> tuple[Tensor | None, QuantParams | None, Operand | None]:
+    weight: Tensor | None, data: Tensor | None, scale: Tensor | None, params: QuantParams | None,
+    call: Call, spec: Spec, *, prior: Tensor | None,
+) -> tuple[Tensor | None, QuantParams | None, Operand | None]:  # fmt: skip
     """The weight to cast and its parameters, or dgrad's operand.
 
     In a graph, and where ranks share scales. A compiled forward keeps nothing of the transpose for
@@ -908,12 +845,6 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _origin_in_eager_mode(x: Tensor, call: Call) -> Origin | None:
-    """The origin of an eager layer's input, if that is cast once more; a graph finds it itself."""
-    is_eager = call.plan.wgrad is not None and not torch.compiler.is_compiling()
-    return origin_of(x) if is_eager and _requantizes_input(x, call, None) else None
-
-
 def _recast(
     saved: Saved, call: Call, shared: Recast, make_input: Callable[[], Tensor | Prologue]
 ) -> Operand:
@@ -950,8 +881,10 @@ class LinearFunction(Float8Function):
         N, K = weight.shape
         needs = ctx.needs_input_grad[:2]
         origin = None
-        if needs[1] and x.numel() >= call.plan.recast_size:
-            origin = _origin_in_eager_mode(x, call)
+        if needs[1] and x.numel() >= call.plan.recast_size and call.plan.wgrad is not None:
+            # An input that is cast once more; a graph finds its origin itself.
+            is_eager = not torch.compiler.is_compiling()
+            origin = origin_of(x) if is_eager and _requantizes_input(x, call, None) else None
         y, saved = forward(
             rows, weight, bias, call,
             needs=needs, dtype=output_dtype(x), inp=x, has_origin=origin is not None,

@@ -112,13 +112,9 @@ def make_graphed_callables(  # the signature is the interface that users' code i
         RuntimeError: no CUDA GPU.
     """
     check_size("num_warmup_iters", num_warmup_iters)
-    check_flags(
-        allow_unused_input=allow_unused_input,
-        fp8_calibrating=fp8_calibrating,
-        fp8_weight_caching=fp8_weight_caching,
-        calibrating=calibrating,
-        cache_quantized_params=cache_quantized_params,
-    )
+    check_flags(allow_unused_input=allow_unused_input)
+    check_flags(fp8_calibrating=fp8_calibrating, fp8_weight_caching=fp8_weight_caching)
+    check_flags(calibrating=calibrating, cache_quantized_params=cache_quantized_params)
     _check_enabled("fp8_enabled", fp8_enabled)
     _check_enabled("enabled", enabled)
     check_recipe("fp8_recipe", fp8_recipe)
@@ -165,13 +161,9 @@ def _check_enabled(name: str, enabled: object) -> None:
 
 
 def _samples(
-    callables: tuple[_Function, ...],
-    sample_args: Sequence[Any],
-    sample_kwargs: Any,
-    enabled: bool | Sequence[bool] | None,
-    *,
-    single: bool,
-) -> Iterable[_Sample]:
+    callables: tuple[_Function, ...], sample_args: Sequence[Any], sample_kwargs: Any,
+    enabled: bool | Sequence[bool] | None, *, single: bool,
+) -> Iterable[_Sample]:  # fmt: skip
     """The callables with their arguments, of which each is given alone or in a tuple."""
     args = (sample_args,) if single else tuple(sample_args)
     kwargs: tuple[Mapping[str, object], ...] = ({},) * len(callables)
@@ -247,12 +239,9 @@ class _Structure:
         self.parameters = list(module.parameters())
         self.precisions = list(precisions_below(module))
         self.classes = [(m, m.__class__) for m in self.modules]
-        self.tables = [
-            table
-            for m in self.modules
-            for name in ("_modules", "_parameters", "_buffers")
-            if isinstance(table := vars(m).get(name), dict)  # torch.jit has others
-        ]
+        names = ("_modules", "_parameters", "_buffers")
+        tables = [vars(m).get(name) for m in self.modules for name in names]
+        self.tables = [table for table in tables if isinstance(table, dict)]  # torch.jit has others
         self.sizes = [len(table) for table in self.tables]
         # In each table, what a name stands for.
         self.entries = [(t, name, value) for t in self.tables for name, value in t.items()]
@@ -316,12 +305,9 @@ class _Graphed:
     """
 
     def __init__(
-        self,
-        function: _Function,
-        limit: int,
-        ignored: Sequence[str] = (),
+        self, function: _Function, limit: int, ignored: Sequence[str] = (),
         given: Mapping[str, _Function] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.function, self.limit, self.ignored = function, limit, ignored
         self.given = given or {}
         self.recorded: list[Recorded] = []
@@ -484,12 +470,9 @@ class _Graphed:
         return key, self.unit(leaves, spec, tensors, enter)
 
     def unit(
-        self,
-        leaves: Sequence[object],
-        spec: TreeSpec | _Flat,
-        tensors: Sequence[Tensor],
+        self, leaves: Sequence[object], spec: TreeSpec | _Flat, tensors: Sequence[Tensor],
         enter: _Enter,
-    ) -> Unit:
+    ) -> Unit:  # fmt: skip
         """The call as a function of its tensors."""
         places = [_place(leaf, tensors) for leaf in leaves]
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]

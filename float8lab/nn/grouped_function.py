@@ -46,16 +46,9 @@ class GroupedFunction(differentiation.Float8Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        offs: Tensor,
-        call: Call | None,
-        save_memory: bool = False,
-        count: int = 0,
-        *parameters: Tensor,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call | None,
+        save_memory: bool = False, count: int = 0, *parameters: Tensor,
+    ) -> Tensor:  # fmt: skip
         offsets = Offsets(offs, None) if call is None else Offsets.of(offs, x.shape[0])
         call = call or _IN_HIGH_PRECISION
         ctx.counts = count, len(parameters) - count

@@ -72,14 +72,9 @@ class GraphState(NamedTuple):
 
 
 def cast_in_graph(
-    x: Matrix,
-    index: int,
-    state: GraphState,
-    rowwise: Spec | None,
-    columnwise: Spec | None,
-    dbias: bool,
-    align: int,
-) -> Quantized:
+    x: Matrix, index: int, state: GraphState, rowwise: Spec | None, columnwise: Spec | None,
+    dbias: bool, align: int,
+) -> Quantized:  # fmt: skip
     """``quantize`` of a layer's tensor in a graph, whose specs have one scale and one format."""
     spec = rowwise or columnwise
     assert spec is not None, "one of the two"
@@ -95,9 +90,8 @@ def cast_in_graph(
     if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
         scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
     operands = Operand(q, scale), Operand(q_t, scale)
-    return Quantized(
-        rowwise and operands[0], columnwise and operands[1], encode, column_sums if dbias else None
-    )
+    sums = column_sums if dbias else None
+    return Quantized(rowwise and operands[0], columnwise and operands[1], encode, sums)
 
 
 class _Casts(threading.local):

@@ -79,15 +79,9 @@ class GemmDef(NamedTuple):
 
     @classmethod
     def named(
-        cls,
-        name: str,
-        shape: tuple[int, ...],
-        bias: bool,
-        init_method: InitMethod | None,
-        mode: str | None = None,
-        *,
-        features: tuple[int, ...] = (),
-    ) -> GemmDef:
+        cls, name: str, shape: tuple[int, ...], bias: bool, init_method: InitMethod | None,
+        mode: str | None = None, *, features: tuple[int, ...] = (),
+    ) -> GemmDef:  # fmt: skip
         """The definition of one of several GEMMs, with one weight of ``shape``."""
         return cls(
             (f"{name}_weight",), (f"{name}_bias",), (shape,), (shape[:-1],) if bias else (), name,
@@ -158,12 +152,9 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
             setattr(self, name, bool(flag))
 
     def _split_gemm(
-        self,
-        sizes: Mapping[str, int] | None,
-        out_features: int,
-        in_features: int,
+        self, sizes: Mapping[str, int] | None, out_features: int, in_features: int,
         init_method: InitMethod | None,
-    ) -> GemmDef:
+    ) -> GemmDef:  # fmt: skip
         """The definition of the only GEMM, whose weight may be split into parameters.
 
         ``sizes``: rows of each parameter, by name; features are those of all ranks together.
@@ -176,24 +167,17 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
         rows = tuple(share_of(name, size, columns) for name, size in named.items())
         K = share_of("in_features", in_features, ranks if mode == "row" else 1)
         prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
+        weights, biases = (tuple(f"{p}{kind}" for p in prefixes) for kind in ("weight", "bias"))
+        bias_shapes = tuple((N,) for N in rows) if self.use_bias else ()
         return GemmDef(
-            tuple(f"{prefix}weight" for prefix in prefixes),
-            tuple(f"{prefix}bias" for prefix in prefixes),
-            tuple((N, K) for N in rows),
-            tuple((N,) for N in rows) if self.use_bias else (),
-            init_method=init_method,
-            mode=mode,
-            features=(K,) if mode == "row" else rows,
-        )
+            weights, biases, tuple((N, K) for N in rows), bias_shapes, init_method=init_method,
+            mode=mode, features=(K,) if mode == "row" else rows,
+        )  # fmt: skip
 
     def _build(
-        self,
-        *gemms: GemmDef,
-        device: torch.device | str | None,
-        params_dtype: torch.dtype | None,
-        tp_group: ProcessGroup | None = None,
-        ub: Mapping[str, object] | None = None,
-    ) -> None:
+        self, *gemms: GemmDef, device: torch.device | str | None, params_dtype: torch.dtype | None,
+        tp_group: ProcessGroup | None = None, ub: Mapping[str, object] | None = None,
+    ) -> None:  # fmt: skip
         """Make what the definitions say: the last step of a constructor."""
         arguments.check_dtype("params_dtype", params_dtype)
         device = arguments.check_device("device", device) or default_device()
@@ -287,13 +271,9 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
         return weight, None if biases[0] is None else torch.cat(biases)
 
     def _begin(
-        self,
-        precision: Precision,
-        x: Tensor,
-        weight: Tensor,
-        first_microbatch: bool | None,
+        self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None,
         tokens: ShardMap | None,
-    ) -> Call | None:
+    ) -> Call | None:  # fmt: skip
         """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
         options = NO_OPTIONS
         if self.fuse_wgrad_accumulation or first_microbatch is not None or tokens is not None:
@@ -397,11 +377,8 @@ def describe_fp8(module: nn.Module) -> str:
     precision = next((precision for _, precision in precisions(module)), None)
     if precision is not None and (precision.recipe is not None or precision.pinned):
         facts.append(f"recipe={precision.recipe!r}")
-    weights = {
-        name: local_of(parameter)
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.ndim > 1
-    }
+    parameters = [(name, p) for name, p in module._parameters.items() if p is not None]
+    weights = {name: local_of(p) for name, p in parameters if p.ndim > 1}
     stored = {name: w.spec.storage for name, w in weights.items() if isinstance(w, Float8Tensor)}
     if len(stored) == len(weights) and len(set(stored.values())) == 1:
         stored = {"weight": next(iter(stored.values()))}

@@ -125,9 +125,8 @@ class LayerNormMLP(NormGemmModule):
             zero_centered_gamma=zero_centered_gamma,
         )  # fmt: skip
         self.tp_size = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
-        check_callables(
-            ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
-        )
+        check_callables(("weight",), init_method=init_method)
+        check_callables(("weight",), output_layer_init_method=output_layer_init_method)
         check_size("seq_length", seq_length, minimum=1, optional=True)
         check_size("micro_batch_size", micro_batch_size, minimum=1, optional=True)
         self.hidden_size = H = check_size("hidden_size", hidden_size)
@@ -144,11 +143,8 @@ class LayerNormMLP(NormGemmModule):
         self._build(
             GemmDef.named("fc1", (sum(pieces), H), bias, fc1, modes[0], features=pieces),
             GemmDef.named("fc2", (H, F), bias, fc2, modes[1], features=(F,)),
-            device=device,
-            params_dtype=params_dtype,
-            tp_group=tp_group,
-            ub=ub,
-        )
+            device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub,
+        )  # fmt: skip
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the MLP.

@@ -105,11 +105,9 @@ class Linear(GemmModule, nn.Linear):
         nn.Module.__init__(self)
         self.tp_size = parallel_size(tp_size, tp_group, parallel_mode)
         self._set_flags(
-            bias=bias,
-            return_bias=return_bias,
+            bias=bias, return_bias=return_bias, sequence_parallel=sequence_parallel,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            sequence_parallel=sequence_parallel,
-        )
+        )  # fmt: skip
         self.parallel_mode = parallel_mode and parallel_mode.lower()
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)

@@ -80,13 +80,10 @@ class _Norm(nn.Module):
     ) -> None:
         nn.Module.__init__(self)  # not torch's norm's: it makes its own parameters
         self.register_load_state_dict_pre_hook(ignore_extra_state)
-        arguments.check_flags(
-            sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma
-        )
-        eps = arguments.check_number("eps", eps, minimum=0)
-        shape = normalized_size(hidden_size, normalized_shape)
-        self.normalized_shape = shape
-        self.eps = eps
+        arguments.check_flags(sequence_parallel=sequence_parallel)
+        arguments.check_flags(zero_centered_gamma=zero_centered_gamma)
+        self.eps = eps = arguments.check_number("eps", eps, minimum=0)
+        self.normalized_shape = shape = normalized_size(hidden_size, normalized_shape)
         self.elementwise_affine = True
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel

@@ -61,14 +61,9 @@ class _Norm(Float8Function):
 
 
 def backward_of_norm(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    kind: NormKind,
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, kind: NormKind,
     bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias in their dtypes."""
     gamma = kind.gamma(weight) if kind.zero_centered else weight
     dx, dweight, dbias = norm_backward_op(dy, x, gamma, mean, rstd, kind.center, x.dtype)
@@ -76,15 +71,9 @@ def backward_of_norm(
 
 
 def source_of_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    kind: NormKind,
-    dtype: torch.dtype,
-    stats: tuple[Tensor | None, Tensor] | None = None,
-    *,
-    want_amax: bool = False,
-) -> tuple[Prologue, tuple[Tensor | None, Tensor]]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype,
+    stats: tuple[Tensor | None, Tensor] | None = None, *, want_amax: bool = False,
+) -> tuple[Prologue, tuple[Tensor | None, Tensor]]:  # fmt: skip
     """The norm of a matrix, to be cast, and its statistics: mean and rstd, computed if not given.
 
     With ``want_amax`` the source knows its amax, which comes with the statistics.
@@ -97,8 +86,7 @@ def source_of_norm(
         )
         stats = mean, rstd
     mean, rstd = stats
-    if bias is None or mean is None:
-        return Prologue("rms_norm", [x, rstd, gamma], dtype, amax if want_amax else None), stats
-    return Prologue(
-        "layer_norm", [x, rstd, gamma, mean, bias], dtype, amax if want_amax else None
-    ), stats
+    name, inputs = "rms_norm", [x, rstd, gamma]
+    if bias is not None and mean is not None:
+        name, inputs = "layer_norm", [*inputs, mean, bias]
+    return Prologue(name, inputs, dtype, amax if want_amax else None), stats

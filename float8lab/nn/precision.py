@@ -25,7 +25,7 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.in_graph import GraphState, new_handle
-from float8lab.nn.scales import DY, CurrentScales, DelayedScales, GraphScales, ScaleSource, W, X
+from float8lab.nn.scales import DY, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
 from float8lab.recipes.delayed import RECORDED, DelayedSlots, SlotViews
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
@@ -101,15 +101,9 @@ class Call:
     )  # fmt: skip
 
     def __init__(
-        self,
-        recipe: Recipe,
-        precision: Precision,
-        scales: ScaleSource,
-        comm: OneGpu,
-        options: CallOptions,
-        *,
-        is_region: bool = False,
-    ) -> None:
+        self, recipe: Recipe, precision: Precision, scales: ScaleSource, comm: OneGpu,
+        options: CallOptions, *, is_region: bool = False,
+    ) -> None:  # fmt: skip
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
         self.precision = precision
@@ -147,13 +141,9 @@ class Precision:
     parallel: TensorParallel | None = None
 
     def __init__(
-        self,
-        recipe: Recipe | None = None,
-        *,
-        pinned: bool = False,
-        name: str = "",
+        self, recipe: Recipe | None = None, *, pinned: bool = False, name: str = "",
         key: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.fp8_all_gather = False
         # By this ranks know each other's modules. A copy has its original's: one rank alone may
         # keep a copy. A converted layer has its name, for ranks may differ in what else they build.
@@ -305,21 +295,16 @@ class Precision:
         return call
 
     def _new_call(
-        self,
-        recipe: Recipe,
-        options: CallOptions,
-        delayed: DelayedSlots | GraphState | None = None,
-        *,
-        record: bool = False,
+        self, recipe: Recipe, options: CallOptions,
+        delayed: DelayedSlots | GraphState | None = None, *, record: bool = False,
         is_region: bool = False,
-    ) -> Call:
+    ) -> Call:  # fmt: skip
         """A call under current scales, or under those of slots, which a graph looks up itself."""
         plan, parallel, comm = recipe.linear, options.parallel or self.parallel, ONE_GPU
         if parallel is not None and not parallel.casts_only:
             comm = Sharded(parallel, options.tokens, plan)
-        scales: ScaleSource
         if delayed is None:
-            scales = CurrentScales(float(plan.epsilon), parallel)
+            scales = ScaleSource(float(plan.epsilon), parallel)
         elif isinstance(delayed, GraphState):
             scales = GraphScales(float(plan.epsilon), parallel, delayed)
         else:
@@ -348,14 +333,9 @@ class Precision:
         return self._new_call(recipe, options, state, is_region=record and STATE.region is None)
 
     def slots_in_graph(
-        self,
-        recipe: Recipe,
-        group: Any,
-        index: int,
-        record: bool,
-        x: Tensor | Prologue | Groups,
+        self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Prologue | Groups,
         experts: range | None = None,
-    ) -> SlotViews:
+    ) -> SlotViews:  # fmt: skip
         """When a compiled graph casts ``x``: its slots' state, with amaxes if it is recorded.
 
         ``experts``: which of the module's experts ``x`` has, if not all.
@@ -491,17 +471,10 @@ class Precision:
         slots = self.slots.get(key)
         if slots is None:
             fp8_dtypes, forward = self.slot_formats(recipe.linear)
-            slots = DelayedSlots(
-                recipe,
-                group,
-                fp8_dtypes=fp8_dtypes,
-                forward=forward,
-                device=device,
-                key=self.key,
-                widths=(self.experts,) * len(fp8_dtypes),
-                parallel=self.parallel,
-            )
-            self.slots[key] = slots
+            slots = self.slots[key] = DelayedSlots(
+                recipe, group, fp8_dtypes=fp8_dtypes, forward=forward, device=device, key=self.key,
+                widths=(self.experts,) * len(fp8_dtypes), parallel=self.parallel,
+            )  # fmt: skip
         elif slots.pack.scale.device != device:
             slots.to(device)
         return slots

@@ -94,9 +94,8 @@ class Recorded:
         self.pointers: Sequence[tuple[Tensor, int]] = ()
         self.inputs = [t.detach() for t in unit.sample]
         self.with_gradients = torch.is_grad_enabled()
-        self.parameters = [
-            p for p in unit.module.parameters() if p.requires_grad and self.with_gradients
-        ]
+        parameters = unit.module.parameters() if self.with_gradients else ()
+        self.parameters = [p for p in parameters if p.requires_grad]
         self.backward: Callable[[], None] = _no_graph  # replays it
         self.node: weakref.ref[AutogradContext] | None = None
         self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
@@ -157,11 +156,8 @@ class Recorded:
         gradients = [next(gradient) if t.requires_grad else None for t in tensors]
         of_parameters = gradients[len(self.inputs) :]
         present = [g for g in of_parameters if g is not None]
-        if (
-            not self.exact
-            or len({g.dtype for g in present}) != 1
-            or len(present) < len(of_parameters)
-        ):
+        dtypes = {g.dtype for g in present}
+        if not self.exact or len(dtypes) != 1 or len(present) < len(of_parameters):
             return gradients, None
         return gradients[: len(self.inputs)], torch.cat([g.reshape(-1) for g in present])
 
@@ -266,13 +262,9 @@ def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> object:
 
 
 def record(
-    units: Sequence[Unit],
-    warmup: int,
-    *,
-    allow_unused: bool,
-    pool: tuple[int, int] | None = None,
+    units: Sequence[Unit], warmup: int, *, allow_unused: bool, pool: tuple[int, int] | None = None,
     exact: bool = False,
-) -> list[Recorded]:
+) -> list[Recorded]:  # fmt: skip
     """Warm up and record callables in the order in which they are going to run.
 
     That leaves no trace in parameters' gradients, buffers, FP8's state and random numbers.

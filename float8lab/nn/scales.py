@@ -21,7 +21,7 @@ from float8lab.ops.reference import ALIGN
 from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams, own_amax
 from float8lab.tensor.operands import Matrix, quantize, replayed_quantize, value_of
 
-__all__ = ["DY", "CurrentScales", "DelayedScales", "GraphScales", "ScaleSource", "W", "X"]
+__all__ = ["DY", "DelayedScales", "GraphScales", "ScaleSource", "W", "X"]
 
 X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
@@ -31,7 +31,7 @@ _SHORT_ROWS = 1024
 
 
 class ScaleSource:
-    """Where the scales of one call's casts come from."""
+    """Where the scales of one call's casts come from: current ones, if no subclass gives others."""
 
     __slots__ = ("_run", "epsilon", "parallel")
 
@@ -62,76 +62,46 @@ class ScaleSource:
         return True
 
     def quantize(
-        self,
-        x: Matrix,
-        index: int,
-        rowwise: Spec | None,
-        columnwise: Spec | None = None,
-        *,
-        dbias: bool = False,
-        align: int = ALIGN,
-        amax: Tensor | None = None,
-    ) -> Quantized:
+        self, x: Matrix, index: int, rowwise: Spec | None, columnwise: Spec | None = None, *,
+        dbias: bool = False, align: int = ALIGN, amax: Tensor | None = None,
+    ) -> Quantized:  # fmt: skip
         """Cast tensor ``index`` of the call, by the arguments of the function ``quantize``.
 
         ``amax`` is that of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
         """
         params = self.params(index, x)
-        return self._run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
-
-
-class CurrentScales(ScaleSource):
-    """Each cast makes its scales of the amaxes that it finds."""
-
-    __slots__ = ()
-
-    def quantize(
-        self,
-        x: Matrix,
-        index: int,
-        rowwise: Spec | None,
-        columnwise: Spec | None = None,
-        *,
-        dbias: bool = False,
-        align: int = ALIGN,
-        amax: Tensor | None = None,
-    ) -> Quantized:
-        dim = None if self.parallel is None else self.parallel.sharded_dim(index)
-        if self.parallel is not None and dim is not None:
-            return _quantize_shard(
-                x, rowwise, columnwise, self.parallel, dim, amax, self.epsilon, dbias, align
-            )
-        params = None
-        if torch.compiler.is_compiling() and isinstance(x, Tensor):
-            specs = (spec for spec in (rowwise, columnwise) if spec is not None)
-            if any(spec.shares_matrix_amax for spec in specs):
+        if not self.are_given:
+            dim = None if self.parallel is None else self.parallel.sharded_dim(index)
+            if self.parallel is not None and dim is not None:
+                return _quantize_shard(
+                    x, rowwise, columnwise, self.parallel, dim, amax, self.epsilon, dbias, align
+                )
+            if torch.compiler.is_compiling() and _shares_matrix_amax(rowwise, columnwise):
                 params = _amax_params(x, index)
         return self._run(x, rowwise, columnwise, params, self.epsilon, dbias, align)
 
 
-def _amax_params(x: Tensor, index: int) -> QuantParams | None:
+def _shares_matrix_amax(*specs: Spec | None) -> bool:
+    return any(spec is not None and spec.shares_matrix_amax for spec in specs)
+
+
+def _amax_params(x: Matrix, index: int) -> QuantParams | None:
     """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it."""
     # A compiler finds it in the loop that computes the matrix; the op has to read the matrix for
     # it. By rows, as norms are, or the compiler makes two loops. A weight is computed by nothing.
     # Short rows make Inductor hold whole ones in registers: right for a norm, but a costly
     # gradient, such as that of rotary embedding, took three times as long on an H200.
-    is_short = index == DY and x.shape[1] <= _SHORT_ROWS
-    if index == W or is_short or not x.numel():
+    if not isinstance(x, Tensor) or index == W or not x.numel():
+        return None
+    if index == DY and x.shape[1] <= _SHORT_ROWS:
         return None
     return QuantParams.of_amax(x.abs().amax(1).amax().float().view(1, 1))
 
 
 def _quantize_shard(
-    x: Matrix,
-    rowwise: Spec | None,
-    columnwise: Spec | None,
-    parallel: TensorParallel,
-    dim: int,
-    amax: Tensor | None,
-    epsilon: float,
-    dbias: bool,
-    align: int,
-) -> Quantized:
+    x: Matrix, rowwise: Spec | None, columnwise: Spec | None, parallel: TensorParallel, dim: int,
+    amax: Tensor | None, epsilon: float, dbias: bool, align: int,
+) -> Quantized:  # fmt: skip
     """``quantize`` of a shard, with the bytes that the cast of the unsharded matrix gives it.
 
     The amax of a block that spans the sharded dimension is the largest over ranks. No other block
@@ -142,28 +112,27 @@ def _quantize_shard(
         amax: of the unsharded matrix, ``[1, 1]``, if it is known.
     """
     params: QuantParams | None = None
-    if any(spec is not None and spec.shares_matrix_amax for spec in (rowwise, columnwise)):
+    if _shares_matrix_amax(rowwise, columnwise):
         params = QuantParams.of_amax(parallel.amax(own_amax(x)) if amax is None else amax)
-    context = params, epsilon
     rows_span = rowwise is not None and rowwise.spans(dim)
     columns_span = columnwise is not None and columnwise.spans(1 - dim)
     if not (rows_span or columns_span):
-        return replayed_quantize(x, rowwise, columnwise, *context, dbias, align)
-    column_sums = None
-    if dbias:
-        column_sums = (
-            _column_sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
-        )
-    by_rows = by_columns = None
+        return replayed_quantize(x, rowwise, columnwise, params, epsilon, dbias, align)
+    by_rows, by_columns = None if rows_span else rowwise, None if columns_span else columnwise
+    made = Quantized()
+    if by_rows or by_columns:
+        made = replayed_quantize(x, by_rows, by_columns, params, epsilon, False, align)
+        made = made._replace(requant=None)
     if rowwise is not None and rows_span:
-        by_rows = _quantize_spanning(x, rowwise, parallel, epsilon, align, False)
-    elif rowwise is not None:
-        by_rows = replayed_quantize(x, rowwise, None, *context, False, align).rowwise
+        operand = _quantize_spanning(x, rowwise, parallel, epsilon, align, False)
+        made = made._replace(rowwise=operand)
     if columnwise is not None and columns_span:
-        by_columns = _quantize_spanning(x, columnwise, parallel, epsilon, align, True)
-    elif columnwise is not None:
-        by_columns = replayed_quantize(x, None, columnwise, *context, False, align).columnwise
-    return Quantized(by_rows, by_columns, dbias=column_sums)
+        operand = _quantize_spanning(x, columnwise, parallel, epsilon, align, True)
+        made = made._replace(columnwise=operand)
+    if dbias:
+        sums = _column_sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
+        made = made._replace(dbias=sums)
+    return made
 
 
 def _quantize_spanning(
@@ -218,16 +187,10 @@ class DelayedScales(ScaleSource):
     are_given = True
 
     def __init__(
-        self,
-        epsilon: float,
-        parallel: TensorParallel | None,
-        slots: DelayedSlots,
-        *,
-        record: bool,
-        is_empty_everywhere: bool,
-        experts: range | None,
+        self, epsilon: float, parallel: TensorParallel | None, slots: DelayedSlots, *, record: bool,
+        is_empty_everywhere: bool, experts: range | None,
         known_params: list[QuantParams | None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Ask the slots for the scales that are known.
 
         Args:
@@ -293,16 +256,9 @@ class GraphScales(ScaleSource):
         return False
 
     def quantize(
-        self,
-        x: Matrix,
-        index: int,
-        rowwise: Spec | None,
-        columnwise: Spec | None = None,
-        *,
-        dbias: bool = False,
-        align: int = ALIGN,
-        amax: Tensor | None = None,
-    ) -> Quantized:
+        self, x: Matrix, index: int, rowwise: Spec | None, columnwise: Spec | None = None, *,
+        dbias: bool = False, align: int = ALIGN, amax: Tensor | None = None,
+    ) -> Quantized:  # fmt: skip
         if rowwise is not None and columnwise not in (None, rowwise):
             by_rows = self.quantize(x, index, rowwise, dbias=dbias, align=align)
             by_columns = self.quantize(x, index, None, columnwise, align=align)

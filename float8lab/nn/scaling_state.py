@@ -94,9 +94,9 @@ class ScalingState:
         values = {}
         for key, slots in slots_by_key:
             expected.update(f"{key}/{name}" for name in (*_NAMES, "seeded"))
-            names = [name for name in (*_NAMES, "seeded") if name != "encode"]
-            if f"{key}/encode" in state:  # else 1 over the scale
-                names.append("encode")
+            names = [*_NAMES, "seeded"]
+            if f"{key}/encode" not in state:  # then 1 over the scale
+                names.remove("encode")
             shapes = {name: slots.tensors()[name].shape for name in names}
             given = {name: state.get(f"{key}/{name}") for name in names}
             theirs = {n: slots.fitted(x) for n, x in given.items() if isinstance(x, Tensor)}
@@ -132,10 +132,8 @@ class ScalingState:
         for name, module in self.model.named_modules():
             device = next((p.device for p in module.parameters()), home)
             for gemm, precision in precisions(module):
-                group = self.amax_reduction_group
-                precision.prepare(device, None, group)
-                if self.recipe is not None and precision.recipe is None:
-                    precision.prepare(device, self.recipe, group)
+                recipe = precision.recipe or self.recipe
+                precision.prepare(device, recipe, self.amax_reduction_group)
                 path = ".".join(filter(None, (name, gemm)))
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots

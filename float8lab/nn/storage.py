@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -67,38 +66,32 @@ def keep_initial_value(parameter: Tensor, value: Tensor) -> None:
 
 
 class MovedInPlace(nn.Module):
-    """A module whose FP8 parameters stay the same objects when it moves, as ordinary ones do."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with _moved_in_place(self, fn):
-            moved: nn.Module = super()._apply(fn, recurse)
-        return moved
-
-
-@contextmanager
-def _moved_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Surrounds torch's ``module._apply(function)``, so that FP8 parameters stay the same objects.
+    """A module whose FP8 parameters stay the same objects when it moves.
 
     They keep their attributes and hooks, and references to them, as ordinary parameters do; torch
     would swap a new tensor in. Parameters that go to the meta device, or come from there, are left
     to torch.
     """
-    parameters = module._parameters
-    stored = {n: p for n, p in parameters.items() if p is not None and isinstance(p, Float8Tensor)}
-    moved: dict[str, nn.Parameter] = {}
-    try:
-        with torch.no_grad():
-            for name, parameter in stored.items():
-                value = function(parameter)
-                if not torch._has_compatible_shallow_copy_type(parameter, value):
-                    continue
-                parameters[name] = None  # torch skips it
-                moved[name] = parameter
-                if value is not parameter:
-                    parameter.data = value
-                if parameter.grad is not None:
-                    parameter.grad.data = function(parameter.grad)
-        yield
-    finally:
-        parameters.update(moved)
-    place_precisions(module)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        parameters = self._parameters
+        present = [(name, p) for name, p in parameters.items() if p is not None]
+        stored = [(name, p) for name, p in present if isinstance(p, Float8Tensor)]
+        moved: dict[str, nn.Parameter] = {}
+        try:
+            with torch.no_grad():
+                for name, parameter in stored:
+                    value = fn(parameter)
+                    if not torch._has_compatible_shallow_copy_type(parameter, value):
+                        continue
+                    parameters[name] = None  # torch skips it
+                    moved[name] = parameter
+                    if value is not parameter:
+                        parameter.data = value
+                    if parameter.grad is not None:
+                        parameter.grad.data = fn(parameter.grad)
+            module: nn.Module = super()._apply(fn, recurse)
+        finally:
+            parameters.update(moved)
+        place_precisions(self)
+        return module

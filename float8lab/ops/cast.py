@@ -31,12 +31,14 @@ __all__ = [
 
 
 def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
-    """Room for the scales of a quantized matrix of ``shape``, on the device of ``x``.
-    Scales of 1xB blocks are stored column by column, as cuBLASLt reads them; all others by row."""
-    rows, columns = scale_shape(tuple(shape), tuple(block))
-    if scales_by_column(block):
+    """Room for the scales of a quantized matrix or batch of ``shape``, on the device of ``x``.
+    Those of 1xB blocks of a matrix are stored column by column, as cuBLASLt reads them; all others
+    by row."""
+    *batch, M, K = shape
+    rows, columns = scale_shape((M, K), tuple(block))
+    if scales_by_column(block) and not batch:
         return x.new_empty((columns, rows), dtype=torch.float32).t()
-    return x.new_empty((rows, columns), dtype=torch.float32)
+    return x.new_empty((*batch, rows, columns), dtype=torch.float32)
 
 
 def groups_of(of: Any) -> tuple[int, ...]:
@@ -48,10 +50,8 @@ def _empty_scale_of(of: Any, shape: tuple[int, int], by_group: bool) -> Tensor |
     """Room for the scales of one orientation, of each group ``by_group``; None if given."""
     if of.rule not in SCALE_RULES:
         return None
-    x: Tensor = of.inputs[0]
-    if not by_group:
-        return empty_scale(x, shape, of.block)
-    return x.new_empty((*groups_of(of), *scale_shape(shape, tuple(of.block))), dtype=torch.float32)
+    batch = groups_of(of) if by_group else ()
+    return empty_scale(of.inputs[0], (*batch, *shape), of.block)
 
 
 def _empty_amax_of(of: Any, shape: tuple[int, int]) -> Tensor | None:
@@ -156,6 +156,4 @@ class Prologue(NamedTuple):
 
     def amax(self) -> Tensor:
         """The largest absolute value, ``[1, 1]`` float32."""
-        if self.known_amax is not None:
-            return self.known_amax
-        return amax_op(*self[:3])
+        return amax_op(*self[:3]) if self.known_amax is None else self.known_amax

@@ -51,12 +51,9 @@ def groups_of_rows(rows: int, offs: Tensor) -> Tensor:
 
 
 def _amax(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    offs: Tensor | None = None,
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, offs: Tensor | None = None,
     plan: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return cast_op(
         prologue, inputs, dtype, torch.float8_e4m3fn, (-1, -1), "fp32", 0.0, reference.ALIGN,
         False, False, False, None, offs, plan,

@@ -25,14 +25,9 @@ Rule = Callable[[Any], Iterable[tuple[Sequence[Placing], Mapping[str, Placing]]]
 
 
 def takes_dtensors(
-    dtensor: Any,
-    overload: Any,
-    defaults: Mapping[str, Any],
-    outputs: Callable[..., Any],
-    rule: Rule | None,
-    mutates: Sequence[str],
-    library: Any,
-) -> None:
+    dtensor: Any, overload: Any, defaults: Mapping[str, Any], outputs: Callable[..., Any],
+    rule: Rule | None, mutates: Sequence[str], library: Any,
+) -> None:  # fmt: skip
     """Have calls of an op with DTensors run on their shards.
 
     Args:
@@ -114,15 +109,11 @@ def _call(
 
     shard_results = op(*_map(given, local).values())
     made = []
-    for i, (result, shard) in enumerate(
-        zip(results, (shard_results,) if single else shard_results, strict=True)
-    ):
+    shards = (shard_results,) if single else shard_results
+    for i, (result, shard) in enumerate(zip(results, shards, strict=True)):
         placements = [placement(choice[0][i], shard) for choice in chosen]
-        made.append(
-            dtensor.DTensor.from_local(
-                shard, mesh, placements, run_check=False, shape=result.shape, stride=result.stride()
-            )
-        )
+        layout = {"shape": result.shape, "stride": result.stride(), "run_check": False}
+        made.append(dtensor.DTensor.from_local(shard, mesh, placements, **layout))
     return made[0] if single else tuple(made)
 
 

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -235,11 +235,8 @@ class MasterWeights(torch.optim.Optimizer):
                 f"state_dict must have groups of {sizes} parameters; got {saved_sizes}. Load the "
                 "state of an optimizer of the same model, made with the same groups."
             )
-        saved = {
-            index: entry[MASTER]
-            for index, entry in state_dict["state"].items()
-            if isinstance(entry, dict) and MASTER in entry
-        }
+        entries = [item for item in state_dict["state"].items() if isinstance(item[1], dict)]
+        saved = {index: entry[MASTER] for index, entry in entries if MASTER in entry}
         by_index = dict(_by_index(*groups))
         for index, p in by_index.items():
             check_state(index, p, state_dict["state"].get(index, {}))
@@ -454,15 +451,9 @@ def _buffer(p: Tensor) -> Tensor:
     return local.qdata if isinstance(local, Float8Tensor) else local
 
 
-class _Versions(NamedTuple):
-    device: torch.device
-    parameter: int
-    local: int
-    buffer: int
-
-
-def _versions(p: Tensor) -> _Versions:
-    return _Versions(p.device, p._version, local_of(p)._version, _buffer(p)._version)
+def _versions(p: Tensor) -> tuple[object, ...]:
+    """The device of a parameter, and the versions of the tensors that it consists of."""
+    return p.device, *(tensor._version for tensor in (p, local_of(p), _buffer(p)))
 
 
 def _shares_blocks(p: Tensor) -> bool:

@@ -57,21 +57,20 @@ def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
     now = [prediction[recipe] for prediction, recipe in zip(predictions, chosen, strict=True)]
     gpu, cpu = sum(times.gpu for times in now), sum(times.cpu for times in now)
 
-    def saved_and_cost(layer: int) -> tuple[float, float]:
-        bf16 = predictions[layer][None]
-        return bf16.gpu - now[layer].gpu, now[layer].cpu - bf16.cpu
+    bf16 = [prediction[None] for prediction in predictions]
+    saved = [before.gpu - times.gpu for before, times in zip(bf16, now, strict=True)]
+    cost = [times.cpu - before.cpu for before, times in zip(bf16, now, strict=True)]
 
     def worth(layer: int) -> float:
-        saved, cost = saved_and_cost(layer)
-        return saved / cost if cost else float("inf")
+        return saved[layer] / cost[layer] if cost[layer] else float("inf")
 
     for layer in sorted((i for i, recipe in enumerate(chosen) if recipe is not None), key=worth):
         if cpu <= gpu:
             break
-        saved, cost = saved_and_cost(layer)
-        if max(gpu + saved, cpu - cost) > (1 + TIE) * cpu:
+        gpu_without, cpu_without = gpu + saved[layer], cpu - cost[layer]
+        if max(gpu_without, cpu_without) > (1 + TIE) * cpu:
             break
-        gpu, cpu = gpu + saved, cpu - cost
+        gpu, cpu = gpu_without, cpu_without
         chosen[layer] = None
     return chosen
 

@@ -10,9 +10,9 @@ Sources: benchmarks/RESULTS.md, one H200.
 
 - GEMM rates: floors of "Linear layer" at commit 8b34738, less the bytes of the casts at the rate of
   a copy, median of the three shapes; of blocks, and how much faster fprop by rows is, "GEMM".
-- Casts: the line through the two sizes of "Quantize", but for blocks at that commit. What
-  a norm or an activation adds: the three tables below them; for rows, which have none there, the
-  rows of "Norm and MLP".
+- Casts: the line through the two sizes of "Quantize", but for blocks at that commit, and for rows
+  on an H100. What a norm or an activation adds: the three tables below them on an H100; for rows,
+  which have none there, the rows of "Norm and MLP". Times of an H100 count by its rate of a copy.
 - CPU: "CPU overhead", a layer alone; in models it is about half of that, which leaves room for what
   else a model calls.
 - Attention: the line through the three shapes of "FP8 attention".
@@ -92,7 +92,7 @@ _GEMM_START = 3.8e-6
 """GPU time of a kernel that has next to nothing to do: that of a cast with a given scale."""
 _BFLOAT16 = _Rates(
     gemm=(763e12, 763e12, 763e12), eager=93e-6, compiled=42e-6, slowdown=1.13,
-    sources=_Sources(1.03e-12, 1.52e-12, 1.28e-12), attention=4.8e-12,
+    sources=_Sources(1.03e-12, 1.45e-12, 1.20e-12), attention=4.8e-12,
 )  # fmt: skip
 _ATTENTION = {False: 581e12, True: 672e12}
 """Operations a second of attention, forward and backward, by whether its forward is in FP8."""
@@ -100,22 +100,22 @@ _FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
     ((-1, -1), True): _Rates(
         gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
         cast=1.03e-12, cast_start=3.8e-6, eager=1316e-6, compiled=340e-6,
-        sources=_Sources(0.06e-12, 0.44e-12, 0.50e-12), attention=12e-12,
+        sources=_Sources(0.06e-12, 0.44e-12, 0.30e-12), attention=12e-12,
     ),
     ((-1, -1), False): _Rates(
         gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
         cast=1.49e-12, cast_start=9.0e-6, eager=1163e-6, compiled=340e-6,
-        sources=_Sources(0.40e-12, 1.19e-12, 1.20e-12), attention=14e-12,
+        sources=_Sources(0.05e-12, 0.90e-12, 0.50e-12), attention=14e-12,
     ),
     ((1, -1), False): _Rates(
         gemm=(1545e12, 1351e12, 1351e12), slowdown=1.24,
-        cast=1.69e-12, cast_start=10.4e-6, eager=1300e-6, compiled=340e-6,
+        cast=1.50e-12, cast_start=11.0e-6, eager=1300e-6, compiled=340e-6,
         sources=_Sources(1.00e-12, 2.20e-12, 2.20e-12), attention=14e-12,
     ),
     ((1, 128), False): _Rates(
         gemm=(1290e12, 1290e12, 1040e12), slowdown=1.22,
         cast=1.05e-12, cast_start=4.6e-6, eager=1319e-6, compiled=340e-6,
-        sources=_Sources(0.18e-12, 0.60e-12, 0.63e-12), attention=14e-12,
+        sources=_Sources(0.05e-12, 0.45e-12, 0.45e-12), attention=14e-12,
     ),
 }  # fmt: skip
 """Rates by the block of x that has one scale, and by whether scales are delayed."""

@@ -50,15 +50,9 @@ from float8lab.ops.grouped import amax_of_batch
 from float8lab.recipes.recipe import DelayedScaling
 
 __all__ = [
-    "RECORDED",
-    "DelayedSlots",
-    "Factors",
-    "QuantParams",
-    "ScalePack",
-    "SlotViews",
-    "merge_packs",
+    "RECORDED", "DelayedSlots", "Factors", "QuantParams", "ScalePack", "SlotViews", "merge_packs",
     "own_amax",
-]
+]  # fmt: skip
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
 
@@ -247,17 +241,10 @@ class ScalePack:
         if by_callables:
             seen = (self.amax >= 0) & (self.amax < torch.inf)
             due, old = seen & (self.steps % recipe.interval == 0), self.factors.clone()
-        copies = update_scales_op(
-            self.history,
-            self.amax,
-            self.factors,
-            self.steps,
-            self.fp8_max,
-            recipe.margin,
-            recipe.interval,
-            recipe.amax_compute_algo == "most_recent",
-            recipe.power_of_2_scale,
-        )
+        state = self.history, self.amax, self.factors, self.steps, self.fp8_max
+        takes_newest = recipe.amax_compute_algo == "most_recent"
+        options = recipe.margin, recipe.interval, takes_newest, recipe.power_of_2_scale
+        copies = update_scales_op(*state, *options)
         # Casts of compiled graphs copy the factors themselves. A copy that outlives an update in
         # such a graph would lie in the memory of a CUDA graph, where torch allows outputs alone.
         self._copy = None if by_callables or self.keeps_previous else copies
@@ -300,9 +287,8 @@ class ScalePack:
         if columns:
             self.seeded[columns] = False
             # Other ranks' amaxes may have made a scale before, which was kept.
-            self.factors[:, columns] = torch.where(
-                self.steps[columns] > 0, self.factors[:, columns], 1.0
-            )
+            was_updated, factors = self.steps[columns] > 0, self.factors[:, columns]
+            self.factors[:, columns] = torch.where(was_updated, factors, 1.0)
             self.forget_live()
 
     def watch_backward(self) -> None:
@@ -392,17 +378,10 @@ class DelayedSlots:
     )
 
     def __init__(
-        self,
-        recipe: DelayedScaling,
-        group: ProcessGroup | None,
-        *,
-        fp8_dtypes: Sequence[torch.dtype],
-        forward: Sequence[bool],
-        device: torch.device,
-        key: str = "",
-        widths: Sequence[int] = (),
-        parallel: Any = None,
-    ) -> None:
+        self, recipe: DelayedScaling, group: ProcessGroup | None, *,
+        fp8_dtypes: Sequence[torch.dtype], forward: Sequence[bool], device: torch.device,
+        key: str = "", widths: Sequence[int] = (), parallel: Any = None,
+    ) -> None:  # fmt: skip
         self.key = key  # names the module to other ranks
         self.fp8_dtypes, self.forward = tuple(fp8_dtypes), tuple(forward)
         self._lay_out(tuple(widths) or (1,) * len(fp8_dtypes))
@@ -413,13 +392,12 @@ class DelayedSlots:
         self._asked: dict[int, _Answer] = {}
 
         def new_tensors() -> dict[str, Tensor]:
+            full = functools.partial(torch.full, dtype=torch.float32, device=device)
             return {
-                "history": torch.zeros(
-                    recipe.amax_history_len, count, dtype=torch.float32, device=device
-                ),
-                "amax": torch.full((count,), NO_DATA, dtype=torch.float32, device=device),
-                "factors": torch.ones(2, count, dtype=torch.float32, device=device),
-                "previous": torch.ones(2, count, dtype=torch.float32, device=device),
+                "history": full((recipe.amax_history_len, count), 0.0),
+                "amax": full((count,), NO_DATA),
+                "factors": full((2, count), 1.0),
+                "previous": full((2, count), 1.0),
                 "seeded": torch.zeros(count, dtype=torch.bool, device=device),
                 "steps": torch.zeros(count, dtype=torch.int32, device=device),
                 "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
@@ -546,20 +524,15 @@ class DelayedSlots:
         self._adopt(ScalePack(pack.recipe, pack.group, tensors, pack.parallel), 0)
 
     def __getstate__(self) -> dict[str, object]:
-        return {
-            "recipe": self.pack.recipe,
-            "fp8_dtypes": self.fp8_dtypes,
-            "forward": self.forward,
-            "key": self.key,
-            "seeded": list(self.seeded),
-            "widths": self.widths,
-            "tensors": {name: t.clone() for name, t in self.tensors().items() if name in _TENSORS},
-        }
+        tensors = {name: t.clone() for name, t in self.tensors().items() if name in _TENSORS}
+        told = {name: getattr(self, name) for name in ("fp8_dtypes", "forward", "key")}
+        told |= {"seeded": list(self.seeded), "widths": self.widths}
+        return {"recipe": self.pack.recipe, **told, "tensors": tensors}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.fp8_dtypes, self.forward = state["fp8_dtypes"], state["forward"]
-        self.key = state["key"]
-        self.seeded, self._asked = state["seeded"], {}
+        for name in ("fp8_dtypes", "forward", "key", "seeded"):
+            setattr(self, name, state[name])
+        self._asked = {}
         tensors: dict[str, Tensor] = state["tensors"]
         widths = tuple(state.get("widths") or (1,) * len(self.seeded))
         if len({*widths}) > 1:  # of before each expert had scales of its own
@@ -582,68 +555,54 @@ class DelayedSlots:
         self, *, record: bool, experts: range | None = None
     ) -> list[QuantParams | None]:
         """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
-        pack, slot = self.pack, self.start
-        params: list[QuantParams | None] = []
         for index in [*self._asked]:
             self.is_seeded(index)
-        live = pack.live()
-        for index, (forward, seeded, width) in enumerate(
-            zip(self.forward, self.seeded, self.widths, strict=True)
-        ):
-            params.append(None)
-            if forward and seeded:
-                if width > 1:
-                    columns = self._columns(index, experts)
-                    factors, amaxes = pack.factors_of(columns, slot), pack.amax[columns]
-                elif live is None:
-                    factors, amaxes = Factors.of(pack.factors[:, slot].clone()), pack.amaxes[slot]
-                else:
-                    factors = Factors(live[2 * slot], live[2 * slot + 1])
-                    amaxes = pack.amaxes[slot]
-                params[-1] = QuantParams(factors, amaxes if record else None, "encode")
-            slot += width
-        return params
+        live = self.pack.live()
+        return [
+            self._params(index, live, record, experts) if forward and seeded else None
+            for index, (forward, seeded) in enumerate(zip(self.forward, self.seeded, strict=True))
+        ]
 
-    def scale_for(
-        self,
-        index: int,
-        x: Tensor | Prologue | Groups,
-        *,
-        record: bool,
-        is_empty_everywhere: bool = True,
-        experts: range | None = None,
+    def _params(
+        self, index: int, live: Sequence[Any] | None, record: bool, experts: range | None
     ) -> QuantParams:
-        """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record).
-
-        ``is_empty_everywhere``: whether the unsharded tensor is empty, too, if ``x`` is; if it is
-        not, the first scale is kept all the same. ``experts``: which of the module's experts ``x``
-        has.
-        """
+        """The factors of slots that have a scale; ``live`` is the pack's."""
         pack, slot = self.pack, self._slot(index, experts)
-        if record and not self.forward[index]:
-            pack.watch_backward()
-        if not self.is_seeded(index):
-            own = self._own_params(index, x, record, is_empty_everywhere, experts)
-            if own is not None:
-                return own
-        live = pack.live()
+        amaxes = self._amaxes(slot) if record else None
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
         elif isinstance(slot, slice):
             factors = pack.factors_of(slot, self.columns_of(index).start)
         else:
             factors = Factors(live[2 * slot], live[2 * slot + 1])
-        amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
-        return QuantParams(factors, amaxes if record else None, "encode")
+        return QuantParams(factors, amaxes, "encode")
+
+    def _amaxes(self, slot: int | slice) -> Tensor:
+        """The amaxes of a ``_slot``; taking a single one from the list takes the least time."""
+        return self.pack.amaxes[slot] if isinstance(slot, int) else self.pack.amax[slot]
+
+    def scale_for(
+        self, index: int, x: Tensor | Prologue | Groups, *, record: bool,
+        is_empty_everywhere: bool = True, experts: range | None = None,
+    ) -> QuantParams:  # fmt: skip
+        """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record).
+
+        ``is_empty_everywhere``: whether the unsharded tensor is empty, too, if ``x`` is; if it is
+        not, the first scale is kept all the same. ``experts``: which of the module's experts ``x``
+        has.
+        """
+        if record and not self.forward[index]:
+            self.pack.watch_backward()
+        if not self.is_seeded(index):
+            own = self._own_params(index, x, record, is_empty_everywhere, experts)
+            if own is not None:
+                return own
+        return self._params(index, self.pack.live(), record, experts)
 
     def _own_params(
-        self,
-        index: int,
-        x: Tensor | Prologue | Groups,
-        record: bool,
-        is_empty_everywhere: bool,
+        self, index: int, x: Tensor | Prologue | Groups, record: bool, is_empty_everywhere: bool,
         experts: range | None,
-    ) -> QuantParams | None:
+    ) -> QuantParams | None:  # fmt: skip
         """``scale_for`` without history: this tensor's own scale, which is kept if it may be.
 
         None if all slots have one now.
@@ -680,8 +639,7 @@ class DelayedSlots:
         if known is None:
             with torch.inference_mode(False):  # training uses these views, too
                 slot = self._slot(index, experts)
-                amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
-                known = SlotViews.of(pack.factors[:, slot], amaxes)
+                known = SlotViews.of(pack.factors[:, slot], self._amaxes(slot))
             pack.views[key] = known
         return known
 
@@ -747,20 +705,17 @@ class _Answer:
     def get(self) -> bool | None:
         """The value; None if it has not arrived."""
         # A graph that is being captured allows no question about an event.
-        if self._arrived is not None and (
-            torch.cuda.is_current_stream_capturing() or not self._arrived.query()
-        ):
+        is_capturing = self._arrived is not None and torch.cuda.is_current_stream_capturing()
+        if self._arrived is not None and (is_capturing or not self._arrived.query()):
             return None
         return bool(self._value)
 
 
 def own_amax(x: Tensor | Prologue | Groups) -> Tensor:
     """The amax of what this rank has of a tensor: of each matrix, if it is a batch."""
-    if isinstance(x, Tensor):
-        if x.ndim == 3:
-            return amax_of_batch(x)
-        return amax_op("", (x,), x.dtype)
-    return x.amax()
+    if not isinstance(x, Tensor):
+        return x.amax()
+    return amax_of_batch(x) if x.ndim == 3 else amax_op("", (x,), x.dtype)
 
 
 def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:

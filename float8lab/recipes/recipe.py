@@ -21,20 +21,10 @@ from float8lab.arguments import check_instance
 from float8lab.formats import Spec, largest
 
 __all__ = [
-    "ALL",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Float8RowwiseScaling",
-    "Format",
-    "GemmPlan",
-    "LinearPlan",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "Recipe",
-    "check_recipe",
-    "recipe_numbered",
-]
+    "ALL", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Float8RowwiseScaling",
+    "Format", "GemmPlan", "LinearPlan", "MXFP8BlockScaling", "NVFP4BlockScaling", "Recipe",
+    "check_recipe", "recipe_numbered",
+]  # fmt: skip
 
 
 class _FormatPair(NamedTuple):

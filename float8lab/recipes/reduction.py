@@ -32,15 +32,9 @@ from float8lab.ops import NO_DATA
 from float8lab.recipes.delayed import DelayedSlots, ScalePack
 
 __all__ = [
-    "AmaxChannel",
-    "amax_over_ranks",
-    "channel",
-    "channel_of",
-    "group_named",
-    "has_ranks",
-    "includes_shards",
-    "name_of_group",
-]
+    "AmaxChannel", "amax_over_ranks", "channel", "channel_of", "group_named", "has_ranks",
+    "includes_shards", "name_of_group",
+]  # fmt: skip
 
 _Key = tuple[Any, ...]
 _Places = Tensor | slice

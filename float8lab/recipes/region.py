@@ -36,24 +36,10 @@ from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.recipes.recording import CHECKPOINTS
 
 __all__ = [
-    "DEFAULT_RECIPE",
-    "NO_BACKWARD",
-    "PROCESS",
-    "STATE",
-    "Autocast",
-    "ModelInit",
-    "Region",
-    "advance_in_graph",
-    "advance_scales",
-    "capturing",
-    "come_after_in_graph",
-    "current_backward",
-    "in_backward",
-    "inside",
-    "saved_tensors_hooks",
-    "set_clock",
-    "static_tensor",
-]
+    "DEFAULT_RECIPE", "NO_BACKWARD", "PROCESS", "STATE", "Autocast", "ModelInit", "Region",
+    "advance_in_graph", "advance_scales", "capturing", "come_after_in_graph", "current_backward",
+    "in_backward", "inside", "saved_tensors_hooks", "set_clock", "static_tensor",
+]  # fmt: skip
 
 DEFAULT_RECIPE = DelayedScaling()
 """The recipe of an ``autocast`` that is given none."""

@@ -97,10 +97,8 @@ class _Attention(Float8Function):
     @once_differentiable
     def backward(ctx: AutogradContext, dout: Tensor) -> tuple[Tensor | None, ...]:
         *operands, out, lse = ctx.saved_tensors
-        gradients = fp8_attention_backward_op(
-            decoded(dout), *_operands(*operands), out, lse, *ctx.settings
-        )
-        needs = ctx.needs_input_grad[:3]
+        saved, needs = (*_operands(*operands), out, lse), ctx.needs_input_grad[:3]
+        gradients = fp8_attention_backward_op(decoded(dout), *saved, *ctx.settings)
         return (*(g if need else None for g, need in zip(gradients, needs, strict=True)), None)
 
 

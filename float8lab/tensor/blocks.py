@@ -21,18 +21,10 @@ from float8lab.recipes.delayed import QuantParams
 from float8lab.tensor.operands import quantize
 
 __all__ = [
-    "block_amax",
-    "block_of_view",
-    "by_block",
-    "dequantize_blocks",
-    "expand_scale",
-    "quantize_blocks",
-    "quantize_blocks_",
-    "refine_scale",
-    "requantize_blocks",
-    "stores_scales_by_column",
-    "with_block",
-]
+    "block_amax", "block_of_view", "by_block", "dequantize_blocks", "expand_scale",
+    "quantize_blocks", "quantize_blocks_", "refine_scale", "requantize_blocks",
+    "stores_scales_by_column", "with_block",
+]  # fmt: skip
 
 
 def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Tensor:
@@ -98,13 +90,9 @@ def stores_scales_by_column(spec: Spec) -> bool:
 
 
 def quantize_blocks(
-    x: Tensor,
-    spec: Spec,
-    *,
-    scale: Tensor | None = None,
-    amax_epsilon: float = 0.0,
+    x: Tensor, spec: Spec, *, scale: Tensor | None = None, amax_epsilon: float = 0.0,
     known_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """FP8 data, scales and amaxes of a tensor of any number of dimensions.
 
     Args:
@@ -318,11 +306,9 @@ def _groups(
     groups = []
     while left and right:
         a, b = [left.pop(0)], [right.pop(0)]
-        while math.prod(old[d] for d in a) != math.prod(new[d] for d in b):
-            if math.prod(old[d] for d in a) < math.prod(new[d] for d in b):
-                a.append(left.pop(0))
-            else:
-                b.append(right.pop(0))
+        while excess := math.prod(old[d] for d in a) - math.prod(new[d] for d in b):
+            dims, remaining = (a, left) if excess < 0 else (b, right)
+            dims.append(remaining.pop(0))
         groups.append((a, b))
     return groups
 

@@ -54,6 +54,8 @@ c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+Tensors = list[Float8Tensor]
+"""Tensors of a collective of lists: those that a rank gets, or sends."""
 _Begun = tuple[object, ScriptObject] | ScriptObject | None
 """The result of a collective: its outputs and a work handle, or the handle."""
 
@@ -82,11 +84,8 @@ def _pack(x: Float8Tensor) -> Tensor:
     if x._window is not None:
         x._refresh()  # dispatch does not see into lists of lists
     x = cut(x, (1, *x.spec.block[1:]))
-    fields = (
-        x.scale.clone(memory_format=torch.contiguous_format),
-        x.amax.clone(memory_format=torch.contiguous_format),
-        x.qdata,
-    )
+    scales = (t.clone(memory_format=torch.contiguous_format) for t in (x.scale, x.amax))
+    fields = (*scales, x.qdata)
     sizes = [math.prod(t.shape[1:]) * t.element_size() for t in fields]
     rows = [t.view(torch.uint8).reshape(x.shape[0], n) for t, n in zip(fields, sizes, strict=True)]
     return torch.cat(rows, 1)
@@ -115,10 +114,8 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
     )
     scale, amax = block_amax(scales, block), block_amax(amaxes, block)
     differ = block_amax(scales != expand_scale(scale, block, x.shape), block) > 0
-    spec = replace(x.spec, block=block)
-    result = Float8Tensor._make(
-        torch.empty_like(x.qdata), torch.ones_like(scale), torch.zeros_like(amax), spec, x.dtype
-    )
+    buffers = torch.empty_like(x.qdata), torch.ones_like(scale), torch.zeros_like(amax)
+    result = Float8Tensor._make(*buffers, replace(x.spec, block=block), x.dtype)
     values = dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
     everywhere = torch.ones_like(values, dtype=torch.bool)
     merge_into(result, values, everywhere, scale=scale.masked_fill(differ, 0.0), amax=amax)
@@ -249,8 +246,8 @@ class _Work(dist.Work if dist.is_available() else object):  # type: ignore[misc]
 
 @implements(*_existing(c10d, "broadcast_"))
 def _broadcast(
-    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, root: int, *args: object
-) -> tuple[list[Float8Tensor], ScriptObject]:
+    op: OpOverload, tensors: Tensors, group: ScriptObject, root: int, *args: object
+) -> tuple[Tensors, ScriptObject]:
     (x,) = map(_with_rows, tensors)
     me, world = _rank_and_size(group)
     text = _text(x) if me == root else _written(_text(x), x)
@@ -262,7 +259,7 @@ def _broadcast(
     return tensors, _Work([work], finish).boxed()
 
 
-def _receive_each(tensors: Sequence[Float8Tensor], data: Sequence[Tensor]) -> None:
+def _receive_each(tensors: Tensors, data: Sequence[Tensor]) -> None:
     for x, rows in zip(tensors, data, strict=True):
         _receive(x, rows)
 
@@ -274,11 +271,7 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 @implements(*_existing(c10d, "allgather_", "gather_"))
 def _gather_list(
-    op: OpOverload,
-    outputs: list[list[Float8Tensor]],
-    inputs: list[Float8Tensor],
-    group: ScriptObject,
-    *args: object,
+    op: OpOverload, outputs: list[Tensors], inputs: Tensors, group: ScriptObject, *args: object
 ) -> object:
     """Gather on every rank, or on the root, whose number is the first of ``args``."""
     (x,), root = map(_with_rows, inputs), None if op is c10d.allgather_.default else args[0]
@@ -295,13 +288,9 @@ def _gather_list(
 
 @implements(*_existing(c10d, "scatter_"))
 def _scatter_list(
-    op: OpOverload,
-    outputs: list[Float8Tensor],
-    inputs: list[list[Float8Tensor]],
-    group: ScriptObject,
-    root: int,
+    op: OpOverload, outputs: Tensors, inputs: list[Tensors], group: ScriptObject, root: int,
     *args: object,
-) -> tuple[list[Float8Tensor], ScriptObject]:
+) -> tuple[Tensors, ScriptObject]:  # fmt: skip
     (x,) = map(_with_rows, outputs)
     sources = [_with_rows(source) for source in inputs[0]] if inputs else []
     if isinstance(x, Float8Tensor):  # shards of a tensor, whose edges have cut blocks
@@ -321,12 +310,8 @@ def _scatter_list(
 
 @implements(*_existing(c10d, "alltoall_"))
 def _all_to_all_list(
-    op: OpOverload,
-    outputs: list[Float8Tensor],
-    inputs: list[Float8Tensor],
-    group: ScriptObject,
-    *args: object,
-) -> tuple[list[Float8Tensor], ScriptObject]:
+    op: OpOverload, outputs: Tensors, inputs: Tensors, group: ScriptObject, *args: object
+) -> tuple[Tensors, ScriptObject]:
     """Exchange lists as one tensor of bytes, since gloo has no such collective of lists."""
     sources, targets = ([_with_rows(x) for x in tensors] for tensors in (inputs, outputs))
     _agree(group, list(map(_text, sources)), [_written(_text(x), x) for x in targets])
@@ -357,14 +342,9 @@ def _all_gather_base(
 
 @implements(*_existing(c10d, "alltoall_base_"))
 def _all_to_all_base(
-    op: OpOverload,
-    out: Float8Tensor,
-    x: Float8Tensor,
-    group: ScriptObject,
-    out_splits: Sequence[int],
-    in_splits: Sequence[int],
-    *args: object,
-) -> ScriptObject:
+    op: OpOverload, out: Float8Tensor, x: Float8Tensor, group: ScriptObject,
+    out_splits: Sequence[int], in_splits: Sequence[int], *args: object,
+) -> ScriptObject:  # fmt: skip
     _, world = _rank_and_size(group)
     sends = _texts(x, world, "the input", in_splits)
     expects = [_written(text, out) for text in _texts(out, world, "the output", out_splits)]
@@ -377,11 +357,7 @@ def _all_to_all_base(
 
 @implements(*_existing(c10d, "allgather_coalesced_"))
 def _all_gather_lists(
-    op: OpOverload,
-    outputs: list[list[Float8Tensor]],
-    inputs: list[Float8Tensor],
-    group: ScriptObject,
-    *args: object,
+    op: OpOverload, outputs: list[Tensors], inputs: Tensors, group: ScriptObject, *args: object
 ) -> ScriptObject:
     columns = zip(zip(*outputs, strict=True), inputs, strict=True)
     gather = c10d.allgather_.default
@@ -423,9 +399,7 @@ def _with_values(
 
 
 @implements(*_existing(c10d, "allreduce_", "allreduce_coalesced_"))
-def _all_reduce(
-    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, *args: object
-) -> object:
+def _all_reduce(op: OpOverload, tensors: Tensors, group: ScriptObject, *args: object) -> object:
     _, world = _rank_and_size(group)
     text = "; ".join(map(_value, tensors))
     _agree(group, [text] * world, [_written(text, *tensors)] * world)
@@ -435,13 +409,9 @@ def _all_reduce(
 
 @implements(*_existing(c10d, "reduce_"))
 def _reduce(
-    op: OpOverload,
-    tensors: list[Float8Tensor],
-    group: ScriptObject,
-    reduce_op: ScriptObject,
-    root: int,
+    op: OpOverload, tensors: Tensors, group: ScriptObject, reduce_op: ScriptObject, root: int,
     *args: object,
-) -> ScriptObject:
+) -> ScriptObject:  # fmt: skip
     me, world = _rank_and_size(group)
     text = "; ".join(map(_value, tensors))
     sends = [text if rank == root else _NOTHING for rank in range(world)]
@@ -452,12 +422,8 @@ def _reduce(
 
 @implements(*_existing(c10d, "reduce_scatter_"))
 def _reduce_scatter_list(
-    op: OpOverload,
-    outputs: list[Tensor],
-    inputs: list[list[Tensor]],
-    group: ScriptObject,
-    *args: object,
-) -> tuple[list[Tensor], ScriptObject]:
+    op: OpOverload, outputs: Tensors, inputs: list[Tensors], group: ScriptObject, *args: object
+) -> tuple[Tensors, ScriptObject]:
     _, world = _rank_and_size(group)
     expected = _written(_value(outputs[0]), *outputs)
     _agree(group, list(map(_value, inputs[0])), [expected] * world)
@@ -505,7 +471,7 @@ def _in_stored_order(scales: Tensor, spec: Float8Spec) -> Tensor:
 
 @implements(*_existing(c10d, "send"))
 def _send(
-    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, target: int, tag: int
+    op: OpOverload, tensors: Tensors, group: ScriptObject, target: int, tag: int
 ) -> ScriptObject:
     buffers = [t.contiguous() for x in tensors for t in _travelling(x)]
     return _Work([_begun(op([t], group, target, tag)) for t in buffers]).boxed()
@@ -520,9 +486,7 @@ def _buffer_like(x: Float8Tensor) -> Float8Tensor:
     return Float8Tensor(x.qdata.new_empty(x.shape), scale, amax, x.spec, x.dtype)
 
 
-def _arriving(
-    tensors: list[Float8Tensor], group: ScriptObject
-) -> tuple[list[Tensor], Callable[[], None]]:
+def _arriving(tensors: Tensors, group: ScriptObject) -> tuple[list[Tensor], Callable[[], None]]:
     """Contiguous tensors to receive into, and what writes them to ``tensors`` when all arrived.
 
     Torch has no work for each of the calls that it coalesces, so nothing can be done after them:
@@ -557,16 +521,14 @@ def _arriving(
 
 @implements(*_existing(c10d, "recv_"))
 def _recv(
-    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, source: int, tag: int
+    op: OpOverload, tensors: Tensors, group: ScriptObject, source: int, tag: int
 ) -> ScriptObject:
     buffers, finish = _arriving(tensors, group)
     return _Work([_begun(op([t], group, source, tag)) for t in buffers], finish).boxed()
 
 
 @implements(*_existing(c10d, "recv_any_source_"))
-def _recv_any(
-    op: OpOverload, tensors: list[Float8Tensor], group: ScriptObject, tag: int
-) -> ScriptObject:
+def _recv_any(op: OpOverload, tensors: Tensors, group: ScriptObject, tag: int) -> ScriptObject:
     """Wait for the first message, which tells the rank that sends the other ones."""
     buffers, finish = _arriving(tensors, group)
     if not buffers:
@@ -601,7 +563,7 @@ def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> objec
     qdata = gather(x.qdata.view(torch.uint8)).view(x.qdata.dtype)
     scale, amax = gather(x.scale), gather(x.amax)
     if x.spec.per_tensor and bool((scale == scale[:1]).all()):
-        return Float8Tensor._make(qdata, scale[:1], amax.amax(0, keepdim=True), x.spec, x.dtype)
+        scale, amax, spec = scale[:1], amax.amax(0, keepdim=True), x.spec
     return Float8Tensor._make(qdata, scale, amax, spec, x.dtype)
 
 
@@ -623,9 +585,7 @@ def _pad(op: OpOverload, x: Float8Tensor, pad: Sequence[int], value: float = 0) 
 
 
 @implements(*_existing(functional, "all_gather_into_tensor_coalesced"))
-def _all_gather_many(
-    op: OpOverload, tensors: list[Float8Tensor], size: int, group: str
-) -> list[Tensor]:
+def _all_gather_many(op: OpOverload, tensors: Tensors, size: int, group: str) -> list[Tensor]:
     return [functional.all_gather_into_tensor(x, size, group) for x in tensors]
 
 

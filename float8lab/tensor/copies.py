@@ -30,13 +30,9 @@ def _clone(
 
 @implements(aten._to_copy.default)
 def _to_copy(
-    op: OpOverload,
-    x: Float8Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    memory_format: torch.memory_format | None = None,
-    **kwargs: object,
-) -> object:
+    op: OpOverload, x: Float8Tensor, *, dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None, **kwargs: object,
+) -> object:  # fmt: skip
     if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
         return NotImplemented
     result = x.replace(
@@ -118,13 +114,9 @@ def _random(op: OpOverload, x: Float8Tensor, *args: object, **kwargs: object) ->
 
 @implements(aten.empty_like.default)
 def _empty_like(
-    op: OpOverload,
-    x: Float8Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    memory_format: torch.memory_format | None = None,
-    **kwargs: object,
-) -> Tensor:
+    op: OpOverload, x: Float8Tensor, *, dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None, **kwargs: object,
+) -> Tensor:  # fmt: skip
     # A call with a memory format gets an ordinary tensor: torch's own functions and gradients
     # allocate buffers so. In C++ ``1 - x`` is ``empty_like(x, preserve).fill_(1).sub_(x)``.
     if memory_format is not None or (dtype is not None and dtype not in DEQUANTIZED_DTYPES):
@@ -137,13 +129,9 @@ def _empty_like(
 
 @implements(aten.new_empty.default, aten.new_zeros.default)
 def _new(
-    op: OpOverload,
-    x: Float8Tensor,
-    size: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
+    op: OpOverload, x: Float8Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None,
     **kwargs: object,
-) -> object:
+) -> object:  # fmt: skip
     if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
         return op(x.qdata, size, dtype=dtype, **kwargs)
     spec = x.spec.expand(len(size))
@@ -160,12 +148,9 @@ def _new(
     aten.randint_like.low_dtype,
 )
 def _plain_like(
-    op: OpOverload,
-    x: Float8Tensor,
-    *args: object,
-    dtype: torch.dtype | None = None,
+    op: OpOverload, x: Float8Tensor, *args: object, dtype: torch.dtype | None = None,
     **kwargs: object,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return an ordinary tensor, which is mostly an optimizer's state and would suffer in FP8."""
     return op(x.qdata, *args, dtype=dtype or x.dtype, **kwargs)
 

@@ -15,15 +15,9 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 __all__ = [
-    "EXPORT",
-    "AutogradContext",
-    "Float8Function",
-    "GradientMap",
-    "is_exporting",
-    "once_differentiable",
-    "version_of",
-    "wanted_gradients",
-]
+    "EXPORT", "AutogradContext", "Float8Function", "GradientMap", "is_exporting",
+    "once_differentiable", "version_of", "wanted_gradients",
+]  # fmt: skip
 
 _INSTEAD = (
     "Compute this part with torch's own layers and tensors: float8lab.to_high_precision(model), "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -22,19 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8lab.tensor.window import StoredInBlocks, Window, merge_into
 
 __all__ = [
-    "ANY_VIEW",
-    "announce",
-    "announce_address",
-    "check_size",
-    "fallback",
-    "implements",
-    "implements_composite",
-    "overloads",
-    "run_fallback",
-    "storage_without_memory",
-    "table",
+    "ANY_VIEW", "announce", "announce_address", "check_size", "fallback", "implements",
+    "implements_composite", "overloads", "run_fallback", "storage_without_memory", "table",
     "written_tensors",
-]
+]  # fmt: skip
 
 Handler = Callable[..., object]
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
@@ -81,12 +73,10 @@ _PARTIAL = frozenset(
 _POLICIES = ("error", "warn", "silent")
 
 
+@dataclass(slots=True)
 class _Policy:
-    __slots__ = ("name", "warned")
-
-    def __init__(self) -> None:
-        self.name = "warn"
-        self.warned: set[OpOverload | str] = set()
+    name: str = "warn"
+    warned: set[OpOverload | str] = field(default_factory=set)
 
 
 _POLICY = _Policy()
@@ -201,15 +191,10 @@ def announce(op: OpOverload) -> None:
         )
 
 
-def _announce_update(
-    op: OpOverload,
-    written: Sequence[Quantized],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-) -> None:
+def _announce_update(op: OpOverload, written: Sequence[Quantized], arguments: object) -> None:
     """Warn, once, that an update of a parameter stored in FP8 is rounded away."""
     targets = {id(x) for x in written}
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     update = any(id(x) not in targets for x in tensors)  # nn.init and clamping: no other tensor
     if update and _POLICY.name == "warn" and "update" not in _POLICY.warned:
         _POLICY.warned.add("update")
@@ -254,13 +239,9 @@ def storage_without_memory(storage: torch.UntypedStorage, owner: Tensor) -> torc
 
 
 def run_fallback(
-    cls: type[Tensor],
-    op: OpOverload,
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    *,
+    cls: type[Tensor], op: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], *,
     quiet: bool = False,
-) -> object:
+) -> object:  # fmt: skip
     """Run ``op`` on dequantized arguments and requantize those that it wrote in place.
     An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
     was given one only as its ``out`` does."""
@@ -269,7 +250,7 @@ def run_fallback(
     if not quiet and not in_place:
         announce(op)
     if in_place and any(x.requires_grad for x in written):
-        _announce_update(op, written, args, kwargs)
+        _announce_update(op, written, (args, kwargs))
     plain: dict[int, Tensor] = {}
 
     def dequantized(x: Quantized) -> Tensor:
@@ -286,9 +267,8 @@ def run_fallback(
     for index, x in enumerate(written):
         value = plain[id(x)]
         if partial and x._window is None:
-            merge_into(
-                x, value, (value != before[index]) & ~(value.isnan() & before[index].isnan())
-            )
+            old = before[index]
+            merge_into(x, value, (value != old) & ~(value.isnan() & old.isnan()))
         else:
             x.requantize_(value)
     if not written:

@@ -97,13 +97,9 @@ class Float4Tensor(Tensor):
     """The dequantized copy of which ``data_ptr`` gave the address."""
 
     def __new__(
-        cls,
-        packed: Tensor,
-        scale: Tensor,
-        tensor_scale: Tensor | None,
-        spec: Spec,
+        cls, packed: Tensor, scale: Tensor, tensor_scale: Tensor | None, spec: Spec,
         dtype: torch.dtype,
-    ) -> Float4Tensor:
+    ) -> Float4Tensor:  # fmt: skip
         """Make a tensor of these."""
         check_instance("spec", spec, Spec, "a Float4Spec")
         if not spec.is_packed:

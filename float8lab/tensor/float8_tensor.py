@@ -61,12 +61,10 @@ def _check_fields(
     """Raise unless these can be the fields of one tensor."""
     check_instance("spec", spec, Float8Spec, "a Float8Spec")
     check_dtype("dtype", dtype, DEQUANTIZED_DTYPES, optional=False)
-    for name, tensor, stored in (
-        ("qdata", qdata, spec.fp8_dtype),
-        ("scale", scale, torch.float32),
-        ("amax", amax, torch.float32),
-    ):
+    scales = {"scale": scale, "amax": amax}
+    for name, tensor in {"qdata": qdata, **scales}.items():
         check_tensor(name, tensor)
+        stored = torch.float32 if name in scales else spec.fp8_dtype
         if tensor.dtype != stored:
             raise TypeError(
                 f"{name} must be of {stored} for {spec.describe()}; got {shown(tensor)}. "
@@ -78,8 +76,8 @@ def _check_fields(
             f"{spec.block}. See Float8Spec.expand."
         )
     shape = spec.scale_shape(tuple(qdata.shape))
-    for name, tensor in (("scale", scale), ("amax", amax)):
-        advice = f"Give one number for each block of {spec.block}, as quantize() does."
+    advice = f"Give one number for each block of {spec.block}, as quantize() does."
+    for name, tensor in scales.items():
         check_shape(name, tensor, shape, advice)
 
 
@@ -153,12 +151,9 @@ class Float8Tensor(Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Tensor],
-        context: tuple[Float8Spec, torch.dtype, bool],
-        outer_size: torch.Size,
-        outer_stride: Sequence[int],
-    ) -> Float8Tensor:
+        cls, inner: dict[str, Tensor], context: tuple[Float8Spec, torch.dtype, bool],
+        outer_size: torch.Size, outer_stride: Sequence[int],
+    ) -> Float8Tensor:  # fmt: skip
         spec, dtype, shares_blocks = context
         x = cls._make(inner["qdata"], inner["scale"], inner["amax"], spec, dtype)
         if shares_blocks:
@@ -167,12 +162,9 @@ class Float8Tensor(Tensor):
 
     @classmethod
     def __torch_function__(  # torch's stub lacks the defaults
-        cls,
-        function: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
+        cls, function: Callable[..., object], types: Sequence[type], args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         if len(types) > 1 and not all(issubclass(t, cls) or _has_default_hook(t) for t in types):
             return NotImplemented  # the other class handles the call
         kwargs = kwargs or {}
@@ -187,12 +179,9 @@ class Float8Tensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub omits the first argument
-        cls,
-        op: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
+        cls, op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         if not all(t in PLAIN or issubclass(t, Float8Tensor) for t in types):
             return NotImplemented
         _refresh_views(args)
@@ -220,9 +209,8 @@ class Float8Tensor(Tensor):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Float8Tensor:
         """A tensor of this class and spec with ``function`` applied to each of its tensors."""
-        return self.replace(
-            qdata=function(self.qdata), scale=function(self.scale), amax=function(self.amax)
-        )
+        qdata, scale, amax = map(function, (self.qdata, self.scale, self.amax))
+        return self._make(qdata, scale, amax, self.spec, self.dtype)
 
     def dequantize(self) -> Tensor:
         """The tensor in its high-precision ``dtype``; differentiable, the gradient passes through.
@@ -513,8 +501,7 @@ def _values(x: Float8Tensor) -> str:
         scale = expand_scale(scale, x.spec.block, x.shape)
     with torch._tensor_str.printoptions(threshold=threshold):
         text = repr((q.float() * scale).to(x.dtype).float().cpu())
-    body = text[len("tensor(") : -1]
-    return body.replace("\n       ", "\n             ")
+    return text[len("tensor(") : -1].replace("\n       ", "\n             ")
 
 
 class _Dequantize(Float8Function):
@@ -581,8 +568,8 @@ def quantize(
                  amax=448, scale=1,
                  health: 50% saturated, 0% subnormal, 0% zero)
     """
-    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+    got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+    if got not in HIGH_PRECISION_DTYPES:
         raise TypeError(
             f"x must be a float32, bfloat16 or float16 tensor; got {got}. Convert it first."
         )
@@ -596,8 +583,7 @@ def quantize(
         check_number("amax_epsilon", amax_epsilon, minimum=0)
         if scale is not None and not hasattr(scale, "__array__"):
             check_number("scale", scale, above=0)
-    if isinstance(x, Float8Tensor):
-        x = x.dequantize()
+    x = x.dequantize() if isinstance(x, Float8Tensor) else x
     spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
     if len(spec.block) not in (2, x.ndim):
         raise ValueError(

@@ -24,11 +24,11 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
+_Function = Callable[[Tensor], Tensor]
+
+
 def _fresh(
-    x: Float8Tensor,
-    data: Callable[[Tensor], Tensor],
-    scales: Callable[[Tensor], Tensor],
-    block: Sequence[int],
+    x: Float8Tensor, data: _Function, scales: _Function, block: Sequence[int]
 ) -> Float8Tensor:
     """A new tensor made of ``x`` by one function of its bytes and one of its scales."""
     q = data(x.qdata.view(torch.uint8)).view(x.qdata.dtype)

@@ -110,14 +110,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object
     """The GEMM at once, where torch would split it only for autograd or autocast."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type):
         return NotImplemented
-    vectors = () if bias is None else (bias,)
-    if not all(
-        _needs_no_autograd(x) and x.device == input.device for x in (input, weight, *vectors)
-    ):
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    if not all(_needs_no_autograd(x) and x.device == input.device for x in tensors):
         return NotImplemented
-    if any(x.ndim != 2 for x in (input, weight)) or any(x.ndim != 1 for x in vectors):
-        return NotImplemented
-    if input.shape[1] != weight.shape[1]:
+    if [x.ndim for x in tensors] != [2, 2, 1][: len(tensors)] or input.shape[1] != weight.shape[1]:
         return NotImplemented  # torch has a message
     return _fp8_mm(input, weight, bias)
 
@@ -154,8 +150,8 @@ def _matrices(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _O
         spec = replace(_spec_of(partner), block=(1, *block))
         q, scale, _ = quantize_blocks(x.mT if transposed else x, spec)
         return _Operand(q, scale, block)
+    q, rows = x.qdata, x.spec.block[1 + transposed]
     scale = refine_scale(x.scale, x.shape[0], x.spec.block[0], 1, 0)
-    q, scale, rows = x.qdata, scale, x.spec.block[1 + transposed]
     if transposed:
         q, scale = q.mT, scale.mT
     return _Operand(q, refine_scale(scale, q.shape[1], rows, block[0], 1), block)
@@ -201,13 +197,9 @@ if hasattr(aten, "_grouped_mm"):  # not every torch has it
 
     @implements(aten._grouped_mm.default)
     def _grouped_mm(
-        op: OpOverload,
-        a: Tensor,
-        b: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> _Result:
+        op: OpOverload, a: Tensor, b: Tensor, offs: Tensor | None = None,
+        bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    ) -> _Result:  # fmt: skip
         by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
         if offs is not None and by_rows and (a.shape[1], offs.shape) == (b.shape[1], b.shape[:1]):
             return _fp8_grouped_mm(a, b, offs)

@@ -79,13 +79,9 @@ def _backward(  # noqa: PLR0913  # torch's arguments
 
 @implements(aten.native_layer_norm.default)
 def _layer_norm(
-    op: OpOverload,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
+    op: OpOverload, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _forward(x, shape, weight, bias, eps, center=True)
 
 
@@ -120,17 +116,14 @@ def _fused_rms_norm_backward(
     autocast=lambda device: torch.float32 if device == "cuda" else None,
 )
 def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     eps: float | None = None,
-) -> object:
-    x, shape = input, normalized_shape
-    if list(x.shape[x.ndim - len(shape) :]) != list(shape) or not x.is_floating_point():
+) -> object:  # fmt: skip
+    x, shape = input, list(normalized_shape)
+    sizes = [x.shape[x.ndim - len(shape) :], shape if weight is None else weight.shape]
+    if any(list(size) != shape for size in sizes) or not x.is_floating_point():
         return NotImplemented  # torch has a message for each
-    if weight is not None and list(weight.shape) != list(shape):
-        return NotImplemented
-    return _RMSNorm.run(x, weight, shape, _rms_eps(x, eps))
+    return _RMSNorm.run(x, weight, normalized_shape, _rms_eps(x, eps))
 
 
 class _RMSNorm(Float8Function):

@@ -36,15 +36,10 @@ Matrix = Tensor | Prologue | Groups
 
 
 def quantize(
-    x: Matrix,
-    rowwise: Spec | None,
-    columnwise: Spec | None = None,
-    params: QuantParams | None = None,
-    epsilon: float = 0.0,
-    dbias: bool = False,
-    align: int = ALIGN,
-    keep_amaxes: bool = False,
-) -> Quantized:
+    x: Matrix, rowwise: Spec | None, columnwise: Spec | None = None,
+    params: QuantParams | None = None, epsilon: float = 0.0, dbias: bool = False,
+    align: int = ALIGN, keep_amaxes: bool = False,
+) -> Quantized:  # fmt: skip
     """Cast a matrix to FP8, from one read where both orientations have one spec.
 
     The result depends on the arguments alone; the amax is recorded in the slot of ``params``.
@@ -103,14 +98,9 @@ _planned_quantize = planned(quantize)
 
 
 def replayed_quantize(
-    x: Matrix,
-    rowwise: Spec | None,
-    columnwise: Spec | None,
-    params: QuantParams | None,
-    epsilon: float,
-    dbias: bool,
-    align: int,
-) -> Quantized:
+    x: Matrix, rowwise: Spec | None, columnwise: Spec | None, params: QuantParams | None,
+    epsilon: float, dbias: bool, align: int,
+) -> Quantized:  # fmt: skip
     """``quantize`` as a list of launches of its own: a collective separates it from the GEMM."""
     on_gpu = (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
     run = _planned_quantize if on_gpu else quantize

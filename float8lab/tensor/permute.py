@@ -31,21 +31,11 @@ from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
 
 __all__ = [
-    "are_sizes",
-    "check_integers",
-    "check_probs",
-    "check_tokens",
-    "gather_rows",
-    "map_of_chunks",
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-    "routed",
+    "are_sizes", "check_integers", "check_probs", "check_tokens", "gather_rows", "map_of_chunks",
+    "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
+    "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "routed",
     "scatter_rows",
-]
+]  # fmt: skip
 
 
 def moe_permute(
@@ -115,8 +105,7 @@ def moe_permute_with_probs(
     check_tokens("inp", inp)
     row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, "mask")
     check_probs("probs", probs, tuple(routing_map.shape))
-    y, permuted = scatter_rows(inp, row_map, rows, probs)
-    return y, permuted, row_map
+    return *scatter_rows(inp, row_map, rows, probs), row_map
 
 
 class PaddedRows(NamedTuple):
@@ -226,23 +215,21 @@ def moe_unpermute(
             f"{shown(row_id_map)}. Pass what moe_permute returned last."
         )
     entries, places = row_id_map.shape[0], row_id_map.shape[1] - 1
-    if probs is not None:
-        if merging_probs is not None:
-            raise ValueError(
-                f"probs must be None with merging_probs; got {shown(probs)}. It is an older name: "
-                "pass merging_probs alone."
-            )
-        merging_probs = probs
+    if probs is not None and merging_probs is not None:
+        raise ValueError(
+            f"probs must be None with merging_probs; got {shown(probs)}. It is an older name: "
+            "pass merging_probs alone."
+        )
+    merging_probs = probs if merging_probs is None else merging_probs
     if pad_offsets is not None:
         check_integers("pad_offsets", pad_offsets, 1)
     tokens = _tokens_to_restore(restore_shape, entries, inp.shape[1], pad_offsets is not None)
     if merging_probs is not None:
         check_probs("merging_probs", merging_probs, (tokens, places))
-    if tokens == entries:
-        return gather_rows(inp, row_id_map, merging_probs)
-    if merging_probs is not None:
-        merging_probs = _with_zeros(merging_probs, entries)
-    return gather_rows(inp, row_id_map, merging_probs)[:tokens]
+        if tokens != entries:
+            merging_probs = _with_zeros(merging_probs, entries)
+    merged = gather_rows(inp, row_id_map, merging_probs)
+    return merged if tokens == entries else merged[:tokens]
 
 
 def _tokens_to_restore(
@@ -250,14 +237,12 @@ def _tokens_to_restore(
 ) -> int:
     """How many of the row map's entries are tokens; the others are padding."""
     shape = tuple(restore_shape) if isinstance(restore_shape, (tuple, list)) else ()
-    tokens = entries
-    if padded:
-        if len(shape) != 2:
-            raise ValueError(
-                f"restore_shape must be the shape of the tokens with pad_offsets; got "
-                f"{shown(restore_shape)}. Pass tokens.shape."
-            )
-        tokens = min(entries, check_size("restore_shape[0]", shape[0]))
+    if padded and len(shape) != 2:
+        raise ValueError(
+            f"restore_shape must be the shape of the tokens with pad_offsets; got "
+            f"{shown(restore_shape)}. Pass tokens.shape."
+        )
+    tokens = min(entries, check_size("restore_shape[0]", shape[0])) if padded else entries
     expected = (tokens, features)
     if restore_shape is not None and shape != expected:
         raise ValueError(
@@ -496,16 +481,16 @@ def _scattered(
     x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Rows, and their probabilities if there are any."""
-    if not isinstance(x, Float8Tensor):
+    if isinstance(x, Float8Tensor):
+        x = _of_rows(x)
+        shared = x.spec.block[0] == -1
+        scales = (None, None) if shared else (x.scale, x.amax)
+        data = x.qdata.view(torch.uint8)
+        data, row_probs, *moved = scatter_rows_op(data, row_map, rows, probs, None, *scales)
+        scale, amax = (x.scale.clone(), x.amax.clone()) if shared else moved
+        y: Tensor = x.replace(qdata=data.view(x.qdata.dtype), scale=scale, amax=amax)
+    else:
         y, row_probs, *_ = scatter_rows_op(x, row_map, rows, probs)
-        return y, None if probs is None else row_probs
-    x = _of_rows(x)
-    shared = x.spec.block[0] == -1
-    scales = (None, None) if shared else (x.scale, x.amax)
-    data = x.qdata.view(torch.uint8)
-    data, row_probs, *moved = scatter_rows_op(data, row_map, rows, probs, None, *scales)
-    scale, amax = (x.scale.clone(), x.amax.clone()) if shared else moved
-    y = x.replace(qdata=data.view(x.qdata.dtype), scale=scale, amax=amax)
     return y, None if probs is None else row_probs
 
 
@@ -520,8 +505,7 @@ def _gathered(
         data, columns = y.qdata, y.spec.block[1]
         scale = y.scale.expand(y.shape[0], y.scale.shape[1])
         blocks = scale, max(y.shape[1], 1) if columns == -1 else columns
-    x, back = gather_rows_op(data, row_map, y.dtype, probs, row_probs, *blocks)
-    return x, back
+    return gather_rows_op(data, row_map, y.dtype, probs, row_probs, *blocks)
 
 
 class _Scatter(Float8Function):

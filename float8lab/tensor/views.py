@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from float8lab.formats import Float8Spec
 from float8lab.tensor.blocks import block_of_view, expand_scale, refine_scale
 from float8lab.tensor.dispatch import ANY_VIEW, implements
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -29,14 +28,9 @@ aten = torch.ops.aten
 
 
 def view_of(
-    x: Float8Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    block: tuple[int, ...],
-    step: Step,
-    *,
-    partial: bool = False,
-    copied: bool = False,
-) -> Float8Tensor:
+    x: Float8Tensor, tensors: tuple[Tensor, Tensor, Tensor], block: tuple[int, ...], step: Step, *,
+    partial: bool = False, copied: bool = False,
+) -> Float8Tensor:  # fmt: skip
     """The view of ``x`` made of these data, scales and amaxes, in blocks of its own.
 
     Args:
@@ -46,13 +40,9 @@ def view_of(
     """
     result = x._make(*tensors, replace(x.spec, block=block), x.dtype)
     if x._window is not None or partial or copied:
-        if x._window is not None and x._window.base is None:
-            window = x._window
-        else:
-            # The base is an alias: later changes of what x's name refers to leave the view alone.
-            window = x._window or Window(base=x.map(lambda t: t))
-            window = window.then(step, copied=copied)
-        result._window = window
+        # The base is an alias: later changes of what x's name refers to leave the view alone.
+        window = x._window or Window(base=x.map(lambda t: t))
+        result._window = window if window.base is None else window.then(step, copied=copied)
     torch._functionalize_unsafe_set(result, x)  # autograd and compilers see one storage
     return result
 
@@ -60,9 +50,8 @@ def view_of(
 def cut(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
     """The same data in smaller blocks, whose scales are copies."""
     scale, amax = x.scale, x.amax
-    for dim, (length, old, new) in enumerate(zip(x.shape, x.spec.block, block, strict=True)):
-        scale = refine_scale(scale, length, old, new, dim)
-        amax = refine_scale(amax, length, old, new, dim)
+    for dim, sizes in enumerate(zip(x.shape, x.spec.block, block, strict=True)):
+        scale, amax = (refine_scale(t, *sizes, dim) for t in (scale, amax))
     return x._make(x.qdata, scale, amax, replace(x.spec, block=block), x.dtype)
 
 
@@ -105,7 +94,7 @@ def _view(op: OpOverload, x: Float8Tensor, size: Sequence[int]) -> Float8Tensor:
     if shape == tuple(x.shape):
         return view_of(x, (q, x.scale, x.amax), x.spec.block, step)
     if q.numel() == 0:
-        spec = Float8Spec(x.spec.fp8_dtype, x.spec.block, x.spec.scale_rule).expand(len(shape))
+        spec = x.spec.expand(len(shape))
         scale = x.scale.new_ones(spec.scale_shape(shape))
         return view_of(x, (q, scale, torch.zeros_like(scale)), spec.block, step)
     block, needed = block_of_view(tuple(x.shape), shape, x.spec.block)
@@ -155,13 +144,9 @@ def _expand(
 
 @implements(aten.slice.Tensor)
 def _slice(
-    op: OpOverload,
-    x: Float8Tensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
+    op: OpOverload, x: Float8Tensor, dim: int = 0, start: int | None = None, end: int | None = None,
     step: int = 1,
-) -> Float8Tensor:
+) -> Float8Tensor:  # fmt: skip
     dim %= x.ndim
     size, block = x.shape[dim], x.spec.block[dim]
     q = op(x.qdata, dim, start, end, step)
@@ -239,12 +224,9 @@ def _unbind(op: OpOverload, x: Float8Tensor, dim: int = 0) -> list[Float8Tensor]
 
 @implements(aten.as_strided.default)
 def _as_strided(
-    op: OpOverload,
-    x: Float8Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
+    op: OpOverload, x: Float8Tensor, size: Sequence[int], stride: Sequence[int],
     storage_offset: int | None = None,
-) -> Float8Tensor:
+) -> Float8Tensor:  # fmt: skip
     """Find the slices and the permutation that strides mean, since strides tell no scales."""
     size, stride = tuple(size), tuple(stride)
     offset = 0 if storage_offset is None else storage_offset - int(x.storage_offset())

@@ -105,13 +105,9 @@ class Window:
 
 
 def merge_into(
-    x: StoredInBlocks,
-    new: Tensor,
-    mask: Tensor,
-    *,
-    scale: Tensor | None = None,
+    x: StoredInBlocks, new: Tensor, mask: Tensor, *, scale: Tensor | None = None,
     amax: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Requantize the blocks of ``x`` in which ``mask`` is true anywhere; leave the others.
 
     Args:

@@ -7,12 +7,12 @@ from docs.make_performance import RESULTS
 
 TOLERANCE = 0.10
 BEYOND = {
-    ("4 ranks, 8 layers, sequence 8192, compile", "FP8 compute + FP8 all-gather"),
-    ("4 ranks, 8 layers, sequence 8192, compile", "FP8-stored weights, fp32 masters"),
-    ("4 ranks, 8 layers, sequence 8192, eager", "FP8-stored weights, fp32 masters"),
+    ("2 ranks, 8 layers, sequence 8192, eager", "FP8 compute + FP8 all-gather"),
+    ("2 ranks, 8 layers, sequence 8192, eager", "FP8-stored weights, fp32 masters"),
+    ("train_fsdp.py", "FP8: peak of"),
 }
-"""Rows of 4 GPUs whose host, as RESULTS.md says there, took longer to issue a step than the GPUs
-to run it. There is none of 1 or 2 GPUs."""
+"""Rows of a host that, as RESULTS.md says there, took longer to issue a step than the GPUs to run
+it; and memory from before layers computed casts again in place of keeping them."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_every_row_is_predicted_within_10_percent_or_says_why_not(rows):
     wrong = [
         (one.table, one.row, one.measured, one.predicted)
         for one in rows
-        if abs(one.error) > TOLERANCE and (one.table.partition(": ")[2], one.row) not in BEYOND
+        if abs(one.error) > TOLERANCE and (one.table.rpartition(": ")[2], one.row) not in BEYOND
     ]
     assert not wrong
     silent = [(one.table, one.row) for one in rows if one.predicted is None and not one.why_not]
@@ -33,14 +33,13 @@ def test_every_row_is_predicted_within_10_percent_or_says_why_not(rows):
 
 def test_every_section_that_can_be_predicted_is(rows):
     sections = {one.table.partition(":")[0] for one in rows if one.predicted is not None}
-    more = {"fsdp", "On 2 H200s", "memory", "Memory of compiled layers", "train_fsdp.py"}
-    assert sections >= {*scale.ROWS, *more}
+    assert sections >= {*scale.ROWS, "fsdp", "memory", "train_fsdp.py"}
 
 
 def test_the_table_that_is_printed(capsys):
     assert scale.main() == 0
     out = capsys.readouterr().out
-    assert "converted, rowwise, compile" in out
+    assert "converted, current, compile" in out
     assert "rows are not predicted: another library's\n" in out
 
 

@@ -16,7 +16,7 @@ import torch
 
 import float8lab
 from float8lab.inspect import CheckpointError, checkpoint, diff
-from float8lab.inspect.checkpoint import page
+from float8lab.inspect.checkpoint.page import page
 from tests.checkpoints.test_opening import dcp_save, fp8_state, refused
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")

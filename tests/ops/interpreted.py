@@ -389,8 +389,7 @@ def check_router() -> None:
 
 def check_cross_entropy() -> None:
     """Rows of one block, of several and of a part of one; shards of nothing but -inf; strides."""
-    config = cross_entropy.CONFIGS["forward"]
-    cross_entropy.CONFIGS.update(dict.fromkeys(cross_entropy.CONFIGS, config._replace(block=64)))
+    cross_entropy.BLOCK = 64
     for M, V, dtype in ((5, 300, FP32), (3, 64, BF16), (1, 1, FP32), (4, 7, BF16), (0, 9, FP32)):
         logits = (torch.randn(M, 2 * V) * 4).to(dtype)[:, :V]
         logits[1:2], logits[2:3, V // 2 :] = -torch.inf, -torch.inf
@@ -530,7 +529,7 @@ def check_groups() -> None:
     sizes, many = [0, 300, 0, 0, 70, 200, 1, 0, 129, 0], 3
     x, offs = groups.rows(sizes, 150, dtype=BF16), groups.ends(sizes)
     plan = grouped_cast.plan_groups(offs, len(x))
-    with unittest.mock.patch.object(grouped_cast, "_AMAX_PROGRAMS", many):
+    with unittest.mock.patch.object(prologue, "AMAX_PROGRAMS", many):
         for known in (None, plan):
             arguments = ("", [x], BF16, offs, *how, "fp32", 0.0, False, False, False, None, None)
             got = groups.cast_groups(cast, *arguments, known)

@@ -125,7 +125,8 @@ def tiles(
     write: bool = True,
     column_sum: bool = False,
 ) -> Any:
-    how = (matrix[:3], fp8_dtype, (1, size), rule, 0.0, 16)
+    rows, columns = reference.prologue_shape(*matrix[:2])
+    how = (matrix[:3], (fp8_dtype, (1, size), rule, 0.0), (rows, columns, rows))
     return lambda: cast_hopper.cast_tiles(*how, write=write, column_sum=column_sum)
 
 

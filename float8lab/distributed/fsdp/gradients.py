@@ -79,13 +79,9 @@ class _GroupReduceScatter(ReduceScatter):
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType, async_op: bool = False,
+    ) -> None:  # fmt: skip
         """Write the float32 sum of the chunks for this rank, ``[K]``, in the order of ranks."""
         if input_tensor.dtype not in _DTYPES or async_op:
             raise NotImplementedError(

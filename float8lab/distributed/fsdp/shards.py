@@ -45,16 +45,9 @@ else:
     _Tensor = object  # the classes of shards are tensors, this base is not
 
 __all__ = [
-    "MasterShard",
-    "Shardable",
-    "StoredShard",
-    "detach_window",
-    "is_column_or_row_shard",
-    "is_sharded_plain",
-    "is_tensor_parallel",
-    "reshard",
-    "sharded_by_fsdp",
-]
+    "MasterShard", "Shardable", "StoredShard", "detach_window", "is_column_or_row_shard",
+    "is_sharded_plain", "is_tensor_parallel", "reshard", "sharded_by_fsdp",
+]  # fmt: skip
 
 
 def _move(name: str) -> Callable[..., Shard]:
@@ -80,13 +73,9 @@ class Shard(_Tensor):
     owner: DTensor
 
     def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: object,
-    ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...],
+        module: nn.Module, mp_policy: object,
+    ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
         """Return the bytes that this rank sends, uint8 ``[padded rows, K]``; scales and amaxes."""
         shard = self if isinstance(self, Shard) else _first_shard(self, mesh, module)
         is_stored = isinstance(shard, Float8Tensor)
@@ -111,13 +100,9 @@ class Shard(_Tensor):
     fsdp_pre_all_gather.__signature__ = _signature  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(
-        self,
-        outputs: tuple[Tensor, ...],
-        metadata: tuple[Tensor, Tensor],
-        param_dtype: torch.dtype,
-        *,
-        out: Float8Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        self, outputs: tuple[Tensor, ...], metadata: tuple[Tensor, Tensor],
+        param_dtype: torch.dtype, *, out: Float8Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:  # fmt: skip
         """Make a Float8Tensor of the gathered bytes, or renew the scales of ``out``, its view.
 
         Returns:

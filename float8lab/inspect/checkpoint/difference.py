@@ -191,8 +191,7 @@ def diff(
     notes = []
     if not left.keys() & right.keys():
         for side, names, opposite in (("A", left, right), ("B", right, left)):
-            prefix = _prefix(names, opposite)
-            if prefix:
+            if prefix := _prefix(names, opposite):
                 shortened = {name.removeprefix(prefix): item for name, item in names.items()}
                 left, right = (shortened, right) if side == "A" else (left, shortened)
                 notes.append(f"names of {side} are compared without {prefix}")
@@ -225,16 +224,9 @@ def _prefix(names: dict[str, Item], targets: dict[str, Item]) -> str:
 def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float], None]) -> DiffRow:
     if a is None or b is None:
         return _row_of_one_side(name, a, b)
-    row = DiffRow(
-        name,
-        "shape",
-        a_format=a.describe(),
-        b_format=b.describe(),
-        a_shape=a.entry.shape,
-        b_shape=b.entry.shape,
-        numel=math.prod(a.entry.shape),
-        nbytes=a.nbytes + b.nbytes,
-    )
+    formats, shapes = (a.describe(), b.describe()), (a.entry.shape, b.entry.shape)
+    numel, nbytes = math.prod(a.entry.shape), a.nbytes + b.nbytes
+    row = DiffRow(name, "shape", *formats, *shapes, numel, nbytes=nbytes)
     if a.entry.shape != b.entry.shape:
         return row
     if a.entry.dtype is None or b.entry.dtype is None:
@@ -275,14 +267,6 @@ class _Deviation:
         # 0 / 0 counts as no loss, and an error / 0 as the loss of the whole element.
         self.element_noise += _square((error / reference.abs()).nan_to_num_(0.0).clamp_(max=1.0))
 
-    @property
-    def is_none(self) -> bool:
-        return self.noise == 0 and self.max_error == 0 and not self.unlike
-
-    @property
-    def status(self) -> str:
-        return "equal" if self.is_none else "differs"
-
 
 def _compared(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]) -> DiffRow:
     """The row of two tensors of one shape, read box by box."""
@@ -302,10 +286,11 @@ def _compared(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]
         x, y = a.values(box), b.values(box)
         deviation.add(x, y, y if reference_is_b else x)
         step(row.name, share * x.numel())
-    same_bytes = not (changed or changed_scales) and _same_format(a, b)
+    is_equal = deviation.noise == deviation.max_error == deviation.unlike == 0
+    is_same = is_equal and not (changed or changed_scales) and _same_format(a, b)
     return replace(
         row,
-        status="same" if same_bytes and deviation.is_none else deviation.status,
+        status="same" if is_same else "equal" if is_equal else "differs",
         changed=changed if alike else None,
         changed_scales=changed_scales if same_blocks else None,
         **asdict(deviation),
@@ -319,7 +304,6 @@ def _same_format(a: Item, b: Item) -> bool:
 
 
 def _bits(item: Item) -> torch.dtype | None:
-    """The format of an element."""
     return item.entry.dtype if item.spec is None else item.spec.fp8_dtype
 
 

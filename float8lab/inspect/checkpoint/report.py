@@ -20,15 +20,9 @@ from float8lab.inspect.text import Grid, Printed, bytes_text
 from float8lab.tensor.statistics import KINDS
 
 __all__ = [
-    "CheckpointReport",
-    "CheckpointRow",
-    "Progress",
-    "checkpoint",
-    "counted",
-    "finite",
-    "selected",
+    "CheckpointReport", "CheckpointRow", "Progress", "checkpoint", "counted", "finite", "selected",
     "stepping",
-]
+]  # fmt: skip
 
 Progress = Callable[[int, int, str], None]
 """A function that is called with the bytes read so far, the bytes to read in all, and the name of
@@ -40,6 +34,7 @@ ROWS = 20
 _TOLD = ("name", "fp8", "fp4", "convention", "format", "shape", "nbytes", "file", "severity")
 _TOLD_OF_CODES = ("numel", "amax", "scale_min", "scale_max", "exponents")
 _TOLD_OF_BLOCKS = ("blocks", "saturated_blocks", "idle_blocks")
+_SHOWN_SHARES = ("saturated", "zero", "subnormal")
 
 
 @dataclass(frozen=True)
@@ -83,11 +78,9 @@ class CheckpointRow:
 
     def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
-        measured = self.measured
-        result: dict[str, object] = {name: getattr(self, name) for name in _TOLD}
-        result["format_name"] = self.format_name
+        measured, stats = self.measured, self.measured.stats
+        result: dict[str, object] = {name: getattr(self, name) for name in (*_TOLD, "format_name")}
         result["findings"] = [asdict(finding) for finding in self.findings]
-        stats = measured.stats
         if stats is not None:
             result["stats"] = {
                 **{name: getattr(stats, name) for name in _TOLD_OF_CODES},
@@ -126,16 +119,14 @@ class CheckpointReport(Printed):
 
     def summary(self) -> str:
         """The result in a few lines."""
-        by_width = {
-            "FP8": [r for r in self.rows if r.fp8],
-            "4 bits": [r for r in self.rows if r.fp4],
-        }
+        packed = [row for row in self.rows if row.fp4]
         lines = [
             f"{self.path}: {self.container}",
             f"{counted(len(self.rows), 'tensor')}, {bytes_text(self.nbytes)}"
             + (f"; {self.left_out} left out" if self.left_out else ""),
-            *(_stored_in(kind, rows) for kind, rows in by_width.items() if rows or kind == "FP8"),
-            f"{len(self.suspicious)} suspicious" if self.suspicious else "none suspicious",
+            _stored_in("FP8", [row for row in self.rows if row.fp8]),
+            *([_stored_in("4 bits", packed)] if packed else []),
+            f"{len(self.suspicious) or 'none'} suspicious",
         ]
         return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
 
@@ -153,10 +144,10 @@ class CheckpointReport(Printed):
             stats, plain = row.measured.stats, row.measured.plain
             shape = sizes(row.shape)
             if stats is not None:
-                shares = [_percent(stats.share(k)) for k in ("saturated", "zero", "subnormal")]
+                saturated, zero, sub = (_percent(stats.share(k)) for k in _SHOWN_SHARES)
                 scale = _short_span(stats.scale_min, stats.scale_max) if row.measured.scale else "-"
-                shares_and_scale = (shares[0], shares[1], scale, f"{stats.amax:.3g}", shares[2])
-                weights[row.fp8].append((row.name, shape, row.format_name, *shares_and_scale))
+                cells = (row.format_name, saturated, zero, scale, f"{stats.amax:.3g}", sub)
+                weights[row.fp8].append((row.name, shape, *cells))
             else:
                 numbers = (f"{plain.amax:.3g}", f"{plain.rms:.3g}") if plain else ("-", "-")
                 zero = _percent(plain.zero_count / plain.numel if plain and plain.numel else 0.0)
@@ -242,7 +233,7 @@ def stepping(progress: Progress | None, size: int) -> Callable[[str, float], Non
 
 
 def _row(item: Item, measured: Measured) -> CheckpointRow:
-    entry, spec = item.entry, measured.stats.spec if measured.stats is not None else None
+    entry, spec = item.entry, None if measured.stats is None else measured.stats.spec
     identity = item.name, item.fp8, item.convention, item.describe(spec), entry.shape, item.nbytes
     return CheckpointRow(*identity, entry.file, measured, item.findings + measured.findings)
 
@@ -253,7 +244,8 @@ def selected(names: Sequence[str], globs: Sequence[str], place: str) -> list[str
     Raises:
         CheckpointError: there are none.
     """
-    chosen = [name for name in names if not globs or _is_named(name, globs)]
+    patterns = [pattern for glob in globs or ["*"] for pattern in (glob, f"{glob}.*")]
+    chosen = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
     if not chosen:
         range_of_names = f", from {names[0]} to {names[-1]}" if names else ""
         raise CheckpointError(
@@ -261,10 +253,6 @@ def selected(names: Sequence[str], globs: Sequence[str], place: str) -> list[str
             f"{len(names)}{range_of_names}."
         )
     return chosen
-
-
-def _is_named(name: str, globs: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, g) or fnmatch.fnmatchcase(name, f"{g}.*") for g in globs)
 
 
 def finite(value: Any) -> Any:

@@ -60,10 +60,7 @@ def embed(log: Log) -> Data:
     layers = list(dict.fromkeys([*log.layers, *(record.layer for record in log.records)]))
     operand_names = {record.operand for record in log.records}
     usual = ("x", "w", "dy", "q", "k", "v")
-    operands = [
-        *filter(operand_names.__contains__, usual),
-        *sorted(operand_names.difference(usual)),
-    ]
+    operands = [o for o in usual if o in operand_names] + sorted(operand_names.difference(usual))
     steps = sorted({record.step for record in log.records})
     # How many steps share a cell.
     stride = max(1, math.ceil(len(steps) * len(layers) * len(operands) / MOST_CELLS))
@@ -93,10 +90,6 @@ def _encode(values: array[float]) -> str:
     return b64encode(zlib.compress(values.tobytes(), 6)).decode("ascii")
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
 def _nans(length: int) -> array[float]:
     return array("f", [math.nan]) * length
 
@@ -110,12 +103,10 @@ def _fields(
     for record in records:
         at = rows[record.layer] * len(firsts) + bisect_right(firsts, record.step) - 1
         for name, worse in FIELDS.items():
-            value, values = _number(getattr(record, name)), arrays[record.operand, name]
-            old = values[at]
-            if math.isnan(old):
-                values[at] = value
-            elif not math.isnan(value):
-                values[at] = worse(old, value)
+            value, values = getattr(record, name), arrays[record.operand, name]
+            if value is not None and not math.isnan(value):
+                old = values[at]
+                values[at] = value if math.isnan(old) else worse(old, value)
     return {f"{o}-{f}": _encode(values) for (o, f), values in arrays.items()}, rows
 
 
@@ -137,8 +128,7 @@ def _histograms(
     places = {step: at * width for at, step in enumerate(steps)}
     columns: dict[str, array[float]] = {}
     for record in filled:
-        start = places.get(record.step)
-        if start is None:
+        if (start := places.get(record.step)) is None:
             continue
         name = f"{record.operand}-exponents-{rows[record.layer]}"
         counts = columns.setdefault(name, _nans(len(steps) * width))

@@ -56,18 +56,14 @@ def report(
         runs = compare(baseline, log, names=names)
         named = dict(zip(("name", "log"), runs.names, strict=True))
         data.meta["baseline"] = {**named, "loss": losses(baseline)}
-        facts = escape(runs.summary()).replace("\n", "<br>")
-        comparison = (
-            f"<section><h2>Two runs</h2>{facts}</section>{sections(runs.tables(None)[-1:])}"
-        )
+        facts, tables = escape(runs.summary()).replace("\n", "<br>"), runs.tables(None)[-1:]
+        comparison = f"<section><h2>Two runs</h2>{facts}</section>{sections(tables)}"
+    facts_of_run = (map(escape, fact) for fact in log.about.items())
     replacements = {
         "title": escape(title),
         "recipe": escape(log.recipe or "not recorded"),
         "verdict": escape(diagnose(log).summary()).replace("\n", "<br>"),
-        "about": "".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-            for name, value in log.about.items()
-        ),
+        "about": "".join("<div><dt>{}</dt><dd>{}</dd></div>".format(*f) for f in facts_of_run),
         "comparison": comparison,
         "conversion": escape(log.conversion or "not recorded"),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from float8lab.arguments import check_size
 from float8lab.inspect.scale.sizes import ModelSize, read_pairs
@@ -61,8 +61,8 @@ class Mesh:
     """Ranks that share the experts; these are ``dp * cp`` ranks, or some of them."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            check_size(f"mesh {field.name}", getattr(self, field.name), minimum=1)
+        for name, ranks in vars(self).items():
+            check_size(f"mesh {name}", ranks, minimum=1)
 
     @property
     def gpus(self) -> int:
@@ -70,8 +70,7 @@ class Mesh:
         return self.dp * self.tp * self.cp * self.pp
 
     def __str__(self) -> str:
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ",".join(f"{name}={n}" for name, n in told.items() if n > 1 or name == "dp")
+        return ",".join(f"{name}={n}" for name, n in vars(self).items() if n > 1 or name == "dp")
 
     def why_not(self, size: ModelSize, sequence: int) -> str:
         """Why a model cannot be shared in this way; empty if it can."""
@@ -99,7 +98,7 @@ def parse(text: str, gpus: int | None) -> Mesh:
     >>> parse("tp=8,cp=4", 1024)
     Mesh(dp=32, tp=8, cp=4, pp=1, ep=1)
     """
-    told = read_pairs("mesh", text, [field.name for field in fields(Mesh)])
+    told = read_pairs("mesh", text, [*Mesh.__dataclass_fields__])
     mesh = Mesh(**told)
     if gpus is None or mesh.gpus == gpus:
         return mesh

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from float8lab.inspect.scale.mesh import Links, Mesh
 from float8lab.inspect.scale.sizes import ModelSize
@@ -17,22 +18,9 @@ from float8lab.recipes import cost
 from float8lab.recipes.recipe import Recipe
 
 __all__ = [
-    "COMPUTE",
-    "KINDS",
-    "RING",
-    "Job",
-    "Seconds",
-    "Step",
-    "activation",
-    "attention_block",
-    "gemms",
-    "kept",
-    "layer",
-    "norm",
-    "passing",
-    "passing_bytes",
-    "predict",
-]
+    "COMPUTE", "KINDS", "RING", "Job", "Seconds", "Step", "activation", "attention_block", "gemms",
+    "kept", "layer", "norm", "passing", "passing_bytes", "predict",
+]  # fmt: skip
 
 COMPUTE = ("gemm", "quantize", "attention", "elementwise", "sharding", "optimizer")
 """Kinds of a GPU's own work: GEMMs; casts; attention; norms, activations and sums; copies of
@@ -47,6 +35,8 @@ _REDUCTION = 10e-6
 _REDUCTIONS: dict[tuple[int, ...], int] = {(-1, -1): 8, (1, -1): 4}
 """Reductions of amaxes for each layer under tensor parallelism, by block: of x and dy of four
 linear layers; of those operands whose rows are split. Delayed scaling has one for the step."""
+_FORWARD = {"gemm": 1 / 3, "quantize": 1 / 2, "attention": 1 / 3.5, "cpu": 1 / 2}
+"""A forward pass's part of the seconds of both passes; of other kinds it is 0.4."""
 
 Seconds = dict[str, float]
 """Seconds by kind; ``"cpu"`` is beside the others, not after them."""
@@ -131,12 +121,9 @@ def total(pieces: Iterable[Seconds], times: float = 1.0) -> Seconds:
 
 def gemms(recipe: Recipe | None, M: int, weights: list[tuple[int, int]], job: Job) -> Seconds:
     """Linear layers: GEMMs, casts and the CPU's time."""
-    estimates = [
-        cost.estimate_parts(recipe, M, N, K, mode=job.mode, sustained=job.sustained)
-        for N, K in weights
-    ]
-    names = ("quantize", "gemm", "cpu")
-    return dict(zip(names, map(sum, zip(*estimates, strict=True)), strict=True))
+    estimate = partial(cost.estimate_parts, recipe, M, mode=job.mode, sustained=job.sustained)
+    parts = zip(*(estimate(N, K) for N, K in weights), strict=True)
+    return dict(zip(cost.Parts._fields, map(sum, parts), strict=True))
 
 
 def norm(recipe: Recipe | None, elements: float, *, fused: bool) -> Seconds:
@@ -216,22 +203,14 @@ def _mlp(
 
 def _communication(size: ModelSize, recipe: Recipe | None, M: int, job: Job, mesh: Mesh) -> Seconds:
     links, elements = job.links, M * size.width
-    fp8 = recipe is not None
-    gather, scatter = (
-        links.seconds(width * elements, mesh.tp, 1) for width in (1 if fp8 else 2, 2)
-    )
+    widths = (1 if recipe is not None else 2, 2)
+    gather, scatter = (links.seconds(width * elements, mesh.tp, 1) for width in widths)
     # Two each way, and a second gather of sharded inputs for wgrad.
     tp = (1 - job.tp_overlap) * (6 * gather + 4 * scatter)
     if recipe is not None and mesh.tp > 1 and not recipe.linear.delayed:
         tp += _REDUCTION * _REDUCTIONS.get(recipe.linear.x.block, 0)
     routed = 2 * elements * size.active / mesh.tp
     return {"tp": tp, "ep": 4 * links.seconds(routed, mesh.ep, mesh.tp)}
-
-
-def _again(seconds_forward: Seconds) -> Seconds:
-    """A forward pass alone, as parts of forward and backward."""
-    share = {"gemm": 1 / 3, "quantize": 1 / 2, "attention": 1 / 3.5, "cpu": 1 / 2}
-    return {kind: seconds * share.get(kind, 0.4) for kind, seconds in seconds_forward.items()}
 
 
 def _head(size: ModelSize, M: int, job: Job, mesh: Mesh) -> Seconds:
@@ -264,7 +243,7 @@ class _Held:
 
 
 def _held(size: ModelSize, job: Job, mesh: Mesh) -> _Held:
-    """The bytes that one layer holds."""
+    """The parameters of one layer, and the ranks that share them."""
     dense = (size.attention_parameters + size.dense_parameters) / mesh.tp
     experts = size.expert_parameters / mesh.tp / mesh.ep
     ranks = mesh.dp * mesh.cp
@@ -276,10 +255,8 @@ def _exchange(held: _Held, recipe: Recipe | None, job: Job, mesh: Mesh) -> tuple
     """Seconds of gathering one layer's parameters, and of summing and scattering gradients."""
     links, ranks = job.links, mesh.dp * mesh.cp
     width = 1 if recipe is not None and job.fp8_gather else 2
-    groups = (
-        (held.dense, held.shard, mesh.tp),
-        (held.experts, held.expert_shard, mesh.tp * mesh.ep),
-    )
+    experts = held.experts, held.expert_shard, mesh.tp * mesh.ep
+    groups = ((held.dense, held.shard, mesh.tp), experts)
     gather = sum(links.seconds(width * count, n, stride) for count, n, stride in groups if count)
     scatter = sum(links.seconds(4 * count, n, stride) for count, n, stride in groups if count)
     if held.shard < ranks:  # copies all-reduce their shards: a scatter and a gather
@@ -292,7 +269,8 @@ def passing(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Sec
     """A forward and a backward pass of the layers of one stage, and its part of the head."""
     layer_seconds = layer(size, recipe, job, mesh)
     if job.recompute:
-        layer_seconds = total([layer_seconds, _again(layer_seconds)])
+        forward = {kind: t * _FORWARD.get(kind, 0.4) for kind, t in layer_seconds.items()}
+        layer_seconds = total([layer_seconds, forward])
     M = job.micro * job.sequence // mesh.cp
     layers, head = total([layer_seconds], -(-size.layers // mesh.pp)), _head(size, M, job, mesh)
     return total([layers, total([head], 1 / mesh.pp)])
@@ -356,19 +334,15 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
 
 
 def kept(
-    size: ModelSize,
-    recipe: Recipe | None,
-    job: Job,
-    *,
-    sharded: bool = False,
+    size: ModelSize, recipe: Recipe | None, job: Job, *, sharded: bool = False,
     half_input: bool = False,
-) -> float:
+) -> float:  # fmt: skip
     """Bytes for each token that a layer keeps from forward to backward.
 
     Kept are q, k, v, the results of attention and of both sums, and what the MLP's first weight
     gives. High precision keeps both norms' results and the activation's, and outside of
-    ``torch.compile`` the gate's; ``TransformerLayer`` in FP8 keeps casts of the first in place of
-    them, and recomputes the others. Checked against "Memory" in benchmarks/RESULTS.md.
+    ``torch.compile`` the gate's, which FP8 keeps, too. Whatever else FP8 layers cast, they compute
+    again (``save="auto"``). Checked against "Memory" in benchmarks/RESULTS.md.
 
     Compiled layers ``sharded`` by FSDP2 were measured to keep what eager ones do; ``half_input``:
     the activation's input is kept in FP8 (``fp8_activation_input``).
@@ -378,10 +352,9 @@ def kept(
     nbytes = 4 * size.width + 4 * size.q + 4 * size.kv
     if size.experts:
         nbytes += 4 * size.active * size.width  # permuted inputs and results
-    if job.fused and recipe is not None:
-        return nbytes + (1 if half_input else 2) * inner + 4 * size.width
     eager = (job.mode == "eager" or sharded) and not job.fused and size.gated
-    return nbytes + 2 * inner + (6 if job.fused else 4) * size.width + (4 if eager else 2) * mlp
+    nbytes += (1 if half_input else 2) * inner + (2 * mlp if eager else 0)
+    return nbytes if recipe is not None else nbytes + (6 if job.fused else 4) * size.width + 2 * mlp
 
 
 def passing_bytes(
@@ -391,6 +364,8 @@ def passing_bytes(
     mlp = size.ffn * max(1, size.active)
     inner = (2 if size.gated else 1) * mlp
     if recipe is not None:  # casts of the gradient of the MLP's first GEMMs, and of their prologue
+        if job.mode == "compile" and not job.fused:
+            return 2 * inner + mlp
         return (4 if half_input else 2) * inner + 2 * mlp + 2 * size.width
     return 2 * mlp + 2 * size.width if job.mode == "compile" and not job.fused else 2 * inner
 
@@ -403,10 +378,9 @@ def _memory(
     layers = -(-size.layers // mesh.pp)
     waiting = min(count, mesh.pp)  # micro-batches of the first stage that wait for backward
     layer_nbytes = M * kept(size, recipe, job, sharded=mesh.dp * mesh.cp > 1)
+    activations = waiting * layers * layer_nbytes
     if job.recompute:
         activations = waiting * layers * 2 * M * size.width + layer_nbytes
-    else:
-        activations = waiting * layers * layer_nbytes
     logits = 8.0 * M * size.vocabulary  # in bfloat16, float32, and gradients
     width = 1 if recipe is not None and job.fp8_gather else 2
     gathered = 0.0
@@ -419,10 +393,5 @@ def _memory(
         if gradient > activations + backward + gathered:
             return {**states, "gradients": gradient}
         gradient = 0.0  # the last layers' gradients exist when the first layers' are not yet
-    return {
-        **states,
-        "gradients": gradient,
-        "gathered": gathered,
-        "activations": activations,
-        "backward": backward,
-    }
+    passing_states = {"gathered": gathered, "activations": activations, "backward": backward}
+    return {**states, "gradients": gradient, **passing_states}

@@ -92,8 +92,8 @@ class Scale(Printed):
     def summary(self) -> str:
         """The result in a few lines, with the picture."""
         mesh_label = "mesh"
+        fits = any(step.fits for step in self.steps.values())
         if self.chosen:
-            fits = any(step.fits for step in self.steps.values())
             mesh_label = "fastest mesh" if fits else "mesh of the least memory"
         first, size, job = self.steps[self.recipe], self.size, self.steps[HIGH].job
         lines = [
@@ -111,7 +111,7 @@ class Scale(Printed):
                 f"fastest mesh for bfloat16: {self.high_layout.mesh}, "
                 f"{_show(self.high_layout.seconds)}; so FP8 gains {gain:.2f}x"
             )
-        if not any(step.fits for step in self.steps.values()):
+        if not fits:
             lines.append(f"does not fit in {job.memory / 1e9:.0f} GB by any recipe")
         return "\n".join([*lines, self.pays(), "", *self._picture()])
 
@@ -163,13 +163,11 @@ class Scale(Printed):
             ("tokens", *names),
             [(str(n), *(f"{g[name]:.2f}" for name in names)) for n, g in self.tokens.items()],
         )
+        gains = [[f"{gemm.gains[name]:.2f}" for name in names] for gemm in self.gemms]
         gemms = Grid(
             "x of bfloat16 by linear layer of a rank",
             ("layer", "N", "K", *names),
-            [
-                (p.name, str(p.N), str(p.K), *(f"{p.gains[name]:.2f}" for name in names))
-                for p in self.gemms
-            ],
+            [(p.name, str(p.N), str(p.K), *g) for p, g in zip(self.gemms, gains, strict=True)],
         )
         published = Grid(
             "Published gains of FP8 on other machines and kernels, and predicted for the same work",
@@ -299,11 +297,11 @@ def scale(
         mesh = min(firsts, key=lambda step: (not step.fits, step.seconds)).mesh
     else:
         predict(size, None, replace(job, micro=micro or 1), mesh)  # raises if it cannot be shared
-    steps = {}
-    for name, recipe in {HIGH: None, **recipes}.items():
-        step = best(size, recipe, job, mesh, micro, recompute)
-        assert step is not None  # the mesh shares the batch
-        steps[name] = step
+    bests = {
+        name: best(size, recipe, job, mesh, micro, recompute)
+        for name, recipe in {HIGH: None, **recipes}.items()
+    }
+    steps = {name: step for name, step in bests.items() if step is not None}  # all of them
     name = min(recipes, key=lambda name: steps[name].seconds)
     high_precision = fastest(size, None, job, gpus, micro, recompute)
     job_of_recipe = steps[name].job

@@ -23,20 +23,15 @@ def _ways(job: Job, mesh: Mesh, micro: int | None, recompute: bool | None) -> It
     if remainder or not per_rank or (job.shard and ranks % min(job.shard, ranks)):
         return
     sizes = [2**power for power in range(per_rank.bit_length())] if micro is None else [micro]
-    for sequences in sizes:
+    for sequences in [size for size in sizes if per_rank % size == 0]:
         for recomputed in (False, True) if recompute is None else (recompute,):
-            if per_rank % sequences == 0:
-                yield replace(job, micro=sequences, recompute=recomputed)
+            yield replace(job, micro=sequences, recompute=recomputed)
 
 
 def best(
-    size: ModelSize,
-    recipe: Recipe | None,
-    job: Job,
-    mesh: Mesh,
-    micro: int | None = None,
+    size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh, micro: int | None = None,
     recompute: bool | None = None,
-) -> Step | None:
+) -> Step | None:  # fmt: skip
     """The fastest step on a mesh that fits in memory, or else the one with the least memory.
 
     ``micro`` and ``recompute`` stand for those of the job; None tries powers of two, and both.
@@ -50,19 +45,12 @@ def best(
 
 
 def fastest(
-    size: ModelSize,
-    recipe: Recipe | None,
-    job: Job,
-    gpus: int,
-    micro: int | None = None,
+    size: ModelSize, recipe: Recipe | None, job: Job, gpus: int, micro: int | None = None,
     recompute: bool | None = None,
-) -> list[Step]:
+) -> list[Step]:  # fmt: skip
     """The best step of every mesh, the fastest first; those that do not fit in memory last."""
-    best_steps = (
-        best(size, recipe, job, mesh, micro, recompute)
-        for mesh in meshes(size, gpus, job.sequence, job.links)
-    )
-    steps = [step for step in best_steps if step is not None]
+    layouts = meshes(size, gpus, job.sequence, job.links)
+    steps = filter(None, (best(size, recipe, job, mesh, micro, recompute) for mesh in layouts))
     return sorted(
         steps, key=lambda step: (not step.fits, step.seconds if step.fits else step.bytes)
     )
@@ -88,17 +76,15 @@ def gemms_of_rank(size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Reci
         weights[name], rows[name] = weight, M
         if size.experts:
             rows[name] = -(-M * size.active * mesh.ep // size.experts)
-    return [
-        Gemm(
-            name if rows[name] == M else f"{name} of an expert", N, K,
-            {
-                key: cost.estimate(None, rows[name], N, K).gpu
-                / cost.estimate(recipe, rows[name], N, K).gpu
-                for key, recipe in recipes.items()
-            },
-        )
-        for name, (N, K) in weights.items()
-    ]  # fmt: skip
+    result = []
+    for name, (N, K) in weights.items():
+        high_seconds = cost.estimate(None, rows[name], N, K).gpu
+        gains = {
+            key: high_seconds / cost.estimate(recipe, rows[name], N, K).gpu
+            for key, recipe in recipes.items()
+        }
+        result.append(Gemm(name if rows[name] == M else f"{name} of an expert", N, K, gains))
+    return result
 
 
 def by_tokens(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ def _count(weights: list[tuple[int, int]]) -> int:
     return sum(N * K for N, K in weights)
 
 
+_LLAMA_3 = partial(ModelSize, groups=8, vocabulary=128256)
 KNOWN = {
     size.name: size
     for size in (
@@ -128,22 +130,10 @@ KNOWN = {
             name="gpt2-124m", layers=12, width=768, heads=12, ffn=3072, vocabulary=50257,
             gated=False, tied=True,
         ),
-        ModelSize(
-            name="llama-3-1b", layers=16, width=2048, heads=32, groups=8, ffn=8192,
-            vocabulary=128256, tied=True,
-        ),
-        ModelSize(
-            name="llama-3-8b", layers=32, width=4096, heads=32, groups=8, ffn=14336,
-            vocabulary=128256,
-        ),
-        ModelSize(
-            name="llama-3-70b", layers=80, width=8192, heads=64, groups=8, ffn=28672,
-            vocabulary=128256,
-        ),
-        ModelSize(
-            name="llama-3-405b", layers=126, width=16384, heads=128, groups=8, ffn=53248,
-            vocabulary=128256,
-        ),
+        _LLAMA_3(name="llama-3-1b", layers=16, width=2048, heads=32, ffn=8192, tied=True),
+        _LLAMA_3(name="llama-3-8b", layers=32, width=4096, heads=32, ffn=14336),
+        _LLAMA_3(name="llama-3-70b", layers=80, width=8192, heads=64, ffn=28672),
+        _LLAMA_3(name="llama-3-405b", layers=126, width=16384, heads=128, ffn=53248),
         ModelSize(
             name="mixtral-8x7b", layers=32, width=4096, heads=32, groups=8, ffn=14336,
             vocabulary=32000, experts=8, active=2,
@@ -255,10 +245,9 @@ def _from_config(config: Mapping[str, Any], path: Path) -> ModelSize:
             )
     numbers: dict[str, Any] = {}
     for field, names in _NAMES.items():
-        value = next((config[name] for name in names if config.get(name) is not None), None)
-        if value is not None and not isinstance(value, int):
-            raise ValueError(f"model must have a whole number for {names[0]}; got {value!r}.")
-        if value is not None:
+        for value in [config[name] for name in names if config.get(name) is not None][:1]:
+            if not isinstance(value, int):
+                raise ValueError(f"model must have a whole number for {names[0]}; got {value!r}.")
             numbers[field] = value
     _set_mlp(numbers, config)
     for name in ("layers", "width", "heads", "vocabulary"):

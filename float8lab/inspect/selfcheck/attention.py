@@ -50,13 +50,10 @@ def _attentions(cases: Cases) -> Iterator[_Attention]:
     for index, (B, H, G, SQ, SK, D, DV) in enumerate(_ATTENTION_SHAPES):
         for causal in (False, True):
             fp8_dtype = FP8_DTYPES[index % 2]
-            sizes = (B, H, SQ, D), (B, G, SK, D), (B, G, SK, DV)
             tensors, scales = [], []
-            for size in sizes:
-                x = cases.normal(*size)
-                q, scale, _ = reference.quantize(
-                    x.view(-1, size[-1]), fp8_dtype, (-1, -1), "fp32", 0.0, 1
-                )
+            for size in ((B, H, SQ, D), (B, G, SK, D), (B, G, SK, DV)):
+                x = cases.normal(*size).view(-1, size[-1])
+                q, scale, _ = reference.quantize(x, fp8_dtype, (-1, -1), "fp32", 0.0, 1)
                 tensors.append(q.view(size).to(cases.device))
                 scales.append(scale.to(cases.device))
             why = why_attention_is_emulated(cases.device, D, DV)
@@ -79,11 +76,10 @@ def _exact_attention(
     return p @ v.repeat_interleave(groups, 1), p, scores
 
 
-@checks(
-    "attention",
-    "float64; error of probabilities rounded to e4m3, and of scores",
-    "fp8_attention_op",
-)
+_ROUNDED = "float64; error of probabilities rounded to e4m3, and of scores"
+
+
+@checks("attention", _ROUNDED, "fp8_attention_op")
 def _check_attention(cases: Cases) -> None:
     """Compare with float64, within the rounding of probabilities, of scores and of sums."""
     # A probability is rounded by 1/16 of it or, where e4m3 is subnormal, by half of its least step
@@ -169,15 +165,11 @@ def _check_update_scales(cases: Cases) -> None:
                 )
                 amax = torch.cat((special, cases.uniform(9)))
                 slots = amax.numel()
-                state = (
-                    cases.uniform(length, slots) * 3,
-                    amax,
-                    cases.uniform(2, slots),
-                    torch.arange(slots, dtype=torch.int32, device="cpu"),
-                    torch.tensor([448.0, 57344.0] * slots, dtype=FP32, device="cpu")[:slots],
-                )
+                history, factors = cases.uniform(length, slots) * 3, cases.uniform(2, slots)
+                steps = torch.arange(slots, dtype=torch.int32, device="cpu")
+                limits = torch.tensor([448.0, 57344.0] * slots, dtype=FP32, device="cpu")[:slots]
+                state = history, amax, factors, steps, limits
+                options = margin, interval, most_recent, power_of_2
                 for _ in range(3):
-                    cases.agree(
-                        "update_scales_op", *state, margin, interval, most_recent, power_of_2
-                    )
+                    cases.agree("update_scales_op", *state, *options)
                     amax.copy_(cases.uniform(slots))

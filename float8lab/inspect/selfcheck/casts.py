@@ -129,10 +129,9 @@ def _nearest(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     # the result, or NaN.
     values = values_of(fp8_dtype)[:128]
     values = values[values <= largest(fp8_dtype)]
-    size = (
-        value.double().abs().nan_to_num(nan=0.0, posinf=FLOAT32_MAX).clamp(max=largest(fp8_dtype))
-    )
-    above = torch.searchsorted(values, size.contiguous())
+    size = value.double().abs().nan_to_num(nan=0.0, posinf=FLOAT32_MAX)
+    size = size.clamp(max=largest(fp8_dtype)).contiguous()
+    above = torch.searchsorted(values, size)
     below = (above - 1).clamp(min=0)
     to_above, to_below = values[above] - size, size - values[below]
     up = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))

@@ -85,43 +85,34 @@ class _Pair:
     """Two operands of a GEMM, quantized on the CPU and copied to the device."""
 
     def __init__(
-        self,
-        cases: Cases,
-        left: Tensor,
-        right: Tensor,
+        self, cases: Cases, left: Tensor, right: Tensor,
         blocks: tuple[tuple[int, int], tuple[int, int]],
         formats: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.cases, self.blocks = cases, blocks
         self.why = why_gemm_is_emulated(*blocks, cases.device, *formats)
         operands = map(_quantize, (left, right), blocks, formats)
         (*self.left, a), (*self.right, b) = cases.on_device([*operands])
         self.exact = ExactGemm(a, b)
-        pairs_of_kinds = zip(map(format_of, formats), map(granularity, blocks), strict=True)
-        kinds = map(" ".join, pairs_of_kinds)
+        kinds = zip(map(format_of, formats), map(granularity, blocks), strict=True)
         sizes = "x".join(map(str, (*left.shape[:-1], *right.shape[-2:])))
-        self.name = f"{sizes} {' by '.join(kinds)}"
+        self.name = f"{sizes} {' by '.join(map(' '.join, kinds))}"
 
     def compare(
-        self,
-        out_dtype: torch.dtype,
-        case: str = "",
-        bias: Tensor | None = None,
-        fast_accum: bool = False,
-        arrange: Callable[[Tensor], Tensor] = lambda q: q,
+        self, out_dtype: torch.dtype, case: str = "", bias: Tensor | None = None,
+        fast_accum: bool = False, arrange: Callable[[Tensor], Tensor] = lambda q: q,
         into: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin a case, multiply, ``into`` a tensor if there is one, and compare."""
         more = (name_of(out_dtype), "bias" * (bias is not None), "fast_accum" * fast_accum, case)
         self.cases.begin(" ".join(filter(None, (self.name, *more))), self.why)
         bias = None if bias is None else bias.to(self.cases.device)
-        (a, a_scale), (b, b_scale) = self.left, self.right
-        a_block, b_block = self.blocks
-        operands = arrange(a), a_scale, a_block, arrange(b), b_scale, b_block, bias
+        sides = zip((self.left, self.right), self.blocks, strict=True)
+        left, right = ((arrange(data), scale, block) for (data, scale), block in sides)
         if into is None:
-            got = ops.scaled_mm_op(*operands, out_dtype, fast_accum)
+            got = ops.scaled_mm_op(*left, *right, bias, out_dtype, fast_accum)
         else:
-            ops.scaled_mm_into(got := into, *operands, fast_accum)
+            ops.scaled_mm_into(got := into, *left, *right, bias, fast_accum)
         self.exact.within(self.cases, got, bias, out_dtype, not self.why)
 
 
@@ -134,8 +125,8 @@ def _check_scaled_mm(cases: Cases) -> None:
                 for bias in (None, cases.normal(50)):
                     pair.compare(out_dtype, bias=bias)
         for fp8_dtype in FP8_DTYPES:
-            left, right = cases.normal(64, 512), cases.normal(48, 512)
-            pair = _Pair(cases, left, right, blocks, (fp8_dtype, E4M3))
+            operands = cases.normal(64, 512), cases.normal(48, 512)
+            pair = _Pair(cases, *operands, blocks, (fp8_dtype, E4M3))
             for out_dtype in HIGH_PRECISION_DTYPES:
                 pair.compare(out_dtype, fast_accum=True)
         for M, N, K in _PRODUCT_SHAPES:

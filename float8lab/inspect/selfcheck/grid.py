@@ -12,18 +12,9 @@ from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases
 from float8lab.ops import Prologue
 
 __all__ = [
-    "LAYOUTS",
-    "NORMS",
-    "RECIPES",
-    "format_of",
-    "given",
-    "granularity",
-    "matrices",
-    "name_of",
-    "quantize_cases",
-    "special",
-    "with_infinities",
-]
+    "LAYOUTS", "NORMS", "RECIPES", "format_of", "given", "granularity", "matrices", "name_of",
+    "quantize_cases", "special", "with_infinities",
+]  # fmt: skip
 
 # The grid. Every combination of dtype, format, block and divisibility by 16 is a kernel to compile
 # on a GPU, a fifth of a second or more, so that each case runs some of them and the tests all.

@@ -159,15 +159,11 @@ def _check_grouped_mm(cases: Cases) -> None:
             kinds = (BF16, False), (BF16, True), (FP32, False)
             for out_dtype, fast in kinds[:1] if name in many else kinds:
                 kind = f"{name} {scaling} {name_of(out_dtype)}{' fast_accum' * fast}"
-                for left, right, added in (
-                    ("x", "w", bias),
-                    ("dy", "w'", None),
-                    ("dy'", "x'", None),
-                ):
+                pairs = ("x", "w", bias), ("dy", "w'", None), ("dy'", "x'", None)
+                for left, right, added in pairs:
                     a, b = operands[left], operands[right]
-                    why = why_gemm_is_emulated(
-                        a.block, b.block, cases.device, a.data.dtype, b.data.dtype
-                    )
+                    dtypes = a.data.dtype, b.data.dtype
+                    why = why_gemm_is_emulated(a.block, b.block, cases.device, *dtypes)
                     cases.begin(f"{left} by {right} {kind}", why)
                     arguments = (*a, *b, added, out_dtype, fast, offs)
                     got = ops.scaled_mm_op(*cases.on_device(arguments))
@@ -182,16 +178,12 @@ def _compare_groups(
     end = 0
     for index, (start, end, place) in enumerate(bounds_of(offs)):
         columns = slice(place, place + round_up(end - start, SPAN))
+        group, output = (_of_group(a, index, columns), _of_group(b, index, columns)), got[index]
         if b.data.ndim == 3:
             scale = a.scale[index] if a.scale.ndim == 3 else a.scale[start:end]
-            group = (
-                a._replace(data=a.data[start:end], scale=scale),
-                b._replace(data=b.data[index], scale=b.scale[index]),
-            )
+            rows = a._replace(data=a.data[start:end], scale=scale)
+            group = rows, b._replace(data=b.data[index], scale=b.scale[index])
             output = got[start:end]
-        else:
-            group = _of_group(a, index, columns), _of_group(b, index, columns)
-            output = got[index]
         left, right = (reference.dequantize(*operand, torch.float64) for operand in group)
         group_bias = None if bias is None else bias[index]
         ExactGemm(left, right).within(cases, output.cpu(), group_bias, out_dtype, native)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -81,27 +82,21 @@ class Report(Printed):
             ", ".join(f"{counts[s]} {s}" for s in ("passed", "emulated", "unsupported", "failed")),
         ]
         width = max((len(row.name) for row in self.rows), default=0)
-        group = None
-        for row in self.rows:
-            if row.group != group:
-                group = row.group
-                lines += ["", group]
-            lines += self._lines_of(row, width)
+        for group, rows in groupby(self.rows, key=lambda row: row.group):
+            lines += ["", group, *(line for row in rows for line in self._lines_of(row, width))]
         return "\n".join(lines)
 
     def _lines_of(self, row: Row, width: int) -> list[str]:
         error = "bit for bit" if row.worst is None else f"{row.worst:.2g} of the bound"
-        line = f"  {row.status:<11}  {row.name:<{width}}  {row.cases:>4} cases  {error}"
-        lines = [line]
-        if row.reason:
-            lines.append(f"{'':15}{row.reason}")
+        more = [row.reason] if row.reason else []
         if self.verbose or row.status == "failed":
-            lines.append(f"{'':15}against {row.against}")
+            more.append(f"against {row.against}")
         shown = row.failures if self.verbose else row.failures[:_SHOWN]
-        lines += [f"{'':15}- {failure}" for failure in shown]
+        more += [f"- {failure}" for failure in shown]
         if len(shown) < len(row.failures):
-            lines.append(f"{'':15}- and {len(row.failures) - len(shown)} more")
-        return lines
+            more.append(f"- and {len(row.failures) - len(shown)} more")
+        line = f"  {row.status:<11}  {row.name:<{width}}  {row.cases:>4} cases  {error}"
+        return [line, *(f"{'':15}{text}" for text in more)]
 
 
 @dataclass
@@ -180,8 +175,7 @@ class Cases:
         got = [got] if isinstance(got, Tensor) else got
         want = [want] if isinstance(want, Tensor) else want
         for number, (result, expected) in enumerate(zip(got, want, strict=True)):
-            problem = _difference(result, expected)
-            if problem:
+            if problem := _difference(result, expected):
                 self.fail(f"output {number}: {problem}" if len(got) > 1 else problem)
                 return
 
@@ -242,10 +236,8 @@ def _difference(got: Tensor, want: Tensor) -> str:
     if got.stride() != want.stride() and 1 not in got.shape and got.numel():
         return f"strides {got.stride()}, not {want.stride()}"
     got, want = got.detach().cpu(), want.detach().cpu()
-    if got.dtype in FP8_DTYPES:
-        equal = got.view(torch.uint8) == want.view(torch.uint8)
-    else:
-        equal = got == want
+    is_fp8 = got.dtype in FP8_DTYPES
+    equal = got.view(torch.uint8) == want.view(torch.uint8) if is_fp8 else got == want
     equal |= got.float().isnan() & want.float().isnan()
     if bool(equal.all()):
         return ""

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
@@ -63,10 +63,9 @@ def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -
             f"device must be one that torch sees; got {device}, and torch sees no CUDA GPU. "
             "Pass device='cpu', or see `python -m float8lab env`."
         )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    shown = f"{device} ({name})" if name else str(device)
-    programs = min(_MOST_PROGRAMS, os.cpu_count() or 1)
-    if device.type == "cuda" and programs > 1:
+    is_cuda, programs = device.type == "cuda", min(_MOST_PROGRAMS, os.cpu_count() or 1)
+    shown = f"{device} ({torch.cuda.get_device_name(device)})" if is_cuda else str(device)
+    if is_cuda and programs > 1:
         results = _run_in_programs(device, programs)
     else:
         results = run_checks(device, [check.name for check in CHECKS])
@@ -120,9 +119,8 @@ def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[lis
     if device.type == "cuda" and device.index is None:
         at = torch.device("cuda", torch.cuda.current_device())
 
-    def run(share: Sequence[str]) -> dict[str, tuple[list[Row], float]]:
-        told = json.dumps([sys.path, str(at), *share])
-        command = [sys.executable, "-c", _CODE, told]
+    def run(share: Sequence[str]) -> Iterable[tuple[str, tuple[list[Row], float]]]:
+        command = [sys.executable, "-c", _CODE, json.dumps([sys.path, str(at), *share])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         results = {}
         for line in done.stdout.splitlines():
@@ -136,12 +134,10 @@ def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[lis
                 check = next(check for check in CHECKS if check.name == name)
                 row = Row(check.group, name, check.against, "failed", 0, None, "", [problem])
                 results[name] = [row], 0.0
-        return results
+        return results.items()
 
     with ThreadPoolExecutor(programs) as pool:
-        return {
-            name: result for results in pool.map(run, shares) for name, result in results.items()
-        }
+        return {name: result for results in pool.map(run, shares) for name, result in results}
 
 
 def _rows_of(check: Check, device: torch.device) -> list[Row]:

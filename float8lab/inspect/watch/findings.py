@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,20 +71,17 @@ def findings_of(records: Iterable[Record], steps: Iterable[Step]) -> list[Findin
 
 def _findings_of_record(record: Record) -> Iterator[Finding]:
     """Yield what is wrong with one operand in one step."""
-    staleness = record.staleness
+    staleness = 0.0 if record.staleness is None else record.staleness
+    sqnr = math.inf if record.sqnr is None else record.sqnr
     cases = (
         ("not finite", record.nan + record.inf > 0, record.nan + record.inf),
-        (
-            "saturation",
-            staleness is not None and staleness > 0 and record.saturated > CLIPPED,
-            record.saturated,
-        ),
-        ("stale scale", staleness is not None and staleness < STALE, staleness),
+        ("saturation", staleness > 0 and record.saturated > CLIPPED, record.saturated),
+        ("stale scale", staleness < STALE, staleness),
         ("underflow", record.flushed > FLUSHED, record.flushed),
-        ("noise", record.sqnr is not None and record.sqnr < LEAST_SQNR, record.sqnr),
+        ("noise", sqnr < LEAST_SQNR, sqnr),
     )
     for kind, is_wrong, value in cases:
-        if is_wrong and value is not None:
+        if is_wrong:
             yield Finding(record.step, record.layer, record.operand, kind, float(value))
 
 
@@ -177,8 +175,7 @@ def _worst_of_each(findings: Iterable[Finding]) -> Sequence[Finding]:
     worst: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         key = (finding.kind, finding.layer, finding.operand)
-        if key not in worst or _badness(finding) > _badness(worst[key]):
-            worst[key] = finding
+        worst[key] = max(worst.get(key, finding), finding, key=_badness)
     return sorted(worst.values(), key=lambda f: (_KINDS.index(f.kind), -_badness(f)))
 
 

@@ -84,19 +84,16 @@ class RunComparison(Printed):
         """Losses at steps of even distances, and a row for each operand."""
         check_size("limit", limit, optional=True)
         chosen = evenly_chosen(self.losses, 10)
-        losses = [(str(s), f"{a:.4f}", f"{b:.4f}", f"{_percent(a, b)}") for s, a, b in chosen]
+        losses = [(str(s), f"{a:.4f}", f"{b:.4f}", _percent(a, b)) for s, a, b in chosen]
         shown: Iterable[tuple[str, Callable[[Quality], str]]] = (
             ("SQNR", lambda q: "" if q.sqnr is None else f"{q.sqnr:.1f}"),
             ("flush%", lambda q: f"{100 * q.flushed:.3g}"),
             ("NaN, inf", lambda q: str(q.nonfinite or "")),
         )
         rows = [
-            (
-                o.layer, o.operand,
-                *(text(q) if q else "-" for _, text in shown for q in (o.a, o.b)),
-            )
+            (o.layer, o.operand, *(text(q) if q else "-" for _, text in shown for q in o[2:]))
             for o in self.operands
-        ]  # fmt: skip
+        ]
         columns = ["layer", "operand", *(f"{name} {run}" for name, _ in shown for run in "ab")]
         grids = [
             Grid("Loss", ("step", "a", "b", "b to a"), losses),
@@ -107,12 +104,9 @@ class RunComparison(Printed):
     def to_json(self) -> dict[str, object]:
         """The same for programs."""
         operands = [
-            {
-                "layer": o.layer, "operand": o.operand,
-                **{run: q and q._asdict() for run, q in (("a", o.a), ("b", o.b))},
-            }
+            {**o._asdict(), "a": o.a and o.a._asdict(), "b": o.b and o.b._asdict()}
             for o in self.operands
-        ]  # fmt: skip
+        ]
         losses = [{"step": s, "a": a, "b": b} for s, a, b in self.losses]
         named = dict(zip("ab", self.names, strict=True))
         return {"runs": named, "gap": self.gap, "losses": losses, "operands": operands}

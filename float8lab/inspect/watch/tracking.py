@@ -157,8 +157,7 @@ def _tensorboard(writer: TensorBoardWriter) -> tuple[SendMetrics, SendAlert]:
 
 
 def _wandb(package: Any) -> tuple[SendMetrics, SendAlert]:
-    run = package.run
-    if run is None:
+    if (run := package.run) is None:
         raise RuntimeError(
             "to must be 'wandb' in an active run; got none. Call wandb.init(...) before."
         )

@@ -34,10 +34,9 @@ def _table_of_step(log: Log, log_step: Step, title: str) -> Grid:
     for layer, group in groupby(records, key=lambda record: record.layer):
         kinds = log_step.gemms.get(layer, {}).items()
         told = ", ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in kinds)
-        for i, record in enumerate(group):
-            # Layer and GEMMs stand beside the first of its operands.
-            first = ("", "") if i else (layer, told)
-            rows.append((first[0], record.operand, *_cells(record), first[1]))
+        for record in group:
+            rows.append((layer, record.operand, *_cells(record), told))
+            layer = told = ""  # they stand beside the first of the layer's operands
     columns = ("layer", "", "amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale")
     alarming = [record.nan + record.inf > 0 or (record.staleness or 0) > 0 for record in records]
     return Grid(title, (*columns, "NaN", "inf", "GEMMs"), rows, alarming, log.recipe)

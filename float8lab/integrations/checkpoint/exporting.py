@@ -126,18 +126,14 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     safetensors.check_target(Path(path), overwrite=overwrite)
     contents = _contents(model, format, recipe, exclude, share_scales, unseen)
     state, weights, layout = contents.state, contents.weights, FORMATS[format]
-    sharded = [name for name, value in state.items() if is_dtensor(value)]
-    if sharded:
+    if sharded := [name for name, value in state.items() if is_dtensor(value)]:
         raise ValueError(
             f"model must not be sharded; {sharded[0]} is a DTensor. Gather the model first, for "
             "example by a full state dict, or take its tensors from export_stream."
         )
-    config = {
-        **_config_of(model, state),
-        "quantization_config": layout.quantization_config(weights, contents.not_converted),
-    }
-    nonfinite = _nonfinite(state)
-    if nonfinite:
+    quantization = layout.quantization_config(weights, contents.not_converted)
+    config = {**_config_of(model, state), "quantization_config": quantization}
+    if nonfinite := _nonfinite(state):
         warnings.warn(
             f"model must be finite; {_counts(nonfinite)}. They are written as the formats have "
             "them: an infinity that FP8 cannot hold as the largest value.",
@@ -145,17 +141,10 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         )
     groups = contents.groups
     files = safetensors.write_checkpoint(Path(path), groups, config, max_shard_size=max_shard_size)
-    return ExportReport(
-        path=str(path),
-        format=format,
-        files=tuple(files),
-        nbytes=sum(group.nbytes for group in groups),
-        fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
-        high_precision=contents.high_precision,
-        nonfinite=nonfinite,
-        notes=tuple(_notes(state, weights, layout)),
-        reasons=contents.reasons,
-    )
+    fp8 = {name: weight.spec.describe() for weight in weights for name in weight.sources}
+    nbytes, notes = sum(group.nbytes for group in groups), tuple(_notes(state, weights, layout))
+    results = fp8, contents.high_precision, nonfinite, notes, contents.reasons
+    return ExportReport(str(path), format, tuple(files), nbytes, *results)
 
 
 def export_stream(
@@ -239,8 +228,7 @@ def _contents(
     unnamed = [weight for weight in candidates if layout.lacks_names(weight)]
     weights = _in_format(layout, [weight for weight in candidates if weight not in unnamed])
     in_fp8 = {name for weight in weights for name in weight.sources}
-    stray = [name for name, value in state.items() if is_stored(value) and name not in in_fp8]
-    if stray:
+    if stray := [n for n, value in state.items() if is_stored(value) and n not in in_fp8]:
         raise ValueError(
             f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
             f"{listed(stray, 5)}. Dequantize them, or do not exclude them."
@@ -317,8 +305,9 @@ def _nonfinite(state: Mapping[str, Tensor]) -> dict[str, int]:
             values = decoded(value.detach())
             if values.dtype.itemsize == 1:  # torch has no isfinite of plain FP8
                 values = values.float()
-            counts[name] = values.numel() - int(values.isfinite().sum())
-    return {name: count for name, count in counts.items() if count}
+            if count := values.numel() - int(values.isfinite().sum()):
+                counts[name] = count
+    return counts
 
 
 def _counts(nonfinite: Mapping[str, int]) -> str:
@@ -367,16 +356,13 @@ def _config_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, objec
         fields["architectures"] = [type(model).__name__]
     if not fields.get("dtype") and not fields.get("torch_dtype") and dtypes:
         fields["dtype"] = max(dict.fromkeys(dtypes), key=dtypes.count)
-    return {
-        key: dtype_name(value) if isinstance(value, torch.dtype) else value
-        for key, value in fields.items()
-    }
+    dtype_names = {k: dtype_name(v) for k, v in fields.items() if isinstance(v, torch.dtype)}
+    return fields | dtype_names
 
 
 def _notes(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> Iterator[str]:
     """Sentences about weights in 4 bits, and about those that some readers misread."""
-    packed = [name for name, value in state.items() if isinstance(value, Float4Tensor)]
-    if packed:
+    if packed := [name for name, value in state.items() if isinstance(value, Float4Tensor)]:
         yield f"{listed(packed, 1)}: stored in 4 bits, written in high precision"
     cut = [
         name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,14 +74,13 @@ class LoadReport(Printed):
     def summary(self) -> str:
         """Say what was loaded, and what is missing."""
         packed = f"{len(self.fp4)} in 4 bits, " if self.fp4 else ""
-        lines = [
+        first = (
             f"{self.path}: {len(self.fp8)} weights in FP8, {packed}{len(self.dequantized)} "
             f"dequantized, {len(self.plain)} other tensors"
-        ]
-        for kind, names in (("missing", self.missing), ("unexpected", self.unexpected)):
-            if names:
-                lines.append(f"{kind}: {_few(names)}")
-        return "\n".join([*lines, *self.notes])
+        )
+        kinds = {"missing": self.missing, "unexpected": self.unexpected}
+        lines = [f"{kind}: {_few(names)}" for kind, names in kinds.items() if names]
+        return "\n".join([first, *lines, *self.notes])
 
 
 def load_fp8(
@@ -144,16 +144,16 @@ def load_fp8(
         for item, name in plan.values:
             _load_values(item, name, targets)
     notes = [] if dequantize else _run_in_fp8(model, plan)
-    return LoadReport(
-        path=opened.path,
-        fp8={names[0]: item.describe() for item, names in plan.stored if item.fp8},
-        dequantized=tuple(name for item, name in plan.values if _is_quantized(item)),
-        plain=tuple(name for item, name in plan.values if not _is_quantized(item)),
-        missing=tuple(plan.missing),
-        unexpected=tuple(plan.unexpected),
-        notes=(*plan.notes, *notes),
-        fp4={names[0]: item.describe() for item, names in plan.stored if not item.fp8},
+    fp4, fp8 = (
+        {names[0]: item.describe() for item, names in plan.stored if item.fp8 == is_fp8}
+        for is_fp8 in (False, True)
     )
+    plain, dequantized = (
+        tuple(name for item, name in plan.values if _is_quantized(item) == quantized)
+        for quantized in (False, True)
+    )
+    others = tuple(plan.missing), tuple(plan.unexpected), (*plan.notes, *notes)
+    return LoadReport(opened.path, fp8, dequantized, plain, *others, fp4)
 
 
 def _open(source: str | Path | Mapping[str, Tensor]) -> CheckpointSource:
@@ -188,24 +188,19 @@ class _Targets:
     """The tensors of a model by name, and where each is."""
 
     def __init__(self, model: nn.Module, devices: Mapping[str, torch.device]) -> None:
-        self.state = {
-            name: value
-            for name, value in model.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor)
-        }
-        default = torch.get_default_device()
+        state, default = model.state_dict(keep_vars=True), torch.get_default_device()
+        self.state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self.devices = {
             name: devices.get(name, default if value.is_meta else value.device)
             for name, value in self.state.items()
         }
-        self.places: dict[int, list[tuple[nn.Module, str]]] = {}
-        self.names: dict[int, list[str]] = {}
+        self.places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+        self.names: dict[int, list[str]] = defaultdict(list)
         for module in model.modules():
             for local, value in [*module._parameters.items(), *module._buffers.items()]:
-                if value is not None:
-                    self.places.setdefault(id(value), []).append((module, local))
+                self.places[id(value)].append((module, local))
         for name, value in self.state.items():
-            self.names.setdefault(id(value), []).append(name)
+            self.names[id(value)].append(name)
         self.layers: dict[str, nn.Module] = {
             path: weight.module
             for weight in gemm_weights(model)
@@ -217,8 +212,8 @@ class _Targets:
     def multiplies(self, name: str) -> bool:
         """Whether a parameter is the weight of linear layers alone, or a stack of experts'."""
         target = id(self.state[name])
-        users = {id(module) for module, _ in self.places.get(target, ())}
-        modules = {id(self.layers[n]) for n in self.names[target] if n in self.layers}
+        users = {module for module, _ in self.places[target]}
+        modules = {self.layers[n] for n in self.names[target] if n in self.layers}
         return bool(users and users == modules) or experts.is_stack(name, self.state[name])
 
     def replace(self, target: Tensor, value: Tensor) -> None:
@@ -251,8 +246,7 @@ class _Plan:
     def add(self, item: Item, targets: _Targets, *, dequantize: bool) -> None:
         """Plan to load a tensor that the model has."""
         target = targets.state[item.name]
-        problem = _problem(item, target)
-        if problem:
+        if problem := _problem(item, target):
             self.problems.append(problem)
         elif id(target) in self.loaded:
             return  # another name of a tied parameter
@@ -316,13 +310,9 @@ def _check(
         explained = {name for stack in stacks.values() for name in stack.matrices}
         problems += [problem for stack in stacks.values() for problem in stack.problems]
         problems += [f"{name} is missing" for name in plan.missing if name not in stacks]
-        problems += [
-            f"{name} is not in the model" for name in plan.unexpected if name not in explained
-        ]
+        problems += [f"{n} is not in the model" for n in plan.unexpected if n not in explained]
     else:
-        plan.notes += [
-            f"{name} is not loaded: {_few(stack.problems)}" for name, stack in stacks.items()
-        ]
+        plan.notes += [f"{n} is not loaded: {_few(stack.problems)}" for n, stack in stacks.items()]
     if problems:
         raise ValueError(
             f"{path} must fit the model; {_few(problems, separator='; ')}. The model is "
@@ -408,8 +398,7 @@ def _packed(item: Item, spec: Spec, dtype: torch.dtype, device: torch.device) ->
         place[dim] = slice(box[dim].start // 2, box[dim].stop // 2)
         packed[tuple(place)] = pack(item.qdata(box), dim).to(device)
     scale = item.scales().to(spec.scale_dtype)  # which they were read from
-    tensor_scale = item.read_tensor_scale()
-    if tensor_scale is not None:
+    if (tensor_scale := item.read_tensor_scale()) is not None:
         tensor_scale = tensor_scale.to(device)
     return Float4Tensor(packed, scale.to(device), tensor_scale, spec, dtype)
 
@@ -567,13 +556,13 @@ def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
         layer = candidate.layer
         if candidate.name in chosen or has_recipe(layer):
             continue
-        parameters = list(layer.parameters(recurse=False))
+        kinds = set(map(type, layer.parameters(recurse=False)))
         note = "in high precision in the checkpoint"
         if layer in choosing:
             note = "a router, which stays in high precision"
-        elif any(isinstance(parameter, Float4Tensor) for parameter in parameters):
+        elif Float4Tensor in kinds:
             note = "stored in 4 bits, and multiplied in high precision"
-        elif any(isinstance(parameter, Float8Tensor) for parameter in parameters):
+        elif Float8Tensor in kinds:
             note = "stored in FP8 by blocks that no recipe has"
         explain_layer(layer, note)
 

@@ -40,25 +40,24 @@ class SavedNames:
 
     def matrix(self, stack: str, expert: int, index: int) -> str:
         """The name of a matrix of a stack; the usual one where Transformers says nothing."""
-        if stack in self.matrices:
-            return self.matrices[stack][expert][index]
-        return matrix_name(stack, expert, index)
+        matrices = self.matrices.get(stack)
+        return matrices[expert][index] if matrices else matrix_name(stack, expert, index)
 
     def matrices_per_expert(self, stack: str) -> int:
         """How many matrices each expert of a stack has."""
-        if stack in self.matrices:
-            return len(self.matrices[stack][0])
-        return len(STACKED[stack.rpartition(".")[2]])
+        matrices = self.matrices.get(stack)
+        return len(matrices[0] if matrices else STACKED[stack.rpartition(".")[2]])
 
     def to_model(self) -> dict[str, str]:
         """The names in the model, those of matrices as usual, by the names in checkpoints."""
         names_in_model = {saved: name for name, saved in self.renamed.items()}
-        for stack, experts in self.matrices.items():
-            if stack.rpartition(".")[2] in STACKED:
-                for expert, names in enumerate(experts):
-                    names_in_model |= {
-                        n: matrix_name(stack, expert, i) for i, n in enumerate(names)
-                    }
+        names_in_model |= {
+            saved: matrix_name(stack, expert, i)
+            for stack, experts in self.matrices.items()
+            if stack.rpartition(".")[2] in STACKED
+            for expert, names in enumerate(experts)
+            for i, saved in enumerate(names)
+        }
         return {saved: name for saved, name in names_in_model.items() if saved != name}
 
 

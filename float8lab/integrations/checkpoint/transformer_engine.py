@@ -85,11 +85,8 @@ def load_te_scaling(
     """
     check_module("model", model)
     check_instance("recipe", recipe, DelayedScaling, "a DelayedScaling", optional=True)
-    states = {
-        name: state
-        for name, value in _extra_states(source).items()
-        if (state := _unpickled(name, value)) is not None
-    }
+    unpickled = {name: _unpickled(name, value) for name, value in _extra_states(source).items()}
+    states = {name: state for name, state in unpickled.items() if state is not None}
     modules = _precisions_by_name(model)
     problems = [name or "(model)" for name in states if name not in modules]
     if problems or not states:
@@ -101,14 +98,12 @@ def load_te_scaling(
     saved_recipe = _recipe(next(iter(states.values())))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ready: list[tuple[DelayedSlots, dict[str, Tensor]]] = []
-    loaded, ignored = [], []
+    loaded: list[str] = []
+    ignored: list[str] = []
     for name, state in states.items():
         gemms = _scales_of_gemms(name, state, len(modules[name]))
-        if gemms is None:
-            ignored.append(name)
-            continue
-        loaded.append(name)
-        for precision, scales in zip(modules[name], gemms, strict=True):
+        (ignored if gemms is None else loaded).append(name)
+        for precision, scales in zip(modules[name], gemms, strict=True) if gemms else ():
             candidates = recipe, precision.recipe, saved_recipe
             chosen = next(r for r in candidates if isinstance(r, DelayedScaling))
             slots = delayed_slots(precision, chosen, device)
@@ -131,15 +126,13 @@ def _precisions_by_name(model: nn.Module) -> dict[str, tuple[Precision, ...]]:
 
 def _extra_states(source: str | Path | Mapping[str, object]) -> dict[str, object]:
     """The extra state that each module saved, by the module's name."""
-    if isinstance(source, Mapping):
-        values = dict(source)
-    else:
+    if not isinstance(source, Mapping):
         check_path("source", source)
         entries = open_checkpoint(source).entries
-        values = {e.name: e.read() for e in entries if e.name.endswith(_KEY)}
+        source = {e.name: e.read() for e in entries if e.name.endswith(_KEY)}
     return {
         name.removesuffix(_KEY).removesuffix("."): value
-        for name, value in values.items()
+        for name, value in source.items()
         if name == _KEY or name.endswith(f".{_KEY}")
     }
 
@@ -217,10 +210,8 @@ def _saved_tensor(name: str, state: Mapping[str, object], key: str, ndim: int) -
 
 def _converted(scales: _GemmScales, slots: DelayedSlots) -> dict[str, Tensor]:
     """The tensors of ``DelayedSlots`` for a GEMM, converted from its saved state."""
-    values = {
-        name: slots.tensors()[name].clone()
-        for name in ("history", "amax", "scale", "encode", "seeded", "steps")
-    }
+    names = ("history", "amax", "scale", "encode", "seeded", "steps")
+    values = {name: slots.tensors()[name].clone() for name in names}
     for slot, (encode, history) in zip((X, W, DY), scales, strict=True):
         if float(encode) == 1.0 and not bool(history.any()):
             continue  # never used

@@ -43,14 +43,9 @@ from float8lab.tensor.dtensor import is_dtensor, local_of
 from float8lab.tensor.operands import quantize
 
 __all__ = [
-    "FoundWeights",
-    "GemmWeight",
-    "delayed_slots",
-    "find_weights",
-    "gemm_weights",
-    "is_stored",
+    "FoundWeights", "GemmWeight", "delayed_slots", "find_weights", "gemm_weights", "is_stored",
     "specs_of_parameters",
-]
+]  # fmt: skip
 
 
 class GemmWeight(NamedTuple):
@@ -165,17 +160,14 @@ def _matrices_of(name: str, module: nn.Module, read: Read) -> Iterator[GemmWeigh
 
 
 def _stack_of_linear(name: str, module: nn.Module, linear_class: type) -> GemmWeight:
-    kind = load_float8_class(linear_class)
+    kind, precision = load_float8_class(linear_class), getattr(module, "_fp8", None)
+    shape = (1, *kind.matrix(module).shape)
     return GemmWeight(
-        module,
-        name,
-        ("weight",),
-        module._fp8 if isinstance(module, OtherLinear) else None,
-        (1, *kind.matrix(module).shape),
+        module, name, ("weight",), precision if isinstance(module, OtherLinear) else None, shape,
         lambda _: kind.matrix(module).detach().unsqueeze(0),
         lambda stack: [kind.from_matrix(stack[0])],
         f"no other library has an FP8 form of {linear_class.__name__}",
-    )
+    )  # fmt: skip
 
 
 def _stacks_of_grouped(name: str, module: GroupedLinear, read: Read) -> Iterator[GemmWeight]:
@@ -459,11 +451,9 @@ def _described(
 
 
 def _split_experts(
-    weight: GemmWeight,
-    spec: Float8Spec,
-    make_matrix: Callable[..., list[Stored]],
+    weight: GemmWeight, spec: Float8Spec, make_matrix: Callable[..., list[Stored]],
     names: SavedNames,
-) -> tuple[Weight, ...]:
+) -> tuple[Weight, ...]:  # fmt: skip
     """The matrices of the experts in a stack, under the names that other libraries read."""
     experts, rows, columns = weight.shape
     (path,) = weight.paths
@@ -504,16 +494,13 @@ def _split_experts(
 
 def _used_otherwise(model: nn.Module, weights: Sequence[GemmWeight]) -> set[int]:
     """Parameters that some module uses in another way, as an embedding does."""
-    ours = set()
-    for weight in weights:
-        for local_path in weight.local_names:
-            below, _, local = local_path.rpartition(".")
-            ours.add((id(weight.module.get_submodule(below)), local))
+    paths = [(w.module, local.rpartition(".")) for w in weights for local in w.local_names]
+    ours = {(module.get_submodule(below), local) for module, (below, _, local) in paths}
     return {
         id(parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if (id(module), name) not in ours
+        if (module, name) not in ours
     }
 
 

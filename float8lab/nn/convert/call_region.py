@@ -45,8 +45,7 @@ class CallRegion:
         outer = STATE.autocast
         if not model.training or outer.enabled is False or in_backward():
             return
-        region = STATE.region
-        if region is None:
+        if (region := STATE.region) is None:
             region = self._open = STATE.region = Region(silent=False)
             self._finished = False
         if not torch.compiler.is_compiling() and not self._prepared:
@@ -65,10 +64,7 @@ class CallRegion:
         if region is None or STATE.region is not region:
             return
         STATE.region = self._open = None
-        if self._finished:
-            region.close()
-        else:
-            region.discard()
+        (region.close if self._finished else region.discard)()
 
     def __deepcopy__(self, memo: dict[int, object]) -> CallRegion:
         return cast(CallRegion, memo.setdefault(id(self), CallRegion(self.recipes)))
@@ -87,13 +83,9 @@ def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None
 
     ``modules`` are the model's.
     """
-    delayed = {
-        precision.recipe: None
-        for module in modules
-        for _, precision in precisions(module)
-        if precision.recipe is not None and precision.recipe.linear.delayed
-    }
-    recipes = tuple(delayed)
+    states = (precision for module in modules for _, precision in precisions(module))
+    known = dict.fromkeys(state.recipe for state in states if state.recipe is not None)
+    recipes = tuple(recipe for recipe in known if recipe.linear.delayed)
     for hook in model._forward_pre_hooks.values():
         if isinstance(owner := getattr(hook, "__self__", None), CallRegion):
             owner.reset(recipes)

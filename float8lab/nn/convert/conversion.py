@@ -137,18 +137,14 @@ def convert_to_float8(  # each is a keyword that users set on its own
     freezing.run()
     _register_hooks(model, walk, layers)
     run_layers_of_encoders(walk.modules)
-    remember_conversion(
-        model,
-        walk,
-        unmatched=plan.unmatched,
-        notes=(*plan.predictions, *freezing.obstacles, *late),
-        # A layer that this call leaves alone may run in FP8 by an earlier one, which noted how.
-        layers=[
-            (p.candidate.layer, p.note)
-            for p in plan.layers
-            if p.recipe is not None or not has_recipe(p.candidate.layer)
-        ],
-    )
+    notes = (*plan.predictions, *freezing.obstacles, *late)
+    # A layer that this call leaves alone may run in FP8 by an earlier one, which noted how.
+    notes_of_layers = [
+        (p.candidate.layer, p.note)
+        for p in plan.layers
+        if p.recipe is not None or not has_recipe(p.candidate.layer)
+    ]
+    remember_conversion(model, walk, plan.unmatched, notes, notes_of_layers)
     if not layers and not plan.runs_fp8_attention():
         _warn_of_nothing(model, plan)
     if _LOG.isEnabledFor(logging.INFO):
@@ -217,12 +213,11 @@ def _choose_all_gather(
             too_late = is_sharded_plain(weight)
             precision.fp8_all_gather = fp8_all_gather and agree and not too_late
             late += fp8_all_gather and too_late
-    if not late:
-        return []
-    return [
+    note = (
         f"{late} weights were sharded before they were converted, and are gathered in high "
         "precision; convert before fully_shard to gather them in FP8"
-    ]
+    )
+    return [note] if late else []
 
 
 def _register_hooks(model: nn.Module, walk: ModelWalk, layers: Sequence[LayerPlan]) -> None:
@@ -289,7 +284,7 @@ def to_high_precision(model: _Model) -> _Model:
     return model
 
 
-def _has_plain_class(layer: Any) -> bool:
+def _has_plain_class(layer: nn.Module) -> bool:
     """Whether there is a class in high precision that does what a converted layer does."""
     if not isinstance(layer, Linear):
         return True

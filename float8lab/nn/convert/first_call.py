@@ -65,8 +65,7 @@ class FirstCall:
         if outputs is None:  # it raised
             return
         self._done = True
-        unseen = _unseen(model, recording.modules(), outputs)
-        if not unseen:
+        if not (unseen := _unseen(model, recording.modules(), outputs)):
             return
         for layer in unseen.values():
             vars(layer)[UNSEEN] = True
@@ -99,9 +98,7 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
     reached = _reached(outputs)
     unseen: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
-        if not _runs_its_layers(parent):
-            continue
-        if not any(precision in ran for precision in precisions_below(parent)):
+        if not _runs_its_layers(parent) or ran.isdisjoint(precisions_below(parent)):
             continue
         for name, layer in parent.named_children():
             if not isinstance(layer, (Linear, OtherLinear)) or layer._fp8.recipe is None:
@@ -145,14 +142,12 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
             leaves.add(id(node.variable))
         if "CheckpointFunction" in node.name():  # autograd did not see what it called
             return None
-        if "CompiledFunction" in node.name():  # has the weights of layers that ran compiled
-            following = [n for n, _ in node.next_functions if not hasattr(n, "variable")]
-        else:
-            following = [n for n, _ in node.next_functions]
-        for successor in following:
-            if successor is not None and successor not in seen:
-                seen.add(successor)
-                nodes.append(successor)
+        # A compiled function has the weights of layers that ran compiled.
+        is_compiled = "CompiledFunction" in node.name()
+        successors = {n for n, _ in node.next_functions if n is not None} - seen
+        following = [n for n in successors if not is_compiled or not hasattr(n, "variable")]
+        nodes += following
+        seen.update(following)
     return leaves
 
 

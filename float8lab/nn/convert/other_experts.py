@@ -110,10 +110,9 @@ def _gated_by(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], 
 
 def _has(module: nn.Module, *names: str, ndim: int = 3) -> bool:
     """Whether a module has parameters of these names and dimensions, parametrized or not."""
-    parameters = [getattr(module, name, None) for name in names]
     return all(
         isinstance(p, Tensor) and not isinstance(p, UninitializedParameter) and p.ndim == ndim
-        for p in parameters
+        for p in (getattr(module, name, None) for name in names)
     )
 
 
@@ -150,22 +149,17 @@ class TransformersExperts(OtherExperts):
 
     @staticmethod
     def layers(module: Any) -> tuple[Layer, Layer]:
-        first = "gate_up_proj" if module.has_gate else "up_proj"
-        weights = getattr(module, first), module.down_proj
-        biases: tuple[Tensor | None, Tensor | None] = (None, None)
-        if module.has_bias:
-            biases = getattr(module, f"{first}_bias"), module.down_proj_bias
-        if module.is_transposed:
-            weights = weights[0].mT, weights[1].mT
-        return (weights[0], biases[0]), (weights[1], biases[1])
+        names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+        weights = [getattr(module, name) for name in names]
+        biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in names]
+        first, second = (w.mT if module.is_transposed else w for w in weights)
+        return (first, biases[0]), (second, biases[1])
 
     @staticmethod
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
-        first = "gate_up_proj" if module.has_gate else "up_proj"
-        transposed = bool(module.is_transposed)
-        return {
-            first: ExpertWeight("fc1", transposed), "down_proj": ExpertWeight("fc2", transposed)
-        }  # fmt: skip
+        names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+        layers = (ExpertWeight(layer, bool(module.is_transposed)) for layer in ("fc1", "fc2"))
+        return dict(zip(names, layers, strict=True))
 
     @staticmethod
     def obstacle(module: nn.Module) -> str | None:
@@ -194,14 +188,9 @@ class TransformersExperts(OtherExperts):
 
 
 def _route(
-    self: Any,
-    hidden_states: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    layers: tuple[Layer, Layer],
-    activation: str | Callable[[Tensor], Tensor],
-    after: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
+    self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor, layers: tuple[Layer, Layer],
+    activation: str | Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Permute, run the experts, add up each token's, times its weights."""
     x = as_matrix(plain(hidden_states))
     x = x.to(output_dtype(x))  # before it is copied to each expert
@@ -232,9 +221,8 @@ class LlamaExperts(OtherExperts):
 
     @staticmethod
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
-        return {
-            "gate_up_proj": ExpertWeight("fc1", True), "down_proj": ExpertWeight("fc2", True)
-        }  # fmt: skip
+        first, second = ExpertWeight("fc1", True), ExpertWeight("fc2", True)
+        return {"gate_up_proj": first, "down_proj": second}
 
     def transposed(self) -> bool:
         return True
@@ -300,12 +288,8 @@ class TitanExperts(OtherExperts):
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        names = _names_of_titan(module)
-        return (
-            names is not None
-            and not hasattr(module, "_grouped_mm")
-            and _takes(module, "x", "num_tokens_per_expert")
-        )
+        is_titan = _names_of_titan(module) is not None and not hasattr(module, "_grouped_mm")
+        return is_titan and _takes(module, "x", "num_tokens_per_expert")
 
     @staticmethod
     def layers(module: nn.Module) -> tuple[Layer, Layer]:
@@ -366,13 +350,9 @@ class TitanGroupedMM(OtherExperts):
         return self.original.forward(self, *args, **kwargs)
 
     def _grouped_mm(
-        self: Any,
-        A: Tensor,
-        B_t: Tensor | None = None,
-        offs: Tensor | None = None,
-        *,
+        self: Any, A: Tensor, B_t: Tensor | None = None, offs: Tensor | None = None, *,
         weight_EOI: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """``A @ B_t[e]``, or ``A @ weight_EOI[e].T``, for the rows of each expert."""
         weight: Any = weight_EOI if B_t is None else B_t.mT
         precision = getattr(self, f"_fp8_{TitanGroupedMM.layer_names[self._gemms_begun % 3]}")
@@ -386,12 +366,8 @@ class TitanGroupedMM(OtherExperts):
 
 
 _KINDS: tuple[type[OtherExperts], ...] = (
-    TransformersExperts,
-    LlamaExperts,
-    DbrxExperts,
-    TitanGroupedMM,
-    TitanExperts,
-)
+    TransformersExperts, LlamaExperts, DbrxExperts, TitanGroupedMM, TitanExperts,
+)  # fmt: skip
 
 
 def experts_class(module: nn.Module) -> type[OtherExperts] | None:
@@ -403,12 +379,9 @@ def _number_of_experts(module: nn.Module) -> int | None:
     """How many experts a module holds, if it does: a list of them, or stacked parameters."""
     if isinstance(module, nn.ModuleList):
         return len(module)
-    counts = (getattr(module, name, None) for name in ("num_experts", "num_gemms"))
-    count = next((count for count in counts if isinstance(count, int)), None)
-    if count is None:
-        stacked = (p for p in module.parameters() if p.ndim == 3)
-        count = next((p.shape[0] for p in stacked), None)
-    return count
+    told = [getattr(module, name, None) for name in ("num_experts", "num_gemms")]
+    counts = [count for count in told if isinstance(count, int)]
+    return next(iter(counts or (p.shape[0] for p in module.parameters() if p.ndim == 3)), None)
 
 
 def routers(named_modules: Iterable[tuple[str, nn.Module]]) -> set[nn.Module]:

@@ -35,14 +35,9 @@ from float8lab.tensor import Float4Tensor
 from float8lab.tensor.dtensor import is_dtensor
 
 __all__ = [
-    "CONVERTED",
-    "ConversionOptions",
-    "ConversionPlan",
-    "LayerPlan",
-    "checked_choice",
-    "lines_about_recasts",
-    "plan_conversion",
-]
+    "CONVERTED", "ConversionOptions", "ConversionPlan", "LayerPlan", "checked_choice",
+    "lines_about_recasts", "plan_conversion",
+]  # fmt: skip
 
 _Choice = Recipe | Auto
 
@@ -131,11 +126,9 @@ class ConversionOptions(NamedTuple):
     def for_layer(self, module: nn.Module, name: str) -> LayerOptions:
         """The options that apply to a module; ``filter_fn`` is asked about it."""
         overrides = [pattern for pattern in self.overrides if matches(name, pattern)]
-        excluded_by = next((pattern for pattern in self.exclude if matches(name, pattern)), None)
-        exclusion = None
-        if excluded_by is not None:
-            exclusion = f"excluded by {excluded_by!r}"
-        elif self.filter_fn is not None and not self.filter_fn(module, name):
+        exclusions = (f"excluded by {p!r}" for p in self.exclude if matches(name, p))
+        exclusion = next(exclusions, None)
+        if exclusion is None and self.filter_fn is not None and not self.filter_fn(module, name):
             exclusion = "left out by filter_fn"
         choice = self.overrides[overrides[-1]] if overrides else self.base
         return LayerOptions(exclusion, choice, bool(overrides))
@@ -147,17 +140,12 @@ def plan_conversion(
     """Decide what becomes of every candidate and attention module of a model."""
     router_modules = routers(walk.named_modules)
     sharded = shards.sharded_by_fsdp(model) if walk.is_sharded else set()
-    layers, predictions = _choose_recipes(
-        [
-            _plan_layer(
-                candidate,
-                options.for_layer(candidate.layer, candidate.name),
-                is_router=candidate.layer in router_modules,
-                sharded=candidate.layer in sharded,
-            )
-            for candidate in walk.candidates
-        ]
-    )
+    plans = []
+    for candidate in walk.candidates:
+        layer, its_options = candidate.layer, options.for_layer(candidate.layer, candidate.name)
+        flags = {"is_router": layer in router_modules, "sharded": layer in sharded}
+        plans.append(_plan_layer(candidate, its_options, **flags))
+    layers, predictions = _choose_recipes(plans)
     layers = _follow_attention(layers)
     attention = [
         _plan_attention(module, name, options.for_layer(module, name))
@@ -197,8 +185,7 @@ def _plan_layer(
         if any(isinstance(p, UninitializedParameter) for p in candidate.layer.parameters()):
             return plan("not initialised yet; run one batch first", failed=True)
         return plan("", auto=choice)
-    cut_blocks = _misfit(candidate.layer, choice, sharded=sharded)
-    if cut_blocks is not None:
+    if (cut_blocks := _misfit(candidate.layer, choice, sharded=sharded)) is not None:
         return plan(cut_blocks, failed=True)
     return plan(repr(choice), choice)
 
@@ -252,12 +239,8 @@ def _choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[s
 def _predict(plan: LayerPlan, auto: Auto) -> Prediction:
     layer = plan.candidate.layer
     device = next(layer.parameters()).device
-    usable = [
-        recipe
-        for recipe in auto.candidates
-        if not emulated_gemms(recipe.linear, device)
-        and _misfit(layer, recipe, sharded=plan.sharded) is None
-    ]
+    native = (r for r in auto.candidates if not emulated_gemms(r.linear, device))
+    usable = [r for r in native if _misfit(layer, r, sharded=plan.sharded) is None]
     # Of experts, the sizes of one, with all rows.
     shapes = [shape[-2:] for shape in matrix_shapes(plan.candidate)]
     return predict(shapes, usable, tokens=auto.tokens, mode=auto.mode)
@@ -277,8 +260,7 @@ def _describe_times(auto: Auto, times: Sequence[tuple[Times, Times]]) -> str:
 def _obstacle(candidate: Candidate, *, is_named: bool, sharded: bool) -> str | None:
     """Why a layer cannot be converted, or None."""
     layer = candidate.layer
-    obstacle = _obstacle_of_parameters(candidate, sharded=sharded)
-    if obstacle is not None:
+    if (obstacle := _obstacle_of_parameters(candidate, sharded=sharded)) is not None:
         return obstacle
     if names := candidate.matrices:
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -298,10 +280,10 @@ def _obstacle_of_parameters(candidate: Candidate, *, sharded: bool) -> str | Non
             return f"its {name} is in 4 bits, dequantized and multiplied in high precision"
         if getattr(parameter, "dtype", None) in FP8_DTYPES:  # a Float8Tensor has another
             return f"its {name} is FP8 data of another library; load_fp8 takes it over"
-        if is_dtensor(parameter):
-            obstacle = _obstacle_of_placements(candidate, name, parameter, sharded=sharded)
-            if obstacle is not None:
-                return obstacle
+        if is_dtensor(parameter) and (
+            obstacle := _obstacle_of_placements(candidate, name, parameter, sharded=sharded)
+        ):
+            return obstacle
     return None
 
 
@@ -342,13 +324,11 @@ def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
     layer = candidate.layer
     if candidate.experts_class is not None:
         dtypes = {p.dtype for p in layer.parameters()}.difference(HIGH_PRECISION_DTYPES)
-        if dtypes:
-            return f"its weights are {dtypes.pop()}"
-        return candidate.experts_class.obstacle(layer)
+        wrong = f"its weights are {dtypes.pop()}" if dtypes else None
+        return wrong or candidate.experts_class.obstacle(layer)
     linear = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
-    if linear.weight.dtype not in HIGH_PRECISION_DTYPES:
-        return f"its weight is {linear.weight.dtype}"
-    return None
+    dtype = linear.weight.dtype
+    return None if dtype in HIGH_PRECISION_DTYPES else f"its weight is {dtype}"
 
 
 def _misfit(layer: nn.Module, recipe: Recipe, *, sharded: bool) -> str | None:
@@ -373,12 +353,11 @@ def lines_about_recasts(plans: Sequence[LayerPlan]) -> list[str]:
     """Lines about weights that are stored in FP8, but not as their layers' recipes want them."""
     lines = []
     for plan in plans:
-        candidate, recipe = plan.candidate, plan.recipe
+        (name, layer, *_), recipe = plan.candidate, plan.recipe
         if recipe is None or not (recipe.linear.fprop or recipe.linear.dgrad):
             continue
         spec = recipe.linear.w
-        spec = spec.transpose() if isinstance(candidate.layer, OtherLinear) else spec
-        parameters = [p for p in candidate.layer._parameters.values() if p is not None]
-        texts = filter(None, (recast(p, spec) for p in parameters))
-        lines += [f"  {candidate.name or '(model)'}: its weight is {text}" for text in texts]
+        spec = spec.transpose() if isinstance(layer, OtherLinear) else spec
+        texts = filter(None, (recast(p, spec) for p in layer.parameters(recurse=False)))
+        lines += [f"  {name or '(model)'}: its weight is {text}" for text in texts]
     return lines

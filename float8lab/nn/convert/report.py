@@ -32,16 +32,9 @@ from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.tables import aligned, html_table
 
 __all__ = [
-    "ConversionReport",
-    "LayerReport",
-    "conversion_report",
-    "emulated_gemms",
-    "explain_layer",
-    "forget_conversion",
-    "remember_conversion",
-    "report_of_walk",
-    "was_converted",
-]
+    "ConversionReport", "LayerReport", "conversion_report", "emulated_gemms", "explain_layer",
+    "forget_conversion", "remember_conversion", "report_of_walk", "was_converted",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,16 +96,12 @@ class ConversionReport:
         return f"{html_table(_HEADINGS, self._rows())}<p>{remarks}</p>"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                layer.name or "(model)",
-                " x ".join(map(str, layer.shape)),
-                "FP8" if layer.converted else "skipped",
-                layer.note,
-                self._share(layer.parameters),
-            )
-            for layer in self.layers
-        ]
+        rows: list[tuple[str, ...]] = []
+        for layer in self.layers:
+            shape, kind = " x ".join(map(str, layer.shape)), "FP8" if layer.converted else "skipped"
+            share = self._share(layer.parameters)
+            rows.append((layer.name or "(model)", shape, kind, layer.note, share))
+        return rows
 
     def _remarks(self) -> list[str]:
         unmatched = [f"no layer is called {name!r}" for name in self.unmatched]
@@ -158,15 +147,12 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 def report_of_walk(model: nn.Module, walk: ModelWalk) -> ConversionReport:
     """The report of a model whose modules have been visited."""
     conversions = [vars(m)[_CONVERSION] for m in walk.modules if _CONVERSION in vars(m)]
+    notes_of_calls = (note for _, notes in conversions for note in notes)
     return ConversionReport(
-        layers=tuple(_report_layer(candidate) for candidate in walk.candidates),
+        layers=tuple(map(_report_layer, walk.candidates)),
         unmatched=tuple(name for unmatched, _ in conversions for name in unmatched),
-        total_parameters=sum(_size(p) for p in model.parameters()),
-        notes=(
-            *(note for _, notes in conversions for note in notes),
-            *_emulation_notes(walk),
-            *_attention_notes(walk),
-        ),
+        total_parameters=sum(map(_size, model.parameters())),
+        notes=(*notes_of_calls, *_emulation_notes(walk), *_attention_notes(walk)),
     )
 
 
@@ -176,19 +162,15 @@ _CONVERSION = "_float8_conversion"
 
 
 def remember_conversion(
-    model: nn.Module,
-    walk: ModelWalk,
-    *,
-    unmatched: Sequence[str],
-    notes: Sequence[str],
+    model: nn.Module, walk: ModelWalk, unmatched: Sequence[str], notes: Sequence[str],
     layers: Iterable[tuple[nn.Module, str]],
-) -> None:
+) -> None:  # fmt: skip
     """Keep the notes of a conversion, ``layers`` of each candidate, in place of earlier ones."""
     for module in walk.modules:
         vars(module).pop(_CONVERSION, None)
     vars(model)[_CONVERSION] = (tuple(unmatched), tuple(notes))
     for layer, note in layers:
-        vars(layer)[_NOTE] = note
+        explain_layer(layer, note)
         vars(layer).pop(UNSEEN, None)
 
 

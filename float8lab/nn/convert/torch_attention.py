@@ -121,8 +121,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         weights = separate if packed is None else packed.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         precisions = self._fp8, self._fp8_key, self._fp8_value
-        calls = call, key_call, value_call
-        return [*map(self._gemm, precisions, inputs, weights, biases, calls)]
+        return [*map(self._gemm, precisions, inputs, weights, biases, (call, key_call, value_call))]
 
     def _gemm(
         self, precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None,

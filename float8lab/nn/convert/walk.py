@@ -22,17 +22,9 @@ from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import precisions
 
 __all__ = [
-    "UNSEEN",
-    "Candidate",
-    "ModelWalk",
-    "ParameterUsers",
-    "has_recipe",
-    "is_unseen",
-    "matrix_shapes",
-    "shapes_of",
-    "users_of",
-    "walk_model",
-]
+    "UNSEEN", "Candidate", "ModelWalk", "ParameterUsers", "has_recipe", "is_unseen",
+    "matrix_shapes", "shapes_of", "users_of", "walk_model",
+]  # fmt: skip
 
 ParameterUsers = dict[int, list[tuple[nn.Module, str]]]
 """The modules that have a parameter, and its name in each, by the parameter's id."""
@@ -69,19 +61,12 @@ class ModelWalk(NamedTuple):
 def walk_model(model: nn.Module) -> ModelWalk:
     """Visit each module of a model once, and ask each of its classes once what it is."""
     named_modules = list(model.named_modules())
-    linear_classes = {cls: known_linear(cls) for cls in {type(m) for _, m in named_modules}}
-    candidates = (
-        _as_candidate(name, module, linear_classes[type(module)]) for name, module in named_modules
-    )
-    return ModelWalk(
-        named_modules,
-        [candidate for candidate in candidates if candidate is not None],
-        [(name, m) for name, m in named_modules if isinstance(m, DotProductAttention)],
-        any(
-            hasattr(module, "unshard") or hasattr(module, "_is_fsdp_managed_module")
-            for _, module in named_modules
-        ),
-    )
+    linear_class = {cls: known_linear(cls) for cls in {type(m) for _, m in named_modules}}
+    candidates = (_as_candidate(name, m, linear_class[type(m)]) for name, m in named_modules)
+    attention = [(name, m) for name, m in named_modules if isinstance(m, DotProductAttention)]
+    marks = ("unshard", "_is_fsdp_managed_module")
+    is_sharded = any(hasattr(m, mark) for _, m in named_modules for mark in marks)
+    return ModelWalk(named_modules, [*filter(None, candidates)], attention, is_sharded)
 
 
 _NO_MATRICES = (
@@ -95,8 +80,7 @@ def _as_candidate(name: str, module: nn.Module, linear_class: Any) -> Candidate 
     has_no_plain_class = isinstance(module, GemmModule) and not isinstance(module, nn.Linear)
     if linear_class is not None or has_no_plain_class:
         return Candidate(name, module, linear_class)
-    experts = experts_class(module)
-    if experts is not None:
+    if (experts := experts_class(module)) is not None:
         return Candidate(name, module, experts_class=experts)
     # Stacked experts have three dimensions; a router's weight has two and is called so, unlike
     # tables of positions.

@@ -233,13 +233,10 @@ def saturate(y, x, dtype: tl.constexpr):
         infinite = abs_bits(x) == 0x7F800000
         q = tl.where(infinite, byte, q.to(tl.uint8, bitcast=True)).to(dtype, bitcast=True)
     else:
+        HOPPER: tl.constexpr = tl.target_info.cuda_capability_geq(9, 0)
+        CODE: tl.constexpr = PACK_E5M2_SM90 if HOPPER else PACK_E5M2
         q = tl.inline_asm_elementwise(
-            PACK_E5M2_SM90 if tl.target_info.cuda_capability_geq(9, 0) else PACK_E5M2,
-            "=r,f,f,f,f,f,f,f,f",
-            [y, x],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
+            CODE, "=r,f,f,f,f,f,f,f,f", [y, x], dtype=tl.uint8, is_pure=True, pack=4
         ).to(dtype, bitcast=True)
     return q
 
@@ -259,13 +256,11 @@ def pack(y0, y1, y2, y3, x0, x1, x2, x3, dtype: tl.constexpr):
             PACK_E4M3, "=r,f,f,f,f", [y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
+        HOPPER: tl.constexpr = tl.target_info.cuda_capability_geq(9, 0)
+        CODE: tl.constexpr = PACK_E5M2_SM90 if HOPPER else PACK_E5M2
+        values = [y0, y1, y2, y3, x0, x1, x2, x3]
         word = tl.inline_asm_elementwise(
-            PACK_E5M2_SM90 if tl.target_info.cuda_capability_geq(9, 0) else PACK_E5M2,
-            "=r,f,f,f,f,f,f,f,f",
-            [y0, y1, y2, y3, x0, x1, x2, x3],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
+            CODE, "=r,f,f,f,f,f,f,f,f", values, dtype=tl.int32, is_pure=True, pack=1
         )
     return word
 

@@ -46,28 +46,15 @@ def is_on_current_device(x: Tensor) -> bool:
 
 
 def launched(
-    function: Callable[..., Any] | None = None,
-    *,
-    language: Any = triton,
-    do_not_specialize: Sequence[str] = (),
-    do_not_specialize_on_alignment: Sequence[str] = (),
+    function: Callable[..., Any] | None = None, *, language: Any = triton, **options: Sequence[str]
 ) -> Any:
     """``jit`` for a kernel that the host launches: ``kernel[grid](*args, **constants)``.
 
-    ``language`` is Triton, or its Gluon.
+    ``language`` is Triton, or its Gluon; ``options`` are those of its ``jit``.
     """
     if function is None:
-        return partial(
-            launched,
-            language=language,
-            do_not_specialize=do_not_specialize,
-            do_not_specialize_on_alignment=do_not_specialize_on_alignment,
-        )
-    compiled = language.jit(
-        function,
-        do_not_specialize=do_not_specialize,
-        do_not_specialize_on_alignment=do_not_specialize_on_alignment,
-    )
+        return partial(launched, language=language, **options)  # type: ignore[arg-type]
+    compiled = language.jit(function, **options)
     return Launched(compiled) if isinstance(compiled, JITFunction) else compiled  # interpreted
 
 
@@ -120,11 +107,8 @@ class Launched:
         if metadata is None or metadata.target.backend != "cuda":
             return None
         by_name = constants.keys() & self.function.arg_names
-        if (
-            not self._takes_both_in_turn
-            or len(args) != self._arguments
-            or by_name != set(self._constants)
-        ):
+        has_all = len(args) == self._arguments and by_name == set(self._constants)
+        if not self._takes_both_in_turn or not has_all:
             return None
         key = _key_of(current_device(), args, constants)
         if key is None:

@@ -104,15 +104,10 @@ class _Call:
     """
 
     def __init__(
-        self,
-        allocations: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None],
-        zeros: Sequence[int],
-        steps: Sequence[_Step],
-        outputs: Sequence[int | None],
-        *,
-        given: int,
+        self, allocations: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None],
+        zeros: Sequence[int], steps: Sequence[_Step], outputs: Sequence[int | None], *, given: int,
         build: Callable[[tuple[Any, ...]], object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take over what a recording has found.
 
         Args:
@@ -218,14 +213,9 @@ class _Recording(TorchDispatchMode):
         return out
 
     def _take(
-        self,
-        function: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        out: Tensor | None,
-        *,
+        self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None, *,
         allocates: bool = False,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """A step that returns ``out``, and its number; None stands for the first argument."""
         lists = [isinstance(arg, list) and _has_tensor(arg) for arg in args]
         if any(lists):
@@ -294,12 +284,8 @@ class _Recording(TorchDispatchMode):
         """The record of a call that gave ``result``; None if it cannot be repeated."""
         results, build = _leaves_of(result)
         outputs = [output for output in results if output is not None]
-        seen = {
-            arg
-            for step in self.steps
-            for arg in step.args
-            if type(arg) is _Number and not step.is_launch
-        }
+        args = [arg for step in self.steps if not step.is_launch for arg in step.args]
+        seen = {arg for arg in args if type(arg) is _Number}
         returned = {step.number for step in self.steps if step.number is not None}
         numbers = []
         for output in outputs:

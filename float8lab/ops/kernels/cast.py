@@ -31,7 +31,8 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
 from float8lab.ops.kernels.dequantize import transpose
 from float8lab.ops.kernels.grouped_cast import cast_groups
-from float8lab.ops.kernels.prologue import load, load_bits, load_words, tile_of_program
+from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
+from float8lab.ops.kernels.prologue import load, load_words, tile_of_program
 from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
 from float8lab.ops.reference import prologue_shape, round_up
@@ -43,9 +44,7 @@ _COLUMN_MAJOR = _common.Tile(rows=64, columns=64, warps=4)
 _AMAX = _common.Tile(rows=128, columns=64, warps=4)
 _AMAX_OF_FLOAT32 = _common.Tile(rows=64, columns=64, warps=4)
 
-_AMAX_PROGRAMS = 6 * 132
-"""Partial amaxes of a matrix: six programs per multiprocessor of an H200, all resident."""
-_PARTIALS = _common.next_power_of_2(_AMAX_PROGRAMS)
+_PARTIALS = _common.next_power_of_2(prologues.AMAX_PROGRAMS)
 _AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = _common.Tile(rows=32, columns=128, warps=8), 32 * 132
 """Tile and programs of the amax of what a prologue computes."""
 _ROW_CHUNK = 8192
@@ -60,34 +59,6 @@ _One = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 # Amaxes.
-
-
-@launched
-def _amax_kernel(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    amax_ptr,  # fp32: [programs], the amax of all tiles that each visits; or [1], 0 at first
-    M, K,
-    PARTIAL: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
-    tiles = tl.cdiv(M, TILE_M) * tiles_k
-    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        tile_k = (tile % tiles_k).to(tl.int64)
-        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-        tile_bits = load_bits(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-        )  # fmt: skip
-        bits = tl.maximum(bits, tile_bits)
-    if PARTIAL:
-        amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
-        tl.store(amax_ptr + tl.program_id(0), amax)
-    else:
-        _common.record_amax(amax_ptr, bits)
 
 
 def _partial_amax(matrix: _Matrix) -> Tensor:
@@ -105,10 +76,10 @@ def _partial_amax(matrix: _Matrix) -> Tensor:
         if x.is_contiguous():
             x, tile = x.view(1, -1), _FLAT
         inputs, shape = [x], x.shape
-        programs = min(_common.grid_of(shape, tile)[0], _AMAX_PROGRAMS)
+        programs = min(_common.grid_of(shape, tile)[0], prologues.AMAX_PROGRAMS)
         amax = x.new_empty(programs, dtype=torch.float32)
     tensors, constants = prologues.arguments_of(prologue, inputs, dtype, tile)
-    _amax_kernel[(programs,)](*tensors, amax, *shape, PARTIAL=not prologue, **constants)
+    find_amax[(programs,)](*tensors, amax, *shape, None, PARTIAL=not prologue, **constants)
     return amax
 
 
@@ -117,18 +88,16 @@ def amax_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
 ) -> Tensor:
     """No hot path asks for that of blocks smaller than a row or a column."""
-    block, fits = tuple(block), prologues.has_kernel(prologue, inputs, dtype)
+    matrix, block = (prologue, inputs, dtype), tuple(block)
+    fits = prologues.has_kernel(*matrix)
     if fits and block in ((1, -1), (-1, 1)):
         shape, by_row = prologue_shape(prologue, inputs), block[0] == 1
         bits = inputs[0].new_zeros(shape[0] if by_row else shape[1], dtype=torch.int32)
-        _amax_rows_columns(
-            (prologue, inputs, dtype), bits, 0, prologues.tile_for(prologue), by_row, not by_row
-        )
+        _amax_rows_columns(matrix, bits, 0, prologues.tile_for(prologue), by_row, not by_row)
         return bits.view(torch.float32).view((-1, 1) if by_row else (1, -1))
     if block != (-1, -1) or not fits:
-        x = prologues.value_of(prologue, inputs, dtype) if prologue else inputs[0]
-        return reference.amax(x, block)
-    partial = _partial_amax((prologue, inputs, dtype))
+        return reference.amax(prologues.value_of(*matrix) if prologue else inputs[0], block)
+    partial = _partial_amax(matrix)
     return partial if prologue else partial.amax().view(1, 1)
 
 
@@ -144,10 +113,8 @@ def _amax_rows_columns_kernel(
     tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    y = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    y = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
     bits = _common.abs_bits(y.to(tl.float32))
     if WRITE:
         tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
@@ -187,8 +154,7 @@ def _scales_of_rows(
         amaxes[rows:].view(torch.float32).copy_(given.view(-1))
     columns_alone = given is None and not write and not matrix[0]
     amax = amaxes[rows:].view(torch.float32).clone().view(-1, 1) if columns_alone else None
-    scale = first.new_empty((rows, 1), dtype=torch.float32)
-    scale_t = first.new_empty((columns, 1), dtype=torch.float32)
+    scale, scale_t = (first.new_empty((n, 1), dtype=torch.float32) for n in (rows, columns))
     make_scales[(_common.ceil_div(rows + columns, SCALES),)](
         amaxes, scale, scale_t, rows, columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
@@ -274,15 +240,12 @@ def _cast_kernel(
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    amaxes = (given_ptr, scale_ptr, None, amax_ptr, programs, eps)
     encode = 1.0
     if FUNCTION != "" and RULE != "":  # takes fewer registers; else once the tile is asked for
-        encode = _encode_of_tensor(
-            given_ptr, scale_ptr, None, amax_ptr, programs, eps, LIMIT, RULE, PARTIALS
-        )
-    x = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
+        encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    x = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
     if RULE == "":
         write_cast(
             x, tile_m, tile_k, rows, columns, given_ptr, slot_ptr, q_ptr, ROWS, COLUMNS,
@@ -291,9 +254,7 @@ def _cast_kernel(
         )  # fmt: skip
     else:
         if FUNCTION == "":
-            encode = _encode_of_tensor(
-                given_ptr, scale_ptr, None, amax_ptr, programs, eps, LIMIT, RULE, PARTIALS
-            )
+            encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
         x = nan_for_infinity(x, q_ptr.dtype.element_ty).to(tl.float32)
         q = _common.saturate(x * encode, x, q_ptr.dtype.element_ty)
         _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
@@ -347,18 +308,12 @@ def write_rows(
     tl.store(scale_ptr + rows, scale, mask=rows < ROWS)
     tl.store(amax_ptr + rows, row_amax, mask=rows < ROWS)
 
-    if SINGLE:
-        x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-        y = x * encode[:, None]
-        q = _common.saturate(y, y, q_ptr.dtype.element_ty)
-        _common.store_tile(q_ptr, q, rows, chunk, ROWS, COLUMNS)
-    else:
-        for start in range(0, COLUMNS, TILE_K):
+    for start in range(0, TILE_K if SINGLE else COLUMNS, TILE_K):
+        if not SINGLE:
             x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
-            x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-            y = x * encode[:, None]
-            q = _common.saturate(y, y, q_ptr.dtype.element_ty)
-            _common.store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
+        y = nan_for_infinity(x, q_ptr.dtype.element_ty) * encode[:, None]
+        q = _common.saturate(y, y, q_ptr.dtype.element_ty)
+        _common.store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
 
 
 @launched
@@ -435,12 +390,10 @@ def _quantize_blocks_kernel(
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    x = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    ).to(tl.float32)  # fmt: skip
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    x = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
     write_blocks(
-        x, tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, ROWS, COLUMNS,
+        x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, ROWS, COLUMNS,
         stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, FUNCTION == "",
     )  # fmt: skip
 
@@ -480,8 +433,8 @@ def _cast_straight(
     M, K = prologue_shape(prologue, inputs)
     if K == 1 or (finds and block not in ((-1, -1), (1, -1)) and not divides_a_tile(block)):
         x = prologues.value_of(*matrix) if prologue else first
-        arguments = (*options, True, False, False, given)
-        q, scale, amax, *_ = reference.cast("", [x], x.dtype, *arguments, slot=slot)
+        rowwise = (True, False, False, given)
+        q, scale, amax, *_ = reference.cast("", [x], x.dtype, *options, *rowwise, slot=slot)
         assert q is not None, "asked for"
         return q, scale, amax
     q = first.new_empty((round_up(M, align), round_up(K, align)), dtype=fp8_dtype)
@@ -563,20 +516,18 @@ def _cast_words_kernel(
     tile_m, tile_k = tile_of_program(
         COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end, HALVES
     )  # fmt: skip
+    amaxes = (given_ptr, scale_ptr, scale_t_ptr, None, programs, eps)
     encode = 1.0
     if FUNCTION != "" and not PER_ROW:  # takes fewer registers; else once the tile is asked for
-        encode = _encode_of_tensor(
-            given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
-        )
+        encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     columns, halves = load_words(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        tile_m * TILE_M, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+        inputs, tile_m * TILE_M, tile_k, M, K,
+        FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
     )  # fmt: skip
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     if FUNCTION == "" and not PER_ROW:
-        encode = _encode_of_tensor(
-            given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
-        )
+        encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     for half in tl.static_range(2 if HALVES else 1):
         x0, x1, x2, x3 = halves[half]
         if half == 1:
@@ -650,14 +601,18 @@ def cast(
     finds, both_orientations = rule in SCALE_RULES, rowwise and columnwise
     options = (fp8_dtype, block, rule, eps, align)
     if not prologues.has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
-        arguments: Any = (rowwise, columnwise, dbias, given)
-        return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *arguments, slot=slot)
+        arguments: Any = (*options, rowwise, columnwise, dbias, given)
+        return reference.cast(*matrix, *arguments, slot=slot)
     grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
     by_words = prologue or given is not None or block == (1, -1)
     if both_orientations or (columnwise and by_words):
         tiles = has_tiles if prologue else takes_tiles
         if finds and not grid and tiles(first, dtype, block, align):
-            return cast_tiles(matrix, *options, write=rowwise, column_sum=dbias)
+            rows, columns = (round_up(size, align) for size in prologue_shape(prologue, inputs))
+            *tiled, sums = cast_tiles(
+                matrix, options[:4], (rows, columns, rows), write=rowwise, column_sum=dbias
+            )
+            return *tiled, None if sums is None else sums.sum(0)
         is_per_tensor = block == (-1, -1) and rule != "decode"
         whole_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
         if whole_words and (is_per_tensor or (finds and block == (1, -1))):

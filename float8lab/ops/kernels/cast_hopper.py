@@ -26,7 +26,7 @@ from float8lab.ops.gemm import capability_of
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.prologue import arguments_of, load, tile_of_program
-from float8lab.ops.reference import prologue_shape, round_up
+from float8lab.ops.reference import prologue_shape
 
 _WARPS = 8
 _TILE = _common.Tile(rows=128, columns=128, warps=_WARPS)
@@ -252,12 +252,13 @@ def _quantize_blocks_kernel(
         pairs = gl.load(a_ptr + offsets, mask=inside, other=0)
         tile.store(pairs)
     else:
+        inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
         columns = tile_k * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_VALUE))
         for first in gl.static_range(0, 128, AT_ONCE):
             rows = row + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, BY_VALUE))
             y = load(
-                a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-                rows, columns, tile_k, last, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+                inputs, rows, columns, tile_k, last, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE,
+                TILE_K,
             )  # fmt: skip
             y0, y1 = gl.split(gl.reshape(y, [AT_ONCE, 64, 2]))
             pairs = gl.convert_layout(_paired(y0, y1), BY_ROW, assert_trivial=True)
@@ -295,47 +296,35 @@ def takes_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int)
     return fits and x.data_ptr() % 16 == 0 and has_tiles(x, x.dtype, block, align)
 
 
-def launch_tiles(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype], results: tuple[Tensor | None, ...],
-    padded: tuple[int, int], block: Sequence[int], rule: str, eps: float,
-    plan: Tensor | None = None, groups: int = 0,
-) -> None:  # fmt: skip
-    """Cast to ``results``: FP8 data, that of the transpose, the scales of both, partial sums.
+def cast_tiles(
+    matrix: tuple[str, Sequence[Tensor], torch.dtype],
+    options: tuple[torch.dtype, tuple[int, ...], str, float], sizes: tuple[int, int, int], *,
+    write: bool, column_sum: bool, plan: Tensor | None = None, groups: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The op's results, with partial column sums, of what ``takes_tiles`` or ``has_tiles``.
 
     Args:
-        results: the data and scales of the rows, and the sums, are None where not wanted.
-        padded: rows and columns of the transpose, transposed back.
-        block: of one row.
+        options: the FP8 format, a block of one row, the rule and the epsilon.
+        sizes: rows and columns of the result, and columns of the transpose.
+        write: both orientations are wanted, and not the transpose alone.
         plan: of ``plan_groups``, where the rows are in groups.
         groups: how many.
     """
-    (prologue, inputs, _), (q, q_t, scale, scale_t, sums) = matrix, results
-    assert q_t is not None, "always wanted"
-    assert scale_t is not None, "always wanted"
-    tensors, constants = arguments_of(*matrix, _TILE)
-    _quantize_blocks_kernel[_common.grid_of(padded, _TILE)](
-        *tensors, q, q_t, scale, scale_t, sums, plan, *prologue_shape(prologue, inputs), *padded,
-        groups, eps, *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
-        LIMIT=largest(q_t.dtype), RULE=rule, BLOCK=block[1], WRITE=q is not None,
-        COLUMN_SUM=sums is not None, AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows,
-        maxnreg=_REGISTERS, **constants,
-    )  # fmt: skip
-
-
-def cast_tiles(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype], fp8_dtype: torch.dtype, block: Sequence[int],
-    rule: str, eps: float, align: int, *, write: bool, column_sum: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The op's results for a matrix that ``takes_tiles``, or a prologue that ``has_tiles``.
-    Only the transpose unless ``write``."""
-    prologue, inputs, _ = matrix
-    first, shape = inputs[0], prologue_shape(prologue, inputs)
-    rows, columns = (round_up(size, align) for size in shape)
-    q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
-    scale_t, q, scale = empty_scale(first, q_t.shape, block), None, None
+    (prologue, inputs, _), (fp8_dtype, block, rule, eps) = matrix, options
+    first, (M, K), (rows, columns, across) = inputs[0], prologue_shape(prologue, inputs), sizes
+    q = scale = sums = None
     if write:
-        q = q_t.new_empty((rows, columns))
-        scale = empty_scale(first, q.shape, block)
-    sums = _common.empty_column_sums(first, shape, _TILE) if column_sum else None
-    launch_tiles(matrix, (q, q_t, scale, scale_t, sums), (rows, columns), block, rule, eps)
-    return q, scale, None, q_t, scale_t, None if sums is None else sums.sum(0)
+        q = first.new_empty((rows, columns), dtype=fp8_dtype)
+        scale = empty_scale(first, (rows, columns), block)
+    q_t = first.new_empty((columns, across), dtype=fp8_dtype)
+    scale_t = empty_scale(first, (columns, across), block)
+    if column_sum:
+        sums = _common.empty_column_sums(first, (across, K), _TILE)
+    tensors, constants = arguments_of(*matrix, _TILE)
+    _quantize_blocks_kernel[_common.grid_of((across, columns), _TILE)](
+        *tensors, q, q_t, scale, scale_t, sums, plan, M, K, across, columns, groups, eps,
+        *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
+        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1], WRITE=write, COLUMN_SUM=column_sum,
+        AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows, maxnreg=_REGISTERS, **constants,
+    )  # fmt: skip
+    return q, scale, None, q_t, scale_t, sums

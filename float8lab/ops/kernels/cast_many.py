@@ -176,11 +176,6 @@ class _Job(NamedTuple):
     scale: Tensor
     amax: Tensor
 
-    def is_like(self, job: _Job) -> bool:
-        """Whether one launch can do both."""
-        kind = (self.x.dtype, self.q.dtype, self.x.device)
-        return kind == (job.x.dtype, job.q.dtype, job.x.device)
-
     def has_kernel(self) -> bool:
         x, q, scale, amax = self
         by_rows = x.stride(1) == 1 and q.is_contiguous()
@@ -218,8 +213,9 @@ def _launch(jobs: list[_Job], block: tuple[int, ...], rule: str, eps: float) -> 
     """Launch a kernel for all jobs that it takes, and return the others."""
     taken: list[_Job] = []
     left: list[_Job] = []
-    for job in jobs:
-        (taken if job.is_like(jobs[0]) and job.has_kernel() else left).append(job)
+    kinds = [(job.x.dtype, job.q.dtype, job.x.device) for job in jobs]
+    for job, kind in zip(jobs, kinds, strict=True):
+        (taken if kind == kinds[0] and job.has_kernel() else left).append(job)
     # Separately, for else one odd matrix would keep all others from wide accesses.
     for aligned in (True, False):
         alike = [job for job in taken if job.is_aligned() == aligned]
@@ -244,19 +240,14 @@ def _launch_alike(
     if table is None:
         return False
     constants = {
-        "X": _common.triton_dtype(x.dtype),
-        "Q": _common.triton_dtype(jobs[0].q.dtype),
-        "ALIGNED": aligned,
-        "LIMIT": largest(jobs[0].q.dtype),
-        "RULE": rule,
-        "BM": max(block[0], 0),
-        "BK": max(block[1], 0),
+        "X": _common.triton_dtype(x.dtype), "Q": _common.triton_dtype(jobs[0].q.dtype),
+        "ALIGNED": aligned, "LIMIT": largest(jobs[0].q.dtype), "RULE": rule,
+        "BM": max(block[0], 0), "BK": max(block[1], 0),
         "SINGLE": bool(rule) and block == (1, -1) and widest.shape[1] <= tile.columns,
-        "TILE_M": tile.rows,
-        "TILE_K": tile.columns,
+        "TILE_M": tile.rows, "TILE_K": tile.columns,
         # Narrow accesses have an address and a mask for every element: fewer of these a thread.
         "num_warps": tile.warps if aligned else 16,
-    }
+    }  # fmt: skip
     kernel = _cast_many_kernel[(sum(tiles),)]
     if rule and block == (-1, -1):
         slots = torch.zeros(len(jobs), dtype=torch.float32, device=x.device)

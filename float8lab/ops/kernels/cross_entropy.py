@@ -6,8 +6,6 @@ relative to the largest logit so far. A program of the backward has a part of a 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,16 +17,8 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import cross_entropy as reference
 
-
-class Config(NamedTuple):
-    """Logits of a row that a program has at a time, and its warps."""
-
-    block: int
-    warps: int
-
-
-CONFIGS = {"forward": Config(4096, 8), "backward": Config(4096, 8)}
-"""By kernel; a row that is shorter than the block has a program of its length."""
+BLOCK, _WARPS = 4096, 8
+"""Logits of a row that a program has at a time, and its warps; a shorter row needs fewer."""
 
 
 @triton.jit
@@ -72,9 +62,9 @@ def _rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _tile(config: Config, V: int) -> dict[str, int]:
-    block = min(config.block, next_power_of_2(V))
-    return {"BLOCK_V": block, "num_warps": min(config.warps, max(block // 256, 1))}
+def _tile(V: int) -> dict[str, int]:
+    block = min(BLOCK, next_power_of_2(V))
+    return {"BLOCK_V": block, "num_warps": min(_WARPS, max(block // 256, 1))}
 
 
 @replayed
@@ -85,7 +75,7 @@ def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
     stats, logits = empty_statistics(logits), _rows(logits)
     _statistics_kernel[(M,)](
         logits, target.contiguous(), stats, M, V, logits.stride(0),
-        **_tile(CONFIGS["forward"], V), enable_fp_fusion=False,
+        **_tile(V), enable_fp_fusion=False,
     )  # fmt: skip
     return stats
 
@@ -119,7 +109,7 @@ def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> T
     if logits.dtype == torch.float64 or not logits.numel():
         return reference.cross_entropy_backward(logits, target, factors)
     dlogits, logits = logits.new_empty(logits.shape), _rows(logits)
-    tile = _tile(CONFIGS["backward"], V)
+    tile = _tile(V)
     _backward_kernel[(M, ceil_div(V, tile["BLOCK_V"]))](
         logits, target.contiguous(), factors.contiguous(), dlogits, M, V, logits.stride(0), **tile,
         enable_fp_fusion=False,

@@ -16,7 +16,6 @@ import ctypes
 import functools
 import threading
 import weakref
-from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import NamedTuple
 
@@ -142,16 +141,9 @@ class _ChosenGemm:
         self._multiply, self._set = library.cublasLtMatmul, library.cublasLtMatmulDescSetAttribute
 
     def launch(
-        self,
-        stream: int,
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor,
-        b_scale: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        workspace: Tensor | None,
-    ) -> None:
+        self, stream: int, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor,
+        bias: Tensor | None, out: Tensor, workspace: Tensor | None,
+    ) -> None:  # fmt: skip
         """Multiply tensors of these sizes and dtypes on a stream of the current GPU."""
         into, (one, zero, answer) = out.data_ptr(), self._numbers
         room = None if workspace is None else workspace.data_ptr()
@@ -176,9 +168,7 @@ class _ChosenGemm:
 
 
 def _new_operation(sizes: _Sizes) -> c_void_p:
-    operation = c_void_p()
-    _call("cublasLtMatmulDescCreate", byref(operation), _COMPUTE_FLOAT32, _TYPES[torch.float32])
-    _destroy_with(operation, _library().cublasLtMatmulDescDestroy)
+    operation = _created("MatmulDesc", _COMPUTE_FLOAT32, _TYPES[torch.float32])
     _set(operation, _TRANSPOSED_A, c_int32(1))
     _set(operation, _FAST, c_int8(sizes.fast_accum))
     for attribute in (_SCALE_A, _SCALE_B):  # the choice sees that there are some
@@ -195,34 +185,28 @@ def _new_operation(sizes: _Sizes) -> c_void_p:
 
 
 def _new_layout(dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_void_p:
-    layout = c_void_p()
     sizes = c_uint64(rows), c_uint64(columns), c_int64(stride)
-    _call("cublasLtMatrixLayoutCreate", byref(layout), _TYPES[dtype], *sizes)
-    _destroy_with(layout, _library().cublasLtMatrixLayoutDestroy)
-    return layout
+    return _created("MatrixLayout", _TYPES[dtype], *sizes)
 
 
-def _destroy_with(created: c_void_p, destroy: Callable[[c_void_p], object]) -> None:
-    """Have cuBLASLt free what ``created`` points to as soon as nothing has it."""
+def _created(kind: str, *args: object) -> c_void_p:
+    """A new object of cuBLASLt, which frees it as soon as nothing has it."""
+    created = c_void_p()
+    _call(f"cublasLt{kind}Create", byref(created), *args)
+    destroy = getattr(_library(), f"cublasLt{kind}Destroy")
     weakref.finalize(created, destroy, c_void_p(created.value)).atexit = False
+    return created
 
 
 def _ask(handle: c_void_p, operation: c_void_p, b: c_void_p, a: c_void_p, out: c_void_p) -> _Answer:
     """The kernel that cuBLASLt's heuristic prefers."""
-    preference, count, answer = c_void_p(), c_int(), _Answer()
-    _call("cublasLtMatmulPreferenceCreate", byref(preference))
-    try:
-        limit = c_uint64(_WORKSPACE_BYTES)
-        _call(
-            "cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, byref(limit),
-            c_size_t(8),
-        )  # fmt: skip
-        _call(
-            "cublasLtMatmulAlgoGetHeuristic", handle, operation, b, a, out, out, preference, 1,
-            byref(answer), byref(count),
-        )  # fmt: skip
-    finally:
-        _call("cublasLtMatmulPreferenceDestroy", preference)
+    preference, count, answer = _created("MatmulPreference"), c_int(), _Answer()
+    limit = byref(c_uint64(_WORKSPACE_BYTES)), c_size_t(8)
+    _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, *limit)
+    _call(
+        "cublasLtMatmulAlgoGetHeuristic", handle, operation, b, a, out, out, preference, 1,
+        byref(answer), byref(count),
+    )  # fmt: skip
     if count.value != 1 or answer.state:
         raise RuntimeError(f"cuBLASLt has no kernel for this GEMM (status {answer.state})")
     return answer

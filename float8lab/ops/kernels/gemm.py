@@ -108,10 +108,9 @@ def _mm(
 def _mm_batch(left: _Operand, right: _Operand, out_dtype: torch.dtype) -> Tensor:
     """One GEMM a matrix: torch._scaled_grouped_mm has a scale a row and bfloat16 alone."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
+    options = (b_block, None, out_dtype, False)
     results = [
-        scaled_mm(
-            _by_row(x), x_scale, a_block, _by_row(y), y_scale, b_block, None, out_dtype, False
-        )
+        scaled_mm(_by_row(x), x_scale, a_block, _by_row(y), y_scale, *options)
         for x, x_scale, y, y_scale in zip(a, a_scale, b, b_scale, strict=True)
     ]
     out = a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
@@ -149,16 +148,11 @@ def _multiply(
         a, b, a_scale, b_scale, epilogue, y, scalings=(kind, kind), fast_accum=fast_accum
     ):
         return y if after is None else y.add_(after)
+    b_scale = b_scale if b_scale.numel() == 1 else b_scale.t()
     out = torch._scaled_mm(
-        a,
-        b.t(),
-        a_scale,
-        b_scale if b_scale.numel() == 1 else b_scale.t(),
-        bias=epilogue,
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accum,
+        a, b.t(), a_scale, b_scale, bias=epilogue, out_dtype=out_dtype, use_fast_accum=fast_accum,
         **({} if into is None else {"out": into}),
-    )
+    )  # fmt: skip
     return out if after is None else out.add_(after)
 
 

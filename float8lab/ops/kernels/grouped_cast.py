@@ -28,7 +28,8 @@ from float8lab.ops.kernels import prologue as prologues
 from float8lab.ops.kernels._common import nan_for_infinity, saturate, scale_from_amax, widen
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels.cast_hopper import has_tiles, launch_tiles, takes_tiles
+from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
+from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
 from float8lab.ops.kernels.prologue import load, load_bits, load_words, tile_of_program
 from float8lab.ops.kernels.scaling import SCALES
 from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
@@ -36,13 +37,8 @@ from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, ro
 
 _TILE = _common.Tile(rows=128, columns=128, warps=8)
 """The tile of casts in blocks: it has whole ones."""
-_NARROW = _common.Tile(rows=128, columns=64, warps=4)
-"""The tile of other casts, as ``prologue.tile_for`` has it for words."""
-_NARROW_OF_PROLOGUE = _common.Tile(rows=128, columns=64, warps=8)
 _AMAX_TILE = _common.Tile(rows=32, columns=256, warps=8)
 """Wide, since a program reads its tiles one after another: rows of 512 bytes."""
-_AMAX_PROGRAMS = 6 * 132
-"""Partial amaxes of all there is."""
 _SUMS = 128
 """Columns that one program sums."""
 
@@ -152,6 +148,7 @@ def _amax_groups_kernel(
     A program reads neighbouring tiles. Groups come in order, so it has to reduce its registers only
     where another one begins: of many groups, most programs have tiles of one or two.
     """
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     program, programs = tl.program_id(0), tl.num_programs(0)
     PARTS: tl.constexpr = 128 // TILE_M
     tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
@@ -177,9 +174,8 @@ def _amax_groups_kernel(
             current = group
         tile_k = (tile % tiles_k).to(tl.int64)
         tile_bits = load_bits(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            row + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K), tile_k, end, K,
-            FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+            inputs, row + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K), tile_k,
+            end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         # The next tile's place arrives with the values of this one.
         group, row, end = _part_of_plan(plan_ptr, tl.minimum(tile + 1, last) // tiles_k, PARTS)
@@ -187,31 +183,6 @@ def _amax_groups_kernel(
     amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
     mask = (index >= written) & (index < E)
     tl.store(amax_ptr, tl.where(index == current, amax, 0.0), mask=mask)
-
-
-@launched
-def _amax_batch_kernel(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    amax_ptr,  # [E, programs of each] fp32
-    M, K, stride_ae,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """Partial amaxes of each matrix."""
-    a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
-    tiles_k = tl.cdiv(K, TILE_K)
-    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
-    for tile in range(tl.program_id(0), tl.cdiv(M, TILE_M) * tiles_k, tl.num_programs(0)):
-        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        tile_k = (tile % tiles_k).to(tl.int64)
-        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-        y = load(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-        )  # fmt: skip
-        bits = tl.maximum(bits, _common.abs_bits(y.to(tl.float32)))
-    amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
-    tl.store(amax_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), amax)
 
 
 @launched
@@ -254,9 +225,9 @@ def _amax_rows_of_groups_kernel(
             first += group * ROWS
         local = tl.arange(0, TILE_M)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
         y = load(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            row + local, columns, tile_k, end, K,
+            inputs, row + local, columns, tile_k, end, K,
             FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         bits = _common.abs_bits(y.to(tl.float32))
@@ -354,10 +325,10 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 scale_ptr += group * ROWS * stride_sm
             if TRANSPOSE and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     columns, halves = load_words(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        row, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
-    )  # fmt: skip
+        inputs, row, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K
+    )
     eps = tl.cast(eps, tl.float32)
     word = tl.arange(0, TILE_M // 4)
     for half in tl.static_range(2 if HALVES else 1):
@@ -525,15 +496,15 @@ def cast_groups(
         )  # fmt: skip
     if rowwise:
         q = first.new_empty((*batch, rows, columns), dtype=fp8_dtype)
-        scale = _empty_scale(first, batch, (rows, columns), block) if blocks else scale
+        scale = empty_scale(first, (*batch, rows, columns), block) if blocks else scale
     if columnwise:
         q_t = first.new_empty((*batch, columns, across), dtype=fp8_dtype)
-        scale_t = _empty_scale(first, batch, (columns, across), block) if blocks else scale_t
+        scale_t = empty_scale(first, (*batch, columns, across), block) if blocks else scale_t
     if dbias:
         sums = first.new_empty((tiles, K), dtype=torch.float32)
     of_blocks = [scale, scale_t] if blocks else [None, None]
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
-    tile = _TILE if blocks else _NARROW_OF_PROLOGUE if prologue else _NARROW
+    tile = _TILE if blocks else prologues.WORDS if prologue else prologues.WORDS_OF_MATRIX
     tensors, constants = prologues.arguments_of(*matrix, tile)
     width = prologues.width_of_tiles(columns, constants)
     _cast_groups_kernel[(tiles * _common.ceil_div(width, tile.columns),)](
@@ -568,23 +539,13 @@ def cast_tiles_of_groups(
     plan: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
-    (_, (first, *_), _), (fp8_dtype, block, rule, eps) = matrix, options
     (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]
-    columns, across = round_up(K, ALIGN), padded_rows(M, E)
-    q = scale = sums = None
-    if write:
-        q = first.new_empty((M, columns), dtype=fp8_dtype)
-        scale = empty_scale(first, (M, columns), block)
-    q_t = first.new_empty((columns, across), dtype=fp8_dtype)
-    scale_t = empty_scale(first, (columns, across), block)
-    if column_sum:
-        sums = first.new_empty((across // SPAN, K), dtype=torch.float32)
     plan = plan_groups(offs, M) if plan is None else plan
-    launch_tiles(
-        matrix, (q, q_t, scale, scale_t, sums), (across, columns), block, rule, eps, plan, E
-    )
-    column_sums = None if sums is None else _sums_of_groups(sums, offs)
-    return q, scale, None, q_t, scale_t, column_sums
+    *results, sums = cast_tiles(
+        matrix, options, (M, round_up(K, ALIGN), padded_rows(M, E)),
+        write=write, column_sum=column_sum, plan=plan, groups=E,
+    )  # fmt: skip
+    return *results, None if sums is None else _sums_of_groups(sums, offs)
 
 
 def _factors(
@@ -599,14 +560,12 @@ def _factors(
         tensors, constants = prologues.arguments_of(*matrix, _AMAX_TILE)
         rows = M if offs is None else padded_rows(M, E)
         width = prologues.width_of_tiles(K, constants)
-        tiles = _common.ceil_div(rows, _AMAX_TILE.rows) * _common.ceil_div(
-            width, _AMAX_TILE.columns
-        )
-        count = min(tiles, _common.ceil_div(_AMAX_PROGRAMS, E if offs is None else 1))
+        (tiles,) = _common.grid_of((rows, width), _AMAX_TILE)
+        count = min(tiles, _common.ceil_div(prologues.AMAX_PROGRAMS, E if offs is None else 1))
         partial = first.new_empty(E * count, dtype=torch.float32)
         strides = (count, 1) if offs is None else (1, E)
         if offs is None:
-            _amax_batch_kernel[(count, E)](*tensors, partial, M, K, stride, **constants)
+            find_amax[(count, E)](*tensors, partial, M, K, stride, PARTIAL=True, **constants)
         else:
             plan = plan_groups(offs, M) if plan is None else plan
             _amax_groups_kernel[(count,)](
@@ -642,15 +601,3 @@ def _scales_of_rows(
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
     )  # fmt: skip
     return scale, scale_t, amaxes.view(torch.float32)
-
-
-def _empty_scale(
-    like: Tensor, batch: tuple[int, ...], shape: Sequence[int], block: Sequence[int]
-) -> Tensor:
-    """Room for the scales of blocks, as ``ops/cast.py`` lays them out."""
-    if not batch:
-        return empty_scale(like, shape, block)
-    down, across = (
-        _common.ceil_div(size, of_block) for size, of_block in zip(shape, block, strict=True)
-    )
-    return like.new_empty((*batch, down, across), dtype=torch.float32)

@@ -448,27 +448,19 @@ def _multiply_tiles_kernel(
     )  # fmt: skip
     REGISTERS: gl.constexpr = [CONSUMER_REGISTERS, PRODUCER_REGISTERS]
     if MODE == "fast":
-        gl.warp_specialize(
-            [
-                (_multiply_fast, (sums, 0, BAND, STAGES, GROUPS, BIAS)),
-                (_multiply_fast, (sums, 1, BAND, STAGES, GROUPS, BIAS)),
-                (_load_tiles, (loads, BAND, STAGES, GROUPS)),
-            ],
-            [4, 1],
-            REGISTERS,
-        )
+        gl.warp_specialize([
+            (_multiply_fast, (sums, 0, BAND, STAGES, GROUPS, BIAS)),
+            (_multiply_fast, (sums, 1, BAND, STAGES, GROUPS, BIAS)),
+            (_load_tiles, (loads, BAND, STAGES, GROUPS)),
+        ], [4, 1], REGISTERS)  # fmt: skip
     else:
         BLOCK: gl.constexpr = MODE != "precise"
         BY_ROW: gl.constexpr = MODE == "rows"
-        gl.warp_specialize(
-            [
-                (_multiply_parts, (sums, 0, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
-                (_multiply_parts, (sums, 1, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
-                (_load_tiles, (loads, BAND, STAGES, GROUPS)),
-            ],
-            [4, 1],
-            REGISTERS,
-        )
+        gl.warp_specialize([
+            (_multiply_parts, (sums, 0, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
+            (_multiply_parts, (sums, 1, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
+            (_load_tiles, (loads, BAND, STAGES, GROUPS)),
+        ], [4, 1], REGISTERS)  # fmt: skip
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -21,8 +21,7 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.permute import empty_row_map, scatter_outputs
 from float8lab.ops.reference import permute as reference
 
-_SCATTER = Tile(rows=1, columns=4096, warps=4)
-_GATHER = Tile(rows=1, columns=4096, warps=4)
+_TILE = Tile(rows=1, columns=4096, warps=4)
 """The most of a row that a program has at once: columns in bytes, 16 or 32 for a thread."""
 
 _MAP_ELEMENTS = 4096
@@ -31,10 +30,10 @@ _MAP_ELEMENTS = 4096
 _LAST = tl.constexpr(2**62)
 
 
-def _part(H: int, x: Tensor, tile: Tile) -> dict[str, int]:
+def _part(H: int, x: Tensor) -> dict[str, int]:
     """How much of a row a program has at once, and its warps, with 16 bytes or more a thread."""
-    columns = min(next_power_of_2(H), tile.columns // x.element_size())
-    warps = min(tile.warps, max(columns * x.element_size() // 512, 1))
+    columns = min(next_power_of_2(H), _TILE.columns // x.element_size())
+    warps = min(_TILE.warps, max(columns * x.element_size() // 512, 1))
     return {"BLOCK_H": columns, "num_warps": warps}
 
 
@@ -233,7 +232,7 @@ def scatter_rows(
         merged if merged is None else merged.contiguous(), scale, amax,
         y, row_values, new_scale, new_amax, T, S, rows, H, B, x.stride(0), *strides,
         HAS_PROBS=probs is not None, MERGED=merged is not None, HAS_SCALE=scale is not None,
-        BLOCK_S=next_power_of_2(S), BLOCK_B=next_power_of_2(B), **_part(H, x, _SCATTER),
+        BLOCK_S=next_power_of_2(S), BLOCK_B=next_power_of_2(B), **_part(H, x),
         enable_fp_fusion=False,
     )  # fmt: skip
     return outputs
@@ -297,7 +296,7 @@ def gather_rows(
         return x, back
     if y.stride(1) != 1:
         y = y.contiguous()
-    tile = _part(H, x, _GATHER)
+    tile = _part(H, x)
     _gather_kernel[(T, max(ceil_div(H, tile["BLOCK_H"]), 1))](
         y, row_map.contiguous(), probs if probs is None else probs.contiguous(),
         row_values if row_values is None else row_values.contiguous(), scale, x, back, S, R, H,

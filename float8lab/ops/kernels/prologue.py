@@ -26,11 +26,12 @@ from float8lab.ops.reference import ACTIVATIONS, as_matrix, prologue_shape
 # Registers decide: a gated activation's gradient reads three tiles.
 _ONE = _common.Tile(rows=64, columns=128, warps=8)
 _ONE_OF_THREE = _common.Tile(rows=32, columns=128, warps=8)
-_WORDS_OF_MATRIX = _common.Tile(rows=128, columns=64, warps=4)
+WORDS_OF_MATRIX = _common.Tile(rows=128, columns=64, warps=4)
 """A column of it is 128 bytes of the transpose, a cache line."""
-_WORDS = _common.Tile(rows=128, columns=64, warps=8)
+WORDS = _common.Tile(rows=128, columns=64, warps=8)
 _WORDS_OF_THREE = _common.Tile(rows=64, columns=64, warps=4)
-
+AMAX_PROGRAMS = 6 * 132
+"""Partial amaxes: six programs per multiprocessor of an H200, all resident."""
 
 RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
@@ -155,16 +156,15 @@ def _load_clamped(
 
 @triton.jit
 def load_halves(
-    h_ptr,  # [M, 2 HALF]
-    dy_ptr,  # [M, HALF]
-    stride_hm, stride_hk, stride_bm, stride_bk, rows, columns, M, HALF,
-    FUNCTION: tl.constexpr, DTYPE: tl.constexpr,
+    inputs,  # of ``load``: h [M, 2 HALF] and dy [M, HALF]
+    rows, columns, M, HALF, FUNCTION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A gated activation's gradient in ``columns`` of its first half, and in those of its second.
 
     Each of the three inputs is read once. For one half alone after the other, two of them would be
     read twice.
     """
+    h_ptr, dy_ptr, _, _, _, stride_hm, stride_hk, stride_bm, stride_bk = inputs
     mask = (rows < M)[:, None] & (columns < HALF)[None, :]
     a = _load(h_ptr, rows, columns, mask, stride_hm, stride_hk)
     b = _load(h_ptr, rows, columns + HALF, mask, stride_hm, stride_hk)
@@ -174,13 +174,9 @@ def load_halves(
 
 
 @triton.jit
-def load(
-    a_ptr,  # x or h: [M, K], or [M, 2 K] where GATED and not BACKWARD; x: [T, K] to permute
-    b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED; token: [M] int32; or a factor
-    c_ptr,  # weight: [K]
-    d_ptr,  # mean: [M] fp32
-    e_ptr,  # bias: [K]
-    stride_am, stride_ak, stride_bm, stride_bk, rows, columns, tile_k, M, K,
+def load(  # noqa: PLR0915
+    inputs,  # pointers and strides, as ``arguments_of`` gives them
+    rows, columns, tile_k, M, K,
     FUNCTION: tl.constexpr,  # "", "permute", "multiply", a norm, or the function of an activation
     GATED: tl.constexpr, BACKWARD: tl.constexpr,
     HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
@@ -190,6 +186,10 @@ def load(
 
     DTYPE is that of ``a_ptr`` where there is no prologue.
     """
+    # a: x or h, [M, K], or [M, 2 K] where GATED and not BACKWARD; x, [T, K], to permute
+    # b: rstd, [M] fp32; dy, [M, K], or [M, K / 2] where GATED; token, [M] int32; or a factor
+    # c, d, e: weight, [K]; mean, [M] fp32; bias, [K]
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk = inputs
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     if FUNCTION == "":
         offsets = rows[:, None] * stride_am + columns[None, :] * stride_ak
@@ -227,15 +227,9 @@ def load(
     elif HALVES:
         half = K // 2
         if tile_k * TILE_K < half:
-            y, _ = load_halves(
-                a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns, M, half,
-                FUNCTION, DTYPE,
-            )  # fmt: skip
+            y, _ = load_halves(inputs, rows, columns, M, half, FUNCTION, DTYPE)
         else:
-            _, y = load_halves(
-                a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns - half, M,
-                half, FUNCTION, DTYPE,
-            )  # fmt: skip
+            _, y = load_halves(inputs, rows, columns - half, M, half, FUNCTION, DTYPE)
     else:
         half = K // 2
         second = columns >= half
@@ -252,31 +246,25 @@ def load(
 
 @triton.jit
 def load_bits(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    rows, columns, tile_k, M, K,
+    inputs, rows, columns, tile_k, M, K,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """The ``abs_bits`` of a tile; with HALVES the larger ones of the two that belong together."""
     if HALVES:
-        y, z = load_halves(
-            a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows, columns, M, K // 2,
-            FUNCTION, DTYPE,
-        )  # fmt: skip
+        y, z = load_halves(inputs, rows, columns, M, K // 2, FUNCTION, DTYPE)
         bits = tl.maximum(abs_bits(y.to(tl.float32)), abs_bits(z.to(tl.float32)))
     else:
         y = load(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-        )  # fmt: skip
+            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
+        )
         bits = abs_bits(y.to(tl.float32))
     return bits
 
 
 @triton.jit
 def load_words(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    row, tile_k, M, K,
+    inputs, row, tile_k, M, K,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -293,15 +281,12 @@ def load_words(
     second = ()
     for i in tl.static_range(4):
         if HALVES:
-            y, z = load_halves(
-                a_ptr, b_ptr, stride_am, stride_ak, stride_bm, stride_bk, rows + i, columns, M,
-                K // 2, FUNCTION, DTYPE,
-            )  # fmt: skip
+            y, z = load_halves(inputs, rows + i, columns, M, K // 2, FUNCTION, DTYPE)
             second += (z,)  # type: ignore[assignment]
         else:
             y = load(
-                a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-                rows + i, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+                inputs, rows + i, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE,
+                TILE_K,
             )  # fmt: skip
         first += (y,)  # type: ignore[assignment]
     return columns, (first, second)
@@ -324,16 +309,12 @@ def arguments_of(
     vectors = [v.contiguous() for v in inputs[2:]]
     strides = second.stride() if second is not None and second.ndim == 2 else (1, 1)
     constants = {
-        "FUNCTION": function,
-        "GATED": gated,
-        "BACKWARD": backward,
+        "FUNCTION": function, "GATED": gated, "BACKWARD": backward,
         "HALVES": is_split and first.shape[1] // 2 % tile.columns == 0,
         "DTYPE": _common.triton_dtype(dtype if prologue else first.dtype),
-        "TILE_M": tile.rows,
-        "TILE_K": tile.columns,
-        "num_warps": tile.warps,
+        "TILE_M": tile.rows, "TILE_K": tile.columns, "num_warps": tile.warps,
         "enable_fp_fusion": False,
-    }
+    }  # fmt: skip
     pointers = (first, second, *vectors, *[None] * (3 - len(vectors)))
     return (*pointers, *first.stride(), *strides), constants
 
@@ -355,7 +336,7 @@ def tile_for(prologue: str, *, words: bool = False) -> _common.Tile:
     if backward and ACTIVATIONS[prologue.removesuffix("_backward")][1]:  # it reads three tiles
         return _WORDS_OF_THREE if words else _ONE_OF_THREE
     if words:
-        return _WORDS if prologue else _WORDS_OF_MATRIX
+        return WORDS if prologue else WORDS_OF_MATRIX
     return _ONE if prologue else _common.TILE
 
 
@@ -365,6 +346,39 @@ def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> b
     *rows, columns = prologue_shape(prologue, inputs)
     wide = torch.float64 in (dtype, *(tensor.dtype for tensor in inputs))
     return 0 not in rows and columns > 1 and not wide
+
+
+@launched
+def _amax_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    amax_ptr,  # fp32: [programs], the amax of all tiles that each visits; or [1], 0 at first
+    M, K,
+    stride_ae,  # of a batch, which has [E, programs of each] amaxes; None: a matrix
+    PARTIAL: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    if stride_ae is not None:
+        a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
+    tiles = tl.cdiv(M, TILE_M) * tiles_k
+    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+        tile_k = (tile % tiles_k).to(tl.int64)
+        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        tile_bits = load_bits(
+            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
+        )
+        bits = tl.maximum(bits, tile_bits)
+    if PARTIAL:
+        amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+        if stride_ae is not None:
+            amax_ptr += tl.program_id(1) * tl.num_programs(0)
+        tl.store(amax_ptr + tl.program_id(0), amax)
+    else:
+        _common.record_amax(amax_ptr, bits)
 
 
 @launched
@@ -378,10 +392,8 @@ def _value_kernel(
     tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    y = load(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-    )  # fmt: skip
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    y = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
     store_tile(y_ptr, y, rows, columns, M, K)
 
 
@@ -397,8 +409,7 @@ def value_of(
     y = inputs[0].new_empty(prologue_shape(prologue, inputs), dtype=dtype)
     if inputs[0].ndim != 2:  # an activation's
         inputs = [as_matrix(x) for x in inputs]
-    shape = prologue_shape(prologue, inputs)
-    tile = tile_for(prologue)
+    shape, tile = prologue_shape(prologue, inputs), tile_for(prologue)
     tensors, constants = arguments_of(prologue, inputs, dtype, tile)
     _value_kernel[_common.grid_of(shape, tile)](*tensors, y, *shape, **constants)
     return y

@@ -32,25 +32,13 @@ def amax_of(
 
 
 def cast(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float = 0.0,
-    align: int = 1,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    dbias: bool = False,
-    given: Tensor | None = None,
-    *,
-    offs: Tensor | None = None,
-    plan: Tensor | None = None,
-    slot: Tensor | None = None,
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, fp8_dtype: torch.dtype,
+    block: Sequence[int], rule: str, eps: float = 0.0, align: int = 1, rowwise: bool = True,
+    columnwise: bool = False, dbias: bool = False, given: Tensor | None = None, *,
+    offs: Tensor | None = None, plan: Tensor | None = None, slot: Tensor | None = None,
 ) -> tuple[
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
-]:
+]:  # fmt: skip
     """Cast a matrix, which may be computed on the way, in one orientation or both.
 
     Args:
@@ -140,11 +128,9 @@ def cast_many_(
 def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     """The transposed matrix of one-byte elements, contiguous and zero-padded.
 
-    ``event`` is for graphs: what backward computes from the forward's tensors alone, a partitioner
-    moves into the forward and keeps until then, unless it needs a tensor of backward, too.
-
     The matrices of a batch, ``[E, M, K]``, are transposed as one that has them below each other:
-    column k of all of them is one row in memory, and none is padded.
+    column k of all of them is one row in memory, and none is padded. ``event`` is as in
+    ``value_of``.
     """
     if q.ndim == 3:
         E, M, K = q.shape

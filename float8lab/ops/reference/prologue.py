@@ -26,17 +26,7 @@ from torch import Tensor
 
 from float8lab.ops.reference.blocks import expand_scale
 
-__all__ = [
-    "ACTIVATIONS",
-    "activate",
-    "activate_backward",
-    "apply_norm",
-    "dequantize",
-    "is_gated",
-    "prologue_shape",
-    "value_of",
-    "widen",
-]
+__all__ = ["ACTIVATIONS", "apply_norm", "dequantize", "prologue_shape", "value_of", "widen"]
 
 ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "gelu": ("gelu", False),
@@ -64,15 +54,6 @@ _LIMIT = 7.0
 
 _CUBIC = 0.044715
 _TWICE_ROOT_2_OVER_PI = 1.5957691216057308  # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
-
-
-def is_gated(name: str) -> bool:
-    """Whether an activation halves the number of features.
-
-    >>> is_gated("swiglu"), is_gated("gelu")
-    (True, False)
-    """
-    return ACTIVATIONS[name][1]
 
 
 def _gate(function: str, x: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -105,7 +86,7 @@ def _derivative(function: str, x: Tensor) -> Tensor:
     return s * (1.0 - s) if function == "sigmoid" else s + x * (s * (1.0 - s)) * slope
 
 
-def activate(name: str, h: Tensor) -> Tensor:
+def _activate(name: str, h: Tensor) -> Tensor:
     """The activation of ``h``: ``[M, F]``, or ``[M, 2 F]`` of a gated one, to ``[M, F]``."""
     function, gated = ACTIVATIONS[name]
     if not gated:
@@ -121,7 +102,7 @@ def _clamped_pairs(h: Tensor) -> tuple[Tensor, Tensor]:
     return h[..., ::2].clamp(max=_LIMIT), h[..., 1::2].clamp(-_LIMIT, _LIMIT)
 
 
-def activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
+def _activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
     """Gradient of ``h`` from that of the activation, of the shape of ``h``."""
     function, gated = ACTIVATIONS[name]
     if not gated:
@@ -158,7 +139,7 @@ def prologue_shape(prologue: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:
     *rows, columns = inputs[0].shape
     if prologue == "permute":
         return inputs[1].shape[0], columns
-    gates = prologue in ACTIVATIONS and is_gated(prologue)
+    _, gates = ACTIVATIONS.get(prologue, ("", False))
     return *rows, columns // 2 if gates else columns
 
 
@@ -197,7 +178,7 @@ def value_of(
         value = apply_norm(x, rstd, weight, mean, bias)
     elif prologue.endswith("_backward"):
         h, dy = inputs
-        value = activate_backward(prologue.removesuffix("_backward"), widen(h), widen(dy))
+        value = _activate_backward(prologue.removesuffix("_backward"), widen(h), widen(dy))
     else:
-        value = activate(prologue, widen(inputs[0]))
+        value = _activate(prologue, widen(inputs[0]))
     return value.to(dtype).contiguous()
