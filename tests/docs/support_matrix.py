@@ -25,7 +25,7 @@ from float8lab import recipes
 from float8lab.formats import E2M1
 from float8lab.inspect.environment import environment
 from float8lab.integrations import export, load_fp8
-from float8lab.ops import gemm
+from float8lab.ops import declare
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 
@@ -234,10 +234,10 @@ def try_feature(feature: Callable[[Case, Recipe], bool | None], recipe: Recipe) 
 @contextlib.contextmanager
 def gpu(capability: tuple[int, int]) -> Iterator[None]:
     """torch says that it has such a GPU."""
-    gemm._capability_of.cache_clear()
+    declare._capability_of.cache_clear()
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
         yield
-    gemm._capability_of.cache_clear()
+    declare._capability_of.cache_clear()
 
 
 def support(device: str) -> tuple[dict[str, str], list[str]]:
