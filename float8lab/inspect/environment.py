@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from float8lab.arguments import EXTRAS
-from float8lab.formats import CASTS, E2M1, E4M3, Float8Spec, gemm_support
+from float8lab.formats import E2M1, E4M3, Float8Spec, gemm_support
 from float8lab.inspect.text import Printed
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
-from float8lab.ops.declare import capability_of
+from float8lab.ops.declare import capability_of, casts_by_kernel
 from float8lab.ops.gemm import may_multiply
 from float8lab.recipes import ALL, Recipe
 from float8lab.tables import aligned
@@ -181,7 +181,7 @@ def _gpus() -> list[str]:
 
 def _support(recipe: Recipe, device: torch.device) -> Support:
     name = type(recipe).__name__
-    missing, capability = why_casts_are_missing(device), capability_of(device)
+    missing = why_casts_are_missing(device)
     if missing:
         return Support(name, "missing", missing)
     gemms = {name: gemm for name, gemm in recipe.linear.gemms().items() if gemm is not None}
@@ -193,7 +193,7 @@ def _support(recipe: Recipe, device: torch.device) -> Support:
     if not emulated:
         return Support(name, "native", "")
     reasons = "; ".join(dict.fromkeys(emulated.values()))
-    if not CASTS.includes(capability):
+    if not casts_by_kernel(device):
         reasons += "; PyTorch casts, since Triton knows e4m3 from SM 8.9 on"
     if len(emulated) == len(gemms):
         return Support(name, "emulated", reasons)
@@ -202,10 +202,8 @@ def _support(recipe: Recipe, device: torch.device) -> Support:
 
 def _attention(device: torch.device) -> Support:
     missing = why_casts_are_missing(device)
-    if missing:
-        return Support("FP8 attention", "missing", missing)
-    why = why_attention_is_emulated(device, 128, 128)
-    without = "high precision" if device.type == "cuda" else "emulated"
+    why = missing or why_attention_is_emulated(device, 128, 128)
+    without = "missing" if missing else "high precision" if device.type == "cuda" else "emulated"
     return Support("FP8 attention", without if why else "native", why)
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "announce",
     "called_by_ops",
     "capability_of",
+    "casts_by_kernel",
     "compute_intensive_ops",
     "declare",
     "filled",
@@ -92,6 +93,11 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
+def casts_by_kernel(device: torch.device) -> bool:
+    """Whether kernels convert to FP8 and from it on this device, else the references do."""
+    return CASTS.includes(capability_of(device))
+
+
 _DEQUANTIZE = frozenset({"gemm:scaled_mm", "gemm:scaled_mm_into"})
 """Launchers that, on a GPU without FP8, multiply what torch has dequantized."""
 
@@ -108,19 +114,15 @@ def _for_gpus(path: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     is_cast = "rule" in names
     block, rule = (names.index(name) if is_cast else 0 for name in ("block", "rule"))
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    has_fp8 = path in _DEQUANTIZE or all(CASTS.includes(capability_of(gpu)) for gpu in gpus)
+    has_fp8 = path in _DEQUANTIZE or all(map(casts_by_kernel, gpus))
     if has_fp8 and not is_cast:
         return launch
 
-    def has_kernel(args: Sequence[Any]) -> bool:
-        if not has_fp8 and _holds_fp8(args):
-            device = _first_tensor(args).device
-            if not CASTS.includes(capability_of(device)):
-                return False
-        return not is_cast or has_kernels(tuple(args[block]), args[rule])
-
     def call(*args: Any) -> Any:
-        if has_kernel(args):
+        knows_blocks = not is_cast or has_kernels(tuple(args[block]), args[rule])
+        if knows_blocks and (
+            has_fp8 or not _holds_fp8(args) or casts_by_kernel(_first_tensor(args).device)
+        ):
             return launch(*args)
         if is_cast and names[0] == "prologue" and args[0]:
             args = ("", [load_launcher("prologue:value_of")(*args[:3])], *args[2:])
@@ -137,12 +139,8 @@ def _first_tensor(args: Sequence[Any]) -> Tensor:
 
 def _holds_fp8(args: Sequence[Any]) -> bool:
     """Whether an argument, or an element of one, is FP8 data, perhaps as bytes, or its dtype."""
-    return any(
-        _holds_fp8(arg)
-        if isinstance(arg, (list, tuple))
-        else getattr(arg, "dtype", arg) in (*FP8_DTYPES, torch.uint8)
-        for arg in args
-    )
+    flat = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    return any(getattr(x, "dtype", x) in (*FP8_DTYPES, torch.uint8) for x in flat)
 
 
 _TYPES = {

@@ -64,10 +64,8 @@ def _gemm_blocks(a: Tensor, b: Tensor, transposed: bool) -> tuple[_Block, _Block
     block_b = block_b or _partner_block(block_a)
     if block_a is None or block_b is None or gemm_support(block_a, block_b) is None:
         return None
-    specs = [x.spec for x in (a, b) if isinstance(x, Float8Tensor)]
-    if block_a == (1, 32) and any(spec.scale_dtype != E8M0 for spec in specs):
-        return None
-    return block_a, block_b
+    is_e8m0 = all(x.spec.scale_dtype == E8M0 for x in (a, b) if isinstance(x, Float8Tensor))
+    return None if block_a == (1, 32) and not is_e8m0 else (block_a, block_b)
 
 
 def _partner_block(block: _Block | None) -> _Block | None:

@@ -8,9 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.formats import CASTS
 from float8lab.ops import reference
-from float8lab.ops.declare import capability_of
+from float8lab.ops.declare import casts_by_kernel
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
@@ -82,7 +81,7 @@ def _dequantize_kernel(
 def dequantize(
     q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, event: Tensor | None = None
 ) -> Tensor:
-    if not CASTS.includes(capability_of(q.device)):
+    if not casts_by_kernel(q.device):
         return reference.dequantize(q, scale, block, dtype)
     tile = _common.TILE
     y = q.new_empty(q.shape, dtype=dtype)

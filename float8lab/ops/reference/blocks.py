@@ -193,12 +193,8 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
 def scale_in_tiles(scale: Tensor) -> Tensor:
     """Scales of 1x32 blocks, ``[M, K / 32]``, in e8m0 and the order that SM 10 reads them in.
 
-    They are powers of two. Tiles of 128 rows and 4 columns follow each other along the rows; in a
-    tile, row ``32 i + j`` is at ``[j, i]`` of ``[32, 4, 4]``. What fills up tiles is multiplied by
-    zeros.
-
-    Returns:
-        One dimension, with the multiples of 128 rows and of 4 columns.
+    They are powers of two. Tiles of 128 rows and 4 columns, filled up with ones, follow each other
+    along the rows; in a tile, row ``32 i + j`` is at ``[j, i]`` of ``[32, 4, 4]``.
 
     Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
     """
