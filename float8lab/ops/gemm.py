@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.formats import E4M3, E5M2, gemm_support
+from float8lab.formats import E4M3, E5M2, HOPPER, gemm_support
 from float8lab.ops import reference
 from float8lab.ops.declare import called_by_ops, capability_of, declare
 
@@ -53,9 +53,11 @@ def may_multiply(
     *,
     a_dtype: torch.dtype = E4M3,
     b_dtype: torch.dtype = E4M3,
+    grouped: bool = False,
 ) -> bool:
     """Whether the GEMM runs in FP8 on this device, not as dequantize + high-precision GEMM.
 
+    One that is ``grouped``, of experts, does on Hopper alone.
     ``formats.gemm_support`` has the table of blocks. No GPU multiplies e5m2 by e5m2, and torch no
     1x32 blocks of e5m2. A CPU answers as a Hopper GPU would: it runs the reference of that.
 
@@ -67,7 +69,8 @@ def may_multiply(
     support, formats = gemm_support(a_block, b_block), {a_dtype, b_dtype}
     if support is None or (E5M2 in formats and (formats == {E5M2} or tuple(a_block) == (1, 32))):
         return False
-    return support.includes(capability_of(device))
+    capability = capability_of(device)
+    return support.includes(capability) and (HOPPER.includes(capability) or not grouped)
 
 
 def is_cublas_gemm(

@@ -55,6 +55,8 @@ def test_the_table(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch)
     assert "".join(key if native else "-" for key, native in runs.items()) == TABLE[capability]
     assert not may_multiply(ROW, ROW, GPU, a_dtype=E5M2, b_dtype=E5M2)
     assert not may_multiply(MX, MX, GPU, a_dtype=E5M2)
+    assert may_multiply(ROW, ROW, GPU, grouped=True) == (capability == (9, 0))
+    assert not may_multiply(MX, MX, GPU, grouped=True)
 
 
 def test_a_cpu_answers_as_hopper() -> None:
