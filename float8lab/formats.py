@@ -173,7 +173,6 @@ class GpuSupport(NamedTuple):
 CASTS = GpuSupport((8, 9))
 """Kernels that convert to FP8 or from it. On GPUs for which Triton knows no e4m3, torch does it."""
 HOPPER = GpuSupport((9, 0), (10, 0))
-"""Also of the kernel of attention in FP8, which is in high precision on other GPUs."""
 _GEMMS: dict[tuple[Any, Any], GpuSupport] = {
     # -1 stands for one scale along the contraction: a scale for the whole matrix, or one for a row.
     (-1, -1): GpuSupport((8, 9)),

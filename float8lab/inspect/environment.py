@@ -57,7 +57,8 @@ def why_gemm_is_emulated(
         return ""
     support, capability = gemm_support(a_block, b_block), capability_of(device)
     if support is None:
-        return f"no FP8 GEMM of {_blocks(a_block)} by {_blocks(b_block)} blocks"
+        blocks = (Float8Spec(block=tuple(block)).granularity for block in (a_block, b_block))
+        return f"no FP8 GEMM of {' by '.join(blocks)} blocks"
     if support.includes(capability):
         pair = "1x32 blocks of e5m2" if tuple(a_block) == (1, 32) else "e5m2 by e5m2"
         return f"no GPU multiplies {pair}"
@@ -72,9 +73,8 @@ def why_attention_is_emulated(device: torch.device, *heads: int) -> str:
         return "a CPU has no FP8 GEMM; it multiplies in float32"
     if has_fp8_attention(device, *heads):
         return ""
-    capability = capability_of(device)
-    if capability[0] != 9:
-        return f"the kernel is for SM 9.0; this GPU is {_sm(capability)}"
+    if not has_fp8_attention(device):
+        return f"the kernel is for SM 9.0; this GPU is {_sm(capability_of(device))}"
     return f"the kernel is for heads of up to {LARGEST_HEAD}"
 
 
@@ -214,7 +214,3 @@ def _missing(packages: Sequence[str]) -> str:
 
 def _sm(capability: tuple[int, int]) -> str:
     return f"SM {capability[0]}.{capability[1]}"
-
-
-def _blocks(block: Sequence[int]) -> str:
-    return Float8Spec(block=tuple(block)).granularity

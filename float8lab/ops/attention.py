@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.formats import HOPPER
 from float8lab.ops.declare import capability_of, declare
 from float8lab.ops.reference import attention as reference
 
@@ -23,8 +22,7 @@ def has_fp8_attention(device: torch.device, *heads: int) -> bool:
 
     ``heads`` are head sizes, of queries and keys and of values.
     """
-    is_hopper = HOPPER.includes(capability_of(device))
-    return is_hopper and all(0 < size <= LARGEST_HEAD for size in heads)
+    return capability_of(device)[0] == 9 and all(0 < size <= LARGEST_HEAD for size in heads)
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **kwargs: Any) -> int:

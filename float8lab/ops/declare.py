@@ -239,7 +239,7 @@ def declare(
         overload = overload_named(name)
         given = [argument.name for argument in overload._schema.arguments]
         arguments = {n: defaults.get(n) for n in given}
-        OPS.declared[overload] = Declared(arguments, fake, mutates, sharding, only_orders)
+        OPS.declared[overload] = Declared(arguments, fake, mutates, sharding, only_orders, flops)
         return overload
 
     overload = define(name, _schema(function, mutates))
@@ -250,8 +250,6 @@ def declare(
         pure = define(f"{name}.pure", _schema(function, (), without=last))
         forms.append(pure)
         through = _either(overload, pure, len(parameters) - 1)
-    if flops is not None:
-        OPS.declared[overload] = OPS.declared[overload]._replace(flops=flops)
     call = function
     if cuda is not None:
         call = _direct(through, for_gpus, function)
@@ -364,7 +362,7 @@ class Declared(NamedTuple):
     mutates: Sequence[str]
     sharding: Rule | None
     only_orders: bool
-    flops: Callable[..., int] | None = None
+    flops: Callable[..., int] | None
     direct: DirectCall = DirectCall(None, NotImplemented, None)
 
 
