@@ -150,18 +150,11 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
-        "triton": _version_of("triton"),
+        "triton": next((d.version for d in metadata.distributions(name="triton")), "not installed"),
         "CUDA": torch.version.cuda or "none (torch is built without it)",
         "driver": _driver(),
         "cuDNN": "none" if cudnn is None else str(cudnn),
     }
-
-
-def _version_of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _driver() -> str:

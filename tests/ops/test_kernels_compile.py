@@ -509,7 +509,7 @@ PRODUCTS: dict[str, Callable[[], Any]] = {
 
 PORTABLE = (
     *("tensor-both", "row-both", "1x128-both", "many-tensors", "many-1x128"),
-    *("cast-amax", "transpose", "dequantize"),
+    *("cast-amax", "transpose", "dequantize", "1x32-e8m0"),
 )
 WITHOUT_FP8 = (
     *("layer-norm", "rms-norm-backward", "route-softmax", "route-softmax-backward", "row-map"),
