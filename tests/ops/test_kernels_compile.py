@@ -24,13 +24,13 @@ pytest.importorskip("triton")
 import triton
 import triton.backends.nvidia as nvidia
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompilationError
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import target_info
 from triton.runtime.jit import JITFunction
 
-from float8lab.formats import E4M3, E5M2, scale_shape
+from float8lab.formats import CASTS, E4M3, E5M2, scale_shape
 from float8lab.ops import Prologue, kernels, reference
 from float8lab.ops.kernels import (
     _launch,
@@ -527,8 +527,14 @@ PAGED: dict[str, Callable[[], Any]] = {
 
 PORTABLE = (
     *("tensor-both", "row-both", "1x128-both", "many-tensors", "many-1x128"),
-    *("cast-amax", "transpose", "dequantize"),
+    *("cast-amax", "transpose", "dequantize", "1x32-e8m0"),
 )
+WITHOUT_FP8 = (
+    *("layer-norm", "rms-norm-backward", "route-softmax", "route-softmax-backward", "row-map"),
+    *("permute", "permute-backward", "rotary", "cross-entropy", "cross-entropy-backward"),
+    *("value-of-swiglu", "value-of-geglu-backward", "transpose", "clear-rows", "update-scales"),
+)
+"""Ops that convert nothing keep their kernels on GPUs for which Triton has no e4m3."""
 SINCE_HOPPER = ("tiles", "tiles-1x32-e8m0", "tiles-of-swiglu-backward")
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -828,8 +834,22 @@ def other_gpus(names: tuple[str, ...], *capabilities: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [*other_gpus(PORTABLE, 89, 100, 120), *other_gpus(SINCE_HOPPER, 100, 120)],
+    [
+        *other_gpus(PORTABLE, 89, 100, 120),
+        *other_gpus(SINCE_HOPPER, 100, 120),
+        *other_gpus(WITHOUT_FP8, 70, 75, 80, 86),
+    ],
 )
 def test_compiles_for_other_gpus(name: str, capability: int) -> None:
     for launch in launches(LAUNCHES[name]):
         assert compile_launch(launch, capability).asm["cubin"]
+
+
+@pytest.mark.parametrize("name", ["tensor-both", "row", "1x128", "dequantize", "moments"])
+def test_casts_do_not_compile_where_the_reference_takes_their_place(name: str) -> None:
+    """When Triton can, ``formats.CASTS`` may say so."""
+    *_, launch = launches(LAUNCHES[name])
+    with pytest.raises(CompilationError, match="fp8e4nv not supported"):
+        compile_launch(launch, 80)
+    assert CASTS.includes((8, 9))
+    assert not CASTS.includes((8, 0))
