@@ -292,7 +292,7 @@ def check_paged_attention() -> None:
             arguments = (q, k, v, None, None, table, sequences, *window, 0.2)
             with unittest.mock.patch.object(paged_attention, "multiprocessors", return_value=4):
                 got = paged_attention.paged_attention(*arguments)
-            want = ops.paged_attention_op(*arguments)
+            want = ops.paged_attention(*arguments)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Attention to a paged cache: against float64, sequence by sequence; opcheck; what is not there."""
+"""Attention to a paged cache: against float64, sequence by sequence; what is not there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2
-from tests.ops.test_ops_opcheck import check
 
 CACHES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -90,7 +89,7 @@ def exact(arguments: tuple[Any, ...], left: int, right: int, scale: float) -> tu
 def test_equals_float64(shape, window, cache, device):
     dtype, cache_dtype = cache
     arguments = problem(shape, dtype, cache_dtype, device)
-    out = ops.paged_attention_op(*arguments, *window, 0.3)
+    out = ops.paged_attention(*arguments, *window, 0.3)
     expected, size = exact(arguments, *window, 0.3)
     assert out.dtype == dtype
     assert out.transpose(1, 2).is_contiguous()
@@ -101,18 +100,12 @@ def test_equals_float64(shape, window, cache, device):
     assert torch.equal(out[1, :, 1:], torch.zeros_like(out[1, :, 1:]))
 
 
-@pytest.mark.parametrize("cache", ["bf16", "fp8"])
-def test_opcheck(cache, device):
-    arguments = problem(SHAPES["several"], *CACHES[cache], device)
-    check(ops.paged_attention_op, *arguments, 2, 0, 0.5)
-
-
 def test_without_sequences_or_pages(device):
     q, k, v, k_scale, v_scale, table, sequences = problem(SHAPES["decode"], *CACHES["fp8"], device)
     for end in (0, 1):
         part = sequences[:, :end].contiguous()
-        out = ops.paged_attention_op(q[:end], k, v, k_scale, v_scale, table, part, -1, 0, 1.0)
+        out = ops.paged_attention(q[:end], k, v, k_scale, v_scale, table, part, -1, 0, 1.0)
         assert out.shape == (end, 8, 1, 16)
     part[1:] = 0  # no key at all
-    out = ops.paged_attention_op(q[:1], k, v, k_scale, v_scale, table, part, -1, 0, 1.0)
+    out = ops.paged_attention(q[:1], k, v, k_scale, v_scale, table, part, -1, 0, 1.0)
     assert torch.equal(out, torch.zeros_like(out))

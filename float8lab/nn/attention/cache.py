@@ -152,7 +152,7 @@ class Cached(NamedTuple):
     def attend(self, q: Tensor, window: tuple[int, int], scale: float) -> Tensor:
         """Attention of the call's queries, ``[B, H, S, D]``, to the pages as they are."""
         stores = self.keys, self.values
-        out: Tensor = ops.paged_attention_op(
+        out: Tensor = ops.paged_attention(
             q, *(store.data for store in stores), *(store.scale for store in stores),
             self.places.table, self.places.sequences, *window, scale,
         )  # fmt: skip

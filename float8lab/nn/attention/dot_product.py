@@ -547,7 +547,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         fits = ops.has_paged_attention(rows, q.shape[3], self.v_channels)
         fits = fits and q.dtype != torch.float64 and self.backends == BACKENDS
-        return fits and not has_gradient and not drops
+        return fits and not (has_gradient or drops or torch.compiler.is_compiling())
 
     def rules_of_call(
         self, qkv_format: str | None, mask_type: str | None, window_size: tuple[int, int] | None
