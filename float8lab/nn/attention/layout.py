@@ -97,12 +97,13 @@ class Packed(NamedTuple):
         return padding_from_lengths(self.lengths, self.longest)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """``[T, H, D]`` as ``[B, H, longest, D]``; values behind a sequence's end are arbitrary."""
+        """``[T, H, D]`` as ``[B, H, longest, D]``, 0 behind a sequence's end."""
         positions = torch.arange(self.longest, device=x.device)
         index = (self.starts.view(-1, 1) + positions).clamp(max=max(x.shape[0] - 1, 0))
         if not x.shape[0]:
             return x.new_zeros(index.shape[0], x.shape[1], self.longest, x.shape[2])
-        return x[index].transpose(1, 2)
+        # There may be anything, and 0 * inf is not 0.
+        return x[index].masked_fill(self.padding()[:, :, None, None], 0.0).transpose(1, 2)
 
     def pack(self, x: Tensor, tokens: int) -> Tensor:
         """``[B, H, longest, D]`` as ``[tokens, H * D]``; tokens of no sequence are 0."""

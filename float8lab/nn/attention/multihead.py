@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from float8lab.arguments import check_callables, check_flags, check_input, check_size, shown
+from float8lab.arguments import (
+    check_callables,
+    check_choice,
+    check_flags,
+    check_input,
+    check_number,
+    check_size,
+    shown,
+)
 from float8lab.nn import parallel
 from float8lab.nn.attention.arguments import Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
@@ -19,15 +27,39 @@ from float8lab.nn.attention.inference import InferenceParams, positions_reached
 from float8lab.nn.attention.layout import check_format, sizes_of
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import check_angles, check_positions, rotate_heads
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear
-from float8lab.nn.norm import check_norm
+from float8lab.nn.norm import LayerNorm, RMSNorm, check_norm
+from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, normal_init, reset_children
 
 __all__ = ["MultiheadAttention", "RotaryArgument"]
 
 RotaryArgument = Tensor | tuple[Tensor, Tensor] | None
 """Angles of ``RotaryPositionEmbedding``: of queries and keys, or a pair."""
+
+
+class L2Normalization(nn.Module):
+    """``x / sqrt(sum(x ** 2) + eps)`` over the last dimension; the arguments are RMSNorm's."""
+
+    def __init__(self, hidden_size: int, eps: float, **unused: object) -> None:
+        super().__init__()
+        self.size = hidden_size
+        # The mean of squares is their sum divided by the size.
+        self._kind = NormKind(center=False, eps=eps / hidden_size, zero_centered=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, ``[..., hidden_size]``."""
+        weight = x.new_full((self.size,), self.size**-0.5, dtype=torch.float32)
+        return normalize(x, weight, None, self._kind, output_dtype(x))
+
+
+QK_NORMS: dict[str, Callable[..., nn.Module]] = {
+    "L2Normalization": L2Normalization,
+    "RMSNorm": RMSNorm,
+    "LayerNorm": LayerNorm,
+}
 
 
 def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
@@ -86,9 +118,10 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
     the rank.
 
     Submodules and parameters: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), in cross
-    attention ``query_layer`` (``layernorm_query``) and ``key_value``; ``core_attention``, a
-    ``DotProductAttention``; ``proj``. Their weights are ``query_weight``, ``key_weight`` and
-    ``value_weight``, or one ``weight`` with ``fuse_qkv_params``.
+    attention ``query_layer`` (``layernorm_query``) and ``key_value``; ``q_norm`` and ``k_norm``
+    with ``qk_norm_type``; ``core_attention``, a ``DotProductAttention``; ``proj``. Weights of the
+    projections are ``query_weight``, ``key_weight`` and ``value_weight``, or one ``weight`` with
+    ``fuse_qkv_params``.
 
     Args:
         hidden_size: size of each token.
@@ -119,6 +152,11 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             ``fuse_qkv_params`` it is always False.
         bias: of all projections.
         rotary_pos_interleaved: as the rotary angles were made.
+        qk_norm_type: norm of each query and key head: ``L2Normalization``, ``RMSNorm``,
+            ``LayerNorm`` or None. Gradients of its parameters are a rank's part of a sum where the
+            ranks have heads of their own, as with ``sequence_parallel``.
+        qk_norm_eps: of that norm.
+        qk_norm_before_rope: normalize before the rotary embedding, not after it.
 
     The other arguments are those of ``DotProductAttention``, and of ``LayerNormLinear`` with
     ``layernorm_epsilon`` for ``eps``.
@@ -165,6 +203,10 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         *,
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
         **ub: Unpack[parallel.OverlapArguments],
     ) -> None:
         super().__init__()
@@ -175,11 +217,14 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             fuse_qkv_params=fuse_qkv_params, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             zero_centered_gamma=zero_centered_gamma, qkv_weight_interleaved=qkv_weight_interleaved,
             bias=bias, rotary_pos_interleaved=rotary_pos_interleaved,
+            qk_norm_before_rope=qk_norm_before_rope,
         )  # fmt: skip
         check_callables(
             ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
         )
         check_norm(normalization, "layernorm_epsilon", layernorm_epsilon)
+        check_choice("qk_norm_type", qk_norm_type, (*QK_NORMS, None))
+        qk_norm_eps = check_number("qk_norm_eps", qk_norm_eps, minimum=0)
         hidden_size = check_size("hidden_size", hidden_size, minimum=1)
         num_attention_heads, groups, kv_channels = _check_sizes(
             hidden_size, num_attention_heads, num_gqa_groups, kv_channels
@@ -219,7 +264,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             sequence_parallel=sequence_parallel, tp_size=ranks,
             get_rng_state_tracker=get_rng_state_tracker,
             tp_group=tp_group if set_parallel_mode else None, layer_number=layer_number,
-            attention_type=attention_type, softmax_scale=softmax_scale,
+            attention_type=attention_type, softmax_scale=softmax_scale, softmax_type=softmax_type,
         )  # fmt: skip
         common: dict[str, Any] = {
             "bias": bias,
@@ -247,6 +292,17 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             parallel_mode="row" if set_parallel_mode else None, **common,
         )  # fmt: skip
         self.core_attention.to(self.proj.weight.device)
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.q_norm = self.k_norm = None
+        if qk_norm_type is not None:
+            shared_heads = set_parallel_mode and ranks > 1
+            self.q_norm, self.k_norm = (
+                QK_NORMS[qk_norm_type](
+                    kv_channels, eps=qk_norm_eps, sequence_parallel=shared_heads,
+                    params_dtype=params_dtype, device=device,
+                )
+                for _ in range(2)
+            )  # fmt: skip
         self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
 
     def _add_projections(self, arguments: dict[str, Any], with_norm: dict[str, Any]) -> None:
@@ -335,12 +391,16 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         (query, key, value), normed = self._project(
             hidden_states, encoder_output, is_first_microbatch
         )
+        if self.qk_norm_before_rope:
+            query, key = self._normalized(query, key)
         if angles is not None:
             kv_lengths = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
             query = self._rotate(query, angles[0], inference_params, cu_seqlens_q)
             key = self._rotate(key, angles[1], inference_params, kv_lengths)
             # A view would keep the memory of what has been rotated until backward.
             value = value.contiguous() if torch.is_grad_enabled() else value
+        if not self.qk_norm_before_rope:
+            query, key = self._normalized(query, key)
         context = self.core_attention(
             query, key, value, attention_mask, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
@@ -456,6 +516,11 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)
         query, key, value = mixed.unflatten(-1, (H + 2 * G, D)).split([H, G, G], dim=-2)
         return query, key, value
+
+    def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
 
     def _rotate(
         self,
