@@ -137,7 +137,7 @@ def arguments(
     if call.get("core_attention_bias_type") == "post_scale_bias":
         call["core_attention_bias"] = make((sizes.H, sizes.Sq, sizes.Sk))
     if mask.mask_type == "arbitrary":
-        call["attention_mask"] = make((sizes.Sq, sizes.Sk)) > 0
+        call["attention_mask"] = make((sizes.B, 1, sizes.Sq, sizes.Sk)) > 0
     if mask.lengths:
         for side, lengths, longest in zip(
             ("q", "kv"), lengths_of(mask, sizes), (sizes.Sq, sizes.Sk), strict=True

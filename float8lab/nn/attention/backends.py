@@ -448,6 +448,8 @@ def _why_not_flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | No
         return "ONNX has no operator for it"
     if not q.is_cuda and any(x.requires_grad for x in (q, k, v)):
         return "it has no backward on this device"
+    if problem.wants_max and not q.is_cuda:
+        return "it does not give the largest scores on this device"
     return None
 
 
@@ -492,9 +494,17 @@ def _no_scores(q: Tensor, k: Tensor, problem: Problem) -> int:
 
 
 def _scores_of_mask(q: Tensor, k: Tensor, problem: Problem) -> int:
-    given = problem.bias is not None or problem.mask.arbitrary is not None
+    mask, bias = problem.mask, problem.bias
+    given = mask.arbitrary if bias is None else bias
+    if bias is not None and mask.lets_all:
+        return 0
     heads = q.shape[1] if problem.alibi is not None else 1
-    return 0 if given else q.shape[0] * heads * k.shape[2]
+    if given is not None and given.ndim > 2:
+        heads = max(heads, given.shape[-3])
+    # A bias has a row for each sequence only where masks differ; torch makes one of a bool mask.
+    differ = bias is None or mask.kv_padding is not None or isinstance(mask.diagonal, Tensor)
+    made = (q.shape[0] if differ else 1) * heads * k.shape[2]
+    return 0 if given is not None and given.numel() >= made * q.shape[2] else made
 
 
 def _all_scores(q: Tensor, k: Tensor, problem: Problem) -> int:

@@ -104,10 +104,10 @@ def test_against_float64(kind, feature, monkeypatch):
     visible, extra = visible_of(mask, sizes), {}
     if mask.mask_type == "arbitrary":
         hidden = call["attention_mask"]
-        hidden[2] = True  # a query that sees nothing
+        hidden[:, :, 2] = True  # a query that sees nothing
 
         def visible(b, h, i, j):
-            return not hidden[i, j]
+            return not hidden[b, 0, i, j]
 
     module = build(
         mask, options, sizes, backends=("reference",) if "dropout" in feature else BACKENDS
