@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import (
-    check_flags,
     check_floating,
     check_lengths,
     check_tensor,
@@ -32,7 +31,6 @@ __all__ = [
     "Rules",
     "check_export",
     "check_masking",
-    "check_padding_between",
     "check_tensors",
     "is_plain",
     "lengths_of_packed",
@@ -83,21 +81,19 @@ def unpacked(
     dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of a call that may pass some of them in one tensor, as views of it."""
-    name, packed, held = ("kv_layer", kv_layer, 2) if qkv_layer is None else (
-        "qkv_layer", qkv_layer, 3
-    )  # fmt: skip
-    names, first = ("query_layer", "key_layer", "value_layer"), 3 if packed is None else 3 - held
-    given = [*zip(names, qkv, strict=True), *([("kv_layer", kv_layer)] if held == 3 else [])]
-    for argument, x in given[first:]:
-        if x is not None:
+    name, packed, held = (
+        ("kv_layer", kv_layer, 2) if qkv_layer is None else ("qkv_layer", qkv_layer, 3)
+    )
+    first_held = 3 if packed is None else 3 - held
+    parts = dict(zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True))
+    if held == 3:
+        parts["kv_layer"] = kv_layer
+    for i, (argument, x) in enumerate(parts.items()):
+        if (x is None) is not (i >= first_held):
+            required = "given" if i < first_held else f"None with {name}, which holds it"
             raise ValueError(
-                f"{argument} must be None with {name}, which holds it; got {shown(x)}. Pass one of "
-                "the two."
-            )
-    for argument, x in given[:first]:
-        if x is None:
-            raise ValueError(
-                f"{argument} must be given; got None. Pass it, or a packed tensor that holds it."
+                f"{argument} must be {required}; got {shown(x)}. Pass query, key and value each "
+                "once, by themselves or in a packed tensor."
             )
     if packed is None:
         return qkv  # type: ignore[return-value]  # none of them is None
@@ -111,24 +107,7 @@ def unpacked(
             f"{name} must have size {held} in dimension {dim}, qkv_interleave_dim, one of 4 or 5; "
             f"got shape {tuple(packed.shape)}. Stack its parts there."
         )
-    return (*qkv[:first], *packed.unbind(dim))  # type: ignore[return-value]  # three tensors
-
-
-def check_padding_between(given: bool | None, rules: Rules, lengths: Lengths) -> None:
-    """Raise for ``pad_between_seqs`` in a call that cannot have unused tokens there."""
-    check_flags(pad_between_seqs=bool(given) if given is None else given)
-    if not given:
-        return
-    if rules.qkv_format != "thd":
-        raise ValueError(
-            f"pad_between_seqs must be None or False for qkv_format={rules.qkv_format!r}; got "
-            "True. Each sequence has a row of its own: leave it out."
-        )
-    if lengths.cu_seqlens_q_padded is None:
-        raise ValueError(
-            "cu_seqlens_q_padded must be given with pad_between_seqs=True; got None. It says where "
-            "the sequences start."
-        )
+    return (*qkv[:first_held], *packed.unbind(dim))  # type: ignore[return-value]  # three tensors
 
 
 def check_tensors(

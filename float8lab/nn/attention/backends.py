@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from float8lab.tensor.differentiation import is_exporting
 __all__ = [
     "BACKENDS",
     "MOST_SCORES",
+    "Attended",
     "Explanation",
     "Problem",
     "attend",
@@ -49,7 +50,7 @@ __all__ = [
 MOST_SCORES = 2**25
 """Numbers in the largest matrix of scores, or of a mask made for them, that is held at once."""
 
-Attended = tuple[Tensor, Tensor | None]
+Attended: TypeAlias = tuple[Tensor, Tensor | None]
 """The output, and the largest score of each head, ``[H]`` float32, if a problem wants it."""
 
 
@@ -461,12 +462,6 @@ def _flex_does_not_pay(q: Tensor) -> str | None:
     return None
 
 
-def _why_not_fused(q: Tensor, problem: Problem) -> str | None:
-    if q.is_cuda and q.dtype == torch.float64:
-        return "its fused kernels have no float64"
-    return why_not_plain(problem)
-
-
 def why_not_plain(problem: Problem) -> str | None:
     """What a problem asks for that a kernel of plain softmax does not compute; None for nothing."""
     if problem.softcap:
@@ -482,47 +477,23 @@ def _why_not_sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> s
     )
     if wide and q.dtype in (torch.float16, torch.bfloat16):
         return f"it would round the bias to {str(q.dtype).removeprefix('torch.')}"
-    return _why_not_fused(q, problem)
+    return why_not_plain(problem)
 
 
 def _why_not_sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    return why_a_matrix(q.shape[2], k.shape[2], problem) or _why_not_fused(q, problem)
-
-
-def _no_scores(q: Tensor, k: Tensor, problem: Problem) -> int:
-    return 0
-
-
-def _scores_of_mask(q: Tensor, k: Tensor, problem: Problem) -> int:
-    mask, bias = problem.mask, problem.bias
-    given = mask.arbitrary if bias is None else bias
-    if bias is not None and mask.lets_all:
-        return 0
-    heads = q.shape[1] if problem.alibi is not None else 1
-    if given is not None and given.ndim > 2:
-        heads = max(heads, given.shape[-3])
-    # A bias has a row for each sequence only where masks differ; torch makes one of a bool mask.
-    differ = bias is None or mask.kv_padding is not None or isinstance(mask.diagonal, Tensor)
-    made = (q.shape[0] if differ else 1) * heads * k.shape[2]
-    return 0 if given is not None and given.numel() >= made * q.shape[2] else made
-
-
-def _all_scores(q: Tensor, k: Tensor, problem: Problem) -> int:
-    return q.shape[0] * q.shape[1] * k.shape[2]
+    return why_a_matrix(q.shape[2], k.shape[2], problem) or why_not_plain(problem)
 
 
 class _Backend(NamedTuple):
     run: Callable[[Tensor, Tensor, Tensor, Problem], Attended]
     why_not: Callable[[Tensor, Tensor, Tensor, Problem], str | None]
-    scores_of_query: Callable[[Tensor, Tensor, Problem], int]
-    """How many numbers it makes and holds for a query of each sequence: scores, or a mask."""
 
 
 _TABLE = {
-    "sdpa": _Backend(_sdpa, _why_not_sdpa, _no_scores),
-    "flex": _Backend(_flex, _why_not_flex, _no_scores),
-    "sdpa_masked": _Backend(_sdpa_masked, _why_not_sdpa_masked, _scores_of_mask),
-    "reference": _Backend(reference_attention, lambda *call: None, _all_scores),
+    "sdpa": _Backend(_sdpa, _why_not_sdpa),
+    "flex": _Backend(_flex, _why_not_flex),
+    "sdpa_masked": _Backend(_sdpa_masked, _why_not_sdpa_masked),
+    "reference": _Backend(reference_attention, lambda *call: None),
 }
 BACKENDS = tuple(_TABLE)
 """Names of the backends, in the order in which they are tried."""
@@ -532,6 +503,8 @@ def _why_not(name: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> st
     """Why a backend does not take a call; None if it does."""
     if name != "reference" and not (q.numel() and k.numel() and v.numel()):
         return "an input is empty"
+    if name.startswith("sdpa") and q.is_cuda and q.dtype == torch.float64:
+        return "its fused kernels have no float64"
     return _TABLE[name].why_not(q, k, v, problem)
 
 
@@ -568,11 +541,23 @@ _LEAST_QUERIES = 64
 
 def _block_of_queries(name: str, q: Tensor, k: Tensor, problem: Problem) -> int | None:
     """How many queries a backend attends for at a time; None for all of them."""
-    scores = _TABLE[name].scores_of_query(q, k, problem)
-    if not scores or is_exporting() or q.shape[2] * scores <= MOST_SCORES:
+    (B, H, Sq, _), Sk, mask, bias = q.shape, k.shape[2], problem.mask, problem.bias
+    scores = B * H * Sk  # numbers that it makes for a query of each sequence
+    if name == "sdpa_masked":
+        given = mask.arbitrary if bias is None else bias
+        heads = H if problem.alibi is not None else 1
+        if given is not None and given.ndim > 2:
+            heads = max(heads, given.shape[-3])
+        # A bias has a row for each sequence where masks differ; torch makes one of a bool mask.
+        differ = bias is None or mask.kv_padding is not None or isinstance(mask.diagonal, Tensor)
+        scores = (B if differ else 1) * heads * Sk
+        is_used_as_given = bias is not None and mask.lets_all
+        if is_used_as_given or (given is not None and given.numel() >= scores * Sq):
+            return None
+    if name in ("sdpa", "flex") or is_exporting() or Sq * scores <= MOST_SCORES:
         return None
     rows = max(_LEAST_QUERIES, MOST_SCORES // scores)
-    return rows if rows < q.shape[2] else None
+    return rows if rows < Sq else None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, chosen: Explanation) -> Attended:

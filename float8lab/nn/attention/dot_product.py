@@ -342,8 +342,14 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         if is_exporting():
             arguments.check_export(inference_params, qkv_format or self.qkv_format)
         check_flags(
-            checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill
-        )
+            checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill,
+            pad_between_seqs=pad_between_seqs is not None and pad_between_seqs,
+        )  # fmt: skip
+        if pad_between_seqs and cu_seqlens_q_padded is None:
+            raise ValueError(
+                "cu_seqlens_q_padded must be given with pad_between_seqs=True; got None. It says "
+                "where the sequences of qkv_format='thd' start."
+            )
         rules = self.rules_of_call(qkv_format, attn_mask_type, window_size)
         qkv = arguments.unpacked(
             (query_layer, key_layer, value_layer), qkv_layer, kv_layer, qkv_interleave_dim
@@ -352,7 +358,6 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
         )  # fmt: skip
-        arguments.check_padding_between(pad_between_seqs, rules, lengths)
         request = self._resolve(
             qkv, attention_mask, rules, lengths,
             (core_attention_bias_type, core_attention_bias, alibi_slopes), inference_params,
