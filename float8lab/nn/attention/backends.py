@@ -317,23 +317,21 @@ def _flex_modifiers(
 
 def _score_modifier(q: Tensor, problem: Problem) -> Callable[..., Tensor] | None:
     """FlexAttention's score_mod: the softcap of a scaled score, then ALiBi."""
-    alibi, capped = problem.alibi, None
-    if problem.softcap:
-        caps = _per_batch(problem.softcap, q)
+    alibi, is_capped = problem.alibi, problem.softcap > 0
+    if alibi is None and not is_capped:
+        return None
+    caps = _per_batch(problem.softcap, q)
+    if alibi is not None:
+        slopes = alibi.slopes.view(-1, q.shape[1]).expand(q.shape[0], -1)
+        diagonals = _per_batch(alibi.diagonal, q)
+    has_alibi = alibi is not None
 
-        def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (score / caps[b]).tanh() * caps[b]
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if is_capped:
+            score = (score / caps[b]).tanh() * caps[b]
+        return score - slopes[b, h] * (i + diagonals[b] - j) if has_alibi else score
 
-    if alibi is None:
-        return capped
-    slopes = alibi.slopes.view(-1, q.shape[1]).expand(q.shape[0], -1)
-    diagonals = _per_batch(alibi.diagonal, q)
-
-    def with_alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        score = score if capped is None else capped(score, b, h, i, j)
-        return score - slopes[b, h] * (i + diagonals[b] - j)
-
-    return with_alibi
+    return score_mod
 
 
 def _blocks_in_window(

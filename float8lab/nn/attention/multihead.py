@@ -483,39 +483,31 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
         """Query, key and value, one head a row, and the norm's output if it is to be returned."""
-        normed = None
+        normed, core = None, self.core_attention
+        H, G = core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition
         if self.attention_type == "self":
             layer: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
             mixed: Any = layer(x, is_first_microbatch)
             if self.return_layernorm_output:
                 mixed, normed = mixed
-            return self._split_qkv(mixed), normed
+            query, key, value = self._split(mixed, H, G, G)
+            return (query, key, value), normed
         layer = self.layernorm_query if self.input_layernorm else self.query_layer
         query: Any = layer(x, is_first_microbatch)
         if self.return_layernorm_output:
             query, normed = query
         mixed = self.key_value(encoder_output, is_first_microbatch).to(query.dtype)
-        (H, G), D = self._heads, self.kv_channels
-        if self.qkv_weight_interleaved:
-            key, value = mixed.unflatten(-1, (G, 2, D)).unbind(-2)
-        else:
-            key, value = mixed.unflatten(-1, (2, G, D)).unbind(-3)
-        return (query.unflatten(-1, (H, D)), key, value), normed
+        key, value = self._split(mixed, G, G)
+        return (query.unflatten(-1, (H, self.kv_channels)), key, value), normed
 
-    @property
-    def _heads(self) -> tuple[int, int]:
-        """Query heads and key/value heads of this rank."""
-        core = self.core_attention
-        return core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition
-
-    def _split_qkv(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (H, G), D = self._heads, self.kv_channels
-        if self.qkv_weight_interleaved:
-            grouped = mixed.unflatten(-1, (G, H // G + 2, D))
-            query, key, value = grouped.split([H // G, 1, 1], dim=-2)
-            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)
-        query, key, value = mixed.unflatten(-1, (H + 2 * G, D)).split([H, G, G], dim=-2)
-        return query, key, value
+    def _split(self, mixed: Tensor, *heads: int) -> Sequence[Tensor]:
+        """The parts of a projection's output, which have so many heads each, as views."""
+        heads_last = mixed.unflatten(-1, (sum(heads), self.kv_channels))
+        if not self.qkv_weight_interleaved:
+            return heads_last.split(heads, dim=-2)
+        groups = heads[-1]
+        grouped = heads_last.unflatten(-2, (groups, -1)).split([n // groups for n in heads], dim=-2)
+        return [x.flatten(-3, -2) for x in grouped]
 
     def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
