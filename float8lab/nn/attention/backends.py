@@ -386,7 +386,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     fused, sink = q.is_cuda and not torch.compiler.is_compiling(), problem.sink
     library, asks = _flex_library(), sink is not None or problem.wants_max
     run: Any = _compiled_flex() if fused else library.flex_attention
-    found = run(
+    found: Any = run(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options=_flex_tiles(max(q.shape[3], v.shape[3])),

@@ -87,7 +87,8 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
 
 def check_softcap(softcap: float, bias_type: str) -> float:
     """Raise unless scores can have this softcap beside a bias of that type; return it."""
-    softcap = check_number("softcap", softcap, minimum=0)
+    if not torch.compiler.is_compiling():  # a graph may have a symbol in its place
+        softcap = check_number("softcap", softcap, minimum=0)
     if softcap and bias_type == "pre_scale_bias":
         raise NotImplementedError(
             f"softcap must be 0 with core_attention_bias_type={bias_type!r}; got {softcap}. Scores "

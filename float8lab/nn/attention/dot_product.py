@@ -574,8 +574,8 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             alibi = Alibi(self._slopes(alibi_slopes, q.device), spans)
         dropout = self.attention_dropout if self.training else 0.0
         problem = Problem(
-            mask, self.softmax_scale, bias, alibi, dropout, softcap, self._sink(q.device),
-            self.return_max_logit,
+            mask, self.softmax_scale, bias, alibi, dropout,
+            softcap=softcap, sink=self._sink(q.device), wants_max=self.return_max_logit,
         )  # fmt: skip
         return arguments.Request(q, k, v, problem, packed, qkv_format, tokens, leave)
 

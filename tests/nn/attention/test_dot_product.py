@@ -665,7 +665,7 @@ def test_arguments_without_effect_on_one_rank():
 @pytest.mark.parametrize(
     ("variant", "fp8"),
     [
-        *((variant, False) for variant in ("window", "padding", "alibi")),
+        *((variant, False) for variant in ("window", "padding", "alibi", "softcap")),
         ("causal", True),
         ("checkpointed", True),
     ],
@@ -678,6 +678,7 @@ def test_compiled(variant, fp8):
         "window": {"window_size": (2, 0)},
         "padding": {"attn_mask_type": "padding", "attention_mask": padding_mask([3, 5], 5)},
         "alibi": {"core_attention_bias_type": "alibi", "alibi_slopes": torch.rand(H)},
+        "softcap": {"softcap": 2.0, "window_size": (2, 0)},
         "checkpointed": {"checkpoint_core_attention": True},
     }[variant]
     q, k, v, dy = make(5, 5)
@@ -783,7 +784,7 @@ def test_backends_agree_on_a_gpu(mask_type, window, backend, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("channels", [64, 96, 128, 192, (192, 128), 256], ids=str)
+@pytest.mark.parametrize("channels", [64, 128, (192, 128), 256], ids=str)
 def test_flex_of_every_head_size_on_a_gpu(channels, dtype):
     """Its blocks fit into shared memory, in backward too; with softcap, sinks and maxima."""
     torch._dynamo.reset()
@@ -808,7 +809,7 @@ def test_flex_of_every_head_size_on_a_gpu(channels, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dropout", "float32 groups", "values of another size", "float64"])
 def test_no_matrix_of_scores_on_a_gpu(kind):
-    """Scores of all queries would take 2 GiB in 16 bits; a fifth of it is for all tensors there."""
+    """All tensors of forward and backward take less than half of what the scores would."""
     channels = (64, 32) if kind == "values of another size" else 64
     dtype = {"float32 groups": torch.float32, "float64": torch.float64}.get(kind, torch.bfloat16)
     module = DotProductAttention(
