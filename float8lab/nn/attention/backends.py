@@ -384,15 +384,16 @@ def _flex_tiles(head: int) -> dict[str, Any] | None:
 def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     score_mod, block_mask = _flex_modifiers(q, k, problem)
     fused, sink = q.is_cuda and not torch.compiler.is_compiling(), problem.sink
-    library, asks = _flex_library(), sink is not None or problem.wants_max
-    run: Any = _compiled_flex() if fused else library.flex_attention
-    found: Any = run(
+    library: Any = _flex_library()
+    run = _compiled_flex() if fused else library.flex_attention
+    asks = sink is not None or problem.wants_max
+    found = run(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options=_flex_tiles(max(q.shape[3], v.shape[3])),
         return_aux=library.AuxRequest(sink is not None, problem.wants_max) if asks else None,
     )  # fmt: skip
-    out, statistics = found if asks else (found, None)
+    out, statistics = found if asks else (found, library.AuxOutput())
     blind = problem.mask.padded_queries
     if sink is not None:
         # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).

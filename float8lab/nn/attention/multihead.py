@@ -490,8 +490,8 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             mixed: Any = layer(x, is_first_microbatch)
             if self.return_layernorm_output:
                 mixed, normed = mixed
-            query, key, value = self._split(mixed, H, G, G)
-            return (query, key, value), normed
+            queries, keys, values = self._split(mixed, H, G, G)
+            return (queries, keys, values), normed
         layer = self.layernorm_query if self.input_layernorm else self.query_layer
         query: Any = layer(x, is_first_microbatch)
         if self.return_layernorm_output:
