@@ -211,8 +211,8 @@ def _in_blocks(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     Sq, Sk = q.shape[2], k.shape[2]
-    if q.is_cuda and (q.dtype == torch.float32 or q.shape[3] != v.shape[3]):
-        # For these torch has no fused kernel that takes heads in groups.
+    if q.is_cuda and (q.dtype == torch.float32 or q.shape[3] != v.shape[3] or q.shape[3] > 256):
+        # Torch's only fused kernel for these takes no heads in groups.
         k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     # cuDNN prepares itself, some 30 ms on an H200, for each length that a cache grows to.
     reads_a_cache = q.is_cuda and Sq < Sk and not torch.is_grad_enabled()
