@@ -143,7 +143,8 @@ def arguments(
             ("q", "kv"), lengths_of(mask, sizes), (sizes.Sq, sizes.Sk), strict=True
         ):
             ends = torch.tensor([0, *lengths]).cumsum(0).int()
-            call[f"cu_seqlens_{side}"] = ends
+            shared = side == "kv" and not mask.cross
+            call[f"cu_seqlens_{side}"] = call["cu_seqlens_q"] if shared else ends
             if "thd" in mask.lengths:
                 call[f"max_seqlen_{side}"] = longest
             if "gaps" in mask.lengths:
