@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ __all__ = [
     "tensors_of",
     "unpacked",
 ]
+
+
+_PARTS = ("query_layer", "key_layer", "value_layer")
 
 
 class Rules(NamedTuple):
@@ -81,33 +84,28 @@ def unpacked(
     dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of a call that may pass some of them in one tensor, as views of it."""
-    name, packed, held = (
-        ("kv_layer", kv_layer, 2) if qkv_layer is None else ("qkv_layer", qkv_layer, 3)
-    )
-    first_held = 3 if packed is None else 3 - held
-    parts = dict(zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True))
-    if held == 3:
-        parts["kv_layer"] = kv_layer
-    for i, (argument, x) in enumerate(parts.items()):
-        if (x is None) is not (i >= first_held):
-            required = "given" if i < first_held else f"None with {name}, which holds it"
-            raise ValueError(
-                f"{argument} must be {required}; got {shown(x)}. Pass query, key and value each "
-                "once, by themselves or in a packed tensor."
-            )
-    if packed is None:
+    given = {**dict(zip(_PARTS, qkv, strict=True)), "kv_layer": kv_layer, "qkv_layer": qkv_layer}
+    names = tuple(name for name, x in given.items() if x is not None)
+    if names == _PARTS:
         return qkv  # type: ignore[return-value]  # none of them is None
+    if names not in (("query_layer", "kv_layer"), ("qkv_layer",)):
+        raise ValueError(
+            "query_layer, key_layer and value_layer must be given, or query_layer and kv_layer, or "
+            f"qkv_layer alone; got {', '.join(names) or 'none'}. Pass each part once."
+        )
+    name, parts = names[-1], 2 if qkv_layer is None else 3
+    packed = cast(Tensor, given[name])
     check_tensor(name, packed)
     if isinstance(dim, bool) or dim not in (-3, -2):
         raise ValueError(
             f"qkv_interleave_dim must be -3 or -2; got {shown(dim)}. Count from the last dimension."
         )
-    if packed.ndim not in (4, 5) or packed.shape[dim] != held:
+    if packed.ndim not in (4, 5) or packed.shape[dim] != parts:
         raise ValueError(
-            f"{name} must have size {held} in dimension {dim}, qkv_interleave_dim, one of 4 or 5; "
+            f"{name} must have size {parts} in dimension {dim}, qkv_interleave_dim, one of 4 or 5; "
             f"got shape {tuple(packed.shape)}. Stack its parts there."
         )
-    return (*qkv[:first_held], *packed.unbind(dim))  # type: ignore[return-value]  # three tensors
+    return (*qkv[: 3 - parts], *packed.unbind(dim))  # type: ignore[return-value]  # three tensors
 
 
 def check_tensors(
@@ -115,8 +113,7 @@ def check_tensors(
 ) -> None:
     """Raise unless query, key and value belong together, with these heads and channels last."""
     ndim = 3 if qkv_format == "thd" else 4
-    names = ("query_layer", "key_layer", "value_layer")
-    for name, x, (heads, channels) in zip(names, qkv, heads_and_channels, strict=True):
+    for name, x, (heads, channels) in zip(_PARTS, qkv, heads_and_channels, strict=True):
         check_floating(name, x)
         if x.ndim != ndim or x.shape[-2:] != (heads, channels):
             raise ValueError(

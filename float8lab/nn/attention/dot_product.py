@@ -222,9 +222,8 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         self.return_max_logit = return_max_logit
         self.register_parameter("softmax_offset", None)
         if softmax_type == "learnable":
-            offset = torch.empty(local_heads[0], dtype=torch.float32, device=default_device())
+            offset = torch.zeros(local_heads[0], dtype=torch.float32, device=default_device())
             self.softmax_offset = nn.Parameter(offset)
-            self.reset_parameters()
             if self.tp_size > 1:
                 mark_shard(self.softmax_offset, 0)
         self.backends = names

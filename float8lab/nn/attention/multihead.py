@@ -402,13 +402,12 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         if not self.qk_norm_before_rope:
             query, key = self._normalized(query, key)
         context = self.core_attention(
-            query, key, value, attention_mask, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=mask_type, window_size=window_size,
+            query, key, value, attention_mask, attn_mask_type=mask_type, window_size=window_size,
             checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
             fast_zero_fill=fast_zero_fill, inference_params=inference_params,
+            **lengths._asdict(),
         )  # fmt: skip
         projected: Any = self.proj(context, is_first_microbatch)
         outputs = list(projected) if self.return_bias else [projected]

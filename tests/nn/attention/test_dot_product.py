@@ -565,16 +565,16 @@ CALLS = {
         {"alibi_slopes": torch.ones(3), "core_attention_bias_type": "alibi"},
         ValueError, r"alibi_slopes must be \[4\]",
     ),
-    "no query": ({"query_layer": None}, ValueError, "query_layer must be given"),
+    "no query": ({"query_layer": None}, ValueError, "query_layer, key_layer and .*; got key"),
     "packed and not": (
-        {"qkv_layer": torch.ones(2, 5, 3, 4, 8)}, ValueError, "query_layer must be None"
+        {"qkv_layer": torch.ones(2, 5, 3, 4, 8)}, ValueError, "or qkv_layer alone; got que"
     ),
     "packed twice": (
         {
             **dict.fromkeys(("query_layer", "key_layer", "value_layer")),
             "qkv_layer": torch.ones(2, 5, 3, 4, 8), "kv_layer": torch.ones(2, 5, 2, 4, 8),
         },
-        ValueError, "kv_layer must be None with qkv_layer",
+        ValueError, "got kv_layer, qkv_layer",
     ),
     "packed elsewhere": (
         {"key_layer": None, "value_layer": None, "kv_layer": torch.ones(2, 2, 5, 4, 8)},
