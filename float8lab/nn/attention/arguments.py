@@ -22,7 +22,7 @@ from float8lab.arguments import (
 from float8lab.nn.attention import masks
 from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import Packed, Sizes, padding_from_lengths
+from float8lab.nn.attention.layout import Sizes, padding_from_lengths
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
@@ -70,9 +70,7 @@ class Request(NamedTuple):
     k: Tensor
     v: Tensor
     problem: Problem
-    packed: Packed | None
     qkv_format: str
-    tokens: int
     leave: Callable[[Tensor], Tensor] | None = None
     """From results for this rank's heads to those of its tokens, where ranks share sequences."""
 

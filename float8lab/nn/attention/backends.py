@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from float8lab.nn.attention.bias import Alibi
+from float8lab.nn.attention.layout import Packed
 from float8lab.nn.attention.masks import AttentionMask
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Problem(NamedTuple):
     sink: Tensor | None = None
     """``[H]``, the score of one more key, whose value is 0, that all queries see."""
     wants_max: bool = False
+    packed: tuple[Packed, Packed] | None = None
+    """Where the sequences of queries, and of keys, lie in ``[1, H, T, D]``."""
 
     def of_queries(self, start: int, stop: int, Sk: int) -> tuple[Problem, slice]:
         """The problem of queries from ``start`` to ``stop``, and the keys that they may see."""
@@ -90,6 +93,13 @@ class Problem(NamedTuple):
         if alibi is not None:
             alibi = alibi._replace(diagonal=alibi.diagonal + start - first)
         return self._replace(mask=mask, bias=_corner(self.bias, queries, keys), alibi=alibi), keys
+
+    def rows(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with a sequence in each row of the batch, which packed ones have not yet."""
+        if self.packed is None:
+            return q, k, v
+        queries, keys = self.packed
+        return queries.unpack(q), keys.unpack(k), keys.unpack(v)
 
     def scores_bias(self, Sq: int, Sk: int) -> Tensor | None:
         """``bias`` and ``alibi`` together."""

@@ -368,10 +368,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             out, largest = checkpoint(run, q, k, v, use_reentrant=False)
         else:
             out, largest = self._core(q, k, v, problem)
-        if request.packed is not None:
-            out = request.packed.pack(out, request.tokens)
-        else:
-            out = from_heads_first(out, request.qkv_format)
+        out = from_heads_first(out, request.qkv_format)
         out = out if request.leave is None else request.leave(out)
         return out if largest is None else (out, largest)
 
@@ -425,7 +422,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             why = reason
         else:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
-        reasons = explain(q, k, v, problem, self.backends)
+        reasons = explain(*problem.rows(q, k, v), problem, self.backends)
         return reasons._replace(rejected={"fp8": why, **reasons.rejected})
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
@@ -437,10 +434,14 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             if call is None:
                 if why is None:
                     self._fp8.calibrate(q, k, v)
+                tokens, (q, k, v) = q.shape[2], problem.rows(q, k, v)
                 chosen = explain(q, k, v, problem, self.backends)
                 if chosen.block is not None:
                     self._say_blocks(chosen)
-                return attend(q, k, v, problem, chosen)
+                out, largest = attend(q, k, v, problem, chosen)
+                if problem.packed is not None:
+                    out = problem.packed[0].pack(out, tokens)
+                return out, largest
             out = fp8_attention(q, k, v, problem, call)
         if call.is_region:
             self._fp8.end(call)
@@ -531,7 +532,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             rules, sizes, attention_mask, lengths, inference_params, bias_arguments
         )
         query, key, value = arguments.tensors_of(qkv)
-        packed = leave = None
+        pair = leave = None
         context = self.context_parallel
         if context is not None:
             sequences: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -544,22 +545,21 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             bias = context.local_heads(bias, -3)
             if mask_type == "arbitrary":
                 attention_mask = context.local_heads(attention_mask, -3)
-        tokens = query.shape[0]
+        q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
         if qkv_format == "thd":
             cu_seqlens_q, cu_seqlens_kv = arguments.lengths_of_packed(
                 mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
-            packed = Packed.of(cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q)
-            packed_kv = Packed.of(
-                cu_seqlens_kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv
+            pair = (
+                Packed.of(cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q),
+                Packed.of(cu_seqlens_kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv),
             )
-            q, k, v = packed.unpack(query), packed_kv.unpack(key), packed_kv.unpack(value)
-            padding = (packed.padding(), packed_kv.padding())
-            mask = masks.make_mask(mask_type, window, q.shape[2], k.shape[2], padding=padding)
-            spans = masks.diagonal_of(padding, q.shape[2], k.shape[2])
-            check_bias_shape(bias, alibi_slopes, (*q.shape[:3], k.shape[2]))
+            padding = (pair[0].padding(), pair[1].padding())
+            (B, Sq), Sk = padding[0].shape, padding[1].shape[1]
+            mask = masks.make_mask(mask_type, window, Sq, Sk, padding=padding)
+            spans = masks.diagonal_of(padding, Sq, Sk)
+            check_bias_shape(bias, alibi_slopes, (B, q.shape[1], Sq, Sk))
         else:
-            q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
             if inference_params is not None:
                 k, v = inference_params.append(self._required_layer_number(), k, v)
             mask, spans = arguments.mask_of(
@@ -573,10 +573,10 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             alibi = Alibi(self._slopes(alibi_slopes, q.device), spans)
         dropout = self.attention_dropout if self.training else 0.0
         problem = Problem(
-            mask, self.softmax_scale, bias, alibi, dropout,
-            softcap=softcap, sink=self._sink(q.device), wants_max=self.return_max_logit,
+            mask, self.softmax_scale, bias, alibi, dropout, softcap=softcap,
+            sink=self._sink(q.device), wants_max=self.return_max_logit, packed=pair,
         )  # fmt: skip
-        return arguments.Request(q, k, v, problem, packed, qkv_format, tokens, leave)
+        return arguments.Request(q, k, v, problem, qkv_format, leave)
 
     def rules_of_call(
         self, qkv_format: str | None, mask_type: str | None, window_size: tuple[int, int] | None
