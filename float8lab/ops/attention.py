@@ -16,6 +16,7 @@ from float8lab.ops.reference import attention as reference
 __all__ = [
     "LARGEST_HEAD",
     "FlashWindow",
+    "cudnn_heads",
     "flash_window",
     "fp8_attention_backward_op",
     "fp8_attention_op",
@@ -75,6 +76,16 @@ def is_for_cudnn(Sq: int, Sk: int, window: Sequence[int], *, packed: bool) -> bo
     """Whether cuDNN's backward has the window: none, or a causal one aligned at the first key."""
     left, right, diagonal = window
     return not packed and left < 0 and (right < 0 or (right == 0 and diagonal == Sq - Sk))
+
+
+def cudnn_heads(D: int, DV: int) -> tuple[int, int]:
+    """Head sizes, at least these, that cuDNN's backward has been seen to take on Hopper."""
+    if max(D, DV) <= 128:
+        return D + -D % 8, DV + -DV % 8
+    if D <= 192 and DV <= 128:
+        return 192, 128
+    size = 192 if max(D, DV) <= 192 else 256
+    return size, size
 
 
 def has_linear_backward(Sq: int, Sk: int, window: Sequence[int], *, packed: bool = False) -> bool:

@@ -219,7 +219,9 @@ def check_kernel(sizes, fp8_dtype, settings, ends=(None, None), layouts=LAYOUTS)
         assert torch.equal(out, first[0])
         assert torch.equal(lse, first[1])
         dout = LAYOUTS[layout](torch.randn_like(out))
-        want = reference.fp8_attention_backward(dout, *shared, out, lse, *settings, *more)
+        want = reference.fp8_attention_backward(
+            dout, *shared, out, lse, *settings, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1]
+        )
         for deterministic in (True, False):  # flash attention's kernel, and cuDNN's if it fits
             torch.use_deterministic_algorithms(deterministic, warn_only=True)
             got = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, *more)

@@ -36,7 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from float8lab.ops.attention import FlashWindow, flash_window, has_fp8_attention, is_for_cudnn
+from float8lab.ops.attention import (
+    FlashWindow,
+    cudnn_heads,
+    flash_window,
+    has_fp8_attention,
+    is_for_cudnn,
+)
 from float8lab.ops.kernels._common import (
     ceil_div,
     multiprocessors,
@@ -680,9 +686,10 @@ def fp8_attention_backward(
     dtype = torch.bfloat16 if dout.dtype == torch.float32 else dout.dtype
     operands = [_decoded(x, one, dtype) for x, one in ((q, q_scale), (k, k_scale), (v, v_scale))]
     tensors = [dout.to(dtype), *operands, out.to(dtype)]
-    # Heads must be multiples of 8, and to flash attention all of one size: zeros change no score.
-    widths = [round_up(x.shape[3] if uses_cudnn else max(D, DV), 8) for x in tensors]
-    tensors = [_padded(x, width, 3) for x, width in zip(tensors, widths, strict=True)]
+    # Zeros change no score.
+    width = round_up(max(D, DV), 8)  # flash attention's heads are of one size
+    d, dv = cudnn_heads(D, DV) if uses_cudnn else (width, width)
+    tensors = [_padded(x, w, 3) for x, w in zip(tensors, (dv, d, d, dv, dv), strict=True)]
     if uses_cudnn or of_flash is None:
         gradients = _cudnn_backward(tensors, lse, window[1] == 0, scale)
     else:
