@@ -686,10 +686,10 @@ def fp8_attention_backward(
     dtype = torch.bfloat16 if dout.dtype == torch.float32 else dout.dtype
     operands = [_decoded(x, one, dtype) for x, one in ((q, q_scale), (k, k_scale), (v, v_scale))]
     tensors = [dout.to(dtype), *operands, out.to(dtype)]
-    # Zeros change no score.
-    width = round_up(max(D, DV), 8)  # flash attention's heads are of one size
-    d, dv = cudnn_heads(D, DV) if uses_cudnn else (width, width)
-    tensors = [_padded(x, w, 3) for x, w in zip(tensors, (dv, d, d, dv, dv), strict=True)]
+    # Zeros change no score. Flash attention's heads are of one size.
+    width, v_width = cudnn_heads(D, DV) if uses_cudnn else [round_up(max(D, DV), 8)] * 2
+    widths = (v_width, width, width, v_width, v_width)
+    tensors = [_padded(x, size, 3) for x, size in zip(tensors, widths, strict=True)]
     if uses_cudnn or of_flash is None:
         gradients = _cudnn_backward(tensors, lse, window[1] == 0, scale)
     else:
