@@ -118,9 +118,11 @@ def _window_of(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int, int]:
 
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Tensor:
     """Attention with FP8 GEMMs, for a call that ``why_not_fp8`` has no reason against."""
-    cu_seqlens: list[Tensor | None] = [None, None]
+    cu_seqlens: tuple[Tensor | None, ...] = (None, None)
     if problem.packed is not None:
-        cu_seqlens = [None if x.cu_seqlens is None else x.cu_seqlens.int() for x in problem.packed]
+        cu_seqlens = tuple(x.cu_seqlens for x in problem.packed)
+        if cu_seqlens[0] is cu_seqlens[1]:
+            cu_seqlens = cu_seqlens[0], None  # Dynamo gives a function no tensor twice
     settings = (_window_of(q, k, problem), problem.scale)
     return _Attention.run(q, k, v, *cu_seqlens, (settings, _lengths(q, k, problem)), call)
 
@@ -164,6 +166,9 @@ class _Attention(Float8Function):
             _cast(x, index, call) for index, x in ((Q, q), (K, k), (V, v))
         )
         operands = (q8, k8, v8, q_scale, k_scale, v_scale)
+        if cu_seqlens_q is not None:
+            cu_seqlens_k = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).int()
+            cu_seqlens_q = cu_seqlens_q.int()
         out, lse = ops.fp8_attention_op(
             *operands, *settings[0], q.dtype, cu_seqlens_q, cu_seqlens_k
         )

@@ -107,6 +107,23 @@ def test_packed_sequences(Sk, mask, window, device):
     assert not any(x[sum(Sk or lengths) :].any() for x in results[2:])
 
 
+@pytest.mark.parametrize("case", ["window", "packed"])
+def test_compiled_without_graph_breaks(case):
+    recipe, how = RECIPES["current"], {}
+    if case == "packed":
+        how = {"cu_seqlens_q": ends_of([20, 30], "cpu"), "max_seqlen_q": 30, "max_seqlen_kv": 30}
+        module = DotProductAttention(4, 64, qkv_format="thd", attn_mask_type="padding_causal")
+        tensors = [torch.randn(50, 4, 64) for _ in range(3)]
+    else:
+        module = DotProductAttention(4, 64, qkv_format="bshd", window_size=(16, 0))
+        tensors = [torch.randn(2, 50, 4, 64) for _ in range(3)]
+    tensors.append(torch.randn(*tensors[0].shape[:-2], 256))
+    expected = run(module, tensors, recipe, **how)
+    module.compile(fullgraph=True, backend="aot_eager")
+    results = run(module, tensors, recipe, **how)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
 def test_packed_sequences_that_the_kernel_does_not_take():
     q = k = v = torch.randn(10, 4, 64)
     module = DotProductAttention(4, 64, qkv_format="thd", attn_mask_type="padding_causal")
