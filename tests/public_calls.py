@@ -120,7 +120,8 @@ def _use_attention(module: Any) -> None:
     )
     if module.qkv_format == "thd" or module.attn_mask_type not in ("no_mask", "causal"):
         return
-    assert module(*(x.requires_grad_() for x in (q, k, v))).isfinite().all()
+    y = module(*(x.requires_grad_() for x in (q, k, v)))
+    assert all(x.isfinite().all() for x in tree_leaves(y))
 
 
 def _use_layer(module: Any) -> None:
@@ -278,6 +279,18 @@ def _forward_calls() -> dict[str, Call]:
             partial(float8lab.DotProductAttention, 2, 8),
             {**qkv, "alibi_slopes": torch.ones(2), "core_attention_bias_type": "alibi"},
             {"alibi_slopes": (torch.ones(3), torch.ones(3, 2), torch.ones(2).long())},
+        ),
+        "DotProductAttention(packed)": (
+            partial(float8lab.DotProductAttention, 2, 8),
+            {
+                "query_layer": q, "key_layer": None, "value_layer": None,
+                "kv_layer": torch.stack((q, q), 2),
+            },
+            {
+                "query_layer": (None,), "key_layer": (q,), "value_layer": (q,),
+                "kv_layer": (None, q, torch.stack((q, q, q), 2)), "qkv_interleave_dim": (-1, -2, 2),
+                "qkv_layer": (torch.stack((q, q, q), 2),),
+            },
         ),
         "DotProductAttention(thd)": (
             partial(

@@ -47,7 +47,7 @@ _LONGEST = 10_000  # bytes of metadata.json to look at
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _COLUMN = re.compile(
     r"(.*\.)?(linear_qkv|linear_q|linear_kv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj"
-    r"|linear_fc1|word_embeddings|output_layer)\.(weight|bias)\d*"
+    r"|linear_fc1|word_embeddings|output_layer)\.(weight|bias)\d*|(.*\.)?softmax_offset"
 )
 _ROW = re.compile(r"(.*\.)?(linear_proj|linear_fc2)\.weight\d*")
 _REPLICATED = re.compile(

@@ -79,6 +79,9 @@ _MEGATRON = (
     *_pair("pre_mlp_layernorm.", "layernorm_mlp.layer_norm_"),
     *_pair("self_attention.linear_qkv.", f"{_QKV}."),
     *_pair("self_attention.linear_proj.", "self_attention.proj."),
+    *_pair("self_attention.q_layernorm.", "self_attention.q_norm."),
+    *_pair("self_attention.k_layernorm.", "self_attention.k_norm."),
+    _same(*["self_attention.core_attention.softmax_offset"] * 2),
     *_pair("mlp.linear_fc1.", "layernorm_mlp.fc1_"),
     *_pair("mlp.linear_fc2.", "layernorm_mlp.fc2_"),
     *(

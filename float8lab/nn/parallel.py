@@ -407,6 +407,8 @@ def _sharded_parameters(module: TensorParallelModule) -> Iterator[tuple[str, int
                 yield name, -2 if mode == "column" else -1, sizes
             elif mode == "column":
                 yield name, -1, sizes
+    if "softmax_offset" in parameters:  # of attention, which has no weight: one number for a head
+        yield "softmax_offset", -1, ()
 
 
 def shard_state_dict(

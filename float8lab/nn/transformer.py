@@ -125,6 +125,10 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         *,
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
         fp8_activation_input: bool = False,
         **ub: Unpack[parallel.OverlapArguments],
     ) -> None:
@@ -202,6 +206,10 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
             "qkv_format": attn_input_format,
             "rotary_pos_interleaved": rotary_pos_interleaved,
             "softmax_scale": softmax_scale,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "softmax_type": softmax_type,
         }
         returns_norm = apply_residual_connection_post_layernorm and not output_layernorm
         self.self_attention = MultiheadAttention(

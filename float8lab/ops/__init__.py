@@ -10,6 +10,7 @@ from float8lab.ops.attention import (
     fp8_attention_backward_op,
     fp8_attention_op,
     has_fp8_attention,
+    has_linear_backward,
 )
 from float8lab.ops.cast import Prologue, amax_op, cast_many_op, cast_op, transpose_op, value_of_op
 from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
@@ -54,6 +55,7 @@ __all__ = [
     "fp8_attention_op",
     "gather_rows_op",
     "has_fp8_attention",
+    "has_linear_backward",
     "has_paged_attention",
     "norm_backward_op",
     "norm_op",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,19 @@ from torch import Tensor
 from float8lab.ops.declare import capability_of, declare
 from float8lab.ops.reference import attention as reference
 
-__all__ = ["LARGEST_HEAD", "fp8_attention_backward_op", "fp8_attention_op", "has_fp8_attention"]
+__all__ = [
+    "LARGEST_HEAD",
+    "FlashWindow",
+    "cudnn_heads",
+    "flash_window",
+    "fp8_attention_backward_op",
+    "fp8_attention_op",
+    "has_fp8_attention",
+    "has_linear_backward",
+    "is_for_cudnn",
+]
 
-LARGEST_HEAD = 128
+LARGEST_HEAD = 256
 
 
 def has_fp8_attention(device: torch.device, *heads: int) -> bool:
@@ -23,6 +33,65 @@ def has_fp8_attention(device: torch.device, *heads: int) -> bool:
     ``heads`` are head sizes, of queries and keys and of values.
     """
     return capability_of(device)[0] == 9 and all(0 < size <= LARGEST_HEAD for size in heads)
+
+
+class FlashWindow(NamedTuple):
+    """The arguments of flash attention's backward, which aligns the last query and key."""
+
+    queries: int
+    """So many from the first on; those behind them see no key."""
+    keys: int
+    """So many from the first on; no query sees those behind them."""
+    left: int
+    right: int
+
+
+def flash_window(Sq: int, Sk: int, window: Sequence[int], *, packed: bool) -> FlashWindow | None:
+    """The window of ``reference.fp8_attention`` as flash attention has it; None if it has it not.
+
+    Args:
+        Sq: queries, of the longest sequence if they are ``packed``; as Sk, the keys.
+    """
+    left, right, diagonal = window
+    queries, keys = Sq, Sk
+    if not packed:
+        corner = Sk - Sq + diagonal
+        queries = Sq if left < 0 else min(Sq, Sk + left - corner)
+        keys = Sk if right < 0 else min(Sk, queries + corner + right)
+        diagonal = corner - (keys - queries)
+    elif diagonal:
+        return None
+    if min(queries, keys) < 1:
+        return None
+    left = -1 if left < 0 else left - diagonal
+    right = -1 if right < 0 else right + diagonal
+    # It takes a limit that is as large as the number of keys for none, and none for that number.
+    is_exact = queries <= keys + 1 or left == right == -1 or 0 <= right < keys
+    return FlashWindow(queries, keys, left, right) if is_exact else None
+
+
+def is_for_cudnn(Sq: int, Sk: int, window: Sequence[int], *, packed: bool) -> bool:
+    """Whether cuDNN's backward has the window: none, or a causal one aligned at the first key."""
+    left, right, diagonal = window
+    return not packed and left < 0 and (right < 0 or (right == 0 and diagonal == Sq - Sk))
+
+
+def cudnn_heads(D: int, DV: int) -> tuple[int, int]:
+    """Head sizes, at least these, that cuDNN's backward has been seen to take on Hopper."""
+    if max(D, DV) <= 128:
+        return D + -D % 8, DV + -DV % 8
+    if D <= 192 and DV <= 128:
+        return 192, 128
+    size = 192 if max(D, DV) <= 192 else 256
+    return size, size
+
+
+def has_linear_backward(Sq: int, Sk: int, window: Sequence[int], *, packed: bool = False) -> bool:
+    """Whether a GPU's backward, too, does without memory for all scores; as in ``flash_window``."""
+    return (
+        is_for_cudnn(Sq, Sk, window, packed=packed)
+        or flash_window(Sq, Sk, window, packed=packed) is not None
+    )
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -48,7 +117,8 @@ def _gradients(of: Any) -> tuple[Tensor, ...]:
 
 def _whole_sequences(of: Any) -> range:
     """Dimensions along which sequences are attended to on their own: batch, and equal heads."""
-    return range(2 if of.q.shape[1] == of.k.shape[1] else 1)
+    first = 0 if of.cu_seqlens_q is None else 1
+    return range(first, 2 if of.q.shape[1] == of.k.shape[1] else 1)
 
 
 fp8_attention_op = declare(

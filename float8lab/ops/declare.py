@@ -148,6 +148,7 @@ _TYPES = {
     "Tensor | None": "Tensor?",
     "Sequence[Tensor]": "Tensor[]",
     "Sequence[int]": "int[]",
+    "Sequence[int | torch.SymInt]": "SymInt[]",
     "Sequence[str]": "str[]",
     "torch.dtype": "ScalarType",
     "int": "int",

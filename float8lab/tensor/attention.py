@@ -42,7 +42,9 @@ def _attention(
     if attn_mask is None and not dropout_p and _takes(q, k, v, enable_gqa):
         factor = q.shape[3] ** -0.5 if scale is None else scale
         if factor > 0:  # what the kernel takes
-            return _Attention.run(q, k, v, _Settings(is_causal, factor))
+            # The first query stands at the first key.
+            window = (-1, 0, q.shape[2] - k.shape[2]) if is_causal else (-1, -1, 0)
+            return _Attention.run(q, k, v, _Settings(window, factor))
     arguments = {
         "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
     }  # fmt: skip
@@ -77,7 +79,7 @@ def _heads_fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
 
 
 class _Settings(NamedTuple):
-    causal: bool
+    window: tuple[int, int, int]
     scale: float
 
 

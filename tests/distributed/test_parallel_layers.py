@@ -264,6 +264,8 @@ def check_attention(ranks: Ranks) -> None:
         cross = attention(attention_type="cross", attn_mask_type="no_mask", **more)
         how = {"encoder_output": y}
         compare(ranks, cross, x, how, current, sequence_parallel=not sequence_parallel)
+    sinks = attention(qk_norm_type="RMSNorm", softmax_type="learnable")
+    compare(ranks, sinks, x, {"rotary_pos_emb": angles}, None, sequence_parallel=False)
     for tokens in (1, 0):
         compare(ranks, attention(), x[:tokens], {}, current, sequence_parallel=True)
 

@@ -178,7 +178,7 @@ def test_report_when_all_is_well(only):
     assert_expected_inline(
         text,
         """\
-float8lab selfcheck on cpu: passed, 48 cases in (masked) s
+float8lab selfcheck on cpu: passed, 56 cases in (masked) s
 1 passed, 1 emulated, 0 unsupported, 0 failed
 
 casts
@@ -186,7 +186,7 @@ casts
                against the reference on the CPU, bit for bit
 
 attention
-  emulated     fp8_attention    10 cases  (masked) of the bound
+  emulated     fp8_attention    18 cases  (masked) of the bound
                a CPU has no FP8 GEMM; it multiplies in float32
                against float64; error of probabilities rounded to e4m3, and of scores""",
     )

@@ -12,7 +12,7 @@ from float8lab.integrations import (
     to_transformer_layers,
     transformer_layers,
 )
-from float8lab.nn import RotaryPositionEmbedding
+from float8lab.nn import RotaryPositionEmbedding, TransformerLayer
 from tests.nn.models import GatedMLP
 
 LLAMA = SimpleNamespace(
@@ -192,6 +192,18 @@ def test_what_cannot_be_mapped_is_refused():
     ):
         with pytest.raises(NotImplementedError, match="config"):
             transformer_layers(config, style)
+
+
+def test_qk_norms_and_sinks_of_megatron():
+    layer = TransformerLayer(
+        32, 48, 4, qk_norm_type="RMSNorm", softmax_type="learnable", fuse_qkv_params=True,
+        device="cpu",
+    )  # fmt: skip
+    ours = {f"0.{name}": value for name, value in layer.state_dict().items()}
+    theirs = from_transformer_layers(ours, "megatron")
+    added = {"q_layernorm.weight", "k_layernorm.weight", "core_attention.softmax_offset"}
+    assert theirs.keys() > {f"decoder.layers.0.self_attention.{name}" for name in added}
+    assert to_transformer_layers(theirs, "megatron").keys() == ours.keys()
 
 
 def test_buffers_of_older_checkpoints_are_left_out():

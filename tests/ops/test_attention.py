@@ -5,6 +5,7 @@ import torch
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES
+from float8lab.ops.attention import flash_window
 from float8lab.ops.reference import attention as reference
 from tests.ops import forms
 
@@ -28,74 +29,153 @@ def make(device, B=2, H=4, G=2, Sq=5, Sk=7, D=8, Dv=6):
     return [p[0] for p in pairs], [p[1] for p in pairs], dout
 
 
-def exact_attention(q64, k64, v64, settings):
-    """Output, probabilities and scores in float64."""
-    causal, scale = settings
+def exact_attention(q64, k64, v64, settings, ends=(None, None)):
+    """Output, probabilities and scores in float64; of a query that sees no key, 0, 0 and -inf."""
+    window, scale = settings
     groups = q64.shape[1] // k64.shape[1]
     scores = q64 @ k64.repeat_interleave(groups, 1).transpose(2, 3) * scale
-    if causal:
-        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    p = scores.softmax(-1)
+    scores = scores.masked_fill(~seen(*scores.shape[2:], *window, *ends, scores.device), -torch.inf)
+    p = scores.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0).softmax(-1)
+    p = p.masked_fill(scores == -torch.inf, 0.0)
     return p @ v64.repeat_interleave(groups, 1), p, scores
+
+
+def seen(Sq, Sk, left, right, diagonal, q_ends, k_ends, device):
+    """Which keys each query sees, sequence by sequence."""
+    result = torch.zeros(Sq, Sk, dtype=torch.bool)
+    q_ends, k_ends = ([0, n] if e is None else e.tolist() for n, e in ((Sq, q_ends), (Sk, k_ends)))
+    for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:], strict=False):
+        i = torch.arange(q1 - q0).view(-1, 1) + (k1 - k0) - (q1 - q0) + diagonal
+        j = torch.arange(k1 - k0)
+        near = (j - i <= right) | (right < 0)
+        result[q0:q1, k0:k1] = near & ((i - j <= left) | (left < 0))
+    return result.to(device)
 
 
 def decoded(tensors, scales):
     return [x.double() * s.double().view(1) for x, s in zip(tensors, scales, strict=True)]
 
 
-def check_forward(out, lse, operands, settings):
+def check_forward(out, lse, operands, settings, ends=(None, None)):
     """Within the rounding of the probabilities, less than 1/16 of each or 2 ** -18.
 
     The tensor cores keep about 13 bits of a sum; what that does to scores, they do to the logarithm
     of the probabilities.
     """
     q64, k64, v64 = operands
-    expected, p, scores = exact_attention(*operands, settings)
+    expected, p, scores = exact_attention(*operands, settings, ends)
     scale = settings[1]
     groups = q64.shape[1] // k64.shape[1]
     size = q64.abs() @ k64.abs().repeat_interleave(groups, 1).transpose(2, 3) * scale
     off = 2.0**-12 * size.amax(-1) * out.is_cuda
-    assert ((lse.double() - scores.logsumexp(-1)).abs() <= off + 1e-5).all()
+    exact = scores.logsumexp(-1)
+    assert ((lse.double() - exact).abs() <= off + 1e-5)[exact > -torch.inf].all()
+    assert (lse == -torch.inf)[exact == -torch.inf].all()
     rounding = p * (1 / 16 + 2 * off.unsqueeze(-1) + 2.0**-9 * out.is_cuda) + 2.0**-18
     bound = rounding @ v64.abs().repeat_interleave(groups, 1)
     last_bit = torch.finfo(out.dtype).eps
     assert ((out - expected).abs() <= bound + expected.abs() * last_bit + 1e-5).all()
 
 
-each_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+# left, right, diagonal, which is relative to the last query and key, or to the first
+MASKS = {
+    "full": lambda Sq, Sk: (-1, -1, 0),
+    "causal": lambda Sq, Sk: (-1, 0, Sq - Sk),
+    "bottom-right": lambda Sq, Sk: (-1, 0, 0),
+    "window": lambda Sq, Sk: (Sk // 3, 0, 0),
+    "window-two-sided": lambda Sq, Sk: (37, 5, Sq - Sk),
+    "window-left": lambda Sq, Sk: (Sk // 2, -1, 0),
+    "narrow": lambda Sq, Sk: (3, 0, 0),
+    "future": lambda Sq, Sk: (-1, 2, -Sk // 3),
+}
+each_mask = pytest.mark.parametrize("mask", MASKS)
 
 
-@each_mask
-def test_forward_and_backward_against_float64(causal, device):
-    (q, k, v), scales, dout = make(device)
-    shared, settings = (q, k, v, *scales), (causal, 0.3)
-    out, lse = ops.fp8_attention_op(*shared, *settings, torch.float32)
+def packed(device, lengths, spare, H=4, G=2, D=8, Dv=6):
+    """Operands and ends of packed sequences with some tokens behind the last."""
+    ends = [torch.tensor([0, *side]).cumsum(0).int().to(device) for side in lengths]
+    Sq, Sk = (int(end[-1]) + spare for end in ends)
+    return make(device, 1, H, G, Sq, Sk, D, Dv), ends
+
+
+LENGTHS = {
+    "equal": ([3, 0, 4], [3, 0, 4]),
+    "keys-longer": ([2, 1, 3, 0], [4, 1, 9, 2]),
+    "blind": ([5, 2, 2], [3, 0, 7]),
+}
+
+
+def check_backward(shared, dout, settings, ends=(None, None)):
+    """Against autograd in float64, and of the op's own output."""
+    q, k, v, *scales = shared
+    out, lse = ops.fp8_attention_op(*shared, *settings, torch.float32, *ends)
     leaves = [x.requires_grad_() for x in decoded((q, k, v), scales)]
-    check_forward(out, lse, [x.detach() for x in leaves], settings)
-
-    expected, _, scores = exact_attention(*leaves, settings)
+    check_forward(out, lse, [x.detach() for x in leaves], settings, ends)
+    expected, _, scores = exact_attention(*leaves, settings, ends)
     saved = expected.detach().float(), scores.logsumexp(-1).detach().float()
-    grads = ops.fp8_attention_backward_op(dout, *shared, *saved, *settings)
+    more = (*ends, *(16 if end is None else int(end.diff().max()) for end in ends))
+    grads = ops.fp8_attention_backward_op(dout, *shared, *saved, *settings, *more)
     exact = torch.autograd.grad(expected, leaves, dout.double())
     for got, want in zip(grads, exact, strict=True):
         # The kernel's backward rounds to 8 bits.
         assert (got - want).norm() <= (2.0**-7 if got.is_cuda else 1e-4) * want.norm() + 1e-4
-    own = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings)
+    own = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, *more)
     assert (own[0] - grads[0]).norm() <= 0.1 * grads[0].norm()  # of the rounded output
 
 
 @each_mask
-def test_opcheck(causal, device):
-    (q, k, v), scales, dout = make(device)
-    shared, settings = (q, k, v, *scales), (causal, 0.3)
+@pytest.mark.parametrize(("Sq", "Sk"), [(5, 7), (7, 5), (6, 6)], ids=str)
+def test_forward_and_backward_against_float64(Sq, Sk, mask, device):
+    (q, k, v), scales, dout = make(device, Sq=Sq, Sk=Sk)
+    check_backward((q, k, v, *scales), dout, (MASKS[mask](Sq, Sk), 0.3))
+
+
+@pytest.mark.parametrize("mask", ["full", "bottom-right", "window"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_sequences_against_float64(lengths, mask, device):
+    ((q, k, v), scales, dout), ends = packed(device, LENGTHS[lengths], spare=2)
+    check_backward((q, k, v, *scales), dout, (MASKS[mask](6, 6), 0.3), ends)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_opcheck(is_packed, device):
+    ((q, k, v), scales, dout), ends = packed(device, LENGTHS["equal"], spare=1)
+    ends = ends if is_packed else [None, None]
+    shared, settings = (q, k, v, *scales), ((2, 0, 0), 0.3)
     # Not test_schema: it compares inputs by torch.allclose, which has no FP8 kernel.
     utilities = tuple(u for u in torch.library._OPCHECK_DEFAULT_UTILS if u != "test_schema")
-    arguments = (*shared, *settings, torch.bfloat16)
+    arguments = (*shared, *settings, torch.bfloat16, *ends)
     torch.library.opcheck(ops.fp8_attention_op.overload, arguments, test_utils=utilities)
     out, lse = ops.fp8_attention_op(*arguments)
-    arguments = (dout.bfloat16(), *shared, out, lse, *settings)
+    arguments = (dout.bfloat16(), *shared, out, lse, *settings, *ends, 4, 4)
     torch.library.opcheck(ops.fp8_attention_backward_op.overload, arguments, test_utils=utilities)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("Sq", "Sk"), [(5, 9), (9, 5), (6, 6), (1, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("diagonal", [-3, 0, 2])
+def test_flash_window_is_the_same_mask(diagonal, Sq, Sk, is_packed):
+    """As flash attention reads it, with limits that it takes for none."""
+    for left in range(-1, 12):
+        for right in range(-1, 12):
+            window = flash_window(Sq, Sk, (left, right, diagonal), packed=is_packed)
+            if window is None:
+                continue
+            here = [x if 0 <= x < window.keys else -1 for x in window[2:]]
+            if (here[0] < 0) != (here[1] < 0):
+                here = [window.keys if x < 0 else x for x in here]
+            q_end, k_end = torch.tensor([[0, window.queries], [0, window.keys]])
+            read = seen(Sq, Sk, *here, 0, q_end, k_end, "cpu")
+            assert torch.equal(read, seen(Sq, Sk, left, right, diagonal, None, None, "cpu"))
+
+
+def test_which_masks_have_a_linear_backward():
+    assert ops.has_linear_backward(500, 200, (-1, 0, 300))  # cuDNN's
+    assert ops.has_linear_backward(500, 200, (-1, 0, 0))
+    assert ops.has_linear_backward(200, 500, (64, 64, -300))
+    assert ops.has_linear_backward(200, 200, (-1, 0, 0), packed=True)
+    assert not ops.has_linear_backward(200, 200, (-1, 0, -5), packed=True)
+    assert not ops.has_linear_backward(200, 20, (64, -1, 0))
 
 
 # B, H, G, Sq, Sk, D, Dv
@@ -124,33 +204,89 @@ def arranged(q, layout):
     return LAYOUTS[layout](q.view(torch.uint8)).view(q.dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_kernel(shape, causal, fp8_dtype):
+def check_kernel(sizes, fp8_dtype, settings, ends=(None, None), layouts=LAYOUTS):
     """Forward against float64, backward against the reference of the same output."""
-    B, H, G, Sq, Sk, D, Dv = SHAPES[shape]
-    sizes = (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv)
     pairs = [quantized(size, fp8_dtype, "cuda") for size in sizes]
     tensors, scales = [p[0] for p in pairs], [p[1] for p in pairs]
-    settings = (causal, D**-0.5)
+    more = (*ends, *(0 if end is None else int(end.diff().max()) for end in ends))
     first = None
-    for layout in LAYOUTS:
+    for layout in layouts:
         shared = (*(arranged(x, layout) for x in tensors), *scales)
-        out, lse = ops.fp8_attention_op(*shared, *settings, torch.bfloat16)
+        out, lse = ops.fp8_attention_op(*shared, *settings, torch.bfloat16, *ends)
         if first is None:
             first = out, lse
-            check_forward(out, lse, decoded(tensors, scales), settings)
+            check_forward(out, lse, decoded(tensors, scales), settings, ends)
         assert torch.equal(out, first[0])
         assert torch.equal(lse, first[1])
         dout = LAYOUTS[layout](torch.randn_like(out))
-        got = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings)
-        want = reference.fp8_attention_backward(dout, *shared, out, lse, *settings)
-        for a, b in zip(got, want, strict=True):
-            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-            # Probabilities and the scores' gradient are rounded to 8 bits.
-            assert (a.float() - b.float()).norm() <= 2.0**-7 * b.float().norm() + 1e-3
+        want = reference.fp8_attention_backward(
+            dout, *shared, out, lse, *settings, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1]
+        )
+        for deterministic in (True, False):  # flash attention's kernel, and cuDNN's if it fits
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            got = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, *more)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            for a, b in zip(got, want, strict=True):
+                assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+                # Probabilities and the scores' gradient are rounded to 8 bits.
+                assert (a.float() - b.float()).norm() <= 2.0**-7 * b.float().norm() + 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel(shape, mask, fp8_dtype):
+    B, H, G, Sq, Sk, D, Dv = SHAPES[shape]
+    sizes = (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv)
+    check_kernel(sizes, fp8_dtype, (MASKS[mask](Sq, Sk), D**-0.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("heads", [(64, 64), (128, 128), (192, 128), (80, 200), (256, 256)])
+def test_kernel_masks_and_heads(heads, mask):
+    D, Dv = heads
+    for Sq, Sk in ((384, 384), (200, 717), (717, 200), (1, 300), (130, 129)):
+        sizes = (2, 4, Sq, D), (2, 2, Sk, D), (2, 2, Sk, Dv)
+        check_kernel(sizes, E4M3, (MASKS[mask](Sq, Sk), D**-0.5), layouts=["by-token"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["full", "bottom-right", "window"])
+@pytest.mark.parametrize("heads", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        ([384, 1, 0, 200, 129], [384, 1, 0, 200, 129]),
+        ([5, 130, 300, 0], [40, 700, 513, 17]),
+        ([300, 128, 7], [130, 0, 7]),
+        ([3] * 300, [4] * 300),
+    ],
+    ids=["equal", "keys-longer", "blind", "many"],
+)
+def test_kernel_packed(lengths, heads, mask):
+    D, Dv = heads
+    ends = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in lengths]
+    Sq, Sk = (int(end[-1]) + 70 for end in ends)
+    sizes = (1, 4, Sq, D), (1, 2, Sk, D), (1, 2, Sk, Dv)
+    check_kernel(sizes, E4M3, (MASKS[mask](150, 150), D**-0.5), ends, ["by-token"])
+
+
+@pytest.mark.gpu
+def test_packed_sequences_see_nothing_of_each_other():
+    """NaN in one, in front, behind and in tokens of none, stays there."""
+    ends = torch.tensor([0, 100, 333, 500], dtype=torch.int32, device="cuda")
+    pairs = [quantized((1, 2, 600, 128), E4M3, "cuda") for _ in range(3)]
+    tensors, scales = [p[0] for p in pairs], [p[1] for p in pairs]
+    settings = ((-1, 0, 0), 0.1, torch.bfloat16, ends, ends)
+    out, _ = ops.fp8_attention_op(*tensors, *scales, *settings)
+    for x in tensors:
+        x[:, :, :100] = x[:, :, 333:] = torch.nan
+    spoiled, _ = ops.fp8_attention_op(*tensors, *scales, *settings)
+    assert torch.equal(spoiled[:, :, 100:333], out[:, :, 100:333])
+    assert spoiled[:, :, :100].isnan().all()
+    assert not spoiled[:, :, 500:].any()
 
 
 @pytest.mark.gpu
@@ -158,7 +294,7 @@ def test_kernel(shape, causal, fp8_dtype):
 def test_kernel_dtypes_and_determinism(dtype):
     pairs = [quantized((2, 2, 256, 64), E4M3, "cuda") for _ in range(3)]
     shared = (*(p[0] for p in pairs), *(p[1] for p in pairs))
-    settings = (True, 0.125)
+    settings = ((-1, 0, 0), 0.125)
     out, lse = ops.fp8_attention_op(*shared, *settings, dtype)
     check_forward(out, lse, decoded(*zip(*pairs, strict=True)), settings)
     dout = torch.randn_like(out)
@@ -178,20 +314,21 @@ def test_kernel_dtypes_and_determinism(dtype):
 def test_more_heads_than_a_grid_has_rows():
     pairs = [quantized((1100, 60, 2, 16), E4M3, "cuda") for _ in range(3)]
     tensors, scales = zip(*pairs, strict=True)
-    settings = (True, 0.25)
+    settings = ((-1, 0, 0), 0.25)
     out, lse = ops.fp8_attention_op(*tensors, *scales, *settings, torch.bfloat16)
     check_forward(out, lse, decoded(tensors, scales), settings)
 
 
 @pytest.mark.gpu
-def test_kernel_holds_no_scores():
-    S = 65536  # scores of one head: 16 GiB in float32
+@pytest.mark.parametrize("mask", [(-1, 0, 0), (1024, 0, 0)], ids=["causal", "window"])
+def test_kernel_holds_no_scores(mask):
+    S, settings = 65536, (mask, 0.125)  # scores of one head: 16 GiB in float32
     pairs = [quantized((1, 1, S, 64), E4M3, "cuda") for _ in range(3)]
     shared = (*(p[0] for p in pairs), *(p[1] for p in pairs))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out, lse = ops.fp8_attention_op(*shared, True, 0.125, torch.bfloat16)
-    ops.fp8_attention_backward_op(out, *shared, out, lse, True, 0.125)
+    out, lse = ops.fp8_attention_op(*shared, *settings, torch.bfloat16)
+    ops.fp8_attention_backward_op(out, *shared, out, lse, *settings)
     assert torch.cuda.max_memory_allocated() - before < 2**28
     assert out.isfinite().all()
 
@@ -203,7 +340,7 @@ def test_small_probabilities_survive(device):
         torch.full((1, 1, size, 4), value, device=device).to(E4M3)
         for size, value in ((1, 0.0), (2048, 0.0), (2048, 1.5))
     )
-    out, lse = ops.fp8_attention_op(q, k, v, one, one, one, False, 1.0, torch.float32)
+    out, lse = ops.fp8_attention_op(q, k, v, one, one, one, (-1, -1, 0), 1.0, torch.float32)
     assert out.tolist() == [[[[1.5] * 4]]]
     assert lse.item() == pytest.approx(11 * torch.tensor(2.0).log().item())
     assert reference.P_SCALE * 448 > 1
@@ -214,7 +351,7 @@ def test_nan_and_large_scores(device):
     q = torch.full((1, 1, 2, 4), 448.0, device=device).to(E4M3)
     k = torch.stack([torch.full((1, 1, 4), s * 448.0, device=device) for s in (1, -1)], 2).to(E4M3)
     v = torch.tensor([1.0, 2.0], device=device).view(1, 1, 2, 1).to(E4M3)
-    arguments = (False, 1.0, torch.float32)
+    arguments = ((-1, -1, 0), 1.0, torch.float32)
     out, _ = ops.fp8_attention_op(q, k, v, one, one, one, *arguments)
     # The other key's weight underflows. Scores this large lose their last bits in the kernel, and
     # the first key's is then next to 1 and rounded.

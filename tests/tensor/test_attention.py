@@ -38,6 +38,7 @@ CASES = {
     "causal": ({}, {"is_causal": True}),
     "causal-short": ({"Sq": 56, "Sk": 40}, {"is_causal": True}),
     "scale": ({}, {"scale": 0.5}),
+    "wide": ({"D": 136}, {"is_causal": True}),
     "gqa": ({"G": 2}, {"enable_gqa": True}),
     "mqa-causal": ({"G": 1}, {"enable_gqa": True, "is_causal": True}),
 }
@@ -70,7 +71,7 @@ def test_against_the_op():
     q, k, v = operands()
     scales = [t.scale.view(1) for t in (q, k, v)]
     out, _ = torch.ops.float8lab.fp8_attention(
-        q.qdata, k.qdata, v.qdata, *scales, True, 0.3, torch.float32
+        q.qdata, k.qdata, v.qdata, *scales, (-1, 0, 40 - 56), 0.3, torch.float32
     )
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
     assert torch.equal(y, out)
@@ -99,7 +100,7 @@ ELSEWHERE = {
     "bias": ({}, {"attn_mask": torch.randn(40, 56)}),
     "bias-grad": ({}, {"attn_mask": torch.randn(40, 56, requires_grad=True)}),
     "dropout": ({}, {"dropout_p": 1.0}),
-    "wide": ({"D": 136}, {}),
+    "wide": ({"D": 264}, {}),
     "negative": ({}, {"scale": -0.1}),
     "row": ({"block": (1, -1)}, {}),
     "1x8-causal": ({"block": (1, 8)}, {"is_causal": True}),

@@ -28,6 +28,7 @@ _ATTENTION_SHAPES = (
     (2, 4, 2, 128, 128, 128, 128),
     (1, 2, 1, 70, 130, 23, 9),
     (1, 2, 2, 1, 77, 128, 128),
+    (1, 2, 1, 150, 200, 192, 128),
 )
 
 
@@ -37,7 +38,7 @@ class _Attention:
 
     tensors: list[Tensor]
     scales: list[Tensor]
-    settings: tuple[bool, float]
+    settings: tuple[tuple[int, int, int], float]
     why: str
 
     def wide(self) -> list[Tensor]:
@@ -48,7 +49,7 @@ class _Attention:
 
 def _attentions(cases: Cases) -> Iterator[_Attention]:
     for index, (B, H, G, SQ, SK, D, DV) in enumerate(_ATTENTION_SHAPES):
-        for causal in (False, True):
+        for mask in ((-1, -1, 0), (-1, 0, SQ - SK), (30, 0, 0)):
             fp8_dtype = FP8_DTYPES[index % 2]
             tensors, scales = [], []
             for size in ((B, H, SQ, D), (B, G, SK, D), (B, G, SK, DV)):
@@ -57,21 +58,21 @@ def _attentions(cases: Cases) -> Iterator[_Attention]:
                 tensors.append(q.view(size).to(cases.device))
                 scales.append(scale.to(cases.device))
             why = why_attention_is_emulated(cases.device, D, DV)
-            kind = "causal" if causal else ""
-            cases.begin(f"{B}x{H}({G})x{SQ}x{SK}x{D}x{DV} {format_of(fp8_dtype)} {kind}", why)
-            yield _Attention(tensors, scales, (causal, D**-0.5), why)
+            cases.begin(f"{B}x{H}({G})x{SQ}x{SK}x{D}x{DV} {format_of(fp8_dtype)} {mask}", why)
+            yield _Attention(tensors, scales, (mask, D**-0.5), why)
 
 
 def _exact_attention(
     q: Tensor, k: Tensor, v: Tensor, case: _Attention
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, probabilities and scores in float64."""
-    causal, scale = case.settings
+    (left, right, diagonal), scale = case.settings
     groups = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(groups, 1).mT * scale
-    if causal:
-        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
+    i = torch.arange(q.shape[2], device=q.device).view(-1, 1) + k.shape[2] - q.shape[2] + diagonal
+    distance = torch.arange(k.shape[2], device=q.device) - i
+    hidden = (distance > right) & (right >= 0) | (distance < -left) & (left >= 0)
+    scores = scores.masked_fill(hidden, -torch.inf)
     p = scores.softmax(-1)
     return p @ v.repeat_interleave(groups, 1), p, scores
 

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_floating, check_lengths, check_tensor, has_values, shown
+from float8lab.arguments import (
+    check_floating,
+    check_lengths,
+    check_tensor,
+    has_values,
+    shown,
+)
 from float8lab.nn.attention import masks
 from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import Packed, Sizes, padding_from_lengths
+from float8lab.nn.attention.layout import Sizes, padding_from_lengths
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
@@ -30,7 +36,11 @@ __all__ = [
     "lengths_of_packed",
     "mask_of",
     "tensors_of",
+    "unpacked",
 ]
+
+
+_PARTS = ("query_layer", "key_layer", "value_layer")
 
 
 class Rules(NamedTuple):
@@ -60,13 +70,44 @@ class Request(NamedTuple):
     k: Tensor
     v: Tensor
     problem: Problem
-    packed: Packed | None
     qkv_format: str
-    tokens: int
     leave: Callable[[Tensor], Tensor] | None = None
     """From results for this rank's heads to those of its tokens, where ranks share sequences."""
     attend: Callable[[Tensor], Tensor] | None = None
     """What the queries attend to in place of k and v: a cache, as it lies in memory."""
+    repack: Callable[[Tensor], Tensor] | None = None
+    """From results of padded sequences to those of packed ones, where a cache pads them."""
+
+
+def unpacked(
+    qkv: tuple[Tensor | None, Tensor | None, Tensor | None],
+    qkv_layer: Tensor | None,
+    kv_layer: Tensor | None,
+    dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a call that may pass some of them in one tensor, as views of it."""
+    given = {**dict(zip(_PARTS, qkv, strict=True)), "kv_layer": kv_layer, "qkv_layer": qkv_layer}
+    names = tuple(name for name, x in given.items() if x is not None)
+    if names == _PARTS:
+        return qkv  # type: ignore[return-value]  # none of them is None
+    if names not in (("query_layer", "kv_layer"), ("qkv_layer",)):
+        raise ValueError(
+            "query_layer, key_layer and value_layer must be given, or query_layer and kv_layer, or "
+            f"qkv_layer alone; got {', '.join(names) or 'none'}. Pass each part once."
+        )
+    name, parts = names[-1], 2 if qkv_layer is None else 3
+    packed = cast(Tensor, given[name])
+    check_tensor(name, packed)
+    if isinstance(dim, bool) or dim not in (-3, -2):
+        raise ValueError(
+            f"qkv_interleave_dim must be -3 or -2; got {shown(dim)}. Count from the last dimension."
+        )
+    if packed.ndim not in (4, 5) or packed.shape[dim] != parts:
+        raise ValueError(
+            f"{name} must have size {parts} in dimension {dim}, qkv_interleave_dim, one of 4 or 5; "
+            f"got shape {tuple(packed.shape)}. Stack its parts there."
+        )
+    return (*qkv[: 3 - parts], *packed.unbind(dim))  # type: ignore[return-value]  # three tensors
 
 
 def check_tensors(
@@ -74,8 +115,7 @@ def check_tensors(
 ) -> None:
     """Raise unless query, key and value belong together, with these heads and channels last."""
     ndim = 3 if qkv_format == "thd" else 4
-    names = ("query_layer", "key_layer", "value_layer")
-    for name, x, (heads, channels) in zip(names, qkv, heads_and_channels, strict=True):
+    for name, x, (heads, channels) in zip(_PARTS, qkv, heads_and_channels, strict=True):
         check_floating(name, x)
         if x.ndim != ndim or x.shape[-2:] != (heads, channels):
             raise ValueError(

@@ -2,13 +2,14 @@
 
 ========== ==========================================================================
 sdpa        torch's scaled_dot_product_attention with no mask or a square causal one
-flex        FlexAttention: windows, padding and ALiBi on CUDA without a matrix in memory
+flex        FlexAttention: windows, padding, ALiBi, softcaps and sinks on CUDA
 sdpa_masked scaled_dot_product_attention with the mask and the bias as a matrix
 reference   plain PyTorch, float32 inside; takes everything
 ========== ==========================================================================
 
 Whatever the backend, a query that sees no key, and one that is padding, has output 0 and passes
-no gradient on.
+no gradient on. The two last hold a matrix for a block of queries at a time, and make it again in
+backward, where that of all queries would have more than ``MOST_SCORES`` numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from float8lab.nn.attention.bias import Alibi
+from float8lab.nn.attention.layout import Packed
 from float8lab.nn.attention.masks import AttentionMask
 
 if TYPE_CHECKING:
@@ -34,13 +37,22 @@ from float8lab.tensor.differentiation import is_exporting
 
 __all__ = [
     "BACKENDS",
+    "MOST_SCORES",
+    "Attended",
     "Explanation",
     "Problem",
     "attend",
     "explain",
     "reference_attention",
     "why_a_matrix",
+    "why_not_plain",
 ]
+
+MOST_SCORES = 2**25
+"""Numbers in the largest matrix of scores, or of a mask made for them, that is held at once."""
+
+Attended: TypeAlias = tuple[Tensor, Tensor | None]
+"""The output, and the largest score of each head, ``[H]`` float32, if a problem wants it."""
 
 
 class Problem(NamedTuple):
@@ -53,6 +65,41 @@ class Problem(NamedTuple):
     alibi: Alibi | None = None
     dropout: float = 0.0
     """Dropout rate of the probabilities; 0 outside training."""
+    softcap: float = 0.0
+    """The scaled scores become ``softcap * tanh(scores / softcap)``; 0 leaves them as they are."""
+    sink: Tensor | None = None
+    """``[H]``, the score of one more key, whose value is 0, that all queries see."""
+    wants_max: bool = False
+    packed: tuple[Packed, Packed] | None = None
+    """Where the sequences of queries, and of keys, lie in ``[1, H, T, D]``."""
+
+    def of_queries(self, start: int, stop: int, Sk: int) -> tuple[Problem, slice]:
+        """The problem of queries from ``start`` to ``stop``, and the keys that they may see."""
+        mask, first, last = self.mask, 0, Sk
+        if isinstance(mask.diagonal, int):
+            position = mask.diagonal + start
+            first = max(0, position - mask.left) if mask.left >= 0 else 0
+            last = min(Sk, mask.diagonal + stop + mask.right) if mask.right >= 0 else Sk
+        # Queries that see nothing have a key all the same: their scores must not be empty.
+        first = min(first, Sk - 1)
+        keys, queries = slice(first, max(last, first + 1)), slice(start, stop)
+        mask = mask._replace(
+            diagonal=mask.diagonal + start - first,
+            q_padding=None if mask.q_padding is None else mask.q_padding[:, queries],
+            kv_padding=None if mask.kv_padding is None else mask.kv_padding[:, keys],
+            arbitrary=_corner(mask.arbitrary, queries, keys),
+        )
+        alibi = self.alibi
+        if alibi is not None:
+            alibi = alibi._replace(diagonal=alibi.diagonal + start - first)
+        return self._replace(mask=mask, bias=_corner(self.bias, queries, keys), alibi=alibi), keys
+
+    def rows(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with a sequence in each row of the batch, which packed ones have not yet."""
+        if self.packed is None:
+            return q, k, v
+        queries, keys = self.packed
+        return queries.unpack(q), keys.unpack(k), keys.unpack(v)
 
     def scores_bias(self, Sq: int, Sk: int) -> Tensor | None:
         """``bias`` and ``alibi`` together."""
@@ -70,12 +117,19 @@ class Problem(NamedTuple):
         None stands for all keys and for no query.
         """
         allowed = self.mask.allowed(Sq, Sk, device)
-        blind = None if self.mask.q_padding is None else self.mask.q_padding[:, None, :, None]
+        blind = self.mask.padded_queries
         if allowed is not None and not self.mask.leaves_no_query_blind(Sq, Sk):
             sees_nothing = ~allowed.any(-1, keepdim=True)
             allowed = allowed | sees_nothing
             blind = sees_nothing if blind is None else blind | sees_nothing
         return allowed, blind
+
+
+def _corner(x: Tensor | None, queries: slice, keys: slice) -> Tensor | None:
+    """The entries for these queries and keys of a tensor that broadcasts to the scores."""
+    if x is not None and x.ndim > 1 and x.shape[-2] > 1:
+        x = x[..., queries, :]
+    return x if x is None or not x.ndim or x.shape[-1] == 1 else x[..., keys]
 
 
 def _zero_blind(out: Tensor, blind: Tensor | None) -> Tensor:
@@ -89,9 +143,12 @@ class Explanation(NamedTuple):
     backend: str
     rejected: dict[str, str]
     """Reasons by backend, for those before the chosen one and for unsuitable ones after it."""
+    block: int | None = None
+    """How many queries it attends for at a time, where a matrix for all of them is too large."""
 
     def __repr__(self) -> str:
-        lines = [f"backend: {self.backend}"]
+        blocks = "" if self.block is None else f", {self.block} queries at a time"
+        lines = [f"backend: {self.backend}{blocks}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected.items()]
         return "\n".join(lines)
 
@@ -105,28 +162,68 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     """``dropout(softmax(q @ k.T * scale + bias)) @ v``, float32 inside (float64 for float64).
 
-    Of q ``[B, H, Sq, D]``, k ``[B, G, Sk, D]``, G dividing H, and v ``[B, G, Sk, Dv]`` it is
-    ``[B, H, Sq, Dv]`` in the dtype of q.
+    Of q ``[B, H, Sq, D]``, k ``[B, G, Sk, D]``, G dividing H, and v ``[B, G, Sk, Dv]`` the output
+    is ``[B, H, Sq, Dv]`` in the dtype of q.
     """
-    Sq, Sk = q.shape[2], k.shape[2]
+    (B, H, Sq, D), (G, Sk) = q.shape, k.shape[1:3]
     with torch.autocast(q.device.type, enabled=False):
-        scores = _high(q) @ _high(_repeat(k, q.shape[1])).transpose(2, 3) * problem.scale
+        # The query heads of a group are more queries to its one key head.
+        grouped = _high(q).reshape(B, G, H // G * Sq, D)
+        scores = (grouped @ _high(k).transpose(2, 3)).view(B, H, Sq, Sk) * problem.scale
+        if problem.softcap:
+            scores = (scores / problem.softcap).tanh() * problem.softcap
         bias = problem.scores_bias(Sq, Sk)
         if bias is not None:
             scores = scores + bias
         allowed, blind = problem.visible(Sq, Sk, q.device)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
-        p = F.dropout(scores.softmax(-1), problem.dropout)
-        out = p @ _high(_repeat(v, q.shape[1]))
-        return _zero_blind(out, blind).to(q.dtype)
+        largest = _largest(scores, blind) if problem.wants_max else None
+        if problem.sink is None:
+            p = scores.softmax(-1)
+        else:
+            sinks = problem.sink.to(scores.dtype).view(1, H, 1, 1).expand(B, H, Sq, 1)
+            p = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        p = F.dropout(p, problem.dropout).reshape(B, G, H // G * Sq, Sk)
+        out = (p @ _high(v)).view(B, H, Sq, v.shape[3])
+        return _zero_blind(out, blind).to(q.dtype), largest
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+def _largest(scores: Tensor, blind: Tensor | None) -> Tensor:
+    """The largest of ``[B, H, Sq, ...]`` scores for each head; -inf where no query sees a key."""
+    scores = scores.detach().float()
+    if not scores.numel():
+        return scores.new_full(scores.shape[1:2], -torch.inf)
+    if blind is not None:
+        scores = scores.masked_fill(blind, -torch.inf)
+    return scores.transpose(0, 1).flatten(1).amax(1)
+
+
+def _in_blocks(
+    run: Callable[..., Attended], rows: int, q: Tensor, k: Tensor, v: Tensor, problem: Problem
+) -> Attended:
+    """What ``run`` gives, for blocks of so many queries, each recomputed in backward."""
+    outputs, maxima = [], []
+    for start in range(0, q.shape[2], rows):
+        stop = min(start + rows, q.shape[2])
+        part, keys = problem.of_queries(start, stop, k.shape[2])
+        block = q[:, :, start:stop], k[:, :, keys], v[:, :, keys], part
+        grad = torch.is_grad_enabled()
+        found: Any = checkpoint(run, *block, use_reentrant=False) if grad else run(*block)
+        outputs.append(found[0])
+        maxima.append(found[1])
+    largest = torch.stack(maxima).amax(0) if problem.wants_max else None
+    return torch.cat(outputs, 2), largest
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     Sq, Sk = q.shape[2], k.shape[2]
+    if q.is_cuda and (q.dtype == torch.float32 or q.shape[3] != v.shape[3] or q.shape[3] > 256):
+        # Torch's only fused kernel for these takes no heads in groups.
+        k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     # cuDNN prepares itself, some 30 ms on an H200, for each length that a cache grows to.
     reads_a_cache = q.is_cuda and Sq < Sk and not torch.is_grad_enabled()
     with _without_cudnn() if reads_a_cache else contextlib.nullcontext():
@@ -137,11 +234,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
             scale=problem.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
-    q_padding = problem.mask.q_padding
-    return out if q_padding is None else out.masked_fill(q_padding[:, None, :, None], 0.0)
+    return _zero_blind(out, problem.mask.padded_queries), None
 
 
-def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     Sq, Sk = q.shape[2], k.shape[2]
     mask, blind = problem.visible(Sq, Sk, q.device)
     bias = problem.scores_bias(Sq, Sk)
@@ -163,7 +259,7 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
             scale=problem.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
-    return _zero_blind(out, blind)
+    return _zero_blind(out, blind), None
 
 
 class _CudnnOff:
@@ -207,16 +303,9 @@ def _flex_modifiers(
     """FlexAttention's score_mod and block_mask."""
     # Values that differ between calls, windows included, are in tensors: a number in a closure is
     # part of the compiled code, and Dynamo gives up compiling after 8 versions of it.
-    B, Sq, Sk = q.shape[0], q.shape[2], k.shape[2]
-    mask, alibi, kv_padding = problem.mask, problem.alibi, problem.mask.kv_padding
-    score_mod = None
-    if alibi is not None:
-        slopes = alibi.slopes.view(-1, q.shape[1]).expand(B, -1)
-        diagonals = _per_batch(alibi.diagonal, q)
-
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score - slopes[b, h] * (i + diagonals[b] - j)
-
+    Sq, Sk = q.shape[2], k.shape[2]
+    mask, kv_padding = problem.mask, problem.mask.kv_padding
+    score_mod = _score_modifier(q, problem)
     if mask.lets_all:
         return score_mod, None
     # Query i sees the keys from i + nearest[b] down to i + farthest[b].
@@ -234,6 +323,25 @@ def _flex_modifiers(
         return in_window(b, h, i, j) & ~kv_padding[b, j]
 
     return score_mod, _block_mask(seen, only, Sq, Sk, in_window_and_real)
+
+
+def _score_modifier(q: Tensor, problem: Problem) -> Callable[..., Tensor] | None:
+    """FlexAttention's score_mod: the softcap of a scaled score, then ALiBi."""
+    alibi, is_capped = problem.alibi, problem.softcap > 0
+    if alibi is None and not is_capped:
+        return None
+    caps = _per_batch(problem.softcap, q)
+    if alibi is not None:
+        slopes = alibi.slopes.view(-1, q.shape[1]).expand(q.shape[0], -1)
+        diagonals = _per_batch(alibi.diagonal, q)
+    has_alibi = alibi is not None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if is_capped:
+            score = (score / caps[b]).tanh() * caps[b]
+        return score - slopes[b, h] * (i + diagonals[b] - j) if has_alibi else score
+
+    return score_mod
 
 
 def _blocks_in_window(
@@ -283,17 +391,28 @@ def _flex_tiles(head: int) -> dict[str, Any] | None:
     return {**dict.fromkeys(names, size), "num_stages": 1}
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     score_mod, block_mask = _flex_modifiers(q, k, problem)
-    fused = q.is_cuda and not torch.compiler.is_compiling()
-    run: Any = _compiled_flex() if fused else _flex_library().flex_attention
-    out: Tensor = run(
+    fused, sink = q.is_cuda and not torch.compiler.is_compiling(), problem.sink
+    library: Any = _flex_library()
+    run = _compiled_flex() if fused else library.flex_attention
+    asks = sink is not None or problem.wants_max
+    found = run(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options=_flex_tiles(max(q.shape[3], v.shape[3])),
+        return_aux=library.AuxRequest(sink is not None, problem.wants_max) if asks else None,
     )  # fmt: skip
-    q_padding = problem.mask.q_padding
-    return out if q_padding is None else out.masked_fill(q_padding[:, None, :, None], 0.0)
+    out, statistics = found if asks else (found, library.AuxOutput())
+    blind = problem.mask.padded_queries
+    if sink is not None:
+        # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).
+        kept = torch.sigmoid(statistics.lse - sink.view(-1, 1))
+        out = (out * kept.unsqueeze(-1)).to(q.dtype)
+    largest = None
+    if problem.wants_max:
+        largest = _largest(statistics.max_scores.unsqueeze(-1), blind)
+    return _zero_blind(out, blind), largest
 
 
 _FLEX_BLOCK = 128
@@ -301,10 +420,10 @@ _UNLIMITED = 2**30
 """A distance that is farther than any key lies."""
 
 
-def _per_batch(diagonal: int | Tensor, q: Tensor) -> Tensor:
-    if isinstance(diagonal, Tensor):
-        return diagonal.expand(q.shape[0])
-    return torch.full((q.shape[0],), diagonal, device=q.device)
+def _per_batch(value: float | Tensor, q: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.expand(q.shape[0])
+    return torch.full((q.shape[0],), value, device=q.device)
 
 
 def why_a_matrix(Sq: int, Sk: int, problem: Problem) -> str | None:
@@ -339,6 +458,8 @@ def _why_not_flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | No
         return "ONNX has no operator for it"
     if not q.is_cuda and any(x.requires_grad for x in (q, k, v)):
         return "it has no backward on this device"
+    if problem.wants_max and not q.is_cuda:
+        return "it does not give the largest scores on this device"
     return None
 
 
@@ -350,22 +471,35 @@ def _flex_does_not_pay(q: Tensor) -> str | None:
     return None
 
 
+def why_not_plain(problem: Problem) -> str | None:
+    """What a problem asks for that a kernel of plain softmax does not compute; None for nothing."""
+    if problem.softcap:
+        return "it has no softcap"
+    if problem.sink is not None:
+        return "it has no sinks"
+    return "it does not give the largest scores" if problem.wants_max else None
+
+
 def _why_not_sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
     wide = problem.alibi is not None or (
         problem.bias is not None and problem.bias.dtype not in (q.dtype, torch.bool)
     )
     if wide and q.dtype in (torch.float16, torch.bfloat16):
         return f"it would round the bias to {str(q.dtype).removeprefix('torch.')}"
-    return None
+    return why_not_plain(problem)
+
+
+def _why_not_sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+    return why_a_matrix(q.shape[2], k.shape[2], problem) or why_not_plain(problem)
 
 
 class _Backend(NamedTuple):
-    run: Callable[[Tensor, Tensor, Tensor, Problem], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, Problem], Attended]
     why_not: Callable[[Tensor, Tensor, Tensor, Problem], str | None]
 
 
 _TABLE = {
-    "sdpa": _Backend(_sdpa, lambda q, k, v, problem: why_a_matrix(q.shape[2], k.shape[2], problem)),
+    "sdpa": _Backend(_sdpa, _why_not_sdpa),
     "flex": _Backend(_flex, _why_not_flex),
     "sdpa_masked": _Backend(_sdpa_masked, _why_not_sdpa_masked),
     "reference": _Backend(reference_attention, lambda *call: None),
@@ -378,6 +512,8 @@ def _why_not(name: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> st
     """Why a backend does not take a call; None if it does."""
     if name != "reference" and not (q.numel() and k.numel() and v.numel()):
         return "an input is empty"
+    if name.startswith("sdpa") and q.is_cuda and q.dtype == torch.float64:
+        return "its fused kernels have no float64"
     return _TABLE[name].why_not(q, k, v, problem)
 
 
@@ -406,11 +542,36 @@ def explain(
             f"backends must hold one that supports this call; got {tuple(backends)} ({reasons}). "
             f"Add {able[0]!r}."
         )
-    return Explanation(chosen, rejected)
+    return Explanation(chosen, rejected, _block_of_queries(chosen, q, k, problem))
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, backends: Sequence[str] = BACKENDS
-) -> Tensor:
-    """Attention by the first backend that supports the call; shapes as ``reference_attention``."""
-    return _TABLE[explain(q, k, v, problem, backends).backend].run(q, k, v, problem)
+_LEAST_QUERIES = 64
+
+
+def _block_of_queries(name: str, q: Tensor, k: Tensor, problem: Problem) -> int | None:
+    """How many queries a backend attends for at a time; None for all of them."""
+    (B, H, Sq, _), Sk, mask, bias = q.shape, k.shape[2], problem.mask, problem.bias
+    scores = B * H * Sk  # numbers that it makes for a query of each sequence
+    if name == "sdpa_masked":
+        given = mask.arbitrary if bias is None else bias
+        heads = H if problem.alibi is not None else 1
+        if given is not None and given.ndim > 2:
+            heads = max(heads, given.shape[-3])
+        # A bias has a row for each sequence where masks differ; torch makes one of a bool mask.
+        differ = bias is None or mask.kv_padding is not None or isinstance(mask.diagonal, Tensor)
+        scores = (B if differ else 1) * heads * Sk
+        is_used_as_given = bias is not None and mask.lets_all
+        if is_used_as_given or (given is not None and given.numel() >= scores * Sq):
+            return None
+    if name in ("sdpa", "flex") or is_exporting() or Sq * scores <= MOST_SCORES:
+        return None
+    rows = max(_LEAST_QUERIES, MOST_SCORES // scores)
+    return rows if rows < Sq else None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, chosen: Explanation) -> Attended:
+    """Attention by the backend that ``explain`` chose; shapes as ``reference_attention``."""
+    run = _TABLE[chosen.backend].run
+    if chosen.block is None:
+        return run(q, k, v, problem)
+    return _in_blocks(run, chosen.block, q, k, v, problem)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_choice, check_floating, check_tensor
+from float8lab.arguments import check_choice, check_floating, check_number, check_tensor
 from float8lab.nn.attention.masks import broadcasts, distances
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "alibi_slopes",
     "check_bias",
     "check_bias_shape",
+    "check_softcap",
     "slopes_of",
 ]
 
@@ -82,6 +83,19 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
         _check_slopes(slopes, bias_type, heads)
     if bias is not None:
         check_floating("core_attention_bias", bias)
+
+
+def check_softcap(softcap: float, bias_type: str) -> float:
+    """Raise unless scores can have this softcap beside a bias of that type; return it."""
+    if not torch.compiler.is_compiling():  # a graph may have a symbol in its place
+        softcap = check_number("softcap", softcap, minimum=0)
+    if softcap and bias_type == "pre_scale_bias":
+        raise NotImplementedError(
+            f"softcap must be 0 with core_attention_bias_type={bias_type!r}; got {softcap}. Scores "
+            "are scaled, capped, then biased: multiply the bias by the scale and pass it as "
+            "'post_scale_bias'."
+        )
+    return softcap
 
 
 def _check_slopes(slopes: Tensor, bias_type: str, heads: int) -> None:

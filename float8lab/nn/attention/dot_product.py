@@ -28,12 +28,22 @@ from float8lab.arguments import (
 from float8lab.distributed.comm import TensorParallel
 from float8lab.distributed.context_parallel import ContextParallel, places_of
 from float8lab.nn.attention import arguments, masks
-from float8lab.nn.attention.backends import BACKENDS, Explanation, Problem, attend, explain
+from float8lab.nn.attention.backends import (
+    BACKENDS,
+    MOST_SCORES,
+    Attended,
+    Explanation,
+    Problem,
+    attend,
+    explain,
+    why_not_plain,
+)
 from float8lab.nn.attention.bias import (
     Alibi,
     BiasArguments,
     check_bias,
     check_bias_shape,
+    check_softcap,
     slopes_of,
 )
 from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention, why_not_fp8
@@ -50,13 +60,16 @@ from float8lab.nn.parallel import (
     ContextParallelModule,
     heads_of_rank,
     ignore_extra_state,
+    mark_shard,
     parallel_size,
 )
-from float8lab.nn.parameters import GetRngStateTracker
+from float8lab.nn.parameters import GetRngStateTracker, default_device, materialize
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import is_exporting
 
-__all__ = ["DotProductAttention", "check_groups"]
+__all__ = ["SOFTMAX_TYPES", "DotProductAttention", "check_groups"]
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 def check_groups(heads: int, num_gqa_groups: int | None) -> int:
@@ -123,10 +136,15 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         cp_global_ranks: no effect, nor has ``cp_stream`` any.
         cp_comm_type: see ``set_context_parallel_group``.
         softmax_scale: of the scores; None is ``D ** -0.5``.
+        softmax_type: ``vanilla``; ``off-by-one``: ``exp(scores) / (1 + sum(exp(scores)))``;
+            ``learnable``: the 1 is ``exp`` of the head's number in the parameter
+            ``softmax_offset``, ``[H / R]`` float32, which starts at 0.
+        return_max_logit: return the largest score of each head, ``[H / R]`` float32, after the
+            output: scaled, with softcap, bias and mask; -inf where no query sees a key.
         backends: names of ``float8lab.nn.attention.BACKENDS`` in the order in which they are tried.
 
     Raises:
-        NotImplementedError: several context-parallel groups.
+        NotImplementedError: several context-parallel groups, or ``return_max_logit`` with one.
         ValueError: sizes, names or arguments that do not belong together.
 
     >>> attention = float8lab.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd")
@@ -136,6 +154,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
     """
 
     _casts_only = True
+    softmax_offset: nn.Parameter | None
 
     def __init__(
         self,
@@ -157,13 +176,16 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         cp_stream: object = None,
         cp_comm_type: str | None = "p2p",
         softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
         *,
         backends: Sequence[str] = BACKENDS,
     ) -> None:
         super().__init__()
         self.register_load_state_dict_pre_hook(ignore_extra_state)
         check_format("qkv_format", qkv_format)
-        check_flags(sequence_parallel=sequence_parallel)
+        check_flags(sequence_parallel=sequence_parallel, return_max_logit=return_max_logit)
+        check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
         check_callables((), get_rng_state_tracker=get_rng_state_tracker)
         check_choice("attention_type", attention_type, ("self", "cross"))
         num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
@@ -198,16 +220,35 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         self.attention_type = attention_type
         scale = check_number("softmax_scale", softmax_scale, above=0, optional=True)
         self.softmax_scale = pair[0] ** -0.5 if scale is None else scale
+        self.softmax_type = softmax_type
+        self.return_max_logit = return_max_logit
+        self.register_parameter("softmax_offset", None)
+        if softmax_type == "learnable":
+            offset = torch.zeros(local_heads[0], dtype=torch.float32, device=default_device())
+            self.softmax_offset = nn.Parameter(offset)
+            if self.tp_size > 1:
+                mark_shard(self.softmax_offset, 0)
         self.backends = names
         self._fp8 = AttentionPrecision()
-        self._warned = False
+        self._warned = self._warned_of_blocks = False
         self.set_tensor_parallel_group(tp_group)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def reset_parameters(self) -> None:
+        """Make ``softmax_offset`` 0, if there is one."""
+        if self.softmax_offset is not None:
+            materialize(self)
+            nn.init.zeros_(self.softmax_offset)
 
     def _check_context(self, context: ContextParallel | None) -> None:
         if context is not None:
             heads = self.num_attention_heads_per_partition
             context.check_heads(heads, self.num_gqa_groups_per_partition)
+            if self.return_max_logit:
+                raise NotImplementedError(
+                    "return_max_logit must be False with a context-parallel group; got True. A "
+                    "rank attends for some of the heads: leave one of the two out."
+                )
 
     def _set_context(self) -> None:
         if self.tp_size == 1:
@@ -221,15 +262,15 @@ class DotProductAttention(nn.Module, ContextParallelModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        # The module has no parameter, so another tensor has to tell where it goes.
+        # There need not be a parameter, so another tensor has to tell where the module goes.
         self._fp8.to(fn(torch.empty(0, device=self._fp8.handle.device)).device)
         return result
 
     def forward(
         self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
         attention_mask: masks.MaskArgument = None,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
@@ -247,7 +288,12 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         *,
         cu_seqlens_q_padded: Tensor | None = None,
         cu_seqlens_kv_padded: Tensor | None = None,
-    ) -> Tensor:
+        pad_between_seqs: bool | None = None,
+        softcap: float = 0.0,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
         Args:
@@ -281,37 +327,55 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             cu_seqlens_q_padded: ``[B + 1]``, for thd with unused tokens after each sequence: where
                 the sequences start.
             cu_seqlens_kv_padded: the same for key and value.
+            pad_between_seqs: whether there are unused tokens between the sequences of thd; None
+                and False look at ``cu_seqlens_*_padded``, True also requires them.
+            softcap: scaled scores become ``softcap * tanh(scores / softcap)``, before a bias is
+                added; 0 leaves them as they are.
+            qkv_layer: query, key and value in one tensor, in place of these three.
+            kv_layer: key and value in one tensor, in place of these two.
+            qkv_interleave_dim: the dimension of a packed tensor that tells its parts from each
+                other: -3, ``[..., 3, H, D]``, or -2, ``[..., H, 3, D]`` (2 of ``kv_layer``).
 
         Returns:
-            ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``.
+            ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``; with ``return_max_logit`` a
+            pair of it and the largest score of each head.
         """
         if is_exporting():
             arguments.check_export(inference_params, qkv_format or self.qkv_format)
         check_flags(
-            checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill
+            checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill,
+            pad_between_seqs=pad_between_seqs is not None and pad_between_seqs,
+        )  # fmt: skip
+        if pad_between_seqs and cu_seqlens_q_padded is None:
+            raise ValueError(
+                "cu_seqlens_q_padded must be given with pad_between_seqs=True; got None. It says "
+                "where the sequences of qkv_format='thd' start."
+            )
+        rules = self.rules_of_call(qkv_format, attn_mask_type, window_size)
+        qkv = arguments.unpacked(
+            (query_layer, key_layer, value_layer), qkv_layer, kv_layer, qkv_interleave_dim
         )
         lengths = arguments.Lengths(
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
         )  # fmt: skip
         request = self._resolve(
-            (query_layer, key_layer, value_layer), attention_mask,
-            self.rules_of_call(qkv_format, attn_mask_type, window_size), lengths,
+            qkv, attention_mask, rules, lengths,
             (core_attention_bias_type, core_attention_bias, alibi_slopes), inference_params,
+            softcap=softcap,
         )  # fmt: skip
         q, k, v, problem = request[:4]
         if request.attend is not None:
-            out = request.attend(q)
+            out, largest = request.attend(q), None
         elif checkpoint_core_attention and torch.is_grad_enabled():
             run = self._repeatable(problem)
-            out = checkpoint(run, q, k, v, use_reentrant=False)
+            out, largest = checkpoint(run, q, k, v, use_reentrant=False)
         else:
-            out = self._core(q, k, v, problem)
-        if request.packed is not None:
-            out = request.packed.pack(out, request.tokens)
-        else:
-            out = from_heads_first(out, request.qkv_format)
-        return out if request.leave is None else request.leave(out)
+            out, largest = self._core(q, k, v, problem)
+        out = out if request.repack is None else request.repack(out)
+        out = from_heads_first(out, request.qkv_format)
+        out = out if request.leave is None else request.leave(out)
+        return out if largest is None else (out, largest)
 
     def explain(
         self,
@@ -332,6 +396,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         alibi_slopes: Tensor | None = None,
         cu_seqlens_q_padded: Tensor | None = None,
         cu_seqlens_kv_padded: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Explanation:
         """Which backend a call with these arguments gets, and why it does not get the others.
 
@@ -352,7 +417,8 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         request = self._resolve(
             (query_layer, key_layer, value_layer), attention_mask,
             self.rules_of_call(qkv_format, attn_mask_type, window_size), lengths,
-            (core_attention_bias_type, core_attention_bias, alibi_slopes), asks=True,
+            (core_attention_bias_type, core_attention_bias, alibi_slopes), softcap=softcap,
+            asks=True,
         )  # fmt: skip
         q, k, v, problem = request[:4]
         if self._fp8.active_recipe() is None:
@@ -361,10 +427,10 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             why = reason
         else:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
-        reasons = explain(q, k, v, problem, self.backends)
-        return Explanation(reasons.backend, {"fp8": why, **reasons.rejected})
+        reasons = explain(*problem.rows(q, k, v), problem, self.backends)
+        return reasons._replace(rejected={"fp8": why, **reasons.rejected})
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         why = self._why_not_fp8(q, k, v, problem)
         call = self._fp8.begin(q, k, training=self.training) if why is None else None
         if why is not None:
@@ -373,16 +439,23 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             if call is None:
                 if why is None:
                     self._fp8.calibrate(q, k, v)
-                return attend(q, k, v, problem, self.backends)
+                tokens, (q, k, v) = q.shape[2], problem.rows(q, k, v)
+                chosen = explain(q, k, v, problem, self.backends)
+                if chosen.block is not None:
+                    self._say_blocks(chosen)
+                out, largest = attend(q, k, v, problem, chosen)
+                if problem.packed is not None:
+                    out = problem.packed[0].pack(out, tokens)
+                return out, largest
             out = fp8_attention(q, k, v, problem, call)
         if call.is_region:
             self._fp8.end(call)
-        return out
+        return out, None
 
     def _why_not_fp8(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
         if self.context_parallel is not None and self.tp_size > 1:
             return "its scales would be those of two groups of ranks, tensor and context parallel"
-        return why_not_fp8(q, k, v, problem)
+        return why_not_plain(problem) or why_not_fp8(q, k, v, problem)
 
     def _say_high_precision(self, why: str) -> None:
         """Warn, once, that a recipe asks for FP8 and this call does not run in it."""
@@ -396,19 +469,33 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             stacklevel=2,
         )
 
+    def _say_blocks(self, chosen: Explanation) -> None:
+        """Warn, once, that a call has no kernel that does without a large matrix."""
+        if self._warned_of_blocks or torch.compiler.is_compiling():
+            return
+        self._warned_of_blocks = True
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in chosen.rejected.items())
+        warnings.warn(
+            f"this DotProductAttention runs by the backend {chosen.backend!r}, {chosen.block} "
+            f"queries at a time: for all of them it would hold more than {MOST_SCORES} scores. A "
+            f"fused kernel is faster ({reasons}). explain() says what a call gets (said once per "
+            "module).",
+            stacklevel=2,
+        )
+
     def _dropout_context(self, dropout: float) -> Any:
         if not dropout or self.sequence_parallel or self.get_rng_state_tracker is None:
             return contextlib.nullcontext()
         return self.get_rng_state_tracker().fork()
 
-    def _repeatable(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _repeatable(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Attended]:
         """``_core``, whose repetition in backward drops the same probabilities."""
         tracked = problem.dropout and not self.sequence_parallel and self.get_rng_state_tracker
         if not tracked:
             return lambda q, k, v: self._core(q, k, v, problem)
         states = {n: s.clone() for n, s in tracked().get_states().items()}
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Attended:
             if not in_backward():
                 return self._core(q, k, v, problem)
             tracker = tracked()
@@ -429,6 +516,8 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         lengths: arguments.Lengths,
         bias_arguments: BiasArguments,
         inference_params: InferenceParams | None = None,
+        *,
+        softcap: float = 0.0,
         asks: bool = False,
     ) -> arguments.Request:
         """Check the arguments of a call and bring them to one form."""
@@ -436,6 +525,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         qkv_format, mask_type, window = rules
         cu_seqlens_q, cu_seqlens_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
         bias_type, bias, alibi_slopes = bias_arguments
+        softcap = check_softcap(softcap, bias_type)
         heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
         channels = [
             (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
@@ -450,9 +540,9 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         if inference_params is not None:
             return self._resolve_cached(
                 (query, key, value), attention_mask, rules, lengths, bias_arguments,
-                inference_params,
+                inference_params, softcap,
             )  # fmt: skip
-        packed = leave = None
+        pair = leave = None
         context = self.context_parallel
         if context is not None:
             sequences: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -465,30 +555,29 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             bias = context.local_heads(bias, -3)
             if mask_type == "arbitrary":
                 attention_mask = context.local_heads(attention_mask, -3)
-        tokens = query.shape[0]
+        q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
         if qkv_format == "thd":
             cu_seqlens_q, cu_seqlens_kv = arguments.lengths_of_packed(
                 mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv
             )
-            packed = Packed.of(cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q)
-            packed_kv = Packed.of(
-                cu_seqlens_kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv
+            pair = (
+                Packed.of(cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q),
+                Packed.of(cu_seqlens_kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv),
             )
-            q, k, v = packed.unpack(query), packed_kv.unpack(key), packed_kv.unpack(value)
-            padding = (packed.padding(), packed_kv.padding())
-            # The values behind a sequence's end may be anything, and 0 * inf is not 0.
-            k, v = (x.masked_fill(padding[1][:, None, :, None], 0.0) for x in (k, v))
-            mask = masks.make_mask(mask_type, window, q.shape[2], k.shape[2], padding=padding)
-            spans = masks.diagonal_of(padding, q.shape[2], k.shape[2])
-            check_bias_shape(bias, alibi_slopes, (*q.shape[:3], k.shape[2]))
+            padding = (pair[0].padding(), pair[1].padding())
+            (B, Sq), Sk = padding[0].shape, padding[1].shape[1]
+            mask = masks.make_mask(mask_type, window, Sq, Sk, padding=padding)
+            spans = masks.diagonal_of(padding, Sq, Sk)
+            check_bias_shape(bias, alibi_slopes, (B, q.shape[1], Sq, Sk))
         else:
-            q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
             mask, spans = arguments.mask_of(
                 q, k.shape[2], mask_type, window, self.attention_type, attention_mask,
                 cu_seqlens_q, cu_seqlens_kv, inference_params,
             )  # fmt: skip
-        problem = self._problem(mask, spans, (bias_type, bias, alibi_slopes), q.device)
-        return arguments.Request(q, k, v, problem, packed, qkv_format, tokens, leave)
+        problem = self._problem(
+            mask, spans, (bias_type, bias, alibi_slopes), softcap, q.device, packed=pair
+        )
+        return arguments.Request(q, k, v, problem, qkv_format, leave)
 
     def _resolve_cached(
         self,
@@ -498,37 +587,38 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         lengths: arguments.Lengths,
         bias: BiasArguments,
         inference_params: InferenceParams,
+        softcap: float,
     ) -> arguments.Request:
         """Add keys and values to the cache; the request attends to all that it holds."""
-        packed = None
+        q, k, v = (to_heads_first(x, rules.qkv_format) for x in qkv)
+        repack = None
         if rules.qkv_format == "thd":
-            packed = inference_params.packed(qkv[0].device)
-            q, k, v = (packed.unpack(x) for x in qkv)
-        else:
-            q, k, v = (to_heads_first(x, rules.qkv_format) for x in qkv)
-        tokens = qkv[0].shape[0]
+            packed = inference_params.packed(q.device)
+            repack = partial(packed.pack, tokens=q.shape[2])
+            q, k, v = (packed.unpack(x) for x in (q, k, v))
         cached = inference_params.write(self._required_layer_number(), k, v)
-        given = attention_mask, lengths.cu_seqlens_q, *bias[1:]
-        if bias[0] == "no_bias" and all(x is None for x in given) and self._reads_pages(q, k):
-            problem = Problem(masks.NO_MASK, self.softmax_scale)
+        plain = self._problem(masks.NO_MASK, 0, ("no_bias", None, None), softcap, q.device)
+        given = attention_mask, lengths.cu_seqlens_q, *bias[1:], softcap or None, plain.sink
+        by_pages = bias[0] == "no_bias" and all(x is None for x in given) and not plain.wants_max
+        if by_pages and self._reads_pages(q, k):
             attend = partial(cached.attend, window=rules.window, scale=self.softmax_scale)
-            return arguments.Request(
-                q, k, v, problem, packed, rules.qkv_format, tokens, attend=attend
-            )
+            return arguments.Request(q, k, v, plain, rules.qkv_format, attend=attend, repack=repack)
         k, v = cached.read(k.dtype)
         mask, spans = arguments.mask_of(
             q, k.shape[2], rules.mask_type, rules.window, self.attention_type, attention_mask,
             lengths.cu_seqlens_q, lengths.cu_seqlens_kv, inference_params,
         )  # fmt: skip
-        problem = self._problem(mask, spans, bias, q.device)
-        return arguments.Request(q, k, v, problem, packed, rules.qkv_format, tokens)
+        problem = self._problem(mask, spans, bias, softcap, q.device)
+        return arguments.Request(q, k, v, problem, rules.qkv_format, repack=repack)
 
     def _problem(
         self,
         mask: masks.AttentionMask,
         spans: int | Tensor,
         bias_arguments: BiasArguments,
+        softcap: float,
         device: torch.device,
+        packed: tuple[Packed, Packed] | None = None,
     ) -> Problem:
         """What attention needs besides its tensors; ``spans`` are each sequence's ``Sk - Sq``."""
         bias_type, bias, alibi_slopes = bias_arguments
@@ -538,7 +628,10 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         if bias_type == "alibi":
             alibi = Alibi(self._slopes(alibi_slopes, device), spans)
         dropout = self.attention_dropout if self.training else 0.0
-        return Problem(mask, self.softmax_scale, bias, alibi, dropout)
+        return Problem(
+            mask, self.softmax_scale, bias, alibi, dropout, softcap=softcap,
+            sink=self._sink(device), wants_max=self.return_max_logit, packed=packed,
+        )  # fmt: skip
 
     def _reads_pages(self, q: Tensor, k: Tensor) -> bool:
         """Whether a call with a cache attends to its pages, rather than to tensors read from it."""
@@ -641,6 +734,17 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             slopes = slopes.chunk(self.tp_size)[parallel.rank]
         context = self.context_parallel
         return slopes if context is None else context.local_heads(slopes, -1)
+
+    def _sink(self, device: torch.device) -> Tensor | None:
+        """The score of a key without a value that the softmax has, for this rank's heads."""
+        if self.softmax_type == "vanilla":
+            return None
+        if self.softmax_offset is None:
+            sink = torch.zeros(self.num_attention_heads_per_partition, device=device)
+        else:
+            sink = self.softmax_offset.float()
+        context = self.context_parallel
+        return sink if context is None else context.local_heads(sink, -1)
 
     def _required_layer_number(self) -> int:
         if self.layer_number is None:

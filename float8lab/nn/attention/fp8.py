@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from float8lab import ops
-from float8lab.nn.attention.backends import Problem, why_a_matrix
+from float8lab.nn.attention.backends import Problem
 from float8lab.nn.casts import show_cast
 from float8lab.nn.precision import Call, Precision
 from float8lab.recipes.recipe import LinearPlan, Recipe
@@ -63,20 +63,68 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
     # memory.
     if q.dtype == torch.float64:
         return "float64 stays in high precision"
-    if problem.dropout:
-        return "it has no dropout"
-    if max(q.shape[3], v.shape[3]) > ops.LARGEST_HEAD:
-        heads = f"{q.shape[3]}, {v.shape[3]}"
-        return f"its heads are of up to {ops.LARGEST_HEAD}, and these are of {heads}"
+    heads = q.shape[3], v.shape[3]
+    if max(heads) > ops.LARGEST_HEAD:
+        return f"its heads are of up to {ops.LARGEST_HEAD}, and these are of {heads[0]}, {heads[1]}"
     if not ops.has_fp8_attention(q.device):
         return "it needs a Hopper GPU (SM90)"
-    return why_a_matrix(q.shape[2], k.shape[2], problem)
+    why = _why_not_problem(problem)
+    if why is not None:
+        return why
+    (Sq, Sk), window = _lengths(q, k, problem), _window_of(q, k, problem)
+    if not ops.has_linear_backward(Sq, Sk, window, packed=problem.packed is not None):
+        return f"its backward has no such window for {Sq} queries and {Sk} keys"
+    return None
+
+
+def _why_not_problem(problem: Problem) -> str | None:
+    """Why the kernel does not compute a problem, whatever its sizes."""
+    mask, packed = problem.mask, problem.packed
+    for name, given in (
+        ("dropout", problem.dropout or None),
+        ("core_attention_bias", problem.bias),
+        ("ALiBi", problem.alibi),
+        ("arbitrary mask", mask.arbitrary),
+        ("padding mask", mask.kv_padding if packed is None else None),
+    ):
+        if given is not None:
+            return f"it has no {name}"
+    if packed is None:
+        return None
+    if packed[0].cu_seqlens is None or packed[1].cu_seqlens is None:
+        return "there are tokens between its packed sequences"
+    is_top_left = mask.has_window and not isinstance(mask.diagonal, Tensor)
+    if is_top_left and packed[0].cu_seqlens is not packed[1].cu_seqlens:
+        return "of packed keys with lengths of their own, it aligns a mask at the last one"
+    return None
+
+
+def _lengths(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int]:
+    """How many queries and keys there are, in the longest of packed sequences."""
+    if problem.packed is None:
+        return q.shape[2], k.shape[2]
+    return problem.packed[0].longest, problem.packed[1].longest
+
+
+def _window_of(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int, int]:
+    """The limits of a mask as the op has them, relative to the last query and the last key."""
+    left, right, diagonal = problem.mask[:3]
+    if problem.packed is not None or isinstance(diagonal, Tensor) or not problem.mask.has_window:
+        return left, right, 0
+    # A branch: a compiled graph's sizes would make the difference symbolic.
+    Sq, Sk = q.shape[2], k.shape[2]
+    return left, right, diagonal if Sq == Sk else diagonal - (Sk - Sq)
 
 
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Tensor:
     """Attention with FP8 GEMMs, for a call that ``why_not_fp8`` has no reason against."""
-    causal = problem.mask.is_plain_causal(q.shape[2], k.shape[2])
-    return _Attention.run(q, k, v, (causal, problem.scale), call)
+    cu_seqlens: tuple[Tensor | None, ...] = (None, None)
+    if problem.packed is not None:
+        cu_seqlens = tuple(x.cu_seqlens for x in problem.packed)
+        if cu_seqlens[0] is cu_seqlens[1]:
+            cu_seqlens = cu_seqlens[0], None  # Dynamo gives a function no tensor twice
+    settings = (_window_of(q, k, problem), problem.scale)
+    return _Attention.run(q, k, v, *cu_seqlens, (settings, _lengths(q, k, problem)), call)
 
 
 def _cast(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
@@ -104,25 +152,39 @@ def _as_in_memory(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return x, (0, 1, 2, 3)
 
 
+_Settings = tuple[tuple[tuple[int, int, int], float], tuple[int, int]]
+"""The op's window and scale, and the most queries and keys of a sequence."""
+
+
 class _Attention(Float8Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[bool, float], call: Call
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None, settings: _Settings, call: Call,
+    ) -> Tensor:  # fmt: skip
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
             _cast(x, index, call) for index, x in ((Q, q), (K, k), (V, v))
         )
         operands = (q8, k8, v8, q_scale, k_scale, v_scale)
-        out, lse = ops.fp8_attention_op(*operands, *settings, q.dtype)
+        if cu_seqlens_q is not None:
+            cu_seqlens_k = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).int()
+            cu_seqlens_q = cu_seqlens_q.int()
+        out, lse = ops.fp8_attention_op(
+            *operands, *settings[0], q.dtype, cu_seqlens_q, cu_seqlens_k
+        )
         if any(ctx.needs_input_grad[:3]):
-            ctx.save_for_backward(*operands, out, lse)
+            ctx.save_for_backward(*operands, out, lse, cu_seqlens_q, cu_seqlens_k)
         ctx.settings = settings
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ops.fp8_attention_backward_op(dout, *ctx.saved_tensors, *ctx.settings)
+        *saved, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        window_and_scale, longest = ctx.settings
+        gradients = ops.fp8_attention_backward_op(
+            dout, *saved, *window_and_scale, cu_seqlens_q, cu_seqlens_k, *longest
+        )
         needs = ctx.needs_input_grad[:3]
         grads = (g if need else None for g, need in zip(gradients, needs, strict=True))
-        return (*grads, None, None)
+        return (*grads, *[None] * 4)

@@ -229,7 +229,7 @@ class InferenceParams:
         """Where the sequences lie in the tokens of a thd call, which follows ``pre_step``."""
         step = self.step or Step((), (), ())
         lengths = self._places_on(device, step).sequences[2].long()
-        return Packed(lengths.cumsum(0) - lengths, lengths, max(step.lengths, default=0))
+        return Packed(lengths.cumsum(0) - lengths, lengths, max(step.lengths, default=0), None)
 
     def swap_key_value_dict(self, batch_indices: Tensor | Sequence[int]) -> None:
         """Reorder the rows of all caches, for beam search: row i becomes ``batch_indices[i]``.

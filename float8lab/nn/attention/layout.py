@@ -32,14 +32,16 @@ def check_format(name: str, qkv_format: str) -> None:
 
 
 def to_heads_first(x: Tensor, qkv_format: str) -> Tensor:
-    """A view of an sbhd or bshd tensor as ``[B, H, S, D]``."""
+    """A view as ``[B, H, S, D]``; of thd, ``[1, H, T, D]``."""
+    if qkv_format == "thd":
+        x = x.unsqueeze(0)
     return x.permute(1, 2, 0, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
 
 
 def from_heads_first(x: Tensor, qkv_format: str) -> Tensor:
-    """``[B, H, S, D]`` as ``[S, B, H * D]`` or ``[B, S, H * D]``."""
+    """``[B, H, S, D]`` as ``[S, B, H * D]`` or ``[B, S, H * D]``; for thd as ``[T, H * D]``."""
     x = x.permute(2, 0, 1, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
-    return x.flatten(2)
+    return x.flatten(2).squeeze(0) if qkv_format == "thd" else x.flatten(2)
 
 
 def padding_from_lengths(lengths: Tensor, size: int) -> Tensor:
@@ -83,6 +85,8 @@ class Packed(NamedTuple):
     lengths: Tensor
     """``[B]``."""
     longest: int
+    cu_seqlens: Tensor | None
+    """``[B + 1]``, cumulative lengths, if each sequence starts behind the one before it."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, padded: Tensor | None, longest: int | None) -> Packed:
@@ -90,25 +94,30 @@ class Packed(NamedTuple):
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         if longest is None:
             longest = int(lengths.max()) if lengths.numel() else 0
-        return cls((cu_seqlens if padded is None else padded)[:-1], lengths, longest)
+        if padded is None or padded is cu_seqlens:
+            return cls(cu_seqlens[:-1], lengths, longest, cu_seqlens)
+        return cls(padded[:-1], lengths, longest, None)
 
     def padding(self) -> Tensor:
         """``[B, longest]`` bool, True behind the end of a sequence."""
         return padding_from_lengths(self.lengths, self.longest)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """``[T, H, D]`` as ``[B, H, longest, D]``; values behind a sequence's end are arbitrary."""
+        """``[1, H, T, D]`` as ``[B, H, longest, D]``, 0 behind a sequence's end."""
+        x = x[0].transpose(0, 1)
         positions = torch.arange(self.longest, device=x.device)
         index = (self.starts.view(-1, 1) + positions).clamp(max=max(x.shape[0] - 1, 0))
         if not x.shape[0]:
             return x.new_zeros(index.shape[0], x.shape[1], self.longest, x.shape[2])
-        return x[index].transpose(1, 2)
+        # There may be anything, and 0 * inf is not 0.
+        return x[index].masked_fill(self.padding()[:, :, None, None], 0.0).transpose(1, 2)
 
     def pack(self, x: Tensor, tokens: int) -> Tensor:
-        """``[B, H, longest, D]`` as ``[tokens, H * D]``; tokens of no sequence are 0."""
-        rows = x.transpose(1, 2).flatten(2)
+        """``[B, H, longest, D]`` as ``[1, H, tokens, D]``; tokens of no sequence are 0."""
+        heads, rows = x.shape[1], x.transpose(1, 2).flatten(2)
         # Behind a sequence's end everything goes to one row too many, which is cut off.
         index = self.starts.view(-1, 1) + torch.arange(self.longest, device=x.device)
         index = torch.where(self.padding(), tokens, index).view(-1)
         out = rows.new_zeros(tokens + 1, rows.shape[-1])
-        return out.index_copy(0, index.long(), rows.flatten(0, 1))[:tokens]
+        out = out.index_copy(0, index.long(), rows.flatten(0, 1))[:tokens]
+        return out.unflatten(1, (heads, -1)).unsqueeze(0).transpose(1, 2)

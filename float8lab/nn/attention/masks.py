@@ -98,6 +98,11 @@ class AttentionMask(NamedTuple):
     """Bool, broadcasts to ``[B, H, Sq, Sk]``, True where masked out."""
 
     @property
+    def padded_queries(self) -> Tensor | None:
+        """``q_padding``, to broadcast to ``[B, H, Sq, D]``."""
+        return None if self.q_padding is None else self.q_padding[:, None, :, None]
+
+    @property
     def has_window(self) -> bool:
         """Whether a side is limited, which a causal mask is."""
         return self.left >= 0 or self.right >= 0

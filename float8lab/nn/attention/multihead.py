@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from float8lab.arguments import check_callables, check_flags, check_input, check_size, shown
+from float8lab.arguments import (
+    check_callables,
+    check_choice,
+    check_flags,
+    check_input,
+    check_number,
+    check_size,
+    shown,
+)
 from float8lab.nn import parallel
 from float8lab.nn.attention.arguments import Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
@@ -20,15 +28,39 @@ from float8lab.nn.attention.inference import InferenceParams, positions_reached
 from float8lab.nn.attention.layout import check_format, sizes_of
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import check_angles, check_positions, rotate_heads
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear
-from float8lab.nn.norm import check_norm
+from float8lab.nn.norm import LayerNorm, RMSNorm, check_norm
+from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, normal_init, reset_children
 
 __all__ = ["MultiheadAttention", "RotaryArgument"]
 
 RotaryArgument = Tensor | tuple[Tensor, Tensor] | None
 """Angles of ``RotaryPositionEmbedding``: of queries and keys, or a pair."""
+
+
+class L2Normalization(nn.Module):
+    """``x / sqrt(sum(x ** 2) + eps)`` over the last dimension; the arguments are RMSNorm's."""
+
+    def __init__(self, hidden_size: int, eps: float, **unused: object) -> None:
+        super().__init__()
+        self.size = hidden_size
+        # The mean of squares is their sum divided by the size.
+        self._kind = NormKind(center=False, eps=eps / hidden_size, zero_centered=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, ``[..., hidden_size]``."""
+        weight = x.new_full((self.size,), self.size**-0.5, dtype=torch.float32)
+        return normalize(x, weight, None, self._kind, output_dtype(x))
+
+
+QK_NORMS: dict[str, Callable[..., nn.Module]] = {
+    "L2Normalization": L2Normalization,
+    "RMSNorm": RMSNorm,
+    "LayerNorm": LayerNorm,
+}
 
 
 def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
@@ -87,9 +119,10 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
     the rank.
 
     Submodules and parameters: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), in cross
-    attention ``query_layer`` (``layernorm_query``) and ``key_value``; ``core_attention``, a
-    ``DotProductAttention``; ``proj``. Their weights are ``query_weight``, ``key_weight`` and
-    ``value_weight``, or one ``weight`` with ``fuse_qkv_params``.
+    attention ``query_layer`` (``layernorm_query``) and ``key_value``; ``q_norm`` and ``k_norm``
+    with ``qk_norm_type``; ``core_attention``, a ``DotProductAttention``; ``proj``. Weights of the
+    projections are ``query_weight``, ``key_weight`` and ``value_weight``, or one ``weight`` with
+    ``fuse_qkv_params``.
 
     Args:
         hidden_size: size of each token.
@@ -120,6 +153,11 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             ``fuse_qkv_params`` it is always False.
         bias: of all projections.
         rotary_pos_interleaved: as the rotary angles were made.
+        qk_norm_type: norm of each query and key head: ``L2Normalization``, ``RMSNorm``,
+            ``LayerNorm`` or None. Gradients of its parameters are a rank's part of a sum where the
+            ranks have heads of their own, as with ``sequence_parallel``.
+        qk_norm_eps: of that norm.
+        qk_norm_before_rope: normalize before the rotary embedding, not after it.
 
     The other arguments are those of ``DotProductAttention``, and of ``LayerNormLinear`` with
     ``layernorm_epsilon`` for ``eps``.
@@ -166,6 +204,10 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         *,
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
         **ub: Unpack[parallel.OverlapArguments],
     ) -> None:
         super().__init__()
@@ -176,11 +218,14 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             fuse_qkv_params=fuse_qkv_params, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             zero_centered_gamma=zero_centered_gamma, qkv_weight_interleaved=qkv_weight_interleaved,
             bias=bias, rotary_pos_interleaved=rotary_pos_interleaved,
+            qk_norm_before_rope=qk_norm_before_rope,
         )  # fmt: skip
         check_callables(
             ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
         )
         check_norm(normalization, "layernorm_epsilon", layernorm_epsilon)
+        check_choice("qk_norm_type", qk_norm_type, (*QK_NORMS, None))
+        qk_norm_eps = check_number("qk_norm_eps", qk_norm_eps, minimum=0)
         hidden_size = check_size("hidden_size", hidden_size, minimum=1)
         num_attention_heads, groups, kv_channels = _check_sizes(
             hidden_size, num_attention_heads, num_gqa_groups, kv_channels
@@ -220,7 +265,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             sequence_parallel=sequence_parallel, tp_size=ranks,
             get_rng_state_tracker=get_rng_state_tracker,
             tp_group=tp_group if set_parallel_mode else None, layer_number=layer_number,
-            attention_type=attention_type, softmax_scale=softmax_scale,
+            attention_type=attention_type, softmax_scale=softmax_scale, softmax_type=softmax_type,
         )  # fmt: skip
         common: dict[str, Any] = {
             "bias": bias,
@@ -248,6 +293,17 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             parallel_mode="row" if set_parallel_mode else None, **common,
         )  # fmt: skip
         self.core_attention.to(self.proj.weight.device)
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.q_norm = self.k_norm = None
+        if qk_norm_type is not None:
+            shared_heads = set_parallel_mode and ranks > 1
+            self.q_norm, self.k_norm = (
+                QK_NORMS[qk_norm_type](
+                    kv_channels, eps=qk_norm_eps, sequence_parallel=shared_heads,
+                    params_dtype=params_dtype, device=device,
+                )
+                for _ in range(2)
+            )  # fmt: skip
         self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
 
     def _add_projections(self, arguments: dict[str, Any], with_norm: dict[str, Any]) -> None:
@@ -336,20 +392,23 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         (query, key, value), normed = self._project(
             hidden_states, encoder_output, is_first_microbatch
         )
+        if self.qk_norm_before_rope:
+            query, key = self._normalized(query, key)
         if angles is not None:
             kv_lengths = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
             query = self._rotate(query, angles[0], inference_params, cu_seqlens_q)
             key = self._rotate(key, angles[1], inference_params, kv_lengths)
             # A view would keep the memory of what has been rotated until backward.
             value = value.contiguous() if torch.is_grad_enabled() else value
+        if not self.qk_norm_before_rope:
+            query, key = self._normalized(query, key)
         context = self.core_attention(
-            query, key, value, attention_mask, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=mask_type, window_size=window_size,
+            query, key, value, attention_mask, attn_mask_type=mask_type, window_size=window_size,
             checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
             fast_zero_fill=fast_zero_fill, inference_params=inference_params,
+            **lengths._asdict(),
         )  # fmt: skip
         projected: Any = self.proj(context, is_first_microbatch)
         outputs = list(projected) if self.return_bias else [projected]
@@ -424,39 +483,36 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
         """Query, key and value, one head a row, and the norm's output if it is to be returned."""
-        normed = None
+        normed, core = None, self.core_attention
+        H, G = core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition
         if self.attention_type == "self":
             layer: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
             mixed: Any = layer(x, is_first_microbatch)
             if self.return_layernorm_output:
                 mixed, normed = mixed
-            return self._split_qkv(mixed), normed
+            queries, keys, values = self._split(mixed, H, G, G)
+            return (queries, keys, values), normed
         layer = self.layernorm_query if self.input_layernorm else self.query_layer
         query: Any = layer(x, is_first_microbatch)
         if self.return_layernorm_output:
             query, normed = query
         mixed = self.key_value(encoder_output, is_first_microbatch).to(query.dtype)
-        (H, G), D = self._heads, self.kv_channels
-        if self.qkv_weight_interleaved:
-            key, value = mixed.unflatten(-1, (G, 2, D)).unbind(-2)
-        else:
-            key, value = mixed.unflatten(-1, (2, G, D)).unbind(-3)
-        return (query.unflatten(-1, (H, D)), key, value), normed
+        key, value = self._split(mixed, G, G)
+        return (query.unflatten(-1, (H, self.kv_channels)), key, value), normed
 
-    @property
-    def _heads(self) -> tuple[int, int]:
-        """Query heads and key/value heads of this rank."""
-        core = self.core_attention
-        return core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition
+    def _split(self, mixed: Tensor, *heads: int) -> Sequence[Tensor]:
+        """The parts of a projection's output, which have so many heads each, as views."""
+        heads_last = mixed.unflatten(-1, (sum(heads), self.kv_channels))
+        if not self.qkv_weight_interleaved:
+            return heads_last.split(heads, dim=-2)
+        groups = heads[-1]
+        grouped = heads_last.unflatten(-2, (groups, -1)).split([n // groups for n in heads], dim=-2)
+        return [x.flatten(-3, -2) for x in grouped]
 
-    def _split_qkv(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (H, G), D = self._heads, self.kv_channels
-        if self.qkv_weight_interleaved:
-            grouped = mixed.unflatten(-1, (G, H // G + 2, D))
-            query, key, value = grouped.split([H // G, 1, 1], dim=-2)
-            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)
-        query, key, value = mixed.unflatten(-1, (H + 2 * G, D)).split([H, G, G], dim=-2)
-        return query, key, value
+    def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
 
     def _rotate(
         self,

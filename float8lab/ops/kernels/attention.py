@@ -20,7 +20,10 @@ on the dequantized operands, from the forward's output and log-sum-exp.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -33,7 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from float8lab.ops.attention import has_fp8_attention
+from float8lab.ops.attention import (
+    FlashWindow,
+    cudnn_heads,
+    flash_window,
+    has_fp8_attention,
+    is_for_cudnn,
+)
 from float8lab.ops.kernels._common import (
     ceil_div,
     multiprocessors,
@@ -51,8 +60,12 @@ aten = torch.ops.aten
 _GROUP = 64
 """Queries of a group of four warps: the rows of one tensor core instruction."""
 _QUERIES = 2 * _GROUP
-_KEYS = 128
-_STAGES = 3
+_PART = 64
+"""Keys of a GEMM of probabilities and values."""
+_ALIGNMENT = 128
+"""Transposed values of every sequence begin at a multiple of it, and end in zeros up to one."""
+_CHUNK = 128
+"""Sequences, or tiles, that a plan looks at in one step."""
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
 
@@ -60,6 +73,58 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 P_BITS = gl.constexpr(8.0)
 """Probabilities are held times 2 ** 8, which is ``1 / P_SCALE``."""
+LOWEST = gl.constexpr(-1e30)
+"""Below every score; not -inf, whose difference to that of a masked score is NaN."""
+
+
+def _keys_and_stages(d_tile: int, dv_tile: int) -> tuple[int, int]:
+    """How many keys are loaded at once, and how many loads there is shared memory (227 KB) for."""
+    if dv_tile > 128:  # the output takes half of the registers
+        return 64, 3 if d_tile > 128 else 4
+    return 128, 2 if d_tile > 128 else 3
+
+
+# Where packed sequences lie.
+
+FIELDS = tl.constexpr(8)
+
+
+@launched
+def _plan_kernel(
+    cu_seqlens_q_ptr,  # [B + 1] int32
+    cu_seqlens_k_ptr,  # [B + 1] int32
+    plan_ptr,  # [1 + tiles, FIELDS] int32: how many tiles there are, then each tile's
+    B,
+    QUERIES: tl.constexpr, ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0)
+    before = 0
+    for chunk in range(0, sequence, CHUNK):
+        numbers = chunk + tl.arange(0, CHUNK)
+        starts = tl.load(cu_seqlens_q_ptr + numbers, mask=numbers < sequence, other=0)
+        stops = tl.load(cu_seqlens_q_ptr + numbers + 1, mask=numbers < sequence, other=0)
+        before += tl.sum((stops - starts + QUERIES - 1) // QUERIES)
+    q_start, k_start = tl.load(cu_seqlens_q_ptr + sequence), tl.load(cu_seqlens_k_ptr + sequence)
+    queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
+    keys = tl.load(cu_seqlens_k_ptr + sequence + 1) - k_start
+    tiles = (queries + QUERIES - 1) // QUERIES
+    if sequence == B - 1:
+        tl.store(plan_ptr, before + tiles)
+    for chunk in range(0, tiles, CHUNK):
+        tile = chunk + tl.arange(0, CHUNK)
+        entry = plan_ptr + (1 + before + tile) * FIELDS
+        tl.store(entry, (tiles - 1 - tile) * QUERIES, mask=tile < tiles)  # the longest first
+        tl.store(entry + 1, q_start, mask=tile < tiles)
+        tl.store(entry + 2, queries, mask=tile < tiles)
+        tl.store(entry + 3, k_start, mask=tile < tiles)
+        tl.store(entry + 4, keys, mask=tile < tiles)
+        tl.store(entry + 5, _transposed_start(k_start, sequence, ALIGNMENT), mask=tile < tiles)
+
+
+@triton.jit
+def _transposed_start(k_start, sequence, ALIGNMENT: tl.constexpr):
+    """Where the transposed values of a sequence begin: behind those of the one before it."""
+    return k_start // ALIGNMENT * ALIGNMENT + sequence * ALIGNMENT
 
 
 # Values, transposed.
@@ -70,8 +135,9 @@ def _turn_kernel(
     v_ptr,  # [B, G, SK, DV] uint8
     out_ptr,  # [B, G, DV, PADDED / 4] int32: bytes of four keys each
     counter_ptr,  # [1] int32, set to zero
-    SK, PADDED, DV, G, stride_b, stride_g, stride_s, stride_d,
-    TILE_K: tl.constexpr, TILE_D: tl.constexpr,
+    cu_seqlens_k_ptr,  # None, or [SEQUENCES + 1] int32
+    SEQUENCES, SK, PADDED, DV, G, stride_b, stride_g, stride_s, stride_d,
+    TILE_K: tl.constexpr, TILE_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     # The end first: a cast that has just written it has left it in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -79,11 +145,25 @@ def _turn_kernel(
         tl.store(counter_ptr, 0)
     head = (program // (PADDED // TILE_K)).to(tl.int64)
     tile = program % (PADDED // TILE_K)
+    v_ptr += (head // G) * stride_b + (head % G) * stride_g
+    out_ptr += head * DV * (PADDED // 4)
+    if cu_seqlens_k_ptr is not None:
+        sequence = -1
+        for chunk in range(0, SEQUENCES, CHUNK):
+            numbers = chunk + tl.arange(0, CHUNK)
+            starts = tl.load(cu_seqlens_k_ptr + numbers, mask=numbers < SEQUENCES, other=0)
+            begun = _transposed_start(starts, numbers, TILE_K) <= tile * TILE_K
+            sequence += tl.sum((begun & (numbers < SEQUENCES)).to(tl.int32))
+        k_start = tl.load(cu_seqlens_k_ptr + sequence)
+        SK = tl.load(cu_seqlens_k_ptr + sequence + 1) - k_start
+        transposed = _transposed_start(k_start, sequence, TILE_K)
+        v_ptr += k_start.to(tl.int64) * stride_s
+        out_ptr += transposed // 4
+        tile -= transposed // TILE_K
     words = tile * (TILE_K // 4) + tl.arange(0, TILE_K // 4)
     # Of every 16 keys, the words of keys 0 1 8 9, then 2 3 10 11, and so on.
     keys = (words // 4) * 16 + (words % 4) * 2
     columns = tl.arange(0, TILE_D)
-    v_ptr += (head // G) * stride_b + (head % G) * stride_g
     v_ptrs = v_ptr + keys.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
     inside = (columns < DV)[None, :]
     stride_s = tl.cast(stride_s, tl.int64)
@@ -92,21 +172,23 @@ def _turn_kernel(
     b2 = tl.load(v_ptrs + 8 * stride_s, mask=inside & (keys + 8 < SK)[:, None], other=0)
     b3 = tl.load(v_ptrs + 9 * stride_s, mask=inside & (keys + 9 < SK)[:, None], other=0)
     word = b0 | (b1 << 8) | (b2.to(tl.int32) << 16) | (b3.to(tl.int32) << 24)
-    out_ptrs = out_ptr + (head * DV + columns[:, None]) * (PADDED // 4) + words[None, :]
+    out_ptrs = out_ptr + columns[:, None] * (PADDED // 4) + words[None, :]
     tl.store(out_ptrs, tl.trans(word), mask=(columns < DV)[:, None])
 
 
-def _turn(v: Tensor, counter: Tensor) -> Tensor:
+def _turn(v: Tensor, counter: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     """``[B, G, DV, PADDED]`` of the values, keys in the order of ``_turn_kernel``, then zeros.
 
     ``counter`` is zero afterwards.
     """
     B, G, SK, DV = v.shape
-    padded = round_up(SK, _KEYS)
+    sequences = 0 if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1
+    padded = round_up(SK, _ALIGNMENT) + sequences * _ALIGNMENT
     out = torch.empty((B, G, DV, padded), dtype=v.dtype, device=v.device)
-    _turn_kernel[(padded // _KEYS * B * G,)](
-        v.view(torch.uint8), out.view(torch.int32), counter, SK, padded, DV, G, *v.stride(),
-        TILE_K=_KEYS, TILE_D=next_power_of_2(DV),
+    _turn_kernel[(padded // _ALIGNMENT * B * G,)](
+        v.view(torch.uint8), out.view(torch.int32), counter, cu_seqlens_k, sequences, SK, padded,
+        DV, G, *v.stride(), TILE_K=_ALIGNMENT, TILE_D=next_power_of_2(DV), CHUNK=_CHUNK,
+        num_warps=8 if DV > 128 else 4,
     )  # fmt: skip
     return out
 
@@ -115,58 +197,98 @@ def _turn(v: Tensor, counter: Tensor) -> Tensor:
 
 
 @gluon.jit
-def _place(number, sizes, CAUSAL: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """A tile's batch, head, key/value head, row of lse, first query, tiles of keys to see."""
-    _, H, G, SQ, SK = sizes
-    tiles = gl.cdiv(SQ, QUERIES)
+def _place(
+    number, sizes, plan_ptr, QUERIES: gl.constexpr, KEYS: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """A tile: its heads, its sequence's places in memory and sizes, its first query, its keys.
+
+    The last are the first block of keys, how many blocks there are, before which the first of them
+    that needs no mask and the next one that does come, and the first and last key of query 0.
+    """
+    _, H, G, SQ, SK, earliest, latest = sizes
+    if PACKED:
+        tiles = gl.load(plan_ptr)
+        entry = plan_ptr + (1 + number % tiles) * FIELDS
+        first, q_start, SQ = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+        k_start, SK, v_start = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
+        earliest += SK - SQ
+        latest += SK - SQ
+    else:
+        tiles = gl.cdiv(SQ, QUERIES)
+        tile = number % tiles
+        if RIGHT:
+            tile = tiles - 1 - tile  # the longest first
+        first, q_start, k_start, v_start = tile * QUERIES, 0, 0, 0
     row_of_lse = number // tiles
-    tile = number % tiles
-    blocks = gl.cdiv(SK, KEYS)
-    if CAUSAL:
-        tile = tiles - 1 - tile  # the longest first
-        blocks = gl.minimum(blocks, tile + 1)
     head = row_of_lse % H
-    return row_of_lse // H, head, head // (H // G), row_of_lse, tile * QUERIES, blocks
+    heads = (row_of_lse // H, head, head // (H // G), row_of_lse)
+    start, stop, seen_by_all = 0, gl.cdiv(SK, KEYS), SK
+    if RIGHT:
+        stop = gl.minimum(stop, gl.cdiv(first + latest + QUERIES, KEYS))
+        seen_by_all = gl.minimum(SK, first + latest + 1)
+    # A block is there even if nothing is seen of it.
+    stop = gl.maximum(stop, 1)
+    masked_to = 0
+    if LEFT:
+        start = gl.minimum(gl.maximum(first + earliest, 0) // KEYS, stop - 1)
+        masked_to = gl.cdiv(gl.maximum(first + earliest + QUERIES - 1, 0), KEYS) - start
+        masked_to = gl.minimum(masked_to, stop - start - 1)
+    masked_from = gl.maximum(seen_by_all // KEYS - start, masked_to)
+    keys = (start, stop - start, masked_to, masked_from, earliest, latest)
+    return heads, (q_start, k_start, v_start, SQ, SK), first, keys
 
 
 @gluon.jit
-def _tiles_in_all(sizes, QUERIES: gl.constexpr):
-    B, H, _, SQ, _ = sizes
-    return B * H * gl.cdiv(SQ, QUERIES)
+def _tiles_in_all(sizes, plan_ptr, QUERIES: gl.constexpr, PACKED: gl.constexpr):
+    B, H, _, SQ, _, _, _ = sizes
+    tiles = B * gl.cdiv(SQ, QUERIES)
+    if PACKED:
+        tiles = gl.load(plan_ptr)
+    return H * tiles
 
 
 @gluon.jit
 def _load_tiles(
-    arguments, CAUSAL: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
-):
+    arguments, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """The loading warp: take numbers of tiles, tell the groups, load what they need."""
-    q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr = arguments
+    q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr, plan_ptr = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    end = _tiles_in_all(sizes, 2 * GROUP)
+    PART: gl.constexpr = v_desc.block_type.shape[3]
+    PARTS: gl.constexpr = KEYS // PART
+    end = _tiles_in_all(sizes, plan_ptr, 2 * GROUP, PACKED)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
         side = pass_index % 2
         _tell_number(numbers, number, q_empty, pass_index)
-        batch, head, kv_head, _, first, blocks = _place(number, sizes, CAUSAL, 2 * GROUP, KEYS)
+        heads, sequence, first, keys = _place(
+            number, sizes, plan_ptr, 2 * GROUP, KEYS, LEFT, RIGHT, PACKED
+        )
+        batch, head, kv_head, _ = heads
+        q_start, k_start, v_start, _, _ = sequence
+        start, blocks, _, _, _, _ = keys
         mbarrier.expect(q_full.index(side), 2 * q_desc.block_type.nbytes)
         for group in gl.static_range(2):
-            at = [batch, head, first + GROUP * group, 0]
+            at = [batch, head, q_start + first + GROUP * group, 0]
             async_load(q_desc, at, q_full.index(side), q_tiles.index(2 * side + group))
         for block in range(blocks):
             stage = count % STAGES
             phase = (count // STAGES) & 1
+            key = (start + block) * KEYS
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            at = [batch, kv_head, block * KEYS, 0]
+            at = [batch, kv_head, k_start + key, 0]
             async_load(k_desc, at, k_full.index(stage), k_tiles.index(stage))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), 2 * v_desc.block_type.nbytes)
-            for half in gl.static_range(2):
-                at = [batch, kv_head, 0, block * KEYS + half * (KEYS // 2)]
-                async_load(v_desc, at, v_full.index(stage), v_tiles.index(2 * stage + half))
+            mbarrier.expect(v_full.index(stage), PARTS * v_desc.block_type.nbytes)
+            for index in gl.static_range(PARTS):
+                at = [batch, kv_head, 0, v_start + key + index * PART]
+                async_load(v_desc, at, v_full.index(stage), v_tiles.index(PARTS * stage + index))
             count += 1
         pass_index += 1
         number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
@@ -215,54 +337,109 @@ def _exponents(s, largest, factor):
 
 
 @gluon.jit
+def _hide(s, key, rows, SK, earliest, latest, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Scores of keys from ``key`` on, -inf where a query does not see a key."""
+    keys = gl.expand_dims(key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    seen = keys < SK
+    if RIGHT:
+        seen = keys < gl.expand_dims(gl.minimum(rows + latest + 1, SK), 1)
+    if LEFT:
+        seen = seen & (keys >= gl.expand_dims(rows + earliest, 1))
+    return gl.where(seen, s, -float("inf"))
+
+
+@gluon.jit
+def _columns(x, PARTS: gl.constexpr):
+    """The columns of a tile in one slice, or two."""
+    slices = gl.permute(gl.reshape(x, [x.shape[0], PARTS, x.shape[1] // PARTS]), [0, 2, 1])
+    return (x,) if PARTS == 1 else gl.split(slices)
+
+
+@gluon.jit
 def _add_values(x, rescale, exp_sum, out, v_tiles, stage):
     """The GEMM of a tile's probabilities and values, in flight, and the new total."""
-    # While the tensor cores multiply one half, the other half's exponentials are computed.
+    # While the tensor cores multiply one slice, the other slice's exponentials are computed.
     ROWS: gl.constexpr = x.shape[0]
-    HALF: gl.constexpr = x.shape[1] // 2
     WIDTH: gl.constexpr = v_tiles.shape[1]
+    PART: gl.constexpr = v_tiles.shape[2]
+    PARTS: gl.constexpr = x.shape[1] // PART
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     out = out * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT)), 1)
     exp_sum *= rescale
-    halves = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, HALF]), [0, 2, 1]))
-    for half in gl.static_range(2):
-        p = gl.exp2(gl.convert_layout(halves[half], X_LAYOUT, assert_trivial=True))
+    slices = _columns(x, PARTS)
+    for index in gl.static_range(PARTS):
+        p = gl.exp2(gl.convert_layout(slices[index], X_LAYOUT, assert_trivial=True))
         exp_sum += _row_sum(p, exp_sum)
         # In the order of keys that ``_turn_kernel`` has this moves nothing between threads.
-        p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, HALF // 16, 2, 4, 2])
-        p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, HALF])
+        p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, PART // 16, 2, 4, 2])
+        p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, PART])
         p8 = gl.convert_layout(p8, P_LAYOUT, assert_trivial=True)
-        out = warpgroup_mma(p8, v_tiles.index(2 * stage + half).permute((1, 0)), out, is_async=True)
+        v = v_tiles.index(PARTS * stage + index).permute((1, 0))
+        out = warpgroup_mma(p8, v, out, is_async=True)
     return out, exp_sum
 
 
 @gluon.jit
+def _step(sums, q, k_tiles, v_tiles, bars, count, factor, STAGES: gl.constexpr):
+    """One block of keys, whose scores are there, and the scores of the next."""
+    s, largest, exp_sum, out = sums
+    k_full, k_empty, v_full, v_empty = bars
+    PARTS: gl.constexpr = s.shape[1] // v_tiles.shape[2]
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    count += 1
+    ahead = count % STAGES
+    x, rescale, largest = _exponents(s, largest, factor)
+    mbarrier.wait(k_full.index(ahead), (count // STAGES) & 1)
+    # Into the registers of the scores that are done with: none have to be moved.
+    k = k_tiles.index(ahead).permute((1, 0))
+    s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+    # As early as this, because the branch in a wait keeps ptxas from moving exponentials
+    # ahead of the scores' GEMM.
+    mbarrier.wait(v_full.index(stage), phase)
+    out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, stage)
+    s = warpgroup_mma_wait(PARTS, (s,))
+    mbarrier.arrive(k_empty.index(ahead), count=1)
+    out = warpgroup_mma_wait(0, (out,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return s, largest, exp_sum, out, count
+
+
+@gluon.jit
 def _attend(  # noqa: PLR0915
-    arguments, group: gl.constexpr, CAUSAL: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
-):
+    arguments, group: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """A group of four warps: its queries of every tile, all the keys."""
     (
-        tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, DV, stride_ob, stride_oh, stride_os,
+        tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, plan_ptr, DV, stride_ob, stride_oh,
+        stride_os,
     ) = arguments  # fmt: skip
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    _, _, _, SQ, SK = sizes
+    kv_bars = (k_full, k_empty, v_full, v_empty)
     ROWS: gl.constexpr = q_tiles.shape[1]
     WIDTH: gl.constexpr = v_tiles.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
-    end = _tiles_in_all(sizes, 2 * ROWS)
+    end = _tiles_in_all(sizes, plan_ptr, 2 * ROWS, PACKED)
     pass_index = 0
     count = 0
     number = _next_number(numbers, q_full, pass_index)
     while number < end:
-        batch, head, _, row_of_lse, first, blocks = _place(number, sizes, CAUSAL, 2 * ROWS, KEYS)
+        heads, sequence, first, keys = _place(
+            number, sizes, plan_ptr, 2 * ROWS, KEYS, LEFT, RIGHT, PACKED
+        )
+        batch, head, _, row_of_lse = heads
+        q_start, _, _, SQ, SK = sequence
+        start, blocks, masked_to, masked_from, earliest, latest = keys
+        rows = first + ROWS * group + gl.arange(0, ROWS, S_ROWS)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
-        largest = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
+        largest = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
         exp_sum = gl.zeros([ROWS], gl.float32, S_ROWS)
         q = q_tiles.index(2 * (pass_index % 2) + group)
         stage = count % STAGES
@@ -270,33 +447,29 @@ def _attend(  # noqa: PLR0915
         s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), s, use_acc=False)
         mbarrier.arrive(k_empty.index(stage), count=1)
-        for _block in range(blocks - 1):
-            stage = count % STAGES
-            phase = (count // STAGES) & 1
-            count += 1
-            ahead = count % STAGES
-            x, rescale, largest = _exponents(s, largest, factor)
-            mbarrier.wait(k_full.index(ahead), (count // STAGES) & 1)
-            # Into the registers of the scores that are done with: none have to be moved.
-            k = k_tiles.index(ahead).permute((1, 0))
-            s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
-            # As early as this, because the branch in a wait keeps ptxas from moving exponentials
-            # ahead of the scores' GEMM.
-            mbarrier.wait(v_full.index(stage), phase)
-            out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, stage)
-            s = warpgroup_mma_wait(2, (s,))
-            mbarrier.arrive(k_empty.index(ahead), count=1)
-            out = warpgroup_mma_wait(0, (out,))
-            mbarrier.arrive(v_empty.index(stage), count=1)
+        if LEFT:
+            for block in range(masked_to):
+                s = _hide(s, (start + block) * KEYS, rows, SK, earliest, latest, LEFT, RIGHT)
+                s, largest, exp_sum, out, count = _step(
+                    (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
+                )
+        # Only the last block of a square causal mask, and of none, has keys that are masked.
+        SEVERAL: gl.constexpr = RIGHT == 1
+        between = gl.minimum(masked_from, blocks - 1) if SEVERAL else blocks - 1
+        for _block in range(masked_to, between):
+            s, largest, exp_sum, out, count = _step(
+                (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
+            )
+        if SEVERAL:
+            for block in range(between, blocks - 1):
+                s = _hide(s, (start + block) * KEYS, rows, SK, earliest, latest, False, RIGHT)
+                s, largest, exp_sum, out, count = _step(
+                    (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
+                )
         mbarrier.arrive(q_empty.index(pass_index % 2), count=1)
 
-        # Only the last tile has keys that are not there or not yet to be seen: tiles are square.
-        rows = first + ROWS * group + gl.arange(0, ROWS, S_ROWS)
-        keys = (blocks - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S_LAYOUT))
-        seen = gl.expand_dims(keys < SK, 0)
-        if CAUSAL:
-            seen = seen & (gl.expand_dims(keys, 0) <= gl.expand_dims(rows, 1))
-        x, rescale, largest = _exponents(gl.where(seen, s, -float("inf")), largest, factor)
+        s = _hide(s, (start + blocks - 1) * KEYS, rows, SK, earliest, latest, LEFT, RIGHT)
+        x, rescale, largest = _exponents(s, largest, factor)
         stage = count % STAGES
         mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
         out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, stage)
@@ -305,53 +478,66 @@ def _attend(  # noqa: PLR0915
         count += 1
         pass_index += 1
 
-        decode = v_scale / exp_sum  # the total is times 2 ** 8 too
+        # The total is times 2 ** 8 too; of a query that saw no key it is 0.
+        decode = gl.where(exp_sum == 0, 0.0, v_scale / exp_sum)
         out = out * gl.expand_dims(gl.convert_layout(decode, gl.SliceLayout(1, O_LAYOUT)), 1)
         of_head = out_ptr + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+        of_head += gl.cast(q_start, gl.int64) * stride_os
         _store(of_head, out, first + ROWS * group, SQ, DV, stride_os)
         lse = (largest * factor - P_BITS) * LN_2 + gl.log(exp_sum)
-        gl.store(lse_ptr + row_of_lse.to(gl.int64) * SQ + rows, lse, mask=rows < SQ)
+        of_row = lse_ptr + row_of_lse.to(gl.int64) * sizes[3] + q_start
+        gl.store(of_row + rows, lse, mask=rows < SQ)
         number = _next_number(numbers, q_full, pass_index)
 
 
 @gluon.jit
 def _store(out_ptr, out, first, SQ, DV, stride_os):
     # Eight neighbours to a thread: of the tensor cores' layout a warp stores eight rows at a time,
-    # 16 bytes of each.
-    LANES: gl.constexpr = out.shape[1] // 8
+    # 16 bytes of each. They go through shared memory, which holds 128 columns of each group.
+    ROWS: gl.constexpr = out.shape[0]
+    PARTS: gl.constexpr = (out.shape[1] + 127) // 128
+    COLUMNS: gl.constexpr = out.shape[1] // PARTS
+    LANES: gl.constexpr = COLUMNS // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
-    rows = first + gl.arange(0, out.shape[0], gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, LAYOUT))
-    offsets = gl.expand_dims(rows.to(gl.int64) * stride_os, 1) + gl.expand_dims(columns, 0)
-    inside = gl.expand_dims(rows < SQ, 1) & gl.expand_dims(columns < DV, 0)
-    gl.store(out_ptr + offsets, out, mask=inside)
+    slices = _columns(out.to(out_ptr.dtype.element_ty), PARTS)
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    for index in gl.static_range(PARTS):
+        columns = index * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+        offsets = gl.expand_dims(rows.to(gl.int64) * stride_os, 1) + gl.expand_dims(columns, 0)
+        inside = gl.expand_dims(rows < SQ, 1) & gl.expand_dims(columns < DV, 0)
+        gl.store(out_ptr + offsets, gl.convert_layout(slices[index], LAYOUT), mask=inside)
 
 
 # Sizes are no constants: of a single key, all masked probabilities would be one value to ptxas,
 # which then takes half of a word of them from a register that was never written (CUDA 12.8).
-@gluon.jit(do_not_specialize=["SQ", "SK"])
+@gluon.jit(do_not_specialize=["SQ", "SK", "EARLIEST", "LATEST"])
 def _attention_kernel(
     q_desc,  # [B, H, SQ, D] fp8, in tiles of [GROUP, D_TILE]
     k_desc,  # [B, G, SK, D] fp8, in tiles of [KEYS, D_TILE]
-    v_desc,  # [B, G, DV, SK] fp8, from _turn, in tiles of [DV_TILE, KEYS / 2]
+    v_desc,  # [B, G, DV, SK] fp8, from _turn, in tiles of [DV_TILE, PART]
     q_scale_ptr,  # [1] fp32
     k_scale_ptr,  # [1] fp32
     v_scale_ptr,  # [1] fp32
     out_ptr,  # [B, H, SQ, DV]
     lse_ptr,  # [B, H, SQ] fp32
     counter_ptr,  # [1] int32, zero
-    B, H, G, SQ, SK, DV, stride_ob, stride_oh, stride_os, scale,
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    D_TILE: gl.constexpr, DV_TILE: gl.constexpr, QK_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
+    plan_ptr,  # of _plan_kernel; None: one sequence in each of the batch
+    B, H, G, SQ, SK,
+    EARLIEST,  # the first key that query 0 sees, of a key count that is the query count if PACKED
+    LATEST,  # the last
+    DV, stride_ob, stride_oh, stride_os, scale,
+    GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, D_TILE: gl.constexpr,
+    DV_TILE: gl.constexpr, PART: gl.constexpr, QK_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
+    LEFT: gl.constexpr,  # whether EARLIEST holds
+    RIGHT: gl.constexpr,  # whether LATEST holds: 0, 1, or 2 where one block of a tile is masked
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(2 * GROUP == KEYS, "a causal mask cuts the last tile of keys only")
+    PACKED: gl.constexpr = plan_ptr is not None
     # Queries and numbers of two tiles.
     tiles = (
         gl.allocate_shared_memory(q_desc.dtype, [4, GROUP, D_TILE], QK_LAYOUT),
         gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, D_TILE], QK_LAYOUT),
-        gl.allocate_shared_memory(v_desc.dtype, [2 * STAGES, DV_TILE, KEYS // 2], V_LAYOUT),
+        gl.allocate_shared_memory(v_desc.dtype, [KEYS // PART * STAGES, DV_TILE, PART], V_LAYOUT),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -372,26 +558,27 @@ def _attention_kernel(
     fence_async_shared()
 
     factor = gl.load(q_scale_ptr) * gl.load(k_scale_ptr) * gl.cast(scale, gl.float32) * LOG2_E
-    sizes = (B, H, G, SQ, SK)
-    loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr)
+    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST)
+    loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr, plan_ptr)
     sums = (
-        tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, DV, stride_ob,
-        stride_oh, stride_os,
+        tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, plan_ptr, DV,
+        stride_ob, stride_oh, stride_os,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_attend, (sums, 0, CAUSAL, KEYS, STAGES)),
-            (_attend, (sums, 1, CAUSAL, KEYS, STAGES)),
-            (_load_tiles, (loads, CAUSAL, GROUP, KEYS, STAGES)),
+            (_attend, (sums, 0, KEYS, STAGES, LEFT, RIGHT, PACKED)),
+            (_attend, (sums, 1, KEYS, STAGES, LEFT, RIGHT, PACKED)),
+            (_load_tiles, (loads, GROUP, KEYS, STAGES, LEFT, RIGHT, PACKED)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
-def _has_kernel(q: Tensor, v: Tensor, scale: float) -> bool:
+def _has_kernel(q: Tensor, v: Tensor, scale: float, cu_seqlens_q: Tensor | None) -> bool:
     """Whether Hopper's kernel computes it."""
-    if scale <= 0 or not q.numel() or not v.numel():
+    no_sequence = cu_seqlens_q is not None and cu_seqlens_q.shape[0] == 1
+    if scale <= 0 or not q.numel() or not v.numel() or no_sequence:
         return False
     return has_fp8_attention(q.device, q.shape[3], v.shape[3])
 
@@ -416,28 +603,56 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 @on_device_of_first
 def fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
-    causal: bool, scale: float, out_dtype: torch.dtype,
+    window: Sequence[int], scale: float, out_dtype: torch.dtype,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not _has_kernel(q, v, scale):
-        return plain.fp8_attention(q, k, v, q_scale, k_scale, v_scale, causal, scale, out_dtype)
+    if not _has_kernel(q, v, scale, cu_seqlens_q):
+        return plain.fp8_attention(
+            q, k, v, q_scale, k_scale, v_scale, window, scale, out_dtype, cu_seqlens_q,
+            cu_seqlens_k,
+        )  # fmt: skip
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
+    left, right, diagonal = window
     d_tile = max(next_power_of_2(D), 32)
     dv_tile = max(next_power_of_2(DV), 16)
+    keys, stages = _keys_and_stages(d_tile, dv_tile)
     out = plain.empty_by_token(q, (B, H, SQ, DV), out_dtype)
     lse = q.new_empty((B, H, SQ), dtype=torch.float32)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
-    v_desc = _descriptor(_turn(v, counter), dv_tile, _KEYS // 2)
+    v_desc = _descriptor(_turn(v, counter, cu_seqlens_k), dv_tile, _PART)
     q_desc = _descriptor(_loadable(q), _GROUP, d_tile)
-    k_desc = _descriptor(_loadable(k), _KEYS, d_tile)
-    programs = min(multiprocessors(q.device), ceil_div(SQ, _QUERIES) * B * H)
+    k_desc = _descriptor(_loadable(k), keys, d_tile)
+    tiles = ceil_div(SQ, _QUERIES) * B
+    plan = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        tiles += cu_seqlens_q.shape[0] - 1
+        plan = _plan(cu_seqlens_q, cu_seqlens_k, tiles)
+        out.zero_()  # of tokens of no sequence, as below
+        lse.fill_(-torch.inf)
+    else:
+        diagonal += SK - SQ
+    is_square = plan is None and keys == _QUERIES and diagonal + right == 0
+    programs = min(multiprocessors(q.device), tiles * H)
     _attention_kernel[(programs,)](
-        q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, counter, B, H, G, SQ, SK, DV,
-        *out.stride()[:3], scale, CAUSAL=causal, GROUP=_GROUP, KEYS=_KEYS, STAGES=_STAGES,
-        D_TILE=d_tile, DV_TILE=dv_tile, QK_LAYOUT=_of_rank_2(q_desc), V_LAYOUT=_of_rank_2(v_desc),
-        CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
-        num_warps=4, enable_fp_fusion=True,
+        q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, counter, plan, B, H, G, SQ,
+        SK, diagonal - left, diagonal + right, DV, *out.stride()[:3], scale, GROUP=_GROUP,
+        KEYS=keys, STAGES=stages, D_TILE=d_tile, DV_TILE=dv_tile, PART=_PART,
+        QK_LAYOUT=_of_rank_2(q_desc), V_LAYOUT=_of_rank_2(v_desc), LEFT=left >= 0,
+        RIGHT=0 if right < 0 else 1 + is_square, CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
+
+
+def _plan(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tiles: int) -> Tensor:
+    """Where each tile's sequence lies; ``tiles`` is the most that there can be."""
+    sequences = cu_seqlens_q.shape[0] - 1
+    plan = cu_seqlens_q.new_empty((1 + tiles, FIELDS.value), dtype=torch.int32)
+    _plan_kernel[(sequences,)](
+        cu_seqlens_q, cu_seqlens_k, plan, sequences, QUERIES=_QUERIES, ALIGNMENT=_ALIGNMENT,
+        CHUNK=_CHUNK,
+    )  # fmt: skip
+    return plan
 
 
 def _of_rank_2(descriptor: TensorDescriptor) -> gl.NVMMASharedLayout:
@@ -452,41 +667,87 @@ def _of_rank_2(descriptor: TensorDescriptor) -> gl.NVMMASharedLayout:
 @on_device_of_first
 def fp8_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
-    v_scale: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    v_scale: Tensor, out: Tensor, lse: Tensor, window: Sequence[int], scale: float,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0, max_seqlen_k: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (SQ, D), (SK, DV) = q.shape[2:], v.shape[2:]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fits = _has_kernel(q, v, scale) and min(SQ, SK) > 1
-    fits = fits and not (deterministic and (D != DV or SQ != SK))
-    if not fits:
+    packed = cu_seqlens_q is not None
+    sizes = (max_seqlen_q, max_seqlen_k) if packed else (SQ, SK)
+    uses_cudnn = not torch.are_deterministic_algorithms_enabled()
+    uses_cudnn = uses_cudnn and is_for_cudnn(*sizes, window, packed=packed)
+    of_flash = flash_window(*sizes, window, packed=packed)
+    fits = _has_kernel(q, v, scale, cu_seqlens_q) and (packed or min(SQ, SK) > 1)
+    if not fits or not (uses_cudnn or of_flash is not None):
         return plain.fp8_attention_backward(
-            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, causal, scale
-        )
+            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, window, scale,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        )  # fmt: skip
     dtype = torch.bfloat16 if dout.dtype == torch.float32 else dout.dtype
     operands = [_decoded(x, one, dtype) for x, one in ((q, q_scale), (k, k_scale), (v, v_scale))]
-    dout, out, out_dtype = dout.to(dtype), out.to(dtype), dout.dtype
-    if D % 8 or DV % 8:  # cuDNN wants heads of multiples of 8: zeros change no score
-        dout, out, *operands = (
-            torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) for x in (dout, out, *operands)
-        )
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
-    seed = lse.new_zeros(2, dtype=torch.int64)  # of the dropout that there is not
-    if deterministic:
-        gradients = aten._scaled_dot_product_flash_attention_backward(
-            dout, *operands, out, lse, None, None, SQ, SK, 0.0, causal, seed.view(torch.uint64),
-            seed.view(torch.uint64)[0], scale=scale,
-        )  # fmt: skip
+    tensors = [dout.to(dtype), *operands, out.to(dtype)]
+    # Zeros change no score. Flash attention's heads are of one size.
+    width, v_width = cudnn_heads(D, DV) if uses_cudnn else [round_up(max(D, DV), 8)] * 2
+    widths = (v_width, width, width, v_width, v_width)
+    tensors = [_padded(x, size, 3) for x, size in zip(tensors, widths, strict=True)]
+    if uses_cudnn or of_flash is None:
+        gradients = _cudnn_backward(tensors, lse, window[1] == 0, scale)
     else:
-        gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            dout, *operands, out, lse.unsqueeze(-1), seed[0], seed[1], None, None, None, SQ, SK,
-            0.0, causal, scale=scale,
-        )  # fmt: skip
+        gradients = _flash_backward(tensors, lse, of_flash, scale, cu_seqlens_q, cu_seqlens_k)
     dq, dk, dv = (
-        plain.by_token(x[..., :size].to(out_dtype))
-        for x, size in zip(gradients, (D, D, DV), strict=False)
+        plain.by_token(x[..., :size].to(dout.dtype))
+        for x, size in zip(gradients, (D, D, DV), strict=True)
     )
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        for x, cu_seqlens in ((dq, cu_seqlens_q), (dk, cu_seqlens_k), (dv, cu_seqlens_k)):
+            token = torch.arange(x.shape[2], device=x.device)
+            x.masked_fill_((token >= cu_seqlens[-1]).view(-1, 1), 0.0)  # of no sequence
     return dq, dk, dv
+
+
+def _padded(x: Tensor, size: int, dim: int) -> Tensor:
+    """``x`` with zeros up to ``size`` in a dimension."""
+    missing = size - x.shape[dim]
+    return torch.nn.functional.pad(x, (0, 0) * (3 - dim) + (0, missing)) if missing else x
+
+
+def _cudnn_backward(
+    tensors: Sequence[Tensor], lse: Tensor, causal: bool, scale: float
+) -> Sequence[Tensor]:
+    """The gradients of q, k and v; of the output's, q, k, v and the output."""
+    dout, q, k, v, out = tensors
+    # PyTorch 2.11 remembers how cuDNN computes a problem by the strides of q, k and v alone: with
+    # an output and a gradient of other strides, a later call came out wrong.
+    dout, out = plain.by_token(dout), plain.by_token(out)
+    seed = lse.new_zeros(2, dtype=torch.int64)  # of the dropout that there is not
+    gradients: Sequence[Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse.unsqueeze(-1), seed[0], seed[1], None, None, None, q.shape[2],
+        k.shape[2], 0.0, causal, scale=scale,
+    )  # fmt: skip
+    return gradients
+
+
+def _flash_backward(
+    tensors: Sequence[Tensor], lse: Tensor, window: FlashWindow, scale: float,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """The same by flash attention, for the queries and keys of a window or packed sequences."""
+    SQ, SK = lse.shape[2], tensors[2].shape[2]
+    sizes = window.queries, window.keys
+    dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
+    if cu_seqlens_q is None:
+        dout, q, out = (x[:, : window.queries] for x in (dout, q, out))
+        k, v = k[:, : window.keys], v[:, : window.keys]
+        lse = lse[:, :, : window.queries].contiguous()
+    else:
+        dout, q, k, v, out, lse = (x[0] for x in (dout, q, k, v, out, lse))
+    seed = lse.new_zeros(2, dtype=torch.int64).view(torch.uint64)  # of no dropout
+    gradients = aten._flash_attention_backward(
+        dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *sizes, 0.0, False, seed, seed[0],
+        scale=scale, window_size_left=window.left, window_size_right=window.right,
+    )  # fmt: skip
+    dq, dk, dv = (x.view(-1, *x.shape[-3:]).transpose(1, 2) for x in gradients)
+    return _padded(dq, SQ, 2), _padded(dk, SK, 2), _padded(dv, SK, 2)
 
 
 def _decoded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from float8lab.formats import E4M3
 
-__all__ = ["P_SCALE", "by_token", "empty_by_token", "fp8_attention", "fp8_attention_backward"]
+__all__ = [
+    "P_SCALE",
+    "by_token",
+    "empty_by_token",
+    "fp8_attention",
+    "fp8_attention_backward",
+]
 
 P_SCALE = 2.0**-8
 """Decode scale of the softmax probabilities: e4m3 then resolves them down to 2 ** -17."""
@@ -47,50 +53,95 @@ def _sum_groups(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2)
 
 
+def _visible(
+    q: Tensor, k: Tensor, window: Sequence[int | torch.SymInt], cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """Which keys each query sees, ``[Sq, Sk]`` bool; None for all of them."""
+    left, right, diagonal = map(int, window)
+    if left < 0 and right < 0 and cu_seqlens_q is None:
+        return None
+    i, of_query, queries = _places(q, cu_seqlens_q)
+    j, of_key, keys = _places(k, cu_seqlens_k)
+    distance = j - (i + (keys - queries)[of_query] + diagonal).view(-1, 1)
+    seen = (of_query.view(-1, 1) == of_key) & (of_key < keys.shape[0] - 1)
+    if left >= 0:
+        seen = seen & (distance >= -left)
+    return seen & (distance <= right) if right >= 0 else seen
+
+
+def _places(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token's position in its sequence, which sequence that is, and the lengths of all.
+
+    Tokens behind the last sequence are of one more, of length 0.
+    """
+    token = torch.arange(x.shape[2], device=x.device)
+    if cu_seqlens is None:
+        cu_seqlens = token.new_tensor([0, x.shape[2]])
+    sequence = torch.bucketize(token, cu_seqlens[1:], right=True)
+    lengths = torch.nn.functional.pad(cu_seqlens.diff(), (0, 1))
+    return token - cu_seqlens[sequence], sequence, lengths
+
+
 def _scores(
-    q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor, causal: bool, scale: float
+    q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor, scale: float, seen: Tensor | None
 ) -> Tensor:
     decode = (q_scale * k_scale).view(1) * scale
     scores = q.float() @ _repeat(k, q.shape[1]).transpose(2, 3) * decode
-    if causal:
-        i = torch.arange(q.shape[2], device=q.device).view(-1, 1)
-        scores = scores.masked_fill(torch.arange(k.shape[2], device=q.device) > i, -torch.inf)
-    return scores
+    return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
 
 
 def fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
-    causal: bool, scale: float, out_dtype: torch.dtype,
+    window: Sequence[int | torch.SymInt], scale: float, out_dtype: torch.dtype,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of FP8 operands.
+
+    Under the window ``(left, right, diagonal)`` query i stands at key ``i + Sk - Sq + diagonal``
+    and sees the keys from ``left`` before that to ``right`` after it, -1 being no limit: the last
+    query stands at the last key if ``diagonal`` is 0. A causal mask is ``(-1, 0, 0)``; aligned at
+    the first query and key, its diagonal is ``Sq - Sk``.
 
     Args:
         q: ``[B, H, Sq, D]`` FP8.
         k: ``[B, G, Sk, D]`` FP8, G dividing H.
         v: ``[B, G, Sk, Dv]`` FP8.
         q_scale: one element, as ``k_scale`` and ``v_scale``: decode scales.
-        causal: query i sees the keys up to the i-th.
+        window: see above.
+        cu_seqlens_q: where sequences of queries end, ``[sequences + 1]`` int32 from 0 on, if they
+            lie behind each other, in which case B is 1; each sees its own keys alone, and Sq, Sk
+            and positions above are its own. Tokens behind the last are of no sequence.
+        cu_seqlens_k: the same of keys and values; both or neither are None.
 
     Returns:
         ``[B, H, Sq, Dv]`` (in memory by token), and the logarithm of each query's sum of
-        exponentials, ``[B, H, Sq]`` float32.
+        exponentials, ``[B, H, Sq]`` float32. Of a query that sees no key they are 0 and -inf.
     """
-    scores = _scores(q, k, q_scale, k_scale, causal, scale)
+    seen = _visible(q, k, window, cu_seqlens_q, cu_seqlens_k)
+    scores = _scores(q, k, q_scale, k_scale, scale, seen)
     if not scores.numel():
         out = empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype).zero_()
-        return out, scores.new_zeros(scores.shape[:3])
-    largest = scores.amax(-1, keepdim=True)
+        return out, scores.new_full(scores.shape[:3], -torch.inf)
+    largest = _finite(scores.amax(-1, keepdim=True))
     p = (scores - largest).exp()
     exp_sum = p.sum(-1, keepdim=True)
     p8 = (p / P_SCALE).to(E4M3).float()
-    decode = v_scale.view(1) * P_SCALE
-    out = (p8 @ _repeat(v, q.shape[1])) * (decode / exp_sum)
+    decode = v_scale.view(1) * P_SCALE / exp_sum
+    out = (p8 @ _repeat(v, q.shape[1])) * decode.masked_fill(exp_sum == 0, 0.0)
     return by_token(out.to(out_dtype)), (largest + exp_sum.log()).squeeze(-1)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """``x``, the largest scores or logarithms of sums, with 0 where there is no score."""
+    return x.masked_fill(x == -torch.inf, 0.0)
 
 
 def fp8_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
-    v_scale: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    v_scale: Tensor, out: Tensor, lse: Tensor, window: Sequence[int | torch.SymInt], scale: float,
+    *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | torch.SymInt = 0, max_seqlen_k: int | torch.SymInt = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, the rounding of the probabilities taken as the identity.
 
@@ -99,9 +150,13 @@ def fp8_attention_backward(
     Args:
         dout: ``[B, H, Sq, Dv]`` high precision.
         out: from the forward, as ``lse``; the other arguments are the forward's own.
+        max_seqlen_q: the most queries of a sequence, or more, where ``cu_seqlens_q`` is given.
+        max_seqlen_k: the same of keys.
     """
     H, G = q.shape[1], k.shape[1]
-    p = (_scores(q, k, q_scale, k_scale, causal, scale) - lse.unsqueeze(-1)).exp()
+    seen = _visible(q, k, window, cu_seqlens_q, cu_seqlens_k)
+    scores = _scores(q, k, q_scale, k_scale, scale, seen)
+    p = (scores - _finite(lse).unsqueeze(-1)).exp()
     gradient = dout.float()
     dp = gradient @ _repeat(v, H).transpose(2, 3) * v_scale.view(1)
     dv = _sum_groups(p.transpose(2, 3) @ gradient, G)

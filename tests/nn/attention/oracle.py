@@ -13,8 +13,15 @@ def visible_window(left, right, diagonal):
     return visible
 
 
-def attend(q, k, v, visible=lambda b, h, i, j: True, *, bias=None, scale=None):
-    """``softmax(q @ k.T * scale + bias) @ v`` of ``[B, S, H, D]``; 0 where nothing is visible."""
+def attend(
+    q, k, v, visible=lambda b, h, i, j: True, *, bias=None, scale=None, softcap=0.0, sinks=None,
+    kept=None, maxima=None,
+):  # fmt: skip
+    """``softmax(q @ k.T * scale + bias) @ v`` of ``[B, S, H, D]``; 0 where nothing is visible.
+
+    ``sinks`` are ``[H]``, ``kept`` factors of the probabilities ``[B, H, Sq, Sk]``; the largest
+    scores of head h go to ``maxima[h]``.
+    """
     B, Sq, H, D = q.shape
     Sk, G = k.shape[1:3]
     scale = D**-0.5 if scale is None else scale
@@ -29,9 +36,16 @@ def attend(q, k, v, visible=lambda b, h, i, j: True, *, bias=None, scale=None):
                     heads.append(v.new_zeros(v.shape[-1]))
                     continue
                 scores = k[b, seen, g] @ q[b, i, h] * scale
+                if softcap:
+                    scores = softcap * (scores / softcap).tanh()
                 if bias is not None:
                     scores = scores + bias[b, h, i, seen]
-                heads.append(scores.softmax(0) @ v[b, seen, g])
+                if maxima is not None:
+                    maxima[h].append(scores.max().item())
+                sum_of_others = 0.0 if sinks is None else (sinks[h] - scores.max()).exp()
+                p = (scores - scores.max()).exp()
+                p = p / (p.sum() + sum_of_others)
+                heads.append((p if kept is None else p * kept[b, h, i, seen]) @ v[b, seen, g])
             rows.append(torch.cat(heads))
     used = 0 * (q.sum() + k.sum() + v.sum())  # a gradient, also where nothing is computed
     out = torch.stack(rows).view(B, Sq, -1) if rows else q.new_zeros(B, Sq, H * v.shape[-1])

@@ -112,10 +112,11 @@ def test_flex_agrees_in_forward(mask_type, window):
     )
     mask = masks_of(mask_type)
     q, k, v, _ = make()
-    for bias_type in ("no_bias", "alibi"):
+    for bias_type, softcap in (("no_bias", 0.0), ("alibi", 0.0), ("alibi", 1.0)):
+        module.softmax_type = "off-by-one" if softcap else "vanilla"
         plain = copy.deepcopy(module)
         plain.backends = ("reference",)
-        call = {"attention_mask": mask, "core_attention_bias_type": bias_type}
+        call = {"attention_mask": mask, "core_attention_bias_type": bias_type, "softcap": softcap}
         oracle.assert_close([module(q, k, v, **call)], [plain(q, k, v, **call)], torch.float32)
 
 
@@ -163,7 +164,8 @@ def test_formats_and_cu_seqlens(mask_type, qkv_format):
     oracle.assert_close([y, *grads], [expected, *expected_grads], torch.float32)
 
 
-def test_thd_with_unused_tokens_and_given_longest():
+@pytest.mark.parametrize("pad_between_seqs", [None, True])
+def test_thd_with_unused_tokens_and_given_longest(pad_between_seqs):
     """cu_seqlens_*_padded: sequences start at these; max_seqlen_* spares a look at the lengths."""
     q, k, v, _ = make(5, 5)
     starts, lengths = [0, 4], [3, 2]
@@ -178,10 +180,40 @@ def test_thd_with_unused_tokens_and_given_longest():
     y = module(
         *spread, cu_seqlens_q=cumulative(lengths), cu_seqlens_kv=cumulative(lengths),
         cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
-        max_seqlen_q=4, max_seqlen_kv=4,
+        max_seqlen_q=4, max_seqlen_kv=4, pad_between_seqs=pad_between_seqs,
     )  # fmt: skip
     assert torch.allclose(torch.cat([y[0:3], y[4:6]]), expected, atol=1e-6)
     assert torch.equal(y[[3, 6]], torch.zeros(2, H * D))
+
+
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("dim", [-3, -2])
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_packed_inputs_are_views_of_one_tensor(qkv_format, dim, compiled):
+    """The packed tensor gets the gradients of its parts."""
+    lengths = {}
+    if qkv_format == "thd":
+        lengths = {"cu_seqlens_q": cumulative([3, 2]), "max_seqlen_q": 3, "max_seqlen_kv": 3}
+    q, k, v = torch.randn(3, *((5,) if qkv_format == "thd" else (5, 2)), H, D)
+    mask_type = "padding_causal" if qkv_format == "thd" else "causal"
+    module = DotProductAttention(H, D, qkv_format=qkv_format, attn_mask_type=mask_type)
+    torch._dynamo.reset()
+    call = torch.compile(module, fullgraph=True, backend="eager") if compiled else module
+    parts = oracle.leaves(q, k, v)
+    expected = module(*parts, **lengths)
+    dy = torch.randn_like(expected)
+    wanted = oracle.gradients(expected, parts, dy)
+    (qkv,) = oracle.leaves(torch.stack((q, k, v), dim))
+    query, kv = oracle.leaves(q, torch.stack((k, v), dim))
+    for inputs, packed in (
+        ({"qkv_layer": qkv}, [qkv]),
+        ({"query_layer": query, "kv_layer": kv}, [query, kv]),
+    ):
+        y = call(**inputs, qkv_interleave_dim=dim, **lengths)
+        grads = oracle.gradients(y, packed, dy)
+        assert torch.equal(y, expected)
+        assert torch.equal(grads[-1], torch.stack(wanted[3 - grads[-1].shape[dim] :], dim))
+        assert len(grads) == 1 or torch.equal(grads[0], wanted[0])
 
 
 @pytest.mark.parametrize("spelling", ["padding,causal", "causal,padding", "padding_causal"])
@@ -533,6 +565,36 @@ CALLS = {
         {"alibi_slopes": torch.ones(3), "core_attention_bias_type": "alibi"},
         ValueError, r"alibi_slopes must be \[4\]",
     ),
+    "no query": ({"query_layer": None}, ValueError, "query_layer, key_layer and .*; got key"),
+    "packed and not": (
+        {"qkv_layer": torch.ones(2, 5, 3, 4, 8)}, ValueError, "or qkv_layer alone; got que"
+    ),
+    "packed twice": (
+        {
+            **dict.fromkeys(("query_layer", "key_layer", "value_layer")),
+            "qkv_layer": torch.ones(2, 5, 3, 4, 8), "kv_layer": torch.ones(2, 5, 2, 4, 8),
+        },
+        ValueError, "got kv_layer, qkv_layer",
+    ),
+    "packed elsewhere": (
+        {"key_layer": None, "value_layer": None, "kv_layer": torch.ones(2, 2, 5, 4, 8)},
+        ValueError, "kv_layer must have size 2 in dimension -3",
+    ),
+    "no dimension of packed tensors": (
+        {
+            "key_layer": None, "value_layer": None, "kv_layer": torch.ones(2, 5, 4, 8, 2),
+            "qkv_interleave_dim": -1,
+        },
+        ValueError, "qkv_interleave_dim must be -3 or -2",
+    ),
+    "gaps": ({"pad_between_seqs": True}, ValueError, "cu_seqlens_q_padded must be given with pad"),
+    "softcap and a bias before it": (
+        {
+            "softcap": 3.0, "core_attention_bias_type": "pre_scale_bias",
+            "core_attention_bias": torch.ones(5, 5),
+        },
+        NotImplementedError, "softcap must be 0 with",
+    ),
     "no layer number": (
         {"inference_params": float8lab.InferenceParams(2, 8)}, ValueError, "layer_number must"
     ),
@@ -544,8 +606,9 @@ def test_wrong_calls_are_refused(case):
     kwargs, error, message = CALLS[case]
     q, k, v, _ = make(5, 5)
     module = bshd_attention()
+    call = {"query_layer": q, "key_layer": k, "value_layer": v, **kwargs}
     with pytest.raises(error, match=message):
-        module(q, k, v, **kwargs)
+        module(**call)
 
 
 CONSTRUCTIONS = {
@@ -559,6 +622,7 @@ CONSTRUCTIONS = {
     "format": ({"qkv_format": "sb3hd"}, ValueError, "qkv_format must be one of"),
     "tp": ({"tp_size": 3}, ValueError, "num_gqa_groups must be a multiple of the 3 tensor-par"),
     "backends": ({"backends": ("cudnn",)}, ValueError, "backends must be names"),
+    "softmax": ({"softmax_type": "sink"}, ValueError, "softmax_type must be one of 'vanilla'"),
     "no backends": ({"backends": ()}, ValueError, "backends must be names"),
 }
 
@@ -601,7 +665,7 @@ def test_arguments_without_effect_on_one_rank():
 @pytest.mark.parametrize(
     ("variant", "fp8"),
     [
-        *((variant, False) for variant in ("window", "padding", "alibi")),
+        *((variant, False) for variant in ("window", "padding", "alibi", "softcap")),
         ("causal", True),
         ("checkpointed", True),
     ],
@@ -614,6 +678,7 @@ def test_compiled(variant, fp8):
         "window": {"window_size": (2, 0)},
         "padding": {"attn_mask_type": "padding", "attention_mask": padding_mask([3, 5], 5)},
         "alibi": {"core_attention_bias_type": "alibi", "alibi_slopes": torch.rand(H)},
+        "softcap": {"softcap": 2.0, "window_size": (2, 0)},
         "checkpointed": {"checkpoint_core_attention": True},
     }[variant]
     q, k, v, dy = make(5, 5)
@@ -643,7 +708,7 @@ def test_flex_is_compiled_for_kinds_of_masks_not_for_each():
             problem = Problem(mask, 0.3)
             score_mod, block_mask = _flex_modifiers(q, k, problem)
             out = compiled(q, k, v, score_mod, block_mask, 0.3)
-            expected = reference_attention(q, k, v, problem)
+            expected, _ = reference_attention(q, k, v, problem)
             if padded:
                 out = out.masked_fill(padded[0][:, None, :, None], 0.0)
             assert torch.allclose(out, expected, atol=1e-5)
@@ -718,9 +783,56 @@ def test_backends_agree_on_a_gpu(mask_type, window, backend, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [64, 128, (192, 128), 256], ids=str)
+def test_flex_of_every_head_size_on_a_gpu(channels, dtype):
+    """Its blocks fit into shared memory, in backward too; with softcap, sinks and maxima."""
+    torch._dynamo.reset()
+    options = {"qkv_format": "bshd", "softmax_type": "learnable", "return_max_logit": True}
+    module = DotProductAttention(H, channels, G, **options, window_size=(90, 0)).cuda()
+    torch.nn.init.normal_(module.softmax_offset)
+    d, dv = module.qk_channels, module.v_channels
+    shapes = [(2, 300, H, d), (2, 300, G, d), (2, 300, G, dv), (2, 300, H * dv)]
+    q, k, v, dy = (torch.randn(s, device="cuda", dtype=dtype) for s in shapes)
+    results = []
+    for names, high in (("flex",), False), (("reference",), True):
+        module.backends = names
+        leaves = oracle.leaves(*((t.double() if high else t) for t in (q, k, v)))
+        y, largest = module(*leaves, softcap=3.0)
+        grads = oracle.gradients(y, [*leaves, module.softmax_offset], dy)
+        results.append([y, largest, *grads])
+    for a, e in zip(*results, strict=True):
+        error = (a.double() - e.double()).norm() / e.double().norm()
+        assert error <= 8 * (2.0**-10 if dtype == torch.float32 else 2.0**-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dropout", "float32 groups", "values of another size", "float64"])
+def test_no_matrix_of_scores_on_a_gpu(kind):
+    """All tensors of forward and backward take less than half of what the scores would."""
+    channels = (64, 32) if kind == "values of another size" else 64
+    dtype = {"float32 groups": torch.float32, "float64": torch.float64}.get(kind, torch.bfloat16)
+    module = DotProductAttention(
+        16, channels, 4, attention_dropout=0.1 if kind == "dropout" else 0.0, qkv_format="bshd"
+    )
+    sizes = (16, module.qk_channels), (4, module.qk_channels), (4, module.v_channels)
+    q, k, v = (torch.randn(1, 8192, *size, device="cuda", dtype=dtype) for size in sizes)
+    leaves = oracle.leaves(q, k, v)
+    module._warned_of_blocks = True
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    window = (1000, 0) if kind == "dropout" else None
+    module(*leaves, window_size=window).sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaves)
+    scores = 16 * 8192 * 8192 * q.element_size()
+    assert torch.cuda.max_memory_allocated() - before < 0.5 * scores
+
+
+@pytest.mark.gpu
 def test_default_backends_on_a_gpu():
     q, k, v = torch.randn(3, 2, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
     module = DotProductAttention(4, 64, qkv_format="bshd")
+    assert module.explain(q, k, v, softcap=9.0).backend == "flex"
     assert module.explain(q, k, v).backend == "sdpa"
     assert module.explain(q, k, v, window_size=(64, 0)).backend == "flex"
     assert module.explain(q, k, v, core_attention_bias_type="alibi").backend == "flex"

@@ -66,8 +66,97 @@ def test_sqnr_of_output_and_gradients(name, mask, dtype, device):
     assert min(measured) < 40  # it did run in FP8
 
 
+TAKEN = {
+    "window": (128, 128, {"window_size": (40, 0)}),
+    "window-two-sided": (128, 128, {"window_size": (20, 9), "attn_mask_type": "no_mask"}),
+    "bottom-right": (96, 160, {"attn_mask_type": "causal_bottom_right"}),
+    "top-left": (96, 160, {}),
+    "blind": (160, 96, {"attn_mask_type": "causal_bottom_right"}),
+    "cross": (96, 160, {"attn_mask_type": "no_mask"}),
+    "cross-window": (96, 160, {"attn_mask_type": "causal_bottom_right", "window_size": (40, 0)}),
+}
+
+
+@pytest.mark.parametrize("heads", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("case", TAKEN)
+def test_masks_of_the_kernel(case, heads, device):
+    Sq, Sk, options = TAKEN[case]
+    D, Dv = heads
+    module = DotProductAttention(2, heads, num_gqa_groups=1, qkv_format="bshd", **options)
+    shapes = (2, Sq, 2, D), (2, Sk, 1, D), (2, Sk, 1, Dv), (2, Sq, 2 * Dv)
+    check_fp8(module, [torch.randn(shape, device=device) for shape in shapes])
+
+
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [("padding", None), ("padding_causal", None), ("padding_causal", (17, 0))],
+    ids=str,
+)
+@pytest.mark.parametrize("Sk", [None, [61, 100, 60, 30]], ids=["self", "cross"])
+def test_packed_sequences(Sk, mask, window, device):
+    lengths = [50, 1, 60, 20]
+    module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="thd", window_size=window)
+    how = {"cu_seqlens_q": ends_of(lengths, device), "attn_mask_type": mask}
+    if Sk is not None:
+        how["attn_mask_type"] = mask.replace("causal", "causal_bottom_right")
+        how["cu_seqlens_kv"] = ends_of(Sk, device)
+    T, Tk = sum(lengths) + 5, sum(Sk or lengths) + 5  # the last ones are of no sequence
+    shapes = (T, 4, 64), (Tk, 2, 64), (Tk, 2, 64), (T, 256)
+    tensors = [torch.randn(shape, device=device) for shape in shapes]
+    results = check_fp8(module, tensors, **how)
+    assert not any(x[sum(lengths) :].any() for x in results[:2])
+    assert not any(x[sum(Sk or lengths) :].any() for x in results[2:])
+
+
+@pytest.mark.parametrize("case", ["window", "packed"])
+def test_compiled_without_graph_breaks(case):
+    recipe, how = RECIPES["current"], {}
+    if case == "packed":
+        how = {"cu_seqlens_q": ends_of([20, 30], "cpu"), "max_seqlen_q": 30, "max_seqlen_kv": 30}
+        module = DotProductAttention(4, 64, qkv_format="thd", attn_mask_type="padding_causal")
+        tensors = [torch.randn(50, 4, 64) for _ in range(3)]
+    else:
+        module = DotProductAttention(4, 64, qkv_format="bshd", window_size=(16, 0))
+        tensors = [torch.randn(2, 50, 4, 64) for _ in range(3)]
+    tensors.append(torch.randn(*tensors[0].shape[:-2], 256))
+    expected = run(module, tensors, recipe, **how)
+    module.compile(fullgraph=True, backend="aot_eager")
+    results = run(module, tensors, recipe, **how)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_packed_sequences_that_the_kernel_does_not_take():
+    q = k = v = torch.randn(10, 4, 64)
+    module = DotProductAttention(4, 64, qkv_format="thd", attn_mask_type="padding_causal")
+    ends = ends_of([4, 4], "cpu")
+    for how, reason in (
+        ({"cu_seqlens_q_padded": ends + 1, "cu_seqlens_kv_padded": ends + 1}, "between"),
+        ({"cu_seqlens_kv": ends_of([5, 5], "cpu")}, "at the last one"),
+    ):
+        with float8lab.autocast(recipe=RECIPES["current"]):
+            assert reason in module.explain(q, k, v, cu_seqlens_q=ends, **how).rejected["fp8"]
+            with pytest.warns(UserWarning, match=reason):
+                module(q, k, v, cu_seqlens_q=ends, **how)
+        module._warned = False
+
+
+def ends_of(lengths, device):
+    return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+
+
+def check_fp8(module, tensors, **how):
+    """That a call runs in FP8, and the accuracy of its results, which are returned."""
+    with float8lab.autocast(recipe=RECIPES["current"]):
+        assert module.explain(*tensors[:3], **how).backend == "fp8"
+    results = run(module, tensors, RECIPES["current"], **how)
+    exact = run(module, [t.double() for t in tensors], None, **how)
+    measured = [sqnr(a, e) for a, e in zip(results, exact, strict=True)]
+    assert all(m >= s for m, s in zip(measured, SQNR, strict=True)), measured
+    assert min(measured) < 40
+    return results
+
+
 ELSEWHERE = {
-    "window": ({"window_size": (16, 0)}, "window"),
     "padding": (
         {
             "attn_mask_type": "padding_causal",
@@ -112,7 +201,7 @@ def test_what_the_kernel_does_not_take_is_in_high_precision_and_says_so_once(var
 
 def test_large_heads_and_dropout_are_in_high_precision(device):
     for heads, options, reason in (
-        (136, {}, "up to 128"),
+        (264, {}, "up to 256"),
         (64, {"attention_dropout": 0.1}, "dropout"),
     ):
         q, k, v = torch.randn(3, 1, 6, 2, heads, device=device)

@@ -90,13 +90,27 @@ def plain(module, x, encoder=None, *, visible, eps=1e-5, angles=None):
         F.linear(inp, weight, bias).unflatten(-1, (-1, module.kv_channels))
         for inp, weight, bias in zip((normed, source, source), w["weight"], w["bias"], strict=False)
     )
+    p = {n: v.detach().double() for n, v in module.named_parameters()}
+    if module.qk_norm_before_rope:
+        q, k = qk_norm(p, q, "q"), qk_norm(p, k, "k")
     if angles is not None:
         q, k = (
             apply_rotary_pos_emb(t, a.double(), "bshd") for t, a in zip((q, k), angles, strict=True)
         )
-    context = oracle.attend(q, k, v, visible)
+    if not module.qk_norm_before_rope:
+        q, k = qk_norm(p, q, "q"), qk_norm(p, k, "k")
+    context = oracle.attend(q, k, v, visible, sinks=p.get("core_attention.softmax_offset"))
     y = F.linear(context, w["weight"][3], None if module.return_bias else w["bias"][3])
     return y, w["bias"][3], normed
+
+
+def qk_norm(p, x, side):
+    weight, bias = p.get(f"{side}_norm.weight"), p.get(f"{side}_norm.bias")
+    if weight is None:
+        return x
+    if bias is None:
+        return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
 
 
 def causal(b, h, i, j):
@@ -210,6 +224,47 @@ def test_rotary(pair):
     y = module(x, rotary_pos_emb=angles if pair else angles[0])
     assert close(y, plain(module, x, visible=causal, angles=angles)[0])
     assert not close(module(x), y.double())
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_qk_norm_and_sinks(kind, before):
+    names = {"qk_norm_type": kind, "qk_norm_before_rope": before, "softmax_type": "learnable"}
+    module = build(**names)
+    added = {n for n, _ in module.named_parameters()} - {n for n, _ in build().named_parameters()}
+    norms = {"q_norm.weight", "k_norm.weight"}
+    norms |= {"q_norm.bias", "k_norm.bias"} if kind == "LayerNorm" else set()
+    assert added == {*norms, "core_attention.softmax_offset"}
+    assert module.core_attention.softmax_offset.shape == (H,)
+    with torch.no_grad():
+        for name in added:
+            module.get_parameter(name).add_(torch.randn_like(module.get_parameter(name)))
+    angles, x = RotaryPositionEmbedding(D, device="cpu")(S), torch.randn(B, S, HIDDEN)
+    y = module(x, rotary_pos_emb=angles)
+    assert close(y, plain(module, x, visible=causal, angles=(angles, angles))[0])
+    y.sum().backward()
+    assert all(module.get_parameter(name).grad.any() for name in added)
+    module.reset_parameters()
+    assert not module.core_attention.softmax_offset.any()
+    layer = float8lab.TransformerLayer(HIDDEN, HIDDEN, H, G, device="cpu", **names)
+    layer.self_attention.load_state_dict(build(**names, input_layernorm=True).state_dict())
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_l2_normalization(size):
+    module = build(qk_norm_type="L2Normalization", qk_norm_eps=1e-6)
+    assert module.state_dict().keys() == build().state_dict().keys()
+    x = (torch.randn(3, 2, 4, D) * size).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    expected = exact / (exact.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    dy = torch.randn(3, 2, 4, D)
+    for y in module._normalized(x, x):
+        assert close(y, expected)
+        oracle.assert_close(
+            oracle.gradients(y, [x], dy),
+            torch.autograd.grad(expected, exact, dy.double(), retain_graph=True),
+            torch.float32,
+        )
 
 
 def test_interleaved_rotary():
