@@ -8,7 +8,7 @@ reference   plain PyTorch, float32 inside; takes everything
 ========== ==========================================================================
 
 Whatever the backend, a query that sees no key, and one that is padding, has output 0 and passes
-no gradient on. The two last hold a matrix for a block of queries at a time, and make it again in
+no gradient on. The two last hold a matrix for a block of queries at a time, and recompute it in
 backward, where that of all queries would have more than ``MOST_SCORES`` numbers.
 """
 
@@ -540,23 +540,31 @@ _LEAST_QUERIES = 64
 
 def _block_of_queries(name: str, q: Tensor, k: Tensor, problem: Problem) -> int | None:
     """How many queries a backend attends for at a time; None for all of them."""
-    (B, H, Sq, _), Sk, mask, bias = q.shape, k.shape[2], problem.mask, problem.bias
-    scores = B * H * Sk  # numbers that it makes for a query of each sequence
-    if name == "sdpa_masked":
-        given = mask.arbitrary if bias is None else bias
-        heads = H if problem.alibi is not None else 1
-        if given is not None and given.ndim > 2:
-            heads = max(heads, given.shape[-3])
-        # A bias has a row for each sequence where masks differ; torch makes one of a bool mask.
-        differ = bias is None or mask.kv_padding is not None or isinstance(mask.diagonal, Tensor)
-        scores = (B if differ else 1) * heads * Sk
-        is_used_as_given = bias is not None and mask.lets_all
-        if is_used_as_given or (given is not None and given.numel() >= scores * Sq):
-            return None
-    if name in ("sdpa", "flex") or is_exporting() or Sq * scores <= MOST_SCORES:
+    (B, H, Sq, _), Sk = q.shape, k.shape[2]
+    if name in ("sdpa", "flex") or is_exporting():
+        return None
+    # Numbers that it makes for a query of each sequence.
+    scores = B * H * Sk if name == "reference" else _made_mask(q, k, problem)
+    if Sq * scores <= MOST_SCORES:
         return None
     rows = max(_LEAST_QUERIES, MOST_SCORES // scores)
     return rows if rows < Sq else None
+
+
+def _made_mask(q: Tensor, k: Tensor, problem: Problem) -> int:
+    """Numbers for a query of each sequence in the mask that ``sdpa_masked`` makes of a problem, or
+    0 where that is no larger than the matrix that the caller gave."""
+    (B, H, Sq, _), Sk, mask, bias = q.shape, k.shape[2], problem.mask, problem.bias
+    if bias is not None and mask.lets_all:
+        return 0
+    given = mask.arbitrary if bias is None else bias
+    heads = H if problem.alibi is not None else 1
+    if given is not None and given.ndim > 2:
+        heads = max(heads, given.shape[-3])
+    # A bias has a row for each sequence where masks differ; torch makes one of a bool mask.
+    differ = bias is None or mask.kv_padding is not None or isinstance(mask.diagonal, Tensor)
+    made = (B if differ else 1) * heads * Sk
+    return 0 if given is not None and given.numel() >= made * Sq else made
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, chosen: Explanation) -> Attended:
