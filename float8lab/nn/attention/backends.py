@@ -199,12 +199,12 @@ def _in_blocks(
     outputs, maxima = [], []
     for start in range(0, q.shape[2], rows):
         stop = min(start + rows, q.shape[2])
-        part, keys = problem.of_queries(start, stop, k.shape[2])
-        block = q[:, :, start:stop], k[:, :, keys], v[:, :, keys], part
+        block_problem, keys = problem.of_queries(start, stop, k.shape[2])
+        block = q[:, :, start:stop], k[:, :, keys], v[:, :, keys], block_problem
         grad = torch.is_grad_enabled()
-        found: Any = checkpoint(run, *block, use_reentrant=False) if grad else run(*block)
-        outputs.append(found[0])
-        maxima.append(found[1])
+        attended: Any = checkpoint(run, *block, use_reentrant=False) if grad else run(*block)
+        outputs.append(attended[0])
+        maxima.append(attended[1])
     largest = torch.stack(maxima).amax(0) if problem.wants_max else None
     return torch.cat(outputs, 2), largest
 
@@ -387,18 +387,18 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     library: Any = _flex_library()
     run = _compiled_flex() if fused else library.flex_attention
     asks = sink is not None or problem.wants_max
-    found = run(
+    result = run(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options=_flex_tiles(max(q.shape[3], v.shape[3])),
         return_aux=library.AuxRequest(sink is not None, problem.wants_max) if asks else None,
     )  # fmt: skip
-    out, statistics = found if asks else (found, library.AuxOutput())
+    out, statistics = result if asks else (result, library.AuxOutput())
     blind = problem.mask.padded_queries
     if sink is not None:
         # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).
-        kept = torch.sigmoid(statistics.lse - sink.view(-1, 1))
-        out = (out * kept.unsqueeze(-1)).to(q.dtype)
+        share_of_keys = torch.sigmoid(statistics.lse - sink.view(-1, 1))
+        out = (out * share_of_keys.unsqueeze(-1)).to(q.dtype)
     largest = None
     if problem.wants_max:
         largest = _largest(statistics.max_scores.unsqueeze(-1), blind)
