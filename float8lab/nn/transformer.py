@@ -194,23 +194,15 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
             **ub,
         }
         attention: dict[str, Any] = {
-            **shared,
-            "kv_channels": kv_channels,
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "layer_number": layer_number,
-            "num_gqa_groups": num_gqa_groups,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "qkv_format": attn_input_format,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "softmax_scale": softmax_scale,
-            "qk_norm_type": qk_norm_type,
-            "qk_norm_eps": qk_norm_eps,
-            "qk_norm_before_rope": qk_norm_before_rope,
+            **shared, "kv_channels": kv_channels, "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon, "layer_number": layer_number,
+            "num_gqa_groups": num_gqa_groups, "get_rng_state_tracker": get_rng_state_tracker,
+            "fuse_qkv_params": fuse_qkv_params, "qkv_weight_interleaved": qkv_weight_interleaved,
+            "qkv_format": attn_input_format, "rotary_pos_interleaved": rotary_pos_interleaved,
+            "softmax_scale": softmax_scale, "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps, "qk_norm_before_rope": qk_norm_before_rope,
             "softmax_type": softmax_type,
-        }
+        }  # fmt: skip
         returns_norm = apply_residual_connection_post_layernorm and not output_layernorm
         self.self_attention = MultiheadAttention(
             hidden_size, num_attention_heads,

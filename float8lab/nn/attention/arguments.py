@@ -95,19 +95,19 @@ def unpacked(
             "query_layer, key_layer and value_layer must be given, or query_layer and kv_layer, or "
             f"qkv_layer alone; got {', '.join(names) or 'none'}. Pass each part once."
         )
-    name, parts = names[-1], 2 if qkv_layer is None else 3
+    name, count = names[-1], 2 if qkv_layer is None else 3
     packed = cast(Tensor, given[name])
     check_tensor(name, packed)
     if isinstance(dim, bool) or dim not in (-3, -2):
         raise ValueError(
             f"qkv_interleave_dim must be -3 or -2; got {shown(dim)}. Count from the last dimension."
         )
-    if packed.ndim not in (4, 5) or packed.shape[dim] != parts:
+    if packed.ndim not in (4, 5) or packed.shape[dim] != count:
         raise ValueError(
-            f"{name} must have size {parts} in dimension {dim}, qkv_interleave_dim, one of 4 or 5; "
+            f"{name} must have size {count} in dimension {dim}, qkv_interleave_dim, one of 4 or 5; "
             f"got shape {tuple(packed.shape)}. Stack its parts there."
         )
-    return (*qkv[: 3 - parts], *packed.unbind(dim))  # type: ignore[return-value]  # three tensors
+    return (*qkv[: 3 - count], *packed.unbind(dim))  # type: ignore[return-value]  # three tensors
 
 
 def check_tensors(

@@ -8,7 +8,7 @@ reference   plain PyTorch, float32 inside; takes everything
 ========== ==========================================================================
 
 Whatever the backend, a query that sees no key, and one that is padding, has output 0 and passes
-no gradient on. The two last hold a matrix for a block of queries at a time, and make it again in
+no gradient on. The two last hold a matrix for a block of queries at a time, and recompute it in
 backward, where that of all queries would have more than ``MOST_SCORES`` numbers.
 """
 
@@ -209,12 +209,12 @@ def _in_blocks(
     outputs, maxima = [], []
     for start in range(0, q.shape[2], rows):
         stop = min(start + rows, q.shape[2])
-        part, keys = problem.of_queries(start, stop, k.shape[2])
-        block = q[:, :, start:stop], k[:, :, keys], v[:, :, keys], part
+        block_problem, keys = problem.of_queries(start, stop, k.shape[2])
+        block = q[:, :, start:stop], k[:, :, keys], v[:, :, keys], block_problem
         grad = torch.is_grad_enabled()
-        found: Any = checkpoint(run, *block, use_reentrant=False) if grad else run(*block)
-        outputs.append(found[0])
-        maxima.append(found[1])
+        attended: Any = checkpoint(run, *block, use_reentrant=False) if grad else run(*block)
+        outputs.append(attended[0])
+        maxima.append(attended[1])
     largest = torch.stack(maxima).amax(0) if problem.wants_max else None
     return torch.cat(outputs, 2), largest
 
@@ -397,18 +397,18 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     library: Any = _flex_library()
     run = _compiled_flex() if fused else library.flex_attention
     asks = sink is not None or problem.wants_max
-    found = run(
+    result = run(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options=_flex_tiles(max(q.shape[3], v.shape[3])),
         return_aux=library.AuxRequest(sink is not None, problem.wants_max) if asks else None,
     )  # fmt: skip
-    out, statistics = found if asks else (found, library.AuxOutput())
+    out, statistics = result if asks else (result, library.AuxOutput())
     blind = problem.mask.padded_queries
     if sink is not None:
         # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).
-        kept = torch.sigmoid(statistics.lse - sink.view(-1, 1))
-        out = (out * kept.unsqueeze(-1)).to(q.dtype)
+        share_of_keys = torch.sigmoid(statistics.lse - sink.view(-1, 1))
+        out = (out * share_of_keys.unsqueeze(-1)).to(q.dtype)
     largest = None
     if problem.wants_max:
         largest = _largest(statistics.max_scores.unsqueeze(-1), blind)
@@ -550,23 +550,31 @@ _LEAST_QUERIES = 64
 
 def _block_of_queries(name: str, q: Tensor, k: Tensor, problem: Problem) -> int | None:
     """How many queries a backend attends for at a time; None for all of them."""
-    (B, H, Sq, _), Sk, mask, bias = q.shape, k.shape[2], problem.mask, problem.bias
-    scores = B * H * Sk  # numbers that it makes for a query of each sequence
-    if name == "sdpa_masked":
-        given = mask.arbitrary if bias is None else bias
-        heads = H if problem.alibi is not None else 1
-        if given is not None and given.ndim > 2:
-            heads = max(heads, given.shape[-3])
-        # A bias has a row for each sequence where masks differ; torch makes one of a bool mask.
-        differ = bias is None or mask.kv_padding is not None or isinstance(mask.diagonal, Tensor)
-        scores = (B if differ else 1) * heads * Sk
-        is_used_as_given = bias is not None and mask.lets_all
-        if is_used_as_given or (given is not None and given.numel() >= scores * Sq):
-            return None
-    if name in ("sdpa", "flex") or is_exporting() or Sq * scores <= MOST_SCORES:
+    (B, H, Sq, _), Sk = q.shape, k.shape[2]
+    if name in ("sdpa", "flex") or is_exporting():
+        return None
+    # Numbers that it makes for a query of each sequence.
+    scores = B * H * Sk if name == "reference" else _made_mask(q, k, problem)
+    if Sq * scores <= MOST_SCORES:
         return None
     rows = max(_LEAST_QUERIES, MOST_SCORES // scores)
     return rows if rows < Sq else None
+
+
+def _made_mask(q: Tensor, k: Tensor, problem: Problem) -> int:
+    """Numbers for a query of each sequence in the mask that ``sdpa_masked`` makes of a problem, or
+    0 where that is no larger than the matrix that the caller gave."""
+    (B, H, Sq, _), Sk, mask, bias = q.shape, k.shape[2], problem.mask, problem.bias
+    if bias is not None and mask.lets_all:
+        return 0
+    given = mask.arbitrary if bias is None else bias
+    heads = H if problem.alibi is not None else 1
+    if given is not None and given.ndim > 2:
+        heads = max(heads, given.shape[-3])
+    # A bias has a row for each sequence where masks differ; torch makes one of a bool mask.
+    differ = bias is None or mask.kv_padding is not None or isinstance(mask.diagonal, Tensor)
+    made = (B if differ else 1) * heads * Sk
+    return 0 if given is not None and given.numel() >= made * Sq else made
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, chosen: Explanation) -> Attended:
