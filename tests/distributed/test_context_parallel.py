@@ -16,9 +16,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
 
 import float8lab
 from float8lab.distributed import (
@@ -28,7 +29,7 @@ from float8lab.distributed import (
     shard_sequence,
 )
 from float8lab.nn.attention.fp8 import cast_operand
-from float8lab.recipes import DelayedScaling, Float8CurrentScaling, Recipe
+from float8lab.recipes import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe
 from tests.distributed.equality import Step, assert_row, summed, take_step
 from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks
 
@@ -450,6 +451,44 @@ def check_wrong_calls(ranks: Ranks) -> None:
     if ranks.device.type == "cpu":
         with pytest.raises(ValueError, match="cu_seqlens must have sequences whose lengths are"):
             shard_sequence(sized(ranks, 8 * world), group, cu_seqlens=torch.tensor([0, 3]))
+
+
+class Attention(nn.Module):
+    """Causal attention between two layers, as plain models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(256, 3 * 256), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (3, 4, 64)).movedim(2, 0).transpose(2, 3)
+        y = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def manager_of_torch(ranks: Ranks) -> None:
+    """A converted model's attention inside torch's ``context_parallel``, which needs GPUs."""
+    torch.manual_seed(0)
+    model = Attention().to(ranks.device, torch.bfloat16)
+    model = float8lab.convert_to_float8(model, Float8RowwiseScaling())
+    x, dy = (sized(ranks, B, 256, 256).bfloat16() for _ in range(2))
+    y = model(x)
+    alone = torch.autograd.grad(y, list(model.parameters()), dy)
+    local, local_dy, wanted = x.clone(), dy.clone(), y.detach().clone()
+    buffers = [local, local_dy, wanted]
+    with context_parallel(ranks.mesh(), buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+        got = model(local)
+        assert got.shape == (B, 256 // ranks.world, 256)
+        assert error(got, wanted) < torch.finfo(torch.float8_e4m3fn).eps
+        gradients = torch.autograd.grad(got, list(model.parameters()), local_dy)
+    for gradient, right in zip(gradients, alone, strict=True):
+        assert error(summed(gradient), right) < torch.finfo(torch.float8_e4m3fn).eps
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("outcome", [("cuda", 2)], indirect=True)
+def test_context_manager_of_torch(outcome: Any) -> None:
+    outcome("manager_of_torch")
 
 
 test_on_ranks = each_check(__name__, 2, 4, 8, cpu=4)
