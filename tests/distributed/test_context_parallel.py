@@ -201,7 +201,9 @@ def check_masks_and_formats(ranks: Ranks) -> None:
                 label = f"{name}, {comm_type}, {order}, {call}"
                 try:
                     assert_near(ranks, case, results, alone, exact, order)
-                    if comm_type == "a2a" and (case.tensors[1].shape[-2] >= ranks.world):
+                    # A GPU's backward adds in no fixed order.
+                    is_bitwise = comm_type == "a2a" and ranks.device.type == "cpu"
+                    if is_bitwise and case.tensors[1].shape[-2] >= ranks.world:
                         shards = [case.shard(x, ranks, order) for x in alone]
                         assert all(map(torch.equal, results, shards))
                 except AssertionError as wrong:
@@ -329,6 +331,8 @@ def check_modules(ranks: Ranks) -> None:
     x = sized(ranks, S, B, H * D)
     mesh = ranks.mesh(ranks.world // 2, 2, names=("tp", "cp"))
     for comm_type, order in zip((*COMM_TYPES, "p2p"), (*ORDERS, *ORDERS, ORDERS[1]), strict=True):
+        if comm_type == "a2a+p2p" and ranks.device.type == "cuda":
+            continue  # which has no kernel for float32
         spread = layer(ranks, num_gqa_groups=4)
         groups = groups_of(ranks, comm_type)
         spread.set_context_parallel_group(groups, None, None, comm_type, order)
@@ -409,7 +413,7 @@ def check_what_is_equal(ranks: Ranks) -> None:
 def check_compiled(ranks: Ranks) -> None:
     """Heads are exchanged, and keys and values go around, in a graph."""
     torch.manual_seed(0)
-    comm_type = "a2a+p2p" if ranks.world > 2 else "p2p"
+    comm_type = "a2a+p2p" if ranks.device.type == "cpu" else "p2p"
     _, module = pair(ranks, D, num_gqa_groups=4, comm_type=comm_type)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     results = []

@@ -685,9 +685,10 @@ class DotProductAttention(nn.Module, ContextParallelModule):
     ) -> ContextParallel | None:  # fmt: skip
         """How ranks share a call: as the module's do, or by whole sequences if it needs them."""
         context, is_plain = self.context_parallel, self.softmax_type == "vanilla"
-        if context is None or (
-            is_plain and not changes_scores and takes_ring(query, value, rules, sizes)
-        ):
+        if context is None:
+            return None
+        is_plain = is_plain and not changes_scores
+        if is_plain and takes_ring(query, value, rules, sizes, context.ranks.size):
             return context
         return context.with_whole_sequences()
 

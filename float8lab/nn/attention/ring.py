@@ -40,7 +40,7 @@ _LARGEST_HEAD = 128
 """The largest head that cuDNN's backward takes."""
 
 
-def takes_ring(query: Tensor, value: Tensor, rules: Rules, sizes: Sizes) -> bool:
+def takes_ring(query: Tensor, value: Tensor, rules: Rules, sizes: Sizes, ranks: int) -> bool:
     """Whether ranks that share tokens attend to keys and values visit by visit.
 
     That is where the mask is none or a square causal one, and a kernel gives the logarithms.
@@ -51,6 +51,7 @@ def takes_ring(query: Tensor, value: Tensor, rules: Rules, sizes: Sizes) -> bool
         return False
     head, is_short = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     on_gpu = is_short and head % 8 == 0 and head <= _LARGEST_HEAD
+    on_gpu = on_gpu and min(sizes[1:]) >= 4 * ranks  # cuDNN has no backward of a single token
     if torch.are_deterministic_algorithms_enabled():
         on_gpu = on_gpu and torch.is_deterministic_algorithms_warn_only_enabled()
     return min(sizes) > 0 and head == value.shape[-1] and (on_gpu or not query.is_cuda)
