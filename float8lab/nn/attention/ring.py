@@ -120,7 +120,7 @@ class _Ring(NamedTuple):
                 kv = _split(vector, kv)
 
     def visitor(self, step: int) -> int:
-        """Whose keys and values this rank has at a step."""
+        """The rank whose keys and values are here at a step."""
         return (self.ranks.rank - step) % self.ranks.size
 
     def send(self, vector: Tensor) -> Tensor:
