@@ -9,8 +9,8 @@ measures nothing. Only what stands between a subject's two comments in RESULTS.m
 is written by hand around them stays. A subject that fails, or measures nothing, leaves its section
 as it was. The exit status is 1 if one failed or refused a row.
 
-``fsdp``, ``tensor_parallel`` and ``overlap`` are run by torchrun on all GPUs, if there are two or
-more.
+``fsdp``, ``tensor_parallel``, ``overlap`` and ``context_parallel`` are run by torchrun on all GPUs,
+if there are two or more.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ SUBJECTS = (
     "fsdp",
     "tensor_parallel",
     "overlap",
+    "context_parallel",
 )
-BY_RANKS = ("fsdp", "tensor_parallel", "overlap")
+BY_RANKS = ("fsdp", "tensor_parallel", "overlap", "context_parallel")
 """Subjects that torchrun starts."""
 RESULTS = common.ROOT / "benchmarks" / "RESULTS.md"
 

@@ -40,6 +40,7 @@ __all__ = [
     "start_ranks",
     "table",
     "time_device",
+    "time_slowest",
     "time_sustained",
     "time_wall",
 ]
@@ -162,6 +163,22 @@ def time_wall(
         wait()
         timed.append(1e3 * (time.perf_counter() - began) / calls)
     return Timing(tuple(timed))
+
+
+def time_slowest(
+    step: Callable[[], object], device: torch.device, *, warm_up: int = 3, samples: int = 5,
+    calls: int = 10,
+) -> float:  # fmt: skip
+    """``time_wall`` on the slowest rank; on a CPU, of one call."""
+    few = device.type != "cuda"
+    dist.barrier()
+    timing = time_wall(
+        step, warm_up=1 if few else warm_up, samples=1 if few else samples,
+        calls=1 if few else calls,
+    )  # fmt: skip
+    slowest = torch.tensor(timing.median, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
 
 
 @dataclass(frozen=True)

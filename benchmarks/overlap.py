@@ -117,19 +117,8 @@ def rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
                     yield Row(case, name, refusal=f"wrong: {db:.1f} dB")
                     continue
                 yield Row(case, name, values={
-                    f"{key} ms": _slowest(step, device) for key, step in steps.items()
+                    f"{key} ms": common.time_slowest(step, device) for key, step in steps.items()
                 })  # fmt: skip
-
-
-def _slowest(step: Callable[[], Tensor], device: torch.device) -> float:
-    """Milliseconds of a call on the slowest rank."""
-    many = {"warm_up": 3, "samples": 5, "calls": 10}
-    few = {"warm_up": 1, "samples": 1, "calls": 1}
-    dist.barrier()
-    timing = common.time_wall(step, **(many if device.type == "cuda" else few))
-    slowest = torch.tensor(timing.median, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
 
 
 def _speed_up(row: Row, base: Row | None) -> str | None:

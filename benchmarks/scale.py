@@ -276,6 +276,8 @@ UNPREDICTED = {
     "overhead": "CPU time, which differs by tens of per cent between hosts",
     "Products beside communication": "single products beside copies",
     "overlap": "single products, with what the CPU needs to queue them",
+    "Context parallelism": "attention alone, beside communication",
+    "context_parallel": "attention alone, beside communication",
     "Links between two H200s": "the rate of links is taken from it",
     "A Llama of a billion parameters, from scratch": "tokens of layers of another width",
     "In turns with the peers": "other libraries; ours is in the sections of layers and experts",

@@ -776,6 +776,14 @@ CALLS: dict[str, Call] = {
     "distributed.join_sequence": Call(
         distributed.join_sequence, lambda folder: {"x": _x(B, H), "cp_group": None}
     ),
+    "distributed.get_batch_on_this_cp_rank": Call(
+        distributed.get_batch_on_this_cp_rank,
+        lambda folder: {
+            "cu_seqlens_padded": torch.tensor([0, B]),
+            **dict.fromkeys(("input_ids_padded", "labels_padded", "position_ids_padded"), _x(B)),
+            "cp_group": None,
+        },
+    ),
     "distributed.reduce_sequence_parallel_gradients": Call(
         distributed.reduce_sequence_parallel_gradients,
         lambda folder: {"model": nn.LayerNorm(H)},

@@ -9,7 +9,12 @@ from float8lab.distributed.affinity import backward_on_this_core
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.distributed.checkpoint import ModelState
 from float8lab.distributed.comm import reduce_sequence_parallel_gradients
-from float8lab.distributed.context_parallel import join_sequence, shard_sequence
+from float8lab.distributed.context_parallel import (
+    CPAttentionLoadBalancingStrategy,
+    get_batch_on_this_cp_rank,
+    join_sequence,
+    shard_sequence,
+)
 from float8lab.distributed.cross_entropy import parallel_cross_entropy
 from float8lab.distributed.expert_parallel import DispatchHandle, moe_combine, moe_dispatch
 from float8lab.distributed.fsdp.gradients import Float8ReduceScatter, fp8_reduce_scatter
@@ -18,6 +23,7 @@ from float8lab.distributed.offload import get_cpu_offload_context
 from float8lab.distributed.random import CudaRNGStatesTracker
 
 __all__ = [
+    "CPAttentionLoadBalancingStrategy",
     "CudaRNGStatesTracker",
     "DispatchHandle",
     "Float8ReduceScatter",
@@ -25,6 +31,7 @@ __all__ = [
     "backward_on_this_core",
     "broadcast_parameters",
     "fp8_reduce_scatter",
+    "get_batch_on_this_cp_rank",
     "get_cpu_offload_context",
     "join_sequence",
     "moe_combine",

@@ -123,6 +123,8 @@ class TensorParallel:
     features: tuple[ShardMap, ...] = field(default=(), compare=False)
     """The shards of the features that ranks share: several where the weight consists of several
     matrices behind each other; none where they are unknown."""
+    scale_groups: tuple[dist.ProcessGroup, ...] = ()
+    """Further groups, of context parallelism, whose ranks share the scales as well."""
     name: str = ""
     """The group's name for functional collectives. ``__post_init__`` sets this and the following.
     """
@@ -236,7 +238,9 @@ class TensorParallel:
 
     def amax(self, amax: Tensor) -> Tensor:
         """The maximum over ranks of amaxes, infinite where one of them is NaN."""
-        return amax_over_ranks(amax, self.group)
+        for group in (self.group, *self.scale_groups):
+            amax = amax_over_ranks(amax, group)
+        return amax
 
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over ranks, on each of them."""

@@ -2,16 +2,23 @@
 
 S tokens of a sequence, R ranks, H heads, D features of a head.
 
-Outside attention a rank has ``S / R`` tokens of a sequence: of its 2 R chunks rank r has chunk r
-and chunk 2 R - 1 - r, so that all ranks have as much of a causal mask. For attention the ranks
-exchange tokens for heads. Each attends to the full sequence for ``H / R`` heads, which gives the
-numbers of one rank alone, whatever the mask, and sends the results back to the tokens' ranks.
+Outside attention a rank has ``S / R`` tokens of a sequence. Of its 2 R chunks rank r has chunk r
+and chunk 2 R - 1 - r, so that all ranks have as much of a causal mask; without load balancing rank
+r has the r-th of R chunks. For attention there are two kinds of ranks, which may be combined:
+
+- those that *exchange heads* exchange tokens for heads. Each attends to the full sequence for
+  ``H / R`` heads, which gives the numbers of one rank alone, whatever the mask, and sends the
+  results back to the tokens' ranks;
+- those that *share tokens* attend with the queries of their own tokens, for all heads, to the keys
+  and values of all ranks, which go from rank to rank or are gathered (``nn/attention/ring.py``).
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -19,64 +26,187 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8lab.arguments import check_group, check_lengths, check_size, check_tensor, has_values
-from float8lab.distributed.ranks import all_gathered, exchanged
+from float8lab.arguments import (
+    check_choice,
+    check_group,
+    check_lengths,
+    check_size,
+    check_tensor,
+    has_values,
+)
+from float8lab.distributed.ranks import all_gathered, exchanged, rank_and_size
 from float8lab.tensor.differentiation import GradientMap
 
-__all__ = ["ContextParallel", "join_sequence", "places_of", "positions", "shard_sequence"]
+__all__ = [
+    "DUAL_CHUNK_SWAP",
+    "ONE_RANK",
+    "CPAttentionLoadBalancingStrategy",
+    "ContextParallel",
+    "TokenRanks",
+    "get_batch_on_this_cp_rank",
+    "join_sequence",
+    "places_of",
+    "positions",
+    "shard_sequence",
+    "strategy_of",
+]
 
 
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class ContextParallel:
-    """How the ranks of a group share attention."""
+class CPAttentionLoadBalancingStrategy(str, enum.Enum):
+    """Which tokens of a sequence a context-parallel rank has. A member's name does for it."""
 
-    group: dist.ProcessGroup | None
-    """The process group; None where the module has come from another process."""
-    size: int
-    rank: int
+    DUAL_CHUNK_SWAP = "dual_chunk_swap"
+    """Of 2 R chunks rank r has two, r and 2 R - 1 - r: all ranks have as much of a causal mask."""
+    NO_LOAD_BALANCE = "no_load_balance"
+    """Rank r has the r-th of R chunks; of packed sequences (thd), of all their tokens together."""
+
+
+DUAL_CHUNK_SWAP = CPAttentionLoadBalancingStrategy.DUAL_CHUNK_SWAP
+
+
+def strategy_of(value: object) -> CPAttentionLoadBalancingStrategy:
+    """The strategy that ``load_balancing_strategy`` names, in whatever enumeration."""
+    name = value.name if isinstance(value, enum.Enum) else value
+    name = name.lower() if isinstance(name, str) else name
+    check_choice("load_balancing_strategy", name, ("dual_chunk_swap", "no_load_balance"))
+    return CPAttentionLoadBalancingStrategy(name)
+
+
+@dataclass(frozen=True)
+class TokenRanks:
+    """Ranks that share tokens, and which of them this process is."""
+
+    size: int = 1
+    rank: int = 0
+    strategy: CPAttentionLoadBalancingStrategy = DUAL_CHUNK_SWAP
+    group: dist.ProcessGroup | None = None
+    """None where nothing is sent, and where a module has come from another process."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> ContextParallel:
-        """Over the ranks of a group."""
-        return cls(group, dist.get_world_size(group), dist.get_rank(group))
+    def of(
+        cls, group: dist.ProcessGroup | None, strategy: CPAttentionLoadBalancingStrategy
+    ) -> TokenRanks:
+        """The ranks of a group; None is one rank."""
+        if group is None or dist.get_world_size(group) <= 1:
+            return cls(strategy=strategy)
+        return cls(dist.get_world_size(group), dist.get_rank(group), strategy, group)
 
-    def __deepcopy__(self, memo: object) -> ContextParallel:
+    @property
+    def name(self) -> str:
+        """The group's name for functional collectives."""
+        return cast("dist.ProcessGroup", self.group).group_name
+
+    def chunks_of(self, rank: int) -> list[int]:
+        """The numbers of a rank's chunks, all of one length."""
+        is_balanced = self.strategy is DUAL_CHUNK_SWAP
+        return [rank, 2 * self.size - 1 - rank] if is_balanced else [rank]
+
+    def __deepcopy__(self, memo: object) -> TokenRanks:
         return self  # a group has no copies
 
-    def __reduce__(self) -> tuple[type[ContextParallel], tuple[None, int, int]]:
-        return ContextParallel, (None, self.size, self.rank)  # nor is it another process's
+    def __reduce__(self) -> tuple[type[TokenRanks], tuple[object, ...]]:
+        return TokenRanks, (self.size, self.rank, self.strategy)  # nor is it another process's
+
+
+ONE_RANK = TokenRanks()
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """How context-parallel ranks share attention."""
+
+    exchange_heads: TokenRanks
+    share_tokens: TokenRanks
+    """Rank p of these, and a of the A others, has the tokens of rank ``p * A + a`` of all."""
+    gathers: bool = False
+    """Whether ranks that share tokens gather keys and values, which else go from rank to rank."""
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[dist.ProcessGroup | None], comm_type: str, strategy: object
+    ) -> ContextParallel | None:
+        """The ranks of one group, or for "a2a+p2p" of two; None for a single rank."""
+        first, *second = (TokenRanks.of(group, strategy_of(strategy)) for group in groups)
+        one_rank = replace(first, size=1, rank=0, group=None)
+        if second:
+            context = cls(first, second[0])
+        elif comm_type == "a2a":
+            context = cls(first, one_rank)
+        else:
+            context = cls(one_rank, first, comm_type == "all_gather")
+        return context if context.ranks.size > 1 else None
+
+    @property
+    def ranks(self) -> TokenRanks:
+        """All ranks, and this one of them."""
+        heads, tokens = self.exchange_heads, self.share_tokens
+        rank = tokens.rank * heads.size + heads.rank
+        return TokenRanks(tokens.size * heads.size, rank, tokens.strategy)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups of several ranks."""
+        groups = (ranks.group for ranks in (self.exchange_heads, self.share_tokens))
+        return tuple(group for group in groups if group is not None)
+
+    def with_whole_sequences(self) -> ContextParallel:
+        """The same ranks for a call that needs whole sequences: all of them exchange heads.
+
+        Raises:
+            NotImplementedError: these ranks are in two groups.
+        """
+        if len(self.groups) > 1:
+            raise NotImplementedError(
+                "cp_comm_type must not be 'a2a+p2p' for packed sequences, padding, windows, biases "
+                "and whatever is not plain or causal attention; got it. Pass 'a2a' and the group "
+                "of all ranks."
+            )
+        if self.share_tokens.size == 1:
+            return self
+        return ContextParallel(self.share_tokens, self.exchange_heads)
 
     def check_heads(self, heads: int, groups: int) -> None:
         """Check that the ranks can share so many query heads, and key/value heads."""
-        if self.group is None:
+        if not self.groups:
             raise RuntimeError(
-                f"cp_group must be set on a module that was pickled with one of {self.size} ranks; "
-                "got none. Call set_context_parallel_group."
+                "cp_group must be set on a module that was pickled with one of "
+                f"{self.ranks.size} ranks; got none. Call set_context_parallel_group."
             )
-        if heads % self.size or (groups % self.size and self.size % groups):
+        size = self.exchange_heads.size
+        if heads % size or (groups % size and size % groups):
             raise ValueError(
                 f"cp_group must have ranks that share the module's heads, {heads} of queries and "
-                f"{groups} of keys and values; got {self.size}. Use a number that divides both, or "
-                "one that divides the first and is a multiple of the second."
+                f"{groups} of keys and values; got {size}. Use a number that divides both, or "
+                "one that divides the first and is a multiple of the second. Plain or causal "
+                "attention needs none with cp_comm_type 'p2p' or 'all_gather'."
             )
+
+    def places(
+        self, name: str, starts: Tensor | None, tokens: int, device: torch.device
+    ) -> Tensor | None:
+        """``places_of`` for those that exchange heads, if there are any."""
+        _check_sequences(name, starts, tokens, self.ranks)
+        if self.exchange_heads.size == 1:
+            return None
+        return places_of(name, starts, tokens, self.exchange_heads, device)
 
     def like_full(self, x: Tensor, dim: int) -> Tensor:
         """A tensor without values, of the shape that ``full_sequence`` gives."""
-        shape = list(x.shape)
-        shape[dim], shape[-2] = shape[dim] * self.size, max(1, shape[-2] // self.size)
+        shape, size = list(x.shape), self.exchange_heads.size
+        shape[dim], shape[-2] = shape[dim] * size, max(1, shape[-2] // size)
         return x.new_empty(shape)
 
     def full_sequence(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
         """``[..., S / R, ..., H, D]`` to ``[..., S, ..., H / R, D]``, differentiable.
 
         Heads that are too few for the ranks are repeated, one for each. ``dim`` is that of the
-        tokens, ``places`` are from ``positions``.
+        tokens; R are the ranks that exchange heads, S their tokens.
         """
-        if x.shape[-2] < self.size:
-            x = x.repeat_interleave(self.size // x.shape[-2], -2)
+        if x.shape[-2] < self.exchange_heads.size:
+            x = x.repeat_interleave(self.exchange_heads.size // x.shape[-2], -2)
         moves = (self._to_heads, self._to_tokens)
         return GradientMap.run(x, *(partial(move, dim=dim, places=places) for move in moves))
 
@@ -87,7 +217,7 @@ class ContextParallel:
 
     def _to_heads(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
         """Exchange tokens for heads."""
-        slices = x.movedim(dim, 0).unflatten(-2, (self.size, -1)).movedim(-3, 0)
+        slices = x.movedim(dim, 0).unflatten(-2, (self.exchange_heads.size, -1)).movedim(-3, 0)
         rows = self.exchange(slices).flatten(0, 1)
         return torch.empty_like(rows).index_copy_(0, places.flatten(), rows).movedim(0, dim)
 
@@ -99,65 +229,126 @@ class ContextParallel:
 
     def exchange(self, slices: Tensor) -> Tensor:
         """``[R, ...]``: slice r goes to rank r, and from rank r comes slice r of the result."""
-        counts = [1] * self.size
-        return exchanged(slices, counts, counts, self.group)
+        counts = [1] * self.exchange_heads.size
+        return exchanged(slices, counts, counts, self.exchange_heads.group)
 
     def local_heads(self, x: Value, dim: int) -> Value:
         """This rank's entries of a tensor that has one for each head; any other value itself."""
         if not isinstance(x, Tensor) or x.ndim < -dim or x.shape[dim] == 1:
             return x
-        return cast("Value", x.chunk(self.size, dim)[self.rank])
+        return cast("Value", x.chunk(self.exchange_heads.size, dim)[self.exchange_heads.rank])
 
 
-def positions(starts: Tensor, tokens: int, size: int) -> Tensor:
+def positions(starts: Tensor, tokens: int, ranks: TokenRanks) -> Tensor:
     """The positions of each rank's tokens among those of all ranks, ``[R, tokens]`` int64.
 
     Args:
         starts: ``[B + 1]``, where the sequences start, and where the last one stops. The tokens
             behind it are shared out as another sequence.
         tokens: of a rank.
-        size: R.
+        ranks: R of them.
 
-    >>> positions(torch.tensor([0, 8]), 4, 2)
+    >>> positions(torch.tensor([0, 8]), 4, TokenRanks(2))
     tensor([[0, 1, 6, 7],
             [2, 3, 4, 5]])
     """
-    bounds = torch.cat((starts.long(), starts.new_full((1,), tokens * size).long()))
+    size = ranks.size
     local = torch.arange(tokens, device=starts.device)
+    rank = torch.arange(size, device=starts.device)[:, None]
+    if ranks.strategy is not DUAL_CHUNK_SWAP:
+        return rank * tokens + local
+    bounds = torch.cat((starts.long(), starts.new_full((1,), tokens * size).long()))
     sequence = torch.searchsorted(bounds // size, local, right=True) - 1
     start = bounds[sequence]
     chunk = (bounds[sequence + 1] - start) // (2 * size)
     within = local - start // size
     is_second = within >= chunk
-    rank = torch.arange(size, device=starts.device)[:, None]
     chunk_index = torch.where(is_second, 2 * size - 1 - rank, rank)
     return start + chunk_index * chunk + within - is_second * chunk
 
 
 def places_of(
-    name: str, starts: Tensor | None, tokens: int, size: int, device: torch.device
+    name: str, starts: Tensor | None, tokens: int, ranks: TokenRanks, device: torch.device
 ) -> Tensor:
     """``positions``, of sequences that have chunks for all ranks.
 
     ``name`` is that of the tensor that has the tokens; ``starts`` None is one sequence of all.
     """
-    lengths: list[int] = []
+    _check_sequences(name, starts, tokens, ranks)
     if starts is None:
-        lengths, starts = [tokens * size], torch.arange(2, device=device) * (tokens * size)
-    elif has_values(starts):
+        starts = torch.arange(2, device=device) * (tokens * ranks.size)
+    return positions(starts, tokens, ranks)
+
+
+def _check_sequences(name: str, starts: Tensor | None, tokens: int, ranks: TokenRanks) -> None:
+    """Raise unless sequences have chunks for all ranks."""
+    lengths, size = [tokens * ranks.size], ranks.size
+    if starts is not None and has_values(starts):
         name, bounds = "cu_seqlens", [*starts.tolist(), tokens * size]
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    if any(length < 0 or length % (2 * size) for length in lengths):
+    is_balanced = ranks.strategy is DUAL_CHUNK_SWAP
+    if is_balanced and any(length < 0 or length % (2 * size) for length in lengths):
         raise ValueError(
             f"{name} must have sequences whose lengths are multiples of {2 * size}, two chunks for "
             f"each of the {size} context-parallel ranks; got {lengths}, of all ranks. Pad them."
         )
-    return positions(starts, tokens, size)
+
+
+def get_batch_on_this_cp_rank(
+    cu_seqlens_padded: Tensor | None,
+    input_ids_padded: Tensor | None,
+    labels_padded: Tensor | None,
+    position_ids_padded: Tensor | None,
+    cp_group: dist.ProcessGroup | None = None,
+    qvk_format: str = "thd",
+    load_balancing_strategy: CPAttentionLoadBalancingStrategy | str = DUAL_CHUNK_SWAP,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """This rank's tokens of a batch that all ranks have, as Transformer Engine's function takes it.
+
+    Args:
+        cu_seqlens_padded: ``[B + 1]``, where the sequences start, for thd.
+        input_ids_padded: ``[B, S]`` for bshd, ``[S, B]`` for sbhd, ``[T]`` or ``[1, T]`` for thd;
+            None stays None.
+        labels_padded: the same.
+        position_ids_padded: the same, or without the batch.
+        cp_group: the context-parallel ranks; None is the default group.
+        qvk_format: thd, bshd or sbhd.
+        load_balancing_strategy: that of the layers.
+
+    Returns:
+        The three tensors with ``1 / R`` of the tokens.
+
+    The errors are those of ``shard_sequence``.
+
+    >>> ids = torch.arange(4)
+    >>> float8lab.distributed.get_batch_on_this_cp_rank(torch.tensor([0, 4]), ids, None, ids)
+    (tensor([0, 1, 2, 3]), None, tensor([0, 1, 2, 3]))
+    """
+    check_choice("qvk_format", qvk_format, ("thd", "bshd", "sbhd"))
+    is_packed, shards = qvk_format == "thd", []
+    starts = check_lengths("cu_seqlens_padded", cu_seqlens_padded, why="thd") if is_packed else None
+    group = dist.group.WORLD if cp_group is None and rank_and_size()[1] > 1 else cp_group
+    for name, x in (
+        ("input_ids_padded", input_ids_padded),
+        ("labels_padded", labels_padded),
+        ("position_ids_padded", position_ids_padded),
+    ):
+        check_tensor(name, x, optional=True)
+        if x is not None:
+            has_batch = x.ndim > 1 and (x.shape[0] == 1 if is_packed else qvk_format == "bshd")
+            x = shard_sequence(
+                x, group, dim=int(has_batch), cu_seqlens=starts,
+                load_balancing_strategy=load_balancing_strategy,
+            )  # fmt: skip
+        shards.append(x)
+    return shards[0], shards[1], shards[2]
 
 
 def shard_sequence(
-    x: Tensor, cp_group: dist.ProcessGroup | None, *, dim: int = 0, cu_seqlens: Tensor | None = None
-) -> Tensor:
+    x: Tensor, cp_group: dist.ProcessGroup | None, *, dim: int = 0,
+    cu_seqlens: Tensor | None = None,
+    load_balancing_strategy: CPAttentionLoadBalancingStrategy | str = DUAL_CHUNK_SWAP,
+) -> Tensor:  # fmt: skip
     """This rank's entries of a tensor that has one for each token: labels, positions, ...
 
     Args:
@@ -166,6 +357,7 @@ def shard_sequence(
         dim: of the tokens; its size is a multiple of 2 R.
         cu_seqlens: ``[B + 1]`` cumulative lengths, for packed sequences (thd): each of them is
             shared out by itself. With unused tokens, where the sequences start.
+        load_balancing_strategy: which tokens a rank has.
 
     Returns:
         As ``x``, with ``1 / R`` of the tokens, in the order in which attention takes them.
@@ -177,13 +369,16 @@ def shard_sequence(
     >>> float8lab.distributed.shard_sequence(torch.arange(4), None)
     tensor([0, 1, 2, 3])
     """
-    places = _checked_places(x, cp_group, dim, cu_seqlens, is_shard=False)
+    layout = dim, cu_seqlens, strategy_of(load_balancing_strategy)
+    places = _checked_places(x, cp_group, *layout, is_shard=False)
     return x if places is None else x.index_select(dim, places[dist.get_rank(cp_group)])
 
 
 def join_sequence(
-    x: Tensor, cp_group: dist.ProcessGroup | None, *, dim: int = 0, cu_seqlens: Tensor | None = None
-) -> Tensor:
+    x: Tensor, cp_group: dist.ProcessGroup | None, *, dim: int = 0,
+    cu_seqlens: Tensor | None = None,
+    load_balancing_strategy: CPAttentionLoadBalancingStrategy | str = DUAL_CHUNK_SWAP,
+) -> Tensor:  # fmt: skip
     """Join the tokens of all ranks, each of which calls this. Without gradients.
 
     Args:
@@ -191,7 +386,8 @@ def join_sequence(
 
     The other arguments and the errors are those of ``shard_sequence``.
     """
-    places = _checked_places(x, cp_group, dim, cu_seqlens, is_shard=True)
+    layout = dim, cu_seqlens, strategy_of(load_balancing_strategy)
+    places = _checked_places(x, cp_group, *layout, is_shard=True)
     if places is None or cp_group is None:
         return x
     rows = x.detach().movedim(dim, 0).contiguous()
@@ -202,20 +398,21 @@ def join_sequence(
 
 
 def _checked_places(
-    x: Tensor, group: dist.ProcessGroup | None, dim: int, starts: Tensor | None, *, is_shard: bool
-) -> Tensor | None:
+    x: Tensor, group: dist.ProcessGroup | None, dim: int, starts: Tensor | None,
+    strategy: CPAttentionLoadBalancingStrategy, *, is_shard: bool,
+) -> Tensor | None:  # fmt: skip
     check_tensor("x", x)
     check_group("cp_group", group)
     check_size("dim", dim, minimum=-x.ndim)
-    size = 1 if group is None else dist.get_world_size(group)
-    if dim >= x.ndim or (not is_shard and x.shape[dim] % (2 * size) and size > 1):
+    ranks = TokenRanks.of(group, strategy)
+    size, each = ranks.size, len(ranks.chunks_of(0))
+    if dim >= x.ndim or (not is_shard and x.shape[dim] % (each * size) and size > 1):
         raise ValueError(
-            f"x must have a multiple of {2 * size} tokens along dim {dim}, two chunks for each of "
-            f"the {size} context-parallel ranks; got shape {tuple(x.shape)}. Pad it."
+            f"x must have a multiple of {each * size} tokens along dim {dim}, {each} chunks for "
+            f"each of the {size} context-parallel ranks; got shape {tuple(x.shape)}. Pad it."
         )
     if starts is not None:
         check_lengths("cu_seqlens", starts, why="packed sequences")
     if size == 1:
         return None
-    tokens = x.shape[dim] // (1 if is_shard else size)
-    return places_of("x", starts, tokens, size, x.device)
+    return places_of("x", starts, x.shape[dim] // (1 if is_shard else size), ranks, x.device)

@@ -25,7 +25,11 @@ from float8lab.arguments import (
     check_size,
 )
 from float8lab.distributed.comm import NoGroup, SharedScales, TensorParallel
-from float8lab.distributed.context_parallel import ContextParallel
+from float8lab.distributed.context_parallel import (
+    DUAL_CHUNK_SWAP,
+    ContextParallel,
+    CPAttentionLoadBalancingStrategy,
+)
 from float8lab.distributed.ranks import all_objects, tensors_of_ranks
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.tensor import Float8Tensor
@@ -130,19 +134,23 @@ _COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _ContextGroup = ProcessGroup | Sequence[ProcessGroup] | None
 
 
-def context_of(cp_group: _ContextGroup, cp_comm_type: str | None = "a2a") -> ContextParallel | None:
+def context_of(
+    cp_group: _ContextGroup, cp_comm_type: str | None, load_balancing_strategy: object
+) -> ContextParallel | None:
     """How context-parallel ranks share attention; None for a single one."""
-    check_choice("cp_comm_type", "a2a" if cp_comm_type is None else cp_comm_type, _COMM_TYPES)
-    groups = cp_group if isinstance(cp_group, Sequence) else [cp_group]
+    comm_type = "a2a" if cp_comm_type is None else cp_comm_type
+    check_choice("cp_comm_type", comm_type, _COMM_TYPES)
+    groups = list(cp_group) if isinstance(cp_group, Sequence) else [cp_group]
     for group in groups:
         check_group("cp_group", group)
-    several = [g for g in groups if g is not None and torch.distributed.get_world_size(g) > 1]
-    if len(several) > 1:
-        raise NotImplementedError(
-            f"cp_group must be one group; got {len(several)} of several ranks. Pass the group of "
-            "all context-parallel ranks, which exchange tokens for heads at once."
+    needed = 2 if comm_type == "a2a+p2p" and groups != [None] else 1
+    if len(groups) != needed:
+        raise ValueError(
+            f"cp_group must be {needed} groups for cp_comm_type={comm_type!r}; got {len(groups)}. "
+            "Pass [ranks that exchange heads, ranks that share tokens] for 'a2a+p2p', and one "
+            "group for the others."
         )
-    return ContextParallel.of(several[0]) if several else None
+    return ContextParallel.of(groups, comm_type, load_balancing_strategy)
 
 
 def ignore_extra_state(
@@ -318,26 +326,31 @@ class ContextParallelModule(TensorParallelModule):
         cp_global_ranks: Sequence[int] | None = None,
         cp_stream: object = None,
         cp_comm_type: str | None = "p2p",
+        load_balancing_strategy: CPAttentionLoadBalancingStrategy | str = DUAL_CHUNK_SWAP,
     ) -> None:
         """Set the process group of the ranks that share each sequence's tokens; on all of them.
 
         Args:
-            cp_group: the group; None is one rank.
+            cp_group: the group; None is one rank. For ``a2a+p2p`` a list of two, A ranks that
+                exchange tokens for heads and P ranks of which keys and values go around; rank a
+                and p in these has the tokens of rank ``p * A + a`` of all.
             cp_global_ranks: no effect: the group knows its ranks.
             cp_stream: no effect: collectives run on streams of their own.
-            cp_comm_type: ``p2p``, ``all_gather``, ``a2a`` or ``a2a+p2p``, which mean the same: the
-                ranks exchange tokens for heads.
+            cp_comm_type: ``p2p``: keys and values go from rank to rank, while a rank attends to
+                those it has; ``all_gather``: they are gathered; ``a2a``, or None: the ranks
+                exchange tokens for heads, which gives the bits of one rank; ``a2a+p2p``: the first
+                group does so, the second is as ``p2p``.
+            load_balancing_strategy: which tokens a rank has, as ``shard_sequence`` gives them.
 
         Raises:
-            NotImplementedError: several groups.
             TypeError: not a process group.
-            ValueError: the ranks cannot share the heads, or ``cp_comm_type`` is another name.
+            ValueError: ranks that exchange heads cannot share them, or a name is unknown.
         """
         kinds = (list, tuple, range)
         check_instance("cp_global_ranks", cp_global_ranks, kinds, "a list of ranks", optional=True)
         for rank in cp_global_ranks or ():
             check_size("cp_global_ranks", rank)
-        context = context_of(cp_group, cp_comm_type)
+        context = context_of(cp_group, cp_comm_type, load_balancing_strategy)
         module = cast(nn.Module, self)
         modules = [m for m in module.modules() if isinstance(m, ContextParallelModule)]
         for child in modules:

@@ -225,7 +225,7 @@ def channel_of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, Amax
 def includes_shards(pack: ScalePack) -> bool:
     """Whether the reduction of a pack's amaxes takes in all its tensor-parallel ranks."""
     group_and_channel = channel_of(pack.group) if pack.recipe.reduce_amax else None
-    if group_and_channel is None:
+    if group_and_channel is None or pack.parallel.scale_groups:
         return False
     (group, _), ranks = group_and_channel, dist.get_process_group_ranks
     shards = pack.parallel.group

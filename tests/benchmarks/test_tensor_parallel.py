@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from benchmarks import overlap, tensor_parallel
+from benchmarks import context_parallel, overlap, tensor_parallel
 from benchmarks.models import LayerSize
 from tests.distributed.ranks import Ranks, each_check
 
@@ -18,6 +18,15 @@ def check_products_overlap(ranks: Ranks) -> None:
         found = list(overlap.rows(options, ranks.device))
     assert len(found) == 8
     assert all(row.refusal is None and len(row.values) == 3 for row in found)
+
+
+def check_context_parallel_attention(ranks: Ranks) -> None:
+    options = argparse.Namespace(precision=None)
+    heads = context_parallel.AttentionHeads(4, 2, 16)
+    found = list(context_parallel.rows(64, options, ranks.device, heads))
+    assert [row.name for row in found] == ["ideal", "p2p", "all_gather", "a2a", "a2a+p2p"] * 2
+    assert all(row.refusal is None and min(row.values.values()) > 0 for row in found)
+    assert all(column.text(found[1], found[0]) for column in context_parallel.SUBJECT.columns)
 
 
 def check_all_candidates_are_right_and_measured(ranks: Ranks) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from float8lab.distributed.context_parallel import ContextParallel
 from float8lab.nn.attention.bias import Alibi
 from float8lab.nn.attention.layout import Packed
 from float8lab.nn.attention.masks import AttentionMask
@@ -72,6 +73,8 @@ class Problem(NamedTuple):
     wants_max: bool = False
     packed: tuple[Packed, Packed] | None = None
     """Where the sequences of queries, and of keys, lie in ``[1, H, T, D]``."""
+    context: ContextParallel | None = None
+    """If its ranks share tokens, q, k and v are this rank's."""
 
     def of_queries(self, start: int, stop: int, Sk: int) -> tuple[Problem, slice]:
         """The problem of queries from ``start`` to ``stop``, and the keys that they may see."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,12 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
-from float8lab.distributed.comm import TensorParallel
-from float8lab.distributed.context_parallel import ContextParallel, places_of
+from float8lab.distributed.comm import NoGroup, TensorParallel
+from float8lab.distributed.context_parallel import (
+    DUAL_CHUNK_SWAP,
+    ContextParallel,
+    CPAttentionLoadBalancingStrategy,
+)
 from float8lab.nn.attention import arguments, masks
 from float8lab.nn.attention.backends import (
     BACKENDS,
@@ -56,6 +61,7 @@ from float8lab.nn.attention.layout import (
     sizes_of,
     to_heads_first,
 )
+from float8lab.nn.attention.ring import ring_attention, takes_ring
 from float8lab.nn.parallel import (
     ContextParallelModule,
     heads_of_rank,
@@ -85,13 +91,11 @@ def check_groups(heads: int, num_gqa_groups: int | None) -> int:
     return groups
 
 
-def _starts_of_packed(
-    padded: tuple[Tensor | None, Tensor | None], lengths: tuple[Tensor | None, Tensor | None]
-) -> tuple[Tensor | None, Tensor | None]:
+def _starts_of_packed(lengths: arguments.Lengths) -> tuple[Tensor | None, Tensor | None]:
     """Where the sequences of queries, and of keys, start, in a call that has lengths."""
-    query_ends, key_ends = (p if p is not None else n for p, n in zip(padded, lengths, strict=True))
-    check_lengths("cu_seqlens_q", query_ends, why="qkv_format='thd'")
-    return query_ends, query_ends if key_ends is None else key_ends
+    queries, keys = (n if p is None else p for n, p in zip(lengths[:2], lengths[2:4], strict=True))
+    check_lengths("cu_seqlens_q", queries, why="qkv_format='thd'")
+    return queries, queries if keys is None else keys
 
 
 class DotProductAttention(nn.Module, ContextParallelModule):
@@ -131,10 +135,9 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         attention_type: "self" or "cross": whether a padding ``attention_mask`` is one or a pair.
         cp_group: the ranks that share each sequence's tokens, as ``shard_sequence`` gives them;
             tensors are those of a rank's tokens, but masks, biases and cumulative lengths are those
-            of whole sequences. The ranks divide ``H / R``, and either divide ``G / R`` or are a
-            multiple of it. Results are those of one rank.
+            of whole sequences. Results are those of one rank.
         cp_global_ranks: no effect, nor has ``cp_stream`` any.
-        cp_comm_type: see ``set_context_parallel_group``.
+        cp_comm_type: see ``set_context_parallel_group``, as for ``load_balancing_strategy``.
         softmax_scale: of the scores; None is ``D ** -0.5``.
         softmax_type: ``vanilla``; ``off-by-one``: ``exp(scores) / (1 + sum(exp(scores)))``;
             ``learnable``: the 1 is ``exp`` of the head's number in the parameter
@@ -144,7 +147,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         backends: names of ``float8lab.nn.attention.BACKENDS`` in the order in which they are tried.
 
     Raises:
-        NotImplementedError: several context-parallel groups, or ``return_max_logit`` with one.
+        NotImplementedError: ``return_max_logit`` with a context-parallel group.
         ValueError: sizes, names or arguments that do not belong together.
 
     >>> attention = float8lab.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd")
@@ -179,6 +182,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         softmax_type: str = "vanilla",
         return_max_logit: bool = False,
         *,
+        load_balancing_strategy: CPAttentionLoadBalancingStrategy | str = DUAL_CHUNK_SWAP,
         backends: Sequence[str] = BACKENDS,
     ) -> None:
         super().__init__()
@@ -232,7 +236,9 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         self._fp8 = AttentionPrecision()
         self._warned = self._warned_of_blocks = False
         self.set_tensor_parallel_group(tp_group)
-        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.set_context_parallel_group(
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy
+        )
 
     def reset_parameters(self) -> None:
         """Make ``softmax_offset`` 0, if there is one."""
@@ -251,11 +257,19 @@ class DotProductAttention(nn.Module, ContextParallelModule):
                 )
 
     def _set_context(self) -> None:
-        if self.tp_size == 1:
-            context, parallel = self.context_parallel, None
-            if context is not None and context.group is not None:
-                parallel = TensorParallel(context.group, "heads", casts_only=True)
-            self._fp8.set_parallel(parallel)
+        self._fp8.set_parallel(self._make_parallel("heads", (), False))  # type: ignore[arg-type]  # or NoGroup
+
+    def _make_parallel(
+        self, mode: str, sizes: Sequence[int], keep_gathered: bool
+    ) -> TensorParallel | NoGroup | None:
+        """Ranks of tensor and of context parallelism share the scales."""
+        parallel = super()._make_parallel(mode, sizes, keep_gathered)
+        groups = () if self.context_parallel is None else self.context_parallel.groups
+        if isinstance(parallel, TensorParallel):
+            return replace(parallel, scale_groups=groups)
+        if parallel is None and groups:
+            return TensorParallel(groups[0], mode, casts_only=True, scale_groups=groups[1:])
+        return parallel
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {"_fp8": ("heads", ())} if self.tp_size > 1 else {}
@@ -423,7 +437,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         q, k, v, problem = request[:4]
         if self._fp8.active_recipe() is None:
             why = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
-        elif (reason := self._why_not_fp8(q, k, v, problem)) is not None:
+        elif (reason := why_not_fp8(q, k, v, problem)) is not None:
             why = reason
         else:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
@@ -431,31 +445,33 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return reasons._replace(rejected={"fp8": why, **reasons.rejected})
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
-        why = self._why_not_fp8(q, k, v, problem)
+        why = why_not_plain(problem) or why_not_fp8(q, k, v, problem)
         call = self._fp8.begin(q, k, training=self.training) if why is None else None
         if why is not None:
             self._say_high_precision(why)
         with self._dropout_context(problem.dropout):
-            if call is None:
-                if why is None:
-                    self._fp8.calibrate(q, k, v)
-                tokens, (q, k, v) = q.shape[2], problem.rows(q, k, v)
-                chosen = explain(q, k, v, problem, self.backends)
-                if chosen.block is not None:
-                    self._say_blocks(chosen)
-                out, largest = attend(q, k, v, problem, chosen)
-                if problem.packed is not None:
-                    out = problem.packed[0].pack(out, tokens)
-                return out, largest
-            out = fp8_attention(q, k, v, problem, call)
-        if call.is_region:
+            if call is None and why is None:
+                self._fp8.calibrate(q, k, v)
+            if problem.context is not None and problem.context.share_tokens.size > 1:
+                out = ring_attention(q, k, v, problem, problem.context, call)
+            elif call is None:
+                return self._attend(q, k, v, problem)
+            else:
+                out = fp8_attention(q, k, v, problem, call)
+        if call is not None and call.is_region:
             self._fp8.end(call)
         return out, None
 
-    def _why_not_fp8(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-        if self.context_parallel is not None and self.tp_size > 1:
-            return "its scales would be those of two groups of ranks, tensor and context parallel"
-        return why_not_plain(problem) or why_not_fp8(q, k, v, problem)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
+        """Attention in high precision, by one of the backends."""
+        tokens, (q, k, v) = q.shape[2], problem.rows(q, k, v)
+        chosen = explain(q, k, v, problem, self.backends)
+        if chosen.block is not None:
+            self._say_blocks(chosen)
+        out, largest = attend(q, k, v, problem, chosen)
+        if problem.packed is not None:
+            out = problem.packed[0].pack(out, tokens)
+        return out, largest
 
     def _say_high_precision(self, why: str) -> None:
         """Warn, once, that a recipe asks for FP8 and this call does not run in it."""
@@ -531,7 +547,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
         ]  # fmt: skip
         arguments.check_tensors(qkv, channels, qkv_format)
-        ranks = 1 if self.context_parallel is None else self.context_parallel.size
+        ranks = 1 if self.context_parallel is None else self.context_parallel.ranks.size
         sizes = sizes_of(*qkv[:2], qkv_format, ranks)
         self.check_arguments(
             rules, sizes, attention_mask, lengths, inference_params, bias_arguments
@@ -543,14 +559,11 @@ class DotProductAttention(nn.Module, ContextParallelModule):
                 inference_params, softcap,
             )  # fmt: skip
         pair = leave = None
-        context = self.context_parallel
+        changes_scores = (bias_type != "no_bias", softcap, self._dropout)
+        context = self._context_of_call(query, value, rules, sizes, any(changes_scores))
         if context is not None:
-            sequences: tuple[Tensor | None, Tensor | None] = (None, None)
-            if qkv_format == "thd":
-                padded = lengths.cu_seqlens_q_padded, lengths.cu_seqlens_kv_padded
-                sequences = _starts_of_packed(padded, (cu_seqlens_q, cu_seqlens_kv))
             (query, key, value), leave = self._exchange(
-                context, (query, key, value), qkv_format, sequences, asks
+                context, (query, key, value), qkv_format, lengths, asks
             )
             bias = context.local_heads(bias, -3)
             if mask_type == "arbitrary":
@@ -575,7 +588,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
                 cu_seqlens_q, cu_seqlens_kv, inference_params,
             )  # fmt: skip
         problem = self._problem(
-            mask, spans, (bias_type, bias, alibi_slopes), softcap, q.device, packed=pair
+            mask, spans, (bias_type, bias, alibi_slopes), softcap, q.device, pair, context
         )
         return arguments.Request(q, k, v, problem, qkv_format, leave)
 
@@ -611,6 +624,10 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         problem = self._problem(mask, spans, bias, softcap, q.device)
         return arguments.Request(q, k, v, problem, rules.qkv_format, repack=repack)
 
+    @property
+    def _dropout(self) -> float:
+        return self.attention_dropout if self.training else 0.0
+
     def _problem(
         self,
         mask: masks.AttentionMask,
@@ -619,6 +636,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         softcap: float,
         device: torch.device,
         packed: tuple[Packed, Packed] | None = None,
+        context: ContextParallel | None = None,
     ) -> Problem:
         """What attention needs besides its tensors; ``spans`` are each sequence's ``Sk - Sq``."""
         bias_type, bias, alibi_slopes = bias_arguments
@@ -626,21 +644,19 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             bias = bias * self.softmax_scale
         alibi = None
         if bias_type == "alibi":
-            alibi = Alibi(self._slopes(alibi_slopes, device), spans)
-        dropout = self.attention_dropout if self.training else 0.0
+            alibi = Alibi(self._slopes(alibi_slopes, context, device), spans)
         return Problem(
-            mask, self.softmax_scale, bias, alibi, dropout, softcap=softcap,
-            sink=self._sink(device), wants_max=self.return_max_logit, packed=packed,
+            mask, self.softmax_scale, bias, alibi, self._dropout, softcap,
+            self._sink(context, device), self.return_max_logit, packed, context,
         )  # fmt: skip
 
     def _reads_pages(self, q: Tensor, k: Tensor) -> bool:
         """Whether a call with a cache attends to its pages, rather than to tensors read from it."""
         has_gradient = torch.is_grad_enabled() and q.requires_grad
-        drops = self.training and self.attention_dropout > 0
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         fits = ops.has_paged_attention(rows, q.shape[3], self.v_channels)
         fits = fits and q.dtype != torch.float64 and self.backends == BACKENDS
-        return fits and not (has_gradient or drops or torch.compiler.is_compiling())
+        return fits and not (has_gradient or self._dropout or torch.compiler.is_compiling())
 
     def rules_of_call(
         self, qkv_format: str | None, mask_type: str | None, window_size: tuple[int, int] | None
@@ -703,17 +719,21 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         context: ContextParallel,
         qkv: tuple[Tensor, Tensor, Tensor],
         qkv_format: str,
-        starts: tuple[Tensor | None, Tensor | None],
+        lengths: arguments.Lengths,
         asks: bool,
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]:
-        """Whole sequences for this rank's heads, and what brings back the results of its tokens."""
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor] | None]:
+        """All tokens of those that exchange heads, for this rank's heads, and what brings back the
+        results of its tokens."""
         dim = int(qkv_format == "bshd")
         query, key, value = qkv
         context.check_heads(query.shape[-2], key.shape[-2])
+        starts = _starts_of_packed(lengths) if qkv_format == "thd" else (None, None)
         queries, keys = (
-            places_of(name, its, x.shape[dim], context.size, x.device)
+            context.places(name, its, x.shape[dim], x.device)
             for name, x, its in zip(("query_layer", "key_layer"), (query, key), starts, strict=True)
         )
+        if queries is None or keys is None:
+            return qkv, None
         if asks:
             query, key, value = (context.like_full(x, dim) for x in qkv)
         else:
@@ -726,16 +746,30 @@ class DotProductAttention(nn.Module, ContextParallelModule):
 
         return (query, key, value), leave
 
-    def _slopes(self, given: Tensor | None, device: torch.device) -> Tensor:
+    def _context_of_call(
+        self, query: Tensor, value: Tensor, rules: arguments.Rules, sizes: Sizes,
+        changes_scores: bool,
+    ) -> ContextParallel | None:  # fmt: skip
+        """How ranks share a call: as the module's do, or by whole sequences if it needs them."""
+        context, is_plain = self.context_parallel, self.softmax_type == "vanilla"
+        if context is None:
+            return None
+        is_plain = is_plain and not changes_scores
+        if is_plain and takes_ring(query, value, rules, sizes, context.ranks.size):
+            return context
+        return context.with_whole_sequences()
+
+    def _slopes(
+        self, given: Tensor | None, context: ContextParallel | None, device: torch.device
+    ) -> Tensor:
         """The slopes of ALiBi, for the heads of this rank."""
         slopes = slopes_of(given, self.num_attention_heads, device)
         if given is None and self.tp_size > 1:
             parallel: Any = self._fp8.parallel
             slopes = slopes.chunk(self.tp_size)[parallel.rank]
-        context = self.context_parallel
         return slopes if context is None else context.local_heads(slopes, -1)
 
-    def _sink(self, device: torch.device) -> Tensor | None:
+    def _sink(self, context: ContextParallel | None, device: torch.device) -> Tensor | None:
         """The score of a key without a value that the softmax has, for this rank's heads."""
         if self.softmax_type == "vanilla":
             return None
@@ -743,7 +777,6 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             sink = torch.zeros(self.num_attention_heads_per_partition, device=device)
         else:
             sink = self.softmax_offset.float()
-        context = self.context_parallel
         return sink if context is None else context.local_heads(sink, -1)
 
     def _required_layer_number(self) -> int:

@@ -27,6 +27,7 @@ __all__ = [
     "Q",
     "V",
     "asks_for_fp8_attention",
+    "cast_operand",
     "fp8_attention",
     "why_not_fp8",
 ]
@@ -127,7 +128,8 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
     return _Attention.run(q, k, v, *cu_seqlens, (settings, _lengths(q, k, problem)), call)
 
 
-def _cast(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
+def cast_operand(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
+    """The FP8 data of q, k or v, as it lies in memory, and its scale."""
     laid_out, order = _as_in_memory(x)
     outer, middle, inner, size = laid_out.shape
     rows = laid_out.reshape(outer * middle, inner * size)
@@ -163,7 +165,7 @@ class _Attention(Float8Function):
         cu_seqlens_k: Tensor | None, settings: _Settings, call: Call,
     ) -> Tensor:  # fmt: skip
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
-            _cast(x, index, call) for index, x in ((Q, q), (K, k), (V, v))
+            cast_operand(x, index, call) for index, x in ((Q, q), (K, k), (V, v))
         )
         operands = (q8, k8, v8, q_scale, k_scale, v_scale)
         if cu_seqlens_q is not None:

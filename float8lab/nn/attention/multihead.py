@@ -20,6 +20,7 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
+from float8lab.distributed.context_parallel import ONE_RANK
 from float8lab.nn import parallel
 from float8lab.nn.attention.arguments import Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
@@ -442,7 +443,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         key_source = self._check_encoder_output(hidden_states, encoder_output)
         context = self.context_parallel
         sizes = sizes_of(
-            hidden_states, key_source, self.qkv_format, 1 if context is None else context.size
+            hidden_states, key_source, self.qkv_format, 1 if context is None else context.ranks.size
         )
         if self.qkv_format != "thd" and key_source.shape[int(self.qkv_format == "sbhd")] != sizes.B:
             raise ValueError(
@@ -532,5 +533,5 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         return rotate_heads(
             x, angles, self.qkv_format, interleaved=self.rotary_pos_interleaved,
             start_positions=start, cu_seqlens=cu_seqlens, name="rotary_pos_emb",
-            ranks=(1, 0) if context is None else (context.size, context.rank),
+            ranks=ONE_RANK if context is None else context.ranks,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from float8lab.arguments import (
     has_values,
     shown,
 )
-from float8lab.distributed.context_parallel import places_of
+from float8lab.distributed.context_parallel import ONE_RANK, TokenRanks, places_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.layout import check_format
 from float8lab.nn.parameters import default_device
@@ -180,7 +180,7 @@ def apply_rotary_pos_emb(
         check_positions("freqs", freqs, tokens, of)
     return rotate_heads(
         t, freqs, tensor_format, interleaved=interleaved, start_positions=start_positions,
-        cu_seqlens=cu_seqlens, ranks=(cp_size, cp_rank),
+        cu_seqlens=cu_seqlens, ranks=TokenRanks(cp_size, cp_rank),
     )  # fmt: skip
 
 
@@ -236,14 +236,14 @@ def rotate_heads(
     start_positions: Tensor | None,
     cu_seqlens: Tensor | None,
     name: str = "freqs",
-    ranks: tuple[int, int] = (1, 0),
+    ranks: TokenRanks = ONE_RANK,
 ) -> Tensor:
     """Run ``apply_rotary_pos_emb`` on checked arguments; padding may begin beyond the angles.
 
     Args:
         cu_seqlens: ``[B + 1]``, for thd alone.
         name: of ``freqs`` in messages.
-        ranks: how many context-parallel ranks share the tokens, and which of them has ``t``.
+        ranks: which tokens of each sequence ``t`` has.
     """
     table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
     if cu_seqlens is not None:
@@ -260,8 +260,8 @@ def rotate_heads(
     else:
         S = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
         if start_positions is None:
-            check_positions(name, freqs, S * ranks[0])
-            several = ranks[0] > 1
+            check_positions(name, freqs, S * ranks.size)
+            several = ranks.size > 1
             table = table[_tokens_of_rank(None, S, ranks, t.device)] if several else table[:S]
             angles = table[:, None, None] if tensor_format == "sbhd" else table[None, :, None]
         else:
@@ -305,10 +305,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def _tokens_of_rank(
-    starts: Tensor | None, tokens: int, ranks: tuple[int, int], device: torch.device
+    starts: Tensor | None, tokens: int, ranks: TokenRanks, device: torch.device
 ) -> Tensor:
     """Which tokens of the whole a rank has."""
-    size, rank = ranks
-    if size == 1:
+    if ranks.size == 1:
         return torch.arange(tokens, device=device)
-    return places_of("t", starts, tokens, size, device)[rank]
+    return places_of("t", starts, tokens, ranks, device)[ranks.rank]

@@ -5,7 +5,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from float8lab.distributed.context_parallel import positions
+from float8lab.distributed.context_parallel import TokenRanks, positions
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn import RotaryPositionEmbedding, apply_rotary_pos_emb
 from float8lab.nn.attention import rotary
@@ -123,7 +123,7 @@ def test_tokens_of_a_context_parallel_rank(tensor_format):
     how = {"cu_seqlens": starts} if tensor_format == "thd" else {}
     t = torch.randn(shape)
     whole = apply_rotary_pos_emb(t, rope(30), tensor_format, **how)
-    places = positions(starts if how else torch.tensor([0, 30]), 10, R)
+    places = positions(starts if how else torch.tensor([0, 30]), 10, TokenRanks(R))
     for rank in range(R):
         mine = t.index_select(dim, places[rank])
         turned = apply_rotary_pos_emb(mine, rope(30), tensor_format, **how, cp_size=R, cp_rank=rank)

@@ -1,0 +1,163 @@
+"""Attention of one long sequence on several GPUs, by each way to communicate.
+
+    torchrun --nproc-per-node 2 -m benchmarks.context_parallel [--positions 32768,131072]
+
+A causal ``DotProductAttention`` of 32 query heads and 8 of keys and values, each of 128 features,
+whose tokens ranks share in the balanced order; in FP8 under current scaling. ``ideal`` is one GPU's
+time for the same share of the work, and nothing sent: the full sequence, with ``1 / R`` of the
+heads. A result is compared with one GPU's, in bfloat16, before it is timed. Time is of calls one
+after another, on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import float8lab
+from benchmarks import common, report
+from benchmarks.report import Column, Row, Subject
+from float8lab.distributed import shard_sequence
+from float8lab.recipes import Float8CurrentScaling
+
+__all__ = ["SUBJECT", "AttentionHeads", "main", "rows"]
+
+FLOORS_DB = {"bf16": 35.0, "current": 15.0}
+"""By precision: two orders of sums in bfloat16; operands of e4m3."""
+FORWARD, BOTH = "forward ms", "forward, backward ms"
+
+
+class AttentionHeads(NamedTuple):
+    """Heads of queries, of keys and values, and their size."""
+
+    H: int = 32
+    G: int = 8
+    D: int = 128
+
+
+HEADS = AttentionHeads()
+
+
+def _tensors(positions: int, heads: AttentionHeads, device: torch.device) -> list[Tensor]:
+    """Query, key, value and the gradient of the output, the same on all ranks."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(n, heads.D) for n in (heads.H, heads.G, heads.G)] + [(heads.H * heads.D,)]
+    return [
+        torch.randn(positions, 1, *shape, generator=generator, device=device).bfloat16()
+        for shape in shapes
+    ]
+
+
+def _module(heads: AttentionHeads, device: torch.device, comm_type: str | None = None) -> Any:
+    module = float8lab.DotProductAttention(heads.H, heads.D, num_gqa_groups=heads.G).to(device)
+    if comm_type == "a2a+p2p":
+        size = dist.get_world_size()
+        mesh = init_device_mesh(device.type, (2, size // 2), mesh_dim_names=("p2p", "a2a"))
+        groups = [mesh["a2a"].get_group(), mesh["p2p"].get_group()]
+        module.set_context_parallel_group(groups, cp_comm_type=comm_type)
+    elif comm_type is not None:
+        module.set_context_parallel_group(dist.group.WORLD, cp_comm_type=comm_type)
+    return module
+
+
+def _step(module: Any, tensors: list[Tensor], precision: str, *, backward: bool) -> list[Tensor]:
+    """The output, and the gradients of query, key and value."""
+    *leaves, dout = tensors
+    leaves = [x.detach().requires_grad_(backward) for x in leaves]
+    recipe = Float8CurrentScaling(fp8_dpa=True)
+    with float8lab.autocast(enabled=precision != "bf16", recipe=recipe):
+        y = module(*leaves)
+    return [y.detach(), *(torch.autograd.grad(y, leaves, dout) if backward else ())]
+
+
+def rows(
+    positions: int, options: argparse.Namespace, device: torch.device, heads: AttentionHeads = HEADS
+) -> Iterator[Row]:
+    """A row for each way and precision, beside the ideal ones."""
+    ranks, tensors = dist.get_world_size(), _tensors(positions, heads, device)
+    right = _step(_module(heads, device), tensors, "bf16", backward=True)
+    shards = [shard_sequence(x, dist.group.WORLD) for x in (*tensors, *right)]
+    mine, right = shards[: len(tensors)], shards[len(tensors) :]
+    narrow = AttentionHeads(heads.H // ranks, max(heads.G // ranks, 1), heads.D)
+    for precision in options.precision or FLOORS_DB:
+        case = f"{ranks} ranks, {positions} positions, {precision}"
+        ideal = partial(_step, _module(narrow, device), _tensors(positions, narrow, device))
+        yield Row(case, "ideal", values=_times(ideal, precision, positions, device), baseline=True)
+        for name in ("p2p", "all_gather", "a2a", "a2a+p2p"):
+            step = partial(_step, _module(heads, device, name), mine)
+            got = step(precision, backward=True)
+            worst = torch.tensor(min(map(common.sqnr, got, right)), device=device)
+            dist.all_reduce(worst, op=dist.ReduceOp.MIN)
+            if not worst.item() >= FLOORS_DB[precision]:
+                yield Row(case, name, refusal=f"wrong: {worst.item():.1f} dB")
+                continue
+            yield Row(
+                case, name, values=_times(step, precision, positions, device),
+                sqnr_db={"worst": worst.item()},
+            )  # fmt: skip
+
+
+def _times(
+    step: Callable[..., list[Tensor]], precision: str, positions: int, device: torch.device
+) -> dict[str, float]:
+    """Milliseconds of a forward, and of one with its backward, on the slowest rank."""
+    return {
+        title: common.time_slowest(
+            partial(step, precision, backward=backward),
+            device,
+            warm_up=1,
+            samples=3,
+            calls=max(1, 2**17 // positions),
+        )
+        for title, backward in ((FORWARD, False), (BOTH, True))
+    }
+
+
+def _of_ideal(title: str, row: Row, base: Row | None) -> str | None:
+    if base is None or title not in row.values:
+        return None
+    return f"{100 * base.values[title] / row.values[title]:.1f} %"
+
+
+SUBJECT = Subject(
+    "context_parallel",
+    "Context parallelism",
+    __doc__,
+    (
+        Column("communication", cell=lambda row, base: row.name, always=True),
+        Column(FORWARD, 2),
+        Column("of ideal", cell=partial(_of_ideal, FORWARD)),
+        Column(BOTH, 2),
+        Column("of ideal, both", cell=partial(_of_ideal, BOTH)),
+        report.decibels("worst result"),
+    ),
+    lambda setting, options: (),  # by torchrun only: see main
+    recipes=("current",),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print markdown tables on rank 0."""
+    parser = common.new_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--positions", default="32768,131072", help="comma-separated")
+    parser.add_argument("--precision", action="append", choices=FLOORS_DB)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    options = parser.parse_args(argv)
+    device, sizes = common.start_ranks(options.device), map(int, options.positions.split(","))
+    found = itertools.chain.from_iterable(rows(positions, options, device) for positions in sizes)
+    complete = report.tell(SUBJECT, found, options, rank=dist.get_rank())
+    dist.destroy_process_group()
+    return int(not complete)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
