@@ -189,8 +189,8 @@ class Floor:
     def _supported(self, gemm: Gemm) -> bool:
         if gemm.a is None or gemm.b is None:
             return True
-        dtypes = {"a_dtype": gemm.a.fp8_dtype, "b_dtype": gemm.b.fp8_dtype}
-        return may_multiply(gemm.a.block, gemm.b.block, self.device, **dtypes)
+        a, b = gemm.a, gemm.b
+        return may_multiply(a.block, b.block, self.device, a_dtype=a.fp8_dtype, b_dtype=b.fp8_dtype)
 
     def describe(self) -> dict[str, str]:
         """For the header of a benchmark."""

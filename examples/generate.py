@@ -6,16 +6,17 @@
 Three runs of one model continue the same prompts greedily: in bfloat16; with keys and values in FP8
 (``InferenceParams(cache_dtype=torch.float8_e4m3fn)``); with the weights stored in FP8, too. Each
 then reads the text that the first wrote, token by token through its cache, and its logits are
-compared with the first's.
+compared with the first's. On a GPU a step of one token is a CUDA graph.
 
-The cache is kept in FP8 and read dequantized, a layer at a time: this shows how much memory is
-saved and how exact it is. What serves many users fuses more of it.
+A last run serves prompts of different lengths in a paged cache: a sequence that has ended makes
+room for the next one (``serve``).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from layers import store_in_fp8, use_transformer_layers
 from llama import PRESETS, Llama, LlamaConfig, angles
 from savings import Cost, Meter, savings
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from train_gpt import Batches, Job, Progress, Training, load_text
 
 import float8lab
@@ -59,16 +61,44 @@ class Run:
     cost: Cost
 
 
-def next_logits(
-    model: Llama, tokens: Tensor, turn: Tensor, cache: float8lab.InferenceParams
-) -> Tensor:
-    """``[B, V]`` after ``[B, T]`` more tokens, whose keys and values go into the cache."""
-    x = model.tokens(tokens)
-    for block in model.blocks:
-        x = block(x, rotary_pos_emb=turn, inference_params=cache)
-    cache.sequence_len_offset += tokens.shape[1]
-    logits: Tensor = model.lm_head(model.norm(x[:, -1]))
-    return logits.float()
+class Steps:
+    """Steps of a model and its cache, those of one token as CUDA graphs where there is a GPU."""
+
+    def __init__(self, model: Llama, cache: float8lab.InferenceParams) -> None:
+        self.model, self.cache = model, cache
+        head_size = model.config.dim // model.config.n_head
+        device = model.lm_head.weight.device
+        self.turn = angles(cache.max_sequence_length, head_size, device)
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.ran: set[int] = set()
+
+    def next_logits(self, tokens: Tensor, last: Tensor | None = None) -> Tensor:
+        """``[B, V]`` after ``[B, T]`` more tokens, of which row b has up to ``last[b]``."""
+        rows, length = tokens.shape
+        if length > 1 or not tokens.is_cuda:
+            return self._run(tokens, last)
+        if rows in self.graphs:
+            graph, given, logits = self.graphs[rows]
+            given.copy_(tokens)
+            graph.replay()
+            return logits.clone()
+        if rows in self.ran:  # what is made at first use is there
+            given, graph = tokens.clone(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self._run(given, None)
+            self.graphs[rows] = graph, given, logits
+            graph.replay()
+            return logits.clone()
+        self.ran.add(rows)
+        return self._run(tokens, None)
+
+    def _run(self, tokens: Tensor, last: Tensor | None) -> Tensor:
+        x = self.model.tokens(tokens)
+        for block in self.model.blocks:
+            x = block(x, rotary_pos_emb=self.turn, inference_params=self.cache)
+        x = x[:, -1] if last is None else x[torch.arange(len(x), device=x.device), last]
+        logits: Tensor = self.model.lm_head(self.model.norm(x))
+        return logits.float()
 
 
 @torch.no_grad()
@@ -86,15 +116,45 @@ def generate(
     that on the prompt.
     """
     cache.reset()
-    head_size = model.config.dim // model.config.n_head
-    turn = angles(cache.max_sequence_length, head_size, prompt.device)
-    found = [next_logits(model, prompt, turn, cache)]
+    steps = Steps(model, cache)
+    cache.pre_step(dict.fromkeys(range(len(prompt)), prompt.shape[1]))
+    found = [steps.next_logits(prompt)]
     for i in range(count - 1):
         read = found[-1].argmax(-1) if forced is None else forced[:, i]
         with meter:
-            found.append(next_logits(model, read[:, None], turn, cache))
+            cache.pre_step(dict.fromkeys(range(len(prompt)), 1))
+            found.append(steps.next_logits(read[:, None]))
     logits = torch.stack(found, dim=1)
     return logits.argmax(-1), logits
+
+
+@torch.no_grad()
+def serve(
+    model: Llama, prompts: Sequence[Tensor], counts: Sequence[int], cache: float8lab.InferenceParams
+) -> list[list[int]]:
+    """The likeliest continuations, ``counts[i]`` tokens of prompt i, as many at a time as fit.
+
+    A prompt joins the others as soon as one of them has ended: the step that reads it gives the
+    others one token each.
+    """
+    cache.reset()
+    steps, device = Steps(model, cache), prompts[0].device
+    written: list[list[int]] = [[] for _ in prompts]
+    waiting, active = list(range(len(prompts)))[::-1], list[int]()
+    while waiting or active:
+        while waiting and len(active) < cache.max_batch_size:
+            active.append(waiting.pop())
+        given = [
+            torch.tensor(written[i][-1:], device=device) if written[i] else prompts[i]
+            for i in active
+        ]
+        cache.pre_step({i: len(tokens) for i, tokens in zip(active, given, strict=True)})
+        last = torch.tensor([len(tokens) - 1 for tokens in given], device=device)
+        logits = steps.next_logits(pad_sequence(given, batch_first=True), last)
+        for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
+            written[i].append(token)
+        active = [i for i in active if len(written[i]) < counts[i]]
+    return written
 
 
 def run(
@@ -140,6 +200,24 @@ def table(runs: Sequence[Run]) -> str:
         same = (one.logits.argmax(-1) == base.logits.argmax(-1)).double().mean()
         rows.append((one.name, *sizes, speed, f"{100 * error:.2f} %", f"{100 * same:.1f} %"))
     return "\n".join(aligned(rows))
+
+
+def served(model: Llama, prompt: Tensor, count: int) -> str:
+    """Serve prompts of different lengths in half as many rows, and say what the pages held."""
+    lengths = [len(prompt[0]) * (i + 1) // len(prompt) for i in range(len(prompt))]
+    counts = [max(2, count * (len(prompt) - i) // len(prompt)) for i in range(len(prompt))]
+    prompts = [tokens[:length] for tokens, length in zip(prompt, lengths, strict=True)]
+    rows, longest = max(1, len(prompt) // 2), prompt.shape[1] + count
+    cache = float8lab.InferenceParams(
+        rows, longest, cache_dtype=torch.float8_e4m3fn, is_paged=True, page_size=16
+    )
+    began = time.perf_counter()
+    written = serve(model, prompts, counts, cache)
+    seconds = time.perf_counter() - began
+    return (
+        f"paged: {len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens in {rows} rows, "
+        f"{sum(map(len, written)) / seconds:.0f} tokens/s, prompts included"
+    )
 
 
 def model_and_prompt(options: argparse.Namespace) -> tuple[Llama, Tensor]:
@@ -209,6 +287,8 @@ def main(argv: Sequence[str]) -> list[Run]:
         alike = (one.tokens == text).cumprod(1).sum(1).double().mean()
         print(f"{one.name}: left alone, writes what bf16 does for {alike:.1f} of {options.new}"
               " tokens on average")  # fmt: skip
+    with float8lab.autocast(recipe=RECIPES[options.recipe]):
+        print(served(model, prompt, options.new))
     print(f"\n{savings(runs[0].cost, runs[-1].cost, options.device, unit='token')}")
     return runs
 

@@ -46,6 +46,7 @@ import torch
 from float8lab.arguments import check_choice, check_instance, shown
 
 __all__ = [
+    "CASTS",
     "DEQUANTIZED_DTYPES",
     "E2M1",
     "E2M1_RULES",
@@ -56,13 +57,14 @@ __all__ = [
     "FLOAT32_MAX",
     "FP8_DTYPES",
     "HIGH_PRECISION_DTYPES",
+    "HOPPER",
     "MXFP4",
     "NVFP4",
     "SCALE_RULES",
     "TENSOR_SCALE_RULES",
     "Float4Spec",
     "Float8Spec",
-    "GemmSupport",
+    "GpuSupport",
     "Spec",
     "gemm_support",
     "has_kernels",
@@ -155,29 +157,35 @@ def _wrong_shapes(shape: Any, block: Any) -> ValueError:
     )
 
 
-class GemmSupport(NamedTuple):
-    """The GPUs whose tensor cores multiply two blocks in FP8, by compute capability."""
+class GpuSupport(NamedTuple):
+    """The GPUs that have a kernel, by compute capability."""
 
     since: tuple[int, int]
     before: tuple[int, int] = (99, 0)
     cublas: bool = True
-    """By cuBLASLt, else by a kernel of our own."""
+    """Of a GEMM: it is cuBLASLt's, else one of our own."""
+
+    def includes(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability is one of them."""
+        return self.since <= capability < self.before
 
 
-_HOPPER, _NOWHERE = ((9, 0), (10, 0)), ((99, 0), (99, 0))
-_GEMMS: dict[tuple[Any, Any], GemmSupport] = {
+CASTS = GpuSupport((8, 9))
+"""Kernels that convert to FP8 or from it. On GPUs for which Triton knows no e4m3, torch does it."""
+HOPPER = GpuSupport((9, 0), (10, 0))
+_GEMMS: dict[tuple[Any, Any], GpuSupport] = {
     # -1 stands for one scale along the contraction: a scale for the whole matrix, or one for a row.
-    (-1, -1): GemmSupport((8, 9)),
-    ((1, 128), (1, 128)): GemmSupport(*_HOPPER),
-    ((1, 128), (128, 128)): GemmSupport(*_HOPPER),
-    ((128, 128), (1, 128)): GemmSupport(*_HOPPER),
-    ((128, 128), (128, 128)): GemmSupport(*_HOPPER, cublas=False),
-    ((1, 32), (1, 32)): GemmSupport(*_NOWHERE),  # dequantized and multiplied in high precision
+    (-1, -1): GpuSupport((8, 9)),
+    ((1, 128), (1, 128)): HOPPER,
+    ((1, 128), (128, 128)): HOPPER,
+    ((128, 128), (1, 128)): HOPPER,
+    ((128, 128), (128, 128)): HOPPER._replace(cublas=False),
+    ((1, 32), (1, 32)): GpuSupport((10, 0), (11, 0)),  # of scales in e8m0
 }
 """Which blocks of two operands, each in its rows along the contraction, one product takes."""
 
 
-def gemm_support(a_block: Sequence[int], b_block: Sequence[int]) -> GemmSupport | None:
+def gemm_support(a_block: Sequence[int], b_block: Sequence[int]) -> GpuSupport | None:
     """How ``a @ b.T`` of two blocks runs; None if one product cannot take the two.
 
     >>> gemm_support((1, 128), (128, 128)).since

@@ -64,7 +64,10 @@ NOT_CALLED = {
     "DotProductAttention.check_arguments": "by the modules around it",
     "DotProductAttention.rules_of_call": "by the modules around it",
     "MultiheadAttention.check_arguments": "by the layer around it",
-    "InferenceParams.check_room": "by attention",
+    **dict.fromkeys(
+        [f"InferenceParams.{name}" for name in ("check_room", "packed", "sequences", "write")],
+        "by attention",
+    ),
     "watch.saw_cast": "by casts",
     "watch.saw_gemm": "by GEMMs",
 }

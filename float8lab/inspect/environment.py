@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from float8lab.arguments import EXTRAS
-from float8lab.formats import E2M1, E4M3, Float8Spec
+from float8lab.formats import E2M1, E4M3, Float8Spec, gemm_support
 from float8lab.inspect.text import Printed
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
-from float8lab.ops.gemm import capability_of, may_multiply
+from float8lab.ops.declare import capability_of, casts_by_kernel
+from float8lab.ops.gemm import may_multiply
 from float8lab.recipes import ALL, Recipe
 from float8lab.tables import aligned
 
@@ -36,14 +37,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 def why_casts_are_missing(device: torch.device) -> str:
     """Why this device cannot cast to FP8; empty if it can."""
-    if device.type != "cuda":
-        return ""
-    if util.find_spec("triton") is None:
-        return "the kernels need triton, which is not installed"
-    capability = capability_of(device)
-    if capability < (8, 9):
-        return f"Triton casts to e4m3 from SM 8.9 on; this GPU is {_sm(capability)}"
-    return ""
+    lacks_triton = device.type == "cuda" and util.find_spec("triton") is None
+    return "the kernels need triton, which is not installed" if lacks_triton else ""
 
 
 def why_gemm_is_emulated(
@@ -54,23 +49,22 @@ def why_gemm_is_emulated(
     b_dtype: torch.dtype = E4M3,
 ) -> str:
     """Why a GEMM of such operands dequantizes them on this device; empty if it runs in FP8."""
-    dtypes = {"a_dtype": a_dtype, "b_dtype": b_dtype}
     if device.type != "cuda":
         return "a CPU has no FP8 GEMM; it multiplies in float32"
     if E2M1 in (a_dtype, b_dtype):
         return "no kernel multiplies e2m1"
-    if may_multiply(a_block, b_block, device, **dtypes):
+    if may_multiply(a_block, b_block, device, a_dtype=a_dtype, b_dtype=b_dtype):
         return ""
-    per_row = a_block[1] == b_block[1] == -1
-    capability = capability_of(device)
-    # The CPU answers as a Hopper GPU does.
-    if may_multiply(a_block, b_block, torch.device("cpu"), **dtypes):
-        if per_row:
-            return f"FP8 tensor cores came with SM 8.9; this GPU is {_sm(capability)}"
-        return f"blocks are multiplied on SM 9.0 only; this GPU is {_sm(capability)}"
-    if may_multiply(a_block, b_block, torch.device("cpu")):
-        return "no GPU multiplies e5m2 by e5m2"
-    return f"no FP8 GEMM of {_blocks(a_block)} by {_blocks(b_block)} blocks"
+    support, capability = gemm_support(a_block, b_block), capability_of(device)
+    if support is None:
+        blocks = (Float8Spec(block=tuple(block)).granularity for block in (a_block, b_block))
+        return f"no FP8 GEMM of {' by '.join(blocks)} blocks"
+    if support.includes(capability):
+        pair = "1x32 blocks of e5m2" if tuple(a_block) == (1, 32) else "e5m2 by e5m2"
+        return f"no GPU multiplies {pair}"
+    if a_block[1] == b_block[1] == -1:
+        return f"FP8 tensor cores came with SM 8.9; this GPU is {_sm(capability)}"
+    return f"blocks are multiplied on {_sm(support.since)} only; this GPU is {_sm(capability)}"
 
 
 def why_attention_is_emulated(device: torch.device, *heads: int) -> str:
@@ -79,9 +73,8 @@ def why_attention_is_emulated(device: torch.device, *heads: int) -> str:
         return "a CPU has no FP8 GEMM; it multiplies in float32"
     if has_fp8_attention(device, *heads):
         return ""
-    capability = capability_of(device)
-    if capability[0] != 9:
-        return f"the kernel is for SM 9.0; this GPU is {_sm(capability)}"
+    if not has_fp8_attention(device):
+        return f"the kernel is for SM 9.0; this GPU is {_sm(capability_of(device))}"
     return f"the kernel is for heads of up to {LARGEST_HEAD}"
 
 
@@ -91,7 +84,7 @@ class Support:
 
     name: str
     status: str
-    """``"native"``, ``"emulated"``, ``"partly native"`` or ``"missing"``."""
+    """``"native"``, ``"partly native"``, ``"emulated"``, ``"high precision"`` or ``"missing"``."""
     reason: str
 
 
@@ -157,18 +150,11 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
-        "triton": _version_of("triton"),
+        "triton": next((d.version for d in metadata.distributions(name="triton")), "not installed"),
         "CUDA": torch.version.cuda or "none (torch is built without it)",
         "driver": _driver(),
         "cuDNN": "none" if cudnn is None else str(cudnn),
     }
-
-
-def _version_of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _driver() -> str:
@@ -200,6 +186,8 @@ def _support(recipe: Recipe, device: torch.device) -> Support:
     if not emulated:
         return Support(name, "native", "")
     reasons = "; ".join(dict.fromkeys(emulated.values()))
+    if not casts_by_kernel(device):
+        reasons += "; PyTorch casts, since Triton knows e4m3 from SM 8.9 on"
     if len(emulated) == len(gemms):
         return Support(name, "emulated", reasons)
     return Support(name, "partly native", f"not {', '.join(emulated)}: {reasons}")
@@ -208,9 +196,8 @@ def _support(recipe: Recipe, device: torch.device) -> Support:
 def _attention(device: torch.device) -> Support:
     missing = why_casts_are_missing(device)
     why = missing or why_attention_is_emulated(device, 128, 128)
-    if missing or (why and device.type == "cuda"):  # modules attend in high precision there
-        return Support("FP8 attention", "missing", why)
-    return Support("FP8 attention", "emulated" if why else "native", why)
+    without = "missing" if missing else "high precision" if device.type == "cuda" else "emulated"
+    return Support("FP8 attention", without if why else "native", why)
 
 
 def _missing(packages: Sequence[str]) -> str:
@@ -220,7 +207,3 @@ def _missing(packages: Sequence[str]) -> str:
 
 def _sm(capability: tuple[int, int]) -> str:
     return f"SM {capability[0]}.{capability[1]}"
-
-
-def _blocks(block: Sequence[int]) -> str:
-    return Float8Spec(block=tuple(block)).granularity

@@ -173,7 +173,8 @@ class _CountingMode(TorchDispatchMode):
 def _runs_in_fp8(op: OpOverload, args: Any) -> bool:
     if op in _FP8:
         a, b = args[0], args[3]
+        grouped = len(args) > 9 and args[9] is not None
         return args[1] is not None and may_multiply(
-            args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype
+            args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype, grouped=grouped
         )
     return op in _SCALED and all(x.dtype in (E4M3, E5M2) for x in args[:2])

@@ -17,6 +17,7 @@ from float8lab.ops.declare import announce, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_into, scaled_mm_op
 from float8lab.ops.grouped import Groups, Offsets, plan_groups_op
 from float8lab.ops.norm import norm_backward_op, norm_op
+from float8lab.ops.paged_attention import has_paged_attention, paged_attention
 from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.ops.reference import (
     ACTIVATIONS,
@@ -53,8 +54,10 @@ __all__ = [
     "fp8_attention_op",
     "gather_rows_op",
     "has_fp8_attention",
+    "has_paged_attention",
     "norm_backward_op",
     "norm_op",
+    "paged_attention",
     "plan_groups_op",
     "prologue_shape",
     "rotate_op",

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.ops.declare import declare
-from float8lab.ops.gemm import capability_of
+from float8lab.ops.declare import capability_of, declare
 from float8lab.ops.reference import attention as reference
 
 __all__ = ["LARGEST_HEAD", "fp8_attention_backward_op", "fp8_attention_op", "has_fp8_attention"]
@@ -23,8 +22,7 @@ def has_fp8_attention(device: torch.device, *heads: int) -> bool:
 
     ``heads`` are head sizes, of queries and keys and of values.
     """
-    hopper = device.type != "cuda" or capability_of(device)[0] == 9
-    return hopper and all(0 < size <= LARGEST_HEAD for size in heads)
+    return capability_of(device)[0] == 9 and all(0 < size <= LARGEST_HEAD for size in heads)
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **kwargs: Any) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import Parameter
 
-from float8lab.formats import has_kernels
+from float8lab.formats import CASTS, FP8_DTYPES, has_kernels
 from float8lab.ops.sharding import Rule, takes_dtensors
 
 __all__ = [
@@ -33,6 +33,8 @@ __all__ = [
     "DirectCall",
     "announce",
     "called_by_ops",
+    "capability_of",
+    "casts_by_kernel",
     "compute_intensive_ops",
     "declare",
     "filled",
@@ -76,30 +78,69 @@ def load_launcher(path: str) -> Callable[..., Any]:
     return launcher
 
 
-def _lazy(path: str) -> Callable[..., Any]:
-    """The function that ``path`` names, imported by the first call."""
-    return lambda *args: load_launcher(path)(*args)
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability, a constant in compiled graphs. A CPU answers as Hopper would."""
+    return _capability_of(device)
 
 
-def _or_reference(launch: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """``launch``; of a cast, the reference for blocks and scale rules that no kernel knows.
+# As torch.compiler.assume_constant_result marks it, which would import the compiler here.
+capability_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    Other kernels take whatever blocks there are. The values of a prologue are those of its kernel,
-    as where a norm or an activation writes them.
+
+@functools.cache
+def _capability_of(device: torch.device) -> tuple[int, int]:
+    # It takes torch microseconds.
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def casts_by_kernel(device: torch.device) -> bool:
+    """Whether kernels convert to FP8 and from it on this device, else the references do."""
+    return CASTS.includes(capability_of(device))
+
+
+_DEQUANTIZE = frozenset({"gemm:scaled_mm", "gemm:scaled_mm_into"})
+"""Launchers that, on a GPU without FP8, multiply what torch has dequantized."""
+
+
+def _for_gpus(path: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The launcher that ``path`` names; in its place the reference, for what it has no kernel for.
+
+    That is, of a cast, blocks and scale rules that no kernel knows, and on a GPU for which Triton
+    has no FP8, all calls with FP8 arguments. The values of a prologue are those of its kernel, as
+    where a norm or an activation writes them.
     """
+    launch = load_launcher(path)
     names = list(inspect.get_annotations(reference))
-    if "rule" not in names:
+    is_cast = "rule" in names
+    block, rule = (names.index(name) if is_cast else 0 for name in ("block", "rule"))
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    has_fp8 = path in _DEQUANTIZE or all(map(casts_by_kernel, gpus))
+    if has_fp8 and not is_cast:
         return launch
-    block, rule = names.index("block"), names.index("rule")
 
     def call(*args: Any) -> Any:
-        if has_kernels(tuple(args[block]), args[rule]):
+        knows_blocks = not is_cast or has_kernels(tuple(args[block]), args[rule])
+        if knows_blocks and (
+            has_fp8 or not _holds_fp8(args) or casts_by_kernel(_first_tensor(args).device)
+        ):
             return launch(*args)
-        if names[0] == "prologue" and args[0]:
+        if is_cast and names[0] == "prologue" and args[0]:
             args = ("", [load_launcher("prologue:value_of")(*args[:3])], *args[2:])
         return reference(*args)
 
     return call
+
+
+def _first_tensor(args: Sequence[Any]) -> Tensor:
+    """The first tensor of a call; a prologue comes before its inputs."""
+    first = args[type(args[0]) is str]
+    return first if isinstance(first, Tensor) else first[0]
+
+
+def _holds_fp8(args: Sequence[Any]) -> bool:
+    """Whether an argument, or an element of one, is FP8 data, perhaps as bytes, or its dtype."""
+    flat = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    return any(getattr(x, "dtype", x) in (*FP8_DTYPES, torch.uint8) for x in flat)
 
 
 _TYPES = {
@@ -185,7 +226,8 @@ def declare(
     on_any_device = untraced(_complete(exact))
     implementations = {"CompositeExplicitAutograd": on_any_device}
     if cuda is not None:
-        on_gpu = _exact(_or_reference(_lazy(cuda), function), "cuda")
+        for_gpus = functools.cache(lambda: _for_gpus(cuda, function))
+        on_gpu = _exact(lambda *args: for_gpus()(*args), "cuda")
         implementations = {"CPU": on_any_device, "CUDA": untraced(_complete(on_gpu))}
 
     def define(name: str, schema: str) -> OpOverload:
@@ -197,7 +239,7 @@ def declare(
         overload = overload_named(name)
         given = [argument.name for argument in overload._schema.arguments]
         arguments = {n: defaults.get(n) for n in given}
-        OPS.declared[overload] = Declared(arguments, fake, mutates, sharding, only_orders)
+        OPS.declared[overload] = Declared(arguments, fake, mutates, sharding, only_orders, flops)
         return overload
 
     overload = define(name, _schema(function, mutates))
@@ -208,11 +250,9 @@ def declare(
         pure = define(f"{name}.pure", _schema(function, (), without=last))
         forms.append(pure)
         through = _either(overload, pure, len(parameters) - 1)
-    if flops is not None:
-        OPS.declared[overload] = OPS.declared[overload]._replace(flops=flops)
     call = function
     if cuda is not None:
-        call = _direct(through, cuda, function)
+        call = _direct(through, for_gpus, function)
         call.overload = overload
     if direct is None:
         launcher = None if cuda is None else functools.partial(load_launcher, cuda)
@@ -309,8 +349,7 @@ def filled(results: Any, args: Sequence[Any]) -> Any:
     """The results of an op's call with ``args``, with an empty tensor in the place of each None."""
     if not isinstance(results, tuple):
         return results
-    like = args[type(args[0]) is str]  # a prologue comes before its inputs
-    like = like if isinstance(like, Tensor) else like[0]
+    like = _first_tensor(args)
     return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
@@ -323,7 +362,7 @@ class Declared(NamedTuple):
     mutates: Sequence[str]
     sharding: Rule | None
     only_orders: bool
-    flops: Callable[..., int] | None = None
+    flops: Callable[..., int] | None
     direct: DirectCall = DirectCall(None, NotImplemented, None)
 
 
@@ -403,8 +442,13 @@ _trace = torch._C._get_tracing_state
 is_profiled = torch._C._autograd._profiler_enabled
 
 
-def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[..., Any]) -> Any:
+def _direct(
+    overload: Callable[..., Any],
+    for_gpus: Callable[[], Callable[..., Any]],
+    reference: Callable[..., Any],
+) -> Any:
     """``overload``, past the dispatcher where that would do nothing but find the implementation."""
+    launcher: Callable[..., Any] | None = None
 
     def dispatch(*args: Any) -> Any:
         if not torch.compiler.is_compiling() and OPS.untold:
@@ -434,8 +478,8 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
         if (torch.is_grad_enabled() and _requires_grad(args)) or x.is_neg():
             return overload(*args)
         if x.is_cuda:
-            if type(launcher) is str:
-                launcher = _or_reference(load_launcher(launcher), reference)
+            if launcher is None:
+                launcher = for_gpus()
             if torch.is_autocast_enabled("cuda"):
                 return _exact(launcher, "cuda")(*args)
             return launcher(*args)
@@ -448,9 +492,10 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
 
 def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any]:
     """A function that nothing traces, as in ops and optimizers: a launcher, or its reference."""
+    for_gpus = functools.cache(lambda: _for_gpus(cuda, reference))
 
     def call(x: Tensor, *args: Any) -> Any:
-        run = load_launcher(cuda) if x.is_cuda else reference
+        run = for_gpus() if x.is_cuda else reference
         return _exact(run, x.device.type)(x, *args)
 
     return call

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.formats import E4M3, E5M2, gemm_support
+from float8lab.formats import E4M3, E5M2, HOPPER, gemm_support
 from float8lab.ops import reference
-from float8lab.ops.declare import called_by_ops, declare
+from float8lab.ops.declare import called_by_ops, capability_of, declare
 
-__all__ = ["capability_of", "is_cublas_gemm", "may_multiply", "scaled_mm_into", "scaled_mm_op"]
+__all__ = ["is_cublas_gemm", "may_multiply", "scaled_mm_into", "scaled_mm_op"]
 
 
 def _flops(
@@ -53,22 +53,24 @@ def may_multiply(
     *,
     a_dtype: torch.dtype = E4M3,
     b_dtype: torch.dtype = E4M3,
+    grouped: bool = False,
 ) -> bool:
     """Whether the GEMM runs in FP8 on this device, not as dequantize + high-precision GEMM.
 
-    ``formats.gemm_support`` has the table of blocks; no GPU multiplies e5m2 by e5m2. A device other
-    than CUDA answers as a Hopper GPU would: it runs the reference of that.
+    One that is ``grouped``, of experts, does on Hopper alone.
+    ``formats.gemm_support`` has the table of blocks. No GPU multiplies e5m2 by e5m2, and torch no
+    1x32 blocks of e5m2. A CPU answers as a Hopper GPU would: it runs the reference of that.
 
     >>> may_multiply((1, 128), (128, 128), torch.device("cpu"))
     True
     >>> may_multiply((1, 32), (1, 32), torch.device("cpu"))
     False
     """
-    support = gemm_support(a_block, b_block)
-    if support is None or a_dtype == b_dtype == E5M2:
+    support, formats = gemm_support(a_block, b_block), {a_dtype, b_dtype}
+    if support is None or (E5M2 in formats and (formats == {E5M2} or tuple(a_block) == (1, 32))):
         return False
-    capability = capability_of(device) if device.type == "cuda" else (9, 0)
-    return support.since <= capability < support.before
+    capability = capability_of(device)
+    return support.includes(capability) and (HOPPER.includes(capability) or not grouped)
 
 
 def is_cublas_gemm(
@@ -78,20 +80,6 @@ def is_cublas_gemm(
     support = gemm_support(a_block, b_block)
     has_gemm = support is not None and support.cublas and a_dtype == b_dtype == E4M3
     return has_gemm and _cuda_version() >= (12, 9)
-
-
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability, a constant in compiled graphs."""
-    return _capability_of(device)
-
-
-# As torch.compiler.assume_constant_result marks it, which would import the compiler here.
-capability_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _capability_of(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)  # takes torch microseconds
 
 
 @functools.cache

@@ -400,8 +400,8 @@ class Float8BlockScaling(Recipe):
 class MXFP8BlockScaling(Recipe):
     """OCP MX: 1x32 blocks with power-of-two (e8m0) scales, along the contraction of every GEMM.
 
-    Hopper has no MX tensor cores: there the operands are quantized, dequantized and multiplied in
-    high precision, and reports say so.
+    GPUs other than SM 10 have no MX tensor cores: there the operands are quantized, dequantized and
+    multiplied in high precision, and reports say so.
     """
 
     fp8_format: Format = Format.E4M3

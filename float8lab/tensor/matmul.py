@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from float8lab.formats import HIGH_PRECISION_DTYPES, Spec, gemm_support, scales_by_column
+from float8lab.formats import E8M0, HIGH_PRECISION_DTYPES, Spec, gemm_support, scales_by_column
 from float8lab.ops import Groups, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale, with_block
 from float8lab.tensor.dispatch import implements, implements_composite
@@ -55,8 +55,8 @@ def _gemm_block(x: Tensor, transposed: bool) -> _Block | None:
 
 def _gemm_blocks(a: Tensor, b: Tensor, transposed: bool) -> tuple[_Block, _Block] | None:
     """The blocks of two operands in [rows, K] form, or None if no FP8 GEMM takes the two.
-    An ordinary tensor is to be quantized in blocks that match its partner's. ``transposed`` says
-    that ``b`` is given as [K, N]."""
+    An ordinary tensor is to be quantized in blocks that match its partner's. GPUs multiply 1x32
+    blocks by scales in e8m0 alone. ``transposed`` says that ``b`` is given as [K, N]."""
     if a.dtype not in HIGH_PRECISION_DTYPES or a.dtype != b.dtype:
         return None
     block_a, block_b = _gemm_block(a, False), _gemm_block(b, transposed)
@@ -64,7 +64,8 @@ def _gemm_blocks(a: Tensor, b: Tensor, transposed: bool) -> tuple[_Block, _Block
     block_b = block_b or _partner_block(block_a)
     if block_a is None or block_b is None or gemm_support(block_a, block_b) is None:
         return None
-    return block_a, block_b
+    is_e8m0 = all(x.spec.scale_dtype == E8M0 for x in (a, b) if isinstance(x, Float8Tensor))
+    return None if block_a == (1, 32) and not is_e8m0 else (block_a, block_b)
 
 
 def _partner_block(block: _Block | None) -> _Block | None:

@@ -25,7 +25,7 @@ from float8lab import recipes
 from float8lab.formats import E2M1
 from float8lab.inspect.environment import environment
 from float8lab.integrations import export, load_fp8
-from float8lab.ops import gemm
+from float8lab.ops import declare
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 
@@ -33,10 +33,10 @@ RECIPES = tuple(type(recipe) for recipe in recipes.ALL.values())
 
 DEVICES = {
     "CPU": None,
-    "SM 8.0 (A100)": (8, 0),
-    "SM 8.9 (L40S)": (8, 9),
+    "SM 8.0 (A100), not run": (8, 0),
+    "SM 8.9 (L40S), not run": (8, 9),
     "SM 9.0 (H100, H200)": (9, 0),
-    "SM 10.0 (B200)": (10, 0),
+    "SM 10.0 (B200), not run": (10, 0),
 }
 """Compute capabilities."""
 
@@ -234,10 +234,10 @@ def try_feature(feature: Callable[[Case, Recipe], bool | None], recipe: Recipe) 
 @contextlib.contextmanager
 def gpu(capability: tuple[int, int]) -> Iterator[None]:
     """torch says that it has such a GPU."""
-    gemm._capability_of.cache_clear()
+    declare._capability_of.cache_clear()
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
         yield
-    gemm._capability_of.cache_clear()
+    declare._capability_of.cache_clear()
 
 
 def support(device: str) -> tuple[dict[str, str], list[str]]:
@@ -266,8 +266,19 @@ PAGE_TEXT = """\
 
 What `python -m float8lab env` says on each. *Native*: all three GEMMs of a linear layer run in FP8.
 *Emulated*: operands are quantized, with the same bytes, then dequantized and multiplied in high
-precision. *Missing*: the GPU cannot cast to FP8. The tests run on CPUs and on Hopper GPUs (H200);
-the other columns are what the library decides there, and were not run.
+precision. *High precision*: attention is torch's, which holds no scores, after one warning.
+The tests run on CPUs and on Hopper GPUs (H200); the other columns are what the library decides
+there, and were not run.
+
+An A100, V100 or T4 has no FP8, and Triton knows no e4m3 there. PyTorch casts, on the GPU, and GEMMs
+are torch's, of dequantized operands; weights stored in FP8 take one byte all the same. Norms,
+routers, permutations and whatever else converts nothing run by the same kernels as on Hopper. A
+CUDA graph cannot record casts of experts' rows there, which wait for the GPU. One test has a Hopper
+GPU answer as one of SM 8.0.
+
+On SM 10, `MXFP8BlockScaling` multiplies by `torch.nn.functional.scaled_mm`; experts are emulated.
+Checked without such a GPU: where each scale is, that torch takes the operands of all three GEMMs,
+and that kernels compile for it.
 
 {devices}
 

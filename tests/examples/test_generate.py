@@ -42,6 +42,20 @@ def test_free_tokens_are_the_likeliest_after_those_before():
     assert torch.equal(whole[:, 3:-1].argmax(-1), tokens)
 
 
+def test_served_prompts_are_continued_as_each_alone():
+    model = llama.Llama(CONFIG).eval()
+    use_transformer_layers(model)
+    prompts, counts = [torch.randint(256, (n,)) for n in (3, 6, 2, 5)], [5, 2, 4, 3]
+    pages = 2 * 4 + 1  # not enough for two sequences of 10 tokens
+    cache = float8lab.InferenceParams(2, 10, is_paged=True, page_size=2, total_num_pages=pages)
+    written = generate.serve(model, prompts, counts, cache)
+    for prompt, count, tokens in zip(prompts, counts, written, strict=True):
+        alone = float8lab.InferenceParams(1, 10)
+        meter = savings.Meter("cpu")
+        expected, _ = generate.generate(model, prompt[None], count, alone, meter)
+        assert tokens == expected[0].tolist()
+
+
 @pytest.mark.parametrize("name", generate.RECIPES)
 def test_stored_layers_have_the_cast_weights(name):
     recipe = generate.RECIPES[name]
@@ -65,11 +79,13 @@ def test_example_prints_what_was_saved(monkeypatch, capsys):
     sizes = ["--batch", "2", "--prompt", "5", "--new", "4"]
     with float8lab.count_gemms() as counts:
         runs = generate.main(["--train-steps", "2", *sizes])
-    # The last run: qkv, proj and two of the MLP, for 4 tokens, of its own and of the first run.
-    assert counts.fp8 == 4 * CONFIG.n_layer * 4 * 2
+    # qkv, proj and two of the MLP. The last run of the batch: for 4 tokens, of its own and of the
+    # first run. Served one after the other: 4 tokens, and 2.
+    assert counts.fp8 == 4 * CONFIG.n_layer * (4 * 2 + 4 + 2)
     printed = capsys.readouterr().out
     assert "trained for 2 steps" in printed
     assert "2 prompts of 5 tokens, 4 new ones each" in printed
+    assert "paged: 2 prompts of 2 to 5 tokens in 1 rows" in printed
     assert "On a CPU, FP8 is emulated and" in printed
     vectors = 2 * CONFIG.n_layer * CONFIG.n_group * 2 * (5 + 4)
     assert [run.cost.sizes["cache"] for run in runs] == [vectors * n for n in (32, 20, 20)]

@@ -19,7 +19,7 @@ from float8lab.inspect.environment import (
     why_casts_are_missing,
     why_gemm_is_emulated,
 )
-from float8lab.ops import attention, gemm
+from float8lab.ops import declare, gemm
 
 GPU = torch.device("cuda")
 BLOCK, TENSOR, ROW = (1, 128), (-1, -1), (1, -1)
@@ -30,8 +30,7 @@ def pretend(monkeypatch):
     """Pretend a GPU of this capability, a CUDA, and that triton is there or not."""
 
     def set_up(capability, cuda=(13, 0), triton=True):
-        for asking in (gemm, attention, module):
-            monkeypatch.setattr(asking, "capability_of", lambda device: capability)
+        monkeypatch.setattr(declare, "_capability_of", lambda device: capability)
         monkeypatch.setattr(gemm, "_cuda_version", lambda: cuda)
         monkeypatch.setattr(torch.version, "cuda", ".".join(map(str, cuda)))
         find = module.util.find_spec
@@ -60,13 +59,13 @@ DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | native |
-MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
+MXFP8BlockScaling | emulated | blocks are multiplied on SM 10.0 only; this GPU is SM 9.0
 NVFP4BlockScaling | emulated | no kernel multiplies e2m1
 FP8 attention | native |""",
     )
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (10, 0)], ids=["before Hopper", "Blackwell"])
+@pytest.mark.parametrize("capability", [(8, 9), (12, 0)], ids=["before Hopper", "RTX Blackwell"])
 def test_gpus_that_are_not_hopper(pretend, capability):
     pretend(capability)
     sm = "SM {}.{}".format(*capability)
@@ -77,22 +76,32 @@ DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is (its SM)
-MXFP8BlockScaling | emulated | no FP8 GEMM of 1x32 by 1x32 blocks
+MXFP8BlockScaling | emulated | blocks are multiplied on SM 10.0 only; this GPU is (its SM)
 NVFP4BlockScaling | emulated | no kernel multiplies e2m1
-FP8 attention | missing | the kernel is for SM 9.0; this GPU is (its SM)""",
+FP8 attention | high precision | the kernel is for SM 9.0; this GPU is (its SM)""",
     )
 
 
-@pytest.mark.parametrize(
-    ("capability", "triton", "reason"),
-    [((8, 0), True, "SM 8.9 on; this GPU is SM 8.0"), ((9, 0), False, "triton, which is not")],
-)
-def test_a_gpu_that_cannot_cast(pretend, capability, triton, reason):
-    pretend(capability, triton=triton)
-    assert reason in why_casts_are_missing(GPU)
-    assert {(one.status, reason in one.reason) for one in environment(GPU).support} == {
-        ("missing", True)
-    }
+def test_mx_on_sm_10(pretend):
+    pretend((10, 0))
+    assert "MXFP8BlockScaling | native |" in support()
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 6)])
+def test_a_gpu_on_which_torch_casts(pretend, capability):
+    pretend(capability)
+    *emulated, attends = environment(GPU).support
+    assert {one.status for one in emulated} == {"emulated"}
+    assert all("PyTorch casts, since Triton knows e4m3 from" in one.reason for one in emulated)
+    assert "FP8 tensor cores came with SM 8.9; this GPU is" in emulated[0].reason
+    assert attends.status == "high precision"
+
+
+def test_a_gpu_without_triton(pretend):
+    pretend((9, 0), triton=False)
+    reason = "the kernels need triton, which is not installed"
+    assert why_casts_are_missing(GPU) == reason
+    assert {(one.status, one.reason) for one in environment(GPU).support} == {("missing", reason)}
 
 
 def test_why_a_product_is_emulated(pretend):
@@ -104,6 +113,9 @@ def test_why_a_product_is_emulated(pretend):
     assert "up to 128" in why_attention_is_emulated(GPU, 192, 128)
     pretend((8, 0))
     assert "came with SM 8.9" in why_gemm_is_emulated(TENSOR, TENSOR, GPU)
+    pretend((10, 0))
+    assert why_gemm_is_emulated((1, 32), (1, 32), GPU) == ""
+    assert "1x32 blocks of e5m2" in why_gemm_is_emulated((1, 32), (1, 32), GPU, E5M2)
 
 
 def test_reasons_agree_with_what_the_ops_do(device):

@@ -29,6 +29,7 @@ from float8lab.ops.kernels import (
     grouped_cast,
     moments,
     norm,
+    paged_attention,
     permute,
     prologue,
     rotary,
@@ -277,6 +278,22 @@ def check_rotary() -> None:
             cos, sin = torch.randn(shape), torch.randn(shape)
             for flags in ((True, True), (True, False), (False, True), (False, False)):
                 same(*(of.rotate(t, cos, sin, *flags) for of in (rotary, rotary.reference)))
+
+
+def check_paged_attention() -> None:
+    """In float32, whose dot the interpreter computes as it is; pages, parts, windows, edges."""
+    for B, H, G, S, D, DV, P in ((2, 4, 2, 3, 20, 8, 5), (1, 2, 2, 1, 16, 33, 64)):
+        q = torch.randn(B, H, S, D)
+        k, v = torch.randn(40, G, P, D), torch.randn(40, G, P, DV)
+        table = torch.randperm(40)[: B * 16].view(B, 16).int()
+        before = torch.tensor([16 * P - S, 7][:B])
+        sequences = torch.stack((torch.arange(B).flip(0), before, torch.tensor([S, 1][:B]))).int()
+        for window in ((-1, 0), (9, 0), (4, 2)):
+            arguments = (q, k, v, None, None, table, sequences, *window, 0.2)
+            with unittest.mock.patch.object(paged_attention, "multiprocessors", return_value=4):
+                got = paged_attention.paged_attention(*arguments)
+            want = ops.paged_attention(*arguments)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def one_for_all(rows: int) -> Tensor:

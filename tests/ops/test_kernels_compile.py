@@ -24,13 +24,13 @@ pytest.importorskip("triton")
 import triton
 import triton.backends.nvidia as nvidia
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompilationError
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import target_info
 from triton.runtime.jit import JITFunction
 
-from float8lab.formats import E4M3, E5M2, scale_shape
+from float8lab.formats import CASTS, E4M3, E5M2, scale_shape
 from float8lab.ops import Prologue, kernels, reference
 from float8lab.ops.kernels import (
     _launch,
@@ -43,6 +43,7 @@ from float8lab.ops.kernels import (
     hopper_gemm,
     moments,
     norm,
+    paged_attention,
     permute,
     prologue,
     rotary,
@@ -508,10 +509,32 @@ PRODUCTS: dict[str, Callable[[], Any]] = {
     "1x128-by-128x128": product_of_blocks(torch.bfloat16, 128),
 }
 
+
+def attended_in_pages(cache: torch.dtype, D: int = 128, S: int = 1) -> Any:
+    q, k = torch.zeros(2, 32, S, D, dtype=torch.bfloat16), torch.zeros(20, 8, 128, D).to(cache)
+    scale = torch.ones(20, 8, 128, 1) if cache.itemsize == 1 else None
+    table, sequences = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+    return lambda: paged_attention.paged_attention(
+        q, k, k, scale, scale, table, sequences, -1, 0, 0.1
+    )
+
+
+PAGED: dict[str, Callable[[], Any]] = {
+    "pages": attended_in_pages(torch.bfloat16),
+    "pages-fp8": attended_in_pages(E4M3),
+    "pages-e5m2-192": attended_in_pages(E5M2, D=192, S=4),
+}
+
 PORTABLE = (
     *("tensor-both", "row-both", "1x128-both", "many-tensors", "many-1x128"),
-    *("cast-amax", "transpose", "dequantize"),
+    *("cast-amax", "transpose", "dequantize", "1x32-e8m0"),
 )
+WITHOUT_FP8 = (
+    *("layer-norm", "rms-norm-backward", "route-softmax", "route-softmax-backward", "row-map"),
+    *("permute", "permute-backward", "rotary", "cross-entropy", "cross-entropy-backward"),
+    *("value-of-swiglu", "value-of-geglu-backward", "transpose", "clear-rows", "update-scales"),
+)
+"""Ops that convert nothing keep their kernels on GPUs for which Triton has no e4m3."""
 SINCE_HOPPER = ("tiles", "tiles-1x32-e8m0", "tiles-of-swiglu-backward")
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -526,7 +549,7 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        for module in (attention, hopper_gemm):
+        for module in (attention, hopper_gemm, paged_attention):
             patch.setattr(module, "multiprocessors", lambda device: 132)
         call()
     return recorded
@@ -593,13 +616,17 @@ def all_kernels() -> Iterator[str]:
 
 def test_every_kernel_is_compiled_here() -> None:
     compiled = set()
-    for call in (*LAUNCHES.values(), *ATTENTION.values(), *PRODUCTS.values()):
+    for call in (LAUNCHES | ATTENTION | PRODUCTS | PAGED).values():
         for kernel, _, _ in launches(call):
             compiled.add(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}")
     assert compiled == set(all_kernels())
 
 
-REMEMBERED = {**LAUNCHES, **{n: call for n, call in PRODUCTS.items() if n.startswith("groups")}}
+REMEMBERED = {
+    **LAUNCHES,
+    **PAGED,
+    **{n: call for n, call in PRODUCTS.items() if n.startswith("groups")},
+}
 
 
 def test_launches_can_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -701,6 +728,16 @@ def check_three_tiles_share_a_multiprocessor(name: str, compiled: Any, registers
 
 
 @counts_registers
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
+    for launch in launches(PAGED[name]):
+        compiled = compile_launch(launch, 90)
+        used = resources(compiled, tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*, 0?x?10;", compiled.asm["ptx"])
+
+
+@counts_registers
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
     *_, launch = launches(ATTENTION[name])
@@ -797,8 +834,22 @@ def other_gpus(names: tuple[str, ...], *capabilities: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [*other_gpus(PORTABLE, 89, 100, 120), *other_gpus(SINCE_HOPPER, 100, 120)],
+    [
+        *other_gpus(PORTABLE, 89, 100, 120),
+        *other_gpus(SINCE_HOPPER, 100, 120),
+        *other_gpus(WITHOUT_FP8, 70, 75, 80, 86),
+    ],
 )
 def test_compiles_for_other_gpus(name: str, capability: int) -> None:
     for launch in launches(LAUNCHES[name]):
         assert compile_launch(launch, capability).asm["cubin"]
+
+
+@pytest.mark.parametrize("name", ["tensor-both", "row", "1x128", "dequantize", "moments"])
+def test_casts_do_not_compile_where_the_reference_takes_their_place(name: str) -> None:
+    """When Triton can, ``formats.CASTS`` may say so."""
+    *_, launch = launches(LAUNCHES[name])
+    with pytest.raises(CompilationError, match="fp8e4nv not supported"):
+        compile_launch(launch, 80)
+    assert CASTS.includes((8, 9))
+    assert not CASTS.includes((8, 0))

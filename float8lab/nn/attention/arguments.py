@@ -75,6 +75,8 @@ class Request(NamedTuple):
     tokens: int
     leave: Callable[[Tensor], Tensor] | None = None
     """From results for this rank's heads to those of its tokens, where ranks share sequences."""
+    attend: Callable[[Tensor], Tensor] | None = None
+    """What the queries attend to in place of k and v: a cache, as it lies in memory."""
 
 
 def unpacked(
@@ -202,10 +204,14 @@ def check_masking(
             " Leave them out."
         )
     if rules.qkv_format == "thd":
-        q, kv = lengths_of_packed(
-            mask_type, attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
-        )
-        _check_packed(q, kv, lengths, sizes)
+        if inference_params is None:
+            q, kv = lengths_of_packed(mask_type, attention_type, cu_seqlens_q, cu_seqlens_kv)
+            _check_packed(q, kv, lengths, sizes)
+        elif step is None or (sizes is not None and sizes.Sq < sum(step.lengths)):
+            raise ValueError(
+                "inference_params must be told the lengths of sequences by pre_step for "
+                f"qkv_format='thd', as many tokens as there are; got {step}. Call pre_step first."
+            )
         return
     if any(given is not None for given in lengths[:4]):
         _check_lengths_beside_shapes(rules, attention_type, sizes, lengths)
@@ -312,18 +318,12 @@ def lengths_of_packed(
     attention_type: str,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_kv: Tensor | None,
-    inference_params: InferenceParams | None,
 ) -> tuple[Tensor, Tensor]:
     """The cumulative lengths of a thd call."""
     if "padding" not in mask_type:
         raise ValueError(
             "attn_mask_type must be padding, padding_causal or padding_causal_bottom_right for "
             f"qkv_format='thd'; got {mask_type!r}. Sequences of several lengths lie in it."
-        )
-    if inference_params is not None:
-        raise NotImplementedError(
-            "qkv_format must be 'sbhd' or 'bshd' with inference_params; got 'thd'. Pad the "
-            "sequences and tell InferenceParams.pre_step their lengths."
         )
     if cu_seqlens_kv is None and attention_type == "self":
         cu_seqlens_kv = cu_seqlens_q
@@ -333,7 +333,7 @@ def lengths_of_packed(
 
 def mask_of(
     q: Tensor,
-    k: Tensor,
+    Sk: int,
     mask_type: str,
     window: tuple[int, int],
     attention_type: str,
@@ -343,13 +343,11 @@ def mask_of(
     inference_params: InferenceParams | None,
 ) -> tuple[masks.AttentionMask, int | Tensor]:
     """The mask of an sbhd or bshd call, and the ``Sk - Sq`` of each sequence."""
-    (B, heads, Sq, _), Sk = q.shape, k.shape[2]
-    step = None if inference_params is None else inference_params.step
-    if step is not None:
-        lengths = torch.tensor(step.lengths, device=q.device)
-        totals = torch.tensor(step.totals, device=q.device)
-        padding = (padding_from_lengths(lengths, Sq), padding_from_lengths(totals, Sk))
-        before = totals - lengths
+    B, heads, Sq, _ = q.shape
+    sequences = None if inference_params is None else inference_params.sequences(q.device)
+    if sequences is not None:
+        _, before, lengths = sequences
+        padding = (padding_from_lengths(lengths, Sq), padding_from_lengths(before + lengths, Sk))
         return masks.make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=before), before
     # With a cache, query 0 stands behind what was cached, whatever the rows' padding.
     diagonal = None if inference_params is None else Sk - Sq

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from float8lab import ops
 from float8lab.arguments import (
     check_callables,
     check_choice,
@@ -363,7 +365,9 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             softcap=softcap,
         )  # fmt: skip
         q, k, v, problem = request[:4]
-        if checkpoint_core_attention and torch.is_grad_enabled():
+        if request.attend is not None:
+            out, largest = request.attend(q), None
+        elif checkpoint_core_attention and torch.is_grad_enabled():
             run = self._repeatable(problem)
             out, largest = checkpoint(run, q, k, v, use_reentrant=False)
         else:
@@ -531,6 +535,11 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             rules, sizes, attention_mask, lengths, inference_params, bias_arguments
         )
         query, key, value = arguments.tensors_of(qkv)
+        if inference_params is not None:
+            return self._resolve_cached(
+                (query, key, value), attention_mask, rules, lengths, bias_arguments,
+                inference_params, softcap,
+            )  # fmt: skip
         packed = leave = None
         context = self.context_parallel
         if context is not None:
@@ -547,7 +556,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         tokens = query.shape[0]
         if qkv_format == "thd":
             cu_seqlens_q, cu_seqlens_kv = arguments.lengths_of_packed(
-                mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
+                mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv
             )
             packed = Packed.of(cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q)
             packed_kv = Packed.of(
@@ -560,23 +569,77 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             check_bias_shape(bias, alibi_slopes, (*q.shape[:3], k.shape[2]))
         else:
             q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
-            if inference_params is not None:
-                k, v = inference_params.append(self._required_layer_number(), k, v)
             mask, spans = arguments.mask_of(
-                q, k, mask_type, window, self.attention_type, attention_mask, cu_seqlens_q,
-                cu_seqlens_kv, inference_params,
+                q, k.shape[2], mask_type, window, self.attention_type, attention_mask,
+                cu_seqlens_q, cu_seqlens_kv, inference_params,
             )  # fmt: skip
+        problem = self._problem(mask, spans, (bias_type, bias, alibi_slopes), q.device, softcap)
+        return arguments.Request(q, k, v, problem, packed, qkv_format, tokens, leave)
+
+    def _resolve_cached(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        attention_mask: masks.MaskArgument,
+        rules: arguments.Rules,
+        lengths: arguments.Lengths,
+        bias: BiasArguments,
+        inference_params: InferenceParams,
+        softcap: float,
+    ) -> arguments.Request:
+        """Add keys and values to the cache; the request attends to all that it holds."""
+        packed = None
+        if rules.qkv_format == "thd":
+            packed = inference_params.packed(qkv[0].device)
+            q, k, v = (packed.unpack(x) for x in qkv)
+        else:
+            q, k, v = (to_heads_first(x, rules.qkv_format) for x in qkv)
+        tokens = qkv[0].shape[0]
+        cached = inference_params.write(self._required_layer_number(), k, v)
+        given = attention_mask, lengths.cu_seqlens_q, *bias[1:], softcap or None
+        if bias[0] == "no_bias" and all(x is None for x in given) and self._reads_pages(q, k):
+            problem = Problem(masks.NO_MASK, self.softmax_scale)
+            attend = partial(cached.attend, window=rules.window, scale=self.softmax_scale)
+            return arguments.Request(
+                q, k, v, problem, packed, rules.qkv_format, tokens, attend=attend
+            )
+        k, v = cached.read(k.dtype)
+        mask, spans = arguments.mask_of(
+            q, k.shape[2], rules.mask_type, rules.window, self.attention_type, attention_mask,
+            lengths.cu_seqlens_q, lengths.cu_seqlens_kv, inference_params,
+        )  # fmt: skip
+        problem = self._problem(mask, spans, bias, q.device, softcap)
+        return arguments.Request(q, k, v, problem, packed, rules.qkv_format, tokens)
+
+    def _problem(
+        self,
+        mask: masks.AttentionMask,
+        spans: int | Tensor,
+        bias_arguments: BiasArguments,
+        device: torch.device,
+        softcap: float,
+    ) -> Problem:
+        """What attention needs besides its tensors; ``spans`` are each sequence's ``Sk - Sq``."""
+        bias_type, bias, alibi_slopes = bias_arguments
         if bias_type == "pre_scale_bias" and bias is not None:
             bias = bias * self.softmax_scale
         alibi = None
         if bias_type == "alibi":
-            alibi = Alibi(self._slopes(alibi_slopes, q.device), spans)
+            alibi = Alibi(self._slopes(alibi_slopes, device), spans)
         dropout = self.attention_dropout if self.training else 0.0
-        problem = Problem(
+        return Problem(
             mask, self.softmax_scale, bias, alibi, dropout,
-            softcap=softcap, sink=self._sink(q.device), wants_max=self.return_max_logit,
+            softcap=softcap, sink=self._sink(device), wants_max=self.return_max_logit,
         )  # fmt: skip
-        return arguments.Request(q, k, v, problem, packed, qkv_format, tokens, leave)
+
+    def _reads_pages(self, q: Tensor, k: Tensor) -> bool:
+        """Whether a call with a cache attends to its pages, rather than to tensors read from it."""
+        has_gradient = torch.is_grad_enabled() and q.requires_grad
+        drops = self.training and self.attention_dropout > 0
+        is_plain = self.softmax_type == "vanilla" and not self.return_max_logit
+        rows = q.shape[1] // k.shape[1] * q.shape[2]
+        fits = ops.has_paged_attention(rows, q.shape[3], self.v_channels)
+        fits = fits and q.dtype != torch.float64 and self.backends == BACKENDS
+        return fits and is_plain and not (has_gradient or drops or torch.compiler.is_compiling())
 
     def rules_of_call(
         self, qkv_format: str | None, mask_type: str | None, window_size: tuple[int, int] | None

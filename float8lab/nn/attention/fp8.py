@@ -68,7 +68,7 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
     if max(q.shape[3], v.shape[3]) > ops.LARGEST_HEAD:
         heads = f"{q.shape[3]}, {v.shape[3]}"
         return f"its heads are of up to {ops.LARGEST_HEAD}, and these are of {heads}"
-    if q.is_cuda and not ops.has_fp8_attention(q.device):
+    if not ops.has_fp8_attention(q.device):
         return "it needs a Hopper GPU (SM90)"
     return why_a_matrix(q.shape[2], k.shape[2], problem)
 

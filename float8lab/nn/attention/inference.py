@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,79 +10,21 @@ from torch import Tensor
 from float8lab.arguments import (
     INTEGER_DTYPES,
     check_dtype,
+    check_flags,
     check_instance,
     check_size,
     check_tensor,
     has_values,
     shown,
 )
-from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES, Spec
-from float8lab.ops import value_of_op
-from float8lab.tensor.operands import quantize
+from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES
+from float8lab.nn.attention.cache import Cached, Pages, Places, Step, Store
+from float8lab.nn.attention.layout import Packed
 
 __all__ = ["InferenceParams", "Step", "positions_reached"]
 
 
 _CACHE_DTYPES = (*HIGH_PRECISION_DTYPES, torch.float64, *FP8_DTYPES)
-
-
-class Step(NamedTuple):
-    """The sequences of one call, in its order, as ``InferenceParams.pre_step`` placed them."""
-
-    slots: tuple[int, ...]
-    """Rows of the cache."""
-    before: tuple[int, ...]
-    """Tokens already in the cache."""
-    lengths: tuple[int, ...]
-    """Tokens of this call."""
-
-    @property
-    def totals(self) -> list[int]:
-        """Tokens in the cache after this call."""
-        return [b + n for b, n in zip(self.before, self.lengths, strict=True)]
-
-
-class _Store:
-    """Keys or values of one layer, ``[max B, G, max S, D]``; in FP8 one scale for each vector."""
-
-    def __init__(self, like: Tensor, rows: int, length: int, dtype: torch.dtype | None) -> None:
-        shape = (rows, like.shape[1], length, like.shape[3])
-        self.dtype = dtype or like.dtype
-        self.scale: Tensor | None = None
-        with torch.inference_mode(False):  # a call outside inference mode may write it, too
-            self.data = torch.zeros(shape, dtype=self.dtype, device=like.device)
-            if self.dtype in FP8_DTYPES:
-                self.scale = torch.ones(*shape[:3], 1, dtype=torch.float32, device=like.device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-    def write(self, index: tuple[Tensor | slice, ...], x: Tensor) -> None:
-        """Put head vectors ``[..., D]`` where ``index``, into ``[B, G, S]``, says."""
-        if self.scale is None:
-            self.data[index] = x.to(self.dtype)
-            return
-        q, scale = quantize(x.reshape(-1, x.shape[-1]), Spec(self.dtype, (1, -1)), align=1).rowwise
-        # Bytes: not every device writes FP8 by index.
-        self.data.view(torch.uint8)[index] = q.view(torch.uint8).view(x.shape)
-        self.scale[index] = scale.view(*x.shape[:-1], 1)
-
-    def read(self, rows: slice | Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """The first ``length`` positions of some rows, ``[B, G, length, D]``."""
-        if self.scale is None:
-            return self.data[rows, :, :length].to(dtype)
-        data = self.data.view(torch.uint8)[rows, :, :length].view(self.dtype)
-        flat = data.reshape(-1, data.shape[-1])
-        scale = self.scale[rows, :, :length].reshape(-1, 1)
-        out: Tensor = value_of_op("dequantize", (flat, scale), dtype, (1, -1))
-        return out.view(data.shape)
-
-    def reorder(self, rows: Tensor) -> None:
-        data = self.data.view(torch.uint8) if self.scale is not None else self.data
-        data[: len(rows)] = data[rows]
-        if self.scale is not None:
-            self.scale[: len(rows)] = self.scale[rows]
 
 
 class InferenceParams:
@@ -95,8 +36,14 @@ class InferenceParams:
 
     *Ragged*: before each call of the model, ``pre_step({name: tokens, ...})`` says which sequences
     the rows of the batch are, in order, and how many tokens of each are given; shorter rows are
-    padded at the end, and their output there is 0. A new name gets a free row of the cache; a name
-    that is missing from a step is finished, and its row becomes free.
+    padded at the end, and their output there is 0; in thd they follow each other. A new name gets a
+    free row of the cache; a name that is missing from a step is finished, and its row becomes free.
+
+    A paged cache has memory for ``total_num_pages * page_size`` positions in all, which sequences
+    take page by page as they grow, in place of ``max_sequence_length`` for each row.
+
+    A decoding step can be a CUDA graph: call ``pre_step`` and the model once, capture the model,
+    then call ``pre_step`` before each replay, with as many sequences and tokens.
 
     Nothing in the cache has gradients. In both ways a causal mask is aligned to the end of the
     cached sequence.
@@ -108,6 +55,13 @@ class InferenceParams:
             ``torch.float8_e5m2`` stores them in FP8, each head vector of each token with its own
             scale: 1 + 4 / D bytes an element, rounded to within 1/16 (e5m2: 1/8) of each value or
             2^-18 (2^-32) of the head vector's largest, whichever is more.
+        is_paged: keep sequences in pages.
+        page_size: positions of a page.
+        total_num_pages: of a layer; None is enough for all rows at their longest.
+        num_heads_kv: heads of keys and values, which layers tell; if given, theirs must be these.
+        head_dim_k: the same for the head size of keys.
+        head_dim_v: the same for values.
+        dtype: of the cache, as ``cache_dtype``; at most one of them is given.
 
     Attributes:
         sequence_len_offset: tokens in the cache, for rows in step.
@@ -132,22 +86,61 @@ class InferenceParams:
         max_sequence_length: int,
         *,
         cache_dtype: torch.dtype | None = None,
+        is_paged: bool = False,
+        page_size: int = 128,
+        total_num_pages: int | None = None,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.max_batch_size = check_size("max_batch_size", max_batch_size, minimum=1)
         self.max_sequence_length = check_size("max_sequence_length", max_sequence_length, minimum=1)
         check_dtype("cache_dtype", cache_dtype, _CACHE_DTYPES)
-        self.cache_dtype = cache_dtype
+        check_dtype("dtype", dtype, _CACHE_DTYPES)
+        if cache_dtype is not None and dtype is not None:
+            raise ValueError(
+                f"dtype must be None beside cache_dtype={cache_dtype}; got {dtype}. Leave it out."
+            )
+        check_flags(is_paged=is_paged)
+        self.cache_dtype = dtype if cache_dtype is None else cache_dtype
+        self.is_paged = is_paged
+        self.page_size = check_size("page_size", page_size, minimum=1)
+        most = max_batch_size * -(-max_sequence_length // page_size)
+        check_size("total_num_pages", total_num_pages, minimum=1, optional=True)
+        self.total_num_pages = most if total_num_pages is None else total_num_pages
+        if not is_paged:
+            self.page_size, self.total_num_pages = max_sequence_length, max_batch_size
+        self._heads = {
+            "num_heads_kv": num_heads_kv,
+            "head_dim_k": head_dim_k,
+            "head_dim_v": head_dim_v,
+        }
+        for name, size in self._heads.items():
+            check_size(name, size, minimum=1, optional=True)
         self.sequence_len_offset = 0
         self.batch_size_offset = 0
-        self.key_value_memory_dict: dict[int, tuple[_Store, _Store]] = {}
+        self.key_value_memory_dict: dict[int, tuple[Store, Store]] = {}
         self.step: Step | None = None
         self._slots: dict[Hashable, tuple[int, int]] = {}  # row and tokens in it, by name
+        self._places: dict[tuple[torch.device, int, int], Places] = {}
+        self._placed: dict[tuple[torch.device, int, int], Step] = {}
+        self._pages = self._new_pages()
+
+    def _new_pages(self) -> Pages:
+        rows = self.max_batch_size
+        pages = Pages(rows, -(-self.max_sequence_length // self.page_size), self.total_num_pages)
+        if not self.is_paged:  # row i has page i
+            pages.take(dict.fromkeys(range(rows), 1))
+        return pages
 
     def reset(self) -> None:
         """Forget all sequences; the caches' memory is kept."""
         self.sequence_len_offset = self.batch_size_offset = 0
         self.step = None
         self._slots = {}
+        self._pages = self._new_pages()
+        self._placed = {}
 
     @property
     def nbytes(self) -> int:
@@ -181,12 +174,62 @@ class InferenceParams:
                 )
             slots.append(slot)
             before.append(length)
-        self.step = Step(tuple(slots), tuple(before), tuple(tokens.values()))
+        step = Step(tuple(slots), tuple(before), tuple(tokens.values()))
+        finished = set(range(self.max_batch_size)) - taken if self.is_paged else set()
+        self._pages.take(self._missing_pages("tokens", step, finished), finished)
+        self.step = step
         self._slots = {
             name: (slot, tokens_now)
-            for name, slot, tokens_now in zip(tokens, slots, self.step.totals, strict=True)
+            for name, slot, tokens_now in zip(tokens, slots, step.totals, strict=True)
         }
-        return self.step
+        for device, *sizes in list(self._places):
+            if sizes == [len(slots), sum(step.lengths)]:
+                self._places_on(device, step)
+        return step
+
+    def _missing_pages(self, name: str, step: Step, finished: Iterable[int] = ()) -> dict[int, int]:
+        """How many pages each row of a step lacks; raise if there are fewer."""
+        missing = self._pages.missing(step, self.page_size, finished)
+        if missing is None:
+            raise ValueError(
+                f"{name} must fit into {self.total_num_pages} pages of {self.page_size} positions "
+                f"(total_num_pages, page_size), of all rows; got sequences of {step.totals}. "
+                "Finish others first, or make a larger cache."
+            )
+        return missing
+
+    def _places_on(self, device: torch.device, step: Step) -> Places:
+        """Where a step's sequences and tokens lie, in tensors that are the same for its sizes."""
+        key = device, len(step.slots), sum(step.lengths)
+        if self._placed.get(key) == step:
+            return self._places[key]
+        rows, before, lengths = (torch.tensor(x, dtype=torch.long, device="cpu") for x in step)
+        row = torch.arange(key[1], device="cpu").repeat_interleave(lengths)
+        token = torch.arange(key[2], device="cpu") - (lengths.cumsum(0) - lengths)[row]
+        position = before[row] + token
+        page = self._pages.table[rows[row], position // self.page_size]
+        tokens = torch.stack((row, token, page.long(), position % self.page_size))
+        places = Places(tokens, torch.stack((rows, before, lengths)).int(), self._pages.table)
+        if key in self._places:
+            self._places[key].copy_(places)
+        else:
+            with torch.inference_mode(False):
+                self._places[key] = places.to(device)
+        self._placed[key] = step
+        return self._places[key]
+
+    def sequences(self, device: torch.device) -> Tensor | None:
+        """``[3, B]``: each row of the cache, tokens in it before the call, and in the call.
+
+        None for rows in step.
+        """
+        return None if self.step is None else self._places_on(device, self.step).sequences
+
+    def packed(self, device: torch.device) -> Packed:
+        """Where the sequences lie in the tokens of a thd call, which follows ``pre_step``."""
+        step = self.step or Step((), (), ())
+        lengths = self._places_on(device, step).sequences[2].long()
+        return Packed(lengths.cumsum(0) - lengths, lengths, max(step.lengths, default=0))
 
     def swap_key_value_dict(self, batch_indices: Tensor | Sequence[int]) -> None:
         """Reorder the rows of all caches, for beam search: row i becomes ``batch_indices[i]``.
@@ -215,9 +258,17 @@ class InferenceParams:
                 f"at most {self.max_batch_size} rows (max_batch_size); got {shown(batch_indices)}. "
                 "Make a larger cache, or check the indices."
             )
+        count, pages = rows.shape[0], self._pages
+        held = {len(of_row) for of_row in (*filter(None, pages.of_rows), *pages.of_rows[:count])}
+        if len(held) > 1:
+            raise ValueError(
+                "batch_indices must be rows that hold equally many pages; got rows of "
+                f"{sorted(held)} pages. Reorder sequences of the same length."
+            )
         for stores in self.key_value_memory_dict.values():
             for store in stores:
-                store.reorder(rows.to(store.data.device))
+                table = pages.table[:, : min(held, default=0)].long().to(store.data.device)
+                store.copy_pages(table[rows.to(store.data.device)], table[:count])
 
     def append(self, layer_number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add a call's keys and values to a layer's cache, and return what it now holds.
@@ -230,20 +281,34 @@ class InferenceParams:
             ``[B, G, S', D]`` and ``[B, G, S', Dv]`` with S' cached positions; of ragged sequences
             S' is that of the longest one.
         """
+        return self.write(layer_number, k, v).read(k.dtype)
+
+    def write(self, layer_number: int, k: Tensor, v: Tensor) -> Cached:
+        """Add a call's keys and values to a layer's cache, as ``append`` does."""
         self._check_entries(layer_number, k, v)
         self.check_room(k.shape[0], k.shape[2])
+        step = self.step or self._step_of_rows(k.shape[0], k.shape[2])
+        if self.step is None:
+            self._pages.take(self._missing_pages("inference_params", step))
         with torch.no_grad():
-            k, v = k.detach(), v.detach()
             if layer_number not in self.key_value_memory_dict:
-                size = (self.max_batch_size, self.max_sequence_length)
+                size = self.total_num_pages, self.page_size
                 self.key_value_memory_dict[layer_number] = (
-                    _Store(k, *size, self.cache_dtype),
-                    _Store(v, *size, self.cache_dtype),
+                    Store(k, *size, self.cache_dtype),
+                    Store(v, *size, self.cache_dtype),
                 )
-            stores = self.key_value_memory_dict[layer_number]
-            if self.step is not None:
-                return self._append_ragged(stores, k, v, self.step)
-            return self._append_in_step(stores, k, v)
+            cached = Cached(
+                *self.key_value_memory_dict[layer_number], self._places_on(k.device, step), step
+            )
+            cached.keys.write(cached.places, k.detach())
+            cached.values.write(cached.places, v.detach())
+            return cached
+
+    def _step_of_rows(self, rows: int, tokens: int) -> Step:
+        """The step of a call on rows in step."""
+        first = self.batch_size_offset
+        before = (self.sequence_len_offset,) * rows
+        return Step(tuple(range(first, first + rows)), before, (tokens,) * rows)
 
     def _check_entries(self, layer_number: int, k: Tensor, v: Tensor) -> None:
         """Raise unless keys and values are those of a layer of this cache."""
@@ -261,6 +326,13 @@ class InferenceParams:
                 raise ValueError(
                     f"{name} must have {G} heads of {D}, as in layer {layer_number} so far; got "
                     f"{shown(x)}. Give each layer its own layer_number."
+                )
+        sizes = k.shape[1], k.shape[3], v.shape[3]
+        for (name, given), size in zip(self._heads.items(), sizes, strict=True):
+            if given not in (None, size):
+                raise ValueError(
+                    f"{name} must be that of the layers, {size} in layer {layer_number}; got "
+                    f"{given}. Leave it out."
                 )
 
     def check_room(self, rows: int, positions: int) -> int:
@@ -281,37 +353,8 @@ class InferenceParams:
                 f"got max_batch_size={self.max_batch_size} and max_sequence_length="
                 f"{self.max_sequence_length}. Make a larger cache, or reset the offsets."
             )
+        self._missing_pages("inference_params", self._step_of_rows(rows, positions))
         return end
-
-    def _append_in_step(
-        self, stores: tuple[_Store, _Store], k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        rows = slice(self.batch_size_offset, self.batch_size_offset + k.shape[0])
-        start, end = self.sequence_len_offset, self.sequence_len_offset + k.shape[2]
-        sequences = []
-        for store, x in zip(stores, (k, v), strict=True):
-            store.write((rows, slice(None), slice(start, end)), x)
-            sequences.append(store.read(rows, end, x.dtype))
-        return sequences[0], sequences[1]
-
-    def _append_ragged(
-        self, stores: tuple[_Store, _Store], k: Tensor, v: Tensor, step: Step
-    ) -> tuple[Tensor, Tensor]:
-        places = [
-            (row, token, step.slots[row], step.before[row] + token)
-            for row, length in enumerate(step.lengths)
-            for token in range(length)
-        ]
-        index = torch.tensor(places, dtype=torch.long, device=k.device).view(-1, 4)
-        row, token, slot, position = index.unbind(1)
-        rows = torch.tensor(step.slots, dtype=torch.long, device=k.device)
-        longest = max(step.totals, default=0)
-        sequences = []
-        for store, x in zip(stores, (k, v), strict=True):
-            # Indices on both sides of a slice: their dimension comes first, [tokens, G, D].
-            store.write((slot, slice(None), position), x[row, :, token])
-            sequences.append(store.read(rows, longest, x.dtype))
-        return sequences[0], sequences[1]
 
 
 def positions_reached(tokens: int, inference_params: InferenceParams | None) -> int:
@@ -321,4 +364,4 @@ def positions_reached(tokens: int, inference_params: InferenceParams | None) -> 
     step = inference_params.step
     if step is None:
         return inference_params.sequence_len_offset + tokens
-    return max(step.totals, default=0)
+    return step.longest

@@ -156,6 +156,9 @@ class AttentionMask(NamedTuple):
         return visible
 
 
+NO_MASK = AttentionMask()
+
+
 def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) -> Tensor:
     """How far key j lies before query i's own position, ``[1 or B, 1, Sq, Sk]``."""
     i = torch.arange(Sq, device=device).view(1, 1, Sq, 1)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
@@ -522,10 +523,11 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
     ) -> Tensor:
         start, context = None, self.context_parallel
         if inference_params is not None:
-            if inference_params.step is not None:
-                start = torch.tensor(inference_params.step.before, device=x.device)
-            else:
+            sequences = inference_params.sequences(x.device)
+            if sequences is None:
                 angles = angles[inference_params.sequence_len_offset :]
+            else:
+                start, cu_seqlens = sequences[1], F.pad(sequences[2].cumsum(0), (1, 0)).int()
         cu_seqlens = cu_seqlens if self.qkv_format == "thd" else None
         return rotate_heads(
             x, angles, self.qkv_format, interleaved=self.rotary_pos_interleaved,

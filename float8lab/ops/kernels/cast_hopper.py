@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from float8lab.formats import largest
 from float8lab.ops.cast import empty_scale
-from float8lab.ops.gemm import capability_of
+from float8lab.ops.declare import capability_of
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.prologue import arguments_of, load, tile_of_program

@@ -8,6 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from float8lab.ops import reference
+from float8lab.ops.declare import casts_by_kernel
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
@@ -79,6 +81,8 @@ def _dequantize_kernel(
 def dequantize(
     q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, event: Tensor | None = None
 ) -> Tensor:
+    if not casts_by_kernel(q.device):
+        return reference.dequantize(q, scale, block, dtype)
     tile = _common.TILE
     y = q.new_empty(q.shape, dtype=dtype)
     if q.numel() == 0:

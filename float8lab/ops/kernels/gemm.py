@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.functional import scaled_mm as torch_scaled_mm
 
 from float8lab.ops import reference
@@ -25,6 +25,7 @@ from float8lab.ops.kernels.hopper_gemm import multiply_tiles
 from float8lab.ops.reference import ALIGN, round_up
 
 _SCALING_TYPE: dict[tuple[int, ...], ScalingType] = {
+    (1, 32): ScalingType.BlockWise1x32,
     (1, 128): ScalingType.BlockWise1x128,
     (128, 128): ScalingType.BlockWise128x128,
 }
@@ -85,7 +86,8 @@ def _mm(
     # with this align, so that all of these pass their input through.
     by_block = tuple(a_block) in _SCALING_TYPE
     rows, columns = round_up(M, ALIGN) if by_block else M, round_up(N, ALIGN)
-    a, b = _pad(a, rows, round_up(K, ALIGN)), _pad(b, columns, round_up(K, ALIGN))
+    depth = round_up(K, 32 if tuple(a_block) == (1, 32) else ALIGN)
+    a, b = _pad(a, rows, depth), _pad(b, columns, depth)
     bias = _pad_bias(bias, columns)
     if into is not None and not (into.shape == (rows, columns) and into.is_contiguous()):
         into = None
@@ -175,6 +177,12 @@ def _multiply_blocks(
     """In bfloat16 or float32, by cuBLASLt or, for blocks that it lacks, by our kernel."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     rows, columns = a.shape[0], b.shape[0]
+    if tuple(a_block) == (1, 32):
+        kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+        in_tiles = reference.scale_in_tiles(a_scale), reference.scale_in_tiles(b_scale)
+        return torch_scaled_mm(
+            a, b.t(), in_tiles[0], kind, in_tiles[1], kind, order, order, output_dtype=out_dtype
+        )
     y = a.new_empty((rows, columns), dtype=out_dtype) if into is None else into
     if not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
         b_scale = b_scale if b_block[0] == 128 else _per_block(b_scale, b_block, columns)

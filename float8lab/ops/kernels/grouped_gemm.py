@@ -13,8 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from float8lab.formats import HOPPER
 from float8lab.ops import reference
-from float8lab.ops.gemm import capability_of
+from float8lab.ops.declare import capability_of
 from float8lab.ops.grouped import groups_of_rows
 from float8lab.ops.kernels import hopper_gemm
 from float8lab.ops.kernels._common import ceil_div
@@ -31,7 +32,7 @@ def mode_of(
     out_dtype: torch.dtype, fast_accum: bool,
 ) -> str | None:  # fmt: skip
     """Which of the kernel's modes multiplies the operands; None if none does."""
-    if not (9, 0) <= capability_of(a.device) < (10, 0):
+    if not HOPPER.includes(capability_of(a.device)):
         return None
     if a.dtype == b.dtype == torch.float8_e5m2 or a.shape[-1] % ALIGN or b.shape[-2] % ALIGN:
         return None

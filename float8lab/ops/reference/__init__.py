@@ -15,6 +15,7 @@ from float8lab.ops.reference.blocks import (
     round_to_fp8,
     round_up,
     scale_from_amax,
+    scale_in_tiles,
 )
 from float8lab.ops.reference.cast import amax_of, cast, cast_many_, has_amax, transpose
 from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
@@ -47,6 +48,7 @@ __all__ = [
     "round_to_fp8",
     "round_up",
     "scale_from_amax",
+    "scale_in_tiles",
     "scaled_mm",
     "scaled_mm_into",
     "transpose",

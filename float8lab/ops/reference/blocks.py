@@ -25,6 +25,7 @@ __all__ = [
     "round_to_fp8",
     "round_up",
     "scale_from_amax",
+    "scale_in_tiles",
 ]
 
 ALIGN = 16
@@ -187,6 +188,21 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
         if block[dim] > 1:
             scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
     return scale
+
+
+def scale_in_tiles(scale: Tensor) -> Tensor:
+    """Scales of 1x32 blocks, ``[M, K / 32]``, in e8m0 and the order that SM 10 reads them in.
+
+    They are powers of two. Tiles of 128 rows and 4 columns, filled up with ones, follow each other
+    along the rows; in a tile, row ``32 i + j`` is at ``[j, i]`` of ``[32, 4, 4]``.
+
+    Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
+    """
+    filled = F.pad(scale, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128), value=1.0)
+    tiles = (
+        filled.to(formats.E8M0).view(torch.uint8).unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
+    )
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(formats.E8M0)
 
 
 # Rounding.

@@ -9,6 +9,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn.attention import DotProductAttention
 from float8lab.nn.attention.fp8 import K, Q, V
+from float8lab.ops import declare
 from float8lab.recipes import Format
 from tests.nn.attention import oracle
 from tests.nn.composition import sqnr
@@ -121,6 +122,25 @@ def test_large_heads_and_dropout_are_in_high_precision(device):
             with pytest.warns(UserWarning, match=reason):
                 module(q, k, v)
             assert (module.eval().explain(q, k, v).backend == "fp8") == (reason == "dropout")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_a_gpu_without_the_kernel_attends_in_high_precision(mask, capability, monkeypatch):
+    """Once said, by torch's fused attention: neither the reference nor its matrix of scores."""
+    module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd", attn_mask_type=mask)
+    tensors = make()
+    high = run(module, tensors, None)
+    monkeypatch.setattr(declare, "_capability_of", lambda device: capability)
+    for kept in (module, copy.deepcopy(module)):
+        with pytest.warns(UserWarning, match="needs a Hopper GPU"):
+            results = run(kept, tensors, RECIPES["delayed"])
+        run(kept, tensors, RECIPES["delayed"])  # a warning would be an error
+        assert all(torch.equal(a, b) for a, b in zip(results, high, strict=True))
+    with float8lab.autocast(recipe=RECIPES["current"]):
+        found = module.explain(*tensors[:3])
+    assert found.backend == "sdpa"
+    assert "Hopper" in found.rejected["fp8"]
 
 
 @pytest.mark.gpu

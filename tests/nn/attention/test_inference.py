@@ -19,17 +19,21 @@ def part(x, qkv_format, start, end):
     return x[:, start:end] if qkv_format == "bshd" else x[start:end]
 
 
+PAGED = {"is_paged": True, "page_size": 2}
+
+
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
-@pytest.mark.parametrize("steps", [(9,), (4, 1, 1, 1, 1, 1), (1,) * 9, (3, 3, 3)], ids=str)
+@pytest.mark.parametrize("steps", [(9,), (4, 1, 1, 1, 1, 1), (3, 3, 3)], ids=str)
+@pytest.mark.parametrize("cache", [{}, PAGED], ids=["", "paged"])
 @pytest.mark.parametrize("call", [
     {}, {"window_size": (3, 0)}, {"attn_mask_type": "causal_bottom_right"},
     {"core_attention_bias_type": "alibi"},
 ], ids=["causal", "window", "bottom-right", "alibi"])  # fmt: skip
-def test_prefill_and_decode_equal_the_whole(qkv_format, steps, call):
+def test_prefill_and_decode_equal_the_whole(qkv_format, steps, call, cache):
     attention = DotProductAttention(H, D, G, qkv_format=qkv_format, layer_number=1)
     q, k, v = make(qkv_format)
     whole = attention(q, k, v, **call)
-    params = InferenceParams(B, S)
+    params = InferenceParams(B, S, **cache)
     outputs = []
     for n in steps:
         start = params.sequence_len_offset
@@ -99,13 +103,17 @@ def test_padded_prompts():
         assert torch.equal(y[b, :n], torch.zeros(n, H * D))
 
 
-@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("window", [None, (2, 0)], ids=str)
-def test_ragged_continuous_batching(qkv_format, window):
+@pytest.mark.parametrize("cache", [{}, {**PAGED, "total_num_pages": 10}], ids=["", "paged"])
+@pytest.mark.parametrize("backends", [None, ("reference",)], ids=["", "read"])
+def test_ragged_continuous_batching(qkv_format, window, cache, backends):
     """Sequences come, go and advance by different lengths; each equals itself alone."""
     attention = DotProductAttention(
-        H, D, G, qkv_format=qkv_format, layer_number=1, window_size=window
-    )
+        H, D, G, qkv_format=qkv_format, layer_number=1, window_size=window,
+        attn_mask_type="padding_causal" if qkv_format == "thd" else "causal",
+        **({} if backends is None else {"backends": backends}),
+    )  # fmt: skip
     alone = DotProductAttention(H, D, G, qkv_format="bshd", window_size=window)
     lengths = {"a": 9, "b": 5, "c": 7, "d": 6}
     data = {n: [torch.randn(1, s, h, D) for h in (H, G, G)] for n, s in lengths.items()}
@@ -114,19 +122,23 @@ def test_ragged_continuous_batching(qkv_format, window):
         {"a": 4, "b": 2}, {"a": 1, "b": 3}, {"c": 5, "a": 1}, {"a": 1, "c": 1, "d": 6},
         {"a": 2, "c": 0}, {"c": 1},
     ]  # fmt: skip
-    params = InferenceParams(3, 9)
+    params = InferenceParams(3, 9, **cache)
     done = dict.fromkeys(lengths, 0)
     for step in steps:
         params.pre_step(step)
         longest = max(step.values()) + 1  # some padding for all
+        real = torch.arange(longest) < torch.tensor(list(step.values()))[:, None]
         batch = []
         for which, heads in enumerate((H, G, G)):
             rows = torch.randn(len(step), longest, heads, D)  # padding may be anything
             for row, (name, n) in enumerate(step.items()):
                 rows[row, :n] = data[name][which][0, done[name] : done[name] + n]
-            batch.append(rows if qkv_format == "bshd" else rows.transpose(0, 1))
+            form = {"bshd": rows, "sbhd": rows.transpose(0, 1), "thd": rows[real]}
+            batch.append(form[qkv_format])
         y = attention(*batch, inference_params=params)
-        y = y if qkv_format == "bshd" else y.transpose(0, 1)
+        if qkv_format == "thd":
+            y = torch.zeros(*real.shape, H * D).index_put((real,), y)
+        y = y.transpose(0, 1) if qkv_format == "sbhd" else y
         for row, (name, n) in enumerate(step.items()):
             start = done[name]
             assert torch.allclose(y[row, :n], expected[name][start : start + n], atol=1e-6)
@@ -166,12 +178,13 @@ def rounded(x):
     return float8lab.quantize(x.reshape(-1, x.shape[-1]), block=(1, -1)).dequantize().view(x.shape)
 
 
-def test_fp8_cache_is_attention_to_rounded_keys_and_values():
+@pytest.mark.parametrize("cache", [{}, PAGED], ids=["", "paged"])
+def test_fp8_cache_is_attention_to_rounded_keys_and_values(cache):
     """Also after rows were reordered, tokens taken back, and a new start in the used memory."""
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
     plain = DotProductAttention(H, D, G, qkv_format="bshd", attn_mask_type="causal_bottom_right")
     q, k, v = make()
-    params = InferenceParams(B, S, cache_dtype=torch.float8_e4m3fn)
+    params = InferenceParams(B, S, cache_dtype=torch.float8_e4m3fn, **cache)
     held = [k[:, :0], v[:, :0]]  # what the cache should hold
 
     def advance(start, end):
@@ -321,3 +334,87 @@ def test_what_does_not_fit_is_refused():
         )  # fmt: skip
     with pytest.raises(ValueError, match="max_batch_size must be an integer of at least 1; got 0"):
         InferenceParams(0, 4)
+    with pytest.raises(ValueError, match="dtype must be None beside cache_dtype"):
+        InferenceParams(2, 4, cache_dtype=torch.float16, dtype=torch.float16)
+    with pytest.raises(
+        ValueError, match="head_dim_v must be that of the layers, 8 in layer 1; got 9"
+    ):
+        attention(q, k, v, inference_params=InferenceParams(B, S, head_dim_v=9))
+
+
+def test_pages_that_are_not_there_are_refused_and_nothing_is_lost():
+    q, k, v = make()
+    attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
+    params = InferenceParams(3, S, is_paged=True, page_size=2, total_num_pages=5)
+    params.pre_step({"a": 5, "b": 3})  # 3 and 2 pages
+    attention(*(x[:2, :5] for x in (q, k, v)), inference_params=params)
+    before = params.step
+    with pytest.raises(ValueError, match=r"tokens must fit into 5 pages of 2 .* of \[5, 5\]"):
+        params.pre_step({"a": 0, "b": 2})
+    assert params.step == before
+    params.pre_step({"a": 1, "b": 1})  # into what the pages still hold
+    y = attention(*(x[:2, 5:6] for x in (q, k, v)), inference_params=params)
+    assert torch.allclose(y[0], attention(*(x[:1, :6] for x in (q, k, v)))[0, -1:], atol=1e-6)
+    params.pre_step({"b": 1, "c": 4})  # a is finished
+    with pytest.raises(
+        ValueError, match=r"must be rows that hold equally many pages; got .*\[2, 3\]"
+    ):
+        params.swap_key_value_dict([1, 0])
+    params = InferenceParams(3, S, is_paged=True, page_size=2, total_num_pages=5)
+    with pytest.raises(ValueError, match="inference_params must fit into 5 pages"):
+        attention(*(x[:, :3] for x in (q, k, v)), inference_params=params)
+    packed = [x[0] for x in (q, k, v)]
+    call = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "inference_params": params}
+    with pytest.raises(ValueError, match="must be told the lengths of sequences by pre_step"):
+        attention(*packed, **call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [{}, {"is_paged": True, "page_size": 16}], ids=["", "paged"])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["", "fp8"])
+def test_a_step_in_a_cuda_graph(cache, cache_dtype):
+    """Captured once, replayed for sequences that grow, come and go."""
+    layers = [
+        float8lab.TransformerLayer(
+            64, 128, 4, num_gqa_groups=2, layer_number=n, attn_input_format="bshd", device="cuda",
+            params_dtype=torch.bfloat16, self_attn_mask_type="causal",
+        ).eval()
+        for n in (1, 2)
+    ]  # fmt: skip
+    rope = RotaryPositionEmbedding(16, device="cuda")(64)
+
+    def model(x, params):
+        for layer in layers:
+            x = layer(x, rotary_pos_emb=rope, inference_params=params)
+        return x
+
+    tokens = torch.randn(20, 2, 1, 64, device="cuda", dtype=torch.bfloat16)
+    steps = [{"a": 1, "b": 1}] * 9 + [{"b": 1, "c": 1}] * 11
+    eager, graphed = (InferenceParams(2, 64, cache_dtype=cache_dtype, **cache) for _ in range(2))
+    static = tokens[0].clone()
+    with torch.no_grad():
+        for number, (x, step) in enumerate(zip(tokens, steps, strict=True)):
+            eager.pre_step(step)
+            graphed.pre_step(step)
+            static.copy_(x)
+            if number < 2:
+                y = model(static, graphed)
+            elif number == 2:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    y = model(static, graphed)
+            if number >= 2:
+                graph.replay()
+            assert torch.equal(y, model(x, eager))
+
+
+@pytest.mark.gpu
+def test_prompts_attend_in_fp8():
+    recipe = float8lab.recipes.Float8CurrentScaling(fp8_dpa=True)
+    attention = DotProductAttention(8, 64, 2, qkv_format="bshd", layer_number=1)
+    q, k, v = (torch.randn(2, 256, n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
+    with torch.no_grad(), float8lab.autocast(recipe=recipe):
+        with Ops() as ops:
+            y = attention(q, k, v, inference_params=InferenceParams(2, 300))
+        assert "float8lab.fp8_attention" in " ".join(ops.names)
+        assert torch.equal(y, attention(q, k, v))

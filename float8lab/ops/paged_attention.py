@@ -1,0 +1,24 @@
+"""Attention to a paged key/value cache; ``reference/paged_attention.py`` specifies it.
+
+It is for generation outside of graphs, and no op: nothing traces it, and it has no gradient.
+"""
+
+from __future__ import annotations
+
+from float8lab.ops.declare import called_by_ops
+from float8lab.ops.reference import paged_attention as reference
+
+__all__ = ["has_paged_attention", "paged_attention"]
+
+_MOST_ROWS, _LARGEST_HEAD = 64, 256
+
+
+def has_paged_attention(rows: int, *heads: int) -> bool:
+    """Whether the kernel takes so many queries, times the heads that share a key/value head.
+
+    ``heads`` are head sizes. A CPU answers as a GPU would.
+    """
+    return rows <= _MOST_ROWS and all(size <= _LARGEST_HEAD for size in heads)
+
+
+paged_attention = called_by_ops(reference.paged_attention, cuda="paged_attention:paged_attention")

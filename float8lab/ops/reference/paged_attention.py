@@ -1,0 +1,76 @@
+"""Attention of a few new queries to a paged key/value cache, in plain PyTorch.
+
+B sequences, H heads, G key/value heads, S queries of each, P positions of a page, D head size.
+
+The specification of the op in ``ops/paged_attention.py``, its oracle, and its implementation on the
+CPU. A sequence's keys lie in the pages that its row of the table names, in order. Keys and values
+in FP8 have a scale for each vector of D elements.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8lab.ops.reference.attention import by_token
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, table: Tensor,
+    sequences: Tensor, left: int, right: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """Attention to a cache that already holds the keys and values of these queries.
+
+    Query i of a sequence stands at position ``before + i`` and sees the keys from ``left``
+    positions before it to ``right`` after it. One that sees no key, or lies behind the end, has
+    output 0.
+
+    Args:
+        q: ``[B, H, S, D]`` high precision, G dividing H.
+        k: ``[pages, G, P, D]`` high precision or FP8.
+        v: ``[pages, G, P, Dv]`` of the dtype of k.
+        k_scale: ``[pages, G, P, 1]`` float32 decode scales, None in high precision.
+        v_scale: the same of v.
+        table: ``[rows, n]`` int32, the pages of each row's sequence.
+        sequences: ``[3, B]`` int32: each sequence's row, the positions before these queries, and
+            how many of the S queries it has.
+        left: -1 is no limit, as of ``right``.
+
+    Returns:
+        ``[B, H, S, Dv]`` in the dtype of q, in memory by token.
+    """
+    S = q.shape[2]
+    rows, before, lengths = sequences.long()
+    pages = table.long()[rows]
+    keys, values = (_gathered(x, s, pages) for x, s in ((k, k_scale), (v, v_scale)))
+    j = torch.arange(keys.shape[2], device=q.device)
+    i = torch.arange(S, device=q.device)
+    positions = before[:, None] + i
+    is_cached = j < (before + lengths)[:, None]
+    distance = positions[:, :, None] - j
+    seen = is_cached[:, None, :] & (i < lengths[:, None])[:, :, None]
+    if left >= 0:
+        seen = seen & (distance <= left)
+    if right >= 0:
+        seen = seen & (-distance <= right)
+    # What no sequence has written may be NaN, and 0 * NaN is not 0.
+    values = values.masked_fill(~is_cached[:, None, :, None], 0.0)
+    grouped = q.float().unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("bghsd,bgjd->bghsj", grouped, keys) * scale
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    p = (scores - largest).exp()
+    total = p.sum(-1, keepdim=True)
+    out = torch.einsum("bghsj,bgjd->bghsd", p, values) / total.masked_fill(total == 0, 1.0)
+    return by_token(out.flatten(1, 2).to(q.dtype))
+
+
+def _gathered(x: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
+    """The vectors of each sequence, ``[B, G, n * P, D]`` float32."""
+    bytes_or_values = x if scale is None else x.view(torch.uint8)  # not every device indexes FP8
+    found = bytes_or_values[pages].view(x.dtype).float()
+    if scale is not None:
+        found = found * scale[pages]
+    return found.transpose(1, 2).flatten(2, 3)

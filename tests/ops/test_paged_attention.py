@@ -1,0 +1,111 @@
+"""Attention to a paged cache: against float64, sequence by sequence; what is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import E4M3, E5M2
+
+CACHES = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp8": (torch.bfloat16, E4M3),
+    "fp16-e5m2": (torch.float16, E5M2),
+    "float32": (torch.float32, torch.float32),
+}
+WINDOWS = {"causal": (-1, 0), "window": (3, 0), "both-sides": (2, 1), "all": (-1, -1)}
+SHAPES = {
+    # H, G, S, D, Dv, P
+    "decode": (8, 2, 1, 16, 16, 4),
+    "several": (4, 4, 5, 24, 40, 3),
+    "one-head": (16, 1, 4, 130, 8, 7),
+}
+
+
+def problem(
+    shape: tuple[int, ...], dtype: torch.dtype, cache: torch.dtype, device: Any
+) -> tuple[Tensor, ...]:
+    """Sequences of 30, 1 and 9 keys, and one with fewer queries than the others."""
+    H, G, S, D, DV, P = shape
+    before, lengths = torch.tensor([30 - S, 0, 9 - S]).clamp(min=0), torch.tensor([S, 1, S])
+    n = -(-30 // P)
+    pages = 3 * n + 2
+    q = torch.randn(3, S, H, D, device=device, dtype=dtype).transpose(1, 2)
+    stores: list[Tensor | None] = []
+    for size in (D, DV):
+        x = torch.randn(pages, G, P, size, device=device) * torch.rand(
+            pages, G, P, 1, device=device
+        )
+        x[-1] = torch.nan  # a page of nobody
+        scale = None
+        if cache.itemsize == 1:
+            scale = torch.rand(pages, G, P, 1, device=device) + 0.1
+            x = (x / scale).clamp(-400, 400)
+        stores += [x.to(cache), scale]
+    k, k_scale, v, v_scale = stores
+    table = torch.full((4, n), pages - 1, dtype=torch.int32, device=device)
+    rows = torch.tensor([2, 0, 3])
+    order = torch.randperm(pages - 1)[: 3 * n].view(3, n)
+    for row, pages_of_row, total in zip(rows, order, before + lengths, strict=True):
+        used = -(-int(total) // P)
+        table[row, :used] = pages_of_row[:used].to(table)
+    sequences = torch.stack((rows, before, lengths)).int().to(device)
+    return q, k, v, k_scale, v_scale, table, sequences
+
+
+def exact(arguments: tuple[Any, ...], left: int, right: int, scale: float) -> tuple[Tensor, float]:
+    """Each sequence by itself in float64, and the largest sum of magnitudes of a score's terms."""
+    size = 0.0
+    q, k, v, k_scale, v_scale, table, sequences = arguments
+    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    for b, (row, before, count) in enumerate(sequences.T.tolist()):
+        j = torch.arange(before + count, device=q.device)
+        page, place = table[row, j // k.shape[2]].long(), j % k.shape[2]
+        keys, values = (
+            (x.double() * (1.0 if s is None else s.double()))[page, :, place].transpose(0, 1)
+            for x, s in ((k, k_scale), (v, v_scale))
+        )
+        groups = q.shape[1] // keys.shape[0]
+        keys, values = (x.repeat_interleave(groups, 0) for x in (keys, values))
+        distance = before + torch.arange(count, device=q.device)[:, None] - j
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if left >= 0:
+            hidden |= distance > left
+        if right >= 0:
+            hidden |= -distance > right
+        scores = (q[b, :, :count].double() @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+        out[b, :, :count] = scores.softmax(-1) @ values
+        size = max(size, float((q[b].double().abs() @ keys.abs().mT).amax() * scale))
+    return out, size
+
+
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_float64(shape, window, cache, device):
+    dtype, cache_dtype = cache
+    arguments = problem(shape, dtype, cache_dtype, device)
+    out = ops.paged_attention(*arguments, *window, 0.3)
+    expected, size = exact(arguments, *window, 0.3)
+    assert out.dtype == dtype
+    assert out.transpose(1, 2).is_contiguous()
+    # The result is rounded once; on a GPU probabilities are, too, and in 16 bits. A score is a sum
+    # in float32, off by less than 8 roundings of its terms, and its error one of a logarithm.
+    eps = torch.finfo(torch.bfloat16 if cache_dtype.itemsize == 1 else dtype).eps + size * 2.0**-21
+    assert (out.double() - expected).norm() <= eps * expected.norm()
+    assert torch.equal(out[1, :, 1:], torch.zeros_like(out[1, :, 1:]))
+
+
+def test_without_sequences_or_pages(device):
+    q, k, v, k_scale, v_scale, table, sequences = problem(SHAPES["decode"], *CACHES["fp8"], device)
+    for end in (0, 1):
+        part = sequences[:, :end].contiguous()
+        out = ops.paged_attention(q[:end], k, v, k_scale, v_scale, table, part, -1, 0, 1.0)
+        assert out.shape == (end, 8, 1, 16)
+    part[1:] = 0  # no key at all
+    out = ops.paged_attention(q[:1], k, v, k_scale, v_scale, table, part, -1, 0, 1.0)
+    assert torch.equal(out, torch.zeros_like(out))
