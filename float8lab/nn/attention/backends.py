@@ -215,10 +215,11 @@ def _in_blocks(
         block_problem, keys = problem.of_queries(start, stop, k.shape[2])
         block = q[:, :, start:stop], k[:, :, keys], v[:, :, keys], block_problem
         grad = torch.is_grad_enabled()
-        attended: Any = checkpoint(run, *block, use_reentrant=False) if grad else run(*block)
+        attended = checkpoint(run, *block, use_reentrant=False) if grad else run(*block)
         outputs.append(attended[0])
-        maxima.append(attended[1])
-    largest = torch.stack(maxima).amax(0) if problem.wants_max else None
+        if attended[1] is not None:
+            maxima.append(attended[1])
+    largest = torch.stack(maxima).amax(0) if maxima else None
     return torch.cat(outputs, 2), largest
 
 

@@ -610,10 +610,9 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             repack = partial(packed.pack, tokens=q.shape[2])
             q, k, v = (packed.unpack(x) for x in (q, k, v))
         cached = inference_params.write(self._required_layer_number(), k, v)
-        plain = self._problem(masks.NO_MASK, 0, ("no_bias", None, None), softcap, q.device)
-        given = attention_mask, lengths.cu_seqlens_q, *bias[1:], softcap or None, plain.sink
-        by_pages = bias[0] == "no_bias" and all(x is None for x in given) and not plain.wants_max
-        if by_pages and self._reads_pages(q, k):
+        given = attention_mask, lengths.cu_seqlens_q, *bias[1:], softcap or None
+        if bias[0] == "no_bias" and all(x is None for x in given) and self._reads_pages(q, k):
+            plain = Problem(masks.NO_MASK, self.softmax_scale)
             attend = partial(cached.attend, window=rules.window, scale=self.softmax_scale)
             return arguments.Request(q, k, v, plain, rules.qkv_format, attend=attend, repack=repack)
         k, v = cached.read(k.dtype)
@@ -656,6 +655,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         fits = ops.has_paged_attention(rows, q.shape[3], self.v_channels)
         fits = fits and q.dtype != torch.float64 and self.backends == BACKENDS
+        fits = fits and self.softmax_type == "vanilla" and not self.return_max_logit
         return fits and not (has_gradient or self._dropout or torch.compiler.is_compiling())
 
     def rules_of_call(

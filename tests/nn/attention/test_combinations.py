@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from float8lab.nn.attention import BACKENDS, DotProductAttention, alibi_slopes, backends
+from float8lab.nn.attention import (
+    BACKENDS,
+    DotProductAttention,
+    InferenceParams,
+    alibi_slopes,
+    backends,
+)
 from tests.docs.attention_table import (
     FEATURES,
     HEADS,
@@ -182,6 +188,21 @@ def test_no_combination_holds_all_scores_and_the_page_says_what_runs():
         assert found.backend in ("sdpa", "flex")
     page = PAGE.read_text()
     assert page_with(render(), page) == page, "run python -m tests.docs.attention_table"
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one"])
+def test_a_cache_has_softcaps_and_sinks(softcap, softmax_type):
+    module = DotProductAttention(2, 8, layer_number=1, softmax_type=softmax_type)
+    q, k, v = torch.randn(3, 6, 1, 2, 8)
+    cache, parts = InferenceParams(1, 8), []
+    with torch.no_grad():
+        for start, stop in (0, 4), (4, 5), (5, 6):
+            cache.sequence_len_offset = start
+            qkv = (x[start:stop] for x in (q, k, v))
+            parts.append(module(*qkv, inference_params=cache, softcap=softcap))
+        expected = module(q, k, v, softcap=softcap)
+    torch.testing.assert_close(torch.cat(parts), expected)
 
 
 def test_a_module_says_once_that_it_runs_in_blocks(tiny_blocks):
