@@ -200,7 +200,7 @@ def gemm(
 ) -> float:  # fmt: skip
     """GPU seconds of one GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; ``depth`` is contracted.
 
-    Of several experts, the sizes are those of one; what they share is the grouped GEMM.
+    The sizes are those of one expert, where the GEMMs of several are one grouped GEMM.
 
     >>> print(f"{1e3 * gemm(None, 'fprop', 16384, 4096, 4096):.2f} ms")
     0.72 ms
