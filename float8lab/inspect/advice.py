@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,8 +47,8 @@ from float8lab.nn.convert import unambiguous
 from float8lab.nn.convert.walk import shapes_of
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.linear import Linear
-from float8lab.recipes.auto import Prediction, choose
-from float8lab.recipes.cost import MODES, Parts, Times, estimate_parts
+from float8lab.recipes.auto import Prediction, choose, predict
+from float8lab.recipes.cost import MODES, Parts, Times
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import Region, inside
 
@@ -250,10 +251,13 @@ def advise_by(
         if layer_cases
     )
     prediction: list[Prediction] = [
-        {None: Times(a.high_gpu, a.high_cpu), recipe: Times(a.quantize + a.gemm, a.cpu)}
+        {
+            None: Parts(0.0, a.high_gpu, a.high_cpu),
+            recipe: Parts(a.quantize, a.gemm, a.cpu),
+        }
         for a in layers
     ]
-    chosen = choose([*prediction, {None: beyond_layers}])[:-1]
+    chosen = choose([*prediction, {None: Parts(0.0, *beyond_layers)}])[:-1]
     choices = {layer.name: choice for layer, choice in zip(layers, chosen, strict=True)}
     unconverted = {name: choice for name, choice in choices.items() if choice is None}
     return Advice(
@@ -336,9 +340,9 @@ class _Case(NamedTuple):
         return torch.Size(self.shape[:-1]).numel()
 
     @property
-    def weights(self) -> list[tuple[int, int]]:
-        """``(N, K)`` of each GEMM."""
-        return [(shape[-2], shape[-1]) for shape in shapes_of(self.layer)]
+    def weights(self) -> list[tuple[int, ...]]:
+        """``(N, K)`` of each GEMM, or ``(E, N, K)`` of experts."""
+        return shapes_of(self.layer)
 
     @property
     def experts_of_a_token(self) -> int:
@@ -422,13 +426,10 @@ class _Times(NamedTuple):
 
 
 def _modelled(case: _Case, recipe: Recipe, mode: str) -> _Times:
-    def parts(recipe: Recipe | None, tokens: int) -> Parts:
-        rows = tokens * case.experts_of_a_token
-        estimates = [estimate_parts(recipe, rows, N, K, mode=mode) for N, K in case.weights]
-        return Parts(*map(sum, zip(*estimates, strict=True)))
-
     def both(tokens: int) -> tuple[Parts, Parts]:
-        return parts(None, tokens), parts(recipe, tokens)
+        rows = tokens * case.experts_of_a_token
+        times = predict(case.weights, [recipe], tokens=rows, mode=mode)
+        return times[None], times[recipe]
 
     return _Times(*both(case.tokens), _break_even(both))
 
@@ -482,7 +483,7 @@ class _Bench:
 
     def __init__(self, case: _Case, recipe: Recipe | None) -> None:
         self.case, self.recipe = case, without_reduction(recipe)
-        elements = sum(N * K + case.tokens * (N + K) for N, K in case.weights)
+        elements = sum(math.prod(w) + case.tokens * (w[-1] + w[-2]) for w in case.weights)
         self.count = max(1, min(_COPIES, _COPIED_ELEMENTS // max(elements, 1)))
         self.layers: list[nn.Module] = [copy.deepcopy(case.layer) for _ in range(self.count)]
         for layer in self.layers:
@@ -580,7 +581,7 @@ def _row(
     name: str, made: Sequence[_Case], cases: Mapping[_Case, _Times], saved: int
 ) -> LayerAdvice:
     results = [cases[case] for case in made]
-    N, K = made[0].weights[0]
+    *_, N, K = made[0].weights[0]
     sums = (sum(getattr(t.high_precision, unit) for t in results) for unit in Times._fields)
     fp8 = Parts(*map(sum, zip(*(t.fp8 for t in results), strict=True)))
     sizes = made[0].tokens, K, N, len(made)

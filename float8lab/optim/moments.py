@@ -1,20 +1,20 @@
 """States that an optimizer stores in fewer bits between two steps, and bfloat16 parameters.
 
 Nouns: a *moment* is a floating-point state of the shape of its parameter, such as ``exp_avg``.
-Between steps ``exp_avg.qdata`` and ``exp_avg.scale`` stand for it, e4m3 data and scales of blocks
-of 128 values of the last dimension. A step dequantizes the moments of a *chunk* of parameters at a
-time. Scales are powers of two: under another scale a value is the same. A moment of squares is
-stored as its root, which halves its range of exponents.
+Between steps ``exp_avg.bits`` and ``exp_avg.scale`` stand for it: bytes, and scales of blocks of
+128 values of the last dimension. A step dequantizes the moments of a *chunk* of parameters at a
+time. A byte holds a root, a whole number, and the value's sign; of a moment of squares, which has
+none, a fourth root. So the spacing of values grows with their root: 2 % at half the largest one.
 
-Rounding is stochastic: a moving average moves by 0.1 % in a step where e4m3 can tell 6 %, and
-rounded to nearest it would stand still. The random bits are a hash of the value, the step's number
-and the place in the block, so that shards, replicas and resumed runs round as the first does.
+Rounding is stochastic: a moving average moves by 0.1 % in a step where a byte can tell 1 to 4 %,
+and rounded to nearest it would stand still. The random bits are a hash of the value, the step's
+number and the place in the block: shards, replicas and resumed runs round as the first does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate, groupby
@@ -34,8 +34,8 @@ MASTER = "master"
 """Key of a master in the ``state`` of a state_dict."""
 ROUNDINGS = "roundings"
 """Key of the number of steps that rounded stochastically, in a parameter group."""
-QDATA, SCALE = ".qdata", ".scale"
-"""Suffixes of the names of a quantized moment's tensors, both uint8."""
+QDATA, SCALE, E4M3_DATA = ".bits", ".scale", ".qdata"
+"""Suffixes of the names of a quantized moment's tensors, uint8; the last is of older versions."""
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 """Moments of squares in torch's optimizers. One of another name is stored as it is."""
 FEWEST, CHUNK = 4096, 2**24
@@ -107,7 +107,8 @@ class Storage:
         finally:
             for p in [p for p, copy in copies.items() if copy in state]:
                 state[p] = state.pop(copies[p])
-                _drop(state[p], _quantized(state[p]))
+                for name in _quantized(state[p]):
+                    state[p].pop(name, None)
 
     def _copy(self, p: Tensor) -> Tensor:
         """The parameter that the optimizer sees: a copy in float32 where it is to be rounded."""
@@ -156,8 +157,8 @@ class Storage:
                 optimizer.state[p][name] = x.to(p.device, dtype, copy=True)
             if tensors and not self._quantizes(p):
                 _dequantize_moments(p, optimizer.state[p])
-                names = _quantized(tensors)
-                _drop(optimizer.state[p], [name + x for name in names for x in (QDATA, SCALE)])
+                for name in _quantized(tensors):
+                    del optimizer.state[p][name + QDATA], optimizer.state[p][name + SCALE]
 
 
 def _chunks(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -172,11 +173,6 @@ def _quantized(entry: _Moments) -> list[str]:
     return [name.removesuffix(QDATA) for name in entry if name.endswith(QDATA)]
 
 
-def _drop(entry: _Moments, names: Iterable[str]) -> None:
-    for name in names:
-        entry.pop(name, None)
-
-
 def _scale_shape(shape: torch.Size) -> torch.Size:
     """The shape of the scales of a moment, or of a shard of one."""
     return torch.Size((*shape[:-1], *(-(-size // BLOCK) for size in shape[-1:])))
@@ -184,6 +180,11 @@ def _scale_shape(shape: torch.Size) -> torch.Size:
 
 def check_state(index: int, p: Tensor, entry: _Moments) -> None:
     """Raise unless the master and quantized moments in the state of a parameter fit it."""
+    if old := next((name for name in entry if name.endswith(E4M3_DATA)), None):
+        raise ValueError(
+            f"state_dict must have moments as roots, such as exp_avg{QDATA}; got {old} of "
+            f"parameter {index}, in e4m3. Let the version that saved it load it, without FP8."
+        )
     shapes = {MASTER: p.shape} if MASTER in entry else {}
     for name in _quantized(entry):
         shapes |= {name + QDATA: p.shape, name + SCALE: _scale_shape(p.shape)}

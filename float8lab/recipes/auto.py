@@ -9,11 +9,12 @@ is more. The times are those of ``float8lab/recipes/cost.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from float8lab.arguments import check_choice, check_size
-from float8lab.recipes.cost import MODES, Times, estimate, has_rates
+from float8lab.recipes.cost import MODES, Parts, estimate, has_rates
 from float8lab.recipes.recipe import ALL, Recipe
 
 __all__ = ["TIE", "Auto", "Prediction", "choose", "explain", "predict"]
@@ -22,19 +23,22 @@ TIE = 0.02
 """Times that differ by no more count as equal: then the better numerics are preferred."""
 
 
-Prediction = Mapping[Recipe | None, Times]
+Prediction = Mapping[Recipe | None, Parts]
 """Times of one layer in high precision (None) and by recipe, best numerics first."""
 
 
 def predict(
     shapes: Iterable[Sequence[int]], recipes: Iterable[Recipe], *, tokens: int, mode: str
 ) -> Prediction:
-    """Predict times of a module with weights of shapes ``(N, K)``, in bfloat16 and by recipe."""
-    shapes = tuple(shapes)
+    """Predict times of weights ``(N, K)``, or experts' ``(E, N, K)``, in bfloat16 and by recipe."""
     prediction = {}
+    shapes = tuple(shapes)
     for recipe in (None, *recipes):
-        times = [estimate(recipe, tokens, N, K, mode=mode) for N, K in shapes]
-        prediction[recipe] = Times(sum(t.gpu for t in times), sum(t.cpu for t in times))
+        times = [
+            estimate(recipe, tokens, N, K, experts=math.prod(experts), mode=mode)
+            for *experts, N, K in shapes
+        ]
+        prediction[recipe] = Parts(*map(sum, zip(*times, strict=True)))
     return prediction
 
 
@@ -85,7 +89,7 @@ def explain(prediction: Prediction, chosen: Recipe | None) -> str:
     """Why a layer got its recipe, in a few words."""
     bf16 = prediction[None]
     if chosen is not None:
-        return f"{chosen!r}: {_show(prediction[chosen].gpu)}, bfloat16 {_show(bf16.gpu)}"
+        return f"{chosen!r}: {_show_parts(prediction[chosen])}, bfloat16 {_show(bf16.gpu)}"
     if len(prediction) == 1:
         return "bfloat16: no recipe has FP8 GEMMs on its device"
     recipe = _fastest(prediction)
@@ -98,8 +102,12 @@ def explain(prediction: Prediction, chosen: Recipe | None) -> str:
     faster = "faster" if bf16.gpu <= prediction[best].gpu else "as fast"
     return (
         f"bfloat16 is {faster}: {_show(bf16.gpu)}, {type(best).__name__} "
-        f"{_show(prediction[best].gpu)}"
+        f"{_show_parts(prediction[best])}"
     )
+
+
+def _show_parts(times: Parts) -> str:
+    return f"{_show(times.gpu)} ({_show(times.quantize)} casts)"
 
 
 def _show(seconds: float) -> str:
@@ -115,7 +123,8 @@ class Auto:
     """
 
     tokens: int = 16384
-    """Rows of a layer's input in one call, on one GPU: sequences times positions."""
+    """Rows of a layer's input in one call, on one GPU: sequences times positions. Experts get as
+    many, times the ``num_experts_per_tok`` of their ``config``, if they have one."""
     mode: str = "eager"
     """How the model will run: ``"eager"``, ``"compile"``, or in a ``"cuda_graph"``, which takes no
     CPU time."""

@@ -1,9 +1,10 @@
 """Seconds of GPU and CPU that the work of a training step takes, from rates measured on an H200.
 
-M tokens, N out features, K in features.
+M tokens, N out features, K in features, E experts.
 
 A training step of a linear layer is three GEMMs of ``2 M N K`` operations and, in FP8, a cast of x,
-w and dy in both orientations. Its calls take CPU time too, whatever its size. ``recipes.Auto``,
+w and dy in both orientations. Experts share the tokens, but each has a weight of its own, which is
+read and cast. Their calls take CPU time too, whatever its size. ``recipes.Auto``,
 ``inspect.advise`` without a GPU and ``python -m float8lab scale`` all predict by these functions.
 
 Sources: benchmarks/RESULTS.md, one H200.
@@ -13,6 +14,8 @@ Sources: benchmarks/RESULTS.md, one H200.
 - Casts: the line through the two sizes of "Quantize", but for blocks at that commit, and for rows
   on an H100. What a norm or an activation adds: the three tables below them on an H100; for rows,
   which have none there, the rows of "Norm and MLP". Times of an H100 count by its rate of a copy.
+  Of experts: those with which "Grouped linear layer" was met within 10 % on an H200 at cbf53cf; a
+  grouped GEMM takes the hypotenuse of computing and moving alone.
 - CPU: "CPU overhead", a layer alone; in models it is about half of that, which leaves room for what
   else a model calls.
 - Attention: the line through the three shapes of "FP8 attention".
@@ -23,6 +26,7 @@ Sources: benchmarks/RESULTS.md, one H200.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,7 +40,6 @@ __all__ = [
     "attention",
     "cast",
     "estimate",
-    "estimate_parts",
     "gemm",
     "has_rates",
     "moved",
@@ -69,6 +72,8 @@ class _Rates:
     """Operations a second of fprop, dgrad and wgrad."""
     cast: float = 0.0
     """GPU time for each element in both orientations; 0 in high precision."""
+    grouped_cast: float = 0.0
+    """The same of tensors that experts share, or have one each of."""
     cast_start: float = 0.0
     """GPU time for each tensor, whatever its size."""
     eager: float
@@ -99,22 +104,22 @@ _ATTENTION = {False: 581e12, True: 672e12}
 _FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
     ((-1, -1), True): _Rates(
         gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
-        cast=1.03e-12, cast_start=3.8e-6, eager=1316e-6, compiled=340e-6,
+        cast=1.03e-12, grouped_cast=1.36e-12, cast_start=3.8e-6, eager=1316e-6, compiled=340e-6,
         sources=_Sources(0.06e-12, 0.44e-12, 0.30e-12), attention=12e-12,
     ),
     ((-1, -1), False): _Rates(
         gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
-        cast=1.49e-12, cast_start=9.0e-6, eager=1163e-6, compiled=340e-6,
+        cast=1.49e-12, grouped_cast=1.89e-12, cast_start=9.0e-6, eager=1163e-6, compiled=340e-6,
         sources=_Sources(0.05e-12, 0.90e-12, 0.50e-12), attention=14e-12,
     ),
     ((1, -1), False): _Rates(
         gemm=(1545e12, 1351e12, 1351e12), slowdown=1.24,
-        cast=1.50e-12, cast_start=11.0e-6, eager=1300e-6, compiled=340e-6,
+        cast=1.50e-12, grouped_cast=2.54e-12, cast_start=11.0e-6, eager=1300e-6, compiled=340e-6,
         sources=_Sources(1.00e-12, 2.20e-12, 2.20e-12), attention=14e-12,
     ),
     ((1, 128), False): _Rates(
         gemm=(1290e12, 1290e12, 1040e12), slowdown=1.22,
-        cast=1.05e-12, cast_start=4.6e-6, eager=1319e-6, compiled=340e-6,
+        cast=1.05e-12, grouped_cast=1.42e-12, cast_start=4.6e-6, eager=1319e-6, compiled=340e-6,
         sources=_Sources(0.05e-12, 0.45e-12, 0.45e-12), attention=14e-12,
     ),
 }  # fmt: skip
@@ -155,8 +160,13 @@ def _rates(recipe: Recipe | None) -> _Rates:
     return _BFLOAT16 if recipe is None else _FP8[recipe.linear.x.block, recipe.linear.delayed]
 
 
-def estimate(recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eager") -> Times:
+def estimate(
+    recipe: Recipe | None, M: int, N: int, K: int, *, experts: int = 1, mode: str = "eager",
+    sustained: bool = False,
+) -> Parts:  # fmt: skip
     """Predict the time of a linear layer's training step on a Hopper GPU; None is bfloat16.
+
+    Experts share the ``M`` rows. ``sustained`` is as in training for long, at the power limit.
 
     Raises:
         ValueError: the recipe's kind of scales was not measured, since Hopper has no GEMM for it.
@@ -166,47 +176,40 @@ def estimate(recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eage
     >>> print(f"{1e3 * bf16:.1f} ms, {1e3 * fp8:.1f} ms")
     7.6 ms, 4.4 ms
     """
-    times = estimate_parts(recipe, M, N, K, mode=mode)
-    return Times(times.gpu, times.cpu)
-
-
-def estimate_parts(
-    recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eager", sustained: bool = False
-) -> Parts:
-    """``estimate`` with casts and GEMMs separately; ``sustained`` is as in training for long.
-
-    >>> estimate_parts(None, 16384, 4096, 4096).quantize
-    0.0
-    """
     plan = recipe.linear if recipe is not None else None
-    shapes = {"fprop": (M, N, K), "dgrad": (M, K, N), "wgrad": (N, K, M)}
+    rows = M / experts
+    shapes = {"fprop": (rows, N, K), "dgrad": (rows, K, N), "wgrad": (N, K, rows)}
     gemms = sum(
-        gemm(recipe if getattr(plan, name, None) else None, name, *sizes, sustained=sustained)
-        for name, sizes in shapes.items()
+        gemm(recipe if getattr(plan, op, None) else None, op, *sizes, experts, sustained=sustained)
+        for op, sizes in shapes.items()
     )
-    casts = sum(cast(recipe, elements) for elements in (M * N, M * K, N * K))
+    elements = (M * N, M * K, experts * N * K)
+    casts = sum(cast(recipe, count, grouped=experts > 1) for count in elements)
     return Parts(casts, gemms, _rates(recipe).cpu(mode))
 
 
-def cast(recipe: Recipe | None, elements: int) -> float:
-    """GPU seconds of a cast in both orientations; none in bfloat16."""
+def cast(recipe: Recipe | None, elements: int, *, grouped: bool = False) -> float:
+    """GPU seconds of a cast in both orientations, ``grouped`` by experts; none in bfloat16."""
     rates = _rates(recipe)
-    return rates.cast_start + elements * rates.cast
+    return rates.cast_start + elements * (rates.grouped_cast if grouped else rates.cast)
 
 
 def gemm(
-    recipe: Recipe | None, op: str, rows: int, columns: int, depth: int, *, sustained: bool = False
-) -> float:
+    recipe: Recipe | None, op: str, rows: float, columns: float, depth: float, experts: int = 1,
+    *, sustained: bool = False,
+) -> float:  # fmt: skip
     """GPU seconds of one GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; ``depth`` is contracted.
+
+    The sizes are those of one expert, where the GEMMs of several are one grouped GEMM.
 
     >>> print(f"{1e3 * gemm(None, 'fprop', 16384, 4096, 4096):.2f} ms")
     0.72 ms
     """
     rates = _rates(recipe)
-    rate = rates.gemm[("fprop", "dgrad", "wgrad").index(op)]
+    rate = rates.gemm[("fprop", "dgrad", "wgrad").index(op)] / experts
     busy = 2 * rows * columns * depth / rate * (rates.slowdown if sustained else 1.0)
     size = 2 * rows * columns + (2 if recipe is None else 1) * depth * (rows + columns)
-    return _GEMM_START + max(busy, moved(size))
+    return _GEMM_START + (max if experts == 1 else math.hypot)(busy, moved(experts * size))
 
 
 def attention(

@@ -197,7 +197,7 @@ def check_fp8_moments_on_other_numbers_of_ranks(ranks: Ranks) -> None:
 
         whole = make(None, 0)
         early = {name: x.clone() for name, x in steps(*whole, range(2)).items()}
-        assert early["0.weight.exp_avg.qdata"].dtype == torch.uint8
+        assert early["0.weight.exp_avg.bits"].dtype == torch.uint8
         late = steps(*whole, range(2, 4))
         for size, mesh in every.items():
             if ranks.rank < size:

@@ -16,7 +16,7 @@ from float8lab import inspect, recipes
 from float8lab.inspect.advice import advise_by
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.precision import precisions_below
-from float8lab.recipes.cost import Times, estimate, estimate_parts
+from float8lab.recipes.cost import Times, estimate
 from float8lab.recipes.region import advance_scales
 from tests.inspect.models import Noted, snapshot
 
@@ -197,13 +197,13 @@ def test_modelled_times_are_those_of_auto(recipe, mode):
     total = {None: [0.0, 0.0], recipe: [0.0, 0.0]}
     for layer, (N, K) in zip(found.layers, [(1024, 512), (256, 1024)], strict=True):
         assert (layer.M, layer.N, layer.K) == (1024, N, K)
-        parts = estimate_parts(recipe, 1024, N, K, mode=mode)
+        parts = estimate(recipe, 1024, N, K, mode=mode)
         assert (layer.quantize, layer.gemm, layer.cpu) == parts
         high = estimate(None, 1024, N, K, mode=mode)
-        assert (layer.high_gpu, layer.high_cpu) == high
+        assert (layer.high_gpu, layer.high_cpu) == (high.gpu, high.cpu)
         for choice in total:
-            for i, seconds in enumerate(estimate(choice, 1024, N, K, mode=mode)):
-                total[choice][i] += seconds
+            times = estimate(choice, 1024, N, K, mode=mode)
+            total[choice] = [total[choice][0] + times.gpu, total[choice][1] + times.cpu]
     assert found.step["high precision"] == pytest.approx(max(total[None]))
     assert found.step["FP8"] == pytest.approx(max(total[recipe]))
     assert found.step["advised"] <= found.step["high precision"]
@@ -216,7 +216,8 @@ def test_break_even_is_where_fp8_begins_to_win(mode):
     (layer,) = inspect.advise(model, x, mode=mode).layers
 
     def wins(M):
-        high, fp8 = (max(estimate(r, M, 4096, 4096, mode=mode)) for r in (None, CURRENT))
+        times = (estimate(r, M, 4096, 4096, mode=mode) for r in (None, CURRENT))
+        high, fp8 = (max(t.gpu, t.cpu) for t in times)
         return fp8 <= high
 
     assert wins(layer.break_even)

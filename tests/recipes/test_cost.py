@@ -17,6 +17,11 @@ MEASURED = {
 }
 """GPU ms of a training step by (N, K), M = 16384, of bfloat16 and the recipes of EVERY: one H200,
 "Linear layer" in benchmarks/RESULTS.md at commit 8b34738."""
+OF_EXPERTS = {
+    (8, 2048, 7168): (3.761, 3.022, 3.059, 2.810, 2.569),
+    (128, 768, 2048): (0.637, 0.836, 1.216, 0.956, 0.790),
+}
+"""The same by (E, N, K), M = 32768: "Grouped linear layer" at commit cbf53cf."""
 SHAPES = [
     (64, 64),
     (512, 512),
@@ -37,6 +42,14 @@ each_recipe = pytest.mark.parametrize("recipe", EVERY, ids=lambda r: type(r).__n
 def test_estimates_are_near_what_was_measured(shape):
     for recipe, measured in zip(EVERY, MEASURED[shape], strict=True):
         assert 1e3 * estimate(recipe, 16384, *shape).gpu == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize("shape", OF_EXPERTS, ids=str)
+def test_estimates_of_experts_are_near_what_was_measured(shape):
+    experts, N, K = shape
+    for recipe, measured in zip(EVERY, OF_EXPERTS[shape], strict=True):
+        estimated = 1e3 * estimate(recipe, 32768, N, K, experts=experts).gpu
+        assert estimated == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("shape", MEASURED, ids=str)

@@ -119,10 +119,12 @@ def total(pieces: Iterable[Seconds], times: float = 1.0) -> Seconds:
 # Parts of a layer, forward and backward.
 
 
-def gemms(recipe: Recipe | None, M: int, weights: list[tuple[int, int]], job: Job) -> Seconds:
+def gemms(
+    recipe: Recipe | None, M: int, weights: list[tuple[int, int]], job: Job, experts: int = 1
+) -> Seconds:
     """Linear layers: GEMMs, casts and the CPU's time."""
-    estimate = partial(cost.estimate_parts, recipe, M, mode=job.mode, sustained=job.sustained)
-    parts = zip(*(estimate(N, K) for N, K in weights), strict=True)
+    estimate = partial(cost.estimate, mode=job.mode, sustained=job.sustained, experts=experts)
+    parts = zip(*(estimate(recipe, M, N, K) for N, K in weights), strict=True)
     return dict(zip(cost.Parts._fields, map(sum, parts), strict=True))
 
 
@@ -179,21 +181,18 @@ def layer(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Secon
 def _mlp(
     size: ModelSize, recipe: Recipe | None, M: int, job: Job, mesh: Mesh, fused: bool
 ) -> Seconds:
-    def mlp(rows: int, features: int) -> list[Seconds]:
+    def mlp(rows: int, features: int, experts: int = 1) -> list[Seconds]:
         results = rows * features / mesh.tp
         return [
-            gemms(recipe, rows, size.mlp_weights(features, mesh.tp), job),
+            gemms(recipe, rows, size.mlp_weights(features, mesh.tp), job, experts),
             activation(recipe, results, gated=size.gated, fused=fused, eager=eager),
         ]
 
     eager = job.mode == "eager" and not job.fused
     if not size.experts:
         return total(mlp(M, size.ffn))
-    local_experts = size.experts // mesh.ep
     # As many rows come from other ranks as go to them.
-    rows = -(-M * size.active // local_experts)
-    seconds = total(mlp(rows, size.ffn), local_experts)
-    seconds["cpu"] /= local_experts  # a grouped GEMM is one call
+    seconds = total(mlp(M * size.active, size.ffn, size.experts // mesh.ep))
     routed = M * size.active * size.width / mesh.tp
     seconds["elementwise"] += cost.moved(16 * routed)  # permuted and summed, each way
     if size.shared:

@@ -29,7 +29,7 @@ from float8lab.nn.layer import GemmModule
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import precisions
 from float8lab.recipes.auto import Auto, Prediction, choose, explain, predict
-from float8lab.recipes.cost import Times
+from float8lab.recipes.cost import Parts
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.tensor import Float4Tensor
 from float8lab.tensor.dtensor import is_dtensor
@@ -228,7 +228,7 @@ def _choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[s
         return layers, []
     predictions = [_predict(plans[index], auto) for index, auto in automatic]
     recipes = choose(predictions)
-    times_by_choice: dict[Auto, list[tuple[Times, Times]]] = {}
+    times_by_choice: dict[Auto, list[tuple[Parts, Parts]]] = {}
     for (index, auto), times, recipe in zip(automatic, predictions, recipes, strict=True):
         note = explain(times, recipe)
         layers[index] = replace(plans[index], note=note, recipe=recipe, stays=recipe is None)
@@ -241,15 +241,14 @@ def _predict(plan: LayerPlan, auto: Auto) -> Prediction:
     device = next(layer.parameters()).device
     native = (r for r in auto.candidates if not emulated_gemms(r.linear, device))
     usable = [r for r in native if _misfit(layer, r, sharded=plan.sharded) is None]
-    # Of experts, the sizes of one, with all rows.
-    shapes = [shape[-2:] for shape in matrix_shapes(plan.candidate)]
-    return predict(shapes, usable, tokens=auto.tokens, mode=auto.mode)
+    rows = auto.tokens * getattr(getattr(layer, "config", None), "num_experts_per_tok", 1)
+    return predict(matrix_shapes(plan.candidate), usable, tokens=rows, mode=auto.mode)
 
 
-def _describe_times(auto: Auto, times: Sequence[tuple[Times, Times]]) -> str:
+def _describe_times(auto: Auto, times: Sequence[tuple[Parts, Parts]]) -> str:
+    sums = (Parts(*map(sum, zip(*listed, strict=True))) for listed in zip(*times, strict=True))
     gpu, cpu, high_gpu, high_cpu = (
-        f"{1e3 * sum(seconds):.2f} ms"
-        for seconds in zip(*((*fp8, *bfloat16) for fp8, bfloat16 in times), strict=True)
+        f"{1e3 * seconds:.2f} ms" for parts in sums for seconds in (parts.gpu, parts.cpu)
     )
     return (
         f"predicted on Hopper, {auto.tokens} tokens, {auto.mode}: "

@@ -10,25 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.formats import E4M3, largest
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.reference import moments
 
 _TILE = _common.Tile(rows=16, columns=moments.BLOCK, warps=4)
-_NORMAL, _SMALLEST = tl.constexpr(moments.NORMAL), tl.constexpr(moments.SMALLEST)
-_DROPPED = tl.constexpr(0xFFFFF)
-"""The bits of a mantissa that e4m3 does not have."""
 
 
 @triton.jit
-def _round_stochastically(x, seed, place):
+def _round_stochastically(x, DROPPED: tl.constexpr, seed, place):
     bits = x.to(tl.int32, bitcast=True)
     random = (bits + seed + place * 0x632BE5AB) * 0x21F0AAAD
     random = (random ^ (random >> 15)) * 0x735A2D97
     random = (random ^ (random >> 15)) * 0x2C1B3C6D
-    rounded = ((bits + ((random >> 12) & _DROPPED)) & -0x100000).to(tl.float32, bitcast=True)
-    return tl.where(_common.abs_bits(x) < 0x7F800000, rounded, x)
+    random = (random >> (32 - DROPPED)) & ((1 << DROPPED) - 1)
+    return (bits + random) & -(1 << DROPPED)
 
 
 @triton.jit
@@ -47,38 +43,40 @@ def _quantize_moment_kernel(
     scale_ptr,  # [M, tiles of K] uint8
     M, K, stride_xm, stride_xk,
     step,  # float32, whose value is no part of what a launch is remembered by
-    SQUARE: tl.constexpr, LIMIT: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    SQUARE: tl.constexpr, LIMIT: tl.constexpr, DROPPED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     rows, columns, tile_k = _place_of_tile(K, TILE_M, TILE_K)
     x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk)
     if SQUARE:
-        root = tl.sqrt_rn(tl.abs(x))
-        x = tl.where(x < 0, -root, root)
-    amax = tl.max(_common.abs_bits(x), 1).to(tl.float32, bitcast=True)
-    scale, encode = _common.scale_from_amax(amax, 0.0, LIMIT, "e8m0")
-    x = _common.nan_for_infinity(x, tl.float8e4nv)
-    scaled = x * encode[:, None]
-    shift = tl.where(tl.abs(scaled) < _NORMAL, _NORMAL, 0.0)
-    shift = tl.where(scaled < 0, -shift, shift)
+        x = tl.sqrt_rn(x)
+    amax = tl.max(_common.abs_bits(x), 1)
+    largest = tl.full(amax.shape, LIMIT * LIMIT, tl.float32).to(tl.int32, bitcast=True)
+    exponent = tl.maximum(127 - 2 * ((largest - amax) >> 24), 1)
+    encode = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = tl.abs(x) * encode[:, None]
+    root = tl.sqrt_rn(scaled).to(tl.int32).to(tl.float32)
+    roots = root + tl.div_rn(scaled - root * root, 2 * root + 1)
     place = tl.arange(0, TILE_K)[None, :]
     seed = (tl.cast(step, tl.float32).to(tl.int32) * -0x61C88647 + 0x3C6EF372) & 0x7FFFFFFF
-    rounded = _round_stochastically(scaled + shift, seed, place) - shift
-    smallest = tl.where(x > 0, _SMALLEST, tl.where(x < 0, -_SMALLEST, 0.0))
-    rounded = tl.where(rounded == 0, smallest, rounded)
-    q = _common.saturate(rounded, rounded, tl.float8e4nv).to(tl.uint8, bitcast=True)
-    _common.store_tile(data_ptr, q, rows, columns, M, K)
-    exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-    tl.store(scale_ptr + rows * tl.cdiv(K, TILE_K) + tile_k, exponent, mask=rows < M)
+    rounded = _round_stochastically(roots + (LIMIT + 1), DROPPED, seed, place)
+    q = tl.maximum((rounded >> DROPPED) & LIMIT, (_common.abs_bits(x) != 0).to(tl.int32))
+    q = q | ((x.to(tl.int32, bitcast=True) >> 24) & (255 - LIMIT))
+    _common.store_tile(data_ptr, q.to(tl.uint8), rows, columns, M, K)
+    exponent = tl.where(amax < 0x7F800000, exponent, 255)
+    places = scale_ptr + rows * tl.cdiv(K, TILE_K) + tile_k
+    tl.store(places, exponent.to(tl.uint8), mask=rows < M)
 
 
 @_common.on_device_of_first
 def quantize_moment_(x: Tensor, data: Tensor, scale: Tensor, step: int, is_square: bool) -> None:
     if x.numel() == 0:
         return
+    limit = moments.LIMITS[is_square]
     _quantize_moment_kernel[_common.grid_of(x.shape, _TILE)](
         x, data, scale, *x.shape, *x.stride(), float(step),
-        SQUARE=is_square, LIMIT=largest(E4M3), TILE_M=_TILE.rows, TILE_K=_TILE.columns,
-        num_warps=_TILE.warps, enable_fp_fusion=False,
+        SQUARE=is_square, LIMIT=limit, DROPPED=23 - limit.bit_length(),
+        TILE_M=_TILE.rows, TILE_K=_TILE.columns, num_warps=_TILE.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -88,17 +86,17 @@ def _dequantize_moment_kernel(
     scale_ptr,  # [M, tiles of K] uint8
     y_ptr,  # [M, K] fp32
     M, K,
-    SQUARE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    SQUARE: tl.constexpr, LIMIT: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     rows, columns, tile_k = _place_of_tile(K, TILE_M, TILE_K)
-    q = _common.load_tile(data_ptr, rows, columns, M, K, K, 1).to(tl.float8e4nv, bitcast=True)
+    q = _common.load_tile(data_ptr, rows, columns, M, K, K, 1).to(tl.int32)
     exponent = tl.load(scale_ptr + rows * tl.cdiv(K, TILE_K) + tile_k, mask=rows < M, other=0)
-    bits = exponent.to(tl.int32) << 23
-    # The bits of 2**-127, and of NaN.
-    bits = tl.where(exponent == 0, 0x400000, tl.where(exponent == 255, 0x7FC00000, bits))
-    y = q.to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
+    bits = tl.where(exponent == 255, 0x7FC00000, exponent.to(tl.int32) << 23)
+    root = (q & LIMIT).to(tl.float32)
+    y = root * root * bits.to(tl.float32, bitcast=True)[:, None]
     if SQUARE:
-        y = y * tl.abs(y)
+        y = y * y
+    y = (y.to(tl.int32, bitcast=True) | ((q & (255 - LIMIT)) << 24)).to(tl.float32, bitcast=True)
     _common.store_tile(y_ptr, y, rows, columns, M, K)
 
 
@@ -108,7 +106,7 @@ def dequantize_moment(data: Tensor, scale: Tensor, is_square: bool) -> Tensor:
     if data.numel() > 0:
         shape = y.view(-1, y.shape[-1]).shape
         _dequantize_moment_kernel[_common.grid_of(shape, _TILE)](
-            data, scale, y, *shape, SQUARE=is_square, TILE_M=_TILE.rows, TILE_K=_TILE.columns,
-            num_warps=_TILE.warps,
+            data, scale, y, *shape, SQUARE=is_square, LIMIT=moments.LIMITS[is_square],
+            TILE_M=_TILE.rows, TILE_K=_TILE.columns, num_warps=_TILE.warps,
         )  # fmt: skip
     return y

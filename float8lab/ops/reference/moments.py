@@ -5,45 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from float8lab.formats import E4M3, E8M0
-from float8lab.ops.reference.blocks import factors_from_amax, round_to_fp8
+from float8lab.formats import E8M0
 
-__all__ = ["BLOCK", "dequantize_moment", "quantize_moment_", "round_stochastically"]
+__all__ = ["BLOCK", "LIMITS", "dequantize_moment", "quantize_moment_", "round_stochastically"]
 
 BLOCK = 128
 """Columns of a block."""
-NORMAL, SMALLEST = 2.0**-6, 2.0**-9
-"""The smallest normal number of e4m3, and its smallest above 0."""
+LIMITS = (127, 255)
+"""The largest root that is stored of a moment, in 7 bits beside its sign, and of one of squares."""
 
 
 def quantize_moment_(x: Tensor, data: Tensor, scale: Tensor, step: int, is_square: bool) -> None:
-    """Quantize a matrix into e4m3 data ``[M, K]`` and e8m0 scales ``[M, K / 128]``, both uint8.
+    """Quantize a matrix into bytes ``[M, K]`` and e8m0 scales ``[M, K / 128]``, both uint8.
 
-    ``x`` is float32; a moment of squares is stored as its root. ``step``, below 2**24, seeds the
-    rounding. What is not 0 does not become 0.
+    A byte is the root of a scaled float32 value, a whole number, and its sign; of a moment of
+    squares, the fourth root. ``step``, below 2**24, seeds the rounding. What is not 0 does not
+    become 0. A block with a value that is not finite, or with a negative square, becomes NaN.
     """
-    if is_square:
-        x = x.abs().sqrt().copysign(x)
+    # On a CPU torch's root of float32 is not always the nearest; by way of float64 it is.
+    x, limit = x.double().sqrt().float() if is_square else x, LIMITS[is_square]
     size = max(1, min(BLOCK, x.shape[1]))
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
-    decode, encode = factors_from_amax(blocks.abs().amax(2, keepdim=True), E4M3, "e8m0")
-    scaled = blocks * encode
-    # Subnormals have the spacing of the smallest normals, to which they are moved and back.
-    shift = torch.where(scaled.abs() < NORMAL, NORMAL, 0.0).copysign(scaled)
+    amax = blocks.abs().amax(2, keepdim=True)
+    # The least power of four that fits. Under the one below roots are twice as large, values alike.
+    below = torch.full_like(amax, limit**2).view(torch.int32) - amax.view(torch.int32)
+    exponent = torch.where(amax.isfinite(), (127 - 2 * (below >> 24)).clamp(min=1), 255)
+    scaled = blocks.abs() * (254 - exponent).byte().view(E8M0).float()
+    # Between whole roots by the squares: the value is right on average, not its root.
+    root = scaled.double().sqrt().float().floor()
+    roots = root + (scaled - root * root) / (2 * root + 1)
+    # Floats between limit + 1 and twice as much have the limit's bits ahead of those of fractions.
+    dropped = 23 - limit.bit_length()
     column = torch.arange(size, dtype=torch.int32, device=x.device)
-    rounded = round_stochastically(scaled + shift, 20, step, column) - shift
-    rounded = torch.where(rounded == 0, blocks.sign() * SMALLEST, rounded)
-    stored = round_to_fp8(rounded, blocks, E4M3).view(torch.uint8)
+    rounded = round_stochastically(roots + (limit + 1), dropped, step, column)
+    stored = (rounded.view(torch.int32) >> dropped) & limit
+    stored = torch.maximum(stored, (blocks != 0).int()) | (blocks.signbit() * (255 - limit))
     data.copy_(stored.flatten(1)[:, : x.shape[1]])
-    scale.copy_(decode.to(E8M0).view(torch.uint8).flatten(1))
+    scale.copy_(exponent.flatten(1))
 
 
 def dequantize_moment(data: Tensor, scale: Tensor, is_square: bool) -> Tensor:
     """The values that ``quantize_moment_`` stored, in float32 and the shape of ``data``."""
     length = data.shape[-1]
     scales = scale.view(E8M0).float().repeat_interleave(min(BLOCK, length), -1)
-    values = data.view(E4M3).float() * scales[..., :length]
-    return values * values.abs() if is_square else values
+    roots = (data & LIMITS[is_square]).float()
+    values = roots * roots * scales[..., :length]
+    return values * values if is_square else torch.where(data < 0x80, values, -values)
 
 
 def round_stochastically(x: Tensor, dropped: int, step: int, place: Tensor | int = 0) -> Tensor:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import types
 import warnings
 
 import expecttest
@@ -574,6 +575,24 @@ def test_auto_decides_for_modules_of_this_library():
     assert 5.5 * first < mlp < 6.5 * first
 
 
+def test_auto_weighs_the_casts_of_all_experts():
+    def report(experts, tokens, *candidates):
+        model = nn.Sequential(experts)
+        auto = recipes.Auto(tokens=tokens, mode="cuda_graph", candidates=candidates)
+        return float8lab.conversion_report(float8lab.convert_to_float8(model, auto))
+
+    rowwise = recipes.Float8RowwiseScaling()
+    small = float8lab.ExpertMLP(128, 2048, 768, device="meta")
+    with warns_of_nothing("bfloat16 is faster: .*, Float8RowwiseScaling .* ms casts"):
+        report(small, 8 * 32768, rowwise)
+    chosen = report(small, 8 * 32768, rowwise, BLOCK)
+    assert chosen.layers[0].note.startswith("Float8BlockScaling(): ")
+    small.config = types.SimpleNamespace(num_experts_per_tok=8)
+    assert report(small, 32768, BLOCK).layers[0].note == chosen.layers[0].note
+    wide = float8lab.GroupedLinear(8, 7168, 2048, bias=False, device="meta")
+    assert converted(report(wide, 32768, rowwise)) == ["0"]
+
+
 def test_auto_turns_fp8_off_where_it_does_not_pay():
     model = nn.Sequential(nn.Linear(16, 16), float8lab.LayerNormLinear(16, 16, device="cpu"))
     float8lab.convert_to_float8(model)
@@ -777,9 +796,9 @@ q      4096 x 4096   skipped  bfloat16: DelayedScaling saves 193 us GPU, costs 1
 k      1024 x 4096   skipped  bfloat16: DelayedScaling saves 27 us GPU, costs 1.22 ms CPU    1.9 %
 v      1024 x 4096   skipped  bfloat16: DelayedScaling saves 27 us GPU, costs 1.22 ms CPU    1.9 %
 o      4096 x 4096   FP8      Float8BlockScaling()                                           7.7 %
-gate   14336 x 4096  FP8      DelayedScaling(): 1.16 ms, bfloat16 1.90 ms                   26.9 %
-up     14336 x 4096  FP8      DelayedScaling(): 1.16 ms, bfloat16 1.90 ms                   26.9 %
-down   4096 x 14336  FP8      DelayedScaling(): 1.16 ms, bfloat16 1.90 ms                   26.9 %
+gate   14336 x 4096  FP8      DelayedScaling(): 1.16 ms (150 us casts), bfloat16 1.90 ms    26.9 %
+up     14336 x 4096  FP8      DelayedScaling(): 1.16 ms (150 us casts), bfloat16 1.90 ms    26.9 %
+down   4096 x 14336  FP8      DelayedScaling(): 1.16 ms (150 us casts), bfloat16 1.90 ms    26.9 %
 4 of 7 linear layers in FP8, 88.5 % of 218,103,808 parameters
 predicted on Hopper, 4096 tokens, eager: 4.31 ms GPU, 4.23 ms CPU; bfloat16 6.55 ms, 0.56 ms""",
         )
@@ -791,14 +810,14 @@ predicted on Hopper, 4096 tokens, eager: 4.31 ms GPU, 4.23 ms CPU; bfloat16 6.55
         self.assertExpectedInline(
             str(report),
             """\
-layer  out x in                                                                  share
-q      512 x 512   skipped  bfloat16 is faster: 45 us, DelayedScaling 58 us      8.7 %
-k      128 x 512   skipped  bfloat16 is faster: 26 us, DelayedScaling 44 us      2.2 %
-v      128 x 512   skipped  bfloat16 is faster: 26 us, DelayedScaling 44 us      2.2 %
-o      512 x 512   skipped  bfloat16 is faster: 45 us, DelayedScaling 58 us      8.7 %
-gate   1536 x 512  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us  26.1 %
-up     1536 x 512  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us  26.1 %
-down   512 x 1536  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us  26.1 %
+layer  out x in                                                                                share
+q      512 x 512   skipped  bfloat16 is faster: 45 us, DelayedScaling 58 us (29 us casts)      8.7 %
+k      128 x 512   skipped  bfloat16 is faster: 26 us, DelayedScaling 44 us (22 us casts)      2.2 %
+v      128 x 512   skipped  bfloat16 is faster: 26 us, DelayedScaling 44 us (22 us casts)      2.2 %
+o      512 x 512   skipped  bfloat16 is faster: 45 us, DelayedScaling 58 us (29 us casts)      8.7 %
+gate   1536 x 512  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us (47 us casts)  26.1 %
+up     1536 x 512  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us (47 us casts)  26.1 %
+down   512 x 1536  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us (47 us casts)  26.1 %
 0 of 7 linear layers in FP8, 0.0 % of 3,014,656 parameters
 predicted on Hopper, 16384 tokens, eager: 0.48 ms GPU, 0.65 ms CPU; bfloat16 0.48 ms, 0.65 ms""",
         )
