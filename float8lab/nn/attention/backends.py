@@ -46,7 +46,6 @@ __all__ = [
     "explain",
     "reference_attention",
     "why_a_matrix",
-    "why_not_plain",
 ]
 
 MOST_SCORES = 2**25
@@ -475,7 +474,7 @@ def _flex_does_not_pay(q: Tensor) -> str | None:
     return None
 
 
-def why_not_plain(problem: Problem) -> str | None:
+def _why_not_plain(problem: Problem) -> str | None:
     """What a problem asks for that a kernel of plain softmax does not compute; None for nothing."""
     if problem.softcap:
         return "it has no softcap"
@@ -490,11 +489,11 @@ def _why_not_sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> s
     )
     if wide and q.dtype in (torch.float16, torch.bfloat16):
         return f"it would round the bias to {str(q.dtype).removeprefix('torch.')}"
-    return why_not_plain(problem)
+    return _why_not_plain(problem)
 
 
 def _why_not_sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    return why_a_matrix(q.shape[2], k.shape[2], problem) or why_not_plain(problem)
+    return why_a_matrix(q.shape[2], k.shape[2], problem) or _why_not_plain(problem)
 
 
 class _Backend(NamedTuple):

@@ -41,7 +41,6 @@ from float8lab.nn.attention.backends import (
     Problem,
     attend,
     explain,
-    why_not_plain,
 )
 from float8lab.nn.attention.bias import (
     Alibi,
@@ -445,7 +444,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return reasons._replace(rejected={"fp8": why, **reasons.rejected})
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
-        why = why_not_plain(problem) or why_not_fp8(q, k, v, problem)
+        why = why_not_fp8(q, k, v, problem)
         call = self._fp8.begin(q, k, training=self.training) if why is None else None
         if why is not None:
             self._say_high_precision(why)

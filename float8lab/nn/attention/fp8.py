@@ -83,6 +83,8 @@ def _why_not_problem(problem: Problem) -> str | None:
     mask, packed = problem.mask, problem.packed
     for name, given in (
         ("dropout", problem.dropout or None),
+        ("softcap", problem.softcap or None),
+        ("largest scores", problem.wants_max or None),
         ("core_attention_bias", problem.bias),
         ("ALiBi", problem.alibi),
         ("arbitrary mask", mask.arbitrary),
@@ -125,7 +127,9 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
         if cu_seqlens[0] is cu_seqlens[1]:
             cu_seqlens = cu_seqlens[0], None  # Dynamo gives a function no tensor twice
     settings = (_window_of(q, k, problem), problem.scale)
-    return _Attention.run(q, k, v, *cu_seqlens, (settings, _lengths(q, k, problem)), call)
+    return _Attention.run(
+        q, k, v, problem.sink, *cu_seqlens, (settings, _lengths(q, k, problem)), call
+    )
 
 
 def cast_operand(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
@@ -154,6 +158,12 @@ def _as_in_memory(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return x, (0, 1, 2, 3)
 
 
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """The op's results if each query sees one more key, of the head's score and the value 0."""
+    total = torch.logaddexp(lse, sink.view(-1, 1))
+    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+
+
 _Settings = tuple[tuple[tuple[int, int, int], float], tuple[int, int]]
 """The op's window and scale, and the most queries and keys of a sequence."""
 
@@ -161,8 +171,8 @@ _Settings = tuple[tuple[tuple[int, int, int], float], tuple[int, int]]
 class _Attention(Float8Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None, settings: _Settings, call: Call,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, settings: _Settings, call: Call,
     ) -> Tensor:  # fmt: skip
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
             cast_operand(x, index, call) for index, x in ((Q, q), (K, k), (V, v))
@@ -174,19 +184,26 @@ class _Attention(Float8Function):
         out, lse = ops.fp8_attention_op(
             *operands, *settings[0], q.dtype, cu_seqlens_q, cu_seqlens_k
         )
-        if any(ctx.needs_input_grad[:3]):
-            ctx.save_for_backward(*operands, out, lse, cu_seqlens_q, cu_seqlens_k)
+        if sink is not None:
+            out, lse = _with_sink(out, lse, sink)
+        if any(ctx.needs_input_grad[:4]):
+            ctx.save_for_backward(*operands, out, lse, sink, cu_seqlens_q, cu_seqlens_k)
         ctx.settings = settings
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        *saved, sink, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         window_and_scale, longest = ctx.settings
         gradients = ops.fp8_attention_backward_op(
             dout, *saved, *window_and_scale, cu_seqlens_q, cu_seqlens_k, *longest
         )
         needs = ctx.needs_input_grad[:3]
         grads = (g if need else None for g, need in zip(gradients, needs, strict=True))
-        return (*grads, *[None] * 4)
+        of_sink = None
+        if ctx.needs_input_grad[3]:
+            # Its probability's gradient is 0, as its value is; a softmax's subtracts dout @ out.
+            out, lse = saved[-2:]
+            of_sink = -((sink.view(-1, 1) - lse).exp() * (dout.float() * out).sum(-1)).sum((0, 2))
+        return (*grads, of_sink, *[None] * 4)
