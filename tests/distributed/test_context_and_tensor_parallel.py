@@ -1,0 +1,23 @@
+"""Context, tensor and data parallelism of one layer together, on eight ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from tests.distributed.ranks import Ranks, each_check
+from tests.distributed.test_context_parallel import B, D, H, S, assert_layers, layer, sized
+
+
+def check_a_layer_is_that_of_one_rank(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    mesh = ranks.mesh(2, 2, 2, names=("dp", "cp", "tp"))
+    group = mesh["cp"].get_group()
+    spread = layer(ranks, num_gqa_groups=4, tp_group=mesh["tp"].get_group(), set_parallel_mode=True)
+    spread.set_context_parallel_group(group, None, None, "p2p")
+    fully_shard(spread, mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+    x = sized(ranks, S, B, H * D)
+    assert_layers(ranks, layer(ranks, num_gqa_groups=4), spread, group, x)
+
+
+test_on_ranks = each_check(__name__, 8, cpu=8)
