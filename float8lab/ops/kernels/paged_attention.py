@@ -63,7 +63,7 @@ def _scaled_queries(q, factor, FP8: tl.constexpr):
         # queries and probabilities are scaled.
         wide = q.to(tl.float32)
         size = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
-        q = (wide * (F16_RANGE / size)[:, None]).to(tl.float16)
+        q = (wide / size[:, None] * F16_RANGE).to(tl.float16)
         factors *= size / F16_RANGE
     return q, factors
 
@@ -140,7 +140,7 @@ def _attend_kernel(  # noqa: PLR0915
             out += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         else:
             top = tl.maximum(tl.max(v_scale, 0), 1e-30)
-            p = (p * (v_scale * (F16_RANGE / top))[None, :]).to(tl.float16)
+            p = (p * (v_scale / top * F16_RANGE)[None, :]).to(tl.float16)
             out += tl.dot(p, v) * (top / F16_RANGE)
         largest = new
 
