@@ -489,6 +489,7 @@ SPILLED = {
     "attention-192-128": 24,
     "attention-192-128-window-packed-float32": 56,
     "attention-256-window-packed-float32": 8,
+    "pages-fp8": 64,  # 128 keys in FP8 are faster than 64, which spill nothing
 }
 """Bytes a thread, written and read once a tile."""
 
@@ -761,11 +762,12 @@ def check_three_tiles_share_a_multiprocessor(name: str, compiled: Any, registers
 
 @counts_registers
 @pytest.mark.parametrize("name", PAGED)
-def test_paged_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
+def test_paged_attention_compiles_for_hopper(name: str, tmp_path: Path) -> None:
     for launch in launches(PAGED[name]):
         compiled = compile_launch(launch, 90)
         used = resources(compiled, tmp_path)
-        assert used["STACK"] == used["LOCAL"] == 0
+        assert used["STACK"] <= SPILLED.get(name, 0)
+        assert used["LOCAL"] == 0
         assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*, 0?x?10;", compiled.asm["ptx"])
 
 

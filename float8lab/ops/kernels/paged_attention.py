@@ -28,8 +28,8 @@ from float8lab.ops.reference.attention import empty_by_token
 _MOST_PARTS = 64
 _LEAST_KEYS = 256
 """Keys of a part, at least, when a cache is full."""
-_PROGRAMS_PER_MULTIPROCESSOR = 4
-_KEYS, _KEYS_OF_WIDE_VECTORS = 64, 32
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+_KEYS, _KEYS_IN_FP8, _KEYS_OF_WIDE_VECTORS = 64, 128, 32
 """Keys of a tile; vectors are wide beyond 256 bytes in the dtype of queries."""
 _WARPS, _STAGES = 4, 3
 _FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -63,7 +63,7 @@ def _scaled_queries(q, factor, FP8: tl.constexpr):
         # queries and probabilities are scaled.
         wide = q.to(tl.float32)
         size = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
-        q = (wide / size[:, None] * F16_RANGE).to(tl.float16)
+        q = (wide * (1.0 / size * F16_RANGE)[:, None]).to(tl.float16)
         factors *= size / F16_RANGE
     return q, factors
 
@@ -140,7 +140,7 @@ def _attend_kernel(  # noqa: PLR0915
             out += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         else:
             top = tl.maximum(tl.max(v_scale, 0), 1e-30)
-            p = (p * (v_scale / top * F16_RANGE)[None, :]).to(tl.float16)
+            p = (p * (v_scale * (1.0 / top * F16_RANGE))[None, :]).to(tl.float16)
             out += tl.dot(p, v) * (top / F16_RANGE)
         largest = new
 
@@ -207,7 +207,8 @@ def paged_attention(
     if q.stride(3) != 1:
         q = q.contiguous()
     d_tile, dv_tile = (max(16, next_power_of_2(size)) for size in (D, DV))
-    keys = _KEYS_OF_WIDE_VECTORS if max(d_tile, dv_tile) * q.element_size() > 256 else _KEYS
+    keys = _KEYS if fp8 is None else _KEYS_IN_FP8
+    keys = _KEYS_OF_WIDE_VECTORS if max(d_tile, dv_tile) * q.element_size() > 256 else keys
     _attend_kernel[(B * G, parts)](
         q, k, v, k_scale, v_scale, table, sequences, partial, statistics, B, H, G, S, P, D, DV,
         parts, table.stride(0), sequences.stride(0), *q.stride()[:3], left, right, scale,
