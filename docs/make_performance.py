@@ -184,13 +184,13 @@ CHARTS = (
         baseline="bfloat16",
     ),
     Chart(
-        "performance_layer", "Transformer layer", "The same, alone.",
+        "performance_layer", "Transformer layer, alone", "The same, a step at a time.",
         "layer", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
         baseline="plain bfloat16",
     ),
     Chart(
-        "performance_linear", "Linear layer",
-        "The same, alone. Of a smaller layer the casts are a larger part.",
+        "performance_linear", "Linear layer, alone",
+        "The same, a step at a time. Of a smaller layer the casts are a larger part.",
         "linear", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)", "saved, of bf16"),
         baseline="bfloat16",
     ),
