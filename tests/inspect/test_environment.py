@@ -110,7 +110,7 @@ def test_why_a_product_is_emulated(pretend):
     assert "e5m2 by e5m2" in why_gemm_is_emulated(TENSOR, TENSOR, GPU, E5M2, E5M2)
     assert why_gemm_is_emulated(BLOCK, BLOCK, GPU, E5M2, E4M3) == ""
     assert "row by 1x128 blocks" in why_gemm_is_emulated(ROW, BLOCK, GPU)
-    assert "up to 128" in why_attention_is_emulated(GPU, 192, 128)
+    assert "up to 256" in why_attention_is_emulated(GPU, 264, 128)
     pretend((8, 0))
     assert "came with SM 8.9" in why_gemm_is_emulated(TENSOR, TENSOR, GPU)
     pretend((10, 0))

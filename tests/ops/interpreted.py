@@ -266,7 +266,7 @@ def check_turned_values() -> None:
         want[..., :SK] = v.view(torch.uint8).mT
         want = want.unflatten(3, (-1, 16))[..., order].flatten(3)
         counter = torch.tensor([7], dtype=torch.int32)
-        got = attention._turn(v, counter)
+        got = attention._turn(v, counter, None)
         assert torch.equal(got.view(torch.uint8), want)
         assert counter.item() == 0
 

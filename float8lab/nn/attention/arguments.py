@@ -86,6 +86,10 @@ def unpacked(
     dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of a call that may pass some of them in one tensor, as views of it."""
+    if isinstance(dim, bool) or dim not in (-3, -2):
+        raise ValueError(
+            f"qkv_interleave_dim must be -3 or -2; got {shown(dim)}. Count from the last dimension."
+        )
     given = {**dict(zip(_PARTS, qkv, strict=True)), "kv_layer": kv_layer, "qkv_layer": qkv_layer}
     names = tuple(name for name, x in given.items() if x is not None)
     if names == _PARTS:
@@ -98,10 +102,6 @@ def unpacked(
     name, count = names[-1], 2 if qkv_layer is None else 3
     packed = cast(Tensor, given[name])
     check_tensor(name, packed)
-    if isinstance(dim, bool) or dim not in (-3, -2):
-        raise ValueError(
-            f"qkv_interleave_dim must be -3 or -2; got {shown(dim)}. Count from the last dimension."
-        )
     if packed.ndim not in (4, 5) or packed.shape[dim] != count:
         raise ValueError(
             f"{name} must have size {count} in dimension {dim}, qkv_interleave_dim, one of 4 or 5; "
