@@ -86,7 +86,7 @@ def unpacked(
     dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of a call that may pass some of them in one tensor, as views of it."""
-    if isinstance(dim, bool) or dim not in (-3, -2):
+    if not isinstance(dim, int) or dim not in (-3, -2):
         raise ValueError(
             f"qkv_interleave_dim must be -3 or -2; got {shown(dim)}. Count from the last dimension."
         )
