@@ -23,14 +23,9 @@ from float8lab.recipes import ALL, Recipe
 from float8lab.tables import aligned
 
 __all__ = [
-    "Environment",
-    "Support",
-    "environment",
-    "package_version",
-    "why_attention_is_emulated",
-    "why_casts_are_missing",
-    "why_gemm_is_emulated",
-]
+    "Environment", "Support", "environment", "package_version", "why_attention_is_emulated",
+    "why_casts_are_missing", "why_gemm_is_emulated",
+]  # fmt: skip
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -18,20 +18,10 @@ if TYPE_CHECKING:
     from float8lab.integrations.checkpoint.transformer_engine import ScalingReport, load_te_scaling
 
 __all__ = [
-    "ExportReport",
-    "LoadReport",
-    "MegatronCheckpoint",
-    "ScalingReport",
-    "export",
-    "export_stream",
-    "from_transformer_layers",
-    "load_fp8",
-    "load_te_scaling",
-    "onnx_export",
-    "read_megatron",
-    "to_transformer_layers",
-    "transformer_layers",
-]
+    "ExportReport", "LoadReport", "MegatronCheckpoint", "ScalingReport", "export", "export_stream",
+    "from_transformer_layers", "load_fp8", "load_te_scaling", "onnx_export", "read_megatron",
+    "to_transformer_layers", "transformer_layers",
+]  # fmt: skip
 
 _ADAPTERS = ("accelerate", "lightning", "pytorch_lightning", "torchtitan", "transformers")
 """Modules that import another library at their top, loaded on their first use."""

@@ -39,21 +39,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "ContextParallelModule",
-    "OverlapArguments",
-    "ParameterShard",
-    "TensorParallelModule",
-    "context_of",
-    "heads_of_rank",
-    "ignore_extra_state",
-    "mark_shard",
-    "overlap_of",
-    "parallel_size",
-    "shard_state_dict",
-    "shards_of",
-    "share_of",
-    "whole_state_dict",
-]
+    "ContextParallelModule", "OverlapArguments", "ParameterShard", "TensorParallelModule",
+    "context_of", "heads_of_rank", "ignore_extra_state", "mark_shard", "overlap_of",
+    "parallel_size", "shard_state_dict", "shards_of", "share_of", "whole_state_dict",
+]  # fmt: skip
 
 
 def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: str | None) -> int:

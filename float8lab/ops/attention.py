@@ -13,16 +13,9 @@ from float8lab.ops.declare import capability_of, declare
 from float8lab.ops.reference import attention as reference
 
 __all__ = [
-    "LARGEST_HEAD",
-    "FlashWindow",
-    "cudnn_heads",
-    "flash_window",
-    "fp8_attention_backward_op",
-    "fp8_attention_op",
-    "has_fp8_attention",
-    "has_linear_backward",
-    "is_for_cudnn",
-]
+    "LARGEST_HEAD", "FlashWindow", "cudnn_heads", "flash_window", "fp8_attention_backward_op",
+    "fp8_attention_op", "has_fp8_attention", "has_linear_backward", "is_for_cudnn",
+]  # fmt: skip
 
 LARGEST_HEAD = 256
 

@@ -27,25 +27,11 @@ from float8lab.formats import CASTS, FP8_DTYPES, has_kernels
 from float8lab.ops.sharding import Rule, takes_dtensors
 
 __all__ = [
-    "OPS",
-    "RECORDING",
-    "Declared",
-    "DirectCall",
-    "announce",
-    "called_by_ops",
-    "capability_of",
-    "casts_by_kernel",
-    "compute_intensive_ops",
-    "declare",
-    "filled",
-    "is_profiled",
-    "is_watched_by_a_mode",
-    "load_launcher",
-    "overload_named",
-    "planned",
-    "tell_when_imported",
+    "OPS", "RECORDING", "Declared", "DirectCall", "announce", "called_by_ops", "capability_of",
+    "casts_by_kernel", "compute_intensive_ops", "declare", "filled", "is_profiled",
+    "is_watched_by_a_mode", "load_launcher", "overload_named", "planned", "tell_when_imported",
     "untraced",
-]
+]  # fmt: skip
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
 

@@ -41,22 +41,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "KINDS",
-    "BlockStats",
-    "Comparison",
-    "Errors",
-    "Histogram",
-    "TensorStats",
-    "blocks",
-    "code_values",
-    "compare",
-    "decibels",
-    "health",
-    "histogram",
-    "span",
-    "stats",
-    "stored",
-]
+    "KINDS", "BlockStats", "Comparison", "Errors", "Histogram", "TensorStats", "blocks",
+    "code_values", "compare", "decibels", "health", "histogram", "span", "stats", "stored",
+]  # fmt: skip
 
 KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
 """The kinds of elements that are counted; an element may be of none."""
