@@ -96,11 +96,9 @@ def get_cpu_offload_context(
     >>> x.sum().backward()
     """
     check_flags(
-        enabled=enabled,
-        offload_activations=offload_activations,
-        offload_weights=offload_weights,
+        enabled=enabled, offload_activations=offload_activations, offload_weights=offload_weights,
         double_buffering=double_buffering,
-    )
+    )  # fmt: skip
     if isinstance(model_layers, bool):
         offload_weights = offload_weights and offload_activations  # by keyword, or fourth
         offload_activations = model_layers

@@ -437,17 +437,13 @@ def _allocate_extras(extras: Sequence[Tensor], size: int) -> tuple[Tensor | None
 
 
 gather_mm_op = declare(
-    _gather_mm,
-    name="gather_mm",
-    outputs=_allocate_gather_mm,
+    _gather_mm, name="gather_mm", outputs=_allocate_gather_mm,
     flops=lambda operands, *_, out_shape, **__: 2 * math.prod(out_shape[0]) * operands[0][1],
-)
+)  # fmt: skip
 mm_scatter_op = declare(
-    _mm_scatter,
-    name="mm_scatter",
-    outputs=_allocate_mm_scatter,
+    _mm_scatter, name="mm_scatter", outputs=_allocate_mm_scatter,
     flops=lambda operands, *_, **__: 2 * math.prod(operands[0]) * operands[2][0],
-)
+)  # fmt: skip
 
 
 def _past_dispatcher(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,12 +124,10 @@ def environment(device: torch.device | str | None = None) -> Environment:
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Environment(
-        versions=_versions(),
-        gpus=_gpus(),
-        device=str(device),
+        versions=_versions(), gpus=_gpus(), device=str(device),
         support=[*(_support(recipe, device) for recipe in ALL.values()), _attention(device)],
         extras={name: _missing(needed) for name, needed in EXTRAS.items()},
-    )
+    )  # fmt: skip
 
 
 def package_version() -> str:

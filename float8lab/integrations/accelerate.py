@@ -79,13 +79,9 @@ def enable(
     >>> disable()
     """
     default = Float8RecipeKwargs(
-        recipe,
-        filter_fn=filter_fn,
-        exclude=exclude,
-        overrides=overrides,
-        strict=strict,
+        recipe, filter_fn=filter_fn, exclude=exclude, overrides=overrides, strict=strict,
         fp8_all_gather=fp8_all_gather,
-    )
+    )  # fmt: skip
     disable()
     backend_of = Accelerator.fp8_backend.fget
 

@@ -64,14 +64,10 @@ class ExpertsBase(MovedInPlace):
             setattr(self, f"_fp8_{layer}", precision)
 
     def _run_experts(
-        self,
-        x: Tensor,
-        offs: Tensor,
-        layers: tuple[Layer, Layer],
-        activation: str | Callable[[Tensor], Tensor],
-        first_microbatch: bool | None = None,
+        self, x: Tensor, offs: Tensor, layers: tuple[Layer, Layer],
+        activation: str | Callable[[Tensor], Tensor], first_microbatch: bool | None = None,
         to: tuple[Tensor, int] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert.
         An activation of ``ACTIVATIONS`` is fused with the casts beside it; a function is not. With
         ``to``, a row map and the number of rows, ``x`` are the tokens that go there."""
@@ -114,14 +110,9 @@ class ExpertsBase(MovedInPlace):
         return call
 
     def _apply_experts(
-        self,
-        precision: Precision,
-        x: Tensor,
-        offs: Tensor,
-        layer: Layer,
-        call: Call | None,
+        self, precision: Precision, x: Tensor, offs: Tensor, layer: Layer, call: Call | None,
         first_microbatch: bool | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         weight, bias = layer
         if call is None:
             weight = plain_weight(self, weight, first_microbatch)
@@ -199,10 +190,9 @@ class ExpertMLP(ExpertsBase, GemmModule):
         self.activation = activation
         self._build(
             GemmDef.named("fc1", (E, 2 * F if gated else F, H), bias, init_method),
-            GemmDef.named("fc2", (E, H, F), bias, output_layer_init_method),
-            device=device,
+            GemmDef.named("fc2", (E, H, F), bias, output_layer_init_method), device=device,
             params_dtype=params_dtype,
-        )
+        )  # fmt: skip
 
     @classmethod
     def from_experts(

@@ -139,10 +139,8 @@ class GroupedLinear(GemmModule):
             ((E, *matrix),) if self.single_grouped_weight else (matrix,) * E,
             biases if bias else (),
             features=matrix[:1] if self.parallel_mode == "column" else matrix[1:],
-            init_method=init_method,
-            mode=self.parallel_mode,
-            experts=E,
-        )
+            init_method=init_method, mode=self.parallel_mode, experts=E,
+        )  # fmt: skip
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
         self._lay_together()
 

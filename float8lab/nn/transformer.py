@@ -177,22 +177,14 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         masks.window_of(self.enc_dec_attn_mask_type, enc_dec_window_size, "enc_dec_window_size")
         self.enc_dec_window_size = enc_dec_window_size
         shared: dict[str, Any] = {
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "params_dtype": params_dtype,
+            "init_method": init_method, "output_layer_init_method": output_layer_init_method,
+            "tp_group": tp_group, "tp_size": tp_size, "params_dtype": params_dtype,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "sequence_parallel": sequence_parallel,
-            "set_parallel_mode": set_parallel_mode,
-            "zero_centered_gamma": zero_centered_gamma,
-            "normalization": normalization,
-            "bias": bias,
-            "device": device,
-            "return_bias": not parallel_attention_mlp,
-            "return_layernorm_output": apply_residual_connection_post_layernorm,
-            **ub,
-        }
+            "sequence_parallel": sequence_parallel, "set_parallel_mode": set_parallel_mode,
+            "zero_centered_gamma": zero_centered_gamma, "normalization": normalization,
+            "bias": bias, "device": device, "return_bias": not parallel_attention_mlp,
+            "return_layernorm_output": apply_residual_connection_post_layernorm, **ub,
+        }  # fmt: skip
         attention: dict[str, Any] = {
             **shared, "kv_channels": kv_channels, "attention_dropout": attention_dropout,
             "layernorm_epsilon": layernorm_epsilon, "layer_number": layer_number,

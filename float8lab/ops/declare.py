@@ -130,19 +130,11 @@ def _holds_fp8(args: Sequence[Any]) -> bool:
 
 
 _TYPES = {
-    "Tensor": "Tensor",
-    "Tensor | None": "Tensor?",
-    "Sequence[Tensor]": "Tensor[]",
-    "Sequence[int]": "int[]",
-    "Sequence[int | torch.SymInt]": "SymInt[]",
-    "Sequence[str]": "str[]",
-    "torch.dtype": "ScalarType",
-    "int": "int",
-    "int | torch.SymInt": "SymInt",
-    "float": "float",
-    "bool": "bool",
-    "str": "str",
-}
+    "Tensor": "Tensor", "Tensor | None": "Tensor?", "Sequence[Tensor]": "Tensor[]",
+    "Sequence[int]": "int[]", "Sequence[int | torch.SymInt]": "SymInt[]", "Sequence[str]": "str[]",
+    "torch.dtype": "ScalarType", "int": "int", "int | torch.SymInt": "SymInt", "float": "float",
+    "bool": "bool", "str": "str",
+}  # fmt: skip
 """Types in a schema, by annotation. A result is a tensor, also where it may be None."""
 
 
@@ -430,10 +422,9 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 
 def _direct(
-    overload: Callable[..., Any],
-    for_gpus: Callable[[], Callable[..., Any]],
+    overload: Callable[..., Any], for_gpus: Callable[[], Callable[..., Any]],
     reference: Callable[..., Any],
-) -> Any:
+) -> Any:  # fmt: skip
     """``overload``, past the dispatcher where that would do nothing but find the implementation."""
     launcher: Callable[..., Any] | None = None
 

@@ -130,11 +130,9 @@ class Storage:
         return math.prod(cuts) == 1 or p.shape[-1] % (math.prod(cuts) * BLOCK) == 0
 
     def load(
-        self,
-        optimizer: torch.optim.Optimizer,
-        state_dict: Mapping[str, object],
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object],
         parameters: Mapping[int, Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Let an optimizer load a state without its masters, for parameters by their indices.
 
         Alone it would cast quantized moments, and the float32 states of bfloat16 parameters. The

@@ -558,26 +558,18 @@ def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> Ten
     if totals:
         clipped, flushed, finite, signal, noise, error = totals
         comparison = Comparison(
-            numel=round(sum(counts)),
-            clipped_count=round(clipped),
-            flushed_count=round(flushed),
-            signal=signal,
-            noise=noise,
-            max_error=max(most[3], 0.0),
+            numel=round(sum(counts)), clipped_count=round(clipped), flushed_count=round(flushed),
+            signal=signal, noise=noise, max_error=max(most[3], 0.0),
             mean_error=error / finite if finite else 0.0,
-        )
+        )  # fmt: skip
     has_blocks = most[1] != -math.inf
     shape = shard.shape if local else x.shape
     return TensorStats(
-        shape=tuple(shape),
-        dtype=shard.dtype,
-        spec=shard.spec,
-        amax=most[2] if has_blocks else 0.0,
-        scale_min=-most[0] if has_blocks else math.nan,
-        scale_max=most[1] if has_blocks else math.nan,
-        codes=tuple(map(round, counts)),
+        shape=tuple(shape), dtype=shard.dtype, spec=shard.spec,
+        amax=most[2] if has_blocks else 0.0, scale_min=-most[0] if has_blocks else math.nan,
+        scale_max=most[1] if has_blocks else math.nan, codes=tuple(map(round, counts)),
         comparison=comparison,
-    )
+    )  # fmt: skip
 
 
 def _combine_over_mesh(x: DTensor, sums: Tensor, maxima: Tensor) -> None:
@@ -615,15 +607,11 @@ def _block_stats(shard: Any, source: Tensor | None) -> BlockStats:
         signal, noise = (_norm(v, block) for v in (errors.source, errors.error))
         sqnr = (20 * (signal.log10() - noise.log10())).masked_fill(noise == 0, math.inf)
     return BlockStats(
-        spec=shard.spec,
-        numel=_sum(torch.ones_like(qdata, dtype=torch.bool), block),
-        amax=shard.amax.detach().clone(),
-        scale=shard.scale.detach().clone(),
-        counts={kind: _sum(mask, block) for kind, mask in masks.items()},
-        exponent_min=first,
-        exponent_max=last,
-        sqnr=sqnr,
-    )
+        spec=shard.spec, numel=_sum(torch.ones_like(qdata, dtype=torch.bool), block),
+        amax=shard.amax.detach().clone(), scale=shard.scale.detach().clone(),
+        counts={kind: _sum(mask, block) for kind, mask in masks.items()}, exponent_min=first,
+        exponent_max=last, sqnr=sqnr,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -647,12 +635,10 @@ class Errors:
         top = largest(spec.fp8_dtype)
         half_step = 16.0 if spec.fp8_dtype == E4M3 else 4096.0
         return Errors(
-            source=wide.masked_fill(~finite, 0.0),
-            error=error,
-            finite=finite,
+            source=wide.masked_fill(~finite, 0.0), error=error, finite=finite,
             clipped=(quotient.abs() > top + half_step) & value.isfinite(),
             flushed=(qdata.float() == 0) & (wide != 0),
-        )
+        )  # fmt: skip
 
 
 def _maximum(x: Tensor) -> Tensor:

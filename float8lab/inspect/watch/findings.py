@@ -165,9 +165,8 @@ def diagnose(log: Log) -> Diagnosis:
     return Diagnosis(
         tuple(_worst_of_each(findings_of(log.records, log.steps))),
         len({record.step for record in log.records}),
-        len({(record.layer, record.operand) for record in log.records}),
-        min(sqnrs, default=None),
-    )
+        len({(record.layer, record.operand) for record in log.records}), min(sqnrs, default=None),
+    )  # fmt: skip
 
 
 def _worst_of_each(findings: Iterable[Finding]) -> Sequence[Finding]:

@@ -162,9 +162,8 @@ class watch:
             )
         self.log = Log(
             conversion=str(conversion_report(model)) if was_converted(model) else "",
-            about=_about(self._model),
-            layers=self._listed(),
-        )
+            about=_about(self._model), layers=self._listed(),
+        )  # fmt: skip
         self.alerts: list[Finding] = []
         self._recipes: dict[Recipe, None] = {}
         self._seen: dict[tuple[Precision, int, torch.dtype, bool], Measurement] = {}

@@ -216,14 +216,9 @@ def _contents(
     state = _state(model)
     names = saved_names(model) if layout.blocks else SavedNames()
     quantizable = find_weights(
-        model,
-        recipe=recipe,
-        default=layout.recipe,
-        exclude=exclude,
-        share_scales=share_scales,
-        unseen=unseen,
-        names=names,
-    )
+        model, recipe=recipe, default=layout.recipe, exclude=exclude, share_scales=share_scales,
+        unseen=unseen, names=names,
+    )  # fmt: skip
     candidates = [w for w in quantizable.weights if all(name in state for name in w.sources)]
     unnamed = [weight for weight in candidates if layout.lacks_names(weight)]
     weights = _in_format(layout, [weight for weight in candidates if weight not in unnamed])
@@ -238,13 +233,11 @@ def _contents(
     # Transformers knows modules by either name, other readers by those in the checkpoint.
     saved = [names.renamed.get(f"{module}.weight", "") for module in high_precision]
     return _Contents(
-        state=state,
-        weights=weights,
-        groups=_groups(state, weights, layout, names),
+        state=state, weights=weights, groups=_groups(state, weights, layout, names),
         high_precision=tuple(high_precision),
         not_converted=[*high_precision, *(name.removesuffix(".weight") for name in saved if name)],
         reasons={name: reason for name, reason in reasons.items() if name in state},
-    )
+    )  # fmt: skip
 
 
 def _in_format(layout: Format, weights: Sequence[Weight]) -> list[Weight]:

@@ -238,9 +238,7 @@ def _recipe(state: Mapping[str, object]) -> DelayedScaling:
     history = state.get("amax_history_fwd")
     length = history.shape[0] if isinstance(history, Tensor) and history.ndim else 1
     return DelayedScaling(
-        margin=margin if isinstance(margin, int) else 0,
-        amax_history_len=max(int(length), 1),
+        margin=margin if isinstance(margin, int) else 0, amax_history_len=max(int(length), 1),
         amax_compute_algo=algorithm if algorithm in ("max", "most_recent") else "max",
-        fp8_format=Format.E4M3 if gradients == 448 else Format.HYBRID,
-        power_of_2_scale=False,
-    )
+        fp8_format=Format.E4M3 if gradients == 448 else Format.HYBRID, power_of_2_scale=False,
+    )  # fmt: skip

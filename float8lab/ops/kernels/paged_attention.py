@@ -160,10 +160,8 @@ def _merge_kernel(
     ROWS: tl.constexpr, PARTS_TILE: tl.constexpr, DV_TILE: tl.constexpr,
 ):  # fmt: skip
     batch, head, query = (
-        tl.program_id(0) // (H * S),
-        tl.program_id(0) // S % H,
-        tl.program_id(0) % S,
-    )
+        tl.program_id(0) // (H * S), tl.program_id(0) // S % H, tl.program_id(0) % S,
+    )  # fmt: skip
     group = batch.to(tl.int64) * G + head // (H // G)
     parts, columns = tl.arange(0, PARTS_TILE), tl.arange(0, DV_TILE)
     row = (group * ROWS + head % (H // G) * S + query) * PARTS + parts
