@@ -87,25 +87,9 @@ def has_linear_backward(Sq: int, Sk: int, window: Sequence[int], *, packed: bool
     )
 
 
-def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    """Scores, and probabilities times values; like torch's formulas without regard to masks."""
-    return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])
-
-
-def _flops_backward(
-    dout: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **kwargs: Any
-) -> int:
-    """Scores, recomputed, and the gradients of probabilities, values, queries and keys."""
-    return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
-
-
 def _outputs(of: Any) -> tuple[Tensor, Tensor]:
     out = reference.empty_by_token(of.q, (*of.q.shape[:3], of.v.shape[3]), of.out_dtype)
     return out, of.q.new_empty(of.q.shape[:3], dtype=torch.float32)
-
-
-def _gradients(of: Any) -> tuple[Tensor, ...]:
-    return tuple(reference.empty_by_token(x, x.shape, of.dout.dtype) for x in (of.q, of.k, of.v))
 
 
 def _whole_sequences(of: Any) -> range:
@@ -118,7 +102,8 @@ fp8_attention_op = declare(
     reference.fp8_attention,
     cuda="attention:fp8_attention",
     outputs=_outputs,
-    flops=_flops,
+    # Scores, and probabilities times values; like torch's formulas without regard to masks.
+    flops=lambda q, k, v, *_, **__: 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3]),
     sharding=lambda of: [
         ((dim, dim), dict.fromkeys(("q", "k", "v"), dim)) for dim in _whole_sequences(of)
     ],
@@ -126,8 +111,11 @@ fp8_attention_op = declare(
 fp8_attention_backward_op = declare(
     reference.fp8_attention_backward,
     cuda="attention:fp8_attention_backward",
-    outputs=_gradients,
-    flops=_flops_backward,
+    outputs=lambda of: tuple(
+        reference.empty_by_token(x, x.shape, of.dout.dtype) for x in (of.q, of.k, of.v)
+    ),
+    # Scores, recomputed, and the gradients of probabilities, values, queries and keys.
+    flops=lambda _, q, k, v, *__, **___: 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3]),
     sharding=lambda of: [
         ((dim,) * 3, dict.fromkeys(("dout", "q", "k", "v", "out", "lse"), dim))
         for dim in _whole_sequences(of)

@@ -23,30 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from float8lab.arguments import (
-    check_flags,
-    check_instance,
-    check_module,
-    check_names,
-    check_path,
-    check_size,
-    shown,
-)
+from float8lab import arguments
 from float8lab.distributed.fsdp.shards import MasterShard
 from float8lab.distributed.fsdp.weight import ShardedWeight
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
 from float8lab.inspect.text import Grid
-from float8lab.inspect.watch import views
+from float8lab.inspect.watch import measure, views
 from float8lab.inspect.watch.findings import Finding, findings_of
-from float8lab.inspect.watch.measure import (
-    Measurement,
-    measure_cast,
-    measure_stored,
-    numbers_of,
-    record_of,
-)
 from float8lab.inspect.watch.records import Log, Step
 from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
 from float8lab.nn.casts import plain, stored_as
@@ -133,14 +118,16 @@ class watch:
         warn: bool = False,
         start: int = 0,
     ) -> None:
-        check_module("model", model)
-        check_size("every", every, minimum=1)
+        arguments.check_module("model", model)
+        arguments.check_size("every", every, minimum=1)
         if layers is not None and not callable(layers):
-            check_names("layers", layers)
-        check_path("jsonl", jsonl, optional=True)
-        check_instance("masters", masters, Mapping, "the masters of a MasterWeights", optional=True)
+            arguments.check_names("layers", layers)
+        arguments.check_path("jsonl", jsonl, optional=True)
+        arguments.check_instance(
+            "masters", masters, Mapping, "the masters of a MasterWeights", optional=True
+        )
         self._model: nn.Module = getattr(model, "_orig_mod", model)
-        check_flags(warn=warn)
+        arguments.check_flags(warn=warn)
         self._every = every
         self._warns = bool(warn)
         self._layers = layers
@@ -166,10 +153,10 @@ class watch:
         )  # fmt: skip
         self.alerts: list[Finding] = []
         self._recipes: dict[Recipe, None] = {}
-        self._seen: dict[tuple[Precision, int, torch.dtype, bool], Measurement] = {}
+        self._seen: dict[tuple[Precision, int, torch.dtype, bool], measure.Measurement] = {}
         self._gemms: dict[str, dict[str, int]] = {}
         self._losses: list[tuple[int, Tensor]] = []
-        self._step = check_size("start", start)
+        self._step = arguments.check_size("start", start)
         self._ended: int | None = None  # the last step that the optimizer has ended
         self._counts_by_optimizer = True
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
@@ -340,7 +327,7 @@ class watch:
 
     def _measure(
         self, x: Tensor | Prologue, operand: Operand, spec: Float8Spec, call: Call
-    ) -> Measurement | None:
+    ) -> measure.Measurement | None:
         if isinstance(x, Prologue):
             x = x.value()
         q, scale = operand
@@ -351,14 +338,16 @@ class watch:
                 return _measure_gathered(x, self._gathers[call.precision])
             else:
                 current: Float8Tensor = stored(x)
-                return measure_stored(current, self._master_of(current)) if x.numel() else None
+                return (
+                    measure.measure_stored(current, self._master_of(current)) if x.numel() else None
+                )
         if x.numel() == 0:
             return None
         M, K = x.shape
         if scale.ndim < 2:  # a delayed scale
             scale = scale.view(1, 1)
         rows, columns = spec.scale_shape((M, K))
-        return measure_cast(
+        return measure.measure_cast(
             x.detach(), q[:M, :K], scale[:rows, :columns], spec, delayed=call.plan.delayed
         )
 
@@ -378,12 +367,14 @@ class watch:
         measurements = [seen[key] for key in keys]
         first = len(self.log.records)
         for (precision, index, *_), measurement, numbers in zip(
-            keys, measurements, numbers_of(measurements), strict=True
+            keys, measurements, measure.numbers_of(measurements), strict=True
         ):
             of_attention = isinstance(precision, AttentionPrecision)
             name = self._names[precision]
             operand = (_OF_ATTENTION if of_attention else _OPERANDS)[index]
-            record = record_of(measurement, numbers, step=self._step, layer=name, operand=operand)
+            record = measure.record_of(
+                measurement, numbers, step=self._step, layer=name, operand=operand
+            )
             self.log.records.append(record)
         losses, self._losses = self._losses, []
         for step, value in losses:
@@ -441,7 +432,7 @@ class watch:
         Raises:
             ValueError: the step was not watched.
         """
-        check_size("step", step, optional=True)
+        arguments.check_size("step", step, optional=True)
         return views.table(self.log, step)
 
     def to_pandas(self) -> Any:
@@ -463,8 +454,8 @@ def _check_loss(loss: object) -> None:
     is_number = hasattr(type(loss), "__float__") and single and not isinstance(loss, bool)
     if loss is not None and not is_number:
         raise TypeError(
-            f"loss must be None, a number or a tensor of one element; got {shown(loss)}. Pass its "
-            "mean."
+            "loss must be None, a number or a tensor of one element; got "
+            f"{arguments.shown(loss)}. Pass its mean."
         )
 
 
@@ -474,7 +465,7 @@ def _number(loss: float | Tensor | None) -> float | None:
     return None if loss is None else float(loss)
 
 
-def _measure_gathered(x: Float8Tensor, weight: ShardedWeight) -> Measurement | None:
+def _measure_gathered(x: Float8Tensor, weight: ShardedWeight) -> measure.Measurement | None:
     """Measure this rank's rows of a weight gathered in FP8 by FSDP2, against their originals."""
     shard = weight.shard()
     if shard is None or shard.numel() == 0:
@@ -487,7 +478,7 @@ def _measure_gathered(x: Float8Tensor, weight: ShardedWeight) -> Measurement | N
     scale = scale if tall == -1 else scale[rows]
     spec = replace(x.spec, block=(-1 if tall == -1 else 1, wide))
     values = shard.detach().to(x.device)
-    return measure_cast(values, x.qdata[rows], scale, spec, delayed=False)
+    return measure.measure_cast(values, x.qdata[rows], scale, spec, delayed=False)
 
 
 def _in_fp8(kind: str, call: Call, a: Operand | None, b: Operand | None) -> bool:

@@ -36,19 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from float8lab.ops.attention import (
-    FlashWindow,
-    cudnn_heads,
-    flash_window,
-    has_fp8_attention,
-    is_for_cudnn,
-)
-from float8lab.ops.kernels._common import (
-    ceil_div,
-    multiprocessors,
-    next_power_of_2,
-    on_device_of_first,
-)
+from float8lab.ops import attention
+from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.kernels.dequantize import dequantize
@@ -187,7 +176,7 @@ def _turn(v: Tensor, counter: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     out = torch.empty((B, G, DV, padded), dtype=v.dtype, device=v.device)
     _turn_kernel[(padded // _ALIGNMENT * B * G,)](
         v.view(torch.uint8), out.view(torch.int32), counter, cu_seqlens_k, sequences, SK, padded,
-        DV, G, *v.stride(), TILE_K=_ALIGNMENT, TILE_D=next_power_of_2(DV), CHUNK=_CHUNK,
+        DV, G, *v.stride(), TILE_K=_ALIGNMENT, TILE_D=_common.next_power_of_2(DV), CHUNK=_CHUNK,
         num_warps=8 if DV > 128 else 4,
     )  # fmt: skip
     return out
@@ -580,7 +569,7 @@ def _has_kernel(q: Tensor, v: Tensor, scale: float, cu_seqlens_q: Tensor | None)
     no_sequence = cu_seqlens_q is not None and cu_seqlens_q.shape[0] == 1
     if scale <= 0 or not q.numel() or not v.numel() or no_sequence:
         return False
-    return has_fp8_attention(q.device, q.shape[3], v.shape[3])
+    return attention.has_fp8_attention(q.device, q.shape[3], v.shape[3])
 
 
 def _loadable(x: Tensor) -> Tensor:
@@ -600,7 +589,7 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [1, 1, rows, columns], layout)
 
 
-@on_device_of_first
+@_common.on_device_of_first
 def fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
     window: Sequence[int], scale: float, out_dtype: torch.dtype,
@@ -613,8 +602,8 @@ def fp8_attention(
         )  # fmt: skip
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
     left, right, diagonal = window
-    d_tile = max(next_power_of_2(D), 32)
-    dv_tile = max(next_power_of_2(DV), 16)
+    d_tile = max(_common.next_power_of_2(D), 32)
+    dv_tile = max(_common.next_power_of_2(DV), 16)
     keys, stages = _keys_and_stages(d_tile, dv_tile)
     out = plain.empty_by_token(q, (B, H, SQ, DV), out_dtype)
     lse = q.new_empty((B, H, SQ), dtype=torch.float32)
@@ -622,7 +611,7 @@ def fp8_attention(
     v_desc = _descriptor(_turn(v, counter, cu_seqlens_k), dv_tile, _PART)
     q_desc = _descriptor(_loadable(q), _GROUP, d_tile)
     k_desc = _descriptor(_loadable(k), keys, d_tile)
-    tiles = ceil_div(SQ, _QUERIES) * B
+    tiles = _common.ceil_div(SQ, _QUERIES) * B
     plan = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         tiles += cu_seqlens_q.shape[0] - 1
@@ -632,7 +621,7 @@ def fp8_attention(
     else:
         diagonal += SK - SQ
     is_square = plan is None and keys == _QUERIES and diagonal + right == 0
-    programs = min(multiprocessors(q.device), tiles * H)
+    programs = min(_common.multiprocessors(q.device), tiles * H)
     _attention_kernel[(programs,)](
         q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, counter, plan, B, H, G, SQ,
         SK, diagonal - left, diagonal + right, DV, *out.stride()[:3], scale, GROUP=_GROUP,
@@ -664,7 +653,7 @@ def _of_rank_2(descriptor: TensorDescriptor) -> gl.NVMMASharedLayout:
 # Backward.
 
 
-@on_device_of_first
+@_common.on_device_of_first
 def fp8_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
     v_scale: Tensor, out: Tensor, lse: Tensor, window: Sequence[int], scale: float,
@@ -675,8 +664,8 @@ def fp8_attention_backward(
     packed = cu_seqlens_q is not None
     sizes = (max_seqlen_q, max_seqlen_k) if packed else (SQ, SK)
     uses_cudnn = not torch.are_deterministic_algorithms_enabled()
-    uses_cudnn = uses_cudnn and is_for_cudnn(*sizes, window, packed=packed)
-    of_flash = flash_window(*sizes, window, packed=packed)
+    uses_cudnn = uses_cudnn and attention.is_for_cudnn(*sizes, window, packed=packed)
+    of_flash = attention.flash_window(*sizes, window, packed=packed)
     fits = _has_kernel(q, v, scale, cu_seqlens_q) and (packed or min(SQ, SK) > 1)
     if not fits or not (uses_cudnn or of_flash is not None):
         return plain.fp8_attention_backward(
@@ -687,7 +676,7 @@ def fp8_attention_backward(
     operands = [_decoded(x, one, dtype) for x, one in ((q, q_scale), (k, k_scale), (v, v_scale))]
     tensors = [dout.to(dtype), *operands, out.to(dtype)]
     # Zeros change no score. Flash attention's heads are of one size.
-    width, v_width = cudnn_heads(D, DV) if uses_cudnn else [round_up(max(D, DV), 8)] * 2
+    width, v_width = attention.cudnn_heads(D, DV) if uses_cudnn else [round_up(max(D, DV), 8)] * 2
     widths = (v_width, width, width, v_width, v_width)
     tensors = [_padded(x, size, 3) for x, size in zip(tensors, widths, strict=True)]
     if uses_cudnn or of_flash is None:
@@ -728,7 +717,7 @@ def _cudnn_backward(
 
 
 def _flash_backward(
-    tensors: Sequence[Tensor], lse: Tensor, window: FlashWindow, scale: float,
+    tensors: Sequence[Tensor], lse: Tensor, window: attention.FlashWindow, scale: float,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """The same by flash attention, for the queries and keys of a window or packed sequences."""

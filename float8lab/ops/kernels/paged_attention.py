@@ -14,12 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import (
-    ceil_div,
-    multiprocessors,
-    next_power_of_2,
-    on_device_of_first,
-)
+from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.paged_attention import has_paged_attention
 from float8lab.ops.reference import paged_attention as plain
@@ -178,7 +173,7 @@ def _merge_kernel(
     tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=columns < DV)
 
 
-@on_device_of_first
+@_common.on_device_of_first
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, table: Tensor,
     sequences: Tensor, left: int, right: int, scale: float,
@@ -192,9 +187,11 @@ def paged_attention(
     out = empty_by_token(q, (B, H, S, DV), q.dtype)
     if out.numel() == 0:
         return out
-    rows = max(16, next_power_of_2(rows))
-    wanted = ceil_div(_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(q.device), B * G)
-    parts = max(1, min(wanted, ceil_div(table.shape[1] * P, _LEAST_KEYS), _MOST_PARTS))
+    rows = max(16, _common.next_power_of_2(rows))
+    wanted = _common.ceil_div(
+        _PROGRAMS_PER_MULTIPROCESSOR * _common.multiprocessors(q.device), B * G
+    )
+    parts = max(1, min(wanted, _common.ceil_div(table.shape[1] * P, _LEAST_KEYS), _MOST_PARTS))
     partial = torch.empty((B, G, rows, parts, DV), dtype=torch.float32, device=q.device)
     statistics = torch.empty((2, B, G, rows, parts), dtype=torch.float32, device=q.device)
     fp8 = _FP8.get(k.dtype)
@@ -204,7 +201,7 @@ def paged_attention(
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     if q.stride(3) != 1:
         q = q.contiguous()
-    d_tile, dv_tile = (max(16, next_power_of_2(size)) for size in (D, DV))
+    d_tile, dv_tile = (max(16, _common.next_power_of_2(size)) for size in (D, DV))
     keys = _KEYS if fp8 is None else _KEYS_IN_FP8
     keys = _KEYS_OF_WIDE_VECTORS if max(d_tile, dv_tile) * q.element_size() > 256 else keys
     _attend_kernel[(B * G, parts)](
@@ -216,6 +213,6 @@ def paged_attention(
     )  # fmt: skip
     _merge_kernel[(B * H * S,)](
         partial, statistics, out, B, H, G, S, DV, parts, *out.stride()[:3],
-        ROWS=rows, PARTS_TILE=next_power_of_2(parts), DV_TILE=dv_tile, num_warps=4,
+        ROWS=rows, PARTS_TILE=_common.next_power_of_2(parts), DV_TILE=dv_tile, num_warps=4,
     )  # fmt: skip
     return out
