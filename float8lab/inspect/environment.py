@@ -37,12 +37,9 @@ def why_casts_are_missing(device: torch.device) -> str:
 
 
 def why_gemm_is_emulated(
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    device: torch.device,
-    a_dtype: torch.dtype = E4M3,
-    b_dtype: torch.dtype = E4M3,
-) -> str:
+    a_block: Sequence[int], b_block: Sequence[int], device: torch.device,
+    a_dtype: torch.dtype = E4M3, b_dtype: torch.dtype = E4M3,
+) -> str:  # fmt: skip
     """Why a GEMM of such operands dequantizes them on this device; empty if it runs in FP8."""
     if device.type != "cuda":
         return "a CPU has no FP8 GEMM; it multiplies in float32"
@@ -123,8 +120,13 @@ def environment(device: torch.device | str | None = None) -> Environment:
         device: whose FP8 support is meant; by default the current GPU, or the CPU without one.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    gpus = [
+        f"{gpu.name}, {_sm((gpu.major, gpu.minor))}, {gpu.total_memory / 2**30:.0f} GiB"
+        for gpu in map(torch.cuda.get_device_properties, numbers)
+    ]
     return Environment(
-        versions=_versions(), gpus=_gpus(), device=str(device),
+        versions=_versions(), gpus=gpus, device=str(device),
         support=[*(_support(recipe, device) for recipe in ALL.values()), _attention(device)],
         extras={name: _missing(needed) for name, needed in EXTRAS.items()},
     )  # fmt: skip
@@ -155,14 +157,6 @@ def _driver() -> str:
     text = _DRIVER.read_text() if _DRIVER.exists() else ""
     match = re.search(r"^NVRM version:.*?\s(\d+\.\d[\d.]*)", text, re.M)
     return match[1] if match else "unknown" if torch.cuda.is_available() else "none"
-
-
-def _gpus() -> list[str]:
-    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return [
-        f"{gpu.name}, {_sm((gpu.major, gpu.minor))}, {gpu.total_memory / 2**30:.0f} GiB"
-        for gpu in map(torch.cuda.get_device_properties, numbers)
-    ]
 
 
 def _support(recipe: Recipe, device: torch.device) -> Support:

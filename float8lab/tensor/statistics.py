@@ -309,12 +309,9 @@ class Histogram:
 
 @overload
 def stats(
-    x: Tensor,
-    original: Tensor | None = None,
-    *,
-    per_block: Literal[False] = False,
+    x: Tensor, original: Tensor | None = None, *, per_block: Literal[False] = False,
     local: bool = False,
-) -> TensorStats: ...
+) -> TensorStats: ...  # fmt: skip
 @overload
 def stats(
     x: Tensor, original: Tensor | None = None, *, per_block: Literal[True], local: bool = False
@@ -419,25 +416,20 @@ def _is_stored_in_fp8(x: Any) -> bool:
     return isinstance(x, Tensor) and isinstance(spec, Spec) and not spec.is_packed
 
 
-def _advice_for(x: Any) -> str:
-    """Advice for an argument that is no Float8Tensor."""
-    if isinstance(x, nn.Module):
-        return (
-            "float8lab.convert_to_float8(model) runs a model's layers in FP8 and "
-            "float8lab.conversion_report(model) lists them; pass one tensor, such as "
-            "float8lab.quantize(layer.weight)."
-        )
-    return "float8lab.quantize() it first."
-
-
 def stored(x: Any) -> Any:
     """The Float8Tensor that ``x`` is or has as its local tensor, its scales up to date."""
     local = local_of(x)
     if not _is_stored_in_fp8(local):
         got = f"{type(local).__name__} of {local.dtype}" if isinstance(x, Tensor) else shown(x)
+        advice = "float8lab.quantize() it first."
+        if isinstance(x, nn.Module):
+            advice = (
+                "float8lab.convert_to_float8(model) runs a model's layers in FP8 and "
+                "float8lab.conversion_report(model) lists them; pass one tensor, such as "
+                "float8lab.quantize(layer.weight)."
+            )
         raise TypeError(
-            "x must be a Float8Tensor, or a DTensor whose local tensor is one; got "
-            f"{got}. {_advice_for(x)}"
+            f"x must be a Float8Tensor, or a DTensor whose local tensor is one; got {got}. {advice}"
         )
     if not local._has_data():
         kind = "meta" if local.qdata.is_meta else "fake"
@@ -563,9 +555,8 @@ def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> Ten
             mean_error=error / finite if finite else 0.0,
         )  # fmt: skip
     has_blocks = most[1] != -math.inf
-    shape = shard.shape if local else x.shape
     return TensorStats(
-        shape=tuple(shape), dtype=shard.dtype, spec=shard.spec,
+        shape=tuple(shard.shape if local else x.shape), dtype=shard.dtype, spec=shard.spec,
         amax=most[2] if has_blocks else 0.0, scale_min=-most[0] if has_blocks else math.nan,
         scale_max=most[1] if has_blocks else math.nan, codes=tuple(map(round, counts)),
         comparison=comparison,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -162,20 +162,15 @@ def diagnose(log: Log) -> Diagnosis:
     """
     check_instance("log", log, Log, "the log of a watch")
     sqnrs = [record.sqnr for record in log.records if record.sqnr is not None]
+    worst: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings_of(log.records, log.steps):
+        key = (finding.kind, finding.layer, finding.operand)
+        worst[key] = max(worst.get(key, finding), finding, key=_badness)
     return Diagnosis(
-        tuple(_worst_of_each(findings_of(log.records, log.steps))),
+        tuple(sorted(worst.values(), key=lambda f: (_KINDS.index(f.kind), -_badness(f)))),
         len({record.step for record in log.records}),
         len({(record.layer, record.operand) for record in log.records}), min(sqnrs, default=None),
     )  # fmt: skip
-
-
-def _worst_of_each(findings: Iterable[Finding]) -> Sequence[Finding]:
-    """The worst finding of each kind for each operand, in the order in which they matter."""
-    worst: dict[tuple[str, str, str], Finding] = {}
-    for finding in findings:
-        key = (finding.kind, finding.layer, finding.operand)
-        worst[key] = max(worst.get(key, finding), finding, key=_badness)
-    return sorted(worst.values(), key=lambda f: (_KINDS.index(f.kind), -_badness(f)))
 
 
 def _badness(finding: Finding) -> float:

@@ -133,8 +133,8 @@ class Log:
                     log.records.append(_record(value))
                 else:
                     loss = value["loss"]
-                    step = Step(value["step"], None if loss is None else float(loss))
-                    steps[step.step] = Step(step.step, step.loss, value["gemms"])
+                    loss = None if loss is None else float(loss)
+                    steps[value["step"]] = Step(value["step"], loss, value["gemms"])
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 if number == len(lines):
                     break
@@ -166,9 +166,8 @@ def _encode(value: object) -> object:
 
 
 def _record(value: dict[str, Any]) -> Record:
-    floats = ("amax", "scale_min", "scale_max", "saturated", "flushed", "subnormal")
-    optional = ("sqnr", "staleness")
-    for name in (*floats, *optional):
+    shares = ("saturated", "flushed", "subnormal")
+    for name in ("amax", "scale_min", "scale_max", *shares, "sqnr", "staleness"):
         if value[name] is not None:
             value[name] = float(value[name])
     value["exponents"] = {int(k): n for k, n in value["exponents"].items()}

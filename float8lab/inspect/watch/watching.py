@@ -263,9 +263,7 @@ class watch:
             for parameter, master in self._masters.items()
             if isinstance(parameter, Float8Tensor)
         }
-        meant = self._layers
-        if isinstance(meant, str):
-            meant = [meant]
+        meant = [self._layers] if isinstance(self._layers, str) else self._layers
         for path, module in self._model.named_modules():
             for attribute, precision in precisions(module):
                 names = [p for p in (*path.split("."), attribute) if p and p not in _WRAPPERS]
@@ -293,10 +291,9 @@ class watch:
         self, x: Tensor | Prologue, operand: Operand, spec: Float8Spec, index: int, call: Call
     ) -> None:
         """Record that ``x``, of the sizes before padding, was cast to ``operand``."""
-        owner = call.precision
-        if not self._counts(owner) or (operand[0].is_cuda and capturing()):
+        owner = self._owner_of(call)
+        if owner is None or (operand[0].is_cuda and capturing()):
             return
-        assert owner is not None, "of a layer that counts"
         # Checkpointing that selects ops by a mode must not take these for ops of the forward.
         with torch.no_grad(), _disable_current_modes():
             measurement = self._measure(x, operand, spec, call)
@@ -311,10 +308,9 @@ class watch:
 
     def saw_gemm(self, kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
         """Record that a GEMM of ``kind`` ran, on these operands or in high precision."""
-        owner = call.precision
-        if not self._counts(owner):
+        owner = self._owner_of(call)
+        if owner is None:
             return
-        assert owner is not None, "of a layer that counts"
         if kind == "fprop" and in_backward():
             kind = "fprop, recomputed"
         if not _in_fp8(kind, call, a, b):
@@ -322,8 +318,11 @@ class watch:
         counts = self._gemms.setdefault(self._names[owner], {})
         counts[kind] = counts.get(kind, 0) + 1
 
-    def _counts(self, owner: Precision | None) -> bool:
-        return owner in self._names and self._modules[owner].training == self._training
+    def _owner_of(self, call: Call) -> Precision | None:
+        """The state of the layer that a call is of, if the layer is watched."""
+        owner = call.precision
+        watched = owner in self._names and self._modules[owner].training == self._training
+        return owner if watched else None
 
     def _measure(
         self, x: Tensor | Prologue, operand: Operand, spec: Float8Spec, call: Call
@@ -336,11 +335,12 @@ class watch:
                 x = plain(x)
             elif call.precision in self._gathers:
                 return _measure_gathered(x, self._gathers[call.precision])
-            else:
+            elif x.numel():
                 current: Float8Tensor = stored(x)
-                return (
-                    measure.measure_stored(current, self._master_of(current)) if x.numel() else None
-                )
+                master = self._masters_by_address.get(current.qdata.data_ptr())
+                if master is not None:
+                    master = master.detach() if master.shape == current.shape else None
+                return measure.measure_stored(current, master)
         if x.numel() == 0:
             return None
         M, K = x.shape
@@ -350,11 +350,6 @@ class watch:
         return measure.measure_cast(
             x.detach(), q[:M, :K], scale[:rows, :columns], spec, delayed=call.plan.delayed
         )
-
-    def _master_of(self, x: Float8Tensor) -> Tensor | None:
-        """The high-precision master of a weight stored in FP8, if it is known."""
-        master = self._masters_by_address.get(x.qdata.data_ptr())
-        return master.detach() if master is not None and master.shape == x.shape else None
 
     # From measurements to the log.
 
