@@ -23,7 +23,7 @@ NCCL, eager mode and compiled graphs all take.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple, NoReturn, TypeVar
@@ -816,12 +816,27 @@ def reduce_sequence_parallel_gradients(
     """
     check_module("model", model)
     check_group("group", group)
+    modules = list(model.modules())
     if group is None:
-        group = _group_of(model)
+        groups = {id(g): g for m in modules if (g := getattr(m, "tp_group", None)) is not None}
+        if len(groups) > 1:
+            raise ValueError(
+                "group must be given for a model whose modules have several tensor-parallel "
+                f"groups; got None, and {len(groups)} groups. Call this for each group's part of "
+                "the model."
+            )
+        group = next(iter(groups.values()), None)
     if rank_and_size(group)[1] == 1:
         return
+    marked = dict.fromkeys(
+        parameter
+        for module in modules
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in getattr(module, _PARTIAL_GRADIENTS, ())
+        or getattr(parameter, "sequence_parallel", False)
+    )
     batches: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for parameter in _marked(model):
+    for parameter in marked:
         for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
             if grad is not None:
                 local = local_of(grad)
@@ -830,24 +845,3 @@ def reduce_sequence_parallel_gradients(
         flat = torch.cat([grad.reshape(-1) for grad in gradients])
         dist.all_reduce(flat, group=group)
         torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
-
-
-def _marked(model: nn.Module) -> Iterable[nn.Parameter]:
-    return dict.fromkeys(
-        parameter
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if name in getattr(module, _PARTIAL_GRADIENTS, ())
-        or getattr(parameter, "sequence_parallel", False)
-    )
-
-
-def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The tensor-parallel group that the modules of a model have; None if they have none."""
-    groups = {id(g): g for m in model.modules() if (g := getattr(m, "tp_group", None)) is not None}
-    if len(groups) > 1:
-        raise ValueError(
-            f"group must be given for a model whose modules have several tensor-parallel groups; "
-            f"got None, and {len(groups)} groups. Call this for each group's part of the model."
-        )
-    return next(iter(groups.values()), None)

@@ -364,9 +364,7 @@ def _values_of(layers: Sequence[nn.Linear]) -> tuple[Layer, Layer]:
     """Weights and biases of an expert, those of gate and up below each other."""
     *up, down = layers
     weight = torch.cat([plain(layer.weight) for layer in up])
-    if down.bias is None:
-        return (weight, None), (plain(down.weight), None)
-    bias = torch.cat([layer.bias for layer in up])
+    bias = None if down.bias is None else torch.cat([layer.bias for layer in up])
     return (weight, bias), (plain(down.weight), down.bias)
 
 

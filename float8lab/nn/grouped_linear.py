@@ -208,16 +208,11 @@ class GroupedLinear(GemmModule):
 
     def _expert_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         """The weights, and the biases if there are any."""
-        gemm, parameters = self.gemms[0], self._parameters
+        kinds, stored = (self.gemms[0].weights, self.gemms[0].biases), self._parameters
         try:
-            weights, biases = (
-                [cast("Tensor", parameters[name]) for name in names]
-                for names in (gemm.weights, gemm.biases)
-            )
+            weights, biases = ([cast("Tensor", stored[name]) for name in names] for names in kinds)
         except KeyError:  # torch.nn.utils.parametrize has taken one, and computes it
-            weights, biases = (
-                [getattr(self, name) for name in names] for names in (gemm.weights, gemm.biases)
-            )
+            weights, biases = ([getattr(self, name) for name in names] for names in kinds)
         return weights, biases
 
     def _local_experts(
