@@ -150,18 +150,11 @@ class DirectCall(NamedTuple):
 
 
 def declare(
-    function: Callable[..., Any],
-    *,
-    outputs: Callable[[Any], Any],
-    cuda: str | None = None,
-    name: str | None = None,
-    mutates: Sequence[str] = (),
-    any_strides: bool = False,
-    flops: Callable[..., int] | None = None,
-    sharding: Rule | None = None,
-    only_orders: bool = False,
-    direct: DirectCall | None = None,
-) -> Callable[..., Any]:
+    function: Callable[..., Any], *, outputs: Callable[[Any], Any], cuda: str | None = None,
+    name: str | None = None, mutates: Sequence[str] = (), any_strides: bool = False,
+    flops: Callable[..., int] | None = None, sharding: Rule | None = None,
+    only_orders: bool = False, direct: DirectCall | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Make an op of ``float8lab``, and return what calls it with plain tensors, by position.
 
     The op itself, which graphs and modes see, is the result's ``overload``. Its schema is the
@@ -170,10 +163,9 @@ def declare(
 
     Args:
         function: specifies the op, and is its CPU implementation. The op takes by position what it
-            takes by keyword alone. Without ``cuda`` it is called on
-            any device, through the dispatcher alone and with Python's state as it is then; the
-            result is the overload, and what the function changes besides its arguments is hidden
-            from a compiler.
+            takes by keyword alone. Without ``cuda`` it is called on any device, through the
+            dispatcher alone and with Python's state as it is then; the result is the overload, and
+            what the function changes besides its arguments is hidden from a compiler.
         outputs: allocates the results, given the arguments as the attributes of one object.
         cuda: ``"module:function"`` of the launcher in ``float8lab.ops.kernels``.
         name: of the op, where it is not the function's; ``"name.overload"`` for a further form.

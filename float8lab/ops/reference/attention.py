@@ -20,9 +20,7 @@ from torch import Tensor
 
 from float8lab.formats import E4M3
 
-__all__ = [
-    "P_SCALE", "by_token", "empty_by_token", "fp8_attention", "fp8_attention_backward",
-]  # fmt: skip
+__all__ = ["P_SCALE", "by_token", "empty_by_token", "fp8_attention", "fp8_attention_backward"]
 
 P_SCALE = 2.0**-8
 """Decode scale of the softmax probabilities: e4m3 then resolves them down to 2 ** -17."""
