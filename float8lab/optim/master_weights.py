@@ -248,19 +248,15 @@ class MasterWeights(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _load_masters(self, saved: Iterable[tuple[Tensor | None, Tensor]]) -> None:
+    def _load_masters(self, saved: Sequence[tuple[Tensor | None, Tensor]]) -> None:
         """Take over saved masters; warn of those whose parameters have none."""
-        unused, loaded = 0, []
-        for p, master in saved:
-            if p is not None and p in self.masters:
-                self.masters[p].copy_(master)
-                loaded.append(p)
-            else:
-                unused += 1
+        loaded = {p: master for p, master in saved if p is not None and p in self.masters}
+        for p, master in loaded.items():
+            self.masters[p].copy_(master)
         stale = [p for p in loaded if _is_stale(p, self.masters[p])]
         write_parameters_(stale, [self.masters[p] for p in stale])
         self._written |= {p: _Written(p, self.masters[p]) for p in loaded}
-        if unused:
+        if unused := len(saved) - len(loaded):
             warnings.warn(
                 f"The state_dict holds master weights of {unused} parameters that are not stored "
                 "in FP8 here; they were not loaded. Copy them into the parameters to keep their "
@@ -298,10 +294,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _is_stored(self, p: Tensor) -> bool:
         local = local_of(p)
-        if isinstance(local, Float8Tensor):
-            return True
-        is_16_bit = local.dtype in (torch.bfloat16, torch.float16)
-        return self._also_16_bit and is_16_bit and local.dtype != self._master_dtype
+        is_shorter = local.dtype != self._master_dtype and local.dtype in HIGH_PRECISION_DTYPES[1:]
+        return isinstance(local, Float8Tensor) or (self._also_16_bit and is_shorter)
 
     @torch.no_grad()
     def _synchronize(self, needed: set[Tensor] | None = None) -> torch.optim.Optimizer:
