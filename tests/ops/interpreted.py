@@ -290,7 +290,8 @@ def check_paged_attention() -> None:
         sequences = torch.stack((torch.arange(B).flip(0), before, torch.tensor([S, 1][:B]))).int()
         for window in ((-1, 0), (9, 0), (4, 2)):
             arguments = (q, k, v, None, None, table, sequences, *window, 0.2)
-            with unittest.mock.patch.object(paged_attention, "multiprocessors", return_value=4):
+            common = paged_attention._common
+            with unittest.mock.patch.object(common, "multiprocessors", return_value=4):
                 got = paged_attention.paged_attention(*arguments)
             want = ops.paged_attention(*arguments)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -582,7 +582,7 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        for module in (attention, hopper_gemm, paged_attention):
+        for module in (attention._common, hopper_gemm):
             patch.setattr(module, "multiprocessors", lambda device: 132)
         call()
     return recorded
