@@ -190,8 +190,8 @@ class ExpertMLP(ExpertsBase, GemmModule):
         self.activation = activation
         self._build(
             GemmDef.named("fc1", (E, 2 * F if gated else F, H), bias, init_method),
-            GemmDef.named("fc2", (E, H, F), bias, output_layer_init_method), device=device,
-            params_dtype=params_dtype,
+            GemmDef.named("fc2", (E, H, F), bias, output_layer_init_method),
+            device=device, params_dtype=params_dtype,
         )  # fmt: skip
 
     @classmethod

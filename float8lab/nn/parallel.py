@@ -86,9 +86,6 @@ class OverlapArguments(TypedDict, total=False):
     symmetric_ar_type: str | None
 
 
-_NOT_HERE = ("delay_wgrad_compute", "save_original_input")
-
-
 def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
     """Whether GEMMs run beside communication, by Transformer Engine's arguments for that.
 
@@ -107,7 +104,7 @@ def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
             check_instance(name, value, str, "a name", optional=True)
         elif value is not None:
             check_flags(**{name: value})
-        if name in _NOT_HERE and value:
+        if name in ("delay_wgrad_compute", "save_original_input") and value:
             raise NotImplementedError(
                 f"{name} must be False; got True. Gradients of weights are computed in backward, "
                 "and inputs are kept in FP8: leave it out."
@@ -115,9 +112,6 @@ def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
     names = ("ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs")
     everything, gather, scatter = (arguments.get(name) for name in names)
     return False if everything is False or (gather is False and scatter is False) else None
-
-
-_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 _ContextGroup = ProcessGroup | Sequence[ProcessGroup] | None
@@ -128,7 +122,7 @@ def context_of(
 ) -> ContextParallel | None:
     """How context-parallel ranks share attention; None for a single one."""
     comm_type = "a2a" if cp_comm_type is None else cp_comm_type
-    check_choice("cp_comm_type", comm_type, _COMM_TYPES)
+    check_choice("cp_comm_type", comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
     groups = list(cp_group) if isinstance(cp_group, Sequence) else [cp_group]
     for group in groups:
         check_group("cp_group", group)

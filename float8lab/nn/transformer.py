@@ -159,21 +159,16 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         ranks = parallel.parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         self.tp_size, self.tp_group = ranks, tp_group
         self.sequence_parallel = sequence_parallel
-        self.layer_type = layer_type
-        self.layer_number = layer_number
+        self.layer_type, self.layer_number = layer_type, layer_number
         self.attn_input_format = attn_input_format
-        self.hidden_dropout = hidden_dropout
-        self.drop_path_rate = drop_path_rate
+        self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
-        self.self_attn_mask_type = masks.canonical_mask_type(
-            self_attn_mask_type, "self_attn_mask_type"
-        )
+        canonical = masks.canonical_mask_type
+        self.self_attn_mask_type = canonical(self_attn_mask_type, "self_attn_mask_type")
         self.window_size = window_size
-        self.enc_dec_attn_mask_type = masks.canonical_mask_type(
-            enc_dec_attn_mask_type, "enc_dec_attn_mask_type"
-        )
+        self.enc_dec_attn_mask_type = canonical(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
         masks.window_of(self.enc_dec_attn_mask_type, enc_dec_window_size, "enc_dec_window_size")
         self.enc_dec_window_size = enc_dec_window_size
         shared: dict[str, Any] = {

@@ -280,7 +280,6 @@ class DbrxExperts(OtherExperts):
 
 
 _W = ("w1", "w2", "w3")
-_W_OF_DIMENSIONS = ("w1_EFD", "w2_EDF", "w3_EFD")
 
 
 class TitanExperts(OtherExperts):
@@ -316,7 +315,8 @@ class TitanExperts(OtherExperts):
 
 
 def _names_of_titan(module: nn.Module) -> tuple[str, ...] | None:
-    return next((names for names in (_W_OF_DIMENSIONS, _W) if _has(module, *names)), None)
+    choices = (("w1_EFD", "w2_EDF", "w3_EFD"), _W)
+    return next((names for names in choices if _has(module, *names)), None)
 
 
 class TitanGroupedMM(OtherExperts):
@@ -365,14 +365,10 @@ class TitanGroupedMM(OtherExperts):
         return y
 
 
-_KINDS: tuple[type[OtherExperts], ...] = (
-    TransformersExperts, LlamaExperts, DbrxExperts, TitanGroupedMM, TitanExperts,
-)  # fmt: skip
-
-
 def experts_class(module: nn.Module) -> type[OtherExperts] | None:
     """The FP8 class of modules like this one, converted or not; None if it has no experts."""
-    return next((kind for kind in _KINDS if kind.fits(module)), None)
+    kinds = (TransformersExperts, LlamaExperts, DbrxExperts, TitanGroupedMM, TitanExperts)
+    return next((kind for kind in kinds if kind.fits(module)), None)
 
 
 def _number_of_experts(module: nn.Module) -> int | None:
