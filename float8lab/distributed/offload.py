@@ -214,8 +214,7 @@ class _Layer:
     """The tensors that autograd saved between two calls of the synchronizer."""
 
     def __init__(self, of: _Pass, previous: _Layer | None) -> None:
-        self.of = of
-        self.previous = previous
+        self.of, self.previous = of, previous
         self.index: int = 0 if previous is None else previous.index + 1
         self.moved: list[weakref.ref[_Moved]] = []
         self.lanes: dict[_Lanes, torch.Event | None] = {}  # in use; the event after the last copy
@@ -308,8 +307,7 @@ class _Offload(AbstractContextManager["_Offload"]):
     def __init__(
         self, num_layers: int, model_layers: int | None, activations: bool, weights: bool
     ) -> None:
-        self._num_layers = num_layers
-        self._model_layers = model_layers
+        self._num_layers, self._model_layers = num_layers, model_layers
         # By whether a saved tensor is a cast of a weight.
         self._offloads = {False: activations, True: weights}
         self._lanes: dict[torch.device, _Lanes] = {}

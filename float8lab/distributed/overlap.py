@@ -293,11 +293,7 @@ def _gather_mm(
             - its scales, of (parts of) rows; or one of the tensor, then equal on all ranks;
             - ``b``, ``[N, K]`` FP8, and its scales;
             - ``[N]``, if there is a bias.
-        a_block: the block of the scales of ``a``.
-        b_block: the block of the scales of ``b``.
-        out_dtype: dtype of the output.
-        fast_accum: as for ``scaled_mm``.
-        group: name of the process group.
+        a_block: the block of the scales of ``a``, as ``b_block`` of ``b``.
         extras: up to two contiguous tensors to be gathered meanwhile, of the same sizes on all
             ranks.
         keep_gathered: return the gathered ``a``.

@@ -112,8 +112,7 @@ class MasterWeights(torch.optim.Optimizer):
         check_flags(stochastic_rounding=stochastic_rounding)
         self.masters = {}
         self._storage = Storage(bool(fp8_moments), bool(stochastic_rounding))
-        self._master_dtype = master_dtype
-        self._also_16_bit = also_16_bit
+        self._master_dtype, self._also_16_bit = master_dtype, also_16_bit
         self._make_inner = partial(optimizer_class, **optimizer_kwargs)
         self._written: dict[Tensor, _Written] = {}
         defaults = {ROUNDINGS: 0} if self._storage.rounds else {}

@@ -53,7 +53,6 @@ __all__ = ["Layers", "watch"]
 _OPERANDS = {X: "x", W: "w", DY: "dy"}
 _OF_ATTENTION = {Q: "q", K: "k", V: "v"}
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile's and checkpoint_wrapper's
-_ROOT = "(model)"
 
 Layers = str | Sequence[str] | Callable[[str], bool]
 
@@ -128,9 +127,7 @@ class watch:
         )
         self._model: nn.Module = getattr(model, "_orig_mod", model)
         arguments.check_flags(warn=warn)
-        self._every = every
-        self._warns = bool(warn)
-        self._layers = layers
+        self._every, self._warns, self._layers = every, bool(warn), layers
         self._masters = {} if masters is None else masters
         self._masters_by_address: dict[int, Tensor] = {}
         self._path = None if jsonl is None else _path_of_rank(fspath(jsonl))
@@ -267,7 +264,7 @@ class watch:
         for path, module in self._model.named_modules():
             for attribute, precision in precisions(module):
                 names = [p for p in (*path.split("."), attribute) if p and p not in _WRAPPERS]
-                name = ".".join(names) or _ROOT
+                name = ".".join(names) or "(model)"
                 if meant is not None and not (
                     meant(name) if callable(meant) else any(matches(name, p) for p in meant)
                 ):
