@@ -451,11 +451,7 @@ def shard_state_dict(
         )
     for name, shard in parameter_shards.items():
         if name in result and name not in distributed:
-            shards = _checked(name, states)
-            if len(shards) > 1:
-                shards = [_unshard(name, shard._replace(ranks=len(shards)), shards)]
-            unsharded = shards[0]
-            result[name] = unsharded if shard.ranks == 1 else _take_shard(name, shard, unsharded)
+            result[name] = _of_rank(name, shard, _checked(name, states))
     for name, local in model.state_dict().items():
         if is_dtensor(local) and name in result:
             result[name] = _as_dtensor(name, local, result[name])
@@ -473,6 +469,14 @@ def _check_state_dicts(
     else:
         check_instance("state_dict", given, Mapping, f"{noun}, or a list of the ranks' own")
     return [given] if isinstance(given, Mapping) else list(given)
+
+
+def _of_rank(name: str, shard: ParameterShard, shards: list[Tensor]) -> Tensor:
+    """A rank's shard of the parameter of which the ranks of another group have ``shards``."""
+    if len(shards) > 1:
+        shards = [_unshard(name, shard._replace(ranks=len(shards)), shards)]
+    unsharded = shards[0]
+    return unsharded if shard.ranks == 1 else _take_shard(name, shard, unsharded)
 
 
 def _ranks_and_dim(name: str, x: Any) -> tuple[int, int | None]:
