@@ -221,7 +221,15 @@ def _contents(
     )  # fmt: skip
     candidates = [w for w in quantizable.weights if all(name in state for name in w.sources)]
     unnamed = [weight for weight in candidates if layout.lacks_names(weight)]
-    weights = _in_format(layout, [weight for weight in candidates if weight not in unnamed])
+    named = [weight for weight in candidates if weight not in unnamed]
+    if not named:
+        raise ValueError(
+            "model must have a linear layer to store in FP8; got none that is not excluded. "
+            "Correct exclude, or save the model as it is."
+        )
+    weights = [matrix for weight in named for matrix in layout.split_experts(weight)]
+    for weight in weights:
+        layout.check(weight)
     in_fp8 = {name for weight in weights for name in weight.sources}
     if stray := [n for n, value in state.items() if is_stored(value) and n not in in_fp8]:
         raise ValueError(
@@ -238,19 +246,6 @@ def _contents(
         not_converted=[*high_precision, *(name.removesuffix(".weight") for name in saved if name)],
         reasons={name: reason for name, reason in reasons.items() if name in state},
     )  # fmt: skip
-
-
-def _in_format(layout: Format, weights: Sequence[Weight]) -> list[Weight]:
-    """The weights as the format has them; raise if there are none, or it cannot hold one."""
-    if not weights:
-        raise ValueError(
-            "model must have a linear layer to store in FP8; got none that is not excluded. "
-            "Correct exclude, or save the model as it is."
-        )
-    result = [matrix for weight in weights for matrix in layout.split_experts(weight)]
-    for weight in result:
-        layout.check(weight)
-    return result
 
 
 def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
