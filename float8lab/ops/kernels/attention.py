@@ -66,13 +66,6 @@ LOWEST = gl.constexpr(-1e30)
 """Below every score; not -inf, whose difference to that of a masked score is NaN."""
 
 
-def _keys_and_stages(d_tile: int, dv_tile: int) -> tuple[int, int]:
-    """How many keys are loaded at once, and how many loads there is shared memory (227 KB) for."""
-    if dv_tile > 128:  # the output takes half of the registers
-        return 64, 3 if d_tile > 128 else 4
-    return 128, 2 if d_tile > 128 else 3
-
-
 # Where packed sequences lie.
 
 FIELDS = tl.constexpr(8)
@@ -604,7 +597,10 @@ def fp8_attention(
     left, right, diagonal = window
     d_tile = max(_common.next_power_of_2(D), 32)
     dv_tile = max(_common.next_power_of_2(DV), 16)
-    keys, stages = _keys_and_stages(d_tile, dv_tile)
+    # Loads of so many keys at once, as many as fit into 227 KB of shared memory. Of wide values the
+    # output takes half of the registers.
+    keys, stages = (64, 4) if dv_tile > 128 else (128, 3)
+    stages -= d_tile > 128
     out = plain.empty_by_token(q, (B, H, SQ, DV), out_dtype)
     lse = q.new_empty((B, H, SQ), dtype=torch.float32)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
