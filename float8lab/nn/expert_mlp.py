@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -255,19 +255,17 @@ class ExpertMLP(ExpertsBase, GemmModule):
         with torch.no_grad():
             values = [_values_of(of) for of in layers]
             _check_that_they_compute(modules, values, activation)
-        values_of_layers: dict[str, Iterator[Tensor]] = {
-            "fc1": iter([weight for (weight, _), _ in values]),
-            "fc2": iter([weight for _, (weight, _) in values]),
-        }
+        fc1_weights = iter([weight for (weight, _), _ in values])
+        fc2_weights = iter([weight for _, (weight, _) in values])
         has_bias = down.bias is not None
         made = cls(
             len(modules), H, F, bias=has_bias, activation=activation, device=down.weight.device,
             params_dtype=down.weight.dtype,
-            init_method=lambda weight: weight.copy_(next(values_of_layers["fc1"])),
-            output_layer_init_method=lambda weight: weight.copy_(next(values_of_layers["fc2"])),
+            init_method=lambda weight: weight.copy_(next(fc1_weights)),
+            output_layer_init_method=lambda weight: weight.copy_(next(fc2_weights)),
         )  # fmt: skip
         made.gemms = tuple(gemm._replace(init_method=None) for gemm in made.gemms)
-        for index, name in enumerate(values_of_layers):
+        for index, name in enumerate(("fc1", "fc2")):
             weight, bias = getattr(made, f"{name}_weight"), getattr(made, f"{name}_bias")
             original = layers[0][-1 if index else 0]
             weight.requires_grad_(original.weight.requires_grad)

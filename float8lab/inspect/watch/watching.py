@@ -208,7 +208,14 @@ class watch:
                 "watch must be active for step(); got a call outside of its with block. Call it "
                 "inside."
             )
-        _check_loss(loss)
+        # A number of any value: a log shows a loss that has diverged.
+        single = not isinstance(loss, Tensor) or (loss.numel() == 1 and not loss.is_complex())
+        is_number = hasattr(type(loss), "__float__") and single and not isinstance(loss, bool)
+        if loss is not None and not is_number:
+            raise TypeError(
+                "loss must be None, a number or a tensor of one element; got "
+                f"{arguments.shown(loss)}. Pass its mean."
+            )
         if self._counts_by_optimizer:
             self._counts_by_optimizer = False
             if self._ended is not None:  # this very step: the optimizer's came first
@@ -440,17 +447,6 @@ class watch:
         self.log.to_jsonl(path)
 
 
-def _check_loss(loss: object) -> None:
-    """Raise unless it is None or a number, of any value: a log shows a loss that has diverged."""
-    single = not isinstance(loss, Tensor) or (loss.numel() == 1 and not loss.is_complex())
-    is_number = hasattr(type(loss), "__float__") and single and not isinstance(loss, bool)
-    if loss is not None and not is_number:
-        raise TypeError(
-            "loss must be None, a number or a tensor of one element; got "
-            f"{arguments.shown(loss)}. Pass its mean."
-        )
-
-
 def _number(loss: float | Tensor | None) -> float | None:
     if isinstance(loss, Tensor):
         loss = loss.detach()
@@ -499,15 +495,13 @@ def _about(model: nn.Module) -> dict[str, str]:
     """Facts about a run for its report, beside the numbers."""
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
-    about = {
+    rank, world = rank_and_size()
+    return {
         "model": type(model).__name__,
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "float8lab": package_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        **({"rank": f"{rank} of {world}"} if world > 1 else {}),
     }
-    rank, world = rank_and_size()
-    if world > 1:
-        about["rank"] = f"{rank} of {world}"
-    return about
