@@ -387,22 +387,21 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
     however many there are. Shards of one block get the scale of the whole block, from amaxes that
     are taken one by one, and are then cast by one op, too.
     """
-    shards, values = [], []
+    shards: list[tuple[Tensor, Tensor]] = []
     quantized: list[tuple[Float8Tensor, Tensor]] = []
     sharing: list[tuple[Float8Tensor, Tensor]] = []
     rounded: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for p, master in zip(parameters, masters, strict=True):
         local, value = local_of(p), local_of(master)
         if _shares_blocks(p):
-            shards.append(p)
-            values.append(value)
+            shards.append((p, value))
         elif isinstance(local, Float8Tensor) and local._shared_scales is not None:
             sharing.append((local, value))
         elif isinstance(local, Float8Tensor):
             quantized.append((local, value))
         else:
             rounded[local.dtype, local.device].append((local, value))
-    requantize_shards_(shards, values)
+    requantize_shards_([p for p, _ in shards], [value for _, value in shards])
     quantize_blocks_(
         [value for _, value in quantized], [local.spec for local, _ in quantized],
         [(local.qdata, local.scale, local.amax) for local, _ in quantized],

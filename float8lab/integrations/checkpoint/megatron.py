@@ -62,8 +62,7 @@ def read_megatron(
     """
     check_path("path", path)
     globs = check_names("layer", layer)
-    if vocab_size is not None:
-        vocab_size = check_size("vocab_size", vocab_size, minimum=1)
+    vocab_size = check_size("vocab_size", vocab_size, minimum=1, optional=True)
     source = open_checkpoint(path)
     if not source.container.startswith("Megatron-LM"):
         raise CheckpointError(
