@@ -9,7 +9,6 @@ each row, of all its positions.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -101,8 +100,7 @@ class Store:
             self.scale[target] = self.scale[source]
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """Where the sequences of a step, and its tokens, lie.
 
     A CUDA graph of a step reads these tensors, into which later steps of its sizes are copied.
@@ -117,14 +115,12 @@ class Places:
     """``[max B, n]`` int32, pages by row."""
 
     def copy_(self, other: Places) -> None:
-        self.tokens.copy_(other.tokens, non_blocking=True)
-        self.sequences.copy_(other.sequences, non_blocking=True)
-        self.table.copy_(other.table, non_blocking=True)
+        for x, y in zip(self, other, strict=True):
+            x.copy_(y, non_blocking=True)
 
     def to(self, device: torch.device) -> Places:
         """A copy on a device."""
-        tensors = self.tokens, self.sequences, self.table
-        return Places(*(x.to(device, copy=True) for x in tensors))
+        return Places(*(x.to(device, copy=True) for x in self))
 
 
 class Cached(NamedTuple):

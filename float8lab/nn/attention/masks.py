@@ -7,6 +7,7 @@ all of that side; a causal mask is ``right = 0``. Padding and arbitrary masks co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -139,21 +140,18 @@ class AttentionMask(NamedTuple):
 
         Padding of queries is not part of it: their output is zeroed instead.
         """
-        visible: Tensor | None = None
+        conditions = []
         if self.has_window:
             distance = distances(self.diagonal, Sq, Sk, device)
             if self.right >= 0:
-                visible = distance >= -self.right
+                conditions.append(distance >= -self.right)
             if self.left >= 0:
-                near = distance <= self.left
-                visible = near if visible is None else visible & near
+                conditions.append(distance <= self.left)
         if self.kv_padding is not None:
-            real = ~self.kv_padding[:, None, None, :]
-            visible = real if visible is None else visible & real
+            conditions.append(~self.kv_padding[:, None, None, :])
         if self.arbitrary is not None:
-            shown = ~self.arbitrary
-            visible = shown if visible is None else visible & shown
-        return visible
+            conditions.append(~self.arbitrary)
+        return functools.reduce(torch.logical_and, conditions) if conditions else None
 
 
 NO_MASK = AttentionMask()
@@ -261,15 +259,10 @@ def check_unused_mask(
 
 
 def make_mask(
-    mask_type: str,
-    window: tuple[int, int],
-    Sq: int,
-    Sk: int,
-    *,
-    padding: tuple[Tensor, Tensor] | None = None,
-    arbitrary: Tensor | None = None,
+    mask_type: str, window: tuple[int, int], Sq: int, Sk: int, *,
+    padding: tuple[Tensor, Tensor] | None = None, arbitrary: Tensor | None = None,
     diagonal: int | Tensor | None = None,
-) -> AttentionMask:
+) -> AttentionMask:  # fmt: skip
     """The mask of a call.
 
     Args:
@@ -283,7 +276,7 @@ def make_mask(
         if mask_type in ("causal", "padding_causal"):
             diagonal = 0
         elif padding is not None and window != (-1, -1):
-            diagonal = diagonal_of(padding, Sq, Sk)
+            diagonal = diagonal_of(padding)
         else:
             diagonal = Sk - Sq
     left, right = window
@@ -295,8 +288,6 @@ def make_mask(
     return AttentionMask(left, right, diagonal, q_padding, kv_padding, arbitrary)
 
 
-def diagonal_of(padding: tuple[Tensor, Tensor] | None, Sq: int, Sk: int) -> int | Tensor:
-    """Where query 0 stands if the last query stands at the last key; ``[B]`` with padding."""
-    if padding is None:
-        return Sk - Sq
+def diagonal_of(padding: tuple[Tensor, Tensor]) -> Tensor:
+    """Where query 0 stands, ``[B]``, if the last query stands at the last key."""
     return (~padding[1]).sum(1) - (~padding[0]).sum(1)

@@ -22,7 +22,7 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.context_parallel import ONE_RANK
 from float8lab.nn import parallel
-from float8lab.nn.attention.arguments import Lengths, Rules
+from float8lab.nn.attention.arguments import Given, Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
 from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
 from float8lab.nn.attention.inference import InferenceParams, positions_reached
@@ -396,9 +396,8 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         if self.qk_norm_before_rope:
             query, key = self._normalized(query, key)
         if angles is not None:
-            kv_lengths = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
             query = self._rotate(query, angles[0], inference_params, cu_seqlens_q)
-            key = self._rotate(key, angles[1], inference_params, kv_lengths)
+            key = self._rotate(key, angles[1], inference_params, lengths.cu_seqlens_of_keys)
             # A view would keep the memory of what has been rotated until backward.
             value = value.contiguous() if torch.is_grad_enabled() else value
         if not self.qk_norm_before_rope:
@@ -418,17 +417,12 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def check_arguments(
-        self,
-        hidden_states: Tensor,
-        encoder_output: Tensor | None,
-        rules: Rules,
-        attention_mask: MaskArgument,
-        lengths: Lengths,
+        self, hidden_states: Tensor, encoder_output: Tensor | None, rules: Rules,
+        attention_mask: MaskArgument, lengths: Lengths,
         inference_params: InferenceParams | None = None,
         angles: tuple[Tensor, Tensor] | None = None,
-        bias: BiasArguments = ("no_bias", None, None),
-        mask_name: str = "attention_mask",
-    ) -> None:
+        bias: BiasArguments = ("no_bias", None, None), mask_name: str = "attention_mask",
+    ) -> None:  # fmt: skip
         """Raise for arguments that a call does not take; nothing has changed by then.
         ``angles`` are ``rotary_pos_emb`` of queries and keys; the others as in
         ``DotProductAttention.check_arguments``.
@@ -451,9 +445,8 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
                 f"{tuple(key_source.shape)}. Check the format, {self.qkv_format}."
             )
         known_sizes = None if self.core_attention.sequence_parallel and self.tp_size > 1 else sizes
-        self.core_attention.check_arguments(
-            rules, known_sizes, attention_mask, lengths, inference_params, bias, mask_name
-        )
+        given = Given(rules, attention_mask, lengths, bias, inference_params)
+        self.core_attention.check_arguments(given, known_sizes, mask_name)
         for freqs, tokens in zip(angles or (), sizes[1:], strict=False):
             check_angles("rotary_pos_emb", freqs, self.kv_channels)
             if known_sizes is not None and self.qkv_format != "thd":
