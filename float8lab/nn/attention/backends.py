@@ -304,17 +304,11 @@ def _flex_modifiers(
     farthest = _per_batch(mask.diagonal - mask.left if mask.left >= 0 else -_UNLIMITED, q)
     nearest = _per_batch(mask.diagonal + mask.right if mask.right >= 0 else _UNLIMITED, q)
 
-    def in_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j >= i + farthest[b]) & (j <= i + nearest[b])
+    def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        in_window = (j >= i + farthest[b]) & (j <= i + nearest[b])
+        return in_window if kv_padding is None else in_window & ~kv_padding[b, j]
 
-    seen, only = _blocks_in_window(farthest, nearest, kv_padding, Sq, Sk)
-    if kv_padding is None:
-        return score_mod, _block_mask(seen, only, Sq, Sk, in_window)
-
-    def in_window_and_real(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return in_window(b, h, i, j) & ~kv_padding[b, j]
-
-    return score_mod, _block_mask(seen, only, Sq, Sk, in_window_and_real)
+    return score_mod, _block_mask(farthest, nearest, kv_padding, Sq, Sk, may_see)
 
 
 def _score_modifier(q: Tensor, problem: Problem) -> Callable[..., Tensor] | None:
@@ -336,12 +330,15 @@ def _score_modifier(q: Tensor, problem: Problem) -> Callable[..., Tensor] | None
     return score_mod
 
 
-def _blocks_in_window(
-    farthest: Tensor, nearest: Tensor, kv_padding: Tensor | None, Sq: int, Sk: int
-) -> tuple[Tensor, Tensor]:
+def _block_mask(
+    farthest: Tensor, nearest: Tensor, kv_padding: Tensor | None, Sq: int, Sk: int,
+    may_see: Callable[..., Tensor],
+) -> BlockMask:  # fmt: skip
     """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
+
     They are found from the blocks' first and last members: to look at each pair would take as much
-    memory as the scores. Both are bool, ``[B, 1, blocks of queries, blocks of keys]``."""
+    memory as the scores.
+    """
     device = farthest.device
     first_i = torch.arange(0, Sq, _FLEX_BLOCK, device=device).view(1, 1, -1, 1)
     first_j = torch.arange(0, Sk, _FLEX_BLOCK, device=device).view(1, 1, 1, -1)
@@ -357,21 +354,13 @@ def _blocks_in_window(
         real = F.pad(~kv_padding, (0, missing)).unflatten(1, (-1, _FLEX_BLOCK))
         seen = seen & real.any(-1)[:, None, None]
         only = only & real.all(-1)[:, None, None]
-    return seen, only
-
-
-def _block_mask(
-    seen: Tensor, only: Tensor, Sq: int, Sk: int, may_see: Callable[..., Tensor]
-) -> BlockMask:
-    counts, indices = [], []
+    lists = []  # for either kind of block, how many there are and where
     for blocks in (seen & ~only, only):
-        counts.append(blocks.sum(-1, dtype=torch.int32))
         order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        indices.append(order.to(torch.int32))
+        lists += [blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)]
     return _flex_library().BlockMask.from_kv_blocks(
-        counts[0], indices[0], counts[1], indices[1],
-        BLOCK_SIZE=_FLEX_BLOCK, mask_mod=may_see, seq_lengths=(Sq, Sk),
-    )  # fmt: skip
+        *lists, BLOCK_SIZE=_FLEX_BLOCK, mask_mod=may_see, seq_lengths=(Sq, Sk)
+    )
 
 
 def _flex_tiles(head: int) -> dict[str, Any] | None:

@@ -20,7 +20,6 @@ __all__ = [
     "check_bias",
     "check_bias_shape",
     "check_softcap",
-    "slopes_of",
 ]
 
 BiasArguments = tuple[str, Tensor | None, Tensor | None]
@@ -44,11 +43,6 @@ def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:
     slopes = [2.0 ** (-8.0 * (h + 1) / n) for h in range(n)]
     slopes += [2.0 ** (-4.0 * (2 * h + 1) / n) for h in range(heads - n)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)
-
-
-def slopes_of(given: Tensor | None, heads: int, device: torch.device) -> Tensor:
-    """The given slopes, or the default ones."""
-    return alibi_slopes(heads, device) if given is None else given.to(device, torch.float32)
 
 
 class Alibi(NamedTuple):

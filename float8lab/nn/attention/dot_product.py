@@ -44,10 +44,10 @@ from float8lab.nn.attention.backends import (
 from float8lab.nn.attention.bias import (
     Alibi,
     BiasArguments,
+    alibi_slopes,
     check_bias,
     check_bias_shape,
     check_softcap,
-    slopes_of,
 )
 from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention, why_not_fp8
 from float8lab.nn.attention.inference import InferenceParams
@@ -685,10 +685,12 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         self, given: Tensor | None, context: ContextParallel | None, device: torch.device
     ) -> Tensor:
         """The slopes of ALiBi, for the heads of this rank."""
-        slopes = slopes_of(given, self.num_attention_heads, device)
-        if given is None and self.tp_size > 1:
+        if given is not None:
+            slopes = given.to(device, torch.float32)
+        else:
             parallel: Any = self._fp8.parallel
-            slopes = slopes.chunk(self.tp_size)[parallel.rank]
+            slopes = alibi_slopes(self.num_attention_heads, device)
+            slopes = slopes.chunk(self.tp_size)[parallel.rank if self.tp_size > 1 else 0]
         return slopes if context is None else context.local_heads(slopes, -1)
 
     def _sink(self, context: ContextParallel | None, device: torch.device) -> Tensor | None:

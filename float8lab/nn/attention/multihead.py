@@ -269,21 +269,15 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             attention_type=attention_type, softmax_scale=softmax_scale, softmax_type=softmax_type,
         )  # fmt: skip
         common: dict[str, Any] = {
-            "bias": bias,
-            "device": device,
-            "params_dtype": params_dtype,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            **ub,
-        }
+            "bias": bias, "device": device, "params_dtype": params_dtype, "tp_group": tp_group,
+            "tp_size": tp_size, "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, **ub,
+        }  # fmt: skip
         norm: dict[str, Any] = {
-            "eps": layernorm_epsilon,
-            "normalization": normalization,
+            "eps": layernorm_epsilon, "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
-        }
+        }  # fmt: skip
         columns = {**common, "init_method": init_method}
         if set_parallel_mode:
             columns["parallel_mode"] = "column"
@@ -455,44 +449,40 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
 
     def _check_encoder_output(self, hidden_states: Tensor, encoder_output: Tensor | None) -> Tensor:
         """The tensor that keys and values are made of."""
-        if self.attention_type == "cross":
-            if encoder_output is None:
+        if self.attention_type == "self":
+            if encoder_output is not None:
                 raise ValueError(
-                    "encoder_output must be given in cross attention; got None. Pass what keys and "
-                    "values are made of."
+                    "encoder_output must be None in self attention; got "
+                    f"{shown(encoder_output)}. Set attention_type='cross' to attend to it."
                 )
-            size = (self.hidden_size,)
-            check_input(
-                "encoder_output", encoder_output, size, "hidden_size", ndim=hidden_states.ndim
-            )
-            return encoder_output
-        if encoder_output is not None:
+            return hidden_states
+        if encoder_output is None:
             raise ValueError(
-                f"encoder_output must be None in self attention; got {shown(encoder_output)}. Set "
-                "attention_type='cross' to attend to it."
+                "encoder_output must be given in cross attention; got None. Pass what keys and "
+                "values are made of."
             )
-        return hidden_states
+        size, ndim = (self.hidden_size,), hidden_states.ndim
+        check_input("encoder_output", encoder_output, size, "hidden_size", ndim=ndim)
+        return encoder_output
 
     def _project(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
         """Query, key and value, one head a row, and the norm's output if it is to be returned."""
-        normed, core = None, self.core_attention
+        core, is_self = self.core_attention, self.attention_type == "self"
         H, G = core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition
-        if self.attention_type == "self":
-            layer: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
-            mixed: Any = layer(x, is_first_microbatch)
-            if self.return_layernorm_output:
-                mixed, normed = mixed
+        if self.input_layernorm:
+            layer: Any = self.layernorm_qkv if is_self else self.layernorm_query
+        else:
+            layer = self.qkv if is_self else self.query_layer
+        mixed: Any = layer(x, is_first_microbatch)
+        mixed, normed = mixed if self.return_layernorm_output else (mixed, None)
+        if is_self:
             queries, keys, values = self._split(mixed, H, G, G)
             return (queries, keys, values), normed
-        layer = self.layernorm_query if self.input_layernorm else self.query_layer
-        query: Any = layer(x, is_first_microbatch)
-        if self.return_layernorm_output:
-            query, normed = query
-        mixed = self.key_value(encoder_output, is_first_microbatch).to(query.dtype)
-        key, value = self._split(mixed, G, G)
-        return (query.unflatten(-1, (H, self.kv_channels)), key, value), normed
+        key_value = self.key_value(encoder_output, is_first_microbatch).to(mixed.dtype)
+        keys, values = self._split(key_value, G, G)
+        return (mixed.unflatten(-1, (H, self.kv_channels)), keys, values), normed
 
     def _split(self, mixed: Tensor, *heads: int) -> Sequence[Tensor]:
         """The parts of a projection's output, which have so many heads each, as views."""
@@ -509,12 +499,9 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         return self.q_norm(query), self.k_norm(key)
 
     def _rotate(
-        self,
-        x: Tensor,
-        angles: Tensor,
-        inference_params: InferenceParams | None,
+        self, x: Tensor, angles: Tensor, inference_params: InferenceParams | None,
         cu_seqlens: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         start, context = None, self.context_parallel
         if inference_params is not None:
             sequences = inference_params.sequences(x.device)
