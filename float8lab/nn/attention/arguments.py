@@ -296,8 +296,18 @@ def _check_lengths_beside_shapes(
                 f"{name} must be None for qkv_format={rules.qkv_format!r} and the mask type "
                 f"{rules.mask_type!r}; got {shown(given)}. Set a padding mask type to use it."
             )
-        if sizes is not None:
-            _check_lengths_of(name, given, sizes.B, sizes[dim])
+        if sizes is None:
+            continue
+        if given.shape[0] != sizes.B + 1:
+            raise ValueError(
+                f"{name} must be [B + 1], {sizes.B + 1} cumulative lengths; got {shown(given)}. "
+                "Give one for each sequence of the batch."
+            )
+        if has_values(given) and sizes.B and int(given.diff().max()) > sizes[dim]:
+            raise ValueError(
+                f"{name} must be of sequences of at most {sizes[dim]} tokens, as the tensors have; "
+                f"got {shown(given.tolist())}. Begin with 0, and add up the lengths."
+            )
     for name, given in zip(Lengths._fields[2:4], lengths[2:4], strict=True):
         if given is not None:
             check_tensor(name, given)
@@ -317,56 +327,26 @@ def _check_lengths_beside_shapes(
         )
 
 
-def _check_lengths_of(name: str, cu_seqlens: Tensor, B: int, longest: int) -> None:
-    """Raise unless these are the lengths of B sequences in rows of ``longest`` tokens."""
-    if cu_seqlens.shape[0] != B + 1:
-        raise ValueError(
-            f"{name} must be [B + 1], {B + 1} cumulative lengths; got {shown(cu_seqlens)}. Give "
-            "one for each sequence of the batch."
-        )
-    if has_values(cu_seqlens) and B and int(cu_seqlens.diff().max()) > longest:
-        raise ValueError(
-            f"{name} must be of sequences of at most {longest} tokens, as the tensors have; got "
-            f"{shown(cu_seqlens.tolist())}. Begin with 0, and add up the lengths."
-        )
-
-
 def mask_of(
     q: Tensor, Sk: int, given: Given, attention_type: str, packed: tuple[Packed, Packed] | None
 ) -> tuple[masks.AttentionMask, int | Tensor]:
     """The mask of a call, and the ``Sk - Sq`` of each sequence; ``packed`` are those of thd."""
     (mask_type, window), attention_mask = given.rules[1:], given.attention_mask
-    inference_params, (B, heads, Sq, _) = given.inference_params, q.shape
+    cache, (B, heads, Sq, _) = given.inference_params, q.shape
+    sequences = None if cache is None else cache.sequences(q.device)
+    # With a cache, query 0 stands behind what was cached, whatever the rows' padding.
+    diagonal: int | Tensor | None = None if cache is None else Sk - Sq
+    padding = arbitrary = None
     if packed is not None:
         padding = (packed[0].padding(), packed[1].padding())
         (B, Sq), Sk = padding[0].shape, padding[1].shape[1]
         check_bias_shape(*given.bias[1:], (B, heads, Sq, Sk))
-        mask = masks.make_mask(mask_type, window, Sq, Sk, padding=padding)
-        return mask, masks.diagonal_of(padding)
-    sequences = None if inference_params is None else inference_params.sequences(q.device)
-    if sequences is not None:
-        _, before, lengths = sequences
-        padding = (padding_from_lengths(lengths, Sq), padding_from_lengths(before + lengths, Sk))
-        return masks.make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=before), before
-    # With a cache, query 0 stands behind what was cached, whatever the rows' padding.
-    diagonal = None if inference_params is None else Sk - Sq
-    if "padding" in mask_type:
-        cu_seqlens, cu_seqlens_of_keys = (
-            given.lengths.cu_seqlens_q,
-            given.lengths.cu_seqlens_of_keys,
-        )
-        if cu_seqlens is not None and cu_seqlens_of_keys is not None:
-            q_padding = padding_from_lengths(cu_seqlens.diff(), Sq)
-            padding = (q_padding, padding_from_lengths(cu_seqlens_of_keys.diff(), Sk))
-        elif diagonal is not None and isinstance(attention_mask, Tensor):
-            split_mask = masks.split_padding_mask(attention_mask, "self", Sizes(B, Sk, Sk))[0]
-            padding = (split_mask[:, Sk - Sq :], split_mask)
-        else:
-            padding = masks.split_padding_mask(attention_mask, attention_type, Sizes(B, Sq, Sk))
-        spans = masks.diagonal_of(padding) if diagonal is None else diagonal
-        return masks.make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=diagonal), spans
-    arbitrary = None
-    if mask_type == "arbitrary":
+    elif sequences is not None:
+        _, diagonal, added = sequences
+        padding = (padding_from_lengths(added, Sq), padding_from_lengths(diagonal + added, Sk))
+    elif "padding" in mask_type:
+        padding = _padding_of(given, attention_type, Sizes(B, Sq, Sk))
+    elif mask_type == "arbitrary":
         arbitrary = masks.check_arbitrary("attention_mask", attention_mask, (B, heads, Sq, Sk))
     elif attention_mask is not None and not torch.compiler.is_compiling():
         warnings.warn(
@@ -374,8 +354,24 @@ def mask_of(
             "padding mask type or 'arbitrary' to use it.",
             stacklevel=2,
         )
-    mask = masks.make_mask(mask_type, window, Sq, Sk, arbitrary=arbitrary, diagonal=diagonal)
-    return mask, Sk - Sq
+    mask = masks.make_mask(
+        mask_type, window, Sq, Sk, padding=padding, arbitrary=arbitrary, diagonal=diagonal
+    )
+    if diagonal is None:
+        diagonal = Sk - Sq if padding is None else masks.diagonal_of(padding)
+    return mask, diagonal
+
+
+def _padding_of(given: Given, attention_type: str, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Which queries, and which keys, are padding by the lengths or the mask of an sbhd call."""
+    queries, keys = given.lengths.cu_seqlens_q, given.lengths.cu_seqlens_of_keys
+    B, Sq, Sk = sizes
+    if queries is not None and keys is not None:
+        return padding_from_lengths(queries.diff(), Sq), padding_from_lengths(keys.diff(), Sk)
+    if given.inference_params is not None and isinstance(given.attention_mask, Tensor):
+        mask, _ = masks.split_padding_mask(given.attention_mask, "self", Sizes(B, Sk, Sk))
+        return mask[:, Sk - Sq :], mask
+    return masks.split_padding_mask(given.attention_mask, attention_type, sizes)
 
 
 def check_export(inference_params: InferenceParams | None, qkv_format: str) -> None:

@@ -390,10 +390,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).
         share_of_keys = torch.sigmoid(statistics.lse - sink.view(-1, 1))
         out = (out * share_of_keys.unsqueeze(-1)).to(q.dtype)
-    largest = None
-    if problem.wants_max:
-        largest = _largest(statistics.max_scores.unsqueeze(-1), blind)
-    return _zero_blind(out, blind), largest
+    scores = statistics.max_scores.unsqueeze(-1) if problem.wants_max else None
+    return _zero_blind(out, blind), None if scores is None else _largest(scores, blind)
 
 
 _FLEX_BLOCK = 128

@@ -655,11 +655,8 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         )
         if queries is None or keys is None:
             return qkv, None
-        if asks:
-            query, key, value = (context.like_full(x, dim) for x in qkv)
-        else:
-            pairs = zip(qkv, (queries, keys, keys), strict=True)
-            query, key, value = (context.full_sequence(x, dim, layout) for x, layout in pairs)
+        pairs = zip(qkv, (None,) * 3 if asks else (queries, keys, keys), strict=True)
+        query, key, value = (context.full_sequence(x, dim, layout) for x, layout in pairs)
 
         def leave(out: Tensor) -> Tensor:
             heads = out.unflatten(-1, (-1, self.v_channels))

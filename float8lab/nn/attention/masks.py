@@ -168,15 +168,11 @@ def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) ->
 def split_padding_mask(
     attention_mask: MaskArgument, attention_type: str, sizes: Sizes, name: str = "attention_mask"
 ) -> tuple[Tensor, Tensor]:
-    """The ``[B, Sq]`` and ``[B, Sk]`` masks in the ``attention_mask`` of a padding mask type."""
+    """The ``[B, Sq]`` and ``[B, Sk]`` masks in what ``check_mask_types`` let pass, for padding."""
     B, Sq, Sk = sizes
     if isinstance(attention_mask, Tensor) and attention_type == "self":
         masks = (attention_mask, attention_mask)
-    elif (
-        isinstance(attention_mask, tuple)
-        and len(attention_mask) == 2
-        and all(isinstance(mask, Tensor) for mask in attention_mask)
-    ):
+    elif isinstance(attention_mask, tuple):
         masks = attention_mask
     else:
         expected = "one bool tensor [B, 1, 1, Sq]" if attention_type == "self" else (
