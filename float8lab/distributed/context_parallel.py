@@ -197,8 +197,8 @@ class ContextParallel:
         """``[..., S / R, ..., H, D]`` to ``[..., S, ..., H / R, D]``, differentiable.
 
         Heads that are too few for the ranks are repeated, one for each. ``dim`` is that of the
-        tokens; R are the ranks that exchange heads, S their tokens. Where ``places`` is None nothing
-        is sent, and the result has no values.
+        tokens; R are the ranks that exchange heads, S their tokens. Without ``places`` nothing is
+        sent, and the result has no values.
         """
         size = self.exchange_heads.size
         if x.shape[-2] < size:

@@ -152,8 +152,17 @@ def check_tensors(
                 "module with those heads and channels."
             )
     query, key, value = qkv
-    _check_alike(query, "key_layer", key)
-    _check_alike(query, "value_layer", value)
+    for name, x in zip(_PARTS[1:], qkv[1:], strict=True):
+        if x.device != query.device:
+            raise ValueError(
+                f"{name} must be on {query.device}, as query_layer is; got {x.device}. Move it by "
+                ".to(device)."
+            )
+        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise TypeError(
+                f"{name} must have the dtype of query_layer, {query.dtype}, outside "
+                f"torch.autocast; got {x.dtype}. Convert it by .to(dtype)."
+            )
     if key.shape[:-2] != value.shape[:-2]:
         raise ValueError(
             f"value_layer must have the sequences of key_layer, {tuple(key.shape[:-2])}; got shape "
@@ -166,20 +175,6 @@ def check_tensors(
                 f"key_layer must have the {query.shape[batch]} sequences of query_layer for "
                 f"{qkv_format}; got shape {tuple(key.shape)}. Check the format."
             )
-
-
-def _check_alike(query: Tensor, name: str, x: Tensor) -> None:
-    """Raise unless a tensor is of the query's dtype and on its device."""
-    if x.device != query.device:
-        raise ValueError(
-            f"{name} must be on {query.device}, as query_layer is; got {x.device}. Move it by "
-            ".to(device)."
-        )
-    if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
-        raise TypeError(
-            f"{name} must have the dtype of query_layer, {query.dtype}, outside torch.autocast; "
-            f"got {x.dtype}. Convert it by .to(dtype)."
-        )
 
 
 def tensors_of(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,9 +280,8 @@ def _check_lengths_beside_shapes(
     rules: Rules, attention_type: str, sizes: Sizes | None, lengths: Lengths
 ) -> None:
     """Raise for lengths that a call of sbhd or bshd, whose shape has them too, does not take."""
-    for dim, (name, given) in enumerate(
-        zip(Lengths._fields[:2], lengths[:2], strict=True), start=1
-    ):
+    names = Lengths._fields
+    for dim, (name, given) in enumerate(zip(names[:2], lengths[:2], strict=True), start=1):
         if given is None:
             continue
         check_lengths(name, given, why="this mask type")
@@ -303,12 +297,12 @@ def _check_lengths_beside_shapes(
                 f"{name} must be [B + 1], {sizes.B + 1} cumulative lengths; got {shown(given)}. "
                 "Give one for each sequence of the batch."
             )
-        if has_values(given) and sizes.B and int(given.diff().max()) > sizes[dim]:
+        if has_values(given) and max(given.diff().tolist(), default=0) > sizes[dim]:
             raise ValueError(
                 f"{name} must be of sequences of at most {sizes[dim]} tokens, as the tensors have; "
                 f"got {shown(given.tolist())}. Begin with 0, and add up the lengths."
             )
-    for name, given in zip(Lengths._fields[2:4], lengths[2:4], strict=True):
+    for name, given in zip(names[2:4], lengths[2:4], strict=True):
         if given is not None:
             check_tensor(name, given)
             raise ValueError(

@@ -125,8 +125,8 @@ class InferenceParams:
         self.step: Step | None = None
         self._slots: dict[Hashable, tuple[int, int]] = {}  # row and tokens in it, by name
         self._placed: dict[tuple[torch.device, int, int], Step] = {}
-        rows, pages = self.max_batch_size, -(-self.max_sequence_length // self.page_size)
-        self._pages = Pages(rows, pages, self.total_num_pages)
+        rows, longest = self.max_batch_size, self.max_sequence_length
+        self._pages = Pages(rows, longest, self.page_size, self.total_num_pages)
         if not self.is_paged:  # row i has page i
             self._pages.take(dict.fromkeys(range(rows), 1))
 
@@ -164,27 +164,13 @@ class InferenceParams:
             before.append(length)
         step = Step(tuple(slots), tuple(before), tuple(tokens.values()))
         finished = set(range(self.max_batch_size)) - taken if self.is_paged else set()
-        self._pages.take(self._missing_pages("tokens", step, finished), finished)
+        self._pages.take(self._pages.missing("tokens", step, finished), finished)
         self.step = step
-        self._slots = {
-            name: (slot, tokens_now)
-            for name, slot, tokens_now in zip(tokens, slots, step.totals, strict=True)
-        }
+        self._slots = dict(zip(tokens, zip(slots, step.totals, strict=True), strict=True))
         for device, *sizes in list(self._places):
             if sizes == [len(slots), sum(step.lengths)]:
                 self._places_on(device, step)
         return step
-
-    def _missing_pages(self, name: str, step: Step, finished: Iterable[int] = ()) -> dict[int, int]:
-        """How many pages each row of a step lacks; raise if there are fewer."""
-        missing = self._pages.missing(step, self.page_size, finished)
-        if missing is None:
-            raise ValueError(
-                f"{name} must fit into {self.total_num_pages} pages of {self.page_size} positions "
-                f"(total_num_pages, page_size), of all rows; got sequences of {step.totals}. "
-                "Finish others first, or make a larger cache."
-            )
-        return missing
 
     def _places_on(self, device: torch.device, step: Step) -> Places:
         """Where a step's sequences and tokens lie, in tensors that are the same for its sizes."""
@@ -277,7 +263,7 @@ class InferenceParams:
         self.check_room(k.shape[0], k.shape[2])
         step = self.step or self._step_of_rows(k.shape[0], k.shape[2])
         if self.step is None:
-            self._pages.take(self._missing_pages("inference_params", step))
+            self._pages.take(self._pages.missing("inference_params", step))
         with torch.no_grad():
             if layer_number not in self.key_value_memory_dict:
                 size = self.total_num_pages, self.page_size, self.cache_dtype
@@ -336,7 +322,7 @@ class InferenceParams:
                 f"got max_batch_size={self.max_batch_size} and max_sequence_length="
                 f"{self.max_sequence_length}. Make a larger cache, or reset the offsets."
             )
-        self._missing_pages("inference_params", self._step_of_rows(rows, positions))
+        self._pages.missing("inference_params", self._step_of_rows(rows, positions))
         return end
 
 

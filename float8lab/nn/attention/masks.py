@@ -64,24 +64,17 @@ def window_of(
     >>> window_of("causal", None), window_of("causal", (128, 128)), window_of("no_mask", (4, 2))
     ((-1, 0), (128, 0), (4, 2))
     """
-    left, right = _checked_window((-1, -1) if window_size is None else window_size, argument)
-    return (left, 0) if "causal" in mask_type else (left, right)
-
-
-def _checked_window(window: object, argument: str) -> tuple[int, int]:
-    """Return a window of two integers, each -1 or more; raise for anything else."""
-    if type(window) is tuple and len(window) == 2:  # two Python integers pass at once
-        left, right = window
-        if type(left) is int and type(right) is int and left >= -1 and right >= -1:
-            return left, right
+    window: object = (-1, -1) if window_size is None else window_size
     if not isinstance(window, (list, tuple)) or len(window) != 2:
         kind = ValueError if isinstance(window, (list, tuple)) else TypeError
         raise kind(
             f"{argument} must be None or two integers, each -1 (no limit) or more; got "
             f"{shown(window)}. Give the number of keys to the left and to the right."
         )
-    left, right = (check_size(f"{argument}[{i}]", window[i], minimum=-1) for i in (0, 1))
-    return left, right
+    left, right = window
+    if not (type(left) is type(right) is int and left >= -1 and right >= -1):
+        left, right = (check_size(f"{argument}[{i}]", window[i], minimum=-1) for i in (0, 1))
+    return (left, 0) if "causal" in mask_type else (left, right)
 
 
 class AttentionMask(NamedTuple):
