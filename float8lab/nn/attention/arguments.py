@@ -12,13 +12,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from float8lab.arguments import (
-    check_floating,
-    check_lengths,
-    check_tensor,
-    has_values,
-    shown,
-)
+from float8lab.arguments import check_floating, check_lengths, check_tensor, has_values, shown
 from float8lab.nn.attention import masks
 from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.bias import BiasArguments, check_bias_shape
@@ -100,7 +94,6 @@ class Request(NamedTuple):
     k: Tensor
     v: Tensor
     problem: Problem
-    qkv_format: str
     leave: Callable[[Tensor], Tensor] | None = None
     """From results for this rank's heads to those of its tokens, where ranks share sequences."""
     attend: Callable[[Tensor], Tensor] | None = None
@@ -201,11 +194,8 @@ def check_masking(
 ) -> None:  # fmt: skip
     """Raise for a mask or lengths that the mask type and the format do not take.
 
-    Args:
-        attention_type: "self" or "cross".
-        sizes: of all ranks' sequences, with the keys in the cache; None: not known yet.
-        uses_every_mask: a mask that the mask type does not use may have any shape.
-        name: of ``attention_mask`` in the caller's signature.
+    ``sizes`` and ``name`` are as in ``DotProductAttention.check_arguments``, with the keys in the
+    cache; with ``uses_every_mask`` a mask that the mask type does not use may have any shape.
     """
     rules, attention_mask, lengths, _, inference_params = given
     masks.check_mask_types(name, attention_mask)

@@ -196,10 +196,8 @@ class DotProductAttention(nn.Module, ContextParallelModule):
                 "Pass a tuple of at least one."
             )
         is_pair = isinstance(kv_channels, (list, tuple)) and len(kv_channels) == 2
-        pair = tuple(
-            check_size("kv_channels", channels, minimum=1)
-            for channels in (kv_channels if is_pair else (kv_channels, kv_channels))  # type: ignore[union-attr]  # two
-        )
+        channels: Any = kv_channels if is_pair else (kv_channels, kv_channels)
+        pair = tuple(check_size("kv_channels", size, minimum=1) for size in channels)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
         self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = local_heads
@@ -376,7 +374,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         else:
             out, largest = self._core(q, k, v, problem)
         out = out if request.repack is None else request.repack(out)
-        out = from_heads_first(out, request.qkv_format)
+        out = from_heads_first(out, rules.qkv_format)
         out = out if request.leave is None else request.leave(out)
         return out if largest is None else (out, largest)
 
@@ -549,13 +547,13 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             if self._reads_pages(q, k, given, softcap):
                 plain = Problem(masks.NO_MASK, self.softmax_scale)
                 attend = partial(cached.attend, window=rules.window, scale=self.softmax_scale)
-                return arguments.Request(q, k, v, plain, rules.qkv_format, None, attend, repack)
+                return arguments.Request(q, k, v, plain, None, attend, repack)
             k, v = cached.read(k.dtype)
         elif rules.qkv_format == "thd":
             packed = given.lengths.packed()
         mask, spans = arguments.mask_of(q, k.shape[2], given, self.attention_type, packed)
         problem = self._problem(mask, spans, given.bias, softcap, q.device, packed, context)
-        return arguments.Request(q, k, v, problem, rules.qkv_format, leave, repack=repack)
+        return arguments.Request(q, k, v, problem, leave, repack=repack)
 
     @property
     def _dropout(self) -> float:

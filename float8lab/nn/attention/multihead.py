@@ -58,9 +58,7 @@ class L2Normalization(nn.Module):
 
 
 QK_NORMS: dict[str, Callable[..., nn.Module]] = {
-    "L2Normalization": L2Normalization,
-    "RMSNorm": RMSNorm,
-    "LayerNorm": LayerNorm,
+    norm.__name__: norm for norm in (L2Normalization, RMSNorm, LayerNorm)
 }
 
 
