@@ -243,9 +243,9 @@ def _check_packed(
     keys = lengths.cu_seqlens_of_keys if is_self else lengths.cu_seqlens_kv
     queries = check_lengths("cu_seqlens_q", lengths.cu_seqlens_q, why=why)
     sides = (queries, check_lengths("cu_seqlens_kv", keys, why=why))
-    for i, (side, offsets) in enumerate(zip(("q", "kv"), sides, strict=True)):
-        name, tokens = f"cu_seqlens_{side}", None if sizes is None else sizes[i + 1]
-        padded, longest = lengths[i + 2], lengths[4:][i]
+    columns = zip(("q", "kv"), sides, lengths[2:4], lengths[4:], strict=True)
+    for i, (side, offsets, padded, longest) in enumerate(columns, start=1):
+        name, tokens = f"cu_seqlens_{side}", None if sizes is None else sizes[i]
         counts.append(offsets.shape[0])
         check_lengths(name, offsets, why=why, tokens=tokens)
         if padded is not None:

@@ -420,11 +420,10 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         given = arguments.Given(rules, attention_mask, lengths, bias)
         request = self._resolve((query_layer, key_layer, value_layer), given, softcap, asks=True)
         q, k, v, problem = request[:4]
-        if self._fp8.active_recipe() is None:
-            why = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
-        elif (reason := why_not_fp8(q, k, v, problem)) is not None:
-            why = reason
-        else:
+        why: str | None = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
+        if self._fp8.active_recipe() is not None:
+            why = why_not_fp8(q, k, v, problem)
+        if why is None:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
         reasons = explain(*problem.rows(q, k, v), problem, self.backends)
         return reasons._replace(rejected={"fp8": why, **reasons.rejected})
@@ -535,8 +534,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             bias_type, bias, alibi_slopes = given.bias
             given = given._replace(bias=(bias_type, context.local_heads(bias, -3), alibi_slopes))
             if rules.mask_type == "arbitrary":
-                mask = context.local_heads(given.attention_mask, -3)
-                given = given._replace(attention_mask=mask)
+                given = given._replace(attention_mask=context.local_heads(given.attention_mask, -3))
         q, k, v = (to_heads_first(x, rules.qkv_format) for x in qkv)
         if cache is not None:
             if rules.qkv_format == "thd":

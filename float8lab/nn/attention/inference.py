@@ -306,6 +306,7 @@ class InferenceParams:
 
     def check_room(self, rows: int, positions: int) -> int:
         """Raise unless a call of so many rows and positions fits; return how many keys it sees."""
+        end = positions_reached(positions, self)
         if self.step is not None:
             most = max(self.step.lengths, default=0)
             if rows != len(self.step.slots) or positions < most:
@@ -314,8 +315,8 @@ class InferenceParams:
                     f"pre_step was told inference_params; got {rows} rows of {positions}. Call "
                     "pre_step before each call of the model."
                 )
-            return positions_reached(positions, self)
-        last, end = self.batch_size_offset + rows, positions_reached(positions, self)
+            return end
+        last = self.batch_size_offset + rows
         if last > self.max_batch_size or end > self.max_sequence_length:
             raise ValueError(
                 f"inference_params must have room for rows up to {last} and positions up to {end}; "
