@@ -193,20 +193,20 @@ class ContextParallel:
             return None
         return places_of(name, starts, tokens, self.exchange_heads, device)
 
-    def like_full(self, x: Tensor, dim: int) -> Tensor:
-        """A tensor without values, of the shape that ``full_sequence`` gives."""
-        shape, size = list(x.shape), self.exchange_heads.size
-        shape[dim], shape[-2] = shape[dim] * size, max(1, shape[-2] // size)
-        return x.new_empty(shape)
-
-    def full_sequence(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
+    def full_sequence(self, x: Tensor, dim: int, places: Tensor | None) -> Tensor:
         """``[..., S / R, ..., H, D]`` to ``[..., S, ..., H / R, D]``, differentiable.
 
         Heads that are too few for the ranks are repeated, one for each. ``dim`` is that of the
-        tokens; R are the ranks that exchange heads, S their tokens.
+        tokens; R are the ranks that exchange heads, S their tokens. Without ``places`` nothing is
+        sent, and the result has no values.
         """
-        if x.shape[-2] < self.exchange_heads.size:
-            x = x.repeat_interleave(self.exchange_heads.size // x.shape[-2], -2)
+        size = self.exchange_heads.size
+        if x.shape[-2] < size:
+            x = x.repeat_interleave(size // x.shape[-2], -2)
+        if places is None:
+            shape = list(x.shape)
+            shape[dim], shape[-2] = shape[dim] * size, shape[-2] // size
+            return x.new_empty(shape)
         moves = (self._to_heads, self._to_tokens)
         return GradientMap.run(x, *(partial(move, dim=dim, places=places) for move in moves))
 

@@ -12,20 +12,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from float8lab.arguments import (
-    check_floating,
-    check_lengths,
-    check_tensor,
-    has_values,
-    shown,
-)
+from float8lab.arguments import check_floating, check_lengths, check_tensor, has_values, shown
 from float8lab.nn.attention import masks
 from float8lab.nn.attention.backends import Problem
+from float8lab.nn.attention.bias import BiasArguments, check_bias_shape
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import Sizes, padding_from_lengths
+from float8lab.nn.attention.layout import Packed, Sizes, padding_from_lengths
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
+    "Given",
     "Lengths",
     "Request",
     "Rules",
@@ -33,7 +29,6 @@ __all__ = [
     "check_masking",
     "check_tensors",
     "is_plain",
-    "lengths_of_packed",
     "mask_of",
     "tensors_of",
     "unpacked",
@@ -62,6 +57,35 @@ class Lengths(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
 
+    @property
+    def cu_seqlens_of_keys(self) -> Tensor | None:
+        """The cumulative lengths of the keys' sequences, which may be those of the queries'."""
+        return self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
+
+    def starts(self) -> tuple[Tensor | None, Tensor | None]:
+        """Where the sequences of queries, and of keys, start in a thd call."""
+        pairs = zip(self[:2], self[2:4], strict=True)
+        queries, keys = (n if padded is None else padded for n, padded in pairs)
+        return queries, queries if keys is None else keys
+
+    def packed(self) -> tuple[Packed, Packed]:
+        """Where the sequences of queries, and of keys, lie in a thd call."""
+        queries, keys = (cast(Tensor, x) for x in (self.cu_seqlens_q, self.cu_seqlens_of_keys))
+        return (
+            Packed.of(queries, self.cu_seqlens_q_padded, self.max_seqlen_q),
+            Packed.of(keys, self.cu_seqlens_kv_padded, self.max_seqlen_kv),
+        )
+
+
+class Given(NamedTuple):
+    """The arguments of a call besides its tensors."""
+
+    rules: Rules
+    attention_mask: masks.MaskArgument
+    lengths: Lengths
+    bias: BiasArguments
+    inference_params: InferenceParams | None = None
+
 
 class Request(NamedTuple):
     """A call of ``DotProductAttention``, its arguments resolved and heads first."""
@@ -70,7 +94,6 @@ class Request(NamedTuple):
     k: Tensor
     v: Tensor
     problem: Problem
-    qkv_format: str
     leave: Callable[[Tensor], Tensor] | None = None
     """From results for this rank's heads to those of its tokens, where ranks share sequences."""
     attend: Callable[[Tensor], Tensor] | None = None
@@ -80,11 +103,9 @@ class Request(NamedTuple):
 
 
 def unpacked(
-    qkv: tuple[Tensor | None, Tensor | None, Tensor | None],
-    qkv_layer: Tensor | None,
-    kv_layer: Tensor | None,
-    dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: tuple[Tensor | None, Tensor | None, Tensor | None], qkv_layer: Tensor | None,
+    kv_layer: Tensor | None, dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Query, key and value of a call that may pass some of them in one tensor, as views of it."""
     if not isinstance(dim, int) or dim not in (-3, -2):
         raise ValueError(
@@ -124,8 +145,17 @@ def check_tensors(
                 "module with those heads and channels."
             )
     query, key, value = qkv
-    _check_alike(query, "key_layer", key)
-    _check_alike(query, "value_layer", value)
+    for name, x in zip(_PARTS[1:], qkv[1:], strict=True):
+        if x.device != query.device:
+            raise ValueError(
+                f"{name} must be on {query.device}, as query_layer is; got {x.device}. Move it by "
+                ".to(device)."
+            )
+        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise TypeError(
+                f"{name} must have the dtype of query_layer, {query.dtype}, outside "
+                f"torch.autocast; got {x.dtype}. Convert it by .to(dtype)."
+            )
     if key.shape[:-2] != value.shape[:-2]:
         raise ValueError(
             f"value_layer must have the sequences of key_layer, {tuple(key.shape[:-2])}; got shape "
@@ -140,28 +170,15 @@ def check_tensors(
             )
 
 
-def _check_alike(query: Tensor, name: str, x: Tensor) -> None:
-    """Raise unless a tensor is of the query's dtype and on its device."""
-    if x.device != query.device:
-        raise ValueError(
-            f"{name} must be on {query.device}, as query_layer is; got {x.device}. Move it by "
-            ".to(device)."
-        )
-    if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
-        raise TypeError(
-            f"{name} must have the dtype of query_layer, {query.dtype}, outside torch.autocast; "
-            f"got {x.dtype}. Convert it by .to(dtype)."
-        )
-
-
-def tensors_of(qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+def tensors_of(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Ordinary tensors of one dtype, that of torch.autocast if it is active."""
     q = qkv[0]
     dtype = q.dtype
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-    return [(x.dequantize() if isinstance(x, Float8Tensor) else x).to(dtype) for x in qkv]
+    q, k, v = ((x.dequantize() if isinstance(x, Float8Tensor) else x).to(dtype) for x in qkv)
+    return q, k, v
 
 
 def is_plain(rules: Rules, *given: object) -> bool:
@@ -172,32 +189,19 @@ def is_plain(rules: Rules, *given: object) -> bool:
 
 
 def check_masking(
-    rules: Rules,
-    attention_type: str,
-    sizes: Sizes | None,
-    attention_mask: masks.MaskArgument,
-    lengths: Lengths,
-    inference_params: InferenceParams | None,
-    *,
-    heads: int,
-    uses_every_mask: bool,
+    given: Given, attention_type: str, sizes: Sizes | None, *, heads: int, uses_every_mask: bool,
     name: str = "attention_mask",
-) -> None:
+) -> None:  # fmt: skip
     """Raise for a mask or lengths that the mask type and the format do not take.
 
-    Args:
-        attention_type: "self" or "cross".
-        sizes: of all ranks' sequences, with the keys in the cache; None: not known yet.
-        uses_every_mask: a mask that the mask type does not use may have any shape.
-        name: of ``attention_mask`` in the caller's signature.
+    ``sizes`` and ``name`` are as in ``DotProductAttention.check_arguments``, with the keys in the
+    cache; with ``uses_every_mask`` a mask that the mask type does not use may have any shape.
     """
+    rules, attention_mask, lengths, _, inference_params = given
     masks.check_mask_types(name, attention_mask)
-    cu_seqlens_q, cu_seqlens_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
-    mask_type = rules.mask_type
+    mask_type, has_lengths = rules.mask_type, lengths.cu_seqlens_q is not None
     step = None if inference_params is None else inference_params.step
-    if step is not None and (
-        mask_type == "arbitrary" or attention_mask is not None or cu_seqlens_q is not None
-    ):
+    if step is not None and (mask_type == "arbitrary" or attention_mask is not None or has_lengths):
         raise NotImplementedError(
             f"{name} and cu_seqlens must be None, and attn_mask_type not 'arbitrary', after "
             f"InferenceParams.pre_step; its lengths are the mask. Got attn_mask_type={mask_type!r}."
@@ -205,47 +209,50 @@ def check_masking(
         )
     if rules.qkv_format == "thd":
         if inference_params is None:
-            q, kv = lengths_of_packed(mask_type, attention_type, cu_seqlens_q, cu_seqlens_kv)
-            _check_packed(q, kv, lengths, sizes)
+            _check_packed(mask_type, attention_type, lengths, sizes)
         elif step is None or (sizes is not None and sizes.Sq < sum(step.lengths)):
             raise ValueError(
                 "inference_params must be told the lengths of sequences by pre_step for "
                 f"qkv_format='thd', as many tokens as there are; got {step}. Call pre_step first."
             )
         return
-    if any(given is not None for given in lengths[:4]):
+    if any(x is not None for x in lengths[:4]):
         _check_lengths_beside_shapes(rules, attention_type, sizes, lengths)
-    if sizes is None or step is not None:
+    if sizes is None or step is not None or has_lengths:  # which only a padding mask type takes
         return
     if "padding" in mask_type:
-        if cu_seqlens_q is not None:
-            return
         if inference_params is not None and isinstance(attention_mask, Tensor):
-            masks.split_padding_mask(attention_mask, "self", sizes._replace(Sq=sizes.Sk), name)
-        else:
-            masks.split_padding_mask(attention_mask, attention_type, sizes, name)
+            attention_type, sizes = "self", sizes._replace(Sq=sizes.Sk)
+        masks.split_padding_mask(attention_mask, attention_type, sizes, name)
     elif mask_type == "arbitrary":
         masks.check_arbitrary(name, attention_mask, (sizes.B, heads, sizes.Sq, sizes.Sk))
     elif attention_mask is not None and not uses_every_mask:
         masks.check_unused_mask(name, attention_mask, heads, sizes)
 
 
-def _check_packed(q: Tensor, kv: Tensor, lengths: Lengths, sizes: Sizes | None) -> None:
+def _check_packed(
+    mask_type: str, attention_type: str, lengths: Lengths, sizes: Sizes | None
+) -> None:
     """Raise unless the lengths of a thd call lie in its tokens."""
-    sides = (
-        ("q", q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q),
-        ("kv", kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv),
-    )
-    counts = []
-    for i, (side, offsets, padded, longest) in enumerate(sides, start=1):
+    if "padding" not in mask_type:
+        raise ValueError(
+            "attn_mask_type must be padding, padding_causal or padding_causal_bottom_right for "
+            f"qkv_format='thd'; got {mask_type!r}. Sequences of several lengths lie in it."
+        )
+    is_self, why, counts = attention_type == "self", "qkv_format='thd'", []
+    keys = lengths.cu_seqlens_of_keys if is_self else lengths.cu_seqlens_kv
+    queries = check_lengths("cu_seqlens_q", lengths.cu_seqlens_q, why=why)
+    sides = (queries, check_lengths("cu_seqlens_kv", keys, why=why))
+    columns = zip(("q", "kv"), sides, lengths[2:4], lengths[4:], strict=True)
+    for i, (side, offsets, padded, longest) in enumerate(columns, start=1):
         name, tokens = f"cu_seqlens_{side}", None if sizes is None else sizes[i]
         counts.append(offsets.shape[0])
-        check_lengths(name, offsets, why="qkv_format='thd'", tokens=tokens)
+        check_lengths(name, offsets, why=why, tokens=tokens)
         if padded is not None:
             check_lengths(f"{name}_padded", padded, why="padding", tokens=tokens)
             counts.append(padded.shape[0])
         if longest is not None and has_values(offsets) and offsets.shape[0] > 1:
-            longest_sequence = int((offsets[1:] - offsets[:-1]).max())
+            longest_sequence = int(offsets.diff().max())
             if longest_sequence > longest:
                 raise ValueError(
                     f"max_seqlen_{side} must be the longest of the sequences in {name}, "
@@ -263,10 +270,8 @@ def _check_lengths_beside_shapes(
     rules: Rules, attention_type: str, sizes: Sizes | None, lengths: Lengths
 ) -> None:
     """Raise for lengths that a call of sbhd or bshd, whose shape has them too, does not take."""
-    for name, given, dim in (
-        ("cu_seqlens_q", lengths.cu_seqlens_q, 1),
-        ("cu_seqlens_kv", lengths.cu_seqlens_kv, 2),
-    ):
+    names = Lengths._fields
+    for dim, (name, given) in enumerate(zip(names[:2], lengths[:2], strict=True), start=1):
         if given is None:
             continue
         check_lengths(name, given, why="this mask type")
@@ -275,12 +280,19 @@ def _check_lengths_beside_shapes(
                 f"{name} must be None for qkv_format={rules.qkv_format!r} and the mask type "
                 f"{rules.mask_type!r}; got {shown(given)}. Set a padding mask type to use it."
             )
-        if sizes is not None:
-            _check_lengths_of(name, given, sizes.B, sizes[dim])
-    for name, given in (
-        ("cu_seqlens_q_padded", lengths.cu_seqlens_q_padded),
-        ("cu_seqlens_kv_padded", lengths.cu_seqlens_kv_padded),
-    ):
+        if sizes is None:
+            continue
+        if given.shape[0] != sizes.B + 1:
+            raise ValueError(
+                f"{name} must be [B + 1], {sizes.B + 1} cumulative lengths; got {shown(given)}. "
+                "Give one for each sequence of the batch."
+            )
+        if has_values(given) and max(given.diff().tolist(), default=0) > sizes[dim]:
+            raise ValueError(
+                f"{name} must be of sequences of at most {sizes[dim]} tokens, as the tensors have; "
+                f"got {shown(given.tolist())}. Begin with 0, and add up the lengths."
+            )
+    for name, given in zip(names[2:4], lengths[2:4], strict=True):
         if given is not None:
             check_tensor(name, given)
             raise ValueError(
@@ -299,72 +311,26 @@ def _check_lengths_beside_shapes(
         )
 
 
-def _check_lengths_of(name: str, cu_seqlens: Tensor, B: int, longest: int) -> None:
-    """Raise unless these are the lengths of B sequences in rows of ``longest`` tokens."""
-    if cu_seqlens.shape[0] != B + 1:
-        raise ValueError(
-            f"{name} must be [B + 1], {B + 1} cumulative lengths; got {shown(cu_seqlens)}. Give "
-            "one for each sequence of the batch."
-        )
-    if has_values(cu_seqlens) and B and int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) > longest:
-        raise ValueError(
-            f"{name} must be of sequences of at most {longest} tokens, as the tensors have; got "
-            f"{shown(cu_seqlens.tolist())}. Begin with 0, and add up the lengths."
-        )
-
-
-def lengths_of_packed(
-    mask_type: str,
-    attention_type: str,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The cumulative lengths of a thd call."""
-    if "padding" not in mask_type:
-        raise ValueError(
-            "attn_mask_type must be padding, padding_causal or padding_causal_bottom_right for "
-            f"qkv_format='thd'; got {mask_type!r}. Sequences of several lengths lie in it."
-        )
-    if cu_seqlens_kv is None and attention_type == "self":
-        cu_seqlens_kv = cu_seqlens_q
-    queries = check_lengths("cu_seqlens_q", cu_seqlens_q, why="qkv_format='thd'")
-    return queries, check_lengths("cu_seqlens_kv", cu_seqlens_kv, why="qkv_format='thd'")
-
-
 def mask_of(
-    q: Tensor,
-    Sk: int,
-    mask_type: str,
-    window: tuple[int, int],
-    attention_type: str,
-    attention_mask: masks.MaskArgument,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    inference_params: InferenceParams | None,
+    q: Tensor, Sk: int, given: Given, attention_type: str, packed: tuple[Packed, Packed] | None
 ) -> tuple[masks.AttentionMask, int | Tensor]:
-    """The mask of an sbhd or bshd call, and the ``Sk - Sq`` of each sequence."""
-    B, heads, Sq, _ = q.shape
-    sequences = None if inference_params is None else inference_params.sequences(q.device)
-    if sequences is not None:
-        _, before, lengths = sequences
-        padding = (padding_from_lengths(lengths, Sq), padding_from_lengths(before + lengths, Sk))
-        return masks.make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=before), before
+    """The mask of a call, and the ``Sk - Sq`` of each sequence; ``packed`` are those of thd."""
+    (mask_type, window), attention_mask = given.rules[1:], given.attention_mask
+    cache, (B, heads, Sq, _) = given.inference_params, q.shape
+    sequences = None if cache is None else cache.sequences(q.device)
     # With a cache, query 0 stands behind what was cached, whatever the rows' padding.
-    diagonal = None if inference_params is None else Sk - Sq
-    if "padding" in mask_type:
-        if cu_seqlens_q is not None:
-            kv_ends = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-            q_padding = padding_from_lengths(cu_seqlens_q.diff(), Sq)
-            padding = (q_padding, padding_from_lengths(kv_ends.diff(), Sk))
-        elif diagonal is not None and isinstance(attention_mask, Tensor):
-            split_mask = masks.split_padding_mask(attention_mask, "self", Sizes(B, Sk, Sk))[0]
-            padding = (split_mask[:, Sk - Sq :], split_mask)
-        else:
-            padding = masks.split_padding_mask(attention_mask, attention_type, Sizes(B, Sq, Sk))
-        spans = masks.diagonal_of(padding, Sq, Sk) if diagonal is None else diagonal
-        return masks.make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=diagonal), spans
-    arbitrary = None
-    if mask_type == "arbitrary":
+    diagonal: int | Tensor | None = None if cache is None else Sk - Sq
+    padding = arbitrary = None
+    if packed is not None:
+        padding = (packed[0].padding(), packed[1].padding())
+        (B, Sq), Sk = padding[0].shape, padding[1].shape[1]
+        check_bias_shape(*given.bias[1:], (B, heads, Sq, Sk))
+    elif sequences is not None:
+        _, diagonal, added = sequences
+        padding = (padding_from_lengths(added, Sq), padding_from_lengths(diagonal + added, Sk))
+    elif "padding" in mask_type:
+        padding = _padding_of(given, attention_type, Sizes(B, Sq, Sk))
+    elif mask_type == "arbitrary":
         arbitrary = masks.check_arbitrary("attention_mask", attention_mask, (B, heads, Sq, Sk))
     elif attention_mask is not None and not torch.compiler.is_compiling():
         warnings.warn(
@@ -372,8 +338,24 @@ def mask_of(
             "padding mask type or 'arbitrary' to use it.",
             stacklevel=2,
         )
-    mask = masks.make_mask(mask_type, window, Sq, Sk, arbitrary=arbitrary, diagonal=diagonal)
-    return mask, Sk - Sq
+    mask = masks.make_mask(
+        mask_type, window, Sq, Sk, padding=padding, arbitrary=arbitrary, diagonal=diagonal
+    )
+    if diagonal is None:
+        diagonal = Sk - Sq if padding is None else masks.diagonal_of(padding)
+    return mask, diagonal
+
+
+def _padding_of(given: Given, attention_type: str, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Which queries, and which keys, are padding by the lengths or the mask of an sbhd call."""
+    queries, keys = given.lengths.cu_seqlens_q, given.lengths.cu_seqlens_of_keys
+    B, Sq, Sk = sizes
+    if queries is not None and keys is not None:
+        return padding_from_lengths(queries.diff(), Sq), padding_from_lengths(keys.diff(), Sk)
+    if given.inference_params is not None and isinstance(given.attention_mask, Tensor):
+        mask, _ = masks.split_padding_mask(given.attention_mask, "self", Sizes(B, Sk, Sk))
+        return mask[:, Sk - Sq :], mask
+    return masks.split_padding_mask(given.attention_mask, attention_type, sizes)
 
 
 def check_export(inference_params: InferenceParams | None, qkv_format: str) -> None:

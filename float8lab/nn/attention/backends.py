@@ -155,15 +155,6 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-def _high(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _repeat(x: Tensor, heads: int) -> Tensor:
-    """Key/value heads repeated for the queries that share them."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     """``dropout(softmax(q @ k.T * scale + bias)) @ v``, float32 inside (float64 for float64).
 
@@ -173,8 +164,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> At
     (B, H, Sq, D), (G, Sk) = q.shape, k.shape[1:3]
     with torch.autocast(q.device.type, enabled=False):
         # The query heads of a group are more queries to its one key head.
-        grouped = _high(q).reshape(B, G, H // G * Sq, D)
-        scores = (grouped @ _high(k).transpose(2, 3)).view(B, H, Sq, Sk) * problem.scale
+        q_high, k_high, v_high = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
+        grouped = q_high.reshape(B, G, H // G * Sq, D)
+        scores = (grouped @ k_high.transpose(2, 3)).view(B, H, Sq, Sk) * problem.scale
         if problem.softcap:
             scores = (scores / problem.softcap).tanh() * problem.softcap
         bias = problem.scores_bias(Sq, Sk)
@@ -190,7 +182,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> At
             sinks = problem.sink.to(scores.dtype).view(1, H, 1, 1).expand(B, H, Sq, 1)
             p = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
         p = F.dropout(p, problem.dropout).reshape(B, G, H // G * Sq, Sk)
-        out = (p @ _high(v)).view(B, H, Sq, v.shape[3])
+        out = (p @ v_high).view(B, H, Sq, v.shape[3])
         return _zero_blind(out, blind).to(q.dtype), largest
 
 
@@ -224,19 +216,12 @@ def _in_blocks(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     Sq, Sk = q.shape[2], k.shape[2]
-    if q.is_cuda and (q.dtype == torch.float32 or q.shape[3] != v.shape[3] or q.shape[3] > 256):
-        # Torch's only fused kernel for these takes no heads in groups.
-        k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    # Torch's only fused kernel for these takes no heads in groups.
+    repeats = q.dtype == torch.float32 or q.shape[3] != v.shape[3] or q.shape[3] > 256
     # cuDNN prepares itself, some 30 ms on an H200, for each length that a cache grows to.
-    reads_a_cache = q.is_cuda and Sq < Sk and not torch.is_grad_enabled()
-    with _without_cudnn() if reads_a_cache else contextlib.nullcontext():
-        out = F.scaled_dot_product_attention(
-            q, k, v,
-            dropout_p=problem.dropout,
-            is_causal=problem.mask.is_plain_causal(Sq, Sk),
-            scale=problem.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+    reads_a_cache = Sq < Sk and not torch.is_grad_enabled()
+    causal = problem.mask.is_plain_causal(Sq, Sk)
+    out = _call_sdpa(q, k, v, problem, None, repeats, reads_a_cache, is_causal=causal)
     return _zero_blind(out, problem.mask.padded_queries), None
 
 
@@ -247,22 +232,26 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     if bias is not None:
         bias = bias.to(q.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    if q.is_cuda:
-        # With a mask, torch has no fused kernel for heads in groups.
-        k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (q.shape[0], 1, Sq, Sk)))
-    # Under a bool mask [B, 1, Sq, Sk], bfloat16 results came out of cuDNN with errors of 1.4 of
-    # their norm (torch 2.11, H200); the same call in float32, which it does not take, is right.
-    with _without_cudnn() if q.is_cuda and mask is not None else contextlib.nullcontext():
-        out = F.scaled_dot_product_attention(
-            q, k, v,
-            attn_mask=mask,
-            dropout_p=problem.dropout,
-            scale=problem.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+    # With a mask, torch has no fused kernel for heads in groups. Under a bool mask [B, 1, Sq, Sk],
+    # bfloat16 results came out of cuDNN with errors of 1.4 of their norm (torch 2.11, H200); the
+    # same call in float32, which it does not take, is right.
+    return _zero_blind(_call_sdpa(q, k, v, problem, mask, True, mask is not None), blind), None
+
+
+def _call_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, mask: Tensor | None, repeats: bool,
+    avoids_cudnn: bool, is_causal: bool = False,
+) -> Tensor:  # fmt: skip
+    """Torch's attention; on a GPU it may repeat the heads that are shared, and avoid cuDNN."""
+    if q.is_cuda and repeats and k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    with _without_cudnn() if q.is_cuda and avoids_cudnn else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=problem.dropout, is_causal=is_causal,
+            scale=problem.scale, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
-    return _zero_blind(out, blind), None
 
 
 class _CudnnOff:
@@ -315,17 +304,11 @@ def _flex_modifiers(
     farthest = _per_batch(mask.diagonal - mask.left if mask.left >= 0 else -_UNLIMITED, q)
     nearest = _per_batch(mask.diagonal + mask.right if mask.right >= 0 else _UNLIMITED, q)
 
-    def in_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j >= i + farthest[b]) & (j <= i + nearest[b])
+    def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        in_window = (j >= i + farthest[b]) & (j <= i + nearest[b])
+        return in_window if kv_padding is None else in_window & ~kv_padding[b, j]
 
-    seen, only = _blocks_in_window(farthest, nearest, kv_padding, Sq, Sk)
-    if kv_padding is None:
-        return score_mod, _block_mask(seen, only, Sq, Sk, in_window)
-
-    def in_window_and_real(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return in_window(b, h, i, j) & ~kv_padding[b, j]
-
-    return score_mod, _block_mask(seen, only, Sq, Sk, in_window_and_real)
+    return score_mod, _block_mask(farthest, nearest, kv_padding, Sq, Sk, may_see)
 
 
 def _score_modifier(q: Tensor, problem: Problem) -> Callable[..., Tensor] | None:
@@ -347,12 +330,15 @@ def _score_modifier(q: Tensor, problem: Problem) -> Callable[..., Tensor] | None
     return score_mod
 
 
-def _blocks_in_window(
-    farthest: Tensor, nearest: Tensor, kv_padding: Tensor | None, Sq: int, Sk: int
-) -> tuple[Tensor, Tensor]:
+def _block_mask(
+    farthest: Tensor, nearest: Tensor, kv_padding: Tensor | None, Sq: int, Sk: int,
+    may_see: Callable[..., Tensor],
+) -> BlockMask:  # fmt: skip
     """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
+
     They are found from the blocks' first and last members: to look at each pair would take as much
-    memory as the scores. Both are bool, ``[B, 1, blocks of queries, blocks of keys]``."""
+    memory as the scores.
+    """
     device = farthest.device
     first_i = torch.arange(0, Sq, _FLEX_BLOCK, device=device).view(1, 1, -1, 1)
     first_j = torch.arange(0, Sk, _FLEX_BLOCK, device=device).view(1, 1, 1, -1)
@@ -368,21 +354,13 @@ def _blocks_in_window(
         real = F.pad(~kv_padding, (0, missing)).unflatten(1, (-1, _FLEX_BLOCK))
         seen = seen & real.any(-1)[:, None, None]
         only = only & real.all(-1)[:, None, None]
-    return seen, only
-
-
-def _block_mask(
-    seen: Tensor, only: Tensor, Sq: int, Sk: int, may_see: Callable[..., Tensor]
-) -> BlockMask:
-    counts, indices = [], []
+    lists = []  # for either kind of block, how many there are and where
     for blocks in (seen & ~only, only):
-        counts.append(blocks.sum(-1, dtype=torch.int32))
         order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        indices.append(order.to(torch.int32))
+        lists += [blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)]
     return _flex_library().BlockMask.from_kv_blocks(
-        counts[0], indices[0], counts[1], indices[1],
-        BLOCK_SIZE=_FLEX_BLOCK, mask_mod=may_see, seq_lengths=(Sq, Sk),
-    )  # fmt: skip
+        *lists, BLOCK_SIZE=_FLEX_BLOCK, mask_mod=may_see, seq_lengths=(Sq, Sk)
+    )
 
 
 def _flex_tiles(head: int) -> dict[str, Any] | None:
@@ -412,10 +390,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).
         share_of_keys = torch.sigmoid(statistics.lse - sink.view(-1, 1))
         out = (out * share_of_keys.unsqueeze(-1)).to(q.dtype)
-    largest = None
-    if problem.wants_max:
-        largest = _largest(statistics.max_scores.unsqueeze(-1), blind)
-    return _zero_blind(out, blind), largest
+    scores = statistics.max_scores.unsqueeze(-1) if problem.wants_max else None
+    return _zero_blind(out, blind), None if scores is None else _largest(scores, blind)
 
 
 _FLEX_BLOCK = 128
@@ -496,17 +472,14 @@ def _why_not_sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | No
     return why_a_matrix(q.shape[2], k.shape[2], problem) or _why_not_plain(problem)
 
 
-class _Backend(NamedTuple):
-    run: Callable[[Tensor, Tensor, Tensor, Problem], Attended]
-    why_not: Callable[[Tensor, Tensor, Tensor, Problem], str | None]
-
-
-_TABLE = {
-    "sdpa": _Backend(_sdpa, _why_not_sdpa),
-    "flex": _Backend(_flex, _why_not_flex),
-    "sdpa_masked": _Backend(_sdpa_masked, _why_not_sdpa_masked),
-    "reference": _Backend(reference_attention, lambda *call: None),
+_TABLE: dict[str, tuple[Callable[..., Attended], Callable[..., str | None]]] = {
+    "sdpa": (_sdpa, _why_not_sdpa),
+    "flex": (_flex, _why_not_flex),
+    "sdpa_masked": (_sdpa_masked, _why_not_sdpa_masked),
+    "reference": (reference_attention, lambda *call: None),
 }
+"""How each backend runs a call, and why it does not take it."""
+
 BACKENDS = tuple(_TABLE)
 """Names of the backends, in the order in which they are tried."""
 
@@ -517,7 +490,7 @@ def _why_not(name: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> st
         return "an input is empty"
     if name.startswith("sdpa") and q.is_cuda and q.dtype == torch.float64:
         return "its fused kernels have no float64"
-    return _TABLE[name].why_not(q, k, v, problem)
+    return _TABLE[name][1](q, k, v, problem)
 
 
 def explain(
@@ -582,7 +555,7 @@ def _made_mask(q: Tensor, k: Tensor, problem: Problem) -> int:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, chosen: Explanation) -> Attended:
     """Attention by the backend that ``explain`` chose; shapes as ``reference_attention``."""
-    run = _TABLE[chosen.backend].run
+    run = _TABLE[chosen.backend][0]
     if chosen.block is None:
         return run(q, k, v, problem)
     return _in_blocks(run, chosen.block, q, k, v, problem)

@@ -20,7 +20,6 @@ __all__ = [
     "check_bias",
     "check_bias_shape",
     "check_softcap",
-    "slopes_of",
 ]
 
 BiasArguments = tuple[str, Tensor | None, Tensor | None]
@@ -44,11 +43,6 @@ def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:
     slopes = [2.0 ** (-8.0 * (h + 1) / n) for h in range(n)]
     slopes += [2.0 ** (-4.0 * (2 * h + 1) / n) for h in range(heads - n)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)
-
-
-def slopes_of(given: Tensor | None, heads: int, device: torch.device) -> Tensor:
-    """The given slopes, or the default ones."""
-    return alibi_slopes(heads, device) if given is None else given.to(device, torch.float32)
 
 
 class Alibi(NamedTuple):
@@ -79,8 +73,18 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
             f"core_attention_bias_type={bias_type!r}; got "
             f"{'None' if bias is None else tuple(bias.shape)}. Change one of the two."
         )
+    if slopes is not None and bias_type != "alibi":
+        raise ValueError(
+            f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
+            f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
+        )
     if slopes is not None:
-        _check_slopes(slopes, bias_type, heads)
+        check_floating("alibi_slopes", slopes)
+        if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
+            raise ValueError(
+                f"alibi_slopes must be [{heads}] or [B, {heads}]; got shape "
+                f"{tuple(slopes.shape)}. Give one slope per head."
+            )
     if bias is not None:
         check_floating("core_attention_bias", bias)
 
@@ -96,21 +100,6 @@ def check_softcap(softcap: float, bias_type: str) -> float:
             "'post_scale_bias'."
         )
     return softcap
-
-
-def _check_slopes(slopes: Tensor, bias_type: str, heads: int) -> None:
-    """Raise unless a bias of this type takes these slopes for so many heads."""
-    if bias_type != "alibi":
-        raise ValueError(
-            f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
-            f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
-        )
-    check_floating("alibi_slopes", slopes)
-    if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
-        raise ValueError(
-            f"alibi_slopes must be [{heads}] or [B, {heads}]; got shape {tuple(slopes.shape)}. "
-            "Give one slope per head."
-        )
 
 
 def check_bias_shape(bias: Tensor | None, slopes: Tensor | None, scores: Sequence[int]) -> None:

@@ -9,7 +9,6 @@ each row, of all its positions.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -101,8 +100,7 @@ class Store:
             self.scale[target] = self.scale[source]
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """Where the sequences of a step, and its tokens, lie.
 
     A CUDA graph of a step reads these tensors, into which later steps of its sizes are copied.
@@ -117,14 +115,12 @@ class Places:
     """``[max B, n]`` int32, pages by row."""
 
     def copy_(self, other: Places) -> None:
-        self.tokens.copy_(other.tokens, non_blocking=True)
-        self.sequences.copy_(other.sequences, non_blocking=True)
-        self.table.copy_(other.table, non_blocking=True)
+        for x, y in zip(self, other, strict=True):
+            x.copy_(y, non_blocking=True)
 
     def to(self, device: torch.device) -> Places:
         """A copy on a device."""
-        tensors = self.tokens, self.sequences, self.table
-        return Places(*(x.to(device, copy=True) for x in tensors))
+        return Places(*(x.to(device, copy=True) for x in self))
 
 
 class Cached(NamedTuple):
@@ -162,23 +158,30 @@ class Cached(NamedTuple):
 class Pages:
     """Which pages the rows of a paged cache have, and which are free."""
 
-    def __init__(self, rows: int, pages_of_row: int, total: int) -> None:
-        self.table = torch.zeros(rows, pages_of_row, dtype=torch.int32, device="cpu")
+    def __init__(self, rows: int, longest: int, size: int, total: int) -> None:
+        """Make as many pages of ``size`` positions as rows of up to ``longest`` may share."""
+        self.table = torch.zeros(rows, -(-longest // size), dtype=torch.int32, device="cpu")
         self.of_rows: list[list[int]] = [[] for _ in range(rows)]
+        self.size, self.total = size, total
         self.free = list(range(total))[::-1]
 
-    def missing(self, step: Step, size: int, finished: Iterable[int] = ()) -> dict[int, int] | None:
-        """How many pages of ``size`` positions each row of a step lacks; None if there are fewer.
+    def missing(self, name: str, step: Step, finished: Iterable[int] = ()) -> dict[int, int]:
+        """How many pages each row of a step lacks; raise, for an argument, if there are fewer.
 
         The pages of ``finished`` rows are as good as free.
         """
         held = [0 if row in finished else len(pages) for row, pages in enumerate(self.of_rows)]
         lacks = {
-            row: max(0, -(-total // size) - held[row])
-            for row, total in zip(step.slots, step.totals, strict=True)
+            row: max(0, -(-length // self.size) - held[row])
+            for row, length in zip(step.slots, step.totals, strict=True)
         }
-        spare = len(self.free) + sum(map(len, self.of_rows)) - sum(held)
-        return lacks if sum(lacks.values()) <= spare else None
+        if sum(lacks.values()) > len(self.free) + sum(map(len, self.of_rows)) - sum(held):
+            raise ValueError(
+                f"{name} must fit into {self.total} pages of {self.size} positions "
+                f"(total_num_pages, page_size), of all rows; got sequences of {step.totals}. "
+                "Finish others first, or make a larger cache."
+            )
+        return lacks
 
     def take(self, missing: dict[int, int], finished: Iterable[int] = ()) -> None:
         """Free the pages of rows that are finished, and give others what they lack."""

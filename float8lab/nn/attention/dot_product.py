@@ -20,7 +20,6 @@ from float8lab.arguments import (
     check_choice,
     check_flags,
     check_instance,
-    check_lengths,
     check_names,
     check_number,
     check_size,
@@ -45,10 +44,10 @@ from float8lab.nn.attention.backends import (
 from float8lab.nn.attention.bias import (
     Alibi,
     BiasArguments,
+    alibi_slopes,
     check_bias,
     check_bias_shape,
     check_softcap,
-    slopes_of,
 )
 from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention, why_not_fp8
 from float8lab.nn.attention.inference import InferenceParams
@@ -88,13 +87,6 @@ def check_groups(heads: int, num_gqa_groups: int | None) -> int:
             "divisor."
         )
     return groups
-
-
-def _starts_of_packed(lengths: arguments.Lengths) -> tuple[Tensor | None, Tensor | None]:
-    """Where the sequences of queries, and of keys, start, in a call that has lengths."""
-    queries, keys = (n if p is None else p for n, p in zip(lengths[:2], lengths[2:4], strict=True))
-    check_lengths("cu_seqlens_q", queries, why="qkv_format='thd'")
-    return queries, queries if keys is None else keys
 
 
 class DotProductAttention(nn.Module, ContextParallelModule):
@@ -204,10 +196,8 @@ class DotProductAttention(nn.Module, ContextParallelModule):
                 "Pass a tuple of at least one."
             )
         is_pair = isinstance(kv_channels, (list, tuple)) and len(kv_channels) == 2
-        pair = tuple(
-            check_size("kv_channels", channels, minimum=1)
-            for channels in (kv_channels if is_pair else (kv_channels, kv_channels))  # type: ignore[union-attr]  # two
-        )
+        channels: Any = kv_channels if is_pair else (kv_channels, kv_channels)
+        pair = tuple(check_size("kv_channels", size, minimum=1) for size in channels)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
         self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = local_heads
@@ -372,11 +362,9 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
         )  # fmt: skip
-        request = self._resolve(
-            qkv, attention_mask, rules, lengths,
-            (core_attention_bias_type, core_attention_bias, alibi_slopes), inference_params,
-            softcap=softcap,
-        )  # fmt: skip
+        bias = core_attention_bias_type, core_attention_bias, alibi_slopes
+        given = arguments.Given(rules, attention_mask, lengths, bias, inference_params)
+        request = self._resolve(qkv, given, softcap)
         q, k, v, problem = request[:4]
         if request.attend is not None:
             out, largest = request.attend(q), None
@@ -386,7 +374,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         else:
             out, largest = self._core(q, k, v, problem)
         out = out if request.repack is None else request.repack(out)
-        out = from_heads_first(out, request.qkv_format)
+        out = from_heads_first(out, rules.qkv_format)
         out = out if request.leave is None else request.leave(out)
         return out if largest is None else (out, largest)
 
@@ -427,18 +415,15 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
         )  # fmt: skip
-        request = self._resolve(
-            (query_layer, key_layer, value_layer), attention_mask,
-            self.rules_of_call(qkv_format, attn_mask_type, window_size), lengths,
-            (core_attention_bias_type, core_attention_bias, alibi_slopes), softcap=softcap,
-            asks=True,
-        )  # fmt: skip
+        rules = self.rules_of_call(qkv_format, attn_mask_type, window_size)
+        bias = core_attention_bias_type, core_attention_bias, alibi_slopes
+        given = arguments.Given(rules, attention_mask, lengths, bias)
+        request = self._resolve((query_layer, key_layer, value_layer), given, softcap, asks=True)
         q, k, v, problem = request[:4]
-        if self._fp8.active_recipe() is None:
-            why = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
-        elif (reason := why_not_fp8(q, k, v, problem)) is not None:
-            why = reason
-        else:
+        why: str | None = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
+        if self._fp8.active_recipe() is not None:
+            why = why_not_fp8(q, k, v, problem)
+        if why is None:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
         reasons = explain(*problem.rows(q, k, v), problem, self.backends)
         return reasons._replace(rejected={"fp8": why, **reasons.rejected})
@@ -524,118 +509,59 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return run
 
     def _resolve(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        attention_mask: masks.MaskArgument,
-        rules: arguments.Rules,
-        lengths: arguments.Lengths,
-        bias_arguments: BiasArguments,
-        inference_params: InferenceParams | None = None,
-        *,
-        softcap: float = 0.0,
-        asks: bool = False,
-    ) -> arguments.Request:
-        """Check the arguments of a call and bring them to one form."""
+        self, qkv: tuple[Tensor, Tensor, Tensor], given: arguments.Given, softcap: float,
+        *, asks: bool = False,
+    ) -> arguments.Request:  # fmt: skip
+        """Check the arguments of a call and bring them to one form.
+
+        With a cache, keys and values are added to it; the request attends to all that it holds.
+        """
         # One that only ``asks`` gets tensors without values from other context-parallel ranks.
-        qkv_format, mask_type, window = rules
-        cu_seqlens_q, cu_seqlens_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
-        bias_type, bias, alibi_slopes = bias_arguments
-        softcap = check_softcap(softcap, bias_type)
+        rules, cache = given.rules, given.inference_params
+        softcap = check_softcap(softcap, given.bias[0])
         heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
         channels = [
             (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
         ]  # fmt: skip
-        arguments.check_tensors(qkv, channels, qkv_format)
+        arguments.check_tensors(qkv, channels, rules.qkv_format)
         ranks = 1 if self.context_parallel is None else self.context_parallel.ranks.size
-        sizes = sizes_of(*qkv[:2], qkv_format, ranks)
-        self.check_arguments(
-            rules, sizes, attention_mask, lengths, inference_params, bias_arguments
-        )
-        query, key, value = arguments.tensors_of(qkv)
-        if inference_params is not None:
-            return self._resolve_cached(
-                (query, key, value), attention_mask, rules, lengths, bias_arguments,
-                inference_params, softcap,
-            )  # fmt: skip
-        pair = leave = None
-        changes_scores = (bias_type != "no_bias", softcap, self._dropout)
-        context = self._context_of_call(query, value, rules, sizes, any(changes_scores))
+        sizes = sizes_of(*qkv[:2], rules.qkv_format, ranks)
+        self.check_arguments(given, sizes)
+        qkv, packed, leave, repack = arguments.tensors_of(qkv), None, None, None
+        context = self._context_of_call(qkv, given, sizes, softcap)
         if context is not None:
-            (query, key, value), leave = self._exchange(
-                context, (query, key, value), qkv_format, lengths, asks
-            )
-            bias = context.local_heads(bias, -3)
-            if mask_type == "arbitrary":
-                attention_mask = context.local_heads(attention_mask, -3)
-        q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
-        if qkv_format == "thd":
-            cu_seqlens_q, cu_seqlens_kv = arguments.lengths_of_packed(
-                mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv
-            )
-            pair = (
-                Packed.of(cu_seqlens_q, lengths.cu_seqlens_q_padded, lengths.max_seqlen_q),
-                Packed.of(cu_seqlens_kv, lengths.cu_seqlens_kv_padded, lengths.max_seqlen_kv),
-            )
-            padding = (pair[0].padding(), pair[1].padding())
-            (B, Sq), Sk = padding[0].shape, padding[1].shape[1]
-            mask = masks.make_mask(mask_type, window, Sq, Sk, padding=padding)
-            spans = masks.diagonal_of(padding, Sq, Sk)
-            check_bias_shape(bias, alibi_slopes, (B, q.shape[1], Sq, Sk))
-        else:
-            mask, spans = arguments.mask_of(
-                q, k.shape[2], mask_type, window, self.attention_type, attention_mask,
-                cu_seqlens_q, cu_seqlens_kv, inference_params,
-            )  # fmt: skip
-        problem = self._problem(
-            mask, spans, (bias_type, bias, alibi_slopes), softcap, q.device, pair, context
-        )
-        return arguments.Request(q, k, v, problem, qkv_format, leave)
-
-    def _resolve_cached(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        attention_mask: masks.MaskArgument,
-        rules: arguments.Rules,
-        lengths: arguments.Lengths,
-        bias: BiasArguments,
-        inference_params: InferenceParams,
-        softcap: float,
-    ) -> arguments.Request:
-        """Add keys and values to the cache; the request attends to all that it holds."""
+            qkv, leave = self._exchange(context, qkv, given, asks)
+            bias_type, bias, alibi_slopes = given.bias
+            given = given._replace(bias=(bias_type, context.local_heads(bias, -3), alibi_slopes))
+            if rules.mask_type == "arbitrary":
+                given = given._replace(attention_mask=context.local_heads(given.attention_mask, -3))
         q, k, v = (to_heads_first(x, rules.qkv_format) for x in qkv)
-        repack = None
-        if rules.qkv_format == "thd":
-            packed = inference_params.packed(q.device)
-            repack = partial(packed.pack, tokens=q.shape[2])
-            q, k, v = (packed.unpack(x) for x in (q, k, v))
-        cached = inference_params.write(self._required_layer_number(), k, v)
-        given = attention_mask, lengths.cu_seqlens_q, *bias[1:], softcap or None
-        if bias[0] == "no_bias" and all(x is None for x in given) and self._reads_pages(q, k):
-            plain = Problem(masks.NO_MASK, self.softmax_scale)
-            attend = partial(cached.attend, window=rules.window, scale=self.softmax_scale)
-            return arguments.Request(q, k, v, plain, rules.qkv_format, attend=attend, repack=repack)
-        k, v = cached.read(k.dtype)
-        mask, spans = arguments.mask_of(
-            q, k.shape[2], rules.mask_type, rules.window, self.attention_type, attention_mask,
-            lengths.cu_seqlens_q, lengths.cu_seqlens_kv, inference_params,
-        )  # fmt: skip
-        problem = self._problem(mask, spans, bias, softcap, q.device)
-        return arguments.Request(q, k, v, problem, rules.qkv_format, repack=repack)
+        if cache is not None:
+            if rules.qkv_format == "thd":
+                rows = cache.packed(q.device)
+                repack = partial(rows.pack, tokens=q.shape[2])
+                q, k, v = (rows.unpack(x) for x in (q, k, v))
+            cached = cache.write(self._required_layer_number(), k, v)
+            if self._reads_pages(q, k, given, softcap):
+                plain = Problem(masks.NO_MASK, self.softmax_scale)
+                attend = partial(cached.attend, window=rules.window, scale=self.softmax_scale)
+                return arguments.Request(q, k, v, plain, None, attend, repack)
+            k, v = cached.read(k.dtype)
+        elif rules.qkv_format == "thd":
+            packed = given.lengths.packed()
+        mask, spans = arguments.mask_of(q, k.shape[2], given, self.attention_type, packed)
+        problem = self._problem(mask, spans, given.bias, softcap, q.device, packed, context)
+        return arguments.Request(q, k, v, problem, leave, repack=repack)
 
     @property
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
 
     def _problem(
-        self,
-        mask: masks.AttentionMask,
-        spans: int | Tensor,
-        bias_arguments: BiasArguments,
-        softcap: float,
-        device: torch.device,
-        packed: tuple[Packed, Packed] | None = None,
-        context: ContextParallel | None = None,
-    ) -> Problem:
+        self, mask: masks.AttentionMask, spans: int | Tensor, bias_arguments: BiasArguments,
+        softcap: float, device: torch.device, packed: tuple[Packed, Packed] | None,
+        context: ContextParallel | None,
+    ) -> Problem:  # fmt: skip
         """What attention needs besides its tensors; ``spans`` are each sequence's ``Sk - Sq``."""
         bias_type, bias, alibi_slopes = bias_arguments
         if bias_type == "pre_scale_bias" and bias is not None:
@@ -648,8 +574,11 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             self._sink(context, device), self.return_max_logit, packed, context,
         )  # fmt: skip
 
-    def _reads_pages(self, q: Tensor, k: Tensor) -> bool:
+    def _reads_pages(self, q: Tensor, k: Tensor, given: arguments.Given, softcap: float) -> bool:
         """Whether a call with a cache attends to its pages, rather than to tensors read from it."""
+        asks_more = given.attention_mask, given.lengths.cu_seqlens_q, *given.bias[1:]
+        if given.bias[0] != "no_bias" or softcap or any(x is not None for x in asks_more):
+            return False
         has_gradient = torch.is_grad_enabled() and q.requires_grad
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         fits = ops.has_paged_attention(rows, q.shape[3], self.v_channels)
@@ -670,22 +599,16 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return arguments.Rules(qkv_format, mask_type, masks.window_of(mask_type, window_size))
 
     def check_arguments(
-        self,
-        rules: arguments.Rules,
-        sizes: Sizes | None,
-        attention_mask: masks.MaskArgument,
-        lengths: arguments.Lengths,
-        inference_params: InferenceParams | None,
-        bias: BiasArguments = ("no_bias", None, None),
-        mask_name: str = "attention_mask",
+        self, given: arguments.Given, sizes: Sizes | None, mask_name: str = "attention_mask"
     ) -> None:
         """Raise for arguments that a call does not take; nothing has changed by then.
-        ``sizes`` are of the sequences of all ranks, None if not known yet; ``bias`` are
-        ``core_attention_bias_type``, ``core_attention_bias`` and ``alibi_slopes``; ``mask_name`` is
-        what the caller's signature has for ``attention_mask``.
+        ``sizes`` are of the sequences of all ranks, None if not known yet; ``mask_name`` is what
+        the caller's signature has for ``attention_mask``.
         """
-        given = attention_mask, inference_params, *lengths, *bias[1:]
-        if bias[0] == "no_bias" and arguments.is_plain(rules, *given):
+        rules, attention_mask, lengths, bias, inference_params = given
+        if bias[0] == "no_bias" and arguments.is_plain(
+            rules, attention_mask, inference_params, *lengths, *bias[1:]
+        ):
             return
         check_instance(
             "inference_params", inference_params, InferenceParams, "an InferenceParams",
@@ -707,37 +630,29 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         shares_tokens = self.context_parallel is not None
         any_shape = shares_tokens or inference_params is not None or torch.compiler.is_compiling()
         arguments.check_masking(
-            rules, self.attention_type, sizes, attention_mask, lengths, inference_params,
-            heads=heads, uses_every_mask=any_shape, name=mask_name,
+            given, self.attention_type, sizes, heads=heads, uses_every_mask=any_shape,
+            name=mask_name,
         )  # fmt: skip
         if sizes is not None and rules.qkv_format != "thd":
             check_bias_shape(*bias[1:], (sizes.B, heads, sizes.Sq, sizes.Sk))
 
     def _exchange(
-        self,
-        context: ContextParallel,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        qkv_format: str,
-        lengths: arguments.Lengths,
+        self, context: ContextParallel, qkv: tuple[Tensor, Tensor, Tensor], given: arguments.Given,
         asks: bool,
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor] | None]:
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor] | None]:  # fmt: skip
         """All tokens of those that exchange heads, for this rank's heads, and what brings back the
         results of its tokens."""
-        dim = int(qkv_format == "bshd")
-        query, key, value = qkv
+        dim, (query, key, value) = int(given.rules.qkv_format == "bshd"), qkv
         context.check_heads(query.shape[-2], key.shape[-2])
-        starts = _starts_of_packed(lengths) if qkv_format == "thd" else (None, None)
+        starts = given.lengths.starts() if given.rules.qkv_format == "thd" else (None, None)
         queries, keys = (
             context.places(name, its, x.shape[dim], x.device)
             for name, x, its in zip(("query_layer", "key_layer"), (query, key), starts, strict=True)
         )
         if queries is None or keys is None:
             return qkv, None
-        if asks:
-            query, key, value = (context.like_full(x, dim) for x in qkv)
-        else:
-            pairs = zip(qkv, (queries, keys, keys), strict=True)
-            query, key, value = (context.full_sequence(x, dim, layout) for x, layout in pairs)
+        pairs = zip(qkv, (None,) * 3 if asks else (queries, keys, keys), strict=True)
+        query, key, value = (context.full_sequence(x, dim, layout) for x, layout in pairs)
 
         def leave(out: Tensor) -> Tensor:
             heads = out.unflatten(-1, (-1, self.v_channels))
@@ -746,15 +661,16 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return (query, key, value), leave
 
     def _context_of_call(
-        self, query: Tensor, value: Tensor, rules: arguments.Rules, sizes: Sizes,
-        changes_scores: bool,
+        self, qkv: tuple[Tensor, Tensor, Tensor], given: arguments.Given, sizes: Sizes,
+        softcap: float,
     ) -> ContextParallel | None:  # fmt: skip
         """How ranks share a call: as the module's do, or by whole sequences if it needs them."""
-        context, is_plain = self.context_parallel, self.softmax_type == "vanilla"
+        context = self.context_parallel
         if context is None:
             return None
-        is_plain = is_plain and not changes_scores
-        if is_plain and takes_ring(query, value, rules, sizes, context.ranks.size):
+        is_plain = given.bias[0] == "no_bias" and self.softmax_type == "vanilla"
+        is_plain = is_plain and not (softcap or self._dropout)
+        if is_plain and takes_ring(qkv[0], qkv[2], given.rules, sizes, context.ranks.size):
             return context
         return context.with_whole_sequences()
 
@@ -762,10 +678,12 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         self, given: Tensor | None, context: ContextParallel | None, device: torch.device
     ) -> Tensor:
         """The slopes of ALiBi, for the heads of this rank."""
-        slopes = slopes_of(given, self.num_attention_heads, device)
-        if given is None and self.tp_size > 1:
+        if given is not None:
+            slopes = given.to(device, torch.float32)
+        else:
             parallel: Any = self._fp8.parallel
-            slopes = slopes.chunk(self.tp_size)[parallel.rank]
+            slopes = alibi_slopes(self.num_attention_heads, device)
+            slopes = slopes.chunk(self.tp_size)[parallel.rank if self.tp_size > 1 else 0]
         return slopes if context is None else context.local_heads(slopes, -1)
 
     def _sink(self, context: ContextParallel | None, device: torch.device) -> Tensor | None:

@@ -70,12 +70,10 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
     if not ops.has_fp8_attention(q.device):
         return "it needs a Hopper GPU (SM90)"
     why = _why_not_problem(problem)
-    if why is not None:
-        return why
-    (Sq, Sk), window = _lengths(q, k, problem), _window_of(q, k, problem)
-    if not ops.has_linear_backward(Sq, Sk, window, packed=problem.packed is not None):
+    (Sq, Sk), window, packed = _lengths(q, k, problem), _window_of(q, k, problem), problem.packed
+    if why is None and not ops.has_linear_backward(Sq, Sk, window, packed=packed is not None):
         return f"its backward has no such window for {Sq} queries and {Sk} keys"
-    return None
+    return why
 
 
 def _why_not_problem(problem: Problem) -> str | None:

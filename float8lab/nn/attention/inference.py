@@ -111,36 +111,24 @@ class InferenceParams:
         self.total_num_pages = most if total_num_pages is None else total_num_pages
         if not is_paged:
             self.page_size, self.total_num_pages = max_sequence_length, max_batch_size
-        self._heads = {
-            "num_heads_kv": num_heads_kv,
-            "head_dim_k": head_dim_k,
-            "head_dim_v": head_dim_v,
-        }
+        sizes = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
+        self._heads = sizes
         for name, size in self._heads.items():
             check_size(name, size, minimum=1, optional=True)
-        self.sequence_len_offset = 0
-        self.batch_size_offset = 0
         self.key_value_memory_dict: dict[int, tuple[Store, Store]] = {}
-        self.step: Step | None = None
-        self._slots: dict[Hashable, tuple[int, int]] = {}  # row and tokens in it, by name
         self._places: dict[tuple[torch.device, int, int], Places] = {}
-        self._placed: dict[tuple[torch.device, int, int], Step] = {}
-        self._pages = self._new_pages()
-
-    def _new_pages(self) -> Pages:
-        rows = self.max_batch_size
-        pages = Pages(rows, -(-self.max_sequence_length // self.page_size), self.total_num_pages)
-        if not self.is_paged:  # row i has page i
-            pages.take(dict.fromkeys(range(rows), 1))
-        return pages
+        self.reset()
 
     def reset(self) -> None:
         """Forget all sequences; the caches' memory is kept."""
         self.sequence_len_offset = self.batch_size_offset = 0
-        self.step = None
-        self._slots = {}
-        self._pages = self._new_pages()
-        self._placed = {}
+        self.step: Step | None = None
+        self._slots: dict[Hashable, tuple[int, int]] = {}  # row and tokens in it, by name
+        self._placed: dict[tuple[torch.device, int, int], Step] = {}
+        rows, longest = self.max_batch_size, self.max_sequence_length
+        self._pages = Pages(rows, longest, self.page_size, self.total_num_pages)
+        if not self.is_paged:  # row i has page i
+            self._pages.take(dict.fromkeys(range(rows), 1))
 
     @property
     def nbytes(self) -> int:
@@ -176,27 +164,13 @@ class InferenceParams:
             before.append(length)
         step = Step(tuple(slots), tuple(before), tuple(tokens.values()))
         finished = set(range(self.max_batch_size)) - taken if self.is_paged else set()
-        self._pages.take(self._missing_pages("tokens", step, finished), finished)
+        self._pages.take(self._pages.missing("tokens", step, finished), finished)
         self.step = step
-        self._slots = {
-            name: (slot, tokens_now)
-            for name, slot, tokens_now in zip(tokens, slots, step.totals, strict=True)
-        }
+        self._slots = dict(zip(tokens, zip(slots, step.totals, strict=True), strict=True))
         for device, *sizes in list(self._places):
             if sizes == [len(slots), sum(step.lengths)]:
                 self._places_on(device, step)
         return step
-
-    def _missing_pages(self, name: str, step: Step, finished: Iterable[int] = ()) -> dict[int, int]:
-        """How many pages each row of a step lacks; raise if there are fewer."""
-        missing = self._pages.missing(step, self.page_size, finished)
-        if missing is None:
-            raise ValueError(
-                f"{name} must fit into {self.total_num_pages} pages of {self.page_size} positions "
-                f"(total_num_pages, page_size), of all rows; got sequences of {step.totals}. "
-                "Finish others first, or make a larger cache."
-            )
-        return missing
 
     def _places_on(self, device: torch.device, step: Step) -> Places:
         """Where a step's sequences and tokens lie, in tensors that are the same for its sizes."""
@@ -289,26 +263,21 @@ class InferenceParams:
         self.check_room(k.shape[0], k.shape[2])
         step = self.step or self._step_of_rows(k.shape[0], k.shape[2])
         if self.step is None:
-            self._pages.take(self._missing_pages("inference_params", step))
+            self._pages.take(self._pages.missing("inference_params", step))
         with torch.no_grad():
             if layer_number not in self.key_value_memory_dict:
-                size = self.total_num_pages, self.page_size
-                self.key_value_memory_dict[layer_number] = (
-                    Store(k, *size, self.cache_dtype),
-                    Store(v, *size, self.cache_dtype),
-                )
-            cached = Cached(
-                *self.key_value_memory_dict[layer_number], self._places_on(k.device, step), step
-            )
+                size = self.total_num_pages, self.page_size, self.cache_dtype
+                self.key_value_memory_dict[layer_number] = Store(k, *size), Store(v, *size)
+            stores = self.key_value_memory_dict[layer_number]
+            cached = Cached(*stores, self._places_on(k.device, step), step)
             cached.keys.write(cached.places, k.detach())
             cached.values.write(cached.places, v.detach())
             return cached
 
     def _step_of_rows(self, rows: int, tokens: int) -> Step:
         """The step of a call on rows in step."""
-        first = self.batch_size_offset
-        before = (self.sequence_len_offset,) * rows
-        return Step(tuple(range(first, first + rows)), before, (tokens,) * rows)
+        slots = tuple(range(self.batch_size_offset, self.batch_size_offset + rows))
+        return Step(slots, (self.sequence_len_offset,) * rows, (tokens,) * rows)
 
     def _check_entries(self, layer_number: int, k: Tensor, v: Tensor) -> None:
         """Raise unless keys and values are those of a layer of this cache."""
@@ -337,6 +306,7 @@ class InferenceParams:
 
     def check_room(self, rows: int, positions: int) -> int:
         """Raise unless a call of so many rows and positions fits; return how many keys it sees."""
+        end = positions_reached(positions, self)
         if self.step is not None:
             most = max(self.step.lengths, default=0)
             if rows != len(self.step.slots) or positions < most:
@@ -345,15 +315,15 @@ class InferenceParams:
                     f"pre_step was told inference_params; got {rows} rows of {positions}. Call "
                     "pre_step before each call of the model."
                 )
-            return positions_reached(positions, self)
-        last, end = self.batch_size_offset + rows, positions_reached(positions, self)
+            return end
+        last = self.batch_size_offset + rows
         if last > self.max_batch_size or end > self.max_sequence_length:
             raise ValueError(
                 f"inference_params must have room for rows up to {last} and positions up to {end}; "
                 f"got max_batch_size={self.max_batch_size} and max_sequence_length="
                 f"{self.max_sequence_length}. Make a larger cache, or reset the offsets."
             )
-        self._missing_pages("inference_params", self._step_of_rows(rows, positions))
+        self._pages.missing("inference_params", self._step_of_rows(rows, positions))
         return end
 
 
@@ -361,7 +331,6 @@ def positions_reached(tokens: int, inference_params: InferenceParams | None) -> 
     """How many positions a call of so many tokens reaches, behind those in the cache."""
     if inference_params is None:
         return tokens
-    step = inference_params.step
-    if step is None:
+    if inference_params.step is None:
         return inference_params.sequence_len_offset + tokens
-    return step.longest
+    return inference_params.step.longest

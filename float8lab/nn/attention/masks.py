@@ -7,6 +7,7 @@ all of that side; a causal mask is ``right = 0``. Padding and arbitrary masks co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,24 +64,17 @@ def window_of(
     >>> window_of("causal", None), window_of("causal", (128, 128)), window_of("no_mask", (4, 2))
     ((-1, 0), (128, 0), (4, 2))
     """
-    left, right = _checked_window((-1, -1) if window_size is None else window_size, argument)
-    return (left, 0) if "causal" in mask_type else (left, right)
-
-
-def _checked_window(window: object, argument: str) -> tuple[int, int]:
-    """Return a window of two integers, each -1 or more; raise for anything else."""
-    if type(window) is tuple and len(window) == 2:  # two Python integers pass at once
-        left, right = window
-        if type(left) is int and type(right) is int and left >= -1 and right >= -1:
-            return left, right
+    window: object = (-1, -1) if window_size is None else window_size
     if not isinstance(window, (list, tuple)) or len(window) != 2:
         kind = ValueError if isinstance(window, (list, tuple)) else TypeError
         raise kind(
             f"{argument} must be None or two integers, each -1 (no limit) or more; got "
             f"{shown(window)}. Give the number of keys to the left and to the right."
         )
-    left, right = (check_size(f"{argument}[{i}]", window[i], minimum=-1) for i in (0, 1))
-    return left, right
+    left, right = window
+    if not (type(left) is type(right) is int and left >= -1 and right >= -1):
+        left, right = (check_size(f"{argument}[{i}]", window[i], minimum=-1) for i in (0, 1))
+    return (left, 0) if "causal" in mask_type else (left, right)
 
 
 class AttentionMask(NamedTuple):
@@ -139,21 +133,18 @@ class AttentionMask(NamedTuple):
 
         Padding of queries is not part of it: their output is zeroed instead.
         """
-        visible: Tensor | None = None
+        conditions = []
         if self.has_window:
             distance = distances(self.diagonal, Sq, Sk, device)
             if self.right >= 0:
-                visible = distance >= -self.right
+                conditions.append(distance >= -self.right)
             if self.left >= 0:
-                near = distance <= self.left
-                visible = near if visible is None else visible & near
+                conditions.append(distance <= self.left)
         if self.kv_padding is not None:
-            real = ~self.kv_padding[:, None, None, :]
-            visible = real if visible is None else visible & real
+            conditions.append(~self.kv_padding[:, None, None, :])
         if self.arbitrary is not None:
-            shown = ~self.arbitrary
-            visible = shown if visible is None else visible & shown
-        return visible
+            conditions.append(~self.arbitrary)
+        return functools.reduce(torch.logical_and, conditions) if conditions else None
 
 
 NO_MASK = AttentionMask()
@@ -170,15 +161,11 @@ def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) ->
 def split_padding_mask(
     attention_mask: MaskArgument, attention_type: str, sizes: Sizes, name: str = "attention_mask"
 ) -> tuple[Tensor, Tensor]:
-    """The ``[B, Sq]`` and ``[B, Sk]`` masks in the ``attention_mask`` of a padding mask type."""
+    """The ``[B, Sq]`` and ``[B, Sk]`` masks in what ``check_mask_types`` let pass, for padding."""
     B, Sq, Sk = sizes
     if isinstance(attention_mask, Tensor) and attention_type == "self":
         masks = (attention_mask, attention_mask)
-    elif (
-        isinstance(attention_mask, tuple)
-        and len(attention_mask) == 2
-        and all(isinstance(mask, Tensor) for mask in attention_mask)
-    ):
+    elif isinstance(attention_mask, tuple):
         masks = attention_mask
     else:
         expected = "one bool tensor [B, 1, 1, Sq]" if attention_type == "self" else (
@@ -261,15 +248,10 @@ def check_unused_mask(
 
 
 def make_mask(
-    mask_type: str,
-    window: tuple[int, int],
-    Sq: int,
-    Sk: int,
-    *,
-    padding: tuple[Tensor, Tensor] | None = None,
-    arbitrary: Tensor | None = None,
+    mask_type: str, window: tuple[int, int], Sq: int, Sk: int, *,
+    padding: tuple[Tensor, Tensor] | None = None, arbitrary: Tensor | None = None,
     diagonal: int | Tensor | None = None,
-) -> AttentionMask:
+) -> AttentionMask:  # fmt: skip
     """The mask of a call.
 
     Args:
@@ -283,7 +265,7 @@ def make_mask(
         if mask_type in ("causal", "padding_causal"):
             diagonal = 0
         elif padding is not None and window != (-1, -1):
-            diagonal = diagonal_of(padding, Sq, Sk)
+            diagonal = diagonal_of(padding)
         else:
             diagonal = Sk - Sq
     left, right = window
@@ -295,8 +277,6 @@ def make_mask(
     return AttentionMask(left, right, diagonal, q_padding, kv_padding, arbitrary)
 
 
-def diagonal_of(padding: tuple[Tensor, Tensor] | None, Sq: int, Sk: int) -> int | Tensor:
-    """Where query 0 stands if the last query stands at the last key; ``[B]`` with padding."""
-    if padding is None:
-        return Sk - Sq
+def diagonal_of(padding: tuple[Tensor, Tensor]) -> Tensor:
+    """Where query 0 stands, ``[B]``, if the last query stands at the last key."""
     return (~padding[1]).sum(1) - (~padding[0]).sum(1)

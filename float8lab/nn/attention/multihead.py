@@ -22,7 +22,7 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.context_parallel import ONE_RANK
 from float8lab.nn import parallel
-from float8lab.nn.attention.arguments import Lengths, Rules
+from float8lab.nn.attention.arguments import Given, Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
 from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
 from float8lab.nn.attention.inference import InferenceParams, positions_reached
@@ -58,9 +58,7 @@ class L2Normalization(nn.Module):
 
 
 QK_NORMS: dict[str, Callable[..., nn.Module]] = {
-    "L2Normalization": L2Normalization,
-    "RMSNorm": RMSNorm,
-    "LayerNorm": LayerNorm,
+    norm.__name__: norm for norm in (L2Normalization, RMSNorm, LayerNorm)
 }
 
 
@@ -269,21 +267,15 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             attention_type=attention_type, softmax_scale=softmax_scale, softmax_type=softmax_type,
         )  # fmt: skip
         common: dict[str, Any] = {
-            "bias": bias,
-            "device": device,
-            "params_dtype": params_dtype,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            **ub,
-        }
+            "bias": bias, "device": device, "params_dtype": params_dtype, "tp_group": tp_group,
+            "tp_size": tp_size, "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, **ub,
+        }  # fmt: skip
         norm: dict[str, Any] = {
-            "eps": layernorm_epsilon,
-            "normalization": normalization,
+            "eps": layernorm_epsilon, "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
-        }
+        }  # fmt: skip
         columns = {**common, "init_method": init_method}
         if set_parallel_mode:
             columns["parallel_mode"] = "column"
@@ -396,9 +388,8 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         if self.qk_norm_before_rope:
             query, key = self._normalized(query, key)
         if angles is not None:
-            kv_lengths = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
             query = self._rotate(query, angles[0], inference_params, cu_seqlens_q)
-            key = self._rotate(key, angles[1], inference_params, kv_lengths)
+            key = self._rotate(key, angles[1], inference_params, lengths.cu_seqlens_of_keys)
             # A view would keep the memory of what has been rotated until backward.
             value = value.contiguous() if torch.is_grad_enabled() else value
         if not self.qk_norm_before_rope:
@@ -418,17 +409,12 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def check_arguments(
-        self,
-        hidden_states: Tensor,
-        encoder_output: Tensor | None,
-        rules: Rules,
-        attention_mask: MaskArgument,
-        lengths: Lengths,
+        self, hidden_states: Tensor, encoder_output: Tensor | None, rules: Rules,
+        attention_mask: MaskArgument, lengths: Lengths,
         inference_params: InferenceParams | None = None,
         angles: tuple[Tensor, Tensor] | None = None,
-        bias: BiasArguments = ("no_bias", None, None),
-        mask_name: str = "attention_mask",
-    ) -> None:
+        bias: BiasArguments = ("no_bias", None, None), mask_name: str = "attention_mask",
+    ) -> None:  # fmt: skip
         """Raise for arguments that a call does not take; nothing has changed by then.
         ``angles`` are ``rotary_pos_emb`` of queries and keys; the others as in
         ``DotProductAttention.check_arguments``.
@@ -451,9 +437,8 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
                 f"{tuple(key_source.shape)}. Check the format, {self.qkv_format}."
             )
         known_sizes = None if self.core_attention.sequence_parallel and self.tp_size > 1 else sizes
-        self.core_attention.check_arguments(
-            rules, known_sizes, attention_mask, lengths, inference_params, bias, mask_name
-        )
+        given = Given(rules, attention_mask, lengths, bias, inference_params)
+        self.core_attention.check_arguments(given, known_sizes, mask_name)
         for freqs, tokens in zip(angles or (), sizes[1:], strict=False):
             check_angles("rotary_pos_emb", freqs, self.kv_channels)
             if known_sizes is not None and self.qkv_format != "thd":
@@ -462,44 +447,40 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
 
     def _check_encoder_output(self, hidden_states: Tensor, encoder_output: Tensor | None) -> Tensor:
         """The tensor that keys and values are made of."""
-        if self.attention_type == "cross":
-            if encoder_output is None:
+        if self.attention_type == "self":
+            if encoder_output is not None:
                 raise ValueError(
-                    "encoder_output must be given in cross attention; got None. Pass what keys and "
-                    "values are made of."
+                    "encoder_output must be None in self attention; got "
+                    f"{shown(encoder_output)}. Set attention_type='cross' to attend to it."
                 )
-            size = (self.hidden_size,)
-            check_input(
-                "encoder_output", encoder_output, size, "hidden_size", ndim=hidden_states.ndim
-            )
-            return encoder_output
-        if encoder_output is not None:
+            return hidden_states
+        if encoder_output is None:
             raise ValueError(
-                f"encoder_output must be None in self attention; got {shown(encoder_output)}. Set "
-                "attention_type='cross' to attend to it."
+                "encoder_output must be given in cross attention; got None. Pass what keys and "
+                "values are made of."
             )
-        return hidden_states
+        size, ndim = (self.hidden_size,), hidden_states.ndim
+        check_input("encoder_output", encoder_output, size, "hidden_size", ndim=ndim)
+        return encoder_output
 
     def _project(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
         """Query, key and value, one head a row, and the norm's output if it is to be returned."""
-        normed, core = None, self.core_attention
+        core, is_self = self.core_attention, self.attention_type == "self"
         H, G = core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition
-        if self.attention_type == "self":
-            layer: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
-            mixed: Any = layer(x, is_first_microbatch)
-            if self.return_layernorm_output:
-                mixed, normed = mixed
+        if self.input_layernorm:
+            layer: Any = self.layernorm_qkv if is_self else self.layernorm_query
+        else:
+            layer = self.qkv if is_self else self.query_layer
+        mixed: Any = layer(x, is_first_microbatch)
+        mixed, normed = mixed if self.return_layernorm_output else (mixed, None)
+        if is_self:
             queries, keys, values = self._split(mixed, H, G, G)
             return (queries, keys, values), normed
-        layer = self.layernorm_query if self.input_layernorm else self.query_layer
-        query: Any = layer(x, is_first_microbatch)
-        if self.return_layernorm_output:
-            query, normed = query
-        mixed = self.key_value(encoder_output, is_first_microbatch).to(query.dtype)
-        key, value = self._split(mixed, G, G)
-        return (query.unflatten(-1, (H, self.kv_channels)), key, value), normed
+        key_value = self.key_value(encoder_output, is_first_microbatch).to(mixed.dtype)
+        keys, values = self._split(key_value, G, G)
+        return (mixed.unflatten(-1, (H, self.kv_channels)), keys, values), normed
 
     def _split(self, mixed: Tensor, *heads: int) -> Sequence[Tensor]:
         """The parts of a projection's output, which have so many heads each, as views."""
@@ -516,12 +497,9 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         return self.q_norm(query), self.k_norm(key)
 
     def _rotate(
-        self,
-        x: Tensor,
-        angles: Tensor,
-        inference_params: InferenceParams | None,
+        self, x: Tensor, angles: Tensor, inference_params: InferenceParams | None,
         cu_seqlens: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         start, context = None, self.context_parallel
         if inference_params is not None:
             sequences = inference_params.sequences(x.device)

@@ -148,11 +148,8 @@ def ring_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the keys and values of the ranks that share tokens.
 
-    Args:
-        q: ``[B, H, S / R, D]``, shards as k and v.
-        problem: one that ``takes_ring``.
-        context: how ranks share the tokens.
-        call: how it runs in FP8; None is in high precision.
+    q, k and v are shards, and the problem is one that ``takes_ring``. ``call`` says how attention
+    runs in FP8; None is in high precision.
     """
     causal = problem.mask.is_plain_causal(q.shape[2], k.shape[2])
     ring = _Ring(context.share_tokens, context.gathers, causal, problem.scale)

@@ -228,16 +228,10 @@ def check_positions(name: str, freqs: Tensor, count: int, of: str = "") -> None:
 
 
 def rotate_heads(
-    t: Tensor,
-    freqs: Tensor,
-    tensor_format: str,
-    *,
-    interleaved: bool,
-    start_positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    name: str = "freqs",
+    t: Tensor, freqs: Tensor, tensor_format: str, *, interleaved: bool,
+    start_positions: Tensor | None, cu_seqlens: Tensor | None, name: str = "freqs",
     ranks: TokenRanks = ONE_RANK,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Run ``apply_rotary_pos_emb`` on checked arguments; padding may begin beyond the angles.
 
     Args:
@@ -263,12 +257,11 @@ def rotate_heads(
             check_positions(name, freqs, S * ranks.size)
             several = ranks.size > 1
             table = table[_tokens_of_rank(None, S, ranks, t.device)] if several else table[:S]
-            angles = table[:, None, None] if tensor_format == "sbhd" else table[None, :, None]
+            angles = table[None, :, None]
         else:
-            token = _tokens_of_rank(None, S, ranks, t.device)
-            index = start_positions.view(-1, 1) + token
+            index = start_positions.view(-1, 1) + _tokens_of_rank(None, S, ranks, t.device)
             angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
-            angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
+        angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
     cos, sin = angles.cos(), angles.sin()
     if not _takes_op(t, angles):
         return rotate(t, cos, sin, interleaved, False)
