@@ -21,32 +21,12 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
-    "EXTRAS",
-    "INTEGER_DTYPES",
-    "PARAMETER_DTYPES",
-    "check_callables",
-    "check_choice",
-    "check_device",
-    "check_dtype",
-    "check_flags",
-    "check_floating",
-    "check_group",
-    "check_input",
-    "check_instance",
-    "check_lengths",
-    "check_module",
-    "check_names",
-    "check_number",
-    "check_path",
-    "check_shape",
-    "check_size",
-    "check_state",
-    "check_tensor",
-    "has_values",
-    "needs",
-    "printable",
+    "EXTRAS", "INTEGER_DTYPES", "PARAMETER_DTYPES", "check_callables", "check_choice",
+    "check_device", "check_dtype", "check_flags", "check_floating", "check_group", "check_input",
+    "check_instance", "check_lengths", "check_module", "check_names", "check_number", "check_path",
+    "check_shape", "check_size", "check_state", "check_tensor", "has_values", "needs", "printable",
     "shown",
-]
+]  # fmt: skip
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

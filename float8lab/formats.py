@@ -46,33 +46,11 @@ import torch
 from float8lab.arguments import check_choice, check_instance, shown
 
 __all__ = [
-    "CASTS",
-    "DEQUANTIZED_DTYPES",
-    "E2M1",
-    "E2M1_RULES",
-    "E2M1_VALUES",
-    "E4M3",
-    "E5M2",
-    "E8M0",
-    "FLOAT32_MAX",
-    "FP8_DTYPES",
-    "HIGH_PRECISION_DTYPES",
-    "HOPPER",
-    "MXFP4",
-    "NVFP4",
-    "SCALE_RULES",
-    "TENSOR_SCALE_RULES",
-    "Float4Spec",
-    "Float8Spec",
-    "GpuSupport",
-    "Spec",
-    "gemm_support",
-    "has_kernels",
-    "largest",
-    "scale_shape",
-    "scales_by_column",
-    "shares_matrix_amax",
-]
+    "CASTS", "DEQUANTIZED_DTYPES", "E2M1", "E2M1_RULES", "E2M1_VALUES", "E4M3", "E5M2", "E8M0",
+    "FLOAT32_MAX", "FP8_DTYPES", "HIGH_PRECISION_DTYPES", "HOPPER", "MXFP4", "NVFP4", "SCALE_RULES",
+    "TENSOR_SCALE_RULES", "Float4Spec", "Float8Spec", "GpuSupport", "Spec", "gemm_support",
+    "has_kernels", "largest", "scale_shape", "scales_by_column", "shares_matrix_amax",
+]  # fmt: skip
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

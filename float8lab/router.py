@@ -16,10 +16,8 @@ from float8lab.ops import SCORE_FUNCTIONS, route_backward_op, route_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = [
-    "fused_compute_score_for_moe_aux_loss",
-    "fused_moe_aux_loss",
-    "fused_topk_with_score_function",
-]
+    "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function",
+]  # fmt: skip
 
 
 class _Routing(NamedTuple):

@@ -38,18 +38,10 @@ from float8lab.distributed.ranks import all_gathered, exchanged, rank_and_size
 from float8lab.tensor.differentiation import GradientMap
 
 __all__ = [
-    "DUAL_CHUNK_SWAP",
-    "ONE_RANK",
-    "CPAttentionLoadBalancingStrategy",
-    "ContextParallel",
-    "TokenRanks",
-    "get_batch_on_this_cp_rank",
-    "join_sequence",
-    "places_of",
-    "positions",
-    "shard_sequence",
-    "strategy_of",
-]
+    "DUAL_CHUNK_SWAP", "ONE_RANK", "CPAttentionLoadBalancingStrategy", "ContextParallel",
+    "TokenRanks", "get_batch_on_this_cp_rank", "join_sequence", "places_of", "positions",
+    "shard_sequence", "strategy_of",
+]  # fmt: skip
 
 
 Value = TypeVar("Value")

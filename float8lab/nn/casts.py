@@ -29,24 +29,10 @@ from float8lab.tensor.differentiation import version_of
 from float8lab.tensor.operands import Matrix
 
 __all__ = [
-    "WeightSource",
-    "amaxes_of_shards",
-    "input_source",
-    "keeps_fp8_data",
-    "kept_transpose",
-    "note_weight",
-    "plain",
-    "recast",
-    "remember_input",
-    "share_cast",
-    "shared_cast",
-    "show_cast",
-    "show_gemm",
-    "show_quantized",
-    "spec_of_experts",
-    "stored_as",
-    "weight_source",
-]
+    "WeightSource", "amaxes_of_shards", "input_source", "keeps_fp8_data", "kept_transpose",
+    "note_weight", "plain", "recast", "remember_input", "share_cast", "shared_cast", "show_cast",
+    "show_gemm", "show_quantized", "spec_of_experts", "stored_as", "weight_source",
+]  # fmt: skip
 
 
 def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:

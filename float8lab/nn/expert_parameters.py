@@ -18,12 +18,8 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import version_of
 
 __all__ = [
-    "ExpertMemory",
-    "expert_names",
-    "fit_state_dict",
-    "is_memory_of_parameter",
-    "lay_together",
-]
+    "ExpertMemory", "expert_names", "fit_state_dict", "is_memory_of_parameter", "lay_together",
+]  # fmt: skip
 
 
 def expert_names(kind: str, experts: int, *, single: bool) -> tuple[str, ...]:

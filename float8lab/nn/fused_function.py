@@ -29,13 +29,9 @@ from float8lab.tensor.differentiation import Float8Function, once_differentiable
 from float8lab.tensor.operands import quantize
 
 __all__ = [
-    "ExpertMlpFunction",
-    "Layer",
-    "MlpCall",
-    "NormLinearCall",
-    "NormLinearFunction",
+    "ExpertMlpFunction", "Layer", "MlpCall", "NormLinearCall", "NormLinearFunction",
     "NormMlpFunction",
-]
+]  # fmt: skip
 
 Layer: TypeAlias = tuple[Tensor, Tensor | None]
 """Weight ``[N, K]``, or ``[E, N, K]`` in any layout, and bias ``[N]``, ``[E, N]`` or None."""

@@ -60,17 +60,9 @@ from float8lab.tensor.operands import Matrix, quantize, replayed_quantize, value
 Value = TypeVar("Value")
 
 __all__ = [
-    "Gradient",
-    "Keep",
-    "LinearFunction",
-    "SavePolicy",
-    "Saved",
-    "backward",
-    "forward",
-    "output_dtype",
-    "recompute_forward",
-    "save_policy",
-]
+    "Gradient", "Keep", "LinearFunction", "SavePolicy", "Saved", "backward", "forward",
+    "output_dtype", "recompute_forward", "save_policy",
+]  # fmt: skip
 
 
 # What is saved for backward.

@@ -15,16 +15,9 @@ from float8lab.nn.parallel import ParameterShard
 from float8lab.nn.storage import keep_initial_value
 
 __all__ = [
-    "GetRngStateTracker",
-    "InitMethod",
-    "default_device",
-    "draw_from_tracker",
-    "initialise",
-    "materialize",
-    "normal_init",
-    "reset_children",
-    "sizes_of_split",
-]
+    "GetRngStateTracker", "InitMethod", "default_device", "draw_from_tracker", "initialise",
+    "materialize", "normal_init", "reset_children", "sizes_of_split",
+]  # fmt: skip
 
 InitMethod: TypeAlias = Callable[[Tensor], object]
 """Initialises a tensor in place; what it returns is ignored."""

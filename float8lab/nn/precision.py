@@ -46,18 +46,9 @@ from float8lab.recipes.region import (
 )
 
 __all__ = [
-    "DY",
-    "NO_OPTIONS",
-    "Call",
-    "CallOptions",
-    "Precision",
-    "W",
-    "X",
-    "call_under",
-    "place_precisions",
-    "precisions",
-    "precisions_below",
-]
+    "DY", "NO_OPTIONS", "Call", "CallOptions", "Precision", "W", "X", "call_under",
+    "place_precisions", "precisions", "precisions_below",
+]  # fmt: skip
 
 _CREATED = itertools.count()  # modules with FP8 state, so far
 _HERE = object()  # the process group of the enclosing autocast

@@ -18,16 +18,9 @@ from float8lab.ops.declare import declare
 from float8lab.ops.reference import round_up
 
 __all__ = [
-    "Prologue",
-    "amax_op",
-    "cast_many_op",
-    "cast_op",
-    "cast_outputs",
-    "empty_scale",
-    "groups_of",
-    "transpose_op",
-    "value_of_op",
-]
+    "Prologue", "amax_op", "cast_many_op", "cast_op", "cast_outputs", "empty_scale", "groups_of",
+    "transpose_op", "value_of_op",
+]  # fmt: skip
 
 
 def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:

@@ -33,18 +33,9 @@ from typing import NamedTuple
 from float8lab.recipes.recipe import Recipe
 
 __all__ = [
-    "MODES",
-    "SHARDING",
-    "Parts",
-    "Times",
-    "attention",
-    "cast",
-    "estimate",
-    "gemm",
-    "has_rates",
-    "moved",
-    "sources",
-]
+    "MODES", "SHARDING", "Parts", "Times", "attention", "cast", "estimate", "gemm", "has_rates",
+    "moved", "sources",
+]  # fmt: skip
 
 MODES = ("eager", "compile", "cuda_graph")
 """How a model's calls reach the GPU."""

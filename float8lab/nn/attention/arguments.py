@@ -21,18 +21,9 @@ from float8lab.nn.attention.layout import Packed, Sizes, padding_from_lengths
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
-    "Given",
-    "Lengths",
-    "Request",
-    "Rules",
-    "check_export",
-    "check_masking",
-    "check_tensors",
-    "is_plain",
-    "mask_of",
-    "tensors_of",
-    "unpacked",
-]
+    "Given", "Lengths", "Request", "Rules", "check_export", "check_masking", "check_tensors",
+    "is_plain", "mask_of", "tensors_of", "unpacked",
+]  # fmt: skip
 
 
 _PARTS = ("query_layer", "key_layer", "value_layer")

@@ -37,16 +37,9 @@ if TYPE_CHECKING:
 from float8lab.tensor.differentiation import is_exporting
 
 __all__ = [
-    "BACKENDS",
-    "MOST_SCORES",
-    "Attended",
-    "Explanation",
-    "Problem",
-    "attend",
-    "explain",
-    "reference_attention",
-    "why_a_matrix",
-]
+    "BACKENDS", "MOST_SCORES", "Attended", "Explanation", "Problem", "attend", "explain",
+    "reference_attention", "why_a_matrix",
+]  # fmt: skip
 
 MOST_SCORES = 2**25
 """Numbers in the largest matrix of scores, or of a mask made for them, that is held at once."""
@@ -199,7 +192,7 @@ def _largest(scores: Tensor, blind: Tensor | None) -> Tensor:
 def _in_blocks(
     run: Callable[..., Attended], rows: int, q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> Attended:
-    """What ``run`` gives, for blocks of so many queries, each recomputed in backward."""
+    """Run ``run`` for blocks of so many queries, each recomputed in backward."""
     outputs, maxima = [], []
     for start in range(0, q.shape[2], rows):
         stop = min(start + rows, q.shape[2])
@@ -451,7 +444,7 @@ def _flex_does_not_pay(q: Tensor) -> str | None:
 
 
 def _why_not_plain(problem: Problem) -> str | None:
-    """What a problem asks for that a kernel of plain softmax does not compute; None for nothing."""
+    """Say what a kernel of plain softmax does not compute of a problem; None if it computes it."""
     if problem.softcap:
         return "it has no softcap"
     if problem.sink is not None:

@@ -13,14 +13,9 @@ from float8lab.arguments import check_choice, check_floating, check_number, chec
 from float8lab.nn.attention.masks import broadcasts, distances
 
 __all__ = [
-    "BIAS_TYPES",
-    "Alibi",
-    "BiasArguments",
-    "alibi_slopes",
-    "check_bias",
-    "check_bias_shape",
+    "BIAS_TYPES", "Alibi", "BiasArguments", "alibi_slopes", "check_bias", "check_bias_shape",
     "check_softcap",
-]
+]  # fmt: skip
 
 BiasArguments = tuple[str, Tensor | None, Tensor | None]
 """``core_attention_bias_type``, ``core_attention_bias`` and ``alibi_slopes`` of a call."""

@@ -1,4 +1,4 @@
-"""What a key/value cache holds: keys and values in pages, and where sequences lie in them.
+"""The contents of a key/value cache: keys and values in pages, and where sequences lie in them.
 
 B sequences, G key/value heads, S positions, P positions of a page, D head size.
 
@@ -124,7 +124,7 @@ class Places(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """What a layer's cache holds of the sequences of a call."""
+    """The contents of a layer's cache for the sequences of a call."""
 
     keys: Store
     values: Store
@@ -158,12 +158,12 @@ class Cached(NamedTuple):
 class Pages:
     """Which pages the rows of a paged cache have, and which are free."""
 
-    def __init__(self, rows: int, longest: int, size: int, total: int) -> None:
+    def __init__(self, rows: int, longest: int, size: int, count: int) -> None:
         """Make as many pages of ``size`` positions as rows of up to ``longest`` may share."""
         self.table = torch.zeros(rows, -(-longest // size), dtype=torch.int32, device="cpu")
         self.of_rows: list[list[int]] = [[] for _ in range(rows)]
-        self.size, self.total = size, total
-        self.free = list(range(total))[::-1]
+        self.size, self.count = size, count
+        self.free = list(range(count))[::-1]
 
     def missing(self, name: str, step: Step, finished: Iterable[int] = ()) -> dict[int, int]:
         """How many pages each row of a step lacks; raise, for an argument, if there are fewer.
@@ -177,7 +177,7 @@ class Pages:
         }
         if sum(lacks.values()) > len(self.free) + sum(map(len, self.of_rows)) - sum(held):
             raise ValueError(
-                f"{name} must fit into {self.total} pages of {self.size} positions "
+                f"{name} must fit into {self.count} pages of {self.size} positions "
                 f"(total_num_pages, page_size), of all rows; got sequences of {step.totals}. "
                 "Finish others first, or make a larger cache."
             )
@@ -188,8 +188,8 @@ class Pages:
         for row in finished:
             self.free += self.of_rows[row]
             self.of_rows[row] = []
-        for row, count in missing.items():
-            for _ in range(count):
+        for row, number in missing.items():
+            for _ in range(number):
                 page = self.free.pop()
                 self.table[row, len(self.of_rows[row])] = page
                 self.of_rows[row].append(page)

@@ -22,15 +22,9 @@ from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = [
-    "AttentionPrecision",
-    "K",
-    "Q",
-    "V",
-    "asks_for_fp8_attention",
-    "cast_operand",
-    "fp8_attention",
+    "AttentionPrecision", "K", "Q", "V", "asks_for_fp8_attention", "cast_operand", "fp8_attention",
     "why_not_fp8",
-]
+]  # fmt: skip
 
 Q, K, V = 0, 1, 2
 """Indices of the tensors that attention casts."""

@@ -13,15 +13,9 @@ from torch import Tensor
 from float8lab.arguments import check_choice
 
 __all__ = [
-    "QKV_FORMATS",
-    "Packed",
-    "Sizes",
-    "check_format",
-    "from_heads_first",
-    "padding_from_lengths",
-    "sizes_of",
-    "to_heads_first",
-]
+    "QKV_FORMATS", "Packed", "Sizes", "check_format", "from_heads_first", "padding_from_lengths",
+    "sizes_of", "to_heads_first",
+]  # fmt: skip
 
 QKV_FORMATS = ("sbhd", "bshd", "thd")
 

@@ -18,20 +18,10 @@ from float8lab.arguments import check_choice, check_size, shown
 from float8lab.nn.attention.layout import Sizes
 
 __all__ = [
-    "MASK_TYPES",
-    "AttentionMask",
-    "MaskArgument",
-    "broadcasts",
-    "canonical_mask_type",
-    "check_arbitrary",
-    "check_mask_types",
-    "check_unused_mask",
-    "diagonal_of",
-    "distances",
-    "make_mask",
-    "split_padding_mask",
-    "window_of",
-]
+    "MASK_TYPES", "AttentionMask", "MaskArgument", "broadcasts", "canonical_mask_type",
+    "check_arbitrary", "check_mask_types", "check_unused_mask", "diagonal_of", "distances",
+    "make_mask", "split_padding_mask", "window_of",
+]  # fmt: skip
 
 MASK_TYPES = (
     "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",

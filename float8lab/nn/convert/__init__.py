@@ -6,11 +6,6 @@ from float8lab.nn.convert.names import matches, unambiguous
 from float8lab.nn.convert.report import ConversionReport, conversion_report
 
 __all__ = [
-    "ConversionReport",
-    "conversion_report",
-    "convert_to_float8",
-    "matches",
-    "remove_region_hooks",
-    "to_high_precision",
-    "unambiguous",
-]
+    "ConversionReport", "conversion_report", "convert_to_float8", "matches", "remove_region_hooks",
+    "to_high_precision", "unambiguous",
+]  # fmt: skip

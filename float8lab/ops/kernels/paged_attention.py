@@ -84,7 +84,7 @@ def _attend_kernel(  # noqa: PLR0915
     sequence = tl.load(sequences_ptr + batch)
     before = tl.load(sequences_ptr + sequences_stride + batch)
     count = tl.load(sequences_ptr + 2 * sequences_stride + batch)
-    total = before + count
+    length = before + count
 
     rows = tl.arange(0, ROWS)
     head, query = kv_head * (H // G) + rows // S, rows % S
@@ -98,9 +98,9 @@ def _attend_kernel(  # noqa: PLR0915
     first = 0
     if left >= 0:
         first = tl.maximum(before - left, 0) // KEYS * KEYS
-    tiles = tl.cdiv(tl.cdiv(total - first, KEYS), PARTS)
+    tiles = tl.cdiv(tl.cdiv(length - first, KEYS), PARTS)
     first += part * tiles * KEYS
-    end = tl.minimum(first + tiles * KEYS, total)
+    end = tl.minimum(first + tiles * KEYS, length)
 
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     exp_sum = tl.zeros([ROWS], tl.float32)
@@ -167,8 +167,8 @@ def _merge_kernel(
     weight = tl.exp2(largest - tl.where(top == -float("inf"), 0.0, top))
     mask = is_part[:, None] & (columns < DV)[None, :]
     out = tl.load(part_ptr + row[:, None] * DV + columns[None, :], mask=mask, other=0.0)
-    total = tl.sum(weight * exp_sum, 0)
-    out = tl.sum(out * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    sums = tl.sum(weight * exp_sum, 0)
+    out = tl.sum(out * weight[:, None], 0) / tl.where(sums == 0.0, 1.0, sums)
     out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + query * stride_os
     tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=columns < DV)
 

@@ -13,20 +13,10 @@ from torch import Tensor
 from float8lab import formats
 
 __all__ = [
-    "ALIGN",
-    "CastResults",
-    "amax",
-    "as_matrix",
-    "encode_from_amax",
-    "expand_scale",
-    "factors_from_amax",
-    "in_blocks",
-    "quantize",
-    "round_to_fp8",
-    "round_up",
-    "scale_from_amax",
+    "ALIGN", "CastResults", "amax", "as_matrix", "encode_from_amax", "expand_scale",
+    "factors_from_amax", "in_blocks", "quantize", "round_to_fp8", "round_up", "scale_from_amax",
     "scale_in_tiles",
-]
+]  # fmt: skip
 
 ALIGN = 16
 """Multiple that Hopper's FP8 GEMM wants of every dimension."""

@@ -62,15 +62,15 @@ def paged_attention(
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     p = (scores - largest).exp()
-    total = p.sum(-1, keepdim=True)
-    out = torch.einsum("bghsj,bgjd->bghsd", p, values) / total.masked_fill(total == 0, 1.0)
+    exp_sum = p.sum(-1, keepdim=True)
+    out = torch.einsum("bghsj,bgjd->bghsd", p, values) / exp_sum.masked_fill(exp_sum == 0, 1.0)
     return by_token(out.flatten(1, 2).to(q.dtype))
 
 
 def _gathered(x: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
     """The vectors of each sequence, ``[B, G, n * P, D]`` float32."""
     bytes_or_values = x if scale is None else x.view(torch.uint8)  # not every device indexes FP8
-    found = bytes_or_values[pages].view(x.dtype).float()
+    vectors = bytes_or_values[pages].view(x.dtype).float()
     if scale is not None:
-        found = found * scale[pages]
-    return found.transpose(1, 2).flatten(2, 3)
+        vectors = vectors * scale[pages]
+    return vectors.transpose(1, 2).flatten(2, 3)
