@@ -562,7 +562,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         softcap: float, device: torch.device, packed: tuple[Packed, Packed] | None,
         context: ContextParallel | None,
     ) -> Problem:  # fmt: skip
-        """Make what attention needs besides its tensors; ``spans`` are each sequence's ``Sk - Sq``."""
+        """Make what attention needs besides tensors; ``spans`` are each sequence's ``Sk - Sq``."""
         bias_type, bias, alibi_slopes = bias_arguments
         if bias_type == "pre_scale_bias" and bias is not None:
             bias = bias * self.softmax_scale
