@@ -393,7 +393,7 @@ LIMITS = {
 }
 MOST_PRONOUNS = 3  # of 1,000 names that are assigned, or that functions take
 MOST_DECISIONS = 20  # in one function outside kernels
-MOST_LINES, MOST_LINES_OF_THE_CORE = 54_680, 38_762
+MOST_LINES, MOST_LINES_OF_THE_CORE = 54_682, 38_764
 MOST_WORDS = {
     "product (GEMM)": 6,
     "apart (separately)": 1,

@@ -328,10 +328,7 @@ def get_batch_on_this_cp_rank(
         check_tensor(name, x, optional=True)
         if x is not None:
             has_batch = x.ndim > 1 and (x.shape[0] == 1 if is_packed else qvk_format == "bshd")
-            x = shard_sequence(
-                x, group, dim=int(has_batch), cu_seqlens=starts,
-                load_balancing_strategy=load_balancing_strategy,
-            )  # fmt: skip
+            x = _shard_of(name, x, group, int(has_batch), starts, load_balancing_strategy)
         shards.append(x)
     return shards[0], shards[1], shards[2]
 
@@ -361,9 +358,15 @@ def shard_sequence(
     >>> float8lab.distributed.shard_sequence(torch.arange(4), None)
     tensor([0, 1, 2, 3])
     """
-    layout = dim, cu_seqlens, strategy_of(load_balancing_strategy)
-    places = _checked_places(x, cp_group, *layout, is_shard=False)
-    return x if places is None else x.index_select(dim, places[dist.get_rank(cp_group)])
+    return _shard_of("x", x, cp_group, dim, cu_seqlens, load_balancing_strategy)
+
+
+def _shard_of(
+    name: str, x: Tensor, group: dist.ProcessGroup | None, dim: int, starts: Tensor | None,
+    strategy: CPAttentionLoadBalancingStrategy | str,
+) -> Tensor:  # fmt: skip
+    places = _checked_places(name, x, group, dim, starts, strategy, is_shard=False)
+    return x if places is None else x.index_select(dim, places[dist.get_rank(group)])
 
 
 def join_sequence(
@@ -378,8 +381,8 @@ def join_sequence(
 
     The other arguments and the errors are those of ``shard_sequence``.
     """
-    layout = dim, cu_seqlens, strategy_of(load_balancing_strategy)
-    places = _checked_places(x, cp_group, *layout, is_shard=True)
+    layout = dim, cu_seqlens, load_balancing_strategy
+    places = _checked_places("x", x, cp_group, *layout, is_shard=True)
     if places is None or cp_group is None:
         return x
     rows = x.detach().movedim(dim, 0).contiguous()
@@ -390,21 +393,21 @@ def join_sequence(
 
 
 def _checked_places(
-    x: Tensor, group: dist.ProcessGroup | None, dim: int, starts: Tensor | None,
-    strategy: CPAttentionLoadBalancingStrategy, *, is_shard: bool,
+    name: str, x: Tensor, group: dist.ProcessGroup | None, dim: int, starts: Tensor | None,
+    strategy: CPAttentionLoadBalancingStrategy | str, *, is_shard: bool,
 ) -> Tensor | None:  # fmt: skip
-    check_tensor("x", x)
+    check_tensor(name, x)
     check_group("cp_group", group)
     check_size("dim", dim, minimum=-x.ndim)
-    ranks = TokenRanks.of(group, strategy)
+    ranks = TokenRanks.of(group, strategy_of(strategy))
     size, each = ranks.size, len(ranks.chunks_of(0))
     if dim >= x.ndim or (not is_shard and x.shape[dim] % (each * size) and size > 1):
         raise ValueError(
-            f"x must have a multiple of {each * size} tokens along dim {dim}, {each} chunks for "
-            f"each of the {size} context-parallel ranks; got shape {tuple(x.shape)}. Pad it."
+            f"{name} must have a multiple of {each * size} tokens along dim {dim}, {each} chunks "
+            f"for each of the {size} context-parallel ranks; got shape {tuple(x.shape)}. Pad it."
         )
     if starts is not None:
         check_lengths("cu_seqlens", starts, why="packed sequences")
     if size == 1:
         return None
-    return places_of("x", starts, x.shape[dim] // (1 if is_shard else size), ranks, x.device)
+    return places_of(name, starts, x.shape[dim] // (1 if is_shard else size), ranks, x.device)
