@@ -183,7 +183,8 @@ class _Attention(Float8Function):
                     out[:, :, queries], lse[:, :, queries] = seen
                 else:
                     merge(out[:, :, queries], lse[:, :, queries], *seen)
-        out = out.to(result_dtype)
+        if out.dtype != result_dtype:  # else a graph of torch 2.11 loses the gradient
+            out = out.to(result_dtype)
         if any(ctx.needs_input_grad[:3]):
             ctx.save_for_backward(q, k, v, *scales, out, lse)
         ctx.ring = ring
