@@ -32,6 +32,7 @@ __all__ = [
     "Timing",
     "add_sizes_of_layers",
     "append_json",
+    "compile_all",
     "gpu_events",
     "header",
     "new_parser",
@@ -429,6 +430,12 @@ def start_ranks(kind: str) -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device
+
+
+def compile_all() -> None:
+    """Have torch compile each candidate or raise: beyond its limit it would run one eagerly."""
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
 def require_cuda(program: str) -> None:

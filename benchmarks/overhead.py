@@ -1,6 +1,6 @@
 """What a call costs the CPU: small layers, autocast regions, kernel launches.
 
-    python -m benchmarks.overhead
+    python -m benchmarks.overhead [--compile] [--part gpt]
 
 Needs a CUDA GPU, which has next to nothing to do here. Wall times are of a program that calls and
 does not wait, in microseconds:
@@ -308,15 +308,21 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
         yield setting.attempt(case, f"{name}, {mode}", partial(measure, name, recipe, mode))
 
 
-def rows(setting: Setting) -> Iterator[Row]:
-    """Layer, regions, model."""
-    yield from linear_rows(setting)
-    yield from autocast_rows(setting)
-    yield from gpt_rows(setting)
+PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+    "linear": linear_rows,
+    "autocast": autocast_rows,
+    "gpt": gpt_rows,
+}
 
 
-def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
-    return rows(setting)
+def rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
+    """Layer, regions, model, or those of them that were asked for."""
+    for part in options.part or PARTS:
+        yield from PARTS[part](setting)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
 
 
 SUBJECT = Subject(
@@ -342,7 +348,8 @@ SUBJECT = Subject(
         report.Column(EXIT, 1),
         report.TARGET,
     ),
-    _rows,
+    rows,
+    _options,
     plotted=BOTH,
 )
 
