@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.formats import SCALE_RULES, shares_matrix_amax
-from float8lab.ops.reference.blocks import ALIGN, CastResults, factors_from_amax, quantize, round_up
+from float8lab.ops.reference.blocks import ALIGN, CastResults, quantize, round_up
 
 __all__ = ["SPAN", "bounds_of", "cast_batch", "cast_groups", "padded_rows", "plan_groups"]
 
@@ -96,123 +96,58 @@ def cast_groups(
         whose columns behind the last group may hold anything; its scales ``[E, 1, 1]``,
         ``[E, K, 1]`` or ``[K, blocks]``; sums ``[E, K]``. K is padded to ``ALIGN``.
     """
-    _, block, rule, _ = options
     bounds = list(bounds_of(offs))
     (M, K), used = x.shape, bounds[-1][1] if bounds else 0
     x = F.pad(x[:used], (0, -K % ALIGN, 0, M - used))
-    if slot is not None:
-        _record_amaxes(x, bounds, slot)
-    padded = None
-    if columnwise:
-        padded = x.new_zeros(padded_rows(M, len(bounds)), x.shape[1])
-        for start, end, place in bounds:
-            padded[place : place + end - start] = x[start:end]
-    amax: Tensor | None = None
-    if block == (-1, -1):
-        q, scale, amax = _cast_groups_per_tensor(x, bounds, options, given)
-        q_t, scale_t = None, None if scale is None else scale.clone()
-        if padded is not None:
-            places = [(place, place + end - start, place) for start, end, place in bounds]
-            amaxes = amax if amax is not None else given
-            q_t = _cast_groups_per_tensor(padded, places, options, amaxes)[0].t().contiguous()
-    elif shares_matrix_amax(block, rule):
-        q, scale = _cast_blocks_of_groups(x, [b[:2] for b in bounds], options, given)
-        q_t = scale_t = None
-        if padded is not None:
-            spans = [(place, place + round_up(end - start, SPAN)) for start, end, place in bounds]
-            q_t, scale_t = _cast_blocks_of_groups(padded, spans, options, given, transposed=True)
-    else:
-        q, scale, _ = quantize(x, *options)
-        q_t = scale_t = None
-        if padded is not None and block == (1, -1):
-            q_t, scale_t = _cast_rows_of_groups(padded, bounds, options)
-        elif padded is not None:
-            q_t, scale_t, _ = quantize(padded.t(), *options)
-    sums = None
-    if dbias:
-        sums = x.new_zeros((len(bounds), K), dtype=torch.float32)
-        for index, (start, end, _) in enumerate(bounds):
-            sums[index] = x[start:end, :K].float().sum(0)
-    return CastResults(
-        q if rowwise else None, scale if rowwise else None, amax,
-        q_t, scale_t if columnwise else None, sums,
-    )  # fmt: skip
-
-
-def _record_amaxes(x: Tensor, bounds: Sequence[tuple[int, int, int]], slot: Tensor) -> None:
-    """Raise each group's element of ``slot`` to its amax; those of groups without rows stay."""
+    sums = x.new_zeros((len(bounds), K), dtype=torch.float32) if dbias else None
     for index, (start, end, _) in enumerate(bounds):
-        if end > start and x.shape[1]:
-            amax = x[start:end].abs().max().float()
+        rows = x[start:end]
+        if slot is not None and rows.numel():
             of_group = slot.view(-1)[index]
-            of_group.copy_(torch.maximum(of_group, amax))
+            of_group.copy_(torch.maximum(of_group, rows.abs().max().float()))
+        if sums is not None:
+            sums[index] = rows[:, :K].float().sum(0)
+    q, scale, amax = _cast_each(x, [(start, end) for start, end, _ in bounds], options, given, 0)
+    q_t = scale_t = None
+    if columnwise:
+        padded = x.new_zeros(x.shape[1], padded_rows(M, len(bounds)))
+        for start, end, place in bounds:
+            padded[:, place : place + end - start] = x[start:end].t()
+        step = 1 if options[1][1] == -1 else SPAN  # the last blocks of a group end in zeros
+        spans = [(place, place + round_up(end - start, step)) for start, end, place in bounds]
+        q_t, scale_t, _ = _cast_each(padded, spans, options, given, 1)
+    return CastResults(q if rowwise else None, scale if rowwise else None, amax, q_t, scale_t, sums)
 
 
-def _cast_groups_per_tensor(
-    x: Tensor, bounds: Sequence[tuple[int, int, int]], options: _How, given: Tensor | None
+def _cast_each(
+    x: Tensor, spans: Sequence[tuple[int, int]], options: _How, given: Tensor | None, dim: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Data of all groups, and the scale and the amax of each where they are found; zeros beyond."""
-    fp8_dtype, block, rule, eps = options
-    E = len(bounds)
-    q = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(fp8_dtype)
-    scale = amax = None
-    if rule in SCALE_RULES:
-        amaxes = given
-        if amaxes is None:
-            amaxes = amax = x.new_zeros((E, 1, 1), dtype=torch.float32)
-            for index, (start, end, _) in enumerate(bounds):
-                if end > start and x.shape[1]:
-                    amax[index] = x[start:end].abs().max().float()
-        scale, _ = factors_from_amax(amaxes.reshape(-1, 1, 1).expand(E, 1, 1), fp8_dtype, rule, eps)
-        given = amaxes
-    assert given is not None, "given by a rule that finds none"
-    for index, (start, end, _) in enumerate(bounds):
-        factor = given.reshape(-1)[index if given.numel() > 1 else 0]
-        q[start:end] = quantize(x[start:end], fp8_dtype, block, rule, eps, given=factor)[0]
-    return q, scale, amax
+    """Data and scales of a matrix that has groups along a dimension, each cast alone.
 
-
-def _cast_one(
-    x: Tensor, options: _How, given: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Data and scales of one orientation that needs no padding; its amax, found for the whole."""
-    fp8_dtype, block, rule, eps = options
+    Beyond the groups are zeros. Where blocks span a group, the scales are of each, ``[E, ...]``;
+    its amax is returned, too, where it was found for all of the group.
+    """
+    fp8_dtype, block, rule, _ = options
     given = given if shares_matrix_amax(block, rule) else None
-    q, scale, amaxes = quantize(x, fp8_dtype, block, rule, eps, given=given)
-    return q, scale, amaxes if block == (-1, -1) and given is None else None
-
-
-def _cast_blocks_of_groups(
-    x: Tensor, bounds: Sequence[tuple[int, int]], options: _How, given: Tensor | None, *,
-    transposed: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Data and scales of groups, in blocks that depend on the amax of their group; zeros beyond."""
-    fp8_dtype, block, rule, eps = options
-    rows = x.t() if transposed else x
-    q, scale, _ = quantize(torch.zeros_like(rows), fp8_dtype, block, rule, eps)
-    for index, (start, end) in enumerate(bounds):
-        if end == start:
-            continue
-        amax = None if given is None else given.reshape(-1)[index if given.numel() > 1 else 0]
-        results = quantize(x[start:end].t() if transposed else x[start:end], *options, given=amax)
-        if transposed:
-            first = start // block[1]
-            q[:, start:end], scale[:, first : first + results[1].shape[1]] = results[:2]
-        else:
-            q[start:end], scale[start:end] = results[:2]
-    return q, scale
-
-
-def _cast_rows_of_groups(
-    padded: Tensor, bounds: Sequence[tuple[int, int, int]], options: _How
-) -> tuple[Tensor, Tensor]:
-    """The transpose in rows, each with a scale in every group."""
-    q = torch.zeros(padded.shape[::-1], dtype=torch.uint8, device=padded.device).view(options[0])
-    scale = padded.new_ones((len(bounds), padded.shape[1], 1), dtype=torch.float32)
-    for index, (start, end, place) in enumerate(bounds):
-        columns = padded[place : place + end - start].t()
-        q[:, place : place + end - start], scale[index], _ = quantize(columns, *options)
-    return q, scale
+    q = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(fp8_dtype)
+    spans_group, scale, amax = block[dim] == -1, None, None
+    if not spans_group:
+        scale = quantize(torch.zeros_like(x), *options)[1]
+    elif rule in SCALE_RULES:
+        shape = (len(spans), 1 if block[0] == -1 else x.shape[0], 1)
+        scale, amax = (x.new_zeros(shape, dtype=torch.float32) for _ in range(2))
+    for index, (start, end) in enumerate(spans):
+        factor = None
+        if given is not None:
+            factor = given.reshape(-1)[index if given.numel() > 1 else 0]
+        group = x.narrow(dim, start, end - start)
+        data, scales, amaxes = quantize(group, *options, given=factor)
+        q.narrow(dim, start, end - start).copy_(data)
+        if scale is not None and amax is not None:
+            scale[index], amax[index] = scales, amaxes
+        elif scale is not None:
+            scale.narrow(dim, start // block[dim], scales.shape[dim]).copy_(scales)
+    return q, scale, amax if block == (-1, -1) and given is None else None
 
 
 def cast_batch(
@@ -227,17 +162,19 @@ def cast_batch(
     if slot is not None and x.numel():
         slot.copy_(torch.maximum(slot, x.abs().amax((1, 2)).float().view_as(slot)))
     matrices = F.pad(x, (0, -K % ALIGN, 0, -N % ALIGN)).unbind() or [x.new_zeros(N, K)]
-    given_of_each = (
-        [None] * len(matrices) if given is None else given.reshape(len(matrices), -1).unbind()
-    )
+    factors: Sequence[Tensor | None] = [None] * len(matrices)
+    if given is not None and shares_matrix_amax(options[1], options[2]):
+        factors = given.reshape(len(matrices), -1).unbind()
 
     def cast(transposed: bool) -> list[Tensor | None]:
-        pairs = zip(matrices, given_of_each, strict=True)
-        casts = [_cast_one(w.t() if transposed else w, options, factor) for w, factor in pairs]
+        pairs = zip(matrices, factors, strict=True)
+        casts = [quantize(w.t() if transposed else w, *options, given=f) for w, f in pairs]
         columns = zip(*casts, strict=True)
         return [torch.stack(of)[:E] if of[0] is not None else None for of in columns]
 
     q, scale, amax = cast(False) if rowwise or not columnwise else (None, None, None)
     q_t, scale_t, amax_t = cast(True) if columnwise else (None, None, None)
     q, scale = (q, scale) if rowwise else (None, None)
-    return CastResults(q, scale, amax_t if amax is None else amax, q_t, scale_t, None)
+    amax = amax_t if amax is None else amax
+    has_amax = options[1] == (-1, -1) and given is None
+    return CastResults(q, scale, amax if has_amax else None, q_t, scale_t, None)
