@@ -107,14 +107,13 @@ def _amax_rows_columns_kernel(
     amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, zero at first
     M, K, ROWS,
     WRITE: tl.constexpr, TRANSPOSE: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
+    tile_m, tile_k = tile_of_program(K, VALUES, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    y = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
+    y = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
     bits = _common.abs_bits(y.to(tl.float32))
     if WRITE:
         tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
@@ -233,19 +232,18 @@ def _cast_kernel(
     M, K, ROWS, COLUMNS, programs, eps, factor_rows, factor_columns, stride_fm, stride_fk,
     LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, DIVIDE: tl.constexpr, HAS_SLOT: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    from_end: tl.constexpr = FUNCTION == "" and RULE != ""
-    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end)
+    from_end: tl.constexpr = VALUES.function == "" and RULE != ""
+    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, from_end)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     amaxes = (given_ptr, scale_ptr, None, amax_ptr, programs, eps)
     encode = 1.0
-    if FUNCTION != "" and RULE != "":  # takes fewer registers; else once the tile is asked for
+    if VALUES.function != "" and RULE != "":  # takes fewer registers; else behind the loads
         encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    x = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
+    x = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
     if RULE == "":
         write_cast(
             x, tile_m, tile_k, rows, columns, given_ptr, slot_ptr, q_ptr, ROWS, COLUMNS,
@@ -253,7 +251,7 @@ def _cast_kernel(
             TILE_M, TILE_K,
         )  # fmt: skip
     else:
-        if FUNCTION == "":
+        if VALUES.function == "":
             encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
         x = nan_for_infinity(x, q_ptr.dtype.element_ty).to(tl.float32)
         q = _common.saturate(x * encode, x, q_ptr.dtype.element_ty)
@@ -384,17 +382,16 @@ def _quantize_blocks_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     q_ptr, scale_ptr, amax_ptr, M, K, ROWS, COLUMNS, stride_sm, stride_sk, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
+    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    x = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
+    x = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
     write_blocks(
         x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, ROWS, COLUMNS,
-        stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, FUNCTION == "",
+        stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, VALUES.function == "",
     )  # fmt: skip
 
 
@@ -509,26 +506,20 @@ def _cast_words_kernel(
     M, K, ROWS, COLUMNS, programs, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
     HAS_SLOT: tl.constexpr, WRITE: tl.constexpr, COLUMN_SUM: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    from_end: tl.constexpr = FUNCTION == "" and RULE != ""
-    tile_m, tile_k = tile_of_program(
-        COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end, HALVES
-    )  # fmt: skip
+    from_end: tl.constexpr = VALUES.function == "" and RULE != ""
+    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, from_end, VALUES.halves)
     amaxes = (given_ptr, scale_ptr, scale_t_ptr, None, programs, eps)
     encode = 1.0
-    if FUNCTION != "" and not PER_ROW:  # takes fewer registers; else once the tile is asked for
+    if VALUES.function != "" and not PER_ROW:  # takes fewer registers; else behind the loads
         encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    columns, halves = load_words(
-        inputs, tile_m * TILE_M, tile_k, M, K,
-        FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
-    )  # fmt: skip
+    columns, halves = load_words(inputs, tile_m * TILE_M, tile_k, M, K, VALUES, TILE_M, TILE_K)
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-    if FUNCTION == "" and not PER_ROW:
+    if VALUES.function == "" and not PER_ROW:
         encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
-    for half in tl.static_range(2 if HALVES else 1):
+    for half in tl.static_range(2 if VALUES.halves else 1):
         x0, x1, x2, x3 = halves[half]
         if half == 1:
             columns += K // 2

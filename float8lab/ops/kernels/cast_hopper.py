@@ -216,16 +216,14 @@ def _quantize_blocks_kernel(
     M, K, ROWS, COLUMNS, E, eps, stride_sm, stride_sk, stride_tk, stride_tm,
     LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr,
     WRITE: gl.constexpr, COLUMN_SUM: gl.constexpr, AT_ONCE: gl.constexpr,
-    FUNCTION: gl.constexpr,  # "" where a_ptr is the matrix
-    GATED: gl.constexpr, BACKWARD: gl.constexpr, HALVES: gl.constexpr,
-    DTYPE: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr,
+    VALUES: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(TILE_M == 128 and TILE_K == 128)
     WARPS: gl.constexpr = gl.num_warps()
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     BY_VALUE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     BY_COLUMN: gl.constexpr = gl.BlockedLayout([256 // WARPS, 1], [1, 32], [WARPS // 2, 2], [0, 1])
-    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
+    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K)
     if plan_ptr is None:
         row, last = tile_m * 128, M
         rows_left = gl.minimum(ROWS - row, 128).to(gl.int32)
@@ -241,7 +239,7 @@ def _quantize_blocks_kernel(
     columns_left = gl.minimum(COLUMNS - tile_k * 128, 128).to(gl.int32)
     eps = gl.cast(eps, gl.float32)
     tile = gl.allocate_shared_memory(gl.int32, [128, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    if FUNCTION == "":
+    if VALUES.function == "":
         rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
         columns = gl.arange(0, 64, gl.SliceLayout(0, BY_ROW))
         a_ptr = a_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -256,10 +254,7 @@ def _quantize_blocks_kernel(
         columns = tile_k * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_VALUE))
         for first in gl.static_range(0, 128, AT_ONCE):
             rows = row + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, BY_VALUE))
-            y = load(
-                inputs, rows, columns, tile_k, last, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE,
-                TILE_K,
-            )  # fmt: skip
+            y = load(inputs, rows, columns, tile_k, last, K, VALUES, TILE_K)
             y0, y1 = gl.split(gl.reshape(y, [AT_ONCE, 64, 2]))
             pairs = gl.convert_layout(_paired(y0, y1), BY_ROW, assert_trivial=True)
             tile.slice(first, AT_ONCE).store(pairs)
@@ -268,13 +263,13 @@ def _quantize_blocks_kernel(
     if WRITE:
         _write_rows(
             pairs, row, tile_k, rows_left, columns_left, q_ptr, scale_ptr, COLUMNS, stride_sm,
-            stride_sk, eps, LIMIT, RULE, BLOCK, DTYPE,
+            stride_sk, eps, LIMIT, RULE, BLOCK, VALUES.dtype,
         )  # fmt: skip
     if COLUMN_SUM:
-        _sum_of_columns(tile.load(BY_COLUMN), sum_ptr, tile_m, tile_k, K, DTYPE)
+        _sum_of_columns(tile.load(BY_COLUMN), sum_ptr, tile_m, tile_k, K, VALUES.dtype)
     _write_columns(
         tile.load(BY_COLUMN), tile_m, tile_k, down_left, columns_left, q_t_ptr, scale_t_ptr, ROWS,
-        stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, DTYPE,
+        stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, VALUES.dtype,
     )  # fmt: skip
 
 

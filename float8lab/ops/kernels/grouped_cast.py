@@ -140,8 +140,7 @@ def _amax_groups_kernel(
     amax_ptr,  # [programs, E] fp32
     K, E,
     COUNT: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """The amax of each group in the tiles of a program, which writes 0 for groups in none of them.
 
@@ -151,7 +150,7 @@ def _amax_groups_kernel(
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     program, programs = tl.program_id(0), tl.num_programs(0)
     PARTS: tl.constexpr = 128 // TILE_M
-    tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
+    tiles_k = tl.cdiv(K // 2 if VALUES.halves else K, TILE_K)
     tiles = PARTS * tiles_k * (tl.load(plan_ptr + 4 * E) - tl.load(plan_ptr + 4 * E + 1))
     plan_ptr += 4 * (E + 1)
     index = tl.arange(0, COUNT)
@@ -175,7 +174,7 @@ def _amax_groups_kernel(
         tile_k = (tile % tiles_k).to(tl.int64)
         tile_bits = load_bits(
             inputs, row + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K), tile_k,
-            end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+            end, K, VALUES, TILE_K,
         )  # fmt: skip
         # The next tile's place arrives with the values of this one.
         group, row, end = _part_of_plan(plan_ptr, tl.minimum(tile + 1, last) // tiles_k, PARTS)
@@ -213,10 +212,9 @@ def _amax_rows_of_groups_kernel(
     amax_ptr,  # int32 bit patterns, zero at first: of all rows, then of the columns of each group
     M, K, E, stride_ae, ROWS, COLUMNS, ALL_ROWS,
     WRITE: tl.constexpr, TRANSPOSE: tl.constexpr, COUNT: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
+    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K)
     group, row, end, _ = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
     if row < end:
         first = row
@@ -226,10 +224,7 @@ def _amax_rows_of_groups_kernel(
         local = tl.arange(0, TILE_M)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
         inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-        y = load(
-            inputs, row + local, columns, tile_k, end, K,
-            FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-        )  # fmt: skip
+        y = load(inputs, row + local, columns, tile_k, end, K, VALUES, TILE_K)
         bits = _common.abs_bits(y.to(tl.float32))
         if WRITE:
             mask = row + local < end
@@ -302,13 +297,10 @@ def _cast_groups_kernel(  # noqa: PLR0915
     SQUARE: tl.constexpr,  # 128 x 128
     PER_ROW: tl.constexpr, HAS_SLOT: tl.constexpr, WRITE: tl.constexpr, TRANSPOSE: tl.constexpr,
     COLUMN_SUM: tl.constexpr, FROM_END: tl.constexpr, COUNT: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     fp8: tl.constexpr = q_t_ptr.dtype.element_ty if TRANSPOSE else q_ptr.dtype.element_ty
-    tile_m, tile_k = tile_of_program(
-        COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, FROM_END, HALVES
-    )  # fmt: skip
+    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, FROM_END, VALUES.halves)
     group, row, end, limit = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
     place, limit_t = tile_m * TILE_M, ACROSS
     if offs_ptr is not None:
@@ -326,12 +318,10 @@ def _cast_groups_kernel(  # noqa: PLR0915
             if TRANSPOSE and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    columns, halves = load_words(
-        inputs, row, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K
-    )
+    columns, halves = load_words(inputs, row, tile_k, end, K, VALUES, TILE_M, TILE_K)
     eps = tl.cast(eps, tl.float32)
     word = tl.arange(0, TILE_M // 4)
-    for half in tl.static_range(2 if HALVES else 1):
+    for half in tl.static_range(2 if VALUES.halves else 1):
         x0, x1, x2, x3 = halves[half]
         if half == 1:
             columns += K // 2

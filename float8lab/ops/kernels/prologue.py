@@ -8,7 +8,7 @@ cast take ``load`` in the place of ``tl.load``. The values are those of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,6 +32,20 @@ WORDS = _common.Tile(rows=128, columns=64, warps=8)
 _WORDS_OF_THREE = _common.Tile(rows=64, columns=64, warps=4)
 AMAX_PROGRAMS = 6 * 132
 """Partial amaxes: six programs per multiprocessor of an H200, all resident."""
+
+
+class Values(NamedTuple):
+    """What a kernel's values are: constants of ``load``."""
+
+    function: str
+    """``""``, ``"permute"``, ``"multiply"``, a norm, or the function of an activation."""
+    gated: bool
+    backward: bool
+    halves: bool
+    """No tile straddles the halves of a gated activation's gradient."""
+    dtype: tl.dtype
+    """That of the matrix itself where there is no prologue."""
+
 
 RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
@@ -101,8 +115,8 @@ def derivative_of_activation(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def tile_of_program(
-    COLUMNS, BACKWARD: tl.constexpr, GATED: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr, FROM_END: tl.constexpr = False, HALVES: tl.constexpr = False,
+    COLUMNS, VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    FROM_END: tl.constexpr = False, HALVES: tl.constexpr = False,
 ):  # fmt: skip
     """Row and column of this program's tile, counted in tiles; with HALVES in the first half."""
     # FROM_END: of what another kernel has just read, the last part is in the cache. The two halves
@@ -114,7 +128,7 @@ def tile_of_program(
         tile = tl.num_programs(0) - 1 - tile
     tile_m = (tile // tiles_k).to(tl.int64)
     tile_k = (tile % tiles_k).to(tl.int64)
-    if BACKWARD and GATED and not HALVES:
+    if VALUES.backward and VALUES.gated and not HALVES:
         half = (tiles_k + 1) // 2
         tile_k = (tile_k % 2) * half + tile_k // 2
     return tile_m, tile_k
@@ -157,38 +171,33 @@ def _load_clamped(
 @triton.jit
 def load_halves(
     inputs,  # of ``load``: h [M, 2 HALF] and dy [M, HALF]
-    rows, columns, M, HALF, FUNCTION: tl.constexpr, DTYPE: tl.constexpr,
+    rows, columns, M, HALF, VALUES: tl.constexpr,
 ):  # fmt: skip
     """A gated activation's gradient in ``columns`` of its first half, and in those of its second.
 
     Each of the three inputs is read once. For one half alone after the other, two of them would be
     read twice.
     """
+    FUNCTION: tl.constexpr = VALUES.function
     h_ptr, dy_ptr, _, _, _, stride_hm, stride_hk, stride_bm, stride_bk = inputs
     mask = (rows < M)[:, None] & (columns < HALF)[None, :]
     a = _load(h_ptr, rows, columns, mask, stride_hm, stride_hk)
     b = _load(h_ptr, rows, columns + HALF, mask, stride_hm, stride_hk)
     y = _load(dy_ptr, rows, columns, mask, stride_bm, stride_bk)
     of_a = y * b * derivative_of_activation(a, FUNCTION)
-    return of_a.to(DTYPE), (y * apply_activation(a, FUNCTION)).to(DTYPE)
+    return of_a.to(VALUES.dtype), (y * apply_activation(a, FUNCTION)).to(VALUES.dtype)
 
 
 @triton.jit
 def load(  # noqa: PLR0915
     inputs,  # pointers and strides, as ``arguments_of`` gives them
-    rows, columns, tile_k, M, K,
-    FUNCTION: tl.constexpr,  # "", "permute", "multiply", a norm, or the function of an activation
-    GATED: tl.constexpr, BACKWARD: tl.constexpr,
-    HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
-    DTYPE: tl.constexpr, TILE_K: tl.constexpr,
+    rows, columns, tile_k, M, K, VALUES: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Some rows and all columns of a tile in DTYPE, 0 outside [M, K]; int64 indices.
-
-    DTYPE is that of ``a_ptr`` where there is no prologue.
-    """
-    # a: x or h, [M, K], or [M, 2 K] where GATED and not BACKWARD; x, [T, K], to permute
-    # b: rstd, [M] fp32; dy, [M, K], or [M, K / 2] where GATED; token, [M] int32; or a factor
+    """Some rows and all columns of a tile in its dtype, 0 outside [M, K]; int64 indices."""
+    # a: x or h, [M, K], or [M, 2 K] where gated and not backward; x, [T, K], to permute
+    # b: rstd, [M] fp32; dy, [M, K], or [M, K / 2] where gated; token, [M] int32; or a factor
     # c, d, e: weight, [K]; mean, [M] fp32; bias, [K]
+    FUNCTION: tl.constexpr = VALUES.function
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk = inputs
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     if FUNCTION == "":
@@ -214,22 +223,22 @@ def load(  # noqa: PLR0915
             y = y + bias[None, :]
     elif FUNCTION == "clamped":
         y = _load_clamped(
-            a_ptr, b_ptr, stride_am, stride_bm, stride_bk, rows, columns, mask, BACKWARD
+            a_ptr, b_ptr, stride_am, stride_bm, stride_bk, rows, columns, mask, VALUES.backward
         )
-    elif not BACKWARD:
+    elif not VALUES.backward:
         y = apply_activation(_load(a_ptr, rows, columns, mask, stride_am, stride_ak), FUNCTION)
-        if GATED:
+        if VALUES.gated:
             y = y * _load(a_ptr, rows, columns + K, mask, stride_am, stride_ak)
-    elif not GATED:
+    elif not VALUES.gated:
         a = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
         y = _load(b_ptr, rows, columns, mask, stride_bm, stride_bk)
         y = y * derivative_of_activation(a, FUNCTION)
-    elif HALVES:
+    elif VALUES.halves:
         half = K // 2
         if tile_k * TILE_K < half:
-            y, _ = load_halves(inputs, rows, columns, M, half, FUNCTION, DTYPE)
+            y, _ = load_halves(inputs, rows, columns, M, half, VALUES)
         else:
-            _, y = load_halves(inputs, rows, columns - half, M, half, FUNCTION, DTYPE)
+            _, y = load_halves(inputs, rows, columns - half, M, half, VALUES)
     else:
         half = K // 2
         second = columns >= half
@@ -240,24 +249,21 @@ def load(  # noqa: PLR0915
         of_a = y * b * derivative_of_activation(a, FUNCTION)
         y = tl.where(second[None, :], y * apply_activation(a, FUNCTION), of_a)
     if FUNCTION != "":
-        y = tl.where(mask, y, 0.0).to(DTYPE)  # what a function of 0 gave
+        y = tl.where(mask, y, 0.0).to(VALUES.dtype)  # what a function of 0 gave
     return y
 
 
 @triton.jit
 def load_bits(
     inputs, rows, columns, tile_k, M, K,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """The ``abs_bits`` of a tile; with HALVES the larger ones of the two that belong together."""
-    if HALVES:
-        y, z = load_halves(inputs, rows, columns, M, K // 2, FUNCTION, DTYPE)
+    """The ``abs_bits`` of a tile; of two halves the larger ones of the two that match."""
+    if VALUES.halves:
+        y, z = load_halves(inputs, rows, columns, M, K // 2, VALUES)
         bits = tl.maximum(abs_bits(y.to(tl.float32)), abs_bits(z.to(tl.float32)))
     else:
-        y = load(
-            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
-        )
+        y = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
         bits = abs_bits(y.to(tl.float32))
     return bits
 
@@ -265,29 +271,25 @@ def load_bits(
 @triton.jit
 def load_words(
     inputs, row, tile_k, M, K,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Columns of a tile that begins at ``row``, and the tile as four: its rows 0, 4, 8 ..., its
     rows 1, 5, 9 ..., and so on.
 
     The four values in one place of these are neighbours in a column, so in FP8 they are the bytes
-    of one word of the transpose: it is words that are transposed, not bytes. With HALVES there are
-    two tiles, in these columns of the first half and of the second.
+    of one word of the transpose: it is words that are transposed, not bytes. Of two halves
+    there are two tiles, in these columns of the first and of the second.
     """
     rows = row + 4 * tl.arange(0, TILE_M // 4)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     first = ()
     second = ()
     for i in tl.static_range(4):
-        if HALVES:
-            y, z = load_halves(inputs, rows + i, columns, M, K // 2, FUNCTION, DTYPE)
+        if VALUES.halves:
+            y, z = load_halves(inputs, rows + i, columns, M, K // 2, VALUES)
             second += (z,)  # type: ignore[assignment]
         else:
-            y = load(
-                inputs, rows + i, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE,
-                TILE_K,
-            )  # fmt: skip
+            y = load(inputs, rows + i, columns, tile_k, M, K, VALUES, TILE_K)
         first += (y,)  # type: ignore[assignment]
     return columns, (first, second)
 
@@ -309,9 +311,10 @@ def arguments_of(
     vectors = [v.contiguous() for v in inputs[2:]]
     strides = second.stride() if second is not None and second.ndim == 2 else (1, 1)
     constants = {
-        "FUNCTION": function, "GATED": gated, "BACKWARD": backward,
-        "HALVES": is_split and first.shape[1] // 2 % tile.columns == 0,
-        "DTYPE": _common.triton_dtype(dtype if prologue else first.dtype),
+        "VALUES": Values(
+            function, gated, backward, is_split and first.shape[1] // 2 % tile.columns == 0,
+            _common.triton_dtype(dtype if prologue else first.dtype),
+        ),
         "TILE_M": tile.rows, "TILE_K": tile.columns, "num_warps": tile.warps,
         "enable_fp_fusion": False,
     }  # fmt: skip
@@ -320,8 +323,8 @@ def arguments_of(
 
 
 def width_of_tiles(columns: int, constants: dict[str, Any]) -> int:
-    """The columns that programs are made for: half with HALVES, where each has two tiles."""
-    return columns // 2 if constants["HALVES"] else columns
+    """The columns that programs are made for: half where each has a tile of both halves."""
+    return columns // 2 if constants["VALUES"].halves else columns
 
 
 def _has_words(x: Tensor) -> bool:
@@ -355,22 +358,19 @@ def _amax_kernel(
     M, K,
     stride_ae,  # of a batch, which has [E, programs of each] amaxes; None: a matrix
     PARTIAL: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     if stride_ae is not None:
         a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    tiles_k = tl.cdiv(K // 2 if HALVES else K, TILE_K)
+    tiles_k = tl.cdiv(K // 2 if VALUES.halves else K, TILE_K)
     tiles = tl.cdiv(M, TILE_M) * tiles_k
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
         tile_k = (tile % tiles_k).to(tl.int64)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-        tile_bits = load_bits(
-            inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K
-        )
+        tile_bits = load_bits(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
         bits = tl.maximum(bits, tile_bits)
     if PARTIAL:
         amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
@@ -384,16 +384,15 @@ def _amax_kernel(
 @launched
 def _value_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    y_ptr,  # [M, K] DTYPE
+    y_ptr,  # [M, K] VALUES.dtype
     M, K,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
+    tile_m, tile_k = tile_of_program(K, VALUES, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    y = load(inputs, rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K)
+    y = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
     store_tile(y_ptr, y, rows, columns, M, K)
 
 
