@@ -89,6 +89,11 @@ class Tile:
     columns: int
     warps: int
 
+    @functools.cached_property
+    def constants(self) -> dict[str, int]:
+        """The constants of a launch."""
+        return {"TILE_M": self.rows, "TILE_K": self.columns, "num_warps": self.warps}
+
 
 TILE = Tile(rows=64, columns=128, warps=4)
 """At most 64 elements a thread, and few enough registers that several programs share a
@@ -98,9 +103,9 @@ multiprocessor: one loads while another stores."""
 # triton.cdiv and triton.next_power_of_2 also run in kernels, which makes them slow outside of one.
 
 
-def ceil_div(size: int, part: int) -> int:
-    """How many parts it takes to hold ``size``."""
-    return -(-size // part)
+def ceil_div(size: int, tile: int) -> int:
+    """How many tiles it takes to hold ``size``."""
+    return -(-size // tile)
 
 
 @functools.cache
@@ -147,6 +152,17 @@ def broadcast_scale(scale: Tensor, block: Sequence[int]) -> tuple[Tensor, tuple[
         return scale.view(1, 1), (0, 0)
     rows, columns = (0 if n == 1 or b == -1 else b for n, b in zip(scale.shape, block, strict=True))
     return scale, (rows, columns)
+
+
+@triton.jit
+def place_of(COLUMNS, TILE_M: tl.constexpr, TILE_K: tl.constexpr, tile=None):
+    """Row and column of this program's tile, or of another, in tiles; its rows and columns."""
+    tiles_k = tl.cdiv(COLUMNS, TILE_K)
+    if tile is None:
+        tile = tl.program_id(0)
+    tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    return tile_m, tile_k, rows, tile_k * TILE_K + tl.arange(0, TILE_K)
 
 
 @triton.jit
@@ -320,14 +336,13 @@ def store_transposed(q_ptr, q, rows, columns, ROWS, COLUMNS):
 
 
 @triton.jit
-def store_words(q_ptr, packed, words, columns, ROWS, COLUMNS):
-    """Store words of four rows each into the contiguous [COLUMNS, ROWS] transpose."""
+def store_words(q_ptr, packed, words, columns, ROWS, COLUMNS, limit):
+    """Store words of four rows, below ``limit``, into the contiguous [COLUMNS, ROWS] transpose."""
     # Indices and mask are of words, not of rows over or times 4, which would hide from the compiler
     # that they are neighbours: it would store one word at a time.
-    WORDS = ROWS // 4
-    mask = (columns < COLUMNS)[:, None] & (words < WORDS)[None, :]
+    mask = (columns < COLUMNS)[:, None] & (words < limit // 4)[None, :]
     pointer = q_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    offsets = columns[:, None] * WORDS + words[None, :]
+    offsets = columns[:, None] * (ROWS // 4) + words[None, :]
     tl.store(pointer + offsets, tl.trans(packed), mask=mask)
 
 

@@ -339,8 +339,7 @@ def _quantize_rows(x: Tensor, q: Tensor, scale: Tensor, rule: str, eps: float) -
     tile, amax = row_tile(x, q.shape[1]), torch.empty_like(scale)
     _quantize_rows_kernel[(_common.ceil_div(q.shape[0], tile.rows),)](
         x, q, scale, amax, *x.shape, *q.shape, *x.stride(), eps,
-        LIMIT=largest(q.dtype), RULE=rule, SINGLE=q.shape[1] <= tile.columns,
-        TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
+        LIMIT=largest(q.dtype), RULE=rule, SINGLE=q.shape[1] <= tile.columns, **tile.constants,
     )  # fmt: skip
     return amax
 
@@ -490,7 +489,7 @@ def _write_words(
             x = widen(nan_for_infinity((x0, x1, x2, x3)[row], dtype))
             q = _common.saturate(x * encode, x, dtype)
             _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
-    _common.store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
+    _common.store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS, ROWS)
 
 
 @launched(do_not_specialize_on_alignment=["slot_ptr"])

@@ -95,10 +95,7 @@ def _cast_many_kernel(
             LIMIT, RULE, SINGLE, TILE_M, TILE_K,
         )  # fmt: skip
     else:
-        tiles_k = tl.cdiv(K, TILE_K)
-        tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
-        rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        tile_m, tile_k, rows, columns = _common.place_of(K, TILE_M, TILE_K, tile)
         x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, 1)
         if AMAX:
             _common.record_amax(slots_ptr + matrix, _common.abs_bits(x.to(tl.float32)))

@@ -25,11 +25,7 @@ def _transpose_kernel(
     M, K, ROWS, COLUMNS, stride_qm, stride_qk,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    tiles_k = tl.cdiv(COLUMNS, TILE_K)
-    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
-    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
-    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    _, _, rows, columns = _common.place_of(COLUMNS, TILE_M, TILE_K)
     q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
     _common.store_transposed(q_t_ptr, q, rows, columns, ROWS, COLUMNS)
 
@@ -39,14 +35,13 @@ def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     if q.ndim == 3:
         E, M, K = q.shape
         return transpose(q.reshape(E * M, K)).view(K, E, M).transpose(0, 1)
-    tile = _BYTES
     rows, columns = round_up(q.shape[0], align), round_up(q.shape[1], align)
     q_t = q.new_empty((columns, rows))
     if q.numel() == 0:
         return q_t
-    _transpose_kernel[_common.grid_of((rows, columns), tile)](
+    _transpose_kernel[_common.grid_of((rows, columns), _BYTES)](
         q.view(torch.uint8), q_t.view(torch.uint8), *q.shape, rows, columns, *q.stride(),
-        TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
+        **_BYTES.constants,
     )  # fmt: skip
     return q_t
 
@@ -60,11 +55,7 @@ def _dequantize_kernel(
     BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    tiles_k = tl.cdiv(K, TILE_K)
-    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
-    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
-    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    tile_m, tile_k, rows, columns = _common.place_of(K, TILE_M, TILE_K)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     q = tl.load(q_ptr + rows[:, None] * stride_qm + columns[None, :] * stride_qk, mask=mask)
 
@@ -83,13 +74,12 @@ def dequantize(
 ) -> Tensor:
     if not casts_by_kernel(q.device):
         return reference.dequantize(q, scale, block, dtype)
-    tile = _common.TILE
     y = q.new_empty(q.shape, dtype=dtype)
     if q.numel() == 0:
         return y
     scale, block = _common.broadcast_scale(scale, block)
-    _dequantize_kernel[_common.grid_of(q.shape, tile)](
+    _dequantize_kernel[_common.grid_of(q.shape, _common.TILE)](
         q, scale, y, *q.shape, *scale.shape, *q.stride(), *scale.stride(),
-        BM=block[0], BK=block[1], TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
+        BM=block[0], BK=block[1], **_common.TILE.constants,
     )  # fmt: skip
     return y

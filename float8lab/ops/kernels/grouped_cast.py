@@ -238,12 +238,6 @@ def _amax_rows_of_groups_kernel(
 
 
 @triton.jit
-def _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS):
-    mask = (row + local < limit)[:, None] & (columns < COLUMNS)[None, :]
-    tl.store(q_ptr + (row + local)[:, None] * COLUMNS + columns[None, :], q, mask=mask)
-
-
-@triton.jit
 def _write_rows_of_blocks(
     x, row, local, columns, tile_k, limit, q_ptr, scale_ptr, COLUMNS, stride_sm, stride_sk, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr, TILE_K: tl.constexpr,
@@ -256,7 +250,7 @@ def _write_rows_of_blocks(
     wide = nan_for_infinity(wide, q_ptr.dtype.element_ty)
     y = _common.scale_tile(wide, encode, 1, BLOCK)
     q = saturate(y, y, q_ptr.dtype.element_ty)
-    _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
+    _common.store_tile(q_ptr, q, row + local, columns, limit, COLUMNS)
     k = tile_k * (TILE_K // BLOCK) + tl.arange(0, TILE_K // BLOCK)
     mask = (row + local < limit)[:, None] & (k * BLOCK < COLUMNS)[None, :]
     offsets = (row + local)[:, None] * stride_sm + k[None, :] * stride_sk
@@ -365,7 +359,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
                         of_rows = given_ptr + first + row + local
                         encode = tl.load(of_rows, mask=row + local < limit, other=1.0)[:, None]
                     q = saturate(x * encode, x, fp8)
-                    _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
+                    _common.store_tile(q_ptr, q, row + local, columns, limit, COLUMNS)
         if TRANSPOSE:
             if BLOCK > 0 and not SQUARE:
                 encode = _column_factors(
@@ -381,10 +375,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 encode = tl.load(of_columns, mask=mask, other=1.0)[None, :]
             packed = _common.pack_scaled(x0, x1, x2, x3, encode, fp8)
             words = place // 4 + word
-            mask = (columns < COLUMNS)[:, None] & (words < limit_t // 4)[None, :]
-            pointer = q_t_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-            offsets = columns[:, None] * (ACROSS // 4) + words[None, :]
-            tl.store(pointer + offsets, tl.trans(packed), mask=mask)
+            _common.store_words(q_t_ptr, packed, words, columns, ACROSS, COLUMNS, limit_t)
 
 
 @launched

@@ -75,8 +75,8 @@ def quantize_moment_(x: Tensor, data: Tensor, scale: Tensor, step: int, is_squar
     limit = moments.LIMITS[is_square]
     _quantize_moment_kernel[_common.grid_of(x.shape, _TILE)](
         x, data, scale, *x.shape, *x.stride(), float(step),
-        SQUARE=is_square, LIMIT=limit, DROPPED=23 - limit.bit_length(),
-        TILE_M=_TILE.rows, TILE_K=_TILE.columns, num_warps=_TILE.warps, enable_fp_fusion=False,
+        SQUARE=is_square, LIMIT=limit, DROPPED=23 - limit.bit_length(), **_TILE.constants,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -107,6 +107,6 @@ def dequantize_moment(data: Tensor, scale: Tensor, is_square: bool) -> Tensor:
         shape = y.view(-1, y.shape[-1]).shape
         _dequantize_moment_kernel[_common.grid_of(shape, _TILE)](
             data, scale, y, *shape, SQUARE=is_square, LIMIT=moments.LIMITS[is_square],
-            TILE_M=_TILE.rows, TILE_K=_TILE.columns, num_warps=_TILE.warps,
+            **_TILE.constants,
         )  # fmt: skip
     return y

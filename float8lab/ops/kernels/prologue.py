@@ -315,8 +315,7 @@ def arguments_of(
             function, gated, backward, is_split and first.shape[1] // 2 % tile.columns == 0,
             _common.triton_dtype(dtype if prologue else first.dtype),
         ),
-        "TILE_M": tile.rows, "TILE_K": tile.columns, "num_warps": tile.warps,
-        "enable_fp_fusion": False,
+        **tile.constants, "enable_fp_fusion": False,
     }  # fmt: skip
     pointers = (first, second, *vectors, *[None] * (3 - len(vectors)))
     return (*pointers, *first.stride(), *strides), constants
