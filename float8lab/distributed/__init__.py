@@ -23,21 +23,9 @@ from float8lab.distributed.offload import get_cpu_offload_context
 from float8lab.distributed.random import CudaRNGStatesTracker
 
 __all__ = [
-    "CPAttentionLoadBalancingStrategy",
-    "CudaRNGStatesTracker",
-    "DispatchHandle",
-    "Float8ReduceScatter",
-    "ModelState",
-    "backward_on_this_core",
-    "broadcast_parameters",
-    "fp8_reduce_scatter",
-    "get_batch_on_this_cp_rank",
-    "get_cpu_offload_context",
-    "join_sequence",
-    "moe_combine",
-    "moe_dispatch",
-    "parallel_cross_entropy",
-    "reduce_sequence_parallel_gradients",
-    "requantize_shards_",
-    "shard_sequence",
-]
+    "CPAttentionLoadBalancingStrategy", "CudaRNGStatesTracker", "DispatchHandle",
+    "Float8ReduceScatter", "ModelState", "backward_on_this_core", "broadcast_parameters",
+    "fp8_reduce_scatter", "get_batch_on_this_cp_rank", "get_cpu_offload_context", "join_sequence",
+    "moe_combine", "moe_dispatch", "parallel_cross_entropy", "reduce_sequence_parallel_gradients",
+    "requantize_shards_", "shard_sequence",
+]  # fmt: skip

@@ -48,15 +48,12 @@ class ShardMap(NamedTuple):
     @property
     def length(self) -> int:
         """How many indices this rank has."""
-        return self._length_of(self.rank)
+        return min(self.chunk, self.size - self.start)
 
     @property
     def lengths(self) -> list[int]:
         """How many indices each rank has."""
-        return [self._length_of(rank) for rank in range(self.ranks)]
-
-    def _length_of(self, rank: int) -> int:
-        return min(self.chunk, self.size - min(self.size, self.chunk * rank))
+        return [self._replace(rank=rank).length for rank in range(self.ranks)]
 
     @property
     def is_even(self) -> bool:

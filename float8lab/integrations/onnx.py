@@ -266,7 +266,7 @@ def _amax(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _scale(amax: Tensor, spec: Float8Spec, epsilon: float) -> Tensor:
-    """``ops.reference.scale_from_amax`` without the bits of float32, which ONNX cannot touch."""
+    """Scales as ``ops.factors_from_amax`` makes them, without bits, which ONNX cannot touch."""
     # As a maximum, since a clamp's other end would be the largest finite float32 in ONNX.
     raised = torch.maximum(amax, torch.full_like(amax, epsilon))
     limit = largest(spec.fp8_dtype)

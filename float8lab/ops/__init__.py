@@ -28,7 +28,6 @@ from float8lab.ops.reference import (
     prologue_shape,
     round_to_fp8,
     round_up,
-    scale_from_amax,
 )
 from float8lab.ops.rotary import rotate_op
 from float8lab.ops.router import SCORE_FUNCTIONS, route_backward_op, route_op
@@ -41,7 +40,7 @@ __all__ = [
     "factors_from_amax", "fp8_attention_backward_op", "fp8_attention_op", "gather_rows_op",
     "has_fp8_attention", "has_linear_backward", "has_paged_attention", "norm_backward_op",
     "norm_op", "paged_attention", "plan_groups_op", "prologue_shape", "rotate_op", "round_to_fp8",
-    "round_up", "route_backward_op", "route_op", "row_map_op", "scale_from_amax", "scaled_mm_into",
+    "round_up", "route_backward_op", "route_op", "row_map_op", "scaled_mm_into",
     "scaled_mm_op", "scatter_rows_op", "transpose_op", "update_scales_op", "value_of_op",
 ]  # fmt: skip
 

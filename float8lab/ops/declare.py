@@ -413,6 +413,12 @@ _trace = torch._C._get_tracing_state
 is_profiled = torch._C._autograd._profiler_enabled
 
 
+def _is_traced() -> bool:
+    """Whether a compiler, a transform, a tracer or a profiler is to see the calls of ops."""
+    compiles = torch.compiler.is_compiling()
+    return compiles or _transform() is not None or _trace() is not None or is_profiled()
+
+
 def _direct(
     overload: Callable[..., Any], for_gpus: Callable[[], Callable[..., Any]],
     reference: Callable[..., Any],
@@ -427,14 +433,8 @@ def _direct(
 
     def call(*args: Any) -> Any:
         nonlocal launcher
-        if (
-            torch.compiler.is_compiling()
-            or (is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None)
-            or _transform() is not None
-            or _trace() is not None
-            or is_profiled()
-            or not _PLAIN.issuperset(map(type, args))
-        ):
+        is_seen = is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None
+        if is_seen or _is_traced() or not _PLAIN.issuperset(map(type, args)):
             return dispatch(*args)
         x = args[0]
         if type(x) is str:  # a prologue, and its inputs
@@ -480,14 +480,7 @@ def planned(body: Callable[..., Any]) -> Any:
     launcher = functools.cache(lambda: load_launcher("_replay:replayed")(body))
 
     def call(*args: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-            or torch.is_grad_enabled()
-            or is_watched_by_a_mode()
-            or _transform() is not None
-            or _trace() is not None
-            or is_profiled()
-        ):
+        if torch.is_grad_enabled() or is_watched_by_a_mode() or _is_traced():
             return body(*args)
         if torch.is_autocast_enabled("cuda"):
             return _exact(launcher(), "cuda")(*args)

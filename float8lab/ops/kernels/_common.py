@@ -302,12 +302,6 @@ def largest_bits(x0, x1, x2, x3):
 
 
 @triton.jit
-def sum_of_rows(x0, x1, x2, x3):
-    """Sums of four neighbours in a column."""
-    return (widen(x0) + widen(x1)) + (widen(x2) + widen(x3))
-
-
-@triton.jit
 def pack_scaled(x0, x1, x2, x3, encode, dtype: tl.constexpr):
     """Words of four neighbours in a column, float32 as ``saturate`` takes it, times a factor."""
     return pack(x0 * encode, x1 * encode, x2 * encode, x3 * encode, x0, x1, x2, x3, dtype)
@@ -347,8 +341,9 @@ def store_words(q_ptr, packed, words, columns, ROWS, COLUMNS, limit):
 
 
 @triton.jit
-def store_column_sum(sum_ptr, x, tile_m, columns, K):
-    """Column sums of one tile into row ``tile_m`` of a contiguous [row tiles, K] matrix."""
+def store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K):
+    """Column sums of a tile of words into row ``tile_m`` of a contiguous [row tiles, K] matrix."""
+    x = (widen(x0) + widen(x1)) + (widen(x2) + widen(x3))
     tl.store(sum_ptr + tile_m * K + columns, tl.sum(x, 0), mask=columns < K)
 
 

@@ -33,8 +33,7 @@ from float8lab.ops.kernels.dequantize import transpose
 from float8lab.ops.kernels.grouped_cast import cast_groups
 from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
 from float8lab.ops.kernels.prologue import load, load_words, tile_of_program
-from float8lab.ops.kernels.scaling import SCALES
-from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
+from float8lab.ops.kernels.scaling import make_scales
 from float8lab.ops.reference import prologue_shape, round_up
 
 _LARGE_BLOCKS = _common.Tile(rows=128, columns=128, warps=16)
@@ -154,10 +153,7 @@ def _scales_of_rows(
     columns_alone = given is None and not write and not matrix[0]
     amax = amaxes[rows:].view(torch.float32).clone().view(-1, 1) if columns_alone else None
     scale, scale_t = (first.new_empty((n, 1), dtype=torch.float32) for n in (rows, columns))
-    make_scales[(_common.ceil_div(rows + columns, SCALES),)](
-        amaxes, scale, scale_t, rows, columns, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
-    )  # fmt: skip
+    make_scales(amaxes, scale, scale_t, fp8_dtype, rule, eps)
     return scale, scale_t, amaxes.view(torch.float32), amax
 
 
@@ -441,11 +437,7 @@ def _cast_straight(
     if given is not None and block != (-1, -1):
         scale, encode = (empty_scale(first, q.shape, block) for _ in range(2))
         encode.copy_(given)
-        count = encode.numel()
-        make_scales[(_common.ceil_div(count, SCALES),)](
-            encode.view(torch.int32), scale, scale, count, 0, eps,
-            LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
-        )  # fmt: skip
+        make_scales(encode.view(torch.int32), scale, scale, fp8_dtype, rule, eps)
         _cast(matrix, q, encode, block, "encode", eps)
         return q, scale, None
     if prologue and block == (1, -1):
@@ -527,9 +519,7 @@ def _cast_words_kernel(
         if HAS_SLOT and COLUMN_SUM:
             _common.record_amax(slot_ptr, _common.largest_bits(x0, x1, x2, x3))
         if COLUMN_SUM:
-            _common.store_column_sum(
-                sum_ptr, _common.sum_of_rows(x0, x1, x2, x3), tile_m, columns, K
-            )
+            _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
         _write_words(
             x0, x1, x2, x3, encode, given_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
             PER_ROW, WRITE,

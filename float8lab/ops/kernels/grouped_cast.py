@@ -31,8 +31,7 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
 from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
 from float8lab.ops.kernels.prologue import load, load_bits, load_words, tile_of_program
-from float8lab.ops.kernels.scaling import SCALES
-from float8lab.ops.kernels.scaling import _scales_kernel as make_scales
+from float8lab.ops.kernels.scaling import make_scales
 from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
 
 _TILE = _common.Tile(rows=128, columns=128, warps=8)
@@ -44,15 +43,22 @@ _SUMS = 128
 
 
 @triton.jit
-def group_of_tile(tile, offs_ptr, M, E, COUNT: tl.constexpr):
-    """The group that a tile of 128 rows is of, its first row there, and the group's end.
-    Group E has the rows beyond the last end; a tile beyond all rows begins at its own end."""
-    index = tl.arange(0, COUNT)
+def _bounds_of_groups(index, offs_ptr, M, E):
+    """Where groups start and stop, and how many tiles each has; group E has the padding rows."""
     stops = tl.load(offs_ptr + index, mask=index < E, other=0).to(tl.int32)
     starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= E), other=0).to(tl.int32)
     stops = tl.where(index < E, stops, M)
     starts = tl.where(index <= E, starts, M)
-    last = tl.cumsum((tl.maximum(stops - starts, 0) + 127) // 128, 0)
+    return starts, stops, (tl.maximum(stops - starts, 0) + 127) // 128
+
+
+@triton.jit
+def group_of_tile(tile, offs_ptr, M, E, COUNT: tl.constexpr):
+    """The group that a tile of 128 rows is of, its first row there, and the group's end.
+    Group E has the rows beyond the last end; a tile beyond all rows begins at its own end."""
+    index = tl.arange(0, COUNT)
+    starts, stops, tiles = _bounds_of_groups(index, offs_ptr, M, E)
+    last = tl.cumsum(tiles, 0)
     is_past = last <= tile
     group = tl.sum(is_past.to(tl.int32), 0)
     first = tl.max(tl.where(is_past, last, 0), 0)
@@ -73,12 +79,7 @@ def _plan_kernel(
     """The groups from the largest on, and their tiles; how many tiles there are; where each is."""
     index = tl.program_id(0)
     offsets = tl.arange(0, COUNT)
-    stops = tl.load(offs_ptr + offsets, mask=offsets < E, other=0).to(tl.int32)
-    inside = (offsets > 0) & (offsets <= E)
-    starts = tl.load(offs_ptr + offsets - 1, mask=inside, other=0).to(tl.int32)
-    stops = tl.where(offsets < E, stops, M)
-    starts = tl.where(offsets <= E, starts, M)
-    of_group = (tl.maximum(stops - starts, 0) + 127) // 128
+    _, _, of_group = _bounds_of_groups(offsets, offs_ptr, M, E)
     plan_ptr += 4 * index
     if index > E:
         group, row, end = group_of_tile(index - E - 1, offs_ptr, M, E, COUNT)
@@ -87,13 +88,13 @@ def _plan_kernel(
         tl.store(plan_ptr + 1, tl.where(is_one, row.to(tl.int32), 0))
         tl.store(plan_ptr + 2, tl.where(is_one, end.to(tl.int32), 0))
     else:
-        here = tl.sum(tl.where(offsets == index, of_group, 0), 0)
+        tiles = tl.sum(tl.where(offsets == index, of_group, 0), 0)
         before = tl.sum(tl.where((offsets < index) | (index == E), of_group, 0), 0)
-        is_ahead = (of_group > here) | ((of_group == here) & (offsets < index))
+        is_ahead = (of_group > tiles) | ((of_group == tiles) & (offsets < index))
         place = tl.sum(((offsets < E) & is_ahead).to(tl.int32), 0)
         plan_ptr += 4 * (tl.where(index == E, E, place) - index)
         tl.store(plan_ptr, before)
-        tl.store(plan_ptr + 1, here)
+        tl.store(plan_ptr + 1, tiles)
         tl.store(plan_ptr + 2, tl.where(index == E, 0, index))
     tl.store(plan_ptr + 3, 0)
 
@@ -323,9 +324,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
         if HAS_SLOT and row < end:
             _common.record_amax(slot_ptr + group, _common.largest_bits(x0, x1, x2, x3))
         if COLUMN_SUM:
-            _common.store_column_sum(
-                sum_ptr, _common.sum_of_rows(x0, x1, x2, x3), tile_m, columns, K
-            )
+            _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
 
         encode = 1.0
         if SQUARE:
@@ -577,8 +576,5 @@ def _scales_of_rows(
     )  # fmt: skip
     scale = first.new_empty((*batch, rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((E, columns, 1), dtype=torch.float32)
-    make_scales[(_common.ceil_div(all_rows + E * columns, SCALES),)](
-        amaxes, scale, scale_t, all_rows, E * columns, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=SCALES,
-    )  # fmt: skip
+    make_scales(amaxes, scale, scale_t, fp8_dtype, rule, eps)
     return scale, scale_t, amaxes.view(torch.float32)

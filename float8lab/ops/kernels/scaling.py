@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
+from float8lab.formats import largest
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import NO_DATA
 
-SCALES = 256
+_SCALES = 256
 """Scales that one program of ``_scales_kernel`` makes."""
 
 
@@ -30,6 +32,17 @@ def _scales_kernel(
     tl.store(scale_ptr + index, scale, mask=index < ROWS)
     column = index - ROWS
     tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
+
+
+def make_scales(
+    amaxes: Tensor, scale: Tensor, scale_t: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float
+) -> None:
+    """Write scales for the amaxes of rows and then of columns, which become encode factors."""
+    rows, count = scale.numel(), amaxes.numel()
+    _scales_kernel[(_common.ceil_div(count, _SCALES),)](
+        amaxes, scale, scale_t, rows, count - rows, eps,
+        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+    )  # fmt: skip
 
 
 @launched

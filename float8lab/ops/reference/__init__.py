@@ -14,7 +14,6 @@ from float8lab.ops.reference.blocks import (
     quantize,
     round_to_fp8,
     round_up,
-    scale_from_amax,
     scale_in_tiles,
 )
 from float8lab.ops.reference.cast import amax_of, cast, cast_many_, has_amax, transpose
@@ -28,6 +27,6 @@ __all__ = [
     "ACTIVATIONS", "ALIGN", "NO_DATA", "SPAN", "CastResults", "amax", "amax_of", "as_matrix",
     "cast", "cast_many_", "dequantize", "encode_from_amax", "factors_from_amax", "has_amax", "norm",
     "norm_backward", "padded_rows", "plan_groups", "prologue_shape", "quantize", "round_to_fp8",
-    "round_up", "scale_from_amax", "scale_in_tiles", "scaled_mm", "scaled_mm_into", "transpose",
+    "round_up", "scale_in_tiles", "scaled_mm", "scaled_mm_into", "transpose",
     "update_scales_", "value_of",
 ]  # fmt: skip

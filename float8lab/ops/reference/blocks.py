@@ -14,8 +14,7 @@ from float8lab import formats
 
 __all__ = [
     "ALIGN", "CastResults", "amax", "as_matrix", "encode_from_amax", "expand_scale",
-    "factors_from_amax", "in_blocks", "quantize", "round_to_fp8", "round_up", "scale_from_amax",
-    "scale_in_tiles",
+    "factors_from_amax", "in_blocks", "quantize", "round_to_fp8", "round_up", "scale_in_tiles",
 ]  # fmt: skip
 
 ALIGN = 16
@@ -115,14 +114,19 @@ def factors_from_amax(
     usable = (raised > 0) & (raised < torch.inf)
     limit = torch.finfo(fp8_dtype).max
     if rule == "e8m0":
-        bits = (raised / torch.full_like(raised, limit)).view(torch.int32)
-        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
-        scale = (exponent << 23).view(torch.float32)
+        scale = _up_to_power_of_2(raised / torch.full_like(raised, limit))
         encode = 1.0 / scale
     else:
         encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
         scale = 1.0 / encode
     return torch.where(usable, scale, 1.0), torch.where(usable, encode, 1.0)
+
+
+def _up_to_power_of_2(x: Tensor) -> Tensor:
+    """Float32 numbers rounded up to a power of two, from the least normal one on."""
+    bits = x.view(torch.int32)
+    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
+    return (exponent << 23).view(torch.float32)
 
 
 def _factors_of_packed(
@@ -142,9 +146,7 @@ def _factors_of_packed(
     """
     limit = torch.full_like(amax, formats.largest(formats.E2M1))
     if "e8m0" in rule:
-        bits = (amax / limit).view(torch.int32)
-        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
-        scale = torch.where(amax > 0, (exponent << 23).view(torch.float32), 1.0)
+        scale = torch.where(amax > 0, _up_to_power_of_2(amax / limit), 1.0)
     else:
         scale = amax / limit
         decode = torch.ones_like(scale)
@@ -160,15 +162,6 @@ def _factors_of_packed(
         scale = scale.clamp(max=formats.largest(formats.E4M3)).to(formats.E4M3).float() * decode
     scale = torch.where(amax < torch.inf, scale, torch.nan)
     return scale, (1.0 / scale).clamp(max=formats.FLOAT32_MAX)
-
-
-def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
-    """The decode scales of ``factors_from_amax``.
-
-    >>> scale_from_amax(torch.tensor([448.0, 3.0, 0.0, torch.inf]), torch.float8_e4m3fn, "pow2")
-    tensor([1.0000, 0.0078, 1.0000, 1.0000])
-    """
-    return factors_from_amax(amax, fp8_dtype, rule, eps)[0]
 
 
 def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
