@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -307,16 +306,16 @@ class TensorParallel:
     def gather_features(self, x: Tensor, *, gather: bool) -> Tensor:
         """All features of a tensor of which a rank has some; or its own of all; differentiable.
         The gradient of all is the same on all ranks, as what they compute of all is."""
-        there, back = (partial(self._move_features, gather=way) for way in (gather, not gather))
-        return GradientMap.run(x, there, back)
-
-    def _move_features(self, x: Tensor, *, gather: bool) -> Tensor:
-        """Gather the features of ranks, or take a rank's own."""
         size = x.shape[-1] * (self.size if gather else 1)
         features = ShardMap.of(size, self.size, self.rank)
-        if not gather:
+
+        def gather_all(x: Tensor) -> Tensor:
+            return self.gather(as_matrix(x), features, 1).view(*x.shape[:-1], size)
+
+        def take_own(x: Tensor) -> Tensor:
             return features.shard(x, -1).contiguous()
-        return self.gather(as_matrix(x), features, 1).view(*x.shape[:-1], size)
+
+        return GradientMap.run(x, *((gather_all, take_own) if gather else (take_own, gather_all)))
 
     def enter(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
         """A layer's input as its GEMM takes it, differentiable."""

@@ -26,14 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8lab.arguments import (
-    check_choice,
-    check_group,
-    check_lengths,
-    check_size,
-    check_tensor,
-    has_values,
-)
+from float8lab import arguments
 from float8lab.distributed.ranks import all_gathered, exchanged, rank_and_size
 from float8lab.tensor.differentiation import GradientMap
 
@@ -63,7 +56,7 @@ def strategy_of(value: object) -> CPAttentionLoadBalancingStrategy:
     """The strategy that ``load_balancing_strategy`` names, in whatever enumeration."""
     name = value.name if isinstance(value, enum.Enum) else value
     name = name.lower() if isinstance(name, str) else name
-    check_choice("load_balancing_strategy", name, ("dual_chunk_swap", "no_load_balance"))
+    arguments.check_choice("load_balancing_strategy", name, ("dual_chunk_swap", "no_load_balance"))
     return CPAttentionLoadBalancingStrategy(name)
 
 
@@ -275,7 +268,7 @@ def places_of(
 def _check_sequences(name: str, starts: Tensor | None, tokens: int, ranks: TokenRanks) -> None:
     """Raise unless sequences have chunks for all ranks."""
     lengths, size = [tokens * ranks.size], ranks.size
-    if starts is not None and has_values(starts):
+    if starts is not None and arguments.has_values(starts):
         name, bounds = "cu_seqlens", [*starts.tolist(), tokens * size]
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
     is_balanced = ranks.strategy is DUAL_CHUNK_SWAP
@@ -316,16 +309,18 @@ def get_batch_on_this_cp_rank(
     >>> float8lab.distributed.get_batch_on_this_cp_rank(torch.tensor([0, 4]), ids, None, ids)
     (tensor([0, 1, 2, 3]), None, tensor([0, 1, 2, 3]))
     """
-    check_choice("qvk_format", qvk_format, ("thd", "bshd", "sbhd"))
+    arguments.check_choice("qvk_format", qvk_format, ("thd", "bshd", "sbhd"))
     is_packed, shards = qvk_format == "thd", []
-    starts = check_lengths("cu_seqlens_padded", cu_seqlens_padded, why="thd") if is_packed else None
+    starts = None
+    if is_packed:
+        starts = arguments.check_lengths("cu_seqlens_padded", cu_seqlens_padded, why="thd")
     group = dist.group.WORLD if cp_group is None and rank_and_size()[1] > 1 else cp_group
     for name, x in (
         ("input_ids_padded", input_ids_padded),
         ("labels_padded", labels_padded),
         ("position_ids_padded", position_ids_padded),
     ):
-        check_tensor(name, x, optional=True)
+        arguments.check_tensor(name, x, optional=True)
         if x is not None:
             has_batch = x.ndim > 1 and (x.shape[0] == 1 if is_packed else qvk_format == "bshd")
             x = _shard_of(name, x, group, int(has_batch), starts, load_balancing_strategy)
@@ -396,18 +391,19 @@ def _checked_places(
     name: str, x: Tensor, group: dist.ProcessGroup | None, dim: int, starts: Tensor | None,
     strategy: CPAttentionLoadBalancingStrategy | str, *, is_shard: bool,
 ) -> Tensor | None:  # fmt: skip
-    check_tensor(name, x)
-    check_group("cp_group", group)
-    check_size("dim", dim, minimum=-x.ndim)
+    arguments.check_tensor(name, x)
+    arguments.check_group("cp_group", group)
+    arguments.check_size("dim", dim, minimum=-x.ndim)
     ranks = TokenRanks.of(group, strategy_of(strategy))
-    size, each = ranks.size, len(ranks.chunks_of(0))
-    if dim >= x.ndim or (not is_shard and x.shape[dim] % (each * size) and size > 1):
+    size, chunks = ranks.size, len(ranks.chunks_of(0))
+    if dim >= x.ndim or (not is_shard and x.shape[dim] % (chunks * size) and size > 1):
         raise ValueError(
-            f"{name} must have a multiple of {each * size} tokens along dim {dim}, {each} chunks "
-            f"for each of the {size} context-parallel ranks; got shape {tuple(x.shape)}. Pad it."
+            f"{name} must have a multiple of {chunks * size} tokens along dim {dim}, {chunks} "
+            f"chunks for each of the {size} context-parallel ranks; got shape {tuple(x.shape)}. "
+            "Pad it."
         )
     if starts is not None:
-        check_lengths("cu_seqlens", starts, why="packed sequences")
+        arguments.check_lengths("cu_seqlens", starts, why="packed sequences")
     if size == 1:
         return None
     return places_of(name, starts, x.shape[dim] // (1 if is_shard else size), ranks, x.device)

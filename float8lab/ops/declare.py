@@ -14,7 +14,7 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from float8lab.ops.sharding import Rule, takes_dtensors
 
 __all__ = [
     "OPS", "RECORDING", "Declared", "DirectCall", "announce", "called_by_ops", "capability_of",
-    "casts_by_kernel", "compute_intensive_ops", "declare", "filled", "is_profiled",
+    "casts_by_kernel", "compute_intensive_ops", "declare", "filled", "first_tensor", "is_profiled",
     "is_watched_by_a_mode", "load_launcher", "overload_named", "planned", "tell_when_imported",
     "untraced",
 ]  # fmt: skip
@@ -107,7 +107,7 @@ def _for_gpus(path: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         knows_blocks = not is_cast or has_kernels(tuple(args[block]), args[rule])
         if knows_blocks and (
-            has_fp8 or not _holds_fp8(args) or casts_by_kernel(_first_tensor(args).device)
+            has_fp8 or not _holds_fp8(args) or casts_by_kernel(first_tensor(args).device)
         ):
             return launch(*args)
         if is_cast and names[0] == "prologue" and args[0]:
@@ -117,10 +117,13 @@ def _for_gpus(path: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _first_tensor(args: Sequence[Any]) -> Tensor:
-    """The first tensor of a call; a prologue comes before its inputs."""
-    first = args[type(args[0]) is str]
-    return first if isinstance(first, Tensor) else first[0]
+def first_tensor(args: Iterable[Any]) -> Any:
+    """The first tensor among arguments, or in the lists and tuples there; None if there is none."""
+    for arg in args:
+        tensor = first_tensor(arg) if isinstance(arg, (tuple, list)) else arg
+        if isinstance(tensor, Tensor):
+            return tensor
+    return None
 
 
 def _holds_fp8(args: Sequence[Any]) -> bool:
@@ -194,12 +197,15 @@ def declare(
     function = _by_position(function)
     exact = function if cuda is None else _exact(function)
     # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
-    on_any_device = untraced(_complete(exact))
+    on_any_device = untraced(lambda *args: filled(exact(*args), args))
     implementations = {"CompositeExplicitAutograd": on_any_device}
     if cuda is not None:
         for_gpus = functools.cache(lambda: _for_gpus(cuda, function))
         on_gpu = _exact(lambda *args: for_gpus()(*args), "cuda")
-        implementations = {"CPU": on_any_device, "CUDA": untraced(_complete(on_gpu))}
+        implementations = {
+            "CPU": on_any_device,
+            "CUDA": untraced(lambda *args: filled(on_gpu(*args), args)),
+        }
 
     def define(name: str, schema: str) -> OpOverload:
         tags = [torch.Tag.pt2_compliant_tag, *[torch.Tag.flexible_layout] * any_strides]
@@ -307,20 +313,11 @@ def _exact(function: Callable[..., Any], device: str = "cpu") -> Callable[..., A
     return call
 
 
-def _complete(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with an empty tensor for each result that it gives as None."""
-
-    def call(*args: Any) -> Any:
-        return filled(function(*args), args)
-
-    return call
-
-
 def filled(results: Any, args: Sequence[Any]) -> Any:
     """The results of an op's call with ``args``, with an empty tensor in the place of each None."""
     if not isinstance(results, tuple):
         return results
-    like = _first_tensor(args)
+    like = first_tensor(args)
     return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
@@ -433,8 +430,9 @@ def _direct(
 
     def call(*args: Any) -> Any:
         nonlocal launcher
-        is_seen = is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None
-        if is_seen or _is_traced() or not _PLAIN.issuperset(map(type, args)):
+        if _is_traced() or not _PLAIN.issuperset(map(type, args)):
+            return dispatch(*args)
+        if is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None:
             return dispatch(*args)
         x = args[0]
         if type(x) is str:  # a prologue, and its inputs
@@ -480,7 +478,7 @@ def planned(body: Callable[..., Any]) -> Any:
     launcher = functools.cache(lambda: load_launcher("_replay:replayed")(body))
 
     def call(*args: Any) -> Any:
-        if torch.is_grad_enabled() or is_watched_by_a_mode() or _is_traced():
+        if _is_traced() or torch.is_grad_enabled() or is_watched_by_a_mode():
             return body(*args)
         if torch.is_autocast_enabled("cuda"):
             return _exact(launcher(), "cuda")(*args)

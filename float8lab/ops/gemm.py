@@ -84,4 +84,4 @@ def is_cublas_gemm(
 
 @functools.cache
 def _cuda_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+    return tuple(int(number) for number in (torch.version.cuda or "0").split("."))

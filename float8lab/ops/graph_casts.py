@@ -40,8 +40,8 @@ def _arguments(cast: Node) -> dict[str, Any]:
 def _is_columnwise(match: Match) -> bool:
     """Whether a cast makes the columnwise operand of a matrix, and nothing else."""
     arguments = _arguments(match.output_node())
-    others = (arguments[name] for name in ("rowwise", "prologue", "dbias", "offs"))
-    return arguments["columnwise"] and not any(others)
+    excluded = (arguments[name] for name in ("rowwise", "prologue", "dbias", "offs"))
+    return arguments["columnwise"] and not any(excluded)
 
 
 def _copy_input(match: Match, *_: object, **__: object) -> None:
@@ -60,10 +60,10 @@ def _merge(match: Match, *_: object, **__: object) -> None:
     (x,) = _arguments(by_columns)["inputs"]
     for cast in x.users:
         if cast < by_columns and _is_rowwise_of(cast, by_columns):
-            both = _with_columnwise(cast, by_columns)
-            index = _Q_T if both.target is by_columns.target else _Q_T_BY_SLOTS
-            _replace(by_columns, both, {_Q_T: index})
-            _replace(cast, both, {})
+            pair = _with_columnwise(cast, by_columns)
+            index = _Q_T if pair.target is by_columns.target else _Q_T_BY_SLOTS
+            _replace(by_columns, pair, {_Q_T: index})
+            _replace(cast, pair, {})
             return
 
 
@@ -92,27 +92,27 @@ def _with_columnwise(cast: Node, by_columns: Node) -> Node:
     """The cast that gives the columnwise operand, too, in the place of ``cast``."""
     arguments = {**_arguments(cast), "columnwise": True}
     with cast.graph.inserting_before(cast):
-        both = cast.graph.create_node("call_function", cast.target, tuple(arguments.values()))
+        pair = cast.graph.create_node("call_function", cast.target, tuple(arguments.values()))
     values, of_columns = [*cast.meta["val"]], by_columns.meta["val"]
-    if both.target is by_columns.target:
+    if pair.target is by_columns.target:
         empty = of_columns[_Q]
         values[_AMAX : _SCALE_T + 1] = [empty, of_columns[_Q_T], of_columns[_SCALE_T]]
     else:
         values[_Q_T_BY_SLOTS] = of_columns[_Q_T]
-    both.meta = {**cast.meta, "val": tuple(values)}
-    return both
+    pair.meta = {**cast.meta, "val": tuple(values)}
+    return pair
 
 
-def _replace(cast: Node, both: Node, indices: dict[object, int]) -> None:
-    """Have the results of ``both`` in the place of those of ``cast``, which goes."""
+def _replace(cast: Node, pair: Node, indices: dict[object, int]) -> None:
+    """Have the results of ``pair`` in the place of those of ``cast``, which goes."""
     graph = cast.graph
     for result in [*cast.users]:
         if result.users:
             index = indices.get(result.args[1], result.args[1])
-            with graph.inserting_after(both):
-                other = graph.call_function(operator.getitem, (both, index))
-            other.meta = result.meta
-            result.replace_all_uses_with(other)
+            with graph.inserting_after(pair):
+                new_result = graph.call_function(operator.getitem, (pair, index))
+            new_result.meta = result.meta
+            result.replace_all_uses_with(new_result)
         graph.erase_node(result)
     graph.erase_node(cast)
 

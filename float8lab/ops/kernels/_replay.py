@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from float8lab.ops.declare import first_tensor
 from float8lab.ops.kernels import _launch
 from float8lab.ops.kernels._launch import (
     STREAM,
@@ -429,20 +430,11 @@ def _on_device(
     launcher: Callable[..., Any], repeat: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     """Launch on the GPU of the first tensor: Triton launches on the current one."""
-    x = _first_tensor(args)
-    assert x is not None, "some tensor says where"
+    x = first_tensor(args)
     if is_on_current_device(x):
         return launcher(*args)
     with torch.cuda.device(x.device):
         return repeat(*args)
-
-
-def _first_tensor(args: Iterable[Any]) -> Tensor | None:
-    for arg in args:
-        tensor = _first_tensor(arg) if isinstance(arg, (tuple, list)) else arg
-        if isinstance(tensor, Tensor):
-            return tensor
-    return None
 
 
 def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] | None:

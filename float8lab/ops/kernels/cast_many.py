@@ -18,16 +18,8 @@ from torch import Tensor
 
 from float8lab.formats import largest
 from float8lab.ops.kernels import _common
+from float8lab.ops.kernels import cast as casts
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels.cast import (
-    block_tile,
-    cast,
-    divides_a_tile,
-    row_tile,
-    write_blocks,
-    write_cast,
-    write_rows,
-)
 
 _ALIGNMENT = 16
 """Bytes of the widest access, and columns of a matrix whose every row allows them."""
@@ -90,7 +82,7 @@ def _cast_many_kernel(
     stride_sm, stride_sk = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
     tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
     if RULE != "" and BK == 0 and BM == 1:
-        write_rows(
+        casts.write_rows(
             x_ptr, q_ptr, scale_ptr, amax_ptr, tile, M, K, M, K, stride_xm, 1, eps,
             LIMIT, RULE, SINGLE, TILE_M, TILE_K,
         )  # fmt: skip
@@ -102,7 +94,7 @@ def _cast_many_kernel(
         elif RULE == "":
             factor_rows = tl.cdiv(M, BM) if BM else 1
             factor_columns = tl.cdiv(K, BK) if BK else 1
-            write_cast(
+            casts.write_cast(
                 x, tile_m, tile_k, rows, columns, scale_ptr, scale_ptr, q_ptr, M, K, factor_rows,
                 factor_columns, stride_sm, stride_sk, BM, BK, False, False, TILE_M, TILE_K,
             )  # fmt: skip
@@ -115,7 +107,7 @@ def _cast_many_kernel(
             x = _common.nan_for_infinity(x, Q).to(tl.float32)
             _common.store_tile(q_ptr, _common.saturate(x * encode, x, Q), rows, columns, M, K)
         else:
-            write_blocks(
+            casts.write_blocks(
                 x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
                 stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, True,
             )  # fmt: skip
@@ -196,11 +188,11 @@ def cast_many_(
     tensors = zip(x, q, given or scale, given or amax, strict=True)
     jobs, shape = [_Job(*matrix) for matrix in tensors], tuple(block)
     rule = "" if given else rule
-    if given or shape in ((-1, -1), (1, -1)) or divides_a_tile(shape):
+    if given or shape in ((-1, -1), (1, -1)) or casts.divides_a_tile(shape):
         jobs = _launch(jobs, shape, rule, eps)
     for matrix, *outputs in jobs:
         options = (rule, eps) if rule else ("encode", 0.0, 1, True, False, False, outputs[1])
-        results = cast("", [matrix], matrix.dtype, outputs[0].dtype, shape, *options)
+        results = casts.cast("", [matrix], matrix.dtype, outputs[0].dtype, shape, *options)
         for output, result in zip(outputs, results, strict=False):
             if result is not None:
                 output.copy_(result)
@@ -228,10 +220,10 @@ def _launch_alike(
     """Cast matrices that are alike, ``x`` being one of them; False if there is no table."""
     widest = max((job.x for job in jobs), key=lambda x: x.shape[1])
     if rule and block == (1, -1):
-        tile = row_tile(widest, widest.shape[1])
+        tile = casts.row_tile(widest, widest.shape[1])
         tiles = [_common.ceil_div(job.x.shape[0], tile.rows) for job in jobs]
     else:
-        tile = block_tile(block) if rule else _common.TILE
+        tile = casts.block_tile(block) if rule else _common.TILE
         tiles = [_common.grid_of(job.x.shape, tile)[0] for job in jobs]
     table, slots = _table_of(_key_of(jobs, tiles)), None
     if table is None:

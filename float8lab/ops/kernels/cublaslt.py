@@ -145,7 +145,7 @@ class _ChosenGemm:
         bias: Tensor | None, out: Tensor, workspace: Tensor | None,
     ) -> None:  # fmt: skip
         """Multiply tensors of these sizes and dtypes on a stream of the current GPU."""
-        into, (one, zero, answer) = out.data_ptr(), self._numbers
+        into, (factor, zero, answer) = out.data_ptr(), self._numbers
         room = None if workspace is None else workspace.data_ptr()
         with self._is_used:
             self._point(_SCALE_A, b_scale)
@@ -153,7 +153,7 @@ class _ChosenGemm:
             if bias is not None:
                 self._point(_BIAS, bias)
             status = self._multiply(
-                self._handle, self._operation, one, b.data_ptr(), self._b, a.data_ptr(), self._a,
+                self._handle, self._operation, factor, b.data_ptr(), self._b, a.data_ptr(), self._a,
                 zero, into, self._out, into, self._out, answer, room, self.workspace_bytes, stream,
             )  # fmt: skip
         _check("cublasLtMatmul", status)

@@ -99,7 +99,8 @@ def _mm(
         out = _multiply_blocks(*padded, wide, into)
         out = (out if bias is None else out.add_(bias)).to(out_dtype)
     elif a_scale.numel() == b_scale.numel() == 1:
-        a_scale, b_scale = _per_tensor(a_scale), _per_tensor(b_scale)
+        # One of a batch's need not be aligned.
+        a_scale, b_scale = (x if _aligned(x) else x.clone() for x in (a_scale, b_scale))
         out = _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)
     else:
         a_scale, b_scale = _per_row(a_scale, a_block, rows), _per_row(b_scale, b_block, columns)
@@ -222,11 +223,6 @@ def _pad_bias(bias: Tensor | None, columns: int) -> Tensor | None:
     padded = bias.new_zeros(columns)
     padded[: bias.shape[0]] = bias
     return padded
-
-
-def _per_tensor(scale: Tensor) -> Tensor:
-    """One aligned element, which one of a batch's scales need not be."""
-    return scale if _aligned(scale) else scale.clone()
 
 
 def _per_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:

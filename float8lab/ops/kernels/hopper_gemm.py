@@ -147,14 +147,6 @@ def _find(tile, schedule, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
     return group, row, first, b_row, b_column, steps, left, column
 
 
-@gluon.jit
-def _row_in_y(group, row, M, GROUPS: gl.constexpr):
-    """The row in y of a row of a: the results of groups of the sum are below each other."""
-    if GROUPS == GROUPED_SUMS:
-        row += group * M
-    return row
-
-
 # The roles.
 
 
@@ -287,7 +279,7 @@ def _multiply_fast(
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
         below = HALF * number
         y_tile = y_tiles.index(number)
-        y_row = _row_in_y(group, row, M, GROUPS)
+        y_row = group * M + row if GROUPS == GROUPED_SUMS else row  # results are below each other
         sums = _scale(sums, scales, group, row + below, column, M, N)
         ahead = gl.minimum(tile + programs, last)
         if BIAS:
@@ -392,7 +384,8 @@ def _multiply_parts(  # noqa: PLR0915
             sums0 = _add_bias(sums0, scales, group, column + column0, steps, N)
             sums1 = _add_bias(sums1, scales, group, column + column1, steps, N)
         y_tile = y_tiles.index(number)
-        y_row = _row_in_y(group, row, M, GROUPS)  # not carried along, for want of registers
+        # Not carried along, for want of registers.
+        y_row = group * M + row if GROUPS == GROUPED_SUMS else row
         _store(sums0, y_desc, y_ptr, y_tile, y_row + row0, column + column0, left - row0, N, GROUPS)
         _store(sums1, y_desc, y_ptr, y_tile, y_row + row1, column + column1, left - row1, N, GROUPS)
         if GROUPS != DENSE:
