@@ -283,11 +283,10 @@ def _takes(function: Callable[..., object], arguments: tuple[str, ...]) -> bool:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return True
-    try:
+    with suppress(TypeError):
         signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def check_dtype(

@@ -576,18 +576,14 @@ class Sharded(OneGpu):
         has_one_scale = plan.casts_x_once and plan.x.block == (-1, -1)
         self.keeps_gathered = parallel.keep_gathered and parallel.gathers and has_one_scale
 
-    def _tokens_to_gather(self, *, backward: bool) -> ShardMap | None:
-        """The tokens of x, or of dy, where it is a shard of them."""
+    def _tokens_to_gather(self, *, backward: bool, in_fp8: bool) -> ShardMap | None:
+        """The tokens of x, or of dy, where it is a shard of them; ``in_fp8``, behind its cast."""
         gathers = self.parallel.scatters if backward else self.parallel.gathers
-        return self.tokens if gathers else None
-
-    def _tokens_to_gather_in_fp8(self, *, backward: bool) -> ShardMap | None:
-        """The tokens of x, or of dy, where it is gathered behind its cast."""
-        in_high_precision = self.gathers_dy_first if backward else self.gathers_x_first
-        return None if in_high_precision else self._tokens_to_gather(backward=backward)
+        is_gathered = in_fp8 and (self.gathers_dy_first if backward else self.gathers_x_first)
+        return self.tokens if gathers and not is_gathered else None
 
     def gather(self, x: Tensor, *, backward: bool = False) -> Tensor:
-        tokens = self._tokens_to_gather(backward=backward)
+        tokens = self._tokens_to_gather(backward=backward, in_fp8=False)
         return x if tokens is None else self.parallel.gather(x, tokens)
 
     def reduce(self, y: Tensor, *, backward: bool = False) -> Tensor:
@@ -600,7 +596,7 @@ class Sharded(OneGpu):
     def token_operand(
         self, operand: _Operand, block: Sequence[int], *, backward: bool
     ) -> _Operand | TokenShard:
-        tokens = self._tokens_to_gather_in_fp8(backward=backward)
+        tokens = self._tokens_to_gather(backward=backward, in_fp8=True)
         if operand is None or tokens is None:
             return operand
         return TokenShard(self.parallel, tokens, operand, block)
@@ -618,7 +614,7 @@ class Sharded(OneGpu):
         tokens, bias = self.tokens, self.bias(bias)
         if tokens is not None:
             task = task._replace(shape=(tokens.unsharded_rows, task.shape[1]))
-        to_gather = self._tokens_to_gather_in_fp8(backward=backward)
+        to_gather = self._tokens_to_gather(backward=backward, in_fp8=True)
         left = a if to_gather is None else _get_gathered(a.data)
         if to_gather is not None and left is None:
             return self._gather_and_mm(a, b, task, bias, to_gather, companion, keep)

@@ -86,8 +86,7 @@ class TokenRanks:
 
     def chunks_of(self, rank: int) -> list[int]:
         """The numbers of a rank's chunks, all of one length."""
-        is_balanced = self.strategy is DUAL_CHUNK_SWAP
-        return [rank, 2 * self.size - 1 - rank] if is_balanced else [rank]
+        return [rank, 2 * self.size - 1 - rank] if self.strategy is DUAL_CHUNK_SWAP else [rank]
 
     def __deepcopy__(self, memo: object) -> TokenRanks:
         return self  # a group has no copies

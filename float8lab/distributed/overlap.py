@@ -89,8 +89,7 @@ class Window:
         self.before = before
         self.memory = symmetric.empty(self.HALVES * nbytes, dtype=torch.uint8, device=device)
         self.handle = symmetric.rendezvous(self.memory, group.group_name)
-        timeout = group._get_backend(device).options._timeout
-        self.timeout_ms = int(1000 * timeout.total_seconds())
+        self.timeout_ms = int(1000 * group._get_backend(device).options._timeout.total_seconds())
         self.half, self.is_captured = 0, False
         self._views: dict[tuple[object, ...], Tensor] = {}
 

@@ -48,8 +48,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     dynamo = torch._C._dynamo.eval_frame
     try:
         skip = dynamo._FrameAction.SKIP
-        strategy = dynamo._FrameExecStrategy(skip, skip)
-        dynamo.set_code_exec_strategy(function.__code__, strategy)
+        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
     except AttributeError:  # the names are private: another torch may not have them
         return torch._disable_dynamo(function)
     return function
@@ -463,8 +462,7 @@ def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any
     for_gpus = functools.cache(lambda: _for_gpus(cuda, reference))
 
     def call(x: Tensor, *args: Any) -> Any:
-        run = for_gpus() if x.is_cuda else reference
-        return _exact(run, x.device.type)(x, *args)
+        return _exact(for_gpus() if x.is_cuda else reference, x.device.type)(x, *args)
 
     return call
 

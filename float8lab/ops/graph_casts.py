@@ -95,8 +95,8 @@ def _with_columnwise(cast: Node, by_columns: Node) -> Node:
         pair = cast.graph.create_node("call_function", cast.target, tuple(arguments.values()))
     values, of_columns = [*cast.meta["val"]], by_columns.meta["val"]
     if pair.target is by_columns.target:
-        empty = of_columns[_Q]
-        values[_AMAX : _SCALE_T + 1] = [empty, of_columns[_Q_T], of_columns[_SCALE_T]]
+        # Its amax is as empty as the rowwise operand of the columnwise cast.
+        values[_AMAX : _SCALE_T + 1] = [of_columns[i] for i in (_Q, _Q_T, _SCALE_T)]
     else:
         values[_Q_T_BY_SLOTS] = of_columns[_Q_T]
     pair.meta = {**cast.meta, "val": tuple(values)}

@@ -31,8 +31,8 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
 from float8lab.ops.kernels.dequantize import transpose
 from float8lab.ops.kernels.grouped_cast import cast_groups
+from float8lab.ops.kernels.prologue import Matrix, load, load_words, tile_of_program
 from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
-from float8lab.ops.kernels.prologue import load, load_words, tile_of_program
 from float8lab.ops.kernels.scaling import make_scales
 from float8lab.ops.reference import prologue_shape, round_up
 
@@ -49,18 +49,14 @@ _AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = _common.Tile(rows=32, columns=128, warps
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers between its amax and its cast."""
 
-_Matrix = tuple[str, Sequence[Tensor], torch.dtype]
-"""A prologue, its inputs and the dtype of its values."""
 _How = tuple[torch.dtype, tuple[int, ...], str, float, int]
 """The FP8 format, block, rule, epsilon and alignment."""
-_One = tuple[Tensor, Tensor | None, Tensor | None]
-"""FP8 data, scales and amaxes of one orientation."""
 
 
 # Amaxes.
 
 
-def _partial_amax(matrix: _Matrix) -> Tensor:
+def _partial_amax(matrix: Matrix) -> Tensor:
     """The amax as at most ``_PARTIALS`` partial ones; of a prologue as one, ``[1, 1]``."""
     prologue, inputs, dtype = matrix
     shape: Sequence[int] = prologue_shape(prologue, inputs)
@@ -121,7 +117,7 @@ def _amax_rows_columns_kernel(
 
 
 def _amax_rows_columns(
-    matrix: _Matrix, amaxes: Tensor, rows: int, tile: _common.Tile, write: bool, transpose: bool
+    matrix: Matrix, amaxes: Tensor, rows: int, tile: _common.Tile, write: bool, transpose: bool
 ) -> None:
     """Raise ``amaxes``, bit patterns of rows and then of columns, to those of a matrix."""
     prologue, inputs, _ = matrix
@@ -135,7 +131,7 @@ def _amax_rows_columns(
 
 
 def _scales_of_rows(
-    matrix: _Matrix, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, tile: _common.Tile,
+    matrix: Matrix, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, tile: _common.Tile,
     *, write: bool, transpose: bool, given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Scales of rows and of columns, the encode factors of both, and the amaxes of the columns.
@@ -255,7 +251,7 @@ def _cast_kernel(
 
 
 def _cast(
-    matrix: _Matrix, q: Tensor, given: Tensor, block: Sequence[int], rule: str, eps: float,
+    matrix: Matrix, q: Tensor, given: Tensor, block: Sequence[int], rule: str, eps: float,
     slot: Tensor | None = None, scale: Tensor | None = None, amax: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write ``q`` by ``given`` factors, or by amaxes; then ``scale`` and ``amax``, too."""
@@ -399,7 +395,7 @@ def divides_a_tile(block: Sequence[int]) -> bool:
 
 
 def _quantize_blocks(
-    matrix: _Matrix, q: Tensor, scale: Tensor, block: Sequence[int], rule: str, eps: float
+    matrix: Matrix, q: Tensor, scale: Tensor, block: Sequence[int], rule: str, eps: float
 ) -> Tensor | None:
     """The amaxes, unless a prologue computes the matrix."""
     tile = block_tile(block, prologues.tile_for(matrix[0]))
@@ -413,9 +409,9 @@ def _quantize_blocks(
 
 
 def _cast_straight(
-    matrix: _Matrix, options: _How, given: Tensor | None = None, slot: Tensor | None = None
-) -> _One:
-    """One orientation of a matrix that is not empty.
+    matrix: Matrix, options: _How, given: Tensor | None = None, slot: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """FP8 data, scales and amaxes of one orientation of a matrix that is not empty.
 
     A block that is neither -1 nor a power of two up to 128 (no recipe has one) takes the reference,
     which is plain PyTorch and runs on the GPU as it is; so does a matrix of one column.
@@ -441,10 +437,8 @@ def _cast_straight(
         _cast(matrix, q, encode, block, "encode", eps)
         return q, scale, None
     if prologue and block == (1, -1):
-        tile = prologues.tile_for(prologue)
-        scale, _, encode, _ = _scales_of_rows(
-            matrix, fp8_dtype, rule, eps, align, tile, write=True, transpose=False
-        )
+        arguments = (fp8_dtype, rule, eps, align, prologues.tile_for(prologue))
+        scale, _, encode, _ = _scales_of_rows(matrix, *arguments, write=True, transpose=False)
         _cast(matrix, q, encode.view(-1, 1), block, "encode", eps)
         return q, scale, None
     scale = empty_scale(first, q.shape, block)
@@ -529,7 +523,7 @@ def _cast_words_kernel(
 
 
 def _cast_words(
-    matrix: _Matrix, options: _How, given: Tensor | None, slot: Tensor | None, *,
+    matrix: Matrix, options: _How, given: Tensor | None, slot: Tensor | None, *,
     write: bool, column_sum: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The op's results for a matrix whose columns are whole words."""
@@ -561,8 +555,7 @@ def _cast_words(
         PARTIALS=1 if given.numel() == 1 else _PARTIALS, PER_ROW=block == (1, -1),
         HAS_SLOT=slot is not None, WRITE=write, COLUMN_SUM=column_sum, **constants,
     )  # fmt: skip
-    column_sums = None if sums is None else sums.sum(0)
-    return q, scale if write else None, amax, q_t, scale_t, column_sums
+    return q, scale if write else None, amax, q_t, scale_t, None if sums is None else sums.sum(0)
 
 
 @replayed

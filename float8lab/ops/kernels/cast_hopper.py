@@ -25,7 +25,7 @@ from float8lab.ops.cast import empty_scale
 from float8lab.ops.declare import capability_of
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels.prologue import arguments_of, load, tile_of_program
+from float8lab.ops.kernels.prologue import Matrix, Options, arguments_of, load, tile_of_program
 from float8lab.ops.reference import prologue_shape
 
 _WARPS = 8
@@ -292,9 +292,8 @@ def takes_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int)
 
 
 def cast_tiles(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype],
-    options: tuple[torch.dtype, tuple[int, ...], str, float], sizes: tuple[int, int, int], *,
-    write: bool, column_sum: bool, plan: Tensor | None = None, groups: int = 0,
+    matrix: Matrix, options: Options, sizes: tuple[int, int, int], *, write: bool,
+    column_sum: bool, plan: Tensor | None = None, groups: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The op's results, with partial column sums, of what ``takes_tiles`` or ``has_tiles``.
 

@@ -50,8 +50,7 @@ def scaled_mm(
             a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, fast_accum, offs, plan
         )
     if a_scale is None or b_scale is None:
-        high_precision = (a, a_scale, (), b, b_scale, ())
-        return reference.scaled_mm(*high_precision, bias, out_dtype, fast_accum)
+        return reference.scaled_mm(a, a_scale, (), b, b_scale, (), bias, out_dtype, fast_accum)
     left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
     if a.ndim == 3:
         return _mm_batch(left, right, out_dtype)

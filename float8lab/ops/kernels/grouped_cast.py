@@ -12,7 +12,6 @@ Tiles are read by words, as ``prologue.load_words`` says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -406,15 +405,14 @@ def _sum_groups_kernel(
 
 
 def _has_kernel(
-    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, offs: Tensor | None,
-    block: tuple[int, ...], rule: str,
-) -> bool:  # fmt: skip
+    matrix: prologues.Matrix, offs: Tensor | None, block: tuple[int, ...], rule: str
+) -> bool:
     """Else the reference runs on the GPU as it is, which waits for the offsets of the groups."""
     if offs is None:
-        x = inputs[0]
+        x = matrix[1][0]
         fits = x.numel() > 0 and x.shape[2] > 1 and x.dtype != torch.float64
     else:
-        fits = prologues.has_kernel(prologue, inputs, dtype) and offs.shape[0] > 0
+        fits = prologues.has_kernel(*matrix) and offs.shape[0] > 0
     width = block[1]
     is_row_block = block[0] == 1 and 4 <= width <= SPAN and width & (width - 1) == 0
     is_square = offs is None and block == (128, 128)
@@ -425,14 +423,14 @@ def _has_kernel(
 
 
 def cast_groups(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype], offs: Tensor | None, plan: Tensor | None,
-    options: tuple[torch.dtype, tuple[int, ...], str, float], rowwise: bool, columnwise: bool,
-    dbias: bool, given: Tensor | None, slot: Tensor | None,
+    matrix: prologues.Matrix, offs: Tensor | None, plan: Tensor | None,
+    options: prologues.Options, rowwise: bool, columnwise: bool, dbias: bool,
+    given: Tensor | None, slot: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The results of ``cast`` for groups, or without ``offs`` for a batch."""
     (prologue, inputs, dtype), (fp8_dtype, block, rule, eps) = matrix, options
     first = inputs[0]
-    if not _has_kernel(prologue, inputs, dtype, offs, block, rule):
+    if not _has_kernel(matrix, offs, block, rule):
         arguments: Any = (*options, ALIGN, rowwise, columnwise, dbias, given)
         return reference.cast(*matrix, *arguments, offs=offs, slot=slot)
     if offs is not None and columnwise and slot is None:
@@ -462,18 +460,16 @@ def cast_groups(
     # The factors that are given lie as they lie among those of other tensors.
     given_stride = 0 if given is None or given.numel() == 1 else given.stride(0)
     if per_tensor and rule in SCALE_RULES:
-        amaxes, scale, scale_t, factors = _factors(
-            matrix, layout, fp8_dtype, rule, eps, given, plan
-        )
+        amaxes, scale, scale_t, factors = _factors(matrix, layout, options, given, plan)
         amax = amaxes if given is None else None
         given, given_stride = factors, 1
         if not (rowwise or columnwise or dbias or slot is not None):
             return None, None, amax, None, None, None
     elif per_row:
+        shape = (*batch, rows, columns)
         scale, scale_t, given = _scales_of_rows(
-            matrix, layout, (*batch, rows, columns), fp8_dtype, rule, eps,
-            write=rowwise, transpose=columnwise,
-        )  # fmt: skip
+            matrix, layout, shape, options, write=rowwise, transpose=columnwise
+        )
     if rowwise:
         q = first.new_empty((*batch, rows, columns), dtype=fp8_dtype)
         scale = empty_scale(first, (*batch, rows, columns), block) if blocks else scale
@@ -514,9 +510,8 @@ def _sums_of_groups(partial: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def cast_tiles_of_groups(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype], offs: Tensor,
-    options: tuple[torch.dtype, tuple[int, ...], str, float], *, write: bool, column_sum: bool,
-    plan: Tensor | None = None,
+    matrix: prologues.Matrix, offs: Tensor, options: prologues.Options, *, write: bool,
+    column_sum: bool, plan: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
     (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]
@@ -529,11 +524,12 @@ def cast_tiles_of_groups(
 
 
 def _factors(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype], layout: tuple[Any, ...],
-    fp8_dtype: torch.dtype, rule: str, eps: float, given: Tensor | None, plan: Tensor | None,
+    matrix: prologues.Matrix, layout: tuple[Any, ...], options: prologues.Options,
+    given: Tensor | None, plan: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Amax, scale twice, and encode factor, of each group or matrix; the amax may be ``given``."""
     (_, (first, *_), _), (offs, M, K, E, stride) = matrix, layout
+    fp8_dtype, _, rule, eps = options
     if given is not None:
         count, partial, strides = 1, given, (int(given.numel() > 1), 0)
     else:
@@ -560,9 +556,8 @@ def _factors(
 
 
 def _scales_of_rows(
-    matrix: tuple[str, Sequence[Tensor], torch.dtype], layout: tuple[Any, ...],
-    shape: tuple[int, ...], fp8_dtype: torch.dtype, rule: str, eps: float, *,
-    write: bool, transpose: bool,
+    matrix: prologues.Matrix, layout: tuple[Any, ...], shape: tuple[int, ...],
+    options: prologues.Options, *, write: bool, transpose: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Scales of all rows and of each group's columns, and the encode factors of both."""
     (_, (first, *_), _), (offs, M, _, E, _), (*batch, rows, columns) = matrix, layout, shape
@@ -576,5 +571,5 @@ def _scales_of_rows(
     )  # fmt: skip
     scale = first.new_empty((*batch, rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((E, columns, 1), dtype=torch.float32)
-    make_scales(amaxes, scale, scale_t, fp8_dtype, rule, eps)
+    make_scales(amaxes, scale, scale_t, options[0], *options[2:])
     return scale, scale_t, amaxes.view(torch.float32)

@@ -42,8 +42,7 @@ def mode_of(
         # The output of 64 x 256 in float32 would leave no room for operands.
         return "fast" if fast_accum and out_dtype.itemsize == 2 else "precise"
     if a_block == (1, 128) and b_block in ((128, 128), (1, 128)):
-        by_row = b_block == (1, 128)
-        return "rows" if by_row else ("block" if b.ndim == 3 else None)
+        return "rows" if b_block == (1, 128) else ("block" if b.ndim == 3 else None)
     return None
 
 

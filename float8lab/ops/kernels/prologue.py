@@ -34,6 +34,12 @@ AMAX_PROGRAMS = 6 * 132
 """Partial amaxes: six programs per multiprocessor of an H200, all resident."""
 
 
+Matrix = tuple[str, Sequence[Tensor], torch.dtype]
+"""A prologue, its inputs and the dtype of its values."""
+Options = tuple[torch.dtype, tuple[int, ...], str, float]
+"""The FP8 format, block, rule and epsilon of a cast."""
+
+
 class Values(NamedTuple):
     """What a kernel's values are: constants of ``load``."""
 
