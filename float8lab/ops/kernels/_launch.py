@@ -130,8 +130,8 @@ def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     run, handle = kernel.run, kernel.function
     after = kernel.packed_metadata, None, None, None
     below = getattr(run, "launch", None)
-    is_known = below is not None and triton.__version__.startswith("3.6.")
-    if not is_known or run.global_scratch_size or run.profile_scratch_size:
+    is_other = not triton.__version__.startswith("3.6.")
+    if below is None or is_other or run.global_scratch_size or run.profile_scratch_size:
         return run, (handle, *after)
     return below, (handle, run.launch_cooperative_grid, run.launch_pdl, None, None, *after)
 

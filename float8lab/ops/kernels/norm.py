@@ -34,16 +34,6 @@ def _load_row(ptr, columns, K):
 
 
 @triton.jit
-def _normalized(x, mean, rstd, weight, bias, CENTER: tl.constexpr, DTYPE: tl.constexpr):
-    if CENTER:
-        x = x - mean[:, None]
-    x = x * rstd[:, None] * weight[None, :]
-    if CENTER:
-        x = x + bias[None, :]
-    return x.to(DTYPE)
-
-
-@triton.jit
 def _squared_deviation(x, mean, columns, K, CENTER: tl.constexpr):
     if CENTER:
         x = tl.where((columns < K)[None, :], x - mean[:, None], 0.0)
@@ -116,10 +106,13 @@ def _norm_kernel(
             if not SINGLE:
                 x = _load_values(*matrix, rows, start + columns, SCALED, BM, BK, DTYPE)
             weight = _load_row(weight_ptr, start + columns, K)
-            bias = weight
             if CENTER:
                 bias = _load_row(bias_ptr, start + columns, K)
-            y = _normalized(x, mean, rstd, weight, bias, CENTER, DTYPE)
+                y = ((x - mean[:, None]) * rstd[:, None] * weight[None, :] + bias[None, :]).to(
+                    DTYPE
+                )
+            else:
+                y = (x * rstd[:, None] * weight[None, :]).to(DTYPE)
             mask = (rows < M)[:, None] & (start + columns < K)[None, :]
             if WRITE:
                 tl.store(y_ptr + rows[:, None] * K + (start + columns)[None, :], y, mask=mask)

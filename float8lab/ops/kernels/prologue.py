@@ -80,15 +80,6 @@ def _inner(x, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, FUNCTION: tl.constexpr):
-    """``g'(x)`` of the same."""
-    slope = 1.702
-    if FUNCTION == "gelu":
-        slope = (x * x * 0.134145 + 1.0) * 1.5957691216057308
-    return slope
-
-
-@triton.jit
 def apply_activation(x, FUNCTION: tl.constexpr):
     if FUNCTION == "relu" or FUNCTION == "srelu":
         y = tl.where(x <= 0, 0.0, x)
@@ -113,8 +104,10 @@ def derivative_of_activation(x, FUNCTION: tl.constexpr):
     else:
         s = _sigmoid(_inner(x, FUNCTION))
         y = x * (s * (1.0 - s))
-        if FUNCTION == "gelu" or FUNCTION == "qgelu":
-            y = y * _slope(x, FUNCTION)
+        if FUNCTION == "gelu":
+            y = y * ((x * x * 0.134145 + 1.0) * 1.5957691216057308)
+        elif FUNCTION == "qgelu":
+            y = y * 1.702
         y = s + y
     return y
 

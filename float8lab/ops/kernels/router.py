@@ -45,11 +45,6 @@ def _value_of(key):
 
 
 @triton.jit
-def _place_of(key):
-    return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
-
-
-@triton.jit
 def _sigmoid(z):
     """1 / (1 + exp(-z)), by the exponential that is at most 1."""
     small = tl.exp(-tl.abs(z))
@@ -105,7 +100,7 @@ def _in_best_groups(
     inside = (group_of < 0) & (keys < 0)
     for _ in range(group_topk):
         best = tl.max(group_keys, 1, keep_dims=True)
-        inside = inside | (group_of == _place_of(best))
+        inside = inside | (group_of == 0x7FFFFFFF - (best & 0xFFFFFFFF).to(tl.int32))  # its place
         group_keys = tl.where(group_keys == best, _LOWEST, group_keys)
     return inside
 
