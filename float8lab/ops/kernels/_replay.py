@@ -22,13 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.ops.declare import first_tensor
 from float8lab.ops.kernels import _launch
-from float8lab.ops.kernels._launch import (
-    STREAM,
-    current_device,
-    current_stream,
-    has_hooks,
-    is_on_current_device,
-)
+from float8lab.ops.kernels._launch import current_device, current_stream, has_hooks
 
 _MOST_CALLS = 4096
 """The most that are remembered of a launcher. Shapes are part of a key, so there is no end of keys
@@ -127,7 +121,7 @@ class _Call:
         def named(value: object) -> str:
             if type(value) is _Number:
                 return f"t{int(value)}"
-            if value is STREAM:
+            if value is _launch.STREAM:
                 return "stream"
             if value is None or type(value) in (bool, int):
                 return repr(value)
@@ -431,7 +425,7 @@ def _on_device(
 ) -> Any:
     """Launch on the GPU of the first tensor: Triton launches on the current one."""
     x = first_tensor(args)
-    if is_on_current_device(x):
+    if _launch.is_on_current_device(x):
         return launcher(*args)
     with torch.cuda.device(x.device):
         return repeat(*args)
