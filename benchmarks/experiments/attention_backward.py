@@ -9,6 +9,7 @@ of unequal size, and timed only if all of them are right. Needs a Hopper GPU.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -122,7 +123,7 @@ def main() -> None:
         problem = Problem(Case(size.B, size.H, size.H, size.S, size.S), causal=size.causal)
         wide = [x.bfloat16() for x in problem.decoded()]
         tensors = [problem.dout, *wide, problem.out]
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "FP8": problem.fp8,
             "cuDNN bfloat16": partial(_cudnn_backward, tensors, problem.lse, size.causal, SCALE),
         }
