@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.ops.declare import capability_of, declare
+from float8lab.ops.declare import called_by_ops, capability_of, declare
 from float8lab.ops.reference import attention as reference
 
 __all__ = [
     "LARGEST_HEAD", "FlashWindow", "cudnn_heads", "flash_window", "fp8_attention_backward_op",
     "fp8_attention_op", "has_fp8_attention", "has_linear_backward", "is_for_cudnn",
+    "merge_attention_",
 ]  # fmt: skip
 
 LARGEST_HEAD = 256
@@ -121,3 +122,4 @@ fp8_attention_backward_op = declare(
         for dim in _whole_sequences(of)
     ],
 )
+merge_attention_ = called_by_ops(reference.merge_attention_, cuda="attention:merge_attention_")

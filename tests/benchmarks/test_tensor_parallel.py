@@ -21,7 +21,7 @@ def check_products_overlap(ranks: Ranks) -> None:
 
 
 def check_context_parallel_attention(ranks: Ranks) -> None:
-    options = argparse.Namespace(precision=None)
+    options = argparse.Namespace(precision=None, comm_type=None)
     heads = context_parallel.AttentionHeads(4, 2, 16)
     found = list(context_parallel.rows(64, options, ranks.device, heads))
     assert [row.name for row in found] == ["ideal", "p2p", "all_gather", "a2a", "a2a+p2p"] * 2

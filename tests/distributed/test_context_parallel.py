@@ -224,13 +224,14 @@ def check_fp8_attention(ranks: Ranks) -> None:
         steps = []
         for module, given in zip(modules, (tensors, mine), strict=True):
             for factor in (1, 2):  # the second by the scales of the first, if they are delayed
-                operands: list[tuple[Tensor, Tensor]] = []
+                operands: dict[int, tuple[Tensor, Tensor]] = {}
                 with casts_to(operands):
                     scaled = [x * factor for x in given]
                     results = case.run(module, {}, scaled, torch.bfloat16, recipe=recipe)
             steps.append((results, operands))
         (alone, casts), (results, casts_of_rank) = steps
-        for (data, scale), (local, local_scale) in zip(casts, casts_of_rank, strict=True):
+        for index, (data, scale) in casts.items():
+            local, local_scale = casts_of_rank[index]
             assert torch.equal(scale, local_scale)
             if comm_type in ("p2p", "all_gather"):
                 bytes_of_all = data.view(torch.uint8).permute(2, 0, 1, 3)
@@ -241,7 +242,10 @@ def check_fp8_attention(ranks: Ranks) -> None:
                 torch.equal(r, case.shard(x, ranks, order))
                 for r, x in zip(results, alone, strict=True)
             )
-        decoded = [(data.double() * scale.double()).permute(2, 0, 1, 3) for data, scale in casts]
+        decoded = [
+            (data.double() * scale.double()).permute(2, 0, 1, 3)
+            for _, (data, scale) in sorted(casts.items())
+        ]
         exact = case.run(modules[0], {}, decoded, torch.float64)
         assert_near(ranks, case, results, alone, exact, order)
         with float8lab.autocast(recipe=recipe):
@@ -280,12 +284,12 @@ def check_batches(ranks: Ranks) -> None:
 
 
 @contextlib.contextmanager
-def casts_to(operands: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Record what q, k and v are cast to."""
+def casts_to(operands: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Record what q, k and v are cast to, by their indices."""
 
-    def spy(*args: Any) -> tuple[Tensor, Tensor]:
-        operands.append(cast_operand(*args))
-        return operands[-1]
+    def spy(x: Tensor, index: int, *args: Any) -> tuple[Tensor, Tensor]:
+        operands[index] = cast_operand(x, index, *args)
+        return operands[index]
 
     with mock.patch(CASTS[0], spy), mock.patch(CASTS[1], spy):
         yield

@@ -297,6 +297,20 @@ def check_paged_attention() -> None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def check_merge_attention() -> None:
+    """Of ranges of queries, in several layouts, and with queries that have seen no key."""
+    for B, H, S, D in ((2, 3, 21, 20), (1, 1, 64, 128), (2, 5, 1, 8)):
+        out, seen = torch.randn(B, S + 2, H, D).transpose(1, 2), torch.randn(B, H, S, D)
+        lse, seen_lse = torch.randn(B, H, S + 2), torch.randn(B, H, S) * 20
+        lse[0, 0, 2], seen_lse[-1, -1, -1] = -torch.inf, -torch.inf
+        runs = []
+        for of in (attention, attention.plain):
+            total, logarithm = out.clone(), lse.clone()
+            of.merge_attention_(total[:, :, 2:], logarithm[:, :, 2:], seen, seen_lse)
+            runs.append((total, logarithm))
+        torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-5)
+
+
 def one_for_all(rows: int) -> Tensor:
     """A scale for each row, of which there is one in memory."""
     return torch.rand(1, 1).expand(rows, 1)

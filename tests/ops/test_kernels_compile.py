@@ -551,7 +551,13 @@ def attended_in_pages(cache: torch.dtype, D: int = 128, S: int = 1) -> Any:
     )
 
 
+def merged() -> Any:
+    x, lse = torch.zeros(1, 64, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 32, 64)
+    return attention.merge_attention_(x.transpose(1, 2), lse, x.transpose(1, 2), lse)
+
+
 PAGED: dict[str, Callable[[], Any]] = {
+    "outputs-merged": merged,
     "pages": attended_in_pages(torch.bfloat16),
     "pages-fp8": attended_in_pages(E4M3),
     "pages-e5m2-192": attended_in_pages(E5M2, D=192, S=4),

@@ -193,18 +193,16 @@ def _in_blocks(
     run: Callable[..., Attended], rows: int, q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> Attended:
     """Run ``run`` for blocks of so many queries, each recomputed in backward."""
-    outputs, maxima = [], []
+    attended = []
     for start in range(0, q.shape[2], rows):
         stop = min(start + rows, q.shape[2])
         block_problem, keys = problem.of_queries(start, stop, k.shape[2])
         block = q[:, :, start:stop], k[:, :, keys], v[:, :, keys], block_problem
         grad = torch.is_grad_enabled()
-        attended = checkpoint(run, *block, use_reentrant=False) if grad else run(*block)
-        outputs.append(attended[0])
-        if attended[1] is not None:
-            maxima.append(attended[1])
+        attended.append(checkpoint(run, *block, use_reentrant=False) if grad else run(*block))
+    maxima = [largest for _, largest in attended if largest is not None]
     largest = torch.stack(maxima).amax(0) if maxima else None
-    return torch.cat(outputs, 2), largest
+    return torch.cat([out for out, _ in attended], 2), largest
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
@@ -285,14 +283,25 @@ def _compiled_flex() -> Callable[..., Any]:
 def _flex_modifiers(
     q: Tensor, k: Tensor, problem: Problem
 ) -> tuple[Callable[..., Tensor] | None, BlockMask | None]:
-    """FlexAttention's score_mod and block_mask."""
+    """FlexAttention's score_mod, the softcap of a scaled score, then ALiBi, and block_mask."""
     # Values that differ between calls, windows included, are in tensors: a number in a closure is
     # part of the compiled code, and Dynamo gives up compiling after 8 versions of it.
     Sq, Sk = q.shape[2], k.shape[2]
     mask, kv_padding = problem.mask, problem.mask.kv_padding
-    score_mod = _score_modifier(q, problem)
+    alibi, caps = problem.alibi, _per_batch(problem.softcap, q) if problem.softcap else None
+    if alibi is not None:
+        slopes = alibi.slopes.view(-1, q.shape[1]).expand(q.shape[0], -1)
+        diagonals = _per_batch(alibi.diagonal, q)
+    has_alibi = alibi is not None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if caps is not None:
+            score = (score / caps[b]).tanh() * caps[b]
+        return score - slopes[b, h] * (i + diagonals[b] - j) if has_alibi else score
+
+    modifier = score_mod if has_alibi or caps is not None else None
     if mask.lets_all:
-        return score_mod, None
+        return modifier, None
     # Query i sees the keys from i + nearest[b] down to i + farthest[b].
     farthest = _per_batch(mask.diagonal - mask.left if mask.left >= 0 else -_UNLIMITED, q)
     nearest = _per_batch(mask.diagonal + mask.right if mask.right >= 0 else _UNLIMITED, q)
@@ -301,26 +310,7 @@ def _flex_modifiers(
         in_window = (j >= i + farthest[b]) & (j <= i + nearest[b])
         return in_window if kv_padding is None else in_window & ~kv_padding[b, j]
 
-    return score_mod, _block_mask(farthest, nearest, kv_padding, Sq, Sk, may_see)
-
-
-def _score_modifier(q: Tensor, problem: Problem) -> Callable[..., Tensor] | None:
-    """FlexAttention's score_mod: the softcap of a scaled score, then ALiBi."""
-    alibi, is_capped = problem.alibi, problem.softcap > 0
-    if alibi is None and not is_capped:
-        return None
-    caps = _per_batch(problem.softcap, q)
-    if alibi is not None:
-        slopes = alibi.slopes.view(-1, q.shape[1]).expand(q.shape[0], -1)
-        diagonals = _per_batch(alibi.diagonal, q)
-    has_alibi = alibi is not None
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if is_capped:
-            score = (score / caps[b]).tanh() * caps[b]
-        return score - slopes[b, h] * (i + diagonals[b] - j) if has_alibi else score
-
-    return score_mod
+    return modifier, _block_mask(farthest, nearest, kv_padding, Sq, Sk, may_see)
 
 
 def _block_mask(
@@ -356,25 +346,19 @@ def _block_mask(
     )
 
 
-def _flex_tiles(head: int) -> dict[str, Any] | None:
-    """Options for heads for which the tiles of torch's choice exceed a GPU's shared memory."""
-    if head <= 128:
-        return None
-    size = 32 if head <= 256 else 16
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
-    return {**dict.fromkeys(names, size), "num_stages": 1}
-
-
 def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     score_mod, block_mask = _flex_modifiers(q, k, problem)
     fused, sink = q.is_cuda and not torch.compiler.is_compiling(), problem.sink
     library: Any = _flex_library()
     run = _compiled_flex() if fused else library.flex_attention
     asks = sink is not None or problem.wants_max
+    head, options = max(q.shape[3], v.shape[3]), None
+    if head > 128:  # the tiles of torch's choice exceed a GPU's shared memory
+        names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+        options = {**dict.fromkeys(names, 32 if head <= 256 else 16), "num_stages": 1}
     result = run(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        kernel_options=_flex_tiles(max(q.shape[3], v.shape[3])),
+        enable_gqa=q.shape[1] != k.shape[1], kernel_options=options,
         return_aux=library.AuxRequest(sink is not None, problem.wants_max) if asks else None,
     )  # fmt: skip
     out, statistics = result if asks else (result, library.AuxOutput())
@@ -436,11 +420,9 @@ def _why_not_flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | No
 
 
 def _flex_does_not_pay(q: Tensor) -> str | None:
-    if not q.is_cuda:
-        return "it is fused on CUDA only"
-    if q.shape[2] < _FLEX_MIN_QUERIES:
+    if q.is_cuda and q.shape[2] < _FLEX_MIN_QUERIES:
         return f"fewer than {_FLEX_MIN_QUERIES} queries: their mask is small"
-    return None
+    return None if q.is_cuda else "it is fused on CUDA only"
 
 
 def _why_not_plain(problem: Problem) -> str | None:

@@ -68,12 +68,12 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
             f"core_attention_bias_type={bias_type!r}; got "
             f"{'None' if bias is None else tuple(bias.shape)}. Change one of the two."
         )
-    if slopes is not None and bias_type != "alibi":
-        raise ValueError(
-            f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
-            f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
-        )
     if slopes is not None:
+        if bias_type != "alibi":
+            raise ValueError(
+                f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
+                f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
+            )
         check_floating("alibi_slopes", slopes)
         if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
             raise ValueError(

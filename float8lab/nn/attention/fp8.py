@@ -8,6 +8,7 @@ high precision; q, k, v in FP8, the output and one float32 per query are saved f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from float8lab import ops
 from float8lab.nn.attention.backends import Problem
 from float8lab.nn.casts import show_cast
 from float8lab.nn.precision import Call, Precision
+from float8lab.recipes.delayed import own_amax
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = [
-    "AttentionPrecision", "K", "Q", "V", "asks_for_fp8_attention", "cast_operand", "fp8_attention",
-    "why_not_fp8",
+    "AttentionPrecision", "K", "Q", "V", "amaxes_over_ranks", "asks_for_fp8_attention",
+    "cast_operand", "fp8_attention", "why_not_fp8",
 ]  # fmt: skip
 
 Q, K, V = 0, 1, 2
@@ -124,36 +126,40 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
     )
 
 
-def cast_operand(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
+def amaxes_over_ranks(call: Call, *tensors: Tensor) -> Sequence[Tensor | None]:
+    """The amaxes of q, k and v if ranks share them, ``[1, 1]``, by one message for all; or None."""
+    scales = call.scales
+    if scales.parallel is None or scales.are_given:
+        return [None] * len(tensors)
+    amaxes = [own_amax(_rows(x)[0]) for x in tensors]
+    return scales.parallel.amax(torch.cat(amaxes)).split(1)
+
+
+def cast_operand(
+    x: Tensor, index: int, call: Call, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The FP8 data of q, k or v, as it lies in memory, and its scale."""
-    laid_out, order = _as_in_memory(x)
-    outer, middle, inner, size = laid_out.shape
-    rows = laid_out.reshape(outer * middle, inner * size)
+    rows, shape, order = _rows(x)
     spec = call.plan.x.with_one_scale()
-    operand = call.scales.quantize(rows, index, spec, align=1).rowwise
+    operand = call.scales.quantize(rows, index, spec, align=1, amax=amax).rowwise
     if call.watched and not in_backward():  # where it is a repetition, by activation checkpointing
         show_cast(rows, operand, spec, index, call)
-    return operand.data.view(laid_out.shape).permute(order), operand.scale
+    return operand.data.view(shape).permute(order), operand.scale
 
 
 _ORDERS = (((0, 2, 1, 3), (0, 2, 1, 3)), ((2, 0, 1, 3), (1, 2, 0, 3)))
 """Permutations of ``[B, H, S, D]`` to ``[B, S, H, D]`` and ``[S, B, H, D]``, and back."""
 
 
-def _as_in_memory(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """``x`` in its order in memory, if that is of a matrix, and the permutation back."""
-    for order, back in _ORDERS:
-        y = x.permute(order)
-        stride = y.stride()
-        if stride[3] == 1 and stride[2] == y.shape[3] and stride[0] == y.shape[1] * stride[1]:
-            return y, back
-    return x, (0, 1, 2, 3)
-
-
-def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The op's results if each query sees one more key, of the head's score and the value 0."""
-    total = torch.logaddexp(lse, sink.view(-1, 1))
-    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+def _rows(x: Tensor) -> tuple[Tensor, torch.Size, tuple[int, ...]]:
+    """A matrix of ``x`` in its order in memory, if it has one; the shape, and how to permute it."""
+    y, back = x, (0, 1, 2, 3)
+    for order, inverse in _ORDERS:
+        stride, size = x.permute(order).stride(), x.permute(order).shape
+        if stride[3] == 1 and stride[2] == size[3] and stride[0] == size[1] * stride[1]:
+            y, back = x.permute(order), inverse
+            break
+    return y.reshape(y.shape[0] * y.shape[1], y.shape[2] * y.shape[3]), y.shape, back
 
 
 _Settings = tuple[tuple[tuple[int, int, int], float], tuple[int, int]]
@@ -166,8 +172,9 @@ class _Attention(Float8Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
         cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, settings: _Settings, call: Call,
     ) -> Tensor:  # fmt: skip
+        amaxes = amaxes_over_ranks(call, q, k, v)
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
-            cast_operand(x, index, call) for index, x in ((Q, q), (K, k), (V, v))
+            cast_operand(x, index, call, amaxes[index]) for index, x in ((Q, q), (K, k), (V, v))
         )
         operands = (q8, k8, v8, q_scale, k_scale, v_scale)
         if cu_seqlens_q is not None:
@@ -176,8 +183,9 @@ class _Attention(Float8Function):
         out, lse = ops.fp8_attention_op(
             *operands, *settings[0], q.dtype, cu_seqlens_q, cu_seqlens_k
         )
-        if sink is not None:
-            out, lse = _with_sink(out, lse, sink)
+        if sink is not None:  # each query sees one more key, of the head's score and the value 0
+            lse_of_keys, lse = lse, torch.logaddexp(lse, sink.view(-1, 1))
+            out = (out * (lse_of_keys - lse).exp().unsqueeze(-1)).to(out.dtype)
         if any(ctx.needs_input_grad[:4]):
             ctx.save_for_backward(*operands, out, lse, sink, cu_seqlens_q, cu_seqlens_k)
         ctx.settings = settings

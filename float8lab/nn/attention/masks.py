@@ -38,10 +38,8 @@ def canonical_mask_type(mask_type: str, argument: str = "attn_mask_type") -> str
     >>> canonical_mask_type("causal,padding"), canonical_mask_type("padding_causal")
     ('padding_causal', 'padding_causal')
     """
-    if not isinstance(mask_type, str):
-        check_choice(argument, mask_type, MASK_TYPES)
-    spelled = mask_type.replace(",", "_").replace("causal_padding", "padding_causal")
-    if spelled not in MASK_TYPES:
+    spelled = str(mask_type).replace(",", "_").replace("causal_padding", "padding_causal")
+    if not isinstance(mask_type, str) or spelled not in MASK_TYPES:
         check_choice(argument, mask_type, MASK_TYPES)
     return spelled
 
@@ -181,9 +179,8 @@ def split_padding_mask(
 
 def _is_padding_mask(mask: Tensor, B: int, size: int) -> bool:
     """Whether a mask has the shape ``[B, 1, 1, size]``, or one row for all sequences."""
-    if mask.ndim < 2 or mask.shape[-1] != size or mask.numel() != mask.shape[0] * size:
-        return False
-    return mask.shape[0] == B or mask.shape[0] == 1
+    fits = mask.ndim > 1 and mask.shape[-1] == size and mask.numel() == mask.shape[0] * size
+    return fits and mask.shape[0] in (1, B)
 
 
 def check_arbitrary(name: str, mask: MaskArgument, scores: Sequence[int]) -> Tensor:

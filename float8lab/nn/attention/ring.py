@@ -4,18 +4,18 @@ Note: the nouns of this room; others are those of ``distributed/context_parallel
 
 - *shard*: a rank's tokens of S, ``[B, H, S / R, D]``: one chunk, or two, of each sequence;
 - *visit*: keys and values of one rank, which go from rank to rank, or were gathered;
-- *pair*: queries, and keys of one visit, all of which they see, or, causal, up to their own place.
+- *pair*: queries, and keys of one visit, all of which they see, or of its own up to their place.
 
 A rank attends with its own queries, visit by visit, and merges the outputs of pairs in float32 by
 the logarithms of their sums of exponentials. Backward computes each pair's gradients from the
-merged output and logarithm; those of keys and values go around with them. In FP8 all are cast
-before they are sent, with scales that all ranks share, to the bytes that one rank would have.
+merged output and logarithm; those of a visit's keys and values are sent to their rank. In FP8 all
+are cast before they are sent, with scales that all ranks share, to the bytes that one rank would
+have.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,16 +23,16 @@ from torch import Tensor
 
 from float8lab import ops
 from float8lab.distributed.context_parallel import ContextParallel, TokenRanks
-from float8lab.distributed.ranks import all_gathered
 from float8lab.nn.attention import masks
 from float8lab.nn.attention.arguments import Rules, is_plain
 from float8lab.nn.attention.backends import Problem
-from float8lab.nn.attention.fp8 import K, Q, V, cast_operand
+from float8lab.nn.attention.fp8 import K, Q, V, amaxes_over_ranks, cast_operand
 from float8lab.nn.attention.layout import Sizes
 from float8lab.nn.precision import Call
+from float8lab.ops.reference import attention as reference
 from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 
-__all__ = ["Pair", "pairs_of", "ring_attention", "takes_ring"]
+__all__ = ["ring_attention", "takes_ring"]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -57,40 +57,6 @@ def takes_ring(query: Tensor, value: Tensor, rules: Rules, sizes: Sizes, ranks: 
     return min(sizes) > 0 and head == value.shape[-1] and (on_gpu or not query.is_cuda)
 
 
-class Pair(NamedTuple):
-    """Queries and keys of a visit, as ranges of tokens."""
-
-    queries: slice
-    keys: slice
-    causal: bool = False
-    """Query i sees the keys up to the i-th; else all."""
-
-
-_ALL = slice(None)
-
-
-def pairs_of(queries: list[int], keys: list[int], length: int) -> list[Pair]:
-    """The pairs that queries of a causal mask make with a visit.
-
-    Args:
-        queries: numbers of their chunks, which rise, as those of ``keys``.
-        length: tokens of a chunk.
-
-    >>> pairs_of([0, 3], [1, 2], 2)
-    [Pair(queries=slice(2, 4, None), keys=slice(0, 4, None), causal=False)]
-    """
-    if queries == keys:
-        return [Pair(_ALL, _ALL, True)]
-    earlier = [sum(key < query for key in keys) for query in queries]
-    pairs = []
-    for count in dict.fromkeys(earlier):
-        first, chunks = earlier.index(count), earlier.count(count)
-        if count:
-            rows = slice(first * length, (first + chunks) * length)
-            pairs.append(Pair(rows, slice(0, count * length)))
-    return pairs
-
-
 class _Ring(NamedTuple):
     """A call."""
 
@@ -99,48 +65,68 @@ class _Ring(NamedTuple):
     causal: bool
     scale: float
 
-    def visits(self, kv: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Pair]]]:
-        """Keys and values of all ranks, this one first, and what this rank's queries see of them.
+    def visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Keys and values of each rank, ``[2, B, G, S / R, D]``, this one's first, and the pair.
 
-        Those of the next visit are received while the caller computes.
+        Those of the next visit arrive while the caller computes.
         """
-        ranks, queries, vector = self.ranks, self.ranks.chunks_of(self.ranks.rank), _joined(kv)
-        gathered = all_gathered(vector, ranks.size, ranks.name) if self.gathers else vector[:0]
-        for step in range(ranks.size):
-            is_last = step == ranks.size - 1
-            pending = None if self.gathers or is_last else self.send(vector)
-            keys = ranks.chunks_of(self.visitor(step))
-            pairs = pairs_of(queries, keys, kv[0].shape[2] // len(queries))
-            yield kv, pairs if self.causal else [Pair(_ALL, _ALL)]
-            if not is_last:
-                if pending is None:
-                    vector = gathered.view(ranks.size, -1)[self.visitor(step + 1)]
-                else:
-                    vector = collectives.wait_tensor(pending)
-                kv = _split(vector, kv)
+        (size, rank), kv, tokens = (self.ranks.size, self.ranks.rank), _stacked(k, v), k.shape[2]
+        vector = kv.flatten().view(torch.uint8)
+        if self.gathers:
+            pending = collectives.all_gather_into_tensor(vector, size, self.ranks.name)
+        else:
+            pending = self.send(kv, 1, tokens)
+        for step in range(size):
+            if step:
+                if step == 1 or not self.gathers:
+                    pending = collectives.wait_tensor(pending)
+                place = self.visitor(step) if self.gathers else 0
+                kv = pending.view(-1, vector.numel())[place].view(kv.dtype).view(kv.shape)
+                if not self.gathers and step < size - 1:
+                    pending = self.send(kv, 1, tokens)
+            _let_begin(kv)
+            yield kv.transpose(2, 3), *self.pair(rank, self.visitor(step), tokens)
 
     def visitor(self, step: int) -> int:
         """The rank whose keys and values are here at a step."""
         return (self.ranks.rank - step) % self.ranks.size
 
-    def send(self, vector: Tensor) -> Tensor:
-        """Start to send a vector to the next rank, and to receive the previous one's."""
-        size, rank = self.ranks.size, self.ranks.rank
+    def pair(self, rank: int, visitor: int, tokens: int) -> tuple[slice, slice]:
+        """Which queries of a rank see keys of a visitor, and which these are, of as many tokens.
+
+        Of two chunks a rank has one as far from the start as the other is from the end. So both of
+        a later rank's see the first one alone, and of an earlier rank's the last sees both.
+        """
+        if not self.causal or rank == visitor:
+            return slice(0, tokens), slice(0, tokens)
+        chunks = len(self.ranks.chunks_of(rank))
+        length = tokens // chunks
+        if visitor < rank:
+            return slice(0, tokens), slice(0, length)
+        return slice(length, tokens), slice(0, tokens if chunks > 1 else 0)
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of sums of values of a dtype; a sum of two is rounded once, whatever it is."""
+        return dtype if self.ranks.size == 2 else torch.promote_types(dtype, torch.float32)
+
+    def send(self, kv: Tensor, distance: int, tokens: int) -> Tensor:
+        """Start to send keys and values, ``[2, B, S, G, D]``, to the rank that is so far ahead.
+
+        As many tokens as given come, as bytes, from the rank that is as far behind.
+        """
+        size, rank, vector = self.ranks.size, self.ranks.rank, kv.flatten().view(torch.uint8)
+        _, B, _, G, D = kv.shape
         counts = [[0] * size, [0] * size]  # bytes to receive, and to send
-        counts[0][rank - 1] = counts[1][(rank + 1) % size] = vector.numel()
-        sent: Tensor = collectives.all_to_all_single(vector, *counts, self.ranks.name)
-        return sent
+        counts[0][(rank - distance) % size] = 2 * B * tokens * G * D * kv.element_size()
+        counts[1][(rank + distance) % size] = vector.numel()
+        pending: Tensor = collectives.all_to_all_single(vector, *counts, self.ranks.name)
+        return pending
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of tensors, behind each other."""
-    return torch.cat([x.reshape(-1).view(torch.uint8) for x in tensors])
-
-
-def _split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors whose bytes these are, of the shapes of others."""
-    pieces = vector.split([x.numel() * x.element_size() for x in like])
-    return [piece.view(x.dtype).view(x.shape) for piece, x in zip(pieces, like, strict=True)]
+def _stacked(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values, ``[B, G, S, D]``, as one message, ``[2, B, S, G, D]``."""
+    raw = torch.uint8 if k.element_size() == 1 else k.dtype
+    return torch.stack([x.transpose(1, 2).view(raw) for x in (k, v)]).view(k.dtype)
 
 
 def ring_attention(
@@ -161,29 +147,27 @@ class _Attention(Float8Function):
     def forward(
         ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, call: Call | None
     ) -> Tensor:
-        (B, H, Sq, _), Dv, scales = q.shape, v.shape[3], ()
-        # Outputs that are merged once are rounded once.
-        dtype = q.dtype if ring.ranks.size == 2 else _sum_dtype(q.dtype)
-        out = q.new_empty((B, Sq, H, Dv), dtype=dtype).transpose(1, 2)
-        lse = q.new_empty((B, H, Sq), dtype=_sum_dtype(q.dtype))
-        result_dtype = q.dtype
+        scales: tuple[Tensor, ...] = ()
+        result_dtype, dtype = q.dtype, ring.sum_dtype(q.dtype)
         if call is not None:
-            casts = [cast_operand(x, index, call) for index, x in ((Q, q), (K, k), (V, v))]
-            (q, k, v), scales = zip(*casts, strict=True)
-        merge = _compiled_merge() if q.is_cuda and not torch.compiler.is_compiling() else _merge
-        for step, (kv, pairs) in enumerate(ring.visits([k, v])):
-            for queries, keys, causal in pairs:
-                operands = q[:, :, queries], kv[0][:, :, keys], kv[1][:, :, keys]
-                if scales:
-                    window = (-1, 0 if causal else -1, 0)
-                    seen = ops.fp8_attention_op(*operands, *scales, window, ring.scale, dtype)
-                else:
-                    seen = _attend_pair(*operands, causal, ring.scale)
-                if step == 0:  # no key of these queries came before
-                    out[:, :, queries], lse[:, :, queries] = seen
-                else:
-                    merge(out[:, :, queries], lse[:, :, queries], *seen)
-        if out.dtype != result_dtype:  # else a graph of torch 2.11 loses the gradient
+            amaxes = amaxes_over_ranks(call, q, k, v)
+            k, k_scale = cast_operand(k, K, call, amaxes[K])
+            v, v_scale = cast_operand(v, V, call, amaxes[V])
+        for step, (kv, queries, keys) in enumerate(ring.visits(k, v)):
+            if call is not None and step == 0:  # while keys and values are on their way
+                q, q_scale = cast_operand(q, Q, call, amaxes[Q])
+                scales = q_scale, k_scale, v_scale
+            elif keys.stop == 0:
+                continue
+            operands = q[:, :, queries], kv[0, :, :, keys], kv[1, :, :, keys]
+            seen = _attend_pair(*operands, scales, ring.causal and step == 0, ring.scale, dtype)
+            if step == 0:
+                out, lse = seen[0].to(dtype), seen[1]
+            elif torch.compiler.is_compiling():
+                reference.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen)
+            else:
+                ops.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen)
+        if dtype != result_dtype:  # else a graph of torch 2.11 loses the gradient
             out = out.to(result_dtype)
         if any(ctx.needs_input_grad[:3]):
             ctx.save_for_backward(q, k, v, *scales, out, lse)
@@ -194,82 +178,76 @@ class _Attention(Float8Function):
     @once_differentiable
     def backward(ctx: AutogradContext, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *scales, out, lse = ctx.saved_tensors
-        ring, dtype = ctx.ring, _sum_dtype(dout.dtype)
-        dout = dout if dout.stride(3) == 1 else dout.contiguous()
-        dq, dkv = torch.empty_like(q, dtype=dtype), [k, v]
-        sums: dict[int, Tensor] = {}  # gradients of keys and values, by whose these are
-        pending: Tensor | None = None  # or sums that go around with them
-        for step, (kv, pairs) in enumerate(ring.visits([k, v])):
-            dkv = [torch.zeros_like(x, dtype=dtype) for x in kv]
-            for queries, keys, causal in pairs:
-                local_dout, local_q, local_out = (x[:, :, queries] for x in (dout, q, out))
-                operands = local_dout, local_q, kv[0][:, :, keys], kv[1][:, :, keys]
-                seen = local_out, lse[:, :, queries].contiguous()
-                if scales:
-                    window = (-1, 0 if causal else -1, 0)
-                    gradients = ops.fp8_attention_backward_op(
-                        *operands, *scales, *seen, window, ring.scale
-                    )
-                else:
-                    gradients = _pair_gradients(*operands, *seen, causal, ring.scale)
-                if step == 0:
-                    dq[:, :, queries] = gradients[0]
-                else:
-                    dq[:, :, queries] += gradients[0]
-                for x, gradient in zip(dkv, gradients[1:], strict=True):
-                    x[:, :, keys] += gradient
-            vector = _joined(dkv).view(dtype)
-            if ring.gathers:
-                sums[ring.visitor(step)] = vector
+        ring = ctx.ring
+        # PyTorch 2.11 remembers cuDNN's backward by the strides of q, k and v alone.
+        dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+        sums: list[Tensor] = []  # gradients of q, k and v
+        pending: list[tuple[Tensor, int]] = []  # those of k and v by another rank, of some tokens
+        for step, (kv, queries, keys) in enumerate(ring.visits(k, v)):
+            dout_q = dout[:, :, queries], q[:, :, queries]
+            operands = *dout_q, kv[0, :, :, keys], kv[1, :, :, keys]
+            seen = out[:, :, queries], lse[:, :, queries].contiguous()
+            gradients = _pair_gradients(
+                *operands, scales, *seen, ring.causal and step == 0, ring.scale
+            )
+            if step == 0:
+                sums = [x.to(ring.sum_dtype(dout.dtype)) for x in gradients]
                 continue
-            if pending is not None:
-                vector += collectives.wait_tensor(pending)
-            pending = ring.send(vector)
-        if pending is None:
-            rows, ranks = torch.stack([sums[rank] for rank in range(len(sums))]), ring.ranks
-            pending = collectives.reduce_scatter_tensor(rows, "sum", ranks.size, ranks.name)
-        dkv = _split(collectives.wait_tensor(pending).view(-1).view(torch.uint8), dkv)
-        return (*(x.to(dout.dtype) for x in (dq, *dkv)), None, None)
+            count = ring.pair(ring.visitor(-step), ring.ranks.rank, k.shape[2])[1].stop
+            sent = ring.send(_stacked(*gradients[1:]), -step, count)
+            sums[0][:, :, queries] += gradients[0]
+            _add_arrived(sums[1:], pending, dout.dtype)
+            pending = [(sent, count)]
+        _add_arrived(sums[1:], pending, dout.dtype)
+        return (*(x.to(dout.dtype) for x in sums), None, None)
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of a dtype are summed."""
-    return torch.promote_types(dtype, torch.float32)
+def _add_arrived(
+    sums: Sequence[Tensor], pending: Sequence[tuple[Tensor, int]], dtype: torch.dtype
+) -> None:
+    """Add to gradients of keys and values those that another rank has sent, if any."""
+    for vector, count in pending:
+        B, G, _, D = sums[0].shape
+        arrived = collectives.wait_tensor(vector).view(dtype).view(2, B, count, G, D)
+        for gradient, x in zip(sums, arrived, strict=True):
+            gradient[:, :, :count] += x.transpose(1, 2)
 
 
-def _merge(out: Tensor, lse: Tensor, seen: Tensor, seen_lse: Tensor) -> None:
-    """Add what queries see of more keys to what they have seen, in place."""
-    weight = torch.sigmoid(seen_lse - lse).unsqueeze(-1)
-    out.copy_(torch.lerp(out.to(lse.dtype), seen.to(lse.dtype), weight))
-    lse.copy_(torch.logaddexp(lse, seen_lse))
-
-
-@functools.cache
-def _compiled_merge() -> Callable[..., None]:
-    """One kernel, which passes once through memory."""
-    return torch.compile(_merge, dynamic=True)
-
-
-# A pair in high precision, by torch's kernels.
+def _let_begin(kv: Tensor) -> None:
+    """Delay a GPU until a message has begun: attention leaves it no multiprocessor to begin on."""
+    if kv.is_cuda and kv.element_size() > 1 and not torch.compiler.is_compiling():  # FP8: by casts
+        torch.cuda._sleep(20_000)  # cycles, some 10 us
 
 
 def _attend_pair(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The output of a pair, and the logarithms of the sums of exponentials, ``[B, H, Sq]``."""
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, scale=scale
-    )
+    q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor], causal: bool, scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output of a pair, of ``dtype`` in FP8, and the logarithms of the sums of exponentials."""
+    if scales:
+        window = (-1, 0 if causal else -1, 0)
+        return ops.fp8_attention_op(q, k, v, *scales, window, scale, dtype)
+    if q.is_cuda:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
+    else:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
     return out, lse.view(out.shape[:3])
 
 
 def _pair_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor], out: Tensor,
+    lse: Tensor, causal: bool, scale: float,
+) -> Sequence[Tensor]:  # fmt: skip
     """Gradients of q, k and v by a pair; ``out`` and ``lse`` are of all that its queries see."""
+    if k.shape[2] == 0:
+        return [torch.empty_like(x, dtype=dout.dtype) for x in (q, k, v)]
+    if scales:
+        window = (-1, 0 if causal else -1, 0)
+        return ops.fp8_attention_backward_op(dout, q, k, v, *scales, out, lse, window, scale)
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, scale=scale

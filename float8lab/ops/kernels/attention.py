@@ -175,6 +175,47 @@ def _turn(v: Tensor, counter: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     return out
 
 
+# Outputs for some of the keys.
+
+
+@launched
+def _merge_kernel(
+    out_ptr,  # [B, H, S, D] any float, as seen_ptr
+    lse_ptr,  # [B, H, S] fp32, as seen_lse_ptr
+    seen_ptr, seen_lse_ptr, H, S, D, stride_ob, stride_oh, stride_os, stride_lb, stride_lh,
+    stride_sb, stride_sh, stride_ss, stride_nb, stride_nh,
+    ROWS: tl.constexpr, D_TILE: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    query, head, columns = row // H, row % H, tl.arange(0, D_TILE)[None, :]
+    tile = (query < S)[:, None] & (columns < D)
+    lse_ptr += batch * stride_lb + head * stride_lh + query
+    seen_lse_ptr += batch * stride_nb + head * stride_nh + query
+    out_ptr += (batch * stride_ob + head * stride_oh + query * stride_os)[:, None] + columns
+    seen_ptr += (batch * stride_sb + head * stride_sh + query * stride_ss)[:, None] + columns
+    lse, seen_lse = tl.load(lse_ptr, mask=query < S), tl.load(seen_lse_ptr, mask=query < S)
+    out = tl.load(out_ptr, mask=tile).to(tl.float32)
+    seen = tl.load(seen_ptr, mask=tile).to(tl.float32)
+    weight = tl.sigmoid(seen_lse - lse)[:, None]
+    change = seen - out
+    merged = tl.where(weight < 0.5, out + weight * change, seen - change * (1 - weight))
+    tl.store(out_ptr, merged.to(out_ptr.dtype.element_ty), mask=tile)
+    largest = tl.maximum(lse, seen_lse)
+    exp_sum = tl.exp(lse - largest) + tl.exp(seen_lse - largest)
+    tl.store(lse_ptr, largest + tl.log(exp_sum), mask=query < S)
+
+
+@_common.on_device_of_first
+def merge_attention_(out: Tensor, lse: Tensor, seen: Tensor, seen_lse: Tensor) -> None:
+    (B, H, S, D), rows = out.shape, 32
+    _merge_kernel[(_common.ceil_div(S * H, rows), B)](
+        out, lse, seen, seen_lse, H, S, D, *out.stride()[:3], *lse.stride()[:2],
+        *seen.stride()[:3], *seen_lse.stride()[:2], ROWS=rows, D_TILE=_common.next_power_of_2(D),
+        num_warps=4,
+    )  # fmt: skip
+
+
 # Forward.
 
 

@@ -20,7 +20,10 @@ from torch import Tensor
 
 from float8lab.formats import E4M3
 
-__all__ = ["P_SCALE", "by_token", "empty_by_token", "fp8_attention", "fp8_attention_backward"]
+__all__ = [
+    "P_SCALE", "by_token", "empty_by_token", "fp8_attention", "fp8_attention_backward",
+    "merge_attention_",
+]  # fmt: skip
 
 P_SCALE = 2.0**-8
 """Decode scale of the softmax probabilities: e4m3 then resolves them down to 2 ** -17."""
@@ -159,3 +162,13 @@ def fp8_attention_backward(
     dk = _sum_groups(ds.transpose(2, 3) @ q.float(), G) * (q_scale.view(1) * scale)
     dq, dk, dv = (by_token(x.to(dout.dtype)) for x in (dq, dk, dv))
     return dq, dk, dv
+
+
+def merge_attention_(out: Tensor, lse: Tensor, seen: Tensor, seen_lse: Tensor) -> None:
+    """Add what queries see of more keys to what they have seen, in place.
+
+    Outputs ``[B, H, S, D]`` are given with the logarithms of sums of exponentials, ``[B, H, S]``.
+    """
+    weight = torch.sigmoid(seen_lse - lse).unsqueeze(-1)
+    out.copy_(torch.lerp(out.to(lse.dtype), seen.to(lse.dtype), weight))
+    lse.copy_(torch.logaddexp(lse, seen_lse))
