@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
@@ -181,11 +182,8 @@ class TensorStats(_Shares[float]):
 
     def count_exponents(self) -> dict[int, int]:
         """Number of elements of each exponent that the format has, in ascending order."""
-        exponents = _exponents_of_codes(self.spec.fp8_dtype)
-        counts = dict.fromkeys(sorted(exponents.values()), 0)
-        for code, exponent in exponents.items():
-            counts[exponent] += self.codes[code]
-        return counts
+        by_exponent = _codes_of_exponents(self.spec.fp8_dtype)
+        return {e: sum(self.codes[code] for code in codes) for e, codes in by_exponent.items()}
 
     @property
     def flushed(self) -> float | None:
@@ -488,13 +486,13 @@ def _codes_of_kinds(dtype: torch.dtype) -> dict[str, list[int]]:
 
 
 @functools.cache
-def _exponents_of_codes(dtype: torch.dtype) -> dict[int, int]:
-    """``floor(log2(|code|))`` of each code that is finite and not zero."""
-    return {
-        code: math.frexp(value)[1] - 1
-        for code, value in enumerate(code_values(dtype).tolist())
-        if value and math.isfinite(value)
-    }
+def _codes_of_exponents(dtype: torch.dtype) -> dict[int, list[int]]:
+    """The codes of each ``floor(log2(|code|))``, ascending, of those finite and not zero."""
+    found = defaultdict[int, list[int]](list)
+    for code, value in enumerate(code_values(dtype).tolist()):
+        if value and math.isfinite(value):
+            found[math.frexp(value)[1] - 1].append(code)
+    return dict(sorted(found.items()))
 
 
 def _original(x: Any, original: Tensor | None) -> Tensor | None:

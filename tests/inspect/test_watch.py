@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import io
+import itertools
 import json
 import math
 import sys
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import (
 
 import float8lab
 from float8lab import recipes
+from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.inspect import watch
 from float8lab.inspect.watch import measure
 from float8lab.inspect.watch.records import Log, Record, Step
@@ -857,25 +859,38 @@ def test_to_pandas(log):
     assert x.loss == log.log.steps[1].loss
 
 
+SPECIAL = [math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-7, 3e4]
+
+
 @pytest.mark.gpu
-def test_a_gpu_counts_bytes_alike_with_and_without_deterministic_algorithms():
+@pytest.mark.parametrize("is_deterministic", [True, False], ids=["deterministic", "any order"])
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 32), (128, 128), (5, 3)], ids=str)
+def test_a_gpu_measures_in_few_launches_what_torch_does(block, is_deterministic):
     data = torch.randint(256, (999, 1001), dtype=torch.uint8, device="cuda")
-    counts = [measure._count_bytes(data)]
-    torch.use_deterministic_algorithms(False)
-    try:
-        counts.append(measure._count_bytes(data))
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    expected = torch.bincount(data.flatten(), minlength=256).tolist()
-    assert [counted.tolist() for counted in counts] == [expected, expected]
-
-
-def test_a_cast_is_measured_in_few_passes():
-    """On a GPU each op is a launch, and a watched step of many small layers is all launches."""
-    t = float8lab.quantize(torch.randn(64, 128), block=(1, 128))
-    with torch.no_grad(), Ops() as ops:
-        measure.measure_cast(torch.randn(64, 128), t.qdata, t.scale, t.spec, delayed=False)
-    assert len(ops.seen) <= 40
+    scale = torch.rand(scale_shape((999, 1001), block), device="cuda")
+    for dtype, fp8_dtype in itertools.product(
+        (torch.float64, torch.float32, torch.bfloat16, torch.float16), (E4M3, E5M2)
+    ):
+        x = torch.randn(1001, 999, device="cuda").mul_(50).to(dtype).t()
+        x[0, : len(SPECIAL)] = torch.tensor(SPECIAL, dtype=dtype)
+        call = x, data.view(fp8_dtype), scale, block
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
+        try:
+            expected = measure._numbers_by_torch(*call)
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        first, second = (torch.cat(measure._numbers_of_cast(*call)) for _ in range(2))
+        assert first.equal(second)
+        expected = torch.cat(expected)
+        squares = slice(259, 261)  # summed in another order
+        torch.testing.assert_close(first[squares], expected[squares], rtol=1e-13, atol=0)
+        first[squares] = expected[squares] = 0
+        assert first.equal(expected)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        measure._numbers_of_cast(*call)
+        torch.cuda.synchronize()
+    assert sum(e.device_type.name == "CUDA" for e in profile.events()) <= 5
 
 
 def test_a_data_frame_without_pandas(log, monkeypatch):

@@ -21,12 +21,14 @@ from triton.runtime import interpreter
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, scale_shape
+from float8lab.inspect.watch.measure import _numbers_by_torch
 from float8lab.ops import Prologue, reference
 from float8lab.ops.kernels import (
     attention,
     cast_many,
     cross_entropy,
     grouped_cast,
+    measure,
     moments,
     norm,
     paged_attention,
@@ -433,6 +435,28 @@ def check_moments() -> None:
             results.append((data, scale, of.dequantize_moment(data, scale, is_square)))
         want, got = ([a * ~c.isnan(), b, c.nan_to_num(9)] for a, b, c in results)
         all_same(got, want)
+
+
+def check_measure() -> None:
+    cases = [
+        ((-1, -1), E4M3, matrix(33, 135, torch.float16)),
+        ((1, -1), E5M2, matrix(9, 17, FP32).t()),
+        ((1, 128), E4M3, matrix(5, 300)[:, ::2]),
+        ((20, 128), E4M3, matrix(33, 9, torch.float64)),
+        ((3, 32), E5M2, matrix(1, 1)),
+    ]
+    for block, fp8_dtype, x in cases:
+        x[0, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])[: x.shape[1]].to(x.dtype)
+        # The interpreter takes NaN for a number.
+        q = (torch.randint(256, x.shape) & ~4).to(torch.uint8).view(fp8_dtype)
+        scale = torch.rand(scale_shape(tuple(x.shape), block))
+        for last in (scale[-1, -1].clone(), torch.nan):
+            scale[-1, -1] = last
+            got = measure.measure_cast(x, q, scale, block)
+            want = _numbers_by_torch(x, q, scale, block)
+            # Squares are summed in another order.
+            torch.testing.assert_close(got[0][259:], want[0][259:], rtol=1e-14, atol=0)
+            all_same([got[0][:259], got[1]], [want[0][:259], want[1]])
 
 
 def check_transpose_and_dequantize() -> None:

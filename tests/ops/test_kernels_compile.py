@@ -41,6 +41,7 @@ from float8lab.ops.kernels import (
     grouped_cast,
     grouped_gemm,
     hopper_gemm,
+    measure,
     moments,
     norm,
     paged_attention,
@@ -59,6 +60,7 @@ from tests.ops.groups import cast_groups
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 POINTER = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -280,6 +282,12 @@ def moments_of(*, is_square: bool) -> Any:
     return launch
 
 
+def measured(block: tuple[int, int]) -> Any:
+    return lambda: measure.measure_cast(
+        x.float(), x.to(E4M3), torch.ones(scale_shape(tuple(x.shape), block)), block
+    )
+
+
 def groups(
     block: tuple[int, int],
     rule: str = "fp32",
@@ -329,6 +337,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "cross-entropy": entropy(),
     "cross-entropy-float32": entropy(dtype=torch.float32),
     "cross-entropy-backward": entropy(back=True),
+    "measured-tensor": measured((-1, -1)),
+    "measured-1x32": measured((1, 32)),
     "moments": moments_of(is_square=False),
     "moments-of-squares": moments_of(is_square=True),
     "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),

@@ -7,7 +7,7 @@ stacked when it is over, and take one transfer. Padding does not count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,15 +16,16 @@ from torch import Tensor
 
 from float8lab.formats import E4M3, Float8Spec
 from float8lab.inspect.watch.records import Record
+from float8lab.ops.declare import called_by_ops
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.statistics import TensorStats
 
 __all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
 
-_NUMBERS = ("nonzero", "finite", "inf", "signal", "noise", "amax", "scale_min", "scale_max")
-"""Scalars that follow the 256 counts of a cast, one for each byte: how many elements of the source
-are not zero, finite and not zero, and infinite; norms of the source and of the error; extremes."""
+_SUMS = ("nonzero", "finite", "inf", "signal", "noise")
+"""Sums over a cast, which follow the 256 counts of its bytes: how many elements of the source are
+not zero, finite and not zero, and infinite; squares of the source and of the error."""
 
 
 @dataclass
@@ -35,8 +36,8 @@ class Measurement:
     delayed: bool
     stored: bool
     elements: int
-    casts: list[list[Tensor]]
-    """Of each cast of the operand the 256 counts and ``_NUMBERS``."""
+    casts: list[tuple[Tensor, Tensor]]
+    """Of each cast of the operand the 256 counts and ``_SUMS``; and amax, scale_max, -scale_min."""
 
     def add(self, measurement: Measurement) -> None:
         """Add another cast of the same operand."""
@@ -52,17 +53,29 @@ def measure_cast(
     ``q`` has no padding; the decode scales broadcast over the blocks of ``spec``, and are
     ``delayed`` if they come from earlier steps.
     """
+    numbers = _numbers_of_cast(x, q, scale, spec.block)
+    return Measurement(spec, delayed, False, q.numel(), [numbers])
+
+
+def _numbers_by_torch(
+    x: Tensor, q: Tensor, scale: Tensor, block: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The numbers of a cast, as in ``Measurement.casts``: float64, on its device."""
     size = x.abs()
     inf = (size == math.inf).sum()  # isinf takes a kernel more
     size.nan_to_num_(0.0, 0.0)
     value = q.to(torch.promote_types(x.dtype, torch.float32))
-    value *= expand_scale(scale, spec.block, q.shape)
+    value *= expand_scale(scale, block, q.shape)
     value.sub_(x).nan_to_num_(0.0, 0.0, 0.0)
     # Norms sum in float64 without a copy in float64; that of order 0 counts what is not zero.
     norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
-    extremes = scale.aminmax() if scale.numel() > 1 else (scale.view(()),) * 2
-    numbers = [norm(x, 0), norm(size, 0), inf, norm(size), norm(value), size.amax(), *extremes]
-    return Measurement(spec, delayed, False, q.numel(), [[_count_bytes(q), *numbers]])
+    sums = [norm(x, 0), norm(size, 0), inf, norm(size).square(), norm(value).square()]
+    lowest, highest = scale.aminmax()
+    extremes = torch.stack([size.amax().double(), highest.double(), -lowest.double()])
+    return torch.cat([_count_bytes(q).double(), torch.stack(sums)]), extremes
+
+
+_numbers_of_cast = called_by_ops(_numbers_by_torch, cuda="measure:measure_cast")
 
 
 def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
@@ -93,41 +106,41 @@ def numbers_of(measurements: Sequence[Measurement]) -> list[list[list[float]]]:
     casts = [cast for measurement in measurements for cast in measurement.casts]
     for device in {cast[0].device for cast in casts}:
         chosen = [i for i, cast in enumerate(casts) if cast[0].device == device]
-        columns = [torch.stack([casts[i][n] for i in chosen]) for n in range(1 + len(_NUMBERS))]
-        table = torch.cat([c.view(len(chosen), -1).double() for c in columns], 1)
-        rows |= zip(chosen, table.tolist(), strict=True)
+        columns = [torch.stack(part) for part in zip(*(casts[i] for i in chosen), strict=True)]
+        rows |= zip(chosen, torch.cat(columns, 1).tolist(), strict=True)
     in_order = iter([rows[i] for i in range(len(casts))])
     return [[next(in_order) for _ in measurement.casts] for measurement in measurements]
 
 
 def record_of(
     measurement: Measurement,
-    numbers: Iterable[Sequence[float]],
+    numbers: Sequence[Sequence[float]],
     *,
     step: int,
     layer: str,
     operand: str,
 ) -> Record:
     """The record of one measurement, given the numbers of its casts on the host."""
-    spec, casts = measurement.spec, list(zip(*numbers, strict=True))
-    scalars = dict(zip(_NUMBERS, casts[256:], strict=True))
-    signal, noise = (sum(v * v for v in scalars[name]) for name in ("signal", "noise"))
+    spec = measurement.spec
+    totals = numbers[0] if len(numbers) == 1 else [*map(sum, zip(*numbers, strict=True))]
+    sums = dict(zip(_SUMS, totals[256:], strict=False))
+    nonzero, finite, inf = (round(sums[name]) for name in ("nonzero", "finite", "inf"))
+    amaxes, scale_maxima, negated = zip(*(cast[-3:] for cast in numbers), strict=True)
     stats = TensorStats(
         shape=(measurement.elements,),
         dtype=torch.float32,
         spec=spec,
-        amax=max(scalars["amax"]),
-        scale_min=min(scalars["scale_min"]),
-        scale_max=max(scalars["scale_max"]),
-        codes=tuple(round(sum(counts)) for counts in casts[:256]),
+        amax=max(amaxes),
+        scale_min=-max(negated),
+        scale_max=max(scale_maxima),
+        codes=tuple(map(int, totals[:256])),
     )
     # A scale per tensor holds up to this; under another one nothing lies beyond.
-    limits = [scale * spec.largest() for scale in scalars["scale_max"]]
+    limits = [scale * spec.largest() for scale in scale_maxima]
     overshoot = max(
-        (a / limit for a, limit in zip(scalars["amax"], limits, strict=True) if limit), default=0.0
+        (a / limit for a, limit in zip(amaxes, limits, strict=True) if limit), default=0.0
     )
-    nonzero, finite, inf = (round(sum(scalars[name])) for name in ("nonzero", "finite", "inf"))
-    stored = measurement.stored
+    signal, noise, stored = sums["signal"], sums["noise"], measurement.stored
     return Record(
         step=step,
         layer=layer,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,9 +105,9 @@ class Log:
         head = {"recipe": self.recipe, "conversion": self.conversion}
         yield _line("log", {**head, "about": self.about, "layers": self.layers})
         for record in self.records[records:]:
-            yield _line("record", asdict(record))
+            yield _line("record", vars(record))
         for step in self.steps[steps:]:
-            yield _line("step", asdict(step))
+            yield _line("step", vars(step))
 
     @classmethod
     def from_jsonl(cls, path: str | PathLike[str]) -> Log:
