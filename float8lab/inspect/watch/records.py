@@ -102,8 +102,9 @@ class Log:
 
     def lines(self, steps: int = 0, records: int = 0) -> Iterator[str]:
         """Yield the lines of a JSONL file, without so many steps and records from the start."""
-        head = {"recipe": self.recipe, "conversion": self.conversion}
-        yield _line("log", {**head, "about": self.about, "layers": self.layers})
+        if self.records[records:] or not (steps or records):  # else nothing of it has changed
+            head = {"recipe": self.recipe, "conversion": self.conversion}
+            yield _line("log", {**head, "about": self.about, "layers": self.layers})
         for record in self.records[records:]:
             yield _line("record", vars(record))
         for step in self.steps[steps:]:

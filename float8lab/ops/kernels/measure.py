@@ -14,7 +14,7 @@ from torch import Tensor
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 
-_TILE = _common.Tile(rows=16, columns=128, warps=8)
+_TILE = _common.Tile(rows=8, columns=128, warps=8)
 _SUMS = 261
 """Counts of the 256 bytes and of three kinds of values, and two sums of squares."""
 _MOST_PROGRAMS = 256
@@ -40,15 +40,17 @@ def _measure_cast_kernel(
     noise = signal
     amax = tl.zeros([TILE_M, TILE_K], WIDE)
     scale_min, scale_max, scale_nan = float("inf"), float("-inf"), 0.0
+    outside = tl.zeros([], tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(M, TILE_M) * tiles_k, tl.num_programs(0)):
         tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
         rows = tile_m * TILE_M + tl.arange(0, TILE_M)
         columns = tile_k * TILE_K + tl.arange(0, TILE_K)
         x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(WIDE)
         q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
-        inside = (rows < M)[:, None] & (columns < K)[None, :]
         data = tl.reshape(q.to(tl.uint8, bitcast=True).to(tl.int32), [TILE_M * TILE_K])
-        counts += tl.histogram(data, 256, mask=tl.reshape(inside, [TILE_M * TILE_K]))
+        counts += tl.histogram(data, 256)
+        inside = tl.minimum(M - tile_m * TILE_M, TILE_M) * tl.minimum(K - tile_k * TILE_K, TILE_K)
+        outside += TILE_M * TILE_K - inside
         # Beyond the edge the last block's scale is taken, which changes no extreme.
         m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
         k = _common.block_index(tile_k * TILE_K, columns, BK, TILE_K)
@@ -70,7 +72,10 @@ def _measure_cast_kernel(
         signal += size.to(tl.float64) * size.to(tl.float64)
         noise += error.to(tl.float64) * error.to(tl.float64)
     row_ptr += tl.program_id(0) * (SUMS + 3)
-    tl.store(row_ptr + tl.arange(0, 256), counts.to(tl.float64))
+    # Triton 3.6 reorders what a histogram reads, and its mask in another way: so zeros that fill up
+    # a tile are counted, and subtracted.
+    byte = tl.arange(0, 256)
+    tl.store(row_ptr + byte, (counts - tl.where(byte == 0, outside, 0)).to(tl.float64))
     tl.store(row_ptr + 256, tl.sum(tl.sum(nonzero, 1), 0).to(tl.float64))
     tl.store(row_ptr + 257, tl.sum(tl.sum(finite, 1), 0).to(tl.float64))
     tl.store(row_ptr + 258, tl.sum(tl.sum(infinite, 1), 0).to(tl.float64))
