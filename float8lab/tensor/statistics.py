@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
@@ -182,8 +181,10 @@ class TensorStats(_Shares[float]):
 
     def count_exponents(self) -> dict[int, int]:
         """Number of elements of each exponent that the format has, in ascending order."""
-        by_exponent = _codes_of_exponents(self.spec.fp8_dtype)
-        return {e: sum(self.codes[code] for code in codes) for e, codes in by_exponent.items()}
+        counts: dict[int, int] = {}
+        for code, exponent in _exponents_of_codes(self.spec.fp8_dtype).items():
+            counts[exponent] = counts.get(exponent, 0) + self.codes[code]
+        return counts
 
     @property
     def flushed(self) -> float | None:
@@ -486,13 +487,14 @@ def _codes_of_kinds(dtype: torch.dtype) -> dict[str, list[int]]:
 
 
 @functools.cache
-def _codes_of_exponents(dtype: torch.dtype) -> dict[int, list[int]]:
-    """The codes of each ``floor(log2(|code|))``, ascending, of those finite and not zero."""
-    found = defaultdict[int, list[int]](list)
-    for code, value in enumerate(code_values(dtype).tolist()):
-        if value and math.isfinite(value):
-            found[math.frexp(value)[1] - 1].append(code)
-    return dict(sorted(found.items()))
+def _exponents_of_codes(dtype: torch.dtype) -> dict[int, int]:
+    """``floor(log2(|code|))`` of each code that is finite and not zero, in ascending order."""
+    exponents = [
+        (math.frexp(value)[1] - 1, code)
+        for code, value in enumerate(code_values(dtype).tolist())
+        if value and math.isfinite(value)
+    ]
+    return {code: exponent for exponent, code in sorted(exponents)}
 
 
 def _original(x: Any, original: Tensor | None) -> Tensor | None:

@@ -106,7 +106,7 @@ def numbers_of(measurements: Sequence[Measurement]) -> list[list[list[float]]]:
     casts = [cast for measurement in measurements for cast in measurement.casts]
     for device in {cast[0].device for cast in casts}:
         chosen = [i for i, cast in enumerate(casts) if cast[0].device == device]
-        columns = [torch.stack(part) for part in zip(*(casts[i] for i in chosen), strict=True)]
+        columns = [torch.stack(column) for column in zip(*(casts[i] for i in chosen), strict=True)]
         rows |= zip(chosen, torch.cat(columns, 1).tolist(), strict=True)
     in_order = iter([rows[i] for i in range(len(casts))])
     return [[next(in_order) for _ in measurement.casts] for measurement in measurements]

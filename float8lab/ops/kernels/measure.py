@@ -81,9 +81,9 @@ def _measure_cast_kernel(
     tl.store(row_ptr + 258, tl.sum(tl.sum(infinite, 1), 0).to(tl.float64))
     tl.store(row_ptr + 259, tl.sum(tl.sum(signal, 1), 0))
     tl.store(row_ptr + 260, tl.sum(tl.sum(noise, 1), 0))
-    tl.store(row_ptr + 261, tl.max(tl.max(amax, 1), 0).to(tl.float64))
-    tl.store(row_ptr + 262, (scale_max + scale_nan).to(tl.float64))
-    tl.store(row_ptr + 263, (scale_nan - scale_min).to(tl.float64))
+    tl.store(row_ptr + SUMS, tl.max(tl.max(amax, 1), 0).to(tl.float64))
+    tl.store(row_ptr + SUMS + 1, (scale_max + scale_nan).to(tl.float64))
+    tl.store(row_ptr + SUMS + 2, (scale_nan - scale_min).to(tl.float64))
 
 
 @_common.on_device_of_first
