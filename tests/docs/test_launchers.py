@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -82,3 +85,78 @@ def test_accelerates_program_resumes_on_forks(
     whole, resumed = printed
     assert len(whole) == 6  # of 12 batches: each process had every other one
     assert resumed == whole[3:]
+
+
+STARTS = re.findall(
+    r"^(?:python -m float8lab\S+|ACCELERATE_\S+ torchrun) .*program.py$", PAGE, re.M
+)
+PROGRAM = """
+import accelerate, torch
+from float8lab.integrations.accelerate import enable
+enable()
+accelerator = accelerate.Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(32, 32))
+print(accelerator.mixed_precision, type(accelerator.unwrap_model(model)).__module__)
+accelerator.end_training()
+"""
+
+
+@pytest.fixture
+def fp8_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``fp8.yaml`` in the current folder, which is empty but for that."""
+    config = (ROOT / "examples/accelerate/ddp.yaml").read_text()
+    path = tmp_path / "fp8.yaml"
+    path.write_text(config.replace("precision: bf16", "precision: fp8"))
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    return path
+
+
+def environment_of(module: str, *words: str) -> dict[str, str]:
+    """The environment that a launcher, run as a module, would start the program in."""
+    started: list[dict[str, str]] = []
+
+    def start(*args: object, env: dict[str, str] | None = None) -> SimpleNamespace:
+        started.append(dict(env or os.environ))
+        return SimpleNamespace(wait=lambda: None, returncode=0)
+
+    with (
+        patch.object(sys, "argv", [module, *words]),
+        patch("accelerate.commands.launch.subprocess.Popen", start),
+        patch("torch.distributed.run.run", start),
+    ):
+        runpy.run_module(module, run_name="__main__")
+    (environment,) = started
+    return environment
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", STARTS)
+def test_fp8_that_the_launcher_alone_says(command: str, fp8_config: Path) -> None:
+    integration = pytest.importorskip("float8lab.integrations.accelerate")
+    program = fp8_config.with_name("program.py")
+    program.write_text(PROGRAM)
+    first, *words = command.split()
+    if first == "python":
+        try:
+            environment = environment_of(*words[1:])
+        finally:
+            integration.disable()
+        assert environment["ACCELERATE_MIXED_PRECISION"] == "fp8"
+        return
+    setting = "import os; os.environ[{!r}] = {!r}".format(*first.split("="))
+    program.write_text(setting + PROGRAM)  # the forks do not have this process's environment
+    printed = run_program(int(words[2]), program, folder=fp8_config.parent)
+    assert printed.splitlines()[0] == "fp8 float8lab.nn.linear"
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", [c for c in STARTS if c.startswith("python")])
+def test_accelerates_own_launcher_says_what_the_page_quotes(command: str, fp8_config: Path) -> None:
+    utils = pytest.importorskip("accelerate.utils")
+    if utils.is_fp8_available():
+        pytest.skip("Transformer Engine, MS-AMP or torchao is installed")
+    with pytest.raises(RuntimeError) as error:
+        environment_of(MODULES["accelerate"], *command.split()[3:])
+    assert f"`{error.value}`" in " ".join(PAGE.split())
