@@ -75,7 +75,7 @@ class Step:
     1}``."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Log:
     """Everything that a watch recorded, in the order of the steps."""
 
@@ -90,9 +90,12 @@ class Log:
     steps: list[Step] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     followers: list[Callable[[Sequence[Record], Sequence[Step]], object]] = field(
-        default_factory=list, repr=False, compare=False
+        default_factory=list, compare=False
     )
     """Functions that a running watch calls with the records and steps that it adds."""
+
+    def __repr__(self) -> str:
+        return f"<Log of {len(self.steps)} steps, {len(self.records)} records, {self.recipe}>"
 
     def to_jsonl(self, path: str | PathLike[str]) -> None:
         """Write everything to a file; one that is there is replaced by a whole one."""
