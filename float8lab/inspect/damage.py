@@ -300,14 +300,10 @@ def sensitivity(
         noise, looks = bench.look(tried)
         rows = _measure_worst(_estimates(bench, looks, tried), bench, runs)
     return Sensitivity(
-        rows=tuple(sorted(rows, key=lambda row: -row.damage)),
-        layers=tuple(trial.layers),
-        skipped=tuple(trial.skipped),
-        recipes=tried,
-        loss=bench.loss,
-        noise=noise.damage,
+        rows=tuple(sorted(rows, key=lambda row: -row.damage)), layers=tuple(trial.layers),
+        skipped=tuple(trial.skipped), recipes=tried, loss=bench.loss, noise=noise.damage,
         passes=bench.passes,
-    )
+    )  # fmt: skip
 
 
 class _Difference(NamedTuple):

@@ -875,11 +875,7 @@ def test_a_gpu_measures_in_few_launches_what_torch_does(block):
         if number % 3 == 0:
             x = x.t().contiguous().t()
         call = x, data.view((E4M3, E5M2)[number % 2]), scale, block
-        torch.use_deterministic_algorithms(number % 5 > 0, warn_only=True)
-        try:
-            expected = torch.cat(measure._numbers_by_torch(*call))
-        finally:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+        expected = torch.cat(measure._numbers_by_torch(*call))
         first, second = (torch.cat(measure._numbers_of_cast(*call)) for _ in range(2))
         assert first.equal(second)
         squares = slice(259, 261)  # summed in another order

@@ -176,14 +176,10 @@ def _measured(item: Item, blocks: _Blocks, counts: tuple[int, ...]) -> Measured:
         spec = replace(spec, scale_rule="pow2")
     has_scales = blocks.low <= blocks.high
     stats = TensorStats(
-        shape=item.entry.shape,
-        dtype=spec.element_dtype,
-        spec=spec,
-        amax=blocks.amax,
+        shape=item.entry.shape, dtype=spec.element_dtype, spec=spec, amax=blocks.amax,
         scale_min=blocks.low if has_scales else math.nan,
-        scale_max=blocks.high if has_scales else math.nan,
-        codes=counts,
-    )
+        scale_max=blocks.high if has_scales else math.nan, codes=counts,
+    )  # fmt: skip
     scale = None
     if item.scale is not None:
         described = item.scale.name, item.scale.dtype_name, item.scale.shape

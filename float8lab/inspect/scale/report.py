@@ -306,16 +306,12 @@ def scale(
     high_precision = fastest(size, None, job, gpus, micro, recompute)
     job_of_recipe = steps[name].job
     return Scale(
-        size=size,
-        job=job,
-        gpus=gpus,
-        chosen=chosen,
-        steps=steps,
+        size=size, job=job, gpus=gpus, chosen=chosen, steps=steps,
         layouts=tuple(steps_by_recipe[name]),
         high_layout=high_precision[0] if high_precision and high_precision[0].fits else None,
         gemms=tuple(gemms_of_rank(size, job_of_recipe, mesh, recipes)),
         tokens=by_tokens(size, job_of_recipe, mesh, recipes),
-    )
+    )  # fmt: skip
 
 
 def _told(step: Step) -> dict[str, object]:

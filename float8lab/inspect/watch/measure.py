@@ -92,11 +92,7 @@ def _count_bytes(q: Tensor) -> Tensor:
     data = q.view(torch.uint8).reshape(-1)
     if not data.is_cuda:
         return torch.bincount(data, minlength=256)
-    # bincount waits for the GPU. histc of integers is exact, but where the program asks torch for
-    # deterministic algorithms, torch refuses it, since that of floating-point numbers may differ.
-    if not torch.are_deterministic_algorithms_enabled():
-        return torch.histc(data.int(), 256, 0, 256)
-    edges = torch.arange(257, dtype=torch.int32, device=q.device)
+    edges = torch.arange(257, dtype=torch.int32, device=q.device)  # bincount waits for the GPU
     return torch.searchsorted(data.sort().values.int(), edges).diff()
 
 
@@ -113,13 +109,9 @@ def numbers_of(measurements: Sequence[Measurement]) -> list[list[list[float]]]:
 
 
 def record_of(
-    measurement: Measurement,
-    numbers: Sequence[Sequence[float]],
-    *,
-    step: int,
-    layer: str,
+    measurement: Measurement, numbers: Sequence[Sequence[float]], *, step: int, layer: str,
     operand: str,
-) -> Record:
+) -> Record:  # fmt: skip
     """The record of one measurement, given the numbers of its casts on the host."""
     spec = measurement.spec
     totals = numbers[0] if len(numbers) == 1 else [*map(sum, zip(*numbers, strict=True))]
@@ -127,36 +119,25 @@ def record_of(
     nonzero, finite, inf = (round(sums[name]) for name in ("nonzero", "finite", "inf"))
     amaxes, scale_maxima, negated = zip(*(cast[-3:] for cast in numbers), strict=True)
     stats = TensorStats(
-        shape=(measurement.elements,),
-        dtype=torch.float32,
-        spec=spec,
-        amax=max(amaxes),
-        scale_min=-max(negated),
-        scale_max=max(scale_maxima),
-        codes=tuple(map(int, totals[:256])),
-    )
+        shape=(measurement.elements,), dtype=torch.float32, spec=spec, amax=max(amaxes),
+        scale_min=-max(negated), scale_max=max(scale_maxima), codes=tuple(map(int, totals[:256])),
+    )  # fmt: skip
     # A scale per tensor holds up to this; under another one nothing lies beyond.
     limits = [scale * spec.largest() for scale in scale_maxima]
     overshoot = max(
         (a / limit for a, limit in zip(amaxes, limits, strict=True) if limit), default=0.0
     )
     signal, noise, stored = sums["signal"], sums["noise"], measurement.stored
+    flushed = max(0, stats.count("zero") + nonzero - measurement.elements)
     return Record(
-        step=step,
-        layer=layer,
-        operand=operand,
-        amax=stats.amax,
-        scale_min=stats.scale_min,
-        scale_max=stats.scale_max,
-        saturated=stats.saturated,
-        flushed=max(0, stats.count("zero") + nonzero - measurement.elements) / measurement.elements,
-        subnormal=stats.subnormal,
+        step=step, layer=layer, operand=operand, amax=stats.amax, scale_min=stats.scale_min,
+        scale_max=stats.scale_max, saturated=stats.saturated, subnormal=stats.subnormal,
+        flushed=flushed / measurement.elements,
         nan=stats.count("nan") if stored else nonzero - finite - inf,
         inf=stats.count("inf") if stored else inf,
         sqnr=10 * math.log10(signal / noise) if signal and noise else None,
         staleness=math.log2(overshoot) if measurement.delayed and overshoot > 0 else None,
-        elements=measurement.elements,
+        elements=measurement.elements, stored=stored,
         exponents={e: n for e, n in stats.count_exponents().items() if n},
-        stored=stored,
         fp8_dtype="e4m3" if spec.fp8_dtype == E4M3 else "e5m2",
-    )
+    )  # fmt: skip

@@ -75,15 +75,15 @@ def _measure_cast_kernel(
     # Triton 3.6 reorders what a histogram reads, and its mask in another way: so zeros that fill up
     # a tile are counted, and subtracted.
     byte = tl.arange(0, 256)
-    tl.store(row_ptr + byte, (counts - tl.where(byte == 0, outside, 0)).to(tl.float64))
-    tl.store(row_ptr + 256, tl.sum(tl.sum(nonzero, 1), 0).to(tl.float64))
-    tl.store(row_ptr + 257, tl.sum(tl.sum(finite, 1), 0).to(tl.float64))
-    tl.store(row_ptr + 258, tl.sum(tl.sum(infinite, 1), 0).to(tl.float64))
+    tl.store(row_ptr + byte, counts - tl.where(byte == 0, outside, 0))
+    tl.store(row_ptr + 256, tl.sum(tl.sum(nonzero, 1), 0))
+    tl.store(row_ptr + 257, tl.sum(tl.sum(finite, 1), 0))
+    tl.store(row_ptr + 258, tl.sum(tl.sum(infinite, 1), 0))
     tl.store(row_ptr + 259, tl.sum(tl.sum(signal, 1), 0))
     tl.store(row_ptr + 260, tl.sum(tl.sum(noise, 1), 0))
-    tl.store(row_ptr + SUMS, tl.max(tl.max(amax, 1), 0).to(tl.float64))
-    tl.store(row_ptr + SUMS + 1, (scale_max + scale_nan).to(tl.float64))
-    tl.store(row_ptr + SUMS + 2, (scale_nan - scale_min).to(tl.float64))
+    tl.store(row_ptr + SUMS, tl.max(tl.max(amax, 1), 0))
+    tl.store(row_ptr + SUMS + 1, scale_max + scale_nan)
+    tl.store(row_ptr + SUMS + 2, scale_nan - scale_min)
 
 
 @_common.on_device_of_first
