@@ -32,7 +32,6 @@ def _measure_cast_kernel(
     SUMS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    tiles_k = tl.cdiv(K, TILE_K)
     counts = tl.zeros([256], tl.int32)
     nonzero = tl.zeros([TILE_M, TILE_K], tl.int32)
     finite, infinite = nonzero, nonzero
@@ -41,10 +40,9 @@ def _measure_cast_kernel(
     amax = tl.zeros([TILE_M, TILE_K], WIDE)
     scale_min, scale_max, scale_nan = float("inf"), float("-inf"), 0.0
     outside = tl.zeros([], tl.int64)
-    for tile in range(tl.program_id(0), tl.cdiv(M, TILE_M) * tiles_k, tl.num_programs(0)):
-        tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
-        rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    tiles = tl.cdiv(M, TILE_M) * tl.cdiv(K, TILE_K)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile_m, tile_k, rows, columns = _common.place_of(K, TILE_M, TILE_K, tile)
         x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(WIDE)
         q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
         data = tl.reshape(q.to(tl.uint8, bitcast=True).to(tl.int32), [TILE_M * TILE_K])
@@ -95,7 +93,6 @@ def measure_cast(
     rows = x.new_empty((programs, _SUMS + 3), dtype=torch.float64)
     _measure_cast_kernel[(programs,)](
         x, q, scale, rows, *x.shape, *scale.shape, *x.stride(), *q.stride(), *scale.stride(),
-        BM=block[0], BK=block[1], SUMS=_SUMS, TILE_M=_TILE.rows, TILE_K=_TILE.columns,
-        num_warps=_TILE.warps, enable_fp_fusion=False,
+        BM=block[0], BK=block[1], SUMS=_SUMS, **_TILE.constants, enable_fp_fusion=False,
     )  # fmt: skip
     return rows[:, :_SUMS].sum(0), rows[:, _SUMS:].amax(0)
