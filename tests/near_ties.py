@@ -7,8 +7,6 @@ from torch import Tensor
 
 from float8lab.formats import E4M3
 
-__all__ = ["by_multiplying", "near_ties"]
-
 
 def near_ties(rows: int) -> Tensor:
     """Float32 ``[rows, 160]`` whose bytes differ if each row is scaled alone in another way.

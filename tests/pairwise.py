@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["pairs_first", "pairwise"]
-
 
 def pairwise(*axes: Mapping[str, Any]) -> list[Any]:
     """Cases, one value of each axis, in which every two values of two axes meet.

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["ROOT", "run_python"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -21,8 +21,6 @@ from float8lab.distributed.styles import PrepareFloat8ModuleInput
 from float8lab.inspect import memory_report
 from float8lab.inspect.damage import sensitivity
 
-__all__ = ["CALLS", "Call", "H", "S"]
-
 RECIPE = recipes.Float8CurrentScaling()
 DELAYED = recipes.DelayedScaling(amax_history_len=2)
 H = 32  # features

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Ops", "check_capture", "hooked_as_by_megatron", "never_waiting"]
-
 
 class Ops(TorchDispatchMode):
     """Records the ops that run inside, in their order."""

@@ -30,8 +30,6 @@ from float8lab.nn import InferenceParams, ScalingState
 from float8lab.tensor import Float8Tensor
 from tests.public_calls import CALLS, Call
 
-__all__ = ["Case", "admits", "cases", "complaint", "parameters"]
-
 
 class Opaque:
     """A value of a type that nothing knows."""

@@ -28,8 +28,6 @@ from float8lab.recipes import (
 )
 from tests.distributed.ranks import Ranks
 
-__all__ = ["RECIPES", "Step", "assert_row", "local_rows", "page_rows", "summed", "take_step"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "many_gpus.md"
 
 RECIPES: dict[str, Recipe] = {

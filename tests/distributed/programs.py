@@ -13,8 +13,6 @@ import torch
 from tests.distributed.ranks import forks
 from tests.processes import run_python
 
-__all__ = ["run_program", "run_torchrun"]
-
 _ENDED: list[dict[str, object]] = []
 """The names of a program that has ended, alive until its process ends without destructors. DDP's
 waits for Gloo's thread, which may need the interpreter's lock to drop the last collective's tensors

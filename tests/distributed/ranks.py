@@ -38,17 +38,6 @@ from float8lab.recipes import (
     Recipe,
 )
 
-__all__ = [
-    "RECIPES",
-    "Collectives",
-    "RankPool",
-    "Ranks",
-    "each_check",
-    "forks",
-    "on_ranks",
-    "slow_check",
-]
-
 PRELOAD = [
     "tests.distributed.ranks",
     "torch.distributed.checkpoint",

@@ -524,8 +524,6 @@ def test_a_compiled_layer_inside(watch):
     torch._dynamo.reset()
 
 
-# --- on a GPU ------------------------------------------------------------------------------------
-
 WIDTH = 2048
 TOKENS = 4096
 

@@ -113,9 +113,7 @@ def count_gemms(case: Case, recipe: Recipe) -> str:
     return f"{counts.fp8} of {counts.fp8 + counts.high_precision}"
 
 
-# --- features: True, False, or None where a module has no use for it -----------------------------
-
-
+# Features: True, False, or None where a module has no use for it.
 def attends_in_fp8(case: Case, recipe: Recipe) -> bool | None:
     module, inputs = build(case, recipe)
     if not any(isinstance(m, float8lab.DotProductAttention) for m in module.modules()):

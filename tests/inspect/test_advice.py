@@ -183,9 +183,6 @@ def test_graphs_take_no_cpu_time():
     assert found.step["high precision"] == pytest.approx(step(model, x).gpu, rel=1e-6)
 
 
-# --- modelled ------------------------------------------------------------------------------------
-
-
 @each_recipe
 @pytest.mark.parametrize("mode", ["eager", "compile", "cuda_graph"])
 def test_modelled_times_are_those_of_auto(recipe, mode):

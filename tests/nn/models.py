@@ -9,22 +9,6 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 
-__all__ = [
-    "DELAYED",
-    "GPT",
-    "RECIPES",
-    "UNDELAYED",
-    "Block",
-    "Checkpointed",
-    "Counted",
-    "GatedMLP",
-    "each_recipe",
-    "same_gradients",
-    "saved_bytes",
-    "states",
-    "with_slow",
-]
-
 UNDELAYED = {
     "current": recipes.Float8CurrentScaling(),
     "rowwise": recipes.Float8RowwiseScaling(),

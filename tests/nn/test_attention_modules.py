@@ -122,9 +122,6 @@ def composed(variant, module, inputs, dy, rounding=EXACT):
     return named(y, leaves, p.items())
 
 
-# --- against float64 -----------------------------------------------------------------------------
-
-
 def power(db):
     return 10 ** (-db / 10)
 

@@ -309,9 +309,6 @@ def test_under_torch_autocast_the_product_is_the_same_on_a_gpu(recipe, kind, dty
             torch.testing.assert_close(y, expected.to(dtype), rtol=0, atol=near)
 
 
-# --- parameters of the constructor ---------------------------------------------------------------
-
-
 def test_default_initialisation():
     layer = float8lab.Linear(1000, 300, device="cpu")
     assert torch.equal(layer.bias, torch.zeros(300))
@@ -515,9 +512,6 @@ def test_a_norm_of_another_size_than_the_weight_is_refused():
             layer(torch.randn(4, features))
 
 
-# --- cached weight casts -------------------------------------------------------------------------
-
-
 def count_weight_casts(monkeypatch):
     made = []
     original = gemm.quantize
@@ -584,9 +578,6 @@ def test_writing_through_data_is_not_missed():
         assert torch.equal(layer(x), torch.zeros(4, 32))
 
 
-# --- FP8-stored weights --------------------------------------------------------------------------
-
-
 @each_recipe
 def test_fp8_model_init_stores_one_byte_a_parameter(recipe):
     with float8lab.fp8_model_init(recipe=recipe):
@@ -646,9 +637,6 @@ def test_stored_weights_on_meta():
         layer = float8lab.Linear(16, 8, device="meta")
     assert layer.weight.is_meta
     assert isinstance(layer.weight, Float8Tensor)
-
-
-# --- module behaviour ----------------------------------------------------------------------------
 
 
 def test_state_dict_is_that_of_torchs_layer():

@@ -45,9 +45,6 @@ def image(module):
     }
 
 
-# --- FP8 parameters ------------------------------------------------------------------------------
-
-
 MOVES = {
     "nothing": lambda m: m.to("cpu"),
     "copies": lambda m: m._apply(torch.clone),
@@ -117,9 +114,6 @@ def test_double_is_one_dtype_for_all_and_float_brings_the_bytes_back(name):
         assert torch.equal(p.grad, plain.get_parameter(key).grad)
     assert image(copy.deepcopy(module).float()) == image(module) == before
     assert {p.dtype for p in copy.deepcopy(module).float().parameters()} == {torch.float32}
-
-
-# --- the meta device -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "attention"])

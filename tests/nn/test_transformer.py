@@ -370,8 +370,7 @@ def test_wrong_arguments_are_refused():
         build()(x, encoder_output=x)
 
 
-# --- FP8; numbers against float64 are in test_attention_modules.py, training in test_modules.py ---
-
+# Numbers in FP8 against float64 are in test_attention_modules.py, training is in test_modules.py.
 RECIPES = {
     **models.RECIPES,
     "delayed-dpa": recipes.DelayedScaling(fp8_dpa=True),
@@ -538,9 +537,6 @@ def test_a_small_model_learns(name):
         losses[label] = loss.item()
     assert losses["high"] < 1.0
     assert losses["fp8"] < 1.0
-
-
-# --- converted -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["delayed-dpa", "current-dpa"])

@@ -15,16 +15,6 @@ from torch import Tensor
 from float8lab.formats import E4M3, scale_shape
 from float8lab.ops import Prologue, prologue_shape, round_up
 
-__all__ = [
-    "GRIDS",
-    "amax",
-    "encode",
-    "encode_pair",
-    "quantize",
-    "quantize_by_amaxes",
-    "quantize_pair",
-]
-
 Cast = Callable[..., Any]
 
 

@@ -142,9 +142,6 @@ class Reference:
                 p.data.copy_(master.detach())
 
 
-# --- the arithmetic ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("keep", [True, False], ids=["init-values", "dequantized"])
 @each_optimizer
 def test_steps_equal_explicit_masters(optimizer_class, options, keep):
@@ -331,9 +328,6 @@ def test_backward_after_a_step_is_refused(model, sgd):
     sgd.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-# --- masters -------------------------------------------------------------------------------------
 
 
 def test_masters_start_from_the_kept_initial_values_and_free_them(model):
@@ -527,9 +521,6 @@ def test_16_bit_parameters_can_be_swapped():
         torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
     train(model, optimizer, 1)
     assert len(optimizer.masters) == len(list(model.parameters()))
-
-
-# --- an optimizer like any other -----------------------------------------------------------------
 
 
 def test_without_fp8_parameters_it_is_the_plain_optimizer():
@@ -729,9 +720,6 @@ def test_lbfgs_sees_parameters_that_follow_its_masters():
     assert best < closure().item() < 1.05 * best < losses[0]
 
 
-# --- saving, loading, copying --------------------------------------------------------------------
-
-
 @each_optimizer
 def test_state_dict_round_trip_is_exact(model, optimizer_class, options):
     optimizer = MasterWeights(model.parameters(), optimizer_class, **options)
@@ -881,9 +869,6 @@ def test_averaged_model_that_is_itself_stored_in_fp8(model):
     assert isinstance(average.module[0].weight, Float8Tensor)
 
 
-# --- what it is for ------------------------------------------------------------------------------
-
-
 STEPS, ADAMW = 120, {"lr": 2e-3, "weight_decay": 0.0}
 
 
@@ -938,9 +923,6 @@ def test_loss_follows_high_precision_with_masters_and_stalls_without(name, high_
     assert reference < 0.4 * high_precision_losses[0]
     assert last(losses) < 1.02 * reference  # measured: up to 1.003
     assert last(stalled) > 1.2 * reference  # measured: 1.3 to 1.7
-
-
-# --- memory --------------------------------------------------------------------------------------
 
 
 def live_bytes() -> dict[tuple[int, int], int]:
@@ -1022,9 +1004,6 @@ def test_masters_move_with_the_model(model):
     for master, before in zip(optimizer.masters.values(), masters, strict=True):
         assert master.device.type == "cuda"
         assert torch.equal(master.cpu(), before)
-
-
-# --- errors --------------------------------------------------------------------------------------
 
 
 def test_errors():

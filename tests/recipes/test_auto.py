@@ -42,9 +42,6 @@ def test_a_module_with_several_weights_takes_the_sum():
         assert prediction[recipe] == tuple(map(sum, zip(*parts, strict=True)))
 
 
-# --- choices -------------------------------------------------------------------------------------
-
-
 @each_mode
 def test_the_small_gpt_stays_in_bfloat16(mode):
     assert set(choose(predictions(GPT_53M, 16 * 1024, mode))) == {None}
@@ -136,9 +133,6 @@ def test_an_empty_layer_stays_in_high_precision():
     assert choose(predictions([(0, 64), (64, 0)], 16384)) == [None, None]
 
 
-# --- explanations --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "tokens", "candidates", "text"),
     [
@@ -166,9 +160,6 @@ def test_explanations(shape, tokens, candidates, text):
     (prediction,) = predictions([shape], tokens, candidates=candidates)
     (chosen,) = choose([prediction])
     assert explain(prediction, chosen) == text
-
-
-# --- Auto as data --------------------------------------------------------------------------------
 
 
 def test_auto_is_frozen_data():

@@ -44,9 +44,6 @@ def encode_pow2(amax, largest=448.0):
     return 2.0 ** torch.floor(torch.log2(torch.tensor(largest) / amax))
 
 
-# --- the context manager -------------------------------------------------------------------------
-
-
 def test_state_is_restored_on_exit_and_after_an_exception():
     assert STATE.autocast.enabled is None
     with float8lab.autocast(recipe=CURRENT):
@@ -144,9 +141,6 @@ def test_a_bare_autocast_leaves_a_converted_layer_its_own_recipe():
     assert not m._fp8.slots
 
 
-# --- warnings ------------------------------------------------------------------------------------
-
-
 def test_a_region_without_fp8_modules_warns_once_and_says_what_it_saw(monkeypatch):
     monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
     torch._dynamo.utils.counters.clear()
@@ -176,9 +170,6 @@ def test_a_region_with_fp8_modules_is_silent(monkeypatch):
     monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
     with float8lab.autocast():
         layer()(torch.ones(1, 32))
-
-
-# --- delayed scaling: the formula and when it advances -------------------------------------------
 
 
 def test_scales_follow_the_history_of_earlier_regions():
@@ -400,9 +391,6 @@ def test_first_tensor_is_scaled_by_its_own_amax():
     assert error < 0.05  # at scale 1 every element would round to 0
 
 
-# --- calibration ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_calibration_keeps_the_history_of_all_batches_and_ends_usable(training):
     m = layer().train(training)
@@ -429,9 +417,6 @@ def test_calibration_with_weights_stored_in_fp8():
     ):
         m(torch.full((2, 32), 3.0))
     assert history(m)[0, :2].tolist() == [3.0, m.weight.dequantize().abs().max().item()]
-
-
-# --- activation checkpointing --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -474,9 +459,6 @@ def test_autocast_inside_the_checkpointed_function():
     assert torch.equal(m.weight.grad, m2.weight.grad)
     assert torch.equal(history(m), history(m2))
     assert steps(m2)[0] == 2
-
-
-# --- life of the state ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -636,9 +618,6 @@ def test_the_default_dtype_changes_no_number(make, delayed):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-# --- inference mode -------------------------------------------------------------------------------
-
-
 FP8_ATTENTION = recipes.DelayedScaling(fp8_dpa=True)
 
 
@@ -713,9 +692,6 @@ def test_calls_in_inference_mode_leave_state_that_training_goes_on_with(make):
     expected = run(copy.deepcopy(first), torch.no_grad)
     got = run(first, torch.inference_mode)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-# --- threads -------------------------------------------------------------------------------------
 
 
 def in_thread(function):

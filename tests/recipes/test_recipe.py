@@ -137,9 +137,6 @@ def test_callables_show_their_name():
     )
 
 
-# --- what each field does to the plan of a linear layer ------------------------------------------
-
-
 @each_recipe
 def test_fp8_format_takes_effect(cls):
     for fmt in (Format.E4M3, Format.HYBRID):

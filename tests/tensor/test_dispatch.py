@@ -38,9 +38,6 @@ def make(shape, block, seed=0):
     return quantize(x, block=Float8Spec(block=block).expand(len(shape)).block)
 
 
-# --- views -----------------------------------------------------------------------------------
-
-
 def random_view(x, rng):
     """A view op that ``x``, a plain tensor, allows, as a function."""
     ops = [lambda t: t.squeeze(), lambda t: t.detach()]
@@ -270,9 +267,6 @@ def test_what_fp8_cannot_do_says_what_to_do_instead(call, message):
         call(quantize(torch.randn(4, 8)))
 
 
-# --- torch's own functions and gradients ---------------------------------------------------------
-
-
 COMPUTED_IN_STEPS = {
     "hinge_embedding_loss": lambda x, v: F.hinge_embedding_loss(x, -torch.ones(8, 8), margin=0.3),
     "lerp": lambda x, v: torch.lerp(v, 2 * v, x),
@@ -304,8 +298,6 @@ def test_what_torch_computes_in_steps_is_not_rounded_between_them(function):
         assert type(got) is type(want)
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
-
-# --- joins and picks -------------------------------------------------------------------------
 
 JOINS = {
     "cat": lambda x, y: torch.cat([x, y]),
@@ -350,9 +342,6 @@ def test_tensors_of_other_formats_are_not_joined_in_fp8():
             torch.cat([x, other])
 
 
-# --- allocation, moves -----------------------------------------------------------------------
-
-
 @each_block
 def test_like_functions(block):
     t = make((12, 20), block)
@@ -386,9 +375,6 @@ def test_optimizers_see_ordinary_state():
     optimizer = torch.optim.AdamW([p])
     optimizer.step()
     assert all(type(s) is torch.Tensor for s in optimizer.state[p].values())
-
-
-# --- products --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (4, -1), (1, 128), (1, 32)], ids=str)
@@ -467,8 +453,6 @@ def test_joined_per_tensor_weights_still_multiply_in_fp8():
     torch.testing.assert_close(y, x.dequantize() @ w.dequantize().t(), rtol=1e-4, atol=1e-3)
 
 
-# --- inference mode ----------------------------------------------------------------------------
-
 INFERENCE = {
     "linear": lambda t: F.linear(t, t),
     "linear of views": lambda t: F.linear(t.view(2, 8, 16), t, torch.ones(16)),
@@ -501,9 +485,6 @@ def test_a_view_made_in_inference_mode_writes_through():
         t[3:5].zero_()
     assert not t.dequantize()[3:5].any()
     assert t.dequantize()[5:].any()
-
-
-# --- other subclasses, compilers, functorch ----------------------------------------------------
 
 
 class _Outer(torch.Tensor):
@@ -621,9 +602,6 @@ def test_vmap_and_grad_agree_with_the_dequantized():
         assert torch.equal(torch.vmap(torch.sin)(t), t.dequantize().sin())
         grad = torch.func.grad(lambda x: (x * x).sum())(t)
         assert torch.equal(grad, 2 * t.dequantize())
-
-
-# --- Python's protocols ------------------------------------------------------------------------
 
 
 @each_block

@@ -31,9 +31,6 @@ def relative_error(actual, expected):
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-# --- quantize and dequantize ---------------------------------------------------------------------
-
-
 @each_block
 @pytest.mark.parametrize("shape", [(200, 300), (2, 3, 130, 40), (7,), (), (0, 5), (3, 0)], ids=str)
 def test_round_trip(block, shape, device):
@@ -246,9 +243,6 @@ def test_a_subclass_pickles():
     assert torch.equal(again.dequantize(), x.dequantize())
 
 
-# --- views ---------------------------------------------------------------------------------------
-
-
 VIEWS = {
     "detach": lambda t: t.detach(),
     "clone": lambda t: t.clone(),
@@ -300,9 +294,6 @@ def test_copy_between_float8_tensors_and_plain_ones(block):
     plain = torch.empty(256, 256)
     plain.copy_(u)
     assert torch.equal(plain, u.dequantize())
-
-
-# --- matrix products -----------------------------------------------------------------------------
 
 
 PAIRS = {
@@ -361,9 +352,6 @@ def test_gradients_flow_through_products():
     assert relative_error(w.grad, ones.t() @ x.detach()) < 0.06
 
 
-# --- the fallback --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def fresh_warnings(monkeypatch):
     policy = dispatch._Policy()
@@ -409,9 +397,6 @@ def test_in_place_ops_quantize_again():
 def test_entering_a_handler_twice_raises():
     with pytest.raises(ValueError, match="must have one handler"):
         implements(torch.ops.aten.mm.default)(lambda *a: None)
-
-
-# --- repr ----------------------------------------------------------------------------------------
 
 
 class TestRepr(expecttest.TestCase):
@@ -489,9 +474,6 @@ def test_repr_prints_the_numbers_that_torch_prints(shape, block, dtype, options,
             shown, torchs = repr(x), repr(x.dequantize().float().cpu())
         numbers = torchs[len("tensor(") : torchs.rindex("]")].replace("\n       ", "\n" + 13 * " ")
         assert shown.startswith(f"Float8Tensor({numbers}]")
-
-
-# --- specs ---------------------------------------------------------------------------------------
 
 
 def test_specs_are_values():

@@ -33,9 +33,6 @@ def from_codes(*codes: int, fp8_dtype: torch.dtype = E4M3, scale: float = 1.0) -
     return Float8Tensor(data, one, one * 448, Float8Spec(fp8_dtype, (-1,)), torch.float32)
 
 
-# --- codes ---------------------------------------------------------------------------------------
-
-
 def test_each_kind_of_e4m3_code():
     # 448, -448, 416, 0, -0, 2^-9, -7 * 2^-9 (the largest subnormal), 2^-6 (normal), NaN, -NaN
     found = from_codes(0x7E, 0xFE, 0x7D, 0x00, 0x80, 0x01, 0x87, 0x08, 0x7F, 0xFF).stats()
@@ -81,9 +78,6 @@ def test_kinds_of_all_codes_are_those_of_their_values(fp8_dtype, device):
     for got in (found.exponent_min, found.exponent_max):
         assert torch.equal(got.isnan(), ~plain)
         assert torch.equal(got[plain], exponents[plain])
-
-
-# --- whole tensors -------------------------------------------------------------------------------
 
 
 def test_amax_and_range_of_scales():
@@ -172,9 +166,6 @@ def test_histograms():
     assert quantize(torch.ones(3), E5M2).histogram("exponent").values.tolist() == [*range(-16, 16)]
 
 
-# --- blocks --------------------------------------------------------------------------------------
-
-
 @each_block
 @pytest.mark.parametrize("fp8_dtype", FP8_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(130, 70), (1, 1), (7, 300)], ids=str)
@@ -243,9 +234,6 @@ def test_blocks_as_a_matrix():
     assert quantize(torch.ones(0, 256), block=(1, 128)).blocks().shape == (0, 2)
     t.blocks().zero_()  # a copy
     assert t.scale.min() > 0
-
-
-# --- what it takes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["FAMILIES", "MIXTURES", "build", "emulated", "flat_gradients"]
-
 TEXT = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = {
     **TEXT, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,

@@ -148,9 +148,6 @@ def test_all_of_other_models_is_in_fp8(family: str) -> None:
     assert all(issubclass(cls, (nn.Embedding, nn.Conv1d, nn.Conv2d)) for cls in left)
 
 
-# --- Conv1D --------------------------------------------------------------------------------------
-
-
 def test_conv1d_stays_what_it_is() -> None:
     model, batch = build("gpt2")
     before = copy.deepcopy(model)
@@ -196,8 +193,6 @@ def test_conv1d_stays_in_high_precision_in_an_export(tmp_path: Path) -> None:
     report = float8lab.integrations.export(model, tmp_path / "plain", exclude=[])
     assert list(report.fp8) == ["lm_head.weight"]
 
-
-# --- generation ----------------------------------------------------------------------------------
 
 GENERATE: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -247,9 +242,6 @@ def test_a_cache_changes_nothing_where_each_token_has_its_own_scale() -> None:
     assert (parts - whole).norm() < 1e-3 * whole.norm()
 
 
-# --- saving --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bert", "qwen3_moe"])
 def test_saves_what_the_plain_model_saves(family: str, tmp_path: Path) -> None:
     model, batch = build(family)
@@ -278,9 +270,6 @@ def test_saves_what_the_plain_model_saves(family: str, tmp_path: Path) -> None:
     float8lab.convert_to_float8(loaded)  # and is converted like any other
     float8lab.convert_to_float8(model)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
-
-
-# --- recomputation and graphs --------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")

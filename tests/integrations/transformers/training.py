@@ -11,8 +11,6 @@ import transformers
 from float8lab import recipes
 from tests.integrations.transformers.models import build
 
-__all__ = ["DELAYED", "losses", "same", "tokens", "trainer"]
-
 # Scales that follow the whole history bit by bit: what a checkpoint forgets, shows.
 DELAYED = recipes.DelayedScaling(
     amax_history_len=8, amax_compute_algo="max", power_of_2_scale=False

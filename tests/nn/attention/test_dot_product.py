@@ -365,9 +365,6 @@ def test_float8_tensors_as_inputs():
     assert torch.equal(module(*stored), module(*(x.dequantize() for x in stored)))
 
 
-# --- dropout and recomputation -------------------------------------------------------------------
-
-
 class Tracker:
     """A generator state of its own, as tensor-parallel training keeps one."""
 
@@ -489,9 +486,6 @@ def test_queries_that_see_nothing_are_known_from_the_numbers(shape, mask_type):
         blind = any(not any(visible(0, 0, i, j) for j in range(sk)) for i in range(sq))
         assert mask.leaves_no_query_blind(sq, sk) is not blind
         assert mask.lets_all is all(visible(0, 0, i, j) for i in range(sq) for j in range(sk))
-
-
-# --- backends, errors ----------------------------------------------------------------------------
 
 
 def test_explain_names_the_backend_and_the_reasons():
@@ -657,9 +651,6 @@ def test_arguments_without_effect_on_one_rank():
     plain = DotProductAttention(2, 4)
     assert torch.equal(module(q, k, v), plain(q, k, v))
     assert torch.equal(module(q, k, v, fast_zero_fill=False), plain(q, k, v))
-
-
-# --- compiled, and on a GPU ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

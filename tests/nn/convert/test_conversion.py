@@ -166,9 +166,6 @@ def test_the_model_itself_may_be_a_linear_layer():
     assert isinstance(model, float8lab.Linear)
 
 
-# --- what survives on a layer --------------------------------------------------------------------
-
-
 def test_hooks_and_attributes_survive():
     layer = nn.Linear(16, 16)
     calls = []
@@ -414,9 +411,6 @@ def test_a_converted_model_can_be_copied(duplicate, kind, monkeypatch):
     assert torch.equal(model(TOKENS), twin(TOKENS))  # the scales advanced alike
 
 
-# --- choosing layers -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
@@ -496,9 +490,6 @@ def test_overrides_keep_layers_in_high_precision_that_were_in_fp8_before():
 def test_what_is_not_a_recipe_is_refused(arguments, message):
     with pytest.raises(TypeError, match=message):
         float8lab.convert_to_float8(Model(), **arguments)
-
-
-# --- recipe="auto" -------------------------------------------------------------------------------
 
 
 def decoder_layer(width, mlp, device="meta"):
