@@ -21,10 +21,7 @@ COMMANDS = [
     for line in block.splitlines()
     if "HOST" not in block and "train_" in block
 ]
-MODULES = {
-    "accelerate": "accelerate.commands.accelerate_cli",
-    "torchrun": "torch.distributed.run",
-}
+MODULES = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}
 
 
 def losses(command: str, folder: Path) -> list[str]:

@@ -37,9 +37,7 @@ class OnlyBackward(torch.autograd.Function):
 
 def make(middle=None, *, recipe=None):
     model = nn.Sequential(
-        nn.Linear(16, 32),
-        nn.Sequential(nn.GELU(), Op(middle or (lambda x: x))),
-        nn.Linear(32, 16),
+        nn.Linear(16, 32), nn.Sequential(nn.GELU(), Op(middle or (lambda x: x))), nn.Linear(32, 16)
     )
     if recipe is not None:
         float8lab.convert_to_float8(model, recipe)

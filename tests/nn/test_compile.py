@@ -19,15 +19,7 @@ from torch.nn import functional as F
 import float8lab
 from float8lab import recipes
 from float8lab.nn.in_graph import _Handles
-from tests.nn.models import (
-    GPT,
-    RECIPES,
-    Block,
-    Counted,
-    each_recipe,
-    same_gradients,
-    states,
-)
+from tests.nn.models import GPT, RECIPES, Block, Counted, each_recipe, same_gradients, states
 
 
 @pytest.fixture(autouse=True)

@@ -504,10 +504,7 @@ def test_sizes_are_those_of_the_parameters(name):
 def test_a_norm_of_another_size_than_the_weight_is_refused():
     layer = float8lab.LayerNormLinear(32, 8, device="cpu")
     layer.weight = nn.Parameter(layer.weight[:, :16])
-    for features, message in (
-        (16, r"^layer_norm_weight must .*\(32,\)"),
-        (32, "^inp must"),
-    ):
+    for features, message in ((16, r"^layer_norm_weight must .*\(32,\)"), (32, "^inp must")):
         with pytest.raises(ValueError, match=message):
             layer(torch.randn(4, features))
 

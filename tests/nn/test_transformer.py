@@ -350,11 +350,7 @@ def test_wrong_arguments_are_refused():
     cases = [
         ({"layer_type": "both"}, ValueError, "layer_type must be"),
         ({"attn_input_format": "bsh"}, ValueError, "attn_input_format must be one of"),
-        (
-            {"hidden_dropout": 1.1},
-            ValueError,
-            "hidden_dropout must be a finite number",
-        ),
+        ({"hidden_dropout": 1.1}, ValueError, "hidden_dropout must be a finite number"),
         ({"drop_path_rate": -0.1}, ValueError, "drop_path_rate must be a finite number"),
         ({"tp_size": 3, "set_parallel_mode": True}, ValueError, "num_gqa_groups must be a multi"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, ValueError, "parallel_att"),

@@ -369,10 +369,7 @@ def test_cast_and_its_amax(
             sums_close(sums, x)
         else:
             got = forms.encode(ops.cast_op, x, scale.cuda(), slot, E4M3, (-1, -1), align)
-            same(
-                got,
-                forms.encode(ops.cast_op, x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align),
-            )
+            same(got, forms.encode(ops.cast_op, x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align))
         same(slot, wanted_slot)
 
 

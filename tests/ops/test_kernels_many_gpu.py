@@ -159,10 +159,7 @@ def test_many_matrices(recipe: Recipe) -> None:
 def test_matrices_of_several_dtypes() -> None:
     xs = [matrix((64, 128), dtype) for dtype in HIGH_PRECISION_DTYPES]
     for recipe in FUSED.values():
-        want = [
-            *alone(xs, E4M3, recipe),
-            *alone(xs, E5M2, recipe),
-        ]
+        want = [*alone(xs, E4M3, recipe), *alone(xs, E5M2, recipe)]
         got = blank(want)
         quantize_many_(xs * 2, got, recipe)
         all_same(got, want)

@@ -380,12 +380,7 @@ def update(
         torch.tensor([[5.0], [0.25]]).repeat(1, slots),
         torch.full((slots,), steps, dtype=torch.int32),
     )
-    settings = {
-        "margin": 0,
-        "interval": 1,
-        "most_recent": False,
-        "power_of_2": True,
-    }
+    settings = {"margin": 0, "interval": 1, "most_recent": False, "power_of_2": True}
     copy = reference.update_scales_(*state, torch.full((slots,), 448.0), **(settings | options))
     factors = state[2]
     assert torch.equal(copy, factors.t().unsqueeze(2).expand(-1, -1, 4))

@@ -10,16 +10,7 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops import Groups, reference
 from float8lab.ops.reference import round_up
-from tests.ops.groups import (
-    CASTS,
-    SIZES,
-    bounds,
-    cast_alone,
-    cast_groups,
-    ends,
-    grouped_mm,
-    rows,
-)
+from tests.ops.groups import CASTS, SIZES, bounds, cast_alone, cast_groups, ends, grouped_mm, rows
 
 each_cast = pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

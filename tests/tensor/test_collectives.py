@@ -410,10 +410,7 @@ def check_errors_are_everybodys(ranks: Ranks) -> None:
         with pytest.raises(ValueError, match="no tensor, for a view that has lost its base"):
             call()
     wide: Any = empty(mine, 1).expand(2 * world, 40) if odd else empty(mine, 2 * world)
-    for call in (
-        lambda: _all_gather(wide, mine),
-        lambda: dist.all_to_all_single(wide, whole),
-    ):
+    for call in (lambda: _all_gather(wide, mine), lambda: dist.all_to_all_single(wide, whole)):
         with pytest.raises(ValueError, match="no tensor, for a view whose elements share memory"):
             call()
     # Nothing was sent: the group is as good as before.

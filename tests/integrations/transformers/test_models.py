@@ -119,15 +119,12 @@ def test_each_layer_rounds_as_fp8_says(family: str, device: torch.device) -> Non
 def test_the_report_says_what_is_not_in_fp8() -> None:
     report = float8lab.conversion_report(float8lab.convert_to_float8(build("qwen3_moe")[0]))
     assert {layer.name: layer.note for layer in report.skipped} == {
-        "model.layers.0.mlp.gate": "a router, which stays in high precision",
+        "model.layers.0.mlp.gate": "a router, which stays in high precision"
     }
     report = float8lab.conversion_report(
         float8lab.convert_to_float8(build("qwen2_moe")[0], exclude=["gate", "experts"])
     )
-    assert {layer.name.split(".", 3)[-1] for layer in report.skipped} == {
-        "mlp.gate",
-        "mlp.experts",
-    }
+    assert {layer.name.split(".", 3)[-1] for layer in report.skipped} == {"mlp.gate", "mlp.experts"}
     assert all(layer.note.startswith("excluded") for layer in report.skipped)
 
 

@@ -608,11 +608,7 @@ def test_wrong_calls_are_refused(case):
 CONSTRUCTIONS = {
     "groups": ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups must divide"),
     "type": ({"attention_type": "inter"}, ValueError, "attention_type must be 'self' or 'cross'"),
-    "dropout": (
-        {"attention_dropout": 1.0},
-        ValueError,
-        "attention_dropout must be a finite",
-    ),
+    "dropout": ({"attention_dropout": 1.0}, ValueError, "attention_dropout must be a finite"),
     "format": ({"qkv_format": "sb3hd"}, ValueError, "qkv_format must be one of"),
     "tp": ({"tp_size": 3}, ValueError, "num_gqa_groups must be a multiple of the 3 tensor-par"),
     "backends": ({"backends": ("cudnn",)}, ValueError, "backends must be names"),
