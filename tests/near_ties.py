@@ -1,7 +1,5 @@
 """Values by which one sees how a cast gets from a scale to bytes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Fewer cases than all combinations, which prove what concerns one value or two at once."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

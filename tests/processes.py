@@ -1,7 +1,5 @@
 """A Python of its own, for what must begin with the interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Valid calls of public functions, modules and methods: what tests of wrong calls start from."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Mapping

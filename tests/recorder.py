@@ -1,7 +1,5 @@
 """Which ops run, whether they wait for the GPU, and which gradients hooks get."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

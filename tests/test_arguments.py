@@ -3,8 +3,6 @@
 ``--cases N`` tries so many wrong calls of public functions; the default is few, for CI.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """dev.py: which environment a command runs in, and what `test` runs."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

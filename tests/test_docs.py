@@ -7,8 +7,6 @@ is absent; ``<!-- raises: ValueError -->`` says that it must raise that, with th
 heading above it quotes. Docstring examples find ``torch`` and ``float8lab`` imported.
 """
 
-from __future__ import annotations
-
 import builtins
 import doctest
 import functools

@@ -1,7 +1,5 @@
 """Routers: the formulas of their scores, their gradients, and the kernels against float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 ``--cases N`` draws so many; the default is few, for CI.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The rules of the source tree that no linter knows: layers, imports, names, versions."""
 
-from __future__ import annotations
-
 import ast
 import collections
 import functools

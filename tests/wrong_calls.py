@@ -5,8 +5,6 @@ table of calls lists it. Any other value must either work, in the call and in th
 or be refused.
 """
 
-from __future__ import annotations
-
 import collections.abc
 import copy
 import functools

@@ -1,7 +1,5 @@
 """The tensor parallel benchmark, on two processes of a CPU and tiny."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -1,7 +1,5 @@
 """Which tensors are FP8 weights with which scales: every convention, and what breaks one."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Files: readable by safetensors, sharded with an index, and whole or not there at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc

@@ -1,7 +1,5 @@
 """``python -m float8lab inspect`` and ``diff``: statuses, output, terminals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

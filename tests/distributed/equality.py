@@ -5,8 +5,6 @@ gradient of the input and those of the parameters. Each row is asserted by a che
 beside this file; a test of the page asserts that no row is left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run a program on several ranks as torchrun does: on forks of a process that has torch."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import socket

@@ -5,8 +5,6 @@ of each, which ``each_check`` makes. The test sends the name of the check to the
 session's pool, which run it once, whichever worker of pytest-xdist the test is on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

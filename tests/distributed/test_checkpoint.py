@@ -1,7 +1,5 @@
 """Checkpoints of sharded models: saved on some ranks, loaded on others, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from typing import Any

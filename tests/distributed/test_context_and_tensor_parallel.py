@@ -1,7 +1,5 @@
 """Context, tensor and data parallelism of one layer together, on eight ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.fsdp import fully_shard
 

@@ -1,7 +1,5 @@
 """Context parallelism: attention has the numbers of one rank, whatever the mask and the format."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

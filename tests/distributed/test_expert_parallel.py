@@ -1,7 +1,5 @@
 """Tokens sent to the ranks of their experts: the bytes of one rank that has all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FP8 all-gather of high-precision weights under FSDP2."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """FP8 reduce-scatter of gradients under FSDP2, against the same arithmetic in plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings

@@ -1,7 +1,5 @@
 """Products beside copies between ranks: the bytes of collectives that come before or after them."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

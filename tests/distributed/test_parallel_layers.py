@@ -1,7 +1,5 @@
 """Attention and transformer layers spread over tensor-parallel ranks, against one rank."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

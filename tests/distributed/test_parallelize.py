@@ -1,7 +1,5 @@
 """Tensor parallelism of plain models by torch's parallelize_module."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Weights stored in FP8 under FSDP2, DDP and DTensor."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -6,8 +6,6 @@ Nothing runs: the tensors are without values. tests/nn/attention/test_combinatio
 same combinations, small, with float64.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Sequence

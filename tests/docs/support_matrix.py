@@ -6,8 +6,6 @@ Devices: ``inspect.environment`` is asked as on a GPU of each kind. Modules and 
 is a run on the CPU, which takes the same decisions as a Hopper GPU, and a comparison.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

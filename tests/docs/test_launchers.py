@@ -1,7 +1,5 @@
 """Programs of docs/launchers.md and docs/transformers.md, started by the commands they show."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

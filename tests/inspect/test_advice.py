@@ -1,7 +1,5 @@
 """advise: modelled times are those of recipes.auto; measured ones add up to the step's."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Planted outliers are found, damages are those of runs made by hand, the model stays as it was."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Bytes by layer against bytes counted by hand, by other hooks, and by the CUDA allocator."""
 
-from __future__ import annotations
-
 import gc
 import json
 

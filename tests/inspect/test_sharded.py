@@ -1,7 +1,5 @@
 """Looks at sharded models: statistics of all ranks and of one, watch, find_nan, memory."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

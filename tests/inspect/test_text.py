@@ -1,7 +1,5 @@
 """Views that people read: health, tables, bars, HTML, figures."""
 
-from __future__ import annotations
-
 import builtins
 import math
 import sys

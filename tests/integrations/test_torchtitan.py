@@ -1,7 +1,5 @@
 """Float8Converter in torchtitan's own trainer, on its llama3 and deepseek_v3 debug models."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Every parameter of the norms' and the fused modules' constructors, and its default."""
 
-from __future__ import annotations
-
 from typing import Any
 
 REQUIRED = "required"

@@ -1,7 +1,5 @@
 """ExpertMLP: the composition of its parts, bit for bit, and a loop over the experts."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

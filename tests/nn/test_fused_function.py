@@ -1,7 +1,5 @@
 """LayerNormLinear and LayerNormMLP equal their parts bit for bit, float64 within FP8's error."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each module's own file proves what it computes; here the module is its own oracle.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The module that CONTRIBUTING.md adds as an example is two linear layers, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm: torch's numbers with every gradient, any shape, in any dtype."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each takes the cast first, the op or another implementation of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 M rows, K columns, E groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

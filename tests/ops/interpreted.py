@@ -7,8 +7,6 @@ that round up to a power of two. So FP8 data is compared within one step of the 
 two within their half; scales, amaxes and padding are compared exactly.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import unittest.mock

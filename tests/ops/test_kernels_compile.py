@@ -4,8 +4,6 @@ The launchers run on CPU tensors with the launch itself replaced by a recorder, 
 have launched is compiled for several GPUs. Register spills are read from the machine code.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

@@ -3,8 +3,6 @@
 Quantized data, scales and amaxes agree bit for bit; the GEMM is measured against float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When a table of matrices is kept, found and forgotten; no GPU is needed."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantizing many matrices at once on the GPU: the bits of each alone, and few launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -8,8 +8,6 @@ up to 2**7, 2**-17, and of ``rcp.approx``, 2**-23; then one rounding to the dtyp
 way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schema, fake implementation and tracing of every op, in all argument variants."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

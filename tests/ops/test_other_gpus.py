@@ -1,7 +1,5 @@
 """What GPUs other than Hopper do: the table, the route of a call, the layout of MX scales."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

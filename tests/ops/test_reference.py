@@ -1,7 +1,5 @@
 """The reference ops against values worked out by hand, and their properties."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

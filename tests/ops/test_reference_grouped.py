@@ -1,7 +1,5 @@
 """Casts and products of groups: every group as if it were alone, and nobody's rows as zeros."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,7 +1,5 @@
 """The references of norms and activations against torch's own, in float64, with every gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

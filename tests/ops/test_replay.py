@@ -3,8 +3,6 @@
 On the CPU: a launch is a Python function here, and tensors say that they are on GPU 0.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """MasterWeights for parameters that are DTensors, and distributed checkpoints; one gloo process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """MasterWeights: equal to a loop with explicit masters, and an optimizer like any other."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

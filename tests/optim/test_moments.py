@@ -1,7 +1,5 @@
 """Moments in FP8, and bfloat16 parameters that are rounded stochastically."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,7 +1,5 @@
 """The recipe that CONTRIBUTING.md adds as an example is defined, and trains."""
 
-from __future__ import annotations
-
 import torch
 
 import float8lab

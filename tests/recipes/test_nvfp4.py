@@ -1,7 +1,5 @@
 """NVFP4: the published format, and layers that train in it."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

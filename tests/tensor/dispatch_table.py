@@ -6,8 +6,6 @@ An op is an expression over the names of ``operands``; it is evaluated once with
 once with what they dequantize to, and the two must agree.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

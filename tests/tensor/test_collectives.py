@@ -1,7 +1,5 @@
 """Collectives on Float8Tensors: data that moves keeps its values, sums are taken of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

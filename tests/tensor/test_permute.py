@@ -1,7 +1,5 @@
 """Permuting tokens by expert and back, of plain and FP8 tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Counts and errors of FP8 tensors against values computed by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

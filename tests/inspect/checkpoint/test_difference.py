@@ -1,7 +1,5 @@
 """``diff``: two checkpoints, or one and its source."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

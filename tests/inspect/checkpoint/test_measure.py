@@ -1,7 +1,5 @@
 """The numbers of a report against whole-tensor arithmetic, in pieces and bounded memory."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

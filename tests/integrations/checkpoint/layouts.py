@@ -3,8 +3,6 @@
 Written from the facts about these libraries' checkpoints; no code of theirs is needed to make them.
 """
 
-from __future__ import annotations
-
 import argparse
 import enum
 import io

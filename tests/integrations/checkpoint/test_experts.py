@@ -1,7 +1,5 @@
 """Mixtures of experts: block-FP8 and 4-bit checkpoints loaded as such, trained, exported."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

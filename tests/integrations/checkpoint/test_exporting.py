@@ -1,7 +1,5 @@
 """export writes the bytes that forwards use, in each format, with a complete config."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Loading: bit for bit, into models of every kind, and never half."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Checkpoints in Megatron-LM's and TransformerEngine's layouts, made from a plain reference."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -3,8 +3,6 @@
 Neither is among the tools that are pinned for development; without them these tests are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 

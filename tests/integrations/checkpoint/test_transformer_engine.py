@@ -1,7 +1,5 @@
 """Scales that TransformerEngine saved: pickles of the form that its modules have, made here."""
 
-from __future__ import annotations
-
 import enum
 import io
 import os

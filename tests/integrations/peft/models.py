@@ -1,7 +1,5 @@
 """Small models with LoRA on an FP8 base, and what the tests compare of them."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

@@ -1,7 +1,5 @@
 """LoRA of stock PEFT on an FP8 base: products, memory, gradients, and what PEFT does around it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

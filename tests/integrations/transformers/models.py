@@ -1,7 +1,5 @@
 """Tiny Hugging Face models with random weights, built from configs, and FP8 in plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """convert_to_float8 on Transformers' mixtures of experts, whose experts lie in different ways."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

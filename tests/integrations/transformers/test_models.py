@@ -1,7 +1,5 @@
 """convert_to_float8 on Hugging Face models: numbers, generation, saving, recomputation, graphs."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """A Trainer for tests: a small Llama, which learns sequences that repeat themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

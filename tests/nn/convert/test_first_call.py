@@ -1,7 +1,5 @@
 """Converted layers whose forward never runs: who is told, and who is not."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts of models that no installed library has, and routers, told by what they have."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Linear layers that are no torch.nn.Linear: converted to classes that their library registers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

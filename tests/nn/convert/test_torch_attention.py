@@ -1,7 +1,5 @@
 """torch.nn.MultiheadAttention in FP8: torch's numbers in high precision, and close ones in FP8."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
