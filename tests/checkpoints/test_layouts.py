@@ -37,26 +37,16 @@ def look(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "scales", "words"),
     [
-        ((300, 200), (3, 2), "128x128"),
-        ((300, 200), (), "tensor"),
-        ((300, 200), (1,), "tensor"),
-        ((300, 200), (1, 1), "tensor"),
-        ((300, 200), (300, 1), "row"),
-        ((300, 200), (300,), "row"),
-        ((300, 200), (300, 2), "1x128"),
-        ((300, 256), (300, 8), "1x32"),
-        ((300, 256), (300, 4), "1x64"),
-        ((256, 96), (4, 2), "64x64"),
-        ((4, 256, 384), (4, 2, 3), "1x128x128"),
-        ((4, 256, 384), (4, 256), "row"),
-        ((4, 256, 384), (4, 1, 384), "column"),
-        ((4, 256, 384), (4,), "1xallxall"),
-        ((4, 256, 384), (4, 1, 1), "1xallxall"),
-        ((8,), (1,), "tensor"),
-        ((), (), "tensor"),
+        ((300, 200), (3, 2), "128x128"), ((300, 200), (), "tensor"), ((300, 200), (1,), "tensor"),
+        ((300, 200), (1, 1), "tensor"), ((300, 200), (300, 1), "row"), ((300, 200), (300,), "row"),
+        ((300, 200), (300, 2), "1x128"), ((300, 256), (300, 8), "1x32"),
+        ((300, 256), (300, 4), "1x64"), ((256, 96), (4, 2), "64x64"),
+        ((4, 256, 384), (4, 2, 3), "1x128x128"), ((4, 256, 384), (4, 256), "row"),
+        ((4, 256, 384), (4, 1, 384), "column"), ((4, 256, 384), (4,), "1xallxall"),
+        ((4, 256, 384), (4, 1, 1), "1xallxall"), ((8,), (1,), "tensor"), ((), (), "tensor"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_blocks_follow_from_the_number_of_scales(look, shape, scales, words):
     row = look({"a.weight": codes(*shape), "a.weight_scale": torch.ones(scales)})["a.weight"]
     assert row.format == f"e4m3 {words} " + ("fp32" if math.prod(scales) == 1 else "pow2")
@@ -170,15 +160,12 @@ def test_no_scale(look):
 def test_orphaned_scales(look):
     rows = look(
         {
-            "a.weight_scale_inv": torch.ones(2, 2),
-            "b.weight": torch.ones(4, 4),
-            "b.weight_scale": torch.ones(1),
-            "c.input_scale": torch.ones(1),
-            "d.weight.scale": torch.ones(1, 1),
-            "d.weight.amax": torch.ones(1, 1),
+            "a.weight_scale_inv": torch.ones(2, 2), "b.weight": torch.ones(4, 4),
+            "b.weight_scale": torch.ones(1), "c.input_scale": torch.ones(1),
+            "d.weight.scale": torch.ones(1, 1), "d.weight.amax": torch.ones(1, 1),
             "e.scale_weight": torch.ones(()),
         }
-    )
+    )  # fmt: skip
     found = {name: row.why for name, row in rows.items() if row.findings}
     assert found == {
         "a.weight_scale_inv": "a scale, but there is no weight a.weight",

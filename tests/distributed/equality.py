@@ -29,12 +29,9 @@ from tests.distributed.ranks import Ranks
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "many_gpus.md"
 
 RECIPES: dict[str, Recipe] = {
-    "current": Float8CurrentScaling(),
-    "delayed": DelayedScaling(),
-    "row": Float8RowwiseScaling(),
-    "block": Float8BlockScaling(),
-    "MX": MXFP8BlockScaling(),
-}
+    "current": Float8CurrentScaling(), "delayed": DelayedScaling(), "row": Float8RowwiseScaling(),
+    "block": Float8BlockScaling(), "MX": MXFP8BlockScaling(),
+}  # fmt: skip
 """The columns of the table, in order."""
 
 BITWISE, SUMS, DIFFERS = "=", "~", "x"

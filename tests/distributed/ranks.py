@@ -37,12 +37,9 @@ from float8lab.recipes import (
 )
 
 PRELOAD = [
-    "tests.distributed.ranks",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-]
+    "tests.distributed.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch._dynamo", "torch._inductor.compile_fx",
+]  # fmt: skip
 """What the process that is forked imports, once for all ranks: some 7 s of CPU time."""
 
 RECIPES: list[Recipe] = [

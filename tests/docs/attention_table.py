@@ -86,14 +86,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 """Arguments of the constructor and of calls."""
 
 HEADS = {
-    "32": (32, 32),
-    "64": (64, 64),
-    "96": (96, 96),
-    "128": (128, 128),
-    "192": (192, 192),
-    "192, values 128": (192, 128),
-    "256": (256, 256),
-}
+    "32": (32, 32), "64": (64, 64), "96": (96, 96), "128": (128, 128), "192": (192, 192),
+    "192, values 128": (192, 128), "256": (256, 256),
+}  # fmt: skip
 
 OF_CONSTRUCTOR = ("attention_dropout", "softmax_type", "return_max_logit")
 

@@ -30,12 +30,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 RECIPES = tuple(type(recipe) for recipe in recipes.ALL.values())
 
 DEVICES = {
-    "CPU": None,
-    "SM 8.0 (A100), not run": (8, 0),
-    "SM 8.9 (L40S), not run": (8, 9),
-    "SM 9.0 (H100, H200)": (9, 0),
-    "SM 10.0 (B200), not run": (10, 0),
-}
+    "CPU": None, "SM 8.0 (A100), not run": (8, 0), "SM 8.9 (L40S), not run": (8, 9),
+    "SM 9.0 (H100, H200)": (9, 0), "SM 10.0 (B200), not run": (10, 0),
+}  # fmt: skip
 """Compute capabilities."""
 
 WIDTH = 64

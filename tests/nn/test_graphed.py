@@ -263,18 +263,12 @@ def test_arguments_and_outputs(recorder):
     model = float8lab.graphed(copy.deepcopy(eager), max_graphs=8)
     a, b = torch.randn(4, 8), torch.randn(4, 8)
     calls = [
-        lambda m: m(a),
-        lambda m: m(b),
-        lambda m: m(a, 2),
-        lambda m: m(a, 2.0),
-        lambda m: m(a, factor=2),
-        lambda m: m(a, others=(b,)),
-        lambda m: m(a, others=(a,), name="b"),
-        lambda m: m(a, others=[b, a], flag=True),
-        lambda m: m(a.t().contiguous().t()),
-        lambda m: m(a[:2]),
+        lambda m: m(a), lambda m: m(b), lambda m: m(a, 2), lambda m: m(a, 2.0),
+        lambda m: m(a, factor=2), lambda m: m(a, others=(b,)),
+        lambda m: m(a, others=(a,), name="b"), lambda m: m(a, others=[b, a], flag=True),
+        lambda m: m(a.t().contiguous().t()), lambda m: m(a[:2]),
         lambda m: m(a, object.__new__(Factor)),
-    ]
+    ]  # fmt: skip
     for call in calls * 4:
         got, wanted = call(model), call(eager)
         assert torch.equal(got.pop("y"), wanted.pop("y"))

@@ -24,12 +24,9 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.ke
 # distributed tensors. e4m3 rounds to 3 mantissa bits: about 31.5 dB an operand, 28.5 for two of
 # them; an e5m2 gradient (2 bits) about 25.5 an operand, so 24.5 beside an e4m3 one.
 SQNR = {
-    "delayed": (28.0, 24.0, 24.0),
-    "current": (28.0, 24.0, 24.0),
-    "rowwise": (28.0, 28.0, 28.0),
-    "block": (28.0, 28.0, 28.0),
-    "mx": (27.5, 27.5, 27.5),
-}
+    "delayed": (28.0, 24.0, 24.0), "current": (28.0, 24.0, 24.0), "rowwise": (28.0, 28.0, 28.0),
+    "block": (28.0, 28.0, 28.0), "mx": (27.5, 27.5, 27.5),
+}  # fmt: skip
 
 
 def run(module, x, dy, recipe=None):
@@ -86,15 +83,11 @@ def test_sqnr_of_output_and_gradients(name, dtype, device):
 @pytest.mark.parametrize(
     ("shape", "K", "N"),
     [
-        ((1,), 1, 1),
-        ((7,), 17, 5),
-        ((2, 3, 5), 33, 50),
-        ((), 40, 24),
-        ((0,), 16, 32),
+        ((1,), 1, 1), ((7,), 17, 5), ((2, 3, 5), 33, 50), ((), 40, 24), ((0,), 16, 32),
         ((3, 0), 8, 8),
     ],
     ids=["1", "odd", "N-D", "vector", "empty", "empty-N-D"],
-)
+)  # fmt: skip
 def test_any_shape_trains(recipe, shape, K, N, device):
     layer = float8lab.Linear(K, N, device=device)
     x, dy = torch.randn(*shape, K, device=device), torch.randn(*shape, N, device=device)
@@ -470,13 +463,10 @@ PRUNED = {
     "Linear": {"weight": 1},
     "LayerNormLinear": {"layer_norm_weight": 0, "layer_norm_bias": 0, "weight": 1},
     "LayerNormMLP": {
-        "layer_norm_weight": 0,
-        "layer_norm_bias": 0,
-        "fc1_weight": 1,
-        "fc2_weight": 0,
+        "layer_norm_weight": 0, "layer_norm_bias": 0, "fc1_weight": 1, "fc2_weight": 0,
         "fc2_bias": 0,
     },
-}
+}  # fmt: skip
 """The parameters that lose inputs with their dimension of inputs, by module."""
 
 

@@ -72,12 +72,9 @@ def quantize_pair(
 
 
 GRIDS = [
-    ((1, -1), "fp32"),
-    ((1, 128), "pow2"),
-    ((128, 128), "fp32"),
-    ((1, 32), "e8m0"),
+    ((1, -1), "fp32"), ((1, 128), "pow2"), ((128, 128), "fp32"), ((1, 32), "e8m0"),
     ((1, 96), "fp32"),
-]
+]  # fmt: skip
 """Blocks smaller than the whole whose amaxes can be given, and a rule for each."""
 
 
@@ -108,16 +105,8 @@ def encode(
     """FP8 data of one orientation by factors, or by scales that ``divide``."""
     rule = "decode" if divide else "encode"
     how = (
-        fp8_dtype,
-        block,
-        rule,
-        0.0,
-        align,
-        not transposed,
-        transposed,
-        False,
-        *_last(factor, slot),
-    )
+        fp8_dtype, block, rule, 0.0, align, not transposed, transposed, False, *_last(factor, slot),
+    )  # fmt: skip
     q, _, _, q_t, *_ = cast(*_matrix(x), *how)
     data: Tensor = q_t if transposed else q
     return data

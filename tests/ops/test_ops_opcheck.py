@@ -221,13 +221,9 @@ def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:
     x = torch.randn(rows, 36, device=device, dtype=torch.bfloat16)
     vectors = [torch.rand(size, device=device) for size in (rows, 36, rows, 36)]
     return {
-        "layer_norm": [x, *vectors],
-        "rms_norm": [x, *vectors[:2]],
-        "gelu": [x],
-        "swiglu": [x],
-        "qgelu_backward": [x, x.float()],
-        "geglu_backward": [x, x[:, :18]],
-    }[kind]
+        "layer_norm": [x, *vectors], "rms_norm": [x, *vectors[:2]], "gelu": [x], "swiglu": [x],
+        "qgelu_backward": [x, x.float()], "geglu_backward": [x, x[:, :18]],
+    }[kind]  # fmt: skip
 
 
 KINDS = ("layer_norm", "rms_norm", "gelu", "swiglu", "qgelu_backward", "geglu_backward")

@@ -22,16 +22,9 @@ ROW, TOKENS, WEIGHT, MX = (1, -1), (1, 128), (128, 128), (1, 32)
 
 # Casts by a kernel; the GEMM of rows; of 1x128 by 128x128; of MX; attention.
 TABLE = {
-    (7, 0): "-----",
-    (7, 5): "-----",
-    (8, 0): "-----",
-    (8, 6): "-----",
-    (8, 9): "kr---",
-    (9, 0): "krb-a",
-    (10, 0): "kr-m-",
-    (10, 3): "kr-m-",
-    (12, 0): "kr---",
-}
+    (7, 0): "-----", (7, 5): "-----", (8, 0): "-----", (8, 6): "-----", (8, 9): "kr---",
+    (9, 0): "krb-a", (10, 0): "kr-m-", (10, 3): "kr-m-", (12, 0): "kr---",
+}  # fmt: skip
 
 
 def imitate(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], count: int = 1) -> None:

@@ -11,13 +11,8 @@ from tests.recipes.test_cost import MEASURED
 BLOCK, ROWWISE, CURRENT, DELAYED = Auto().candidates
 EVERY = (None, BLOCK, ROWWISE, CURRENT, DELAYED)
 LLAMA = [
-    (4096, 4096),
-    (1024, 4096),
-    (1024, 4096),
-    (4096, 4096),
-    *[(14336, 4096)] * 2,
-    (4096, 14336),
-]
+    (4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336),
+]  # fmt: skip
 """Linear layers of one Llama-3-8B decoder layer."""
 GPT_53M = 8 * [*[(512, 512)] * 4, (1536, 512), (1536, 512), (512, 1536)]
 """Linear layers of the small GPT of ``benchmarks.overhead``, but for its lm_head."""

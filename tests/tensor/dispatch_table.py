@@ -33,13 +33,9 @@ NATIVE, INSIDE, REQUANTIZE = "native", "inside", "requantize"
 DEQUANTIZE, ERROR = "dequantize", "error"
 
 GRANULARITIES = {
-    "tensor": ((-1, -1), "fp32"),
-    "row": ((1, -1), "fp32"),
-    "column": ((-1, 1), "pow2"),
-    "1x128": ((1, 128), "fp32"),
-    "128x128": ((128, 128), "fp32"),
-    "mx": ((1, 32), "e8m0"),
-}
+    "tensor": ((-1, -1), "fp32"), "row": ((1, -1), "fp32"), "column": ((-1, 1), "pow2"),
+    "1x128": ((1, 128), "fp32"), "128x128": ((128, 128), "fp32"), "mx": ((1, 32), "e8m0"),
+}  # fmt: skip
 
 SIZE = 160  # two blocks of 128, the second cut off by the edge; five of 32
 

@@ -180,16 +180,10 @@ def test_as_strided_is_slices_and_permutations(block):
     t = make((12, 20), block)
     p = t.dequantize()
     for args in (
-        ((12, 20), (20, 1)),
-        ((20, 12), (1, 20)),
-        ((4, 20), (20, 1), 40),
-        ((5, 7), (20, 1), 45),
-        ((7, 5), (1, 20), 45),
-        ((240,), (1,)),
-        ((6, 2, 20), (40, 20, 1)),
-        ((30,), (1,), 15),
+        ((12, 20), (20, 1)), ((20, 12), (1, 20)), ((4, 20), (20, 1), 40), ((5, 7), (20, 1), 45),
+        ((7, 5), (1, 20), 45), ((240,), (1,)), ((6, 2, 20), (40, 20, 1)), ((30,), (1,), 15),
         ((12,), (21,)),
-    ):
+    ):  # fmt: skip
         result = t.as_strided(*args)
         assert isinstance(result, Float8Tensor)
         assert torch.equal(result.dequantize(), p.as_strided(*args))

@@ -297,13 +297,10 @@ def test_copy_between_float8_tensors_and_plain_ones(block):
 
 
 PAIRS = {
-    "tensor-tensor": ((-1, -1), (-1, -1)),
-    "row-row": ((1, -1), (1, -1)),
-    "tensor-row": ((-1, -1), (1, -1)),
-    "block": ((1, 128), (128, 128)),
-    "1x128-1x128": ((1, 128), (1, 128)),
-    "mx": ((1, 32), (1, 32)),
-}
+    "tensor-tensor": ((-1, -1), (-1, -1)), "row-row": ((1, -1), (1, -1)),
+    "tensor-row": ((-1, -1), (1, -1)), "block": ((1, 128), (128, 128)),
+    "1x128-1x128": ((1, 128), (1, 128)), "mx": ((1, 32), (1, 32)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("block_x", "block_w"), PAIRS.values(), ids=PAIRS.keys())
@@ -455,16 +452,11 @@ Float8Tensor([[0., 0., 0.,  ..., 0., 0., 0.],
 @pytest.mark.parametrize(
     ("shape", "block"),
     [
-        ((1001,), (-1,)),
-        ((6, 400), (1, 128)),
-        ((7, 7, 7, 7), (-1, -1)),
-        ((300, 5), (128, 128)),
-        ((2, 130, 8), (1, 32)),
-        ((8, 1, 260), (3, 1, 32)),
-        ((200, 200), (-1, 1)),
+        ((1001,), (-1,)), ((6, 400), (1, 128)), ((7, 7, 7, 7), (-1, -1)), ((300, 5), (128, 128)),
+        ((2, 130, 8), (1, 32)), ((8, 1, 260), (3, 1, 32)), ((200, 200), (-1, 1)),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"edgeitems": 2, "threshold": 10}], ids=str)
 def test_repr_prints_the_numbers_that_torch_prints(shape, block, dtype, options, device):

@@ -17,13 +17,10 @@ from tests.recorder import check_capture
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (1, 32), (128, 128), (-1, 1)]
 # Tokens, experts, experts of a token, features.
 SHAPES = {
-    "T9-E5-K2-H70": (9, 5, 2, 70),
-    "T1-E1-K1-H1": (1, 1, 1, 1),
-    "T300-E130-K3-H2100": (300, 130, 3, 2100),
-    "T0-E4-K2-H8": (0, 4, 2, 8),
-    "T5-E4-K0-H8": (5, 4, 0, 8),
-    "T6-E3-K3-H0": (6, 3, 3, 0),
-}
+    "T9-E5-K2-H70": (9, 5, 2, 70), "T1-E1-K1-H1": (1, 1, 1, 1),
+    "T300-E130-K3-H2100": (300, 130, 3, 2100), "T0-E4-K2-H8": (0, 4, 2, 8),
+    "T5-E4-K0-H8": (5, 4, 0, 8), "T6-E3-K3-H0": (6, 3, 3, 0),
+}  # fmt: skip
 
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map(str, b)))

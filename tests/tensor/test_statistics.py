@@ -13,16 +13,11 @@ from float8lab.inspect import BlockStats, Comparison
 each_block = pytest.mark.parametrize(
     "spec",
     [
-        ((-1, -1), "fp32"),
-        ((1, -1), "fp32"),
-        ((-1, 1), "fp32"),
-        ((1, 128), "fp32"),
-        ((128, 128), "pow2"),
-        ((1, 32), "e8m0"),
-        ((3, 5), "fp32"),
+        ((-1, -1), "fp32"), ((1, -1), "fp32"), ((-1, 1), "fp32"), ((1, 128), "fp32"),
+        ((128, 128), "pow2"), ((1, 32), "e8m0"), ((3, 5), "fp32"),
     ],
     ids=str,
-)
+)  # fmt: skip
 
 
 def from_codes(*codes: int, fp8_dtype: torch.dtype = E4M3, scale: float = 1.0) -> Float8Tensor:
@@ -58,12 +53,9 @@ def test_kinds_of_all_codes_are_those_of_their_values(fp8_dtype, device):
     info = torch.finfo(fp8_dtype)
     small = (value.abs() < info.smallest_normal) & (value != 0)
     expected = {
-        "saturated": value.abs() == info.max,
-        "zero": value == 0,
-        "subnormal": small,
-        "nan": value.isnan(),
-        "inf": value.isinf(),
-    }
+        "saturated": value.abs() == info.max, "zero": value == 0, "subnormal": small,
+        "nan": value.isnan(), "inf": value.isinf(),
+    }  # fmt: skip
     ones = torch.ones(256, device=device)
     x = Float8Tensor(codes.view(fp8_dtype), ones, ones, Float8Spec(fp8_dtype, (1,)), torch.float32)
     found = x.stats(per_block=True)

@@ -181,13 +181,10 @@ def test_plain_experts_are_stacked_too():
 @pytest.mark.parametrize(
     ("experts", "format"),
     [
-        (Stacked, "block-fp8"),
-        (Stacked, "compressed-tensors"),
-        (Stacked, "float8lab"),
-        (OneByOne, "block-fp8"),
-        (OneByOne, "compressed-tensors"),
+        (Stacked, "block-fp8"), (Stacked, "compressed-tensors"), (Stacked, "float8lab"),
+        (OneByOne, "block-fp8"), (OneByOne, "compressed-tensors"),
     ],
-)
+)  # fmt: skip
 def test_trained_experts_are_exported_with_the_bytes_they_have(tmp_path, experts, format):
     state = checkpoint_of(model(), block_fp8)
     trained = model(experts, 1)

@@ -362,13 +362,10 @@ def test_config_is_the_models_with_how_it_is_quantized(tmp_path):
         "dtype": "bfloat16",
         "architectures": ["Sequential"],
         "quantization_config": {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": [],
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128], "modules_to_not_convert": [],
         },
-    }
+    }  # fmt: skip
     model.config = {"architectures": ["Mine"]}
     export(model, tmp_path / "b", "compressed-tensors")
     config = json.loads((tmp_path / "b" / "config.json").read_text())

@@ -189,12 +189,8 @@ def test_compressed_tensors_files_load_here(tmp_path, scheme):
     blocks = {"block_structure": [128, 128]} if scheme == "block" else {}
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": scheme} | blocks
     inputs = {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "dynamic": False,
-        "strategy": "tensor",
-    }
+        "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor",
+    }  # fmt: skip
     if scheme != "tensor":
         inputs |= {"dynamic": True, "strategy": "token"}
     config = QuantizationConfig(

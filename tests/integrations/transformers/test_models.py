@@ -271,14 +271,10 @@ def test_saves_what_the_plain_model_saves(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "reentrant"),
     [
-        ("llama", False),
-        ("llama", True),
-        ("gpt2", False),
-        ("bert", False),
-        ("vit", False),
+        ("llama", False), ("llama", True), ("gpt2", False), ("bert", False), ("vit", False),
         ("qwen3_moe", False),
     ],
-)
+)  # fmt: skip
 def test_gradient_checkpointing_changes_no_bit(family: str, reentrant: bool) -> None:
     """Over steps whose delayed scales depend on those before.
 

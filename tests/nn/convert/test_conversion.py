@@ -322,16 +322,12 @@ class Router(nn.Module):
 def test_modules_that_multiply_by_their_own_parameters_are_reported():
     model = nn.ModuleDict(
         {
-            "experts": Experts(),
-            "router": Router(),
-            "lstm": nn.LSTM(16, 16),
-            "bilinear": nn.Bilinear(4, 5, 6),
-            "conv": nn.Conv1d(4, 5, 3),
-            "pointwise": nn.Conv2d(4, 5, 1),
-            "norm": nn.LayerNorm([3, 4]),
+            "experts": Experts(), "router": Router(), "lstm": nn.LSTM(16, 16),
+            "bilinear": nn.Bilinear(4, 5, 6), "conv": nn.Conv1d(4, 5, 3),
+            "pointwise": nn.Conv2d(4, 5, 1), "norm": nn.LayerNorm([3, 4]),
             "embed": nn.Embedding(5, 6),
         }
-    )
+    )  # fmt: skip
     with warns_of_nothing():
         report = float8lab.conversion_report(float8lab.convert_to_float8(model))
     assert {layer.name: (layer.shape, layer.note) for layer in report.skipped} == {
@@ -622,12 +618,9 @@ def test_auto_needs_an_fp8_gemm(monkeypatch):
 
 
 EVERY = [
-    recipes.Float8CurrentScaling(),
-    recipes.DelayedScaling(),
-    recipes.Float8RowwiseScaling(),
-    BLOCK,
+    recipes.Float8CurrentScaling(), recipes.DelayedScaling(), recipes.Float8RowwiseScaling(), BLOCK,
     recipes.MXFP8BlockScaling(),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", EVERY, ids=str)
