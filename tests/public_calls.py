@@ -245,8 +245,7 @@ def _forward_calls() -> dict[str, Callable[[str], Call]]:
     modules: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
         "Linear": (partial(float8lab.Linear, H, H), {"inp": x}, {"inp": inputs}),
         "GroupedLinear": (
-            partial(float8lab.GroupedLinear, 2, H, H),
-            {"inp": x, "m_splits": [S * B, 0]},
+            partial(float8lab.GroupedLinear, 2, H, H), {"inp": x, "m_splits": [S * B, 0]},
             {"inp": inputs, "m_splits": ([S * B], [S * B + 1, 0], [-1, 1], [1.5, 1])},
         ),
         "ExpertMLP": (
@@ -266,8 +265,7 @@ def _forward_calls() -> dict[str, Callable[[str], Call]]:
         ),
         "DotProductAttention(padding)": (
             partial(float8lab.DotProductAttention, 2, 8, attn_mask_type="padding"),
-            {**qkv, "attention_mask": padding},
-            padded,
+            {**qkv, "attention_mask": padding}, padded,
         ),
         "DotProductAttention(arbitrary)": (
             partial(float8lab.DotProductAttention, 2, 8, attn_mask_type="arbitrary"),
@@ -315,8 +313,7 @@ def _forward_calls() -> dict[str, Callable[[str], Call]]:
         ),
         "MultiheadAttention": (
             partial(float8lab.MultiheadAttention, H, 4, layer_number=1, attention_dropout=0.0),
-            {"hidden_states": x, "rotary_pos_emb": angles},
-            layers,
+            {"hidden_states": x, "rotary_pos_emb": angles}, layers,
         ),
         "MultiheadAttention(cross)": (
             partial(float8lab.MultiheadAttention, 

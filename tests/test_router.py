@@ -147,32 +147,27 @@ def test_compiled(device: torch.device) -> None:
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "topk": (lambda z: router.fused_topk_with_score_function(z, 9), ValueError, "topk"),
     "function": (
-        lambda z: router.fused_topk_with_score_function(z, 2, score_function="relu"),
-        ValueError,
+        lambda z: router.fused_topk_with_score_function(z, 2, score_function="relu"), ValueError,
         "score_function",
     ),
     "groups": (
-        lambda z: router.fused_topk_with_score_function(z, 2, False, 3, 2),
-        ValueError,
+        lambda z: router.fused_topk_with_score_function(z, 2, False, 3, 2), ValueError,
         "num_groups",
     ),
     "too-few-groups": (
-        lambda z: router.fused_topk_with_score_function(z, 5, False, 4, 2),
-        ValueError,
+        lambda z: router.fused_topk_with_score_function(z, 5, False, 4, 2), ValueError,
         "group_topk",
     ),
     "integers": (
-        lambda z: router.fused_compute_score_for_moe_aux_loss(z.int(), 2, "softmax"),
-        TypeError,
+        lambda z: router.fused_compute_score_for_moe_aux_loss(z.int(), 2, "softmax"), TypeError,
         "logits",
     ),
     "counts": (lambda z: router.fused_moe_aux_loss(z, z[0, 1:], 4, 8, 2, 0.1), ValueError, "probs"),
     "tokens": (
-        lambda z: router.fused_moe_aux_loss(z, z[0], z[0], 8, 2, 0.1),
-        TypeError,
+        lambda z: router.fused_moe_aux_loss(z, z[0], z[0], 8, 2, 0.1), TypeError,
         "total_num_tokens",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)

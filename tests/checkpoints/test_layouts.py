@@ -127,12 +127,11 @@ def test_configured_blocks(look):
         ({"strategy": "block", "block_structure": [128, 128]}, (2, 2), ""),
         ({"strategy": "group", "group_size": 32}, (256, 8), ""),
         (
-            {"strategy": "channel"},
-            (1,),
+            {"strategy": "channel"}, (1,),
             "scales by tensor, where blocks of row are usual or configured",
         ),
     ],
-)
+)  # fmt: skip
 def test_compressed_tensors_configuration(look, weights, scales, why):
     rows = look(
         {"a.weight": codes(256, 256), "a.weight_scale": torch.rand(scales) + 1},

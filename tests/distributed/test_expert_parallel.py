@@ -248,16 +248,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "probs": (lambda x, m: float8lab.moe_dispatch(x, x, m), ValueError, "probs"),
     "group": (lambda x, m: float8lab.moe_dispatch(x, m.float(), m, 3), TypeError, "group"),
     "gradient": (
-        lambda x, m: float8lab.moe_dispatch(x, m.float(), m, gradient=Float8Spec()),
-        ValueError,
+        lambda x, m: float8lab.moe_dispatch(x, m.float(), m, gradient=Float8Spec()), ValueError,
         "gradient",
     ),
     "out": (
         lambda x, m: float8lab.moe_combine(x, float8lab.moe_dispatch(x, m.float(), m)[-1]),
-        ValueError,
-        "out",
+        ValueError, "out",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)

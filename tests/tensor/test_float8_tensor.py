@@ -137,8 +137,7 @@ def test_amax_epsilon_and_e5m2():
         (lambda: quantize(torch.ones(2, 2), block=(0, 1)), ValueError, "block must hold positive"),
         (lambda: quantize(torch.ones(2), scale_rule="x"), ValueError, "scale_rule must be one of"),
         (
-            lambda: quantize(torch.ones(4, 4), scale=torch.ones(4, 1)),
-            ValueError,
+            lambda: quantize(torch.ones(4, 4), scale=torch.ones(4, 1)), ValueError,
             r"one scale per block, \(1, 1\); got shape \(4, 1\)",
         ),
         *(
@@ -156,7 +155,7 @@ def test_amax_epsilon_and_e5m2():
         (lambda: quantize(torch.ones(2, 2), block=(1, 2, 3)), ValueError, "block must have 2"),
         (lambda: quantize(torch.ones(2, 2), block=(2,)), ValueError, "block must have 2"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()

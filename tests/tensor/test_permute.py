@@ -259,17 +259,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "float-map": (lambda x, m: float8lab.moe_permute(x, m.float()), TypeError, "routing_map"),
     "map-of-others": (lambda x, m: float8lab.moe_permute(x, m[1:]), ValueError, "routing_map"),
     "bool-index": (
-        lambda x, m: float8lab.moe_permute(x, m, map_type="index"),
-        TypeError,
-        "routing_map",
+        lambda x, m: float8lab.moe_permute(x, m, map_type="index"), TypeError, "routing_map",
     ),
     "count": (lambda x, m: float8lab.moe_permute(x, m, -2), ValueError, "num_out_tokens"),
     "kind": (lambda x, m: float8lab.moe_permute(x, m, map_type="x"), ValueError, "map_type"),
     "probs": (lambda x, m: float8lab.moe_permute_with_probs(x, x, m), ValueError, "probs"),
     "counts": (
         lambda x, m: float8lab.moe_permute_and_pad_with_probs(x, m.float(), m, m[0].int(), 4),
-        ValueError,
-        "tokens_per_expert",
+        ValueError, "tokens_per_expert",
     ),
     "unknown-tokens": (
         lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), pad_offsets=m[0].int()),
@@ -279,17 +276,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "row-map": (lambda x, m: float8lab.moe_unpermute(x, m), ValueError, "row_id_map"),
     "restored": (
         lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), restore_shape=(1, 2)),
-        ValueError,
-        "restore_shape",
+        ValueError, "restore_shape",
     ),
     "two-names": (
         lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), m.float(), probs=x),
-        ValueError,
-        "probs",
+        ValueError, "probs",
     ),
     "chunks": (
-        lambda x, m: float8lab.moe_sort_chunks_by_index(x, m.int()[0], m.int()[0, :1]),
-        ValueError,
+        lambda x, m: float8lab.moe_sort_chunks_by_index(x, m.int()[0], m.int()[0, :1]), ValueError,
         "sorted_index",
     ),
     "chunk-sizes": (
@@ -306,7 +300,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "split_sizes",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)

@@ -45,9 +45,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tenso
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", DECODER, _tokens),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS, _tokens),
     "qwen2_moe": (
-        "Qwen2MoeConfig",
-        "Qwen2MoeForCausalLM",
-        {**EXPERTS, "shared_expert_intermediate_size": 40},
+        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 40},
         _tokens,
     ),
     "gpt2": (
@@ -95,9 +93,7 @@ _LOCAL = {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _LOCAL, _tokens),
     "olmoe": (
-        "OlmoeConfig",
-        "OlmoeForCausalLM",
-        {**DECODER, "num_experts": 4, "num_experts_per_tok": 2},
+        "OlmoeConfig", "OlmoeForCausalLM", {**DECODER, "num_experts": 4, "num_experts_per_tok": 2},
         _tokens,
     ),
     "deepseek_v3": (
