@@ -66,14 +66,12 @@ def test_a_step_beside_another_says_all_when_it_ends(status, capfd):
 @pytest.mark.parametrize(
     ("arguments", "release", "rest"),
     [
-        ([], "", []),
-        (["-k", "quantize"], "", ["-k", "quantize"]),
-        (["--torch", "2.15", "-x"], "2.15", ["-x"]),
-        (["--torch=2.11.0"], "2.11.0", []),
+        ([], "", []), (["-k", "quantize"], "", ["-k", "quantize"]),
+        (["--torch", "2.15", "-x"], "2.15", ["-x"]), (["--torch=2.11.0"], "2.11.0", []),
         (["-k", "--torch"], "", ["-k", "--torch"]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_release_of_torch(arguments, release, rest):
     assert dev.asked_torch(arguments) == (release, rest)
 

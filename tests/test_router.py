@@ -180,15 +180,12 @@ def test_wrong_arguments_are_named(call: Any, kind: type[Exception], name: str) 
 @pytest.mark.parametrize(
     ("name", "experts", "dtype"),
     [
-        ("softmax", 36, torch.float32),
-        ("softmax", 252, torch.bfloat16),
-        ("softmax-before-groups", 252, torch.bfloat16),
-        ("sigmoid-one", 36, torch.bfloat16),
-        ("sigmoid-groups", 252, torch.float32),
-        ("sqrtsoftplus", 12, torch.float32),
+        ("softmax", 36, torch.float32), ("softmax", 252, torch.bfloat16),
+        ("softmax-before-groups", 252, torch.bfloat16), ("sigmoid-one", 36, torch.bfloat16),
+        ("sigmoid-groups", 252, torch.float32), ("sqrtsoftplus", 12, torch.float32),
         ("sqrtsoftplus-groups", 1026, torch.bfloat16),
     ],
-)
+)  # fmt: skip
 def test_kernels_are_as_good_as_torch(name: str, experts: int, dtype: torch.dtype) -> None:
     logits = (torch.randn(300, experts, device="cuda") * 3).to(dtype)
     topk, before, groups, best, scaling, function = KINDS[name]

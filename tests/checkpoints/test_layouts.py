@@ -199,12 +199,10 @@ def test_scales_of_other_quantizations_are_not_orphans(look):
 def test_scales_of_activations_are_looked_at(look):
     rows = look(
         {
-            "a.weight": codes(16, 16),
-            "a.weight_scale": torch.ones(()) / 3,
-            "a.input_scale": torch.zeros(1),
-            "a.output_scale": torch.tensor([math.nan]),
+            "a.weight": codes(16, 16), "a.weight_scale": torch.ones(()) / 3,
+            "a.input_scale": torch.zeros(1), "a.output_scale": torch.tensor([math.nan]),
         }
-    )
+    )  # fmt: skip
     assert rows["a.input_scale"].why == "1 of 1 scales not positive"
     assert rows["a.output_scale"].why == "1 of 1 elements NaN"
 

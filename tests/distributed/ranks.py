@@ -43,11 +43,8 @@ PRELOAD = [
 """What the process that is forked imports, once for all ranks: some 7 s of CPU time."""
 
 RECIPES: list[Recipe] = [
-    Float8CurrentScaling(),
-    Float8RowwiseScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-]
+    Float8CurrentScaling(), Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling(),
+]  # fmt: skip
 """One for each granularity of a stored weight."""
 
 

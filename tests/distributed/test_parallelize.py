@@ -48,12 +48,10 @@ from tests.distributed.test_tensor_parallel import (
 )
 
 RECIPES: list[Recipe] = [
-    Float8CurrentScaling(power_of_2_scale=True),
-    DelayedScaling(power_of_2_scale=True),
-    Float8RowwiseScaling(power_of_2_scale=True),
-    Float8BlockScaling(power_of_2_scale=True),
+    Float8CurrentScaling(power_of_2_scale=True), DelayedScaling(power_of_2_scale=True),
+    Float8RowwiseScaling(power_of_2_scale=True), Float8BlockScaling(power_of_2_scale=True),
     MXFP8BlockScaling(),
-]
+]  # fmt: skip
 """Their scales are powers of two, so integers stay exact."""
 WIDTH, HIDDEN = 64, 128
 TOKENS_AS_SHARDS = Shard(1)

@@ -303,8 +303,5 @@ def test_docstrings_are_read_without_importing(tmp_path):
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "c.py").write_text('"""Skipped."""')
     assert text.docstrings(tmp_path) == [
-        "An invalid escape: \\d",
-        "Of the module.",
-        "Of a function.",
-        "Of a class.",
-    ]
+        "An invalid escape: \\d", "Of the module.", "Of a function.", "Of a class.",
+    ]  # fmt: skip

@@ -148,11 +148,8 @@ def test_in_the_code_between_children(x):
 def test_in_the_loss(x):
     model = make()
     assert place(find_nan(model, x, loss_fn=lambda y: (y * 0).log().sum())) == (
-        "(loss)",
-        "loss",
-        "forward",
-        0,
-    )
+        "(loss)", "loss", "forward", 0,
+    )  # fmt: skip
     found = find_nan(model, x, loss_fn=lambda y: OnlyBackward.apply(y).sum())
     assert place(found) == ("(loss)", "gradient of the model's output 0", "backward", 0)
 

@@ -35,11 +35,8 @@ def check_fsdp2_weights_as_if_whole(ranks: Ranks) -> None:
                 assert getattr(found, name) == getattr(expected, name), (name, recipe, features)
             a, b = found.comparison, expected.comparison
             assert (a.numel, a.clipped_count, a.flushed_count, a.max_error) == (
-                b.numel,
-                b.clipped_count,
-                b.flushed_count,
-                b.max_error,
-            )
+                b.numel, b.clipped_count, b.flushed_count, b.max_error,
+            )  # fmt: skip
             for name in ("signal", "noise", "mean_error"):  # sums in another order
                 assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-9)
             assert torch.equal(inspect.histogram(weight).counts, whole.histogram().counts)

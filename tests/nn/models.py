@@ -10,11 +10,9 @@ import float8lab
 from float8lab import recipes
 
 UNDELAYED = {
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
+    "current": recipes.Float8CurrentScaling(), "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(), "mx": recipes.MXFP8BlockScaling(),
+}  # fmt: skip
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 RECIPES = {"delayed": DELAYED, **UNDELAYED}
 

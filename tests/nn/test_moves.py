@@ -46,11 +46,9 @@ def image(module):
 
 
 MOVES = {
-    "nothing": lambda m: m.to("cpu"),
-    "copies": lambda m: m._apply(torch.clone),
-    "bfloat16": lambda m: m.bfloat16(),
-    "double": lambda m: m.double(),
-}
+    "nothing": lambda m: m.to("cpu"), "copies": lambda m: m._apply(torch.clone),
+    "bfloat16": lambda m: m.bfloat16(), "double": lambda m: m.double(),
+}  # fmt: skip
 GPU = pytest.param(lambda m: m.cuda(), marks=pytest.mark.gpu, id="cuda")
 
 

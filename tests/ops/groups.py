@@ -14,18 +14,14 @@ from float8lab.ops import reference
 from float8lab.ops.reference import ALIGN, SPAN, round_up
 
 SIZES = {
-    "ragged": [0, 1, 15, 17, 128, 0, 130],
-    "one": [37],
-    "all-in-the-second": [0, 200, 0],
+    "ragged": [0, 1, 15, 17, 128, 0, 130], "one": [37], "all-in-the-second": [0, 200, 0],
     "nobody": [0, 0],
-}
+}  # fmt: skip
 """Rows of each group."""
 CASTS = {
-    "tensor": ((-1, -1), (-1, -1), "fp32"),
-    "row": ((1, -1), (1, -1), "fp32"),
-    "block": ((1, 128), (128, 128), "pow2"),
-    "mx": ((1, 32), (1, 32), "e8m0"),
-}
+    "tensor": ((-1, -1), (-1, -1), "fp32"), "row": ((1, -1), (1, -1), "fp32"),
+    "block": ((1, 128), (128, 128), "pow2"), "mx": ((1, 32), (1, 32), "e8m0"),
+}  # fmt: skip
 """Blocks of the rows and of the weights, and the rule."""
 
 

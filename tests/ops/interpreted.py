@@ -435,12 +435,9 @@ def check_update_scales() -> None:
             history = torch.rand(length, slots) * 5
             history[:, 1] = 0
             state = (
-                history,
-                amax.clone(),
-                torch.rand(2, slots),
-                torch.arange(slots, dtype=torch.int32),
+                history, amax.clone(), torch.rand(2, slots), torch.arange(slots, dtype=torch.int32),
                 torch.tensor([448.0, 57344.0] * 4)[:slots],
-            )
+            )  # fmt: skip
             other = tuple(tensor.clone() for tensor in state)
             arguments = (margin, interval, most_recent, power_of_2)
             for _ in range(2):

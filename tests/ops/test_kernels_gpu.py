@@ -26,19 +26,13 @@ SHAPES = {
     "M5-K9001": (5, 9001),
 }  # fmt: skip
 RECIPES = {
-    "tensor": ((-1, -1), "fp32", 0.0),
-    "tensor-pow2-eps": ((-1, -1), "pow2", 0.1),
-    "row": ((1, -1), "fp32", 0.0),
-    "row-pow2": ((1, -1), "pow2", 1e-12),
-    "1x128": ((1, 128), "fp32", 0.0),
-    "1x128-pow2": ((1, 128), "pow2", 0.0),
-    "128x128": ((128, 128), "fp32", 0.0),
-    "mx": ((1, 32), "e8m0", 0.0),
-    "32x32": ((32, 32), "pow2", 0.0),
-    "16x64": ((16, 64), "fp32", 0.0),
-    "fallback-1x96": ((1, 96), "fp32", 0.0),
-    "fallback-5-rows": ((5, -1), "pow2", 0.0),
-}
+    "tensor": ((-1, -1), "fp32", 0.0), "tensor-pow2-eps": ((-1, -1), "pow2", 0.1),
+    "row": ((1, -1), "fp32", 0.0), "row-pow2": ((1, -1), "pow2", 1e-12),
+    "1x128": ((1, 128), "fp32", 0.0), "1x128-pow2": ((1, 128), "pow2", 0.0),
+    "128x128": ((128, 128), "fp32", 0.0), "mx": ((1, 32), "e8m0", 0.0),
+    "32x32": ((32, 32), "pow2", 0.0), "16x64": ((16, 64), "fp32", 0.0),
+    "fallback-1x96": ((1, 96), "fp32", 0.0), "fallback-5-rows": ((5, -1), "pow2", 0.0),
+}  # fmt: skip
 LAYOUTS = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t().contiguous().t(),
@@ -443,17 +437,12 @@ def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
 
 
 GEMM_BLOCKS = {
-    "tensor": ((-1, -1), (-1, -1)),
-    "row": ((1, -1), (1, -1)),
-    "row-tensor": ((1, -1), (-1, -1)),
-    "tensor-row": ((-1, -1), (1, -1)),
-    "rows5-tensor": ((5, -1), (-1, -1)),
-    "1x128-1x128": ((1, 128), (1, 128)),
-    "1x128-128x128": ((1, 128), (128, 128)),
-    "128x128-1x128": ((128, 128), (1, 128)),
-    "128x128-128x128": ((128, 128), (128, 128)),
+    "tensor": ((-1, -1), (-1, -1)), "row": ((1, -1), (1, -1)), "row-tensor": ((1, -1), (-1, -1)),
+    "tensor-row": ((-1, -1), (1, -1)), "rows5-tensor": ((5, -1), (-1, -1)),
+    "1x128-1x128": ((1, 128), (1, 128)), "1x128-128x128": ((1, 128), (128, 128)),
+    "128x128-1x128": ((128, 128), (1, 128)), "128x128-128x128": ((128, 128), (128, 128)),
     "mx": ((1, 32), (1, 32)),
-}
+}  # fmt: skip
 GEMM_SHAPES = {
     "M128-N256-K512": (128, 256, 512),
     "M1-N64-K16": (1, 64, 16),
@@ -620,12 +609,9 @@ def test_update_scales(
     amax = torch.cat((torch.tensor([ops.NO_DATA, 0.0, torch.inf, torch.nan, 1e-40]), torch.rand(9)))
     slots = amax.numel()
     state = [
-        torch.rand(length, slots) * 3,
-        amax,
-        torch.rand(2, slots),
-        torch.arange(slots, dtype=torch.int32),
-        torch.tensor([448.0, 57344.0] * slots)[:slots],
-    ]
+        torch.rand(length, slots) * 3, amax, torch.rand(2, slots),
+        torch.arange(slots, dtype=torch.int32), torch.tensor([448.0, 57344.0] * slots)[:slots],
+    ]  # fmt: skip
     on_gpu = [tensor.cuda() for tensor in state]
     for _ in range(3):
         got = ops.update_scales_op(*on_gpu, margin, interval, most_recent, power_of_2)

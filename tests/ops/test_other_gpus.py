@@ -37,12 +37,10 @@ def imitate(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], count:
 def test_the_table(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     imitate(monkeypatch, capability)
     runs = {
-        "k": CASTS.includes(capability),
-        "r": may_multiply(ROW, ROW, GPU, a_dtype=E5M2),
-        "b": may_multiply(TOKENS, WEIGHT, GPU),
-        "m": may_multiply(MX, MX, GPU),
+        "k": CASTS.includes(capability), "r": may_multiply(ROW, ROW, GPU, a_dtype=E5M2),
+        "b": may_multiply(TOKENS, WEIGHT, GPU), "m": may_multiply(MX, MX, GPU),
         "a": ops.has_fp8_attention(GPU, 128, 128),
-    }
+    }  # fmt: skip
     assert "".join(key if native else "-" for key, native in runs.items()) == TABLE[capability]
     assert not may_multiply(ROW, ROW, GPU, a_dtype=E5M2, b_dtype=E5M2)
     assert not may_multiply(MX, MX, GPU, a_dtype=E5M2)

@@ -20,12 +20,10 @@ from tests.nn.models import with_slow
 from tests.recorder import Ops
 
 RECIPES = {
-    "delayed": recipes.DelayedScaling(),
-    "current": recipes.Float8CurrentScaling(),
-    "row": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
+    "delayed": recipes.DelayedScaling(), "current": recipes.Float8CurrentScaling(),
+    "row": recipes.Float8RowwiseScaling(), "block": recipes.Float8BlockScaling(),
     "mx": recipes.MXFP8BlockScaling(),
-}
+}  # fmt: skip
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 OPTIMIZERS = {

@@ -321,13 +321,11 @@ def through_checkpoint(use_reentrant, function=checkpoint):
 @pytest.mark.parametrize(
     "run",
     [
-        lambda module, x: module(x),
-        through_checkpoint(True),
-        through_checkpoint(False),
+        lambda module, x: module(x), through_checkpoint(True), through_checkpoint(False),
         through_checkpoint(True, float8lab.checkpoint),
     ],
     ids=["plain", "reentrant", "non-reentrant", "own"],
-)
+)  # fmt: skip
 def test_an_aborted_backward_is_forgotten(run):
     mine = torch.nn.ModuleList([layer(), layer()])
     twins = copy.deepcopy(mine)

@@ -66,15 +66,12 @@ def test_scale_decodes_and_bytes_follow_from_it():
 @pytest.mark.parametrize(
     ("values", "decoded"),
     [
-        ([0.0, 0.0], [0.0, 0.0]),
-        ([448.0, -448.0], [448.0, -448.0]),
-        ([float("inf"), -1.0], [float("nan"), -1.0]),
-        ([float("-inf"), 1.0], [float("nan"), 1.0]),
-        ([3e38, 1.0], [3e38, 0.0]),
-        ([1e-45, 0.0], [0.0, 0.0]),
+        ([0.0, 0.0], [0.0, 0.0]), ([448.0, -448.0], [448.0, -448.0]),
+        ([float("inf"), -1.0], [float("nan"), -1.0]), ([float("-inf"), 1.0], [float("nan"), 1.0]),
+        ([3e38, 1.0], [3e38, 0.0]), ([1e-45, 0.0], [0.0, 0.0]),
     ],
     ids=["zero", "largest", "inf", "minus-inf", "large", "subnormal"],
-)
+)  # fmt: skip
 def test_special_values(values, decoded):
     t = quantize(torch.tensor([values]))
     if values[0] not in (1e-45, 3e38):

@@ -254,11 +254,8 @@ def test_views_count_only_what_they_show(device):
     x[0, 0], x[3, 200] = 448.0, 896.0
     t = quantize(x, block=(128, 128))
     for view, original in [
-        (t[:, 10:], x[:, 10:]),
-        (t[1:3], x[1:3]),
-        (t.t(), x.t()),
-        (t[:, ::3], x[:, ::3]),
-    ]:
+        (t[:, 10:], x[:, 10:]), (t[1:3], x[1:3]), (t.t(), x.t()), (t[:, ::3], x[:, ::3]),
+    ]:  # fmt: skip
         found, parts = view.stats(original), view.stats(original, per_block=True)
         assert found.numel == original.numel() == parts.numel.sum().item()
         assert found.count("saturated") == (original != 0).sum().item()

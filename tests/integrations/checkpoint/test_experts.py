@@ -348,13 +348,11 @@ def test_parts_that_make_no_stack():
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ((1, 1, -1), "row"),
-        ((1, WIDTH, -1), None),
-        ((1, -1, -1), "tensor"),
+        ((1, 1, -1), "row"), ((1, WIDTH, -1), None), ((1, -1, -1), "tensor"),
         ((-1, -1, -1), "tensor"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_stacks_with_other_scales_are_split(tmp_path, block, words):
     source = model()
     experts = source["mlp"].experts

@@ -31,12 +31,10 @@ FORMATS = {
         recipes.DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo="max"),
     ],
     "float8lab": [
-        recipes.Float8BlockScaling(),
-        recipes.Float8RowwiseScaling(),
-        recipes.DelayedScaling(power_of_2_scale=False),
-        recipes.MXFP8BlockScaling(),
+        recipes.Float8BlockScaling(), recipes.Float8RowwiseScaling(),
+        recipes.DelayedScaling(power_of_2_scale=False), recipes.MXFP8BlockScaling(),
     ],
-}
+}  # fmt: skip
 CASES = [(name, recipe) for name, found in FORMATS.items() for recipe in found]
 
 
@@ -281,13 +279,10 @@ def test_a_transformer_layer_keeps_its_names(tmp_path):
     float8lab.convert_to_float8(layer, recipes.Float8CurrentScaling())
     report = export(layer, tmp_path / "out", "float8lab")
     assert sorted(report.fp8) == [
-        "layernorm_mlp.fc1_weight",
-        "layernorm_mlp.fc2_weight",
-        "self_attention.layernorm_qkv.key_weight",
-        "self_attention.layernorm_qkv.query_weight",
-        "self_attention.layernorm_qkv.value_weight",
-        "self_attention.proj.weight",
-    ]
+        "layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight",
+        "self_attention.layernorm_qkv.key_weight", "self_attention.layernorm_qkv.query_weight",
+        "self_attention.layernorm_qkv.value_weight", "self_attention.proj.weight",
+    ]  # fmt: skip
     plain = {name for name in layer.state_dict() if name not in report.fp8}
     parts = {f"{name}.{part}" for name in report.fp8 for part in ("qdata", "scale", "amax")}
     assert set(read(tmp_path / "out")) == plain | parts

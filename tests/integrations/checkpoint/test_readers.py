@@ -121,11 +121,9 @@ def test_transformers_files_load_here(tmp_path):
 
 
 SCHEMES = {
-    "tensor": recipes.Float8CurrentScaling(),
-    "static": recipes.DelayedScaling(),
-    "channel": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-}
+    "tensor": recipes.Float8CurrentScaling(), "static": recipes.DelayedScaling(),
+    "channel": recipes.Float8RowwiseScaling(), "block": recipes.Float8BlockScaling(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -17,11 +17,9 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers", reason="needs the extra 'peft'")
 
 RECIPES = {
-    "current": recipes.Float8CurrentScaling(),
-    "delayed": recipes.DelayedScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-}
+    "current": recipes.Float8CurrentScaling(), "delayed": recipes.DelayedScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(), "block": recipes.Float8BlockScaling(),
+}  # fmt: skip
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 
 

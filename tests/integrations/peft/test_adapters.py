@@ -241,11 +241,9 @@ def test_sharded():
 
 
 OTHERS = {
-    "IA3": {"feedforward_modules": ["down"]},
-    "LoHa": {"r": 4},
-    "Vera": {"r": 4},
+    "IA3": {"feedforward_modules": ["down"]}, "LoHa": {"r": 4}, "Vera": {"r": 4},
     "OFT": {"oft_block_size": 16},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", OTHERS)
