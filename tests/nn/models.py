@@ -112,6 +112,11 @@ def states(model):
     return {key: value.tolist() for key, value in state.items()}
 
 
+def report_of(model, *args, **kwargs):
+    """The report of a conversion."""
+    return float8lab.conversion_report(float8lab.convert_to_float8(model, *args, **kwargs))
+
+
 def saved_bytes(module, x, recipe=None):
     """Bytes of activations that backward keeps, parameters left out."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}

@@ -11,7 +11,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn import RotaryPositionEmbedding, TransformerLayer
 from tests.nn import models
-from tests.nn.models import with_slow
+from tests.nn.models import report_of, with_slow
 
 HIDDEN, FFN, H, B, S, SE = 32, 48, 4, 2, 6, 5
 
@@ -539,7 +539,7 @@ def test_a_small_model_learns(name):
 def test_a_converted_layer_runs_attention_in_fp8(name):
     layer = build()
     twin = copy.deepcopy(layer)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(layer, RECIPES[name]))
+    report = report_of(layer, RECIPES[name])
     assert "1 of 1 attention modules in FP8" in str(report)
     for _ in range(2):
         x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
@@ -555,27 +555,20 @@ def test_a_converted_layer_runs_attention_in_fp8(name):
 def test_attention_follows_exclusions_and_overrides():
     recipe = RECIPES["current-dpa"]
     layers = nn.ModuleList(build() for _ in range(3))
-    report = float8lab.conversion_report(float8lab.convert_to_float8(
+    report = report_of(
         layers, recipe, exclude=["0.self_attention.core_attention"],
         overrides={"1.self_attention.core_attention": None}, strict=True,
-    ))  # fmt: skip
+    )  # fmt: skip
     assert report.notes == ("1 of 3 attention modules in FP8",)
     cores = [layer.self_attention.core_attention for layer in layers]
     assert [core._fp8.active_recipe() for core in cores] == [None, None, recipe]
     with float8lab.autocast(recipe=recipe):
         assert [core._fp8.active_recipe() for core in cores] == [recipe, None, recipe]
-    assert (
-        float8lab.conversion_report(
-            float8lab.convert_to_float8(nn.ModuleList([build()]), RECIPES["current"])
-        ).notes
-        == ()
-    )
+    assert report_of(nn.ModuleList([build()]), RECIPES["current"]).notes == ()
 
 
 def test_a_conversion_that_asks_for_fp8_attention_in_vain_says_so():
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(nn.Sequential(nn.Linear(16, 16)), RECIPES["current-dpa"])
-    )
+    report = report_of(nn.Sequential(nn.Linear(16, 16)), RECIPES["current-dpa"])
     assert "has no float8lab.DotProductAttention; attention stays in high" in str(report)
 
 

@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from float8lab.integrations.transformers import Float8Conv1D
 
 from tests.integrations.transformers.models import FAMILIES, build, emulated, flat_gradients
+from tests.nn.models import report_of
 
 DELAYED = recipes.DelayedScaling(
     amax_history_len=8, amax_compute_algo="max", power_of_2_scale=False
@@ -67,7 +68,7 @@ def test_runs_as_rounding_to_fp8_says(family: str) -> None:
     """
     model, batch = build(family)
     original = copy.deepcopy(model)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    report = report_of(model)
     twin = emulated(original, converted_names(report))
     with float8lab.count_gemms() as counts:
         found = run(model, batch)
@@ -89,7 +90,7 @@ def test_each_layer_rounds_as_fp8_says(family: str, device: torch.device) -> Non
     model, batch = build(family)
     model, batch = model.to(device), {name: value.to(device) for name, value in batch.items()}
     original = copy.deepcopy(model)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    report = report_of(model)
     names = [layer.name for layer in report.converted if len(layer.shape) == 2]
     calls = record_calls(model, names)
     model(**batch).loss.backward()
@@ -115,13 +116,11 @@ def test_each_layer_rounds_as_fp8_says(family: str, device: torch.device) -> Non
 
 
 def test_the_report_says_what_is_not_in_fp8() -> None:
-    report = float8lab.conversion_report(float8lab.convert_to_float8(build("qwen3_moe")[0]))
+    report = report_of(build("qwen3_moe")[0])
     assert {layer.name: layer.note for layer in report.skipped} == {
         "model.layers.0.mlp.gate": "a router, which stays in high precision"
     }
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(build("qwen2_moe")[0], exclude=["gate", "experts"])
-    )
+    report = report_of(build("qwen2_moe")[0], exclude=["gate", "experts"])
     assert {layer.name.split(".", 3)[-1] for layer in report.skipped} == {"mlp.gate", "mlp.experts"}
     assert all(layer.note.startswith("excluded") for layer in report.skipped)
 
@@ -130,7 +129,7 @@ def test_the_report_says_what_is_not_in_fp8() -> None:
 def test_all_of_other_models_is_in_fp8(family: str) -> None:
     """No weight of two dimensions or more is left, but of embeddings and convolutions."""
     model, _ = build(family)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
+    report = report_of(model, strict=True)
     assert not report.skipped
     in_fp8 = {id(model.get_submodule(name).weight) for name in converted_names(report)}
     left = {
@@ -208,7 +207,7 @@ def test_generates_what_rounding_to_fp8_does(family: str, how: str) -> None:
         for parameter in model.parameters():  # random models hardly tell one token from another
             if parameter.ndim > 1:
                 parameter.mul_(4)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model.eval()))
+    report = report_of(model.eval())
     plain = float8lab.to_high_precision(copy.deepcopy(model))
     twin = emulated(plain, converted_names(report))
     batch = {name: value for name, value in batch.items() if name != "labels"}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import float8lab
 from float8lab import recipes
-from tests.nn.models import GatedMLP
+from tests.nn.models import GatedMLP, report_of
 
 E, D, W = 4, 32, 24
 COUNTS = [5, 0, 9, 2]
@@ -171,7 +171,7 @@ def test_routers_stay_in_high_precision():
             "gate": nn.Linear(D, E),
         }
     )
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
+    report = report_of(model, strict=True)
     note = "a router, which stays in high precision; name it in overrides to convert"
     assert {layer.name: layer.note for layer in report.skipped} == {
         "moe.gate": note, "skipping.gate": note, "router.0": note
@@ -234,7 +234,7 @@ def test_the_librarys_own_modules_take_the_recipe():
             "mlp": float8lab.ExpertMLP(2, D, W, device="cpu"),
         }
     )
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
+    report = report_of(model, strict=True)
     assert [(layer.name, layer.shape) for layer in report.converted] == [
         ("fc", (2, W, D)), ("mlp", (2, 2 * W, D))
     ]  # fmt: skip
