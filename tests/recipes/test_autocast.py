@@ -40,6 +40,12 @@ def scales(module, recipe=DELAYED):
     return slots_of(module, recipe).tensors()["scale"].clone()
 
 
+def call(module, value, recipe=DELAYED):
+    """A region with one call, whose inputs all have this value."""
+    with float8lab.autocast(recipe=recipe):
+        return module(torch.full((2, 32), float(value)))
+
+
 def encode_pow2(amax, largest=448.0):
     return 2.0 ** torch.floor(torch.log2(torch.tensor(largest) / amax))
 
@@ -162,8 +168,7 @@ def test_a_region_with_a_compiled_module_is_silent(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
     compiled = torch.compile(layer(), fullgraph=True, backend="aot_eager")
-    with float8lab.autocast(recipe=CURRENT):
-        compiled(torch.ones(2, 32))
+    call(compiled, 1, CURRENT)
 
 
 def test_a_region_with_fp8_modules_is_silent(monkeypatch):
@@ -196,8 +201,7 @@ def test_scales_follow_the_history_of_earlier_regions():
 
 def test_a_call_uses_the_scale_of_the_previous_region():
     m = layer()
-    with float8lab.autocast(recipe=recipes.DelayedScaling()):
-        m(torch.full((1, 32), 1.0))
+    call(m, 1.0, recipes.DelayedScaling())
     before = scales(m, recipes.DelayedScaling())[0]
     with float8lab.autocast(recipe=recipes.DelayedScaling()):
         m(torch.full((1, 32), 448.0 * 16))  # saturates at the old scale
@@ -219,8 +223,7 @@ def test_a_module_that_is_not_called_does_not_advance():
     with float8lab.autocast(recipe=DELAYED):
         a(torch.ones(2, 32))
         b(torch.ones(2, 32))
-    with float8lab.autocast(recipe=DELAYED):
-        a(torch.ones(2, 32))
+    call(a, 1)
     assert steps(a)[0] == 2
     assert steps(b)[0] == 1
 
@@ -241,8 +244,7 @@ def test_all_modules_of_a_region_share_one_update(monkeypatch):
 def test_nested_enabled_regions_advance_at_the_exit_of_the_outermost():
     m = layer()
     with float8lab.autocast(recipe=DELAYED):
-        with float8lab.autocast(recipe=DELAYED):
-            m(torch.ones(2, 32))
+        call(m, 1)
         assert steps(m) == [0, 0, 0]
         with float8lab.autocast(enabled=False), float8lab.autocast(recipe=DELAYED):
             m(torch.full((2, 32), 7.0))
@@ -250,8 +252,7 @@ def test_nested_enabled_regions_advance_at_the_exit_of_the_outermost():
     assert steps(m)[0] == 1
     assert history(m)[0, 0] == 7.0
     with float8lab.autocast(enabled=False):
-        with float8lab.autocast(recipe=DELAYED):
-            m(torch.ones(2, 32))
+        call(m, 1)
         assert steps(m)[0] == 2
 
 
@@ -270,8 +271,7 @@ def test_an_exception_in_the_body_advances_nothing_and_is_forgotten():
         fail()
     after = slots_of(m).tensors()
     assert all(torch.equal(before[k], after[k]) for k in before)
-    with float8lab.autocast(recipe=DELAYED):
-        m(torch.full((2, 32), 4.0))
+    call(m, 4.0)
     assert history(m)[:2, 0].tolist() == [4.0, 2.0]  # no 1000
     assert steps(m) == [2, 2, 1]  # dy's did advance
 
@@ -359,8 +359,7 @@ def test_recipes_that_differ_in_any_field_share_nothing():
     m = layer()
     other = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max", margin=1)
     for recipe in (DELAYED, other, DELAYED):
-        with float8lab.autocast(recipe=recipe):
-            m(torch.ones(2, 32))
+        call(m, 1, recipe)
     assert steps(m, DELAYED)[0] == 2
     assert steps(m, other)[0] == 1
     assert slots_of(m, DELAYED).pack is not slots_of(m, other).pack
@@ -368,8 +367,7 @@ def test_recipes_that_differ_in_any_field_share_nothing():
 
 def test_eval_changes_no_state():
     m = layer()
-    with float8lab.autocast(recipe=DELAYED):
-        m(torch.ones(2, 32))
+    call(m, 1)
     m.eval()
     before = scales(m)
     with float8lab.autocast(recipe=DELAYED):
@@ -462,12 +460,10 @@ def test_autocast_inside_the_checkpointed_function():
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copied_module_has_equal_but_separate_state(duplicate):
     m = layer()
-    with float8lab.autocast(recipe=DELAYED):
-        m(torch.full((2, 32), 3.0))
+    call(m, 3.0)
     twin = duplicate(m)
     assert torch.equal(scales(twin), scales(m))
-    with float8lab.autocast(recipe=DELAYED):
-        twin(torch.full((2, 32), 100.0))
+    call(twin, 100.0)
     assert steps(twin)[0] == 2
     assert steps(m)[0] == 1
 
@@ -500,8 +496,7 @@ def test_amax_history_len_and_algo_take_effect():
         recipe = recipes.DelayedScaling(amax_history_len=2, amax_compute_algo=algo)
         m = layer()
         for value in (64.0, 8.0, 2.0):
-            with float8lab.autocast(recipe=recipe):
-                m(torch.full((1, 32), value))
+            call(m, value, recipe)
         assert scales(m, recipe)[0] == 1 / encode_pow2(torch.tensor(expected))
 
 
@@ -514,8 +509,7 @@ def test_scaling_factor_compute_algo_takes_effect():
 
     recipe = recipes.DelayedScaling(scaling_factor_compute_algo=algo)
     m = layer()
-    with float8lab.autocast(recipe=recipe):
-        m(torch.full((1, 32), 7.0))
+    call(m, 7.0, recipe)
     assert seen == [(7.0, 64.0, [448.0, 448.0, 57344.0], recipe)]
     assert scales(m, recipe)[0] == 1 / 32.0
 
