@@ -233,14 +233,11 @@ def _forward_calls() -> dict[str, Callable[[str], Call]]:
         "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 4, 5])),
     }
     layers = {
-        "attention_mask": no_mask,
-        "cu_seqlens_q": (*not_lengths, torch.tensor([0, 3, 6])),
-        "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 3, 6])),
-        "hidden_states": inputs,
+        "attention_mask": no_mask, "cu_seqlens_q": (*not_lengths, torch.tensor([0, 3, 6])),
+        "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 3, 6])), "hidden_states": inputs,
         "rotary_pos_emb": (angles[:2], angles[..., :7], (angles,)),
-        "alibi_slopes": (torch.ones(4),),
-        "core_attention_bias": (torch.ones(S, S),),
-    }
+        "alibi_slopes": (torch.ones(4),), "core_attention_bias": (torch.ones(S, S),),
+    }  # fmt: skip
     cross = {"encoder_output": (None, *inputs, x[:, :1])}
     modules: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
         "Linear": (partial(float8lab.Linear, H, H), {"inp": x}, {"inp": inputs}),
@@ -304,10 +301,8 @@ def _forward_calls() -> dict[str, Callable[[str], Call]]:
             thd,
             {
                 "cu_seqlens_q": (None, *not_lengths, torch.tensor([0, 1, 9])),
-                "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 1, 9])),
-                "max_seqlen_q": (1,),
-                "max_seqlen_kv": (1,),
-                "attn_mask_type": ("causal",),
+                "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 1, 9])), "max_seqlen_q": (1,),
+                "max_seqlen_kv": (1,), "attn_mask_type": ("causal",),
                 "key_layer": (q[:, 0].half(), q[:2, 0]),
             },
         ),

@@ -24,13 +24,11 @@ def steps(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "passed"),
     [
-        ([], ["-m", "not slow"]),
-        (["-k", "quantize"], ["-m", "not slow", "-k", "quantize"]),
-        (["--all"], []),
-        (["--torch", "2.15", "--all", "-x"], ["-x"]),
+        ([], ["-m", "not slow"]), (["-k", "quantize"], ["-m", "not slow", "-k", "quantize"]),
+        (["--all"], []), (["--torch", "2.15", "--all", "-x"], ["-x"]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_slow_tests_are_those_of_all(arguments, passed, steps):
     dev.test(arguments)
     assert {*steps} == {"ruff check", "ruff format", "mypy", "wheel", "pytest"}

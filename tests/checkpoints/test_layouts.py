@@ -150,10 +150,8 @@ def test_a_strange_configuration_is_ignored(look, config):
 def test_no_scale(look):
     row = look({"a.weight": codes(4, 4), "b.weight": torch.ones(2)})["a.weight"]
     assert (row.why, row.format, row.severity) == (
-        "no scale in the checkpoint",
-        "e4m3, no scale",
-        2,
-    )
+        "no scale in the checkpoint", "e4m3, no scale", 2,
+    )  # fmt: skip
 
 
 def test_orphaned_scales(look):

@@ -38,17 +38,12 @@ def read(path):
 
 
 TENSORS = {
-    "fp8": torch.randn(5, 3).to(torch.float8_e4m3fn),
-    "odd": torch.arange(7, dtype=torch.uint8),
-    "e5m2": torch.randn(3).to(torch.float8_e5m2),
-    "wide": torch.randn(2, 2, dtype=torch.float64),
-    "bf16": torch.randn(3, 3).bfloat16(),
-    "strided": torch.randn(4, 6).t(),
-    "scalar": torch.tensor(3.0),
-    "empty": torch.empty(0, 4),
-    "flags": torch.tensor([True, False]),
+    "fp8": torch.randn(5, 3).to(torch.float8_e4m3fn), "odd": torch.arange(7, dtype=torch.uint8),
+    "e5m2": torch.randn(3).to(torch.float8_e5m2), "wide": torch.randn(2, 2, dtype=torch.float64),
+    "bf16": torch.randn(3, 3).bfloat16(), "strided": torch.randn(4, 6).t(),
+    "scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "flags": torch.tensor([True, False]),
     "whole": torch.arange(5),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("most", [1, 40, 1 << 30])

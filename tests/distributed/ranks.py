@@ -170,13 +170,10 @@ def _set_up(rank: int, world: int, device_type: str, store: str) -> torch.device
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
+        "nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
+        world_size=world, timeout=timedelta(seconds=60),
         device_id=device if device_type == "cuda" else None,
-    )
+    )  # fmt: skip
     return device
 
 

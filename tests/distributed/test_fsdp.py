@@ -26,14 +26,10 @@ from float8lab.recipes import (
 from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks, slow_check
 
 RECIPES = [
-    Float8CurrentScaling(),
-    Float8CurrentScaling(power_of_2_scale=True, amax_epsilon=0.5),
-    Float8RowwiseScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-    NVFP4BlockScaling(),
+    Float8CurrentScaling(), Float8CurrentScaling(power_of_2_scale=True, amax_epsilon=0.5),
+    Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(),
     DelayedScaling(margin=1),
-]
+]  # fmt: skip
 
 
 class Block(nn.Module):

@@ -74,15 +74,11 @@ MASKS = {
 }
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "nothing more": {},
-    "ALiBi": {"core_attention_bias_type": "alibi"},
-    "bias": {"core_attention_bias_type": "post_scale_bias"},
-    "dropout": {"attention_dropout": 0.25},
-    "softcap": {"softcap": 2.0},
-    "off-by-one": {"softmax_type": "off-by-one"},
-    "sinks": {"softmax_type": "learnable"},
-    "max logit": {"return_max_logit": True},
-}
+    "nothing more": {}, "ALiBi": {"core_attention_bias_type": "alibi"},
+    "bias": {"core_attention_bias_type": "post_scale_bias"}, "dropout": {"attention_dropout": 0.25},
+    "softcap": {"softcap": 2.0}, "off-by-one": {"softmax_type": "off-by-one"},
+    "sinks": {"softmax_type": "learnable"}, "max logit": {"return_max_logit": True},
+}  # fmt: skip
 """Arguments of the constructor and of calls."""
 
 HEADS = {

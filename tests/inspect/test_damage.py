@@ -16,10 +16,8 @@ from float8lab import inspect, recipes
 from tests.inspect.models import Noted, snapshot
 
 CURRENT, ROWWISE, BLOCK = (
-    recipes.Float8CurrentScaling(),
-    recipes.Float8RowwiseScaling(),
-    recipes.Float8BlockScaling(),
-)
+    recipes.Float8CurrentScaling(), recipes.Float8RowwiseScaling(), recipes.Float8BlockScaling(),
+)  # fmt: skip
 each_recipe = pytest.mark.parametrize(
     "recipe",
     [CURRENT, recipes.DelayedScaling(), ROWWISE, BLOCK, recipes.MXFP8BlockScaling()],

@@ -135,13 +135,11 @@ def test_equals_eager(name, recipe, device):
     [
         pytest.param(name, how, marks=[pytest.mark.slow] * (how != quick))
         for name, quick in (
-            ("mlp", "torch"),
-            ("mlp-checkpoint", "torch"),
-            ("attention", "float8lab"),
+            ("mlp", "torch"), ("mlp-checkpoint", "torch"), ("attention", "float8lab"),
         )
         for how in ("torch", "float8lab")
     ],
-)
+)  # fmt: skip
 def test_checkpointed_under_delayed_scaling_equals_eager(name, how):
     recipe = RECIPES["delayed-dpa"]
     eager = Twice(name, how)

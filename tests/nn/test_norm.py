@@ -169,24 +169,17 @@ def test_convert_norms_changes_what_it_can_in_place(device: Any) -> None:
 
     model = nn.ModuleDict(
         {
-            "layer": nn.LayerNorm((3, 5)),
-            "rms": nn.RMSNorm(5, eps=1e-3),
-            "eps": nn.RMSNorm(5),
+            "layer": nn.LayerNorm((3, 5)), "rms": nn.RMSNorm(5, eps=1e-3), "eps": nn.RMSNorm(5),
             "bias": nn.LayerNorm(5, bias=False),
-            "weight": nn.LayerNorm(5, elementwise_affine=False),
-            "own": Own(5),
+            "weight": nn.LayerNorm(5, elementwise_affine=False), "own": Own(5),
             "ours": float8lab.LayerNorm(5),
         }
-    ).to(device)
+    ).to(device)  # fmt: skip
     plain = copy.deepcopy(model)
     assert float8lab.nn.convert_norms(model) == {
-        "layer": None,
-        "rms": None,
-        "eps": "eps None means one by the input's dtype",
-        "bias": "it has no bias",
-        "weight": "it has no weight",
-        "own": "Own is a class of its own",
-    }
+        "layer": None, "rms": None, "eps": "eps None means one by the input's dtype",
+        "bias": "it has no bias", "weight": "it has no weight", "own": "Own is a class of its own",
+    }  # fmt: skip
     assert [type(model[name]) for name in ("layer", "rms")] == list(NORMS.values())
     assert all(type(model[name]) is type(plain[name]) for name in list(plain)[2:])
     model.load_state_dict(plain.state_dict())

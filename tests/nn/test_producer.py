@@ -173,14 +173,11 @@ def offload(a, b):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda a, b: product(a, b, double),
-        offload,
-        lambda a, b: product(a.detach(), b),
-        lambda a, b: product(a, 2.0),
-        lambda a, b: product(nn.Parameter(a.detach()), b),
+        lambda a, b: product(a, b, double), offload, lambda a, b: product(a.detach(), b),
+        lambda a, b: product(a, 2.0), lambda a, b: product(nn.Parameter(a.detach()), b),
     ],
     ids=["changed since", "hooks", "one factor saved", "scalar", "large parameter"],
-)
+)  # fmt: skip
 def test_fp8_data_are_saved_where_the_origin_is_not_sure(make):
     layer, y, x = make(*factors())
     assert len(saved_in_fp8(y)) == 1

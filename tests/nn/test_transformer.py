@@ -297,22 +297,15 @@ def test_parameter_names_are_those_of_transformer_engine():
     names = {n for n, _ in build(layer_type="decoder", bias=False).named_parameters()}
     assert names == {
         "self_attention.layernorm_qkv.layer_norm_weight",
-        "self_attention.layernorm_qkv.layer_norm_bias",
-        "self_attention.layernorm_qkv.query_weight",
-        "self_attention.layernorm_qkv.key_weight",
-        "self_attention.layernorm_qkv.value_weight",
-        "self_attention.proj.weight",
-        "inter_attention.layernorm_query.layer_norm_weight",
+        "self_attention.layernorm_qkv.layer_norm_bias", "self_attention.layernorm_qkv.query_weight",
+        "self_attention.layernorm_qkv.key_weight", "self_attention.layernorm_qkv.value_weight",
+        "self_attention.proj.weight", "inter_attention.layernorm_query.layer_norm_weight",
         "inter_attention.layernorm_query.layer_norm_bias",
-        "inter_attention.layernorm_query.query_weight",
-        "inter_attention.key_value.key_weight",
-        "inter_attention.key_value.value_weight",
-        "inter_attention.proj.weight",
-        "layernorm_mlp.layer_norm_weight",
-        "layernorm_mlp.layer_norm_bias",
-        "layernorm_mlp.fc1_weight",
-        "layernorm_mlp.fc2_weight",
-    }
+        "inter_attention.layernorm_query.query_weight", "inter_attention.key_value.key_weight",
+        "inter_attention.key_value.value_weight", "inter_attention.proj.weight",
+        "layernorm_mlp.layer_norm_weight", "layernorm_mlp.layer_norm_bias",
+        "layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight",
+    }  # fmt: skip
     fused = {n for n, _ in build(fuse_qkv_params=True, output_layernorm=True).named_parameters()}
     assert {"self_attention.qkv.weight", "self_attention.qkv.bias", "layernorm.weight"} <= fused
     state = {**build().state_dict(), "self_attention.core_attention._extra_state": None}

@@ -95,18 +95,14 @@ def check_quantize() -> None:
     cases = [
         ((-1, -1), "fp32", 0.0, 16, matrix(70, 135)),
         ((-1, -1), "pow2", 0.5, 1, matrix(3, 5, FP32)),
-        ((-1, -1), "e8m0", 0.0, 16, matrix(40, 70).t()),
-        ((1, -1), "fp32", 0.0, 16, matrix(7, 135)),
-        ((1, -1), "pow2", 0.0, 1, matrix(70, 67).t()),
-        ((1, -1), "fp32", 0.0, 16, matrix(1, 8200)),
+        ((-1, -1), "e8m0", 0.0, 16, matrix(40, 70).t()), ((1, -1), "fp32", 0.0, 16, matrix(7, 135)),
+        ((1, -1), "pow2", 0.0, 1, matrix(70, 67).t()), ((1, -1), "fp32", 0.0, 16, matrix(1, 8200)),
         ((1, 128), "fp32", 0.0, 16, matrix(67, 140)),
         ((1, 128), "pow2", 1e-3, 1, matrix(5, 300)[:, ::2]),
-        ((128, 128), "fp32", 0.0, 16, matrix(130, 50)),
-        ((1, 32), "e8m0", 0.0, 16, matrix(5, 70)),
-        ((32, 32), "pow2", 0.0, 16, matrix(70, 40)),
-        ((1, 96), "fp32", 0.0, 16, matrix(5, 100)),
+        ((128, 128), "fp32", 0.0, 16, matrix(130, 50)), ((1, 32), "e8m0", 0.0, 16, matrix(5, 70)),
+        ((32, 32), "pow2", 0.0, 16, matrix(70, 40)), ((1, 96), "fp32", 0.0, 16, matrix(5, 100)),
         ((5, -1), "fp32", 0.0, 1, matrix(7, 9)),
-    ]
+    ]  # fmt: skip
     for index, (block, rule, eps, align, x) in enumerate(cases):
         # Indices do not depend on the format: in turn, each with every block and rule elsewhere.
         arguments = ((E4M3, E5M2)[index % 2], block, rule, eps, align)
@@ -428,10 +424,8 @@ def check_update_scales() -> None:
     slots = amax.numel()
     for length in (1, 3, 40):
         for margin, interval, most_recent, power_of_2 in (
-            (0, 1, False, True),
-            (1, 2, True, False),
-            (-2, 3, False, False),
-        ):
+            (0, 1, False, True), (1, 2, True, False), (-2, 3, False, False),
+        ):  # fmt: skip
             history = torch.rand(length, slots) * 5
             history[:, 1] = 0
             state = (

@@ -825,11 +825,9 @@ def steps_of_tiles(program: str, *, of_each: bool) -> list[str]:
 
 
 BOTH_AT_ONCE: dict[str, Callable[[], Any]] = {
-    "cast": cast_both(column_sum=True),
-    "row": both((1, -1)),
-    "layer-norm": pair_of("layer_norm"),
+    "cast": cast_both(column_sum=True), "row": both((1, -1)), "layer-norm": pair_of("layer_norm"),
     "float32-geglu-backward": LAUNCHES["cast-both-of-float32"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOTH_AT_ONCE)

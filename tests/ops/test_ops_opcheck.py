@@ -171,12 +171,10 @@ def test_scaled_mm_of_batches(
 @pytest.mark.parametrize("most_recent", [False, True])
 def test_update_scales(most_recent: bool, device: torch.device) -> None:
     state = [
-        torch.rand(4, 3, device=device),
-        torch.tensor([1.0, ops.NO_DATA, 3.0], device=device),
-        torch.ones(2, 3, device=device),
-        torch.zeros(3, dtype=torch.int32, device=device),
+        torch.rand(4, 3, device=device), torch.tensor([1.0, ops.NO_DATA, 3.0], device=device),
+        torch.ones(2, 3, device=device), torch.zeros(3, dtype=torch.int32, device=device),
         torch.full((3,), 448.0, device=device),
-    ]
+    ]  # fmt: skip
     check(ops.update_scales_op, *state, 0, 1, most_recent, True)
 
 

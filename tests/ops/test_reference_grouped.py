@@ -195,31 +195,13 @@ def test_flops_count_tokens_and_not_the_room_between_groups():
     w_q, w_s, *_ = cast_groups(ops.cast_op, "", [w], w.dtype, None, E4M3, (128, 128), "fp32")
     with FlopCounterMode(display=False) as forward:
         grouped_mm(
-            ops.scaled_mm_op,
-            q,
-            scale,
-            (1, 128),
-            w_q,
-            w_s,
-            (128, 128),
-            None,
-            offs,
-            torch.float32,
+            ops.scaled_mm_op, q, scale, (1, 128), w_q, w_s, (128, 128), None, offs, torch.float32,
             False,
-        )
+        )  # fmt: skip
     with FlopCounterMode(display=False) as contraction:
         grouped_mm(
-            ops.scaled_mm_op,
-            q_t,
-            scale_t,
-            (1, 128),
-            q_t,
-            scale_t,
-            (1, 128),
-            None,
-            offs,
-            torch.float32,
-            False,
-        )
+            ops.scaled_mm_op, q_t, scale_t, (1, 128), q_t, scale_t, (1, 128), None, offs,
+            torch.float32, False,
+        )  # fmt: skip
     assert forward.get_total_flops() == 2 * 428 * 16 * 32
     assert 0 <= 2 * 428 * 32 * 32 - contraction.get_total_flops() < 2 * 128 * 32 * 32

@@ -584,15 +584,10 @@ def test_the_default_dtype_changes_no_number(make, delayed):
             "linear": lambda: float8lab.Linear(32, 24, **kwargs),
             "mlp": lambda: float8lab.LayerNormMLP(32, 64, **kwargs),
             "transformer": lambda: float8lab.TransformerLayer(
-                32,
-                64,
-                4,
-                attn_input_format="bshd",
-                drop_path_rate=0.1,
-                attention_dropout=0.0,
+                32, 64, 4, attn_input_format="bshd", drop_path_rate=0.1, attention_dropout=0.0,
                 **kwargs,
             ),
-        }[make]()
+        }[make]()  # fmt: skip
         x = torch.randn(2, 12, 32, dtype=torch.bfloat16, requires_grad=True)
         outputs = []
         torch.set_default_dtype(default)

@@ -206,13 +206,11 @@ def check_sums(ranks: Ranks) -> None:
         # Whole numbers of few bits, whose sums are exact in any order.
         all_ = [
             quantize(
-                torch.randint(-8, 9, (8, 160)).to(ranks.device) * 1.0,
-                block=block,
-                scale_rule=rule_of(block),
-                scale=0.5,
+                torch.randint(-8, 9, (8, 160)).to(ranks.device) * 1.0, block=block,
+                scale_rule=rule_of(block), scale=0.5,
             )
             for _ in [torch.manual_seed(7)] + [None] * (world - 1)
-        ]
+        ]  # fmt: skip
         total = torch.stack([x.dequantize() for x in all_]).sum(0)
         mine = all_[ranks.rank]
 

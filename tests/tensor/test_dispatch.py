@@ -161,16 +161,13 @@ def test_expanded_views_refuse_writes_as_torch_does():
 @pytest.mark.parametrize(
     ("old", "new", "block", "expected"),
     [
-        ((6, 8), (2, 3, 8), (1, -1), (1, 1, -1)),
-        ((2, 3, 8), (6, 8), (1, 1, 4), (1, 4)),
+        ((6, 8), (2, 3, 8), (1, -1), (1, 1, -1)), ((2, 3, 8), (6, 8), (1, 1, 4), (1, 4)),
         ((256, 256), (64, 4, 256), (128, 128), (32, -1, 128)),
-        ((64, 4, 256), (256, 256), (32, -1, 128), (128, 128)),
-        ((4, 6), (24,), (1, -1), (6,)),
-        ((24,), (4, 6), (6,), (1, -1)),
-        ((4, 8), (4, 2, 4), (1, 4), (1, 1, -1)),
+        ((64, 4, 256), (256, 256), (32, -1, 128), (128, 128)), ((4, 6), (24,), (1, -1), (6,)),
+        ((24,), (4, 6), (6,), (1, -1)), ((4, 8), (4, 2, 4), (1, 4), (1, 1, -1)),
         ((1, 8), (8,), (1, -1), (-1,)),
     ],
-)
+)  # fmt: skip
 def test_views_that_cut_no_block(old, new, block, expected):
     assert block_of_view(old, new, block) == (expected, block)
 
@@ -192,14 +189,11 @@ def test_as_strided_is_slices_and_permutations(block):
 
 
 REFUSED = {
-    "view-dtype": lambda t: t.view(torch.uint8),
-    "view-fp8": lambda t: t.view(torch.float8_e4m3fn),
-    "t_": lambda t: t.t_(),
-    "unsqueeze_": lambda t: t.unsqueeze_(0),
-    "set_": lambda t: t.set_(torch.ones(2)),
-    "resize_": lambda t: t.resize_(3),
+    "view-dtype": lambda t: t.view(torch.uint8), "view-fp8": lambda t: t.view(torch.float8_e4m3fn),
+    "t_": lambda t: t.t_(), "unsqueeze_": lambda t: t.unsqueeze_(0),
+    "set_": lambda t: t.set_(torch.ones(2)), "resize_": lambda t: t.resize_(3),
     "resize_as_": lambda t: t.resize_as_(torch.ones(2)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED.keys())

@@ -19,10 +19,8 @@ safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra '
 
 FORMATS = {
     "block-fp8": [
-        recipes.Float8BlockScaling(),
-        recipes.Float8BlockScaling(power_of_2_scale=True),
-        recipes.Float8CurrentScaling(),
-        recipes.DelayedScaling(),
+        recipes.Float8BlockScaling(), recipes.Float8BlockScaling(power_of_2_scale=True),
+        recipes.Float8CurrentScaling(), recipes.DelayedScaling(),
     ],
     "compressed-tensors": [
         recipes.Float8BlockScaling(),

@@ -31,11 +31,9 @@ def same(a, b):
 
 
 ALL = [
-    recipes.Float8CurrentScaling(),
-    recipes.Float8RowwiseScaling(power_of_2_scale=True),
-    recipes.Float8BlockScaling(),
-    recipes.MXFP8BlockScaling(),
-]
+    recipes.Float8CurrentScaling(), recipes.Float8RowwiseScaling(power_of_2_scale=True),
+    recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", ALL, ids=str)

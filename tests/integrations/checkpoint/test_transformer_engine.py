@@ -145,10 +145,8 @@ def test_the_modules_of_a_transformer_layer():
     state = state_of(2, 4, seed=2)
     for tensors, i in ((first, 0), (second, 1)):
         scales = [
-            state["scale_fwd"][3 * i],
-            state["scale_fwd"][3 * i + 1],
-            state["scale_bwd"][2 * i],
-        ]
+            state["scale_fwd"][3 * i], state["scale_fwd"][3 * i + 1], state["scale_bwd"][2 * i],
+        ]  # fmt: skip
         assert torch.equal(tensors["scale"], 1 / torch.stack(scales))
 
 

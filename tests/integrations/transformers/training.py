@@ -31,11 +31,9 @@ def trainer(folder: Path, steps: int, callback: Any, model: Any = None, **change
     } | changed  # fmt: skip
     return transformers.Trainer(
         model=build("llama")[0] if model is None else model,
-        args=transformers.TrainingArguments(**arguments),
-        train_dataset=tokens(),
-        eval_dataset=tokens()[:4],
-        callbacks=[callback],
-    )
+        args=transformers.TrainingArguments(**arguments), train_dataset=tokens(),
+        eval_dataset=tokens()[:4], callbacks=[callback],
+    )  # fmt: skip
 
 
 def losses(runner: Any) -> list[float]:

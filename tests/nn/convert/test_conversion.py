@@ -716,11 +716,9 @@ class TestReports(expecttest.TestCase):
     def test_conversion_report(self):
         model = Model()
         report = report_of(
-            model,
-            recipes.MXFP8BlockScaling(),
-            exclude=["lm_head", "lm_heads"],
+            model, recipes.MXFP8BlockScaling(), exclude=["lm_head", "lm_heads"],
             overrides={"blocks.1.attn": None, "blocks.0.attn2": BLOCK},
-        )
+        )  # fmt: skip
         self.assertExpectedInline(
             str(report),
             """\
