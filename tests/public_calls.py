@@ -76,11 +76,9 @@ def _constant(**arguments: Any) -> Callable[[Path], dict[str, Any]]:
 
 def _call(
     arguments: Callable[[Path], dict[str, Any]] = lambda folder: {},
-    use: Callable[[Any], Any] = lambda result: None,
-    *,
-    of: Callable[..., Any] | None = None,
+    use: Callable[[Any], Any] = lambda result: None, *, of: Callable[..., Any] | None = None,
     **fields: Any,
-) -> Callable[[str], Call]:
+) -> Callable[[str], Call]:  # fmt: skip
     """A call of what a name in the package is, or of a function that stands for it."""
     return lambda name: Call(of or operator.attrgetter(name)(float8lab), arguments, use, **fields)
 

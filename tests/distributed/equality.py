@@ -65,14 +65,9 @@ def summed(x: Tensor) -> Tensor:
 
 
 def take_step(
-    module: nn.Module,
-    recipe: Recipe,
-    x: Tensor,
-    dy: Tensor,
-    *,
-    group: Any = None,
+    module: nn.Module, recipe: Recipe, x: Tensor, dy: Tensor, *, group: Any = None,
     call: Callable[..., Tensor] | None = None,
-) -> Step:
+) -> Step:  # fmt: skip
     """The results of a step; under delayed scaling of the third, by the scales of the second.
 
     A module that is new beside others takes part in the reduction of amaxes from the second on.

@@ -69,13 +69,9 @@ class Case(NamedTuple):
         )
 
     def run(
-        self,
-        module: Any,
-        call: dict[str, Any],
-        tensors: list[Tensor],
-        dtype: torch.dtype,
+        self, module: Any, call: dict[str, Any], tensors: list[Tensor], dtype: torch.dtype,
         **region: Any,
-    ) -> list[Tensor]:
+    ) -> list[Tensor]:  # fmt: skip
         """The output and the gradients of all tensors."""
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
         call = {
@@ -102,13 +98,9 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 
 def assert_near(
-    ranks: Ranks,
-    case: Case,
-    results: list[Tensor],
-    alone: list[Tensor],
-    exact: list[Tensor],
+    ranks: Ranks, case: Case, results: list[Tensor], alone: list[Tensor], exact: list[Tensor],
     order: str,
-) -> None:
+) -> None:  # fmt: skip
     """A rank's results are as near to the exact ones as those of one rank alone."""
     for got, one, right in zip(results, alone, exact, strict=True):
         wanted = case.shard(right, ranks, order)

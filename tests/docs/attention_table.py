@@ -114,12 +114,9 @@ def lengths_of(mask: Mask, sizes: Sizes) -> tuple[list[int], list[int]]:
 
 
 def arguments(
-    mask: Mask,
-    feature: dict[str, Any],
-    sizes: Sizes,
-    make: Callable[[Any], Tensor],
+    mask: Mask, feature: dict[str, Any], sizes: Sizes, make: Callable[[Any], Tensor],
     window: tuple[int, int] | None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The arguments of a call beside query, key and value; ``make`` makes tensors of numbers."""
     call = {n: value for n, value in feature.items() if n not in OF_CONSTRUCTOR}
     call["window_size"] = window

@@ -37,17 +37,9 @@ def amax(find: Cast, x: Tensor | Prologue, block: Sequence[int] = (-1, -1)) -> T
 
 
 def quantize(
-    cast: Cast,
-    x: Tensor | Prologue,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    align: int,
-    known_amax: Tensor | None = None,
-    *,
-    transposed: bool = False,
-) -> tuple[Any, Any, Any]:
+    cast: Cast, x: Tensor | Prologue, fp8_dtype: torch.dtype, block: Sequence[int], rule: str,
+    eps: float, align: int, known_amax: Tensor | None = None, *, transposed: bool = False,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """FP8 data, scales that are found, and amaxes, of one orientation."""
     how = (fp8_dtype, block, rule, eps, align, not transposed, transposed, False, known_amax)
     q, scale, found, q_t, scale_t, _ = cast(*_matrix(x), *how)
@@ -55,16 +47,9 @@ def quantize(
 
 
 def quantize_pair(
-    cast: Cast,
-    x: Tensor | Prologue,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    align: int,
-    column_sum: bool,
-    known_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    cast: Cast, x: Tensor | Prologue, fp8_dtype: torch.dtype, block: Sequence[int], rule: str,
+    eps: float, align: int, column_sum: bool, known_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """FP8 data and scales of both orientations, and the column sums, empty if not wanted."""
     how = (fp8_dtype, block, rule, eps, align, True, True, column_sum, known_amax)
     q, scale, _, q_t, scale_t, total = cast(*_matrix(x), *how)
@@ -91,17 +76,9 @@ def quantize_by_amaxes(
 
 
 def encode(
-    cast: Cast,
-    x: Tensor | Prologue,
-    factor: Tensor,
-    slot: Tensor | None,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    align: int,
-    divide: bool = False,
-    *,
-    transposed: bool = False,
-) -> Tensor:
+    cast: Cast, x: Tensor | Prologue, factor: Tensor, slot: Tensor | None, fp8_dtype: torch.dtype,
+    block: Sequence[int], align: int, divide: bool = False, *, transposed: bool = False,
+) -> Tensor:  # fmt: skip
     """FP8 data of one orientation by factors, or by scales that ``divide``."""
     rule = "decode" if divide else "encode"
     how = (
@@ -113,14 +90,9 @@ def encode(
 
 
 def encode_pair(
-    cast: Cast,
-    x: Tensor | Prologue,
-    factor: Tensor,
-    slot: Tensor | None,
-    fp8_dtype: torch.dtype,
-    align: int,
-    column_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    cast: Cast, x: Tensor | Prologue, factor: Tensor, slot: Tensor | None, fp8_dtype: torch.dtype,
+    align: int, column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """FP8 data of both orientations by one factor, and the column sums, empty if not wanted."""
     how = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, column_sum, *_last(factor, slot))
     q, _, _, q_t, _, total = cast(*_matrix(x), *how)

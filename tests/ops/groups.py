@@ -26,21 +26,11 @@ CASTS = {
 
 
 def cast_arguments(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    offs: Tensor | None,
-    fp8_dtype: torch.dtype,
-    block: tuple[int, int],
-    rule: str,
-    eps: float = 0.0,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    dbias: bool = False,
-    given: Tensor | None = None,
-    slot: Tensor | None = None,
-    plan: Tensor | None = None,
-) -> tuple[Any, ...]:
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, offs: Tensor | None,
+    fp8_dtype: torch.dtype, block: tuple[int, int], rule: str, eps: float = 0.0,
+    rowwise: bool = True, columnwise: bool = False, dbias: bool = False,
+    given: Tensor | None = None, slot: Tensor | None = None, plan: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of a cast of groups, or without ``offs`` of a batch, by position."""
     matrix = prologue, inputs, dtype, fp8_dtype, block, rule, eps, ALIGN
     return *matrix, rowwise, columnwise, dbias, given, offs, plan, slot

@@ -68,21 +68,16 @@ slots, factors = torch.zeros(8), torch.zeros(2, 8)
 
 
 def quantized(
-    block: tuple[int, int],
-    rule: str = "fp32",
-    fp8_dtype: torch.dtype = E4M3,
+    block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype = E4M3,
     matrix: torch.Tensor = x,
-) -> Any:
+) -> Any:  # fmt: skip
     return lambda: forms.quantize(cast, matrix, fp8_dtype, block, rule, 0.0, 16)
 
 
 def many_quantized(
-    block: tuple[int, int],
-    rule: str = "fp32",
-    fp8_dtype: torch.dtype = E4M3,
-    dtype: torch.dtype = torch.float32,
-    columns: int = 512,
-) -> Any:
+    block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype = E4M3,
+    dtype: torch.dtype = torch.float32, columns: int = 512,
+) -> Any:  # fmt: skip
     def call() -> None:
         xs = [torch.zeros(256, columns, dtype=dtype), torch.zeros(64, columns, dtype=dtype)]
         outputs = [reference.quantize(y, fp8_dtype, block, rule) for y in xs]
@@ -102,22 +97,16 @@ def many_cast(block: tuple[int, int], columns: int = 512) -> Any:
 
 
 def both(
-    block: tuple[int, int],
-    rule: str = "fp32",
-    column_sum: bool = False,
+    block: tuple[int, int], rule: str = "fp32", column_sum: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-) -> Any:
+) -> Any:  # fmt: skip
     return lambda: forms.quantize_pair(cast, x.to(dtype), E4M3, block, rule, 0.0, 16, column_sum)
 
 
 def tiles(
-    matrix: Prologue,
-    rule: str = "fp32",
-    size: int = 128,
-    fp8_dtype: torch.dtype = E4M3,
-    write: bool = True,
-    column_sum: bool = False,
-) -> Any:
+    matrix: Prologue, rule: str = "fp32", size: int = 128, fp8_dtype: torch.dtype = E4M3,
+    write: bool = True, column_sum: bool = False,
+) -> Any:  # fmt: skip
     rows, columns = reference.prologue_shape(*matrix[:2])
     how = (matrix[:3], (fp8_dtype, (1, size), rule, 0.0), (rows, columns, rows))
     return lambda: cast_hopper.cast_tiles(*how, write=write, column_sum=column_sum)
@@ -131,11 +120,9 @@ def tiles_of_groups(matrix: Prologue, rule: str = "fp32", column_sum: bool = Tru
 
 
 def given(
-    factor: torch.Tensor,
-    block: tuple[int, int],
-    slot: torch.Tensor | None = None,
+    factor: torch.Tensor, block: tuple[int, int], slot: torch.Tensor | None = None,
     divide: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     return lambda: forms.encode(cast, x, factor, slot, E4M3, block, 16, divide)
 
 
@@ -274,13 +261,10 @@ def moments_of(*, is_square: bool) -> Any:
 
 
 def groups(
-    block: tuple[int, int],
-    rule: str = "fp32",
-    wanted: tuple[bool, bool, bool] = (True, True, True),
-    prologue: str = "",
-    batch: bool = False,
+    block: tuple[int, int], rule: str = "fp32",
+    wanted: tuple[bool, bool, bool] = (True, True, True), prologue: str = "", batch: bool = False,
     given: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     ends = None if batch else torch.tensor([100, 256], dtype=torch.int32)
     y = torch.zeros((2, 256, 512), dtype=torch.bfloat16) if batch else x
     inputs = [y[:, :256].contiguous(), y] if prologue.endswith("_backward") else [y]
@@ -437,15 +421,9 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
 
 
 def attended(
-    D: int,
-    DV: int,
-    mask: tuple[int, int, int] = (-1, -1, 0),
-    fp8_dtype: torch.dtype = E4M3,
-    SQ: int = 256,
-    SK: int = 256,
-    packed: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Any:
+    D: int, DV: int, mask: tuple[int, int, int] = (-1, -1, 0), fp8_dtype: torch.dtype = E4M3,
+    SQ: int = 256, SK: int = 256, packed: bool = False, dtype: torch.dtype = torch.bfloat16,
+) -> Any:  # fmt: skip
     sizes = (SQ, D), (SK, D), (SK, DV)
     q, k, v = (torch.zeros(1, 2, *size).to(fp8_dtype) for size in sizes)
     ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed else []
@@ -495,12 +473,9 @@ def product_of_blocks(out_dtype: torch.dtype, b_block: int, a_dtype: torch.dtype
 
 
 def product_of_groups(
-    mode: str,
-    out_dtype: torch.dtype = torch.bfloat16,
-    contracts: bool = False,
-    bias: bool = False,
+    mode: str, out_dtype: torch.dtype = torch.bfloat16, contracts: bool = False, bias: bool = False,
     a_dtype: torch.dtype = E4M3,
-) -> Any:
+) -> Any:  # fmt: skip
     """Of 2 experts, 512 by 384; or of a contraction in 2 groups."""
     E, M, N, K = 2, 256, 512, 384
     a = torch.zeros(M, K).to(a_dtype)

@@ -462,12 +462,9 @@ GEMM_FORMATS = {"e4m3-e4m3": (E4M3, E4M3), "e5m2-e4m3": (E5M2, E4M3), "e5m2-e5m2
 @pytest.mark.parametrize("blocks", GEMM_BLOCKS.values(), ids=GEMM_BLOCKS)
 @pytest.mark.parametrize("shape", GEMM_SHAPES.values(), ids=GEMM_SHAPES)
 def test_scaled_mm(
-    shape: tuple[int, int, int],
-    blocks: tuple[tuple[int, int], tuple[int, int]],
-    formats: tuple[torch.dtype, torch.dtype],
-    with_bias: bool,
-    fast_accum: bool,
-) -> None:
+    shape: tuple[int, int, int], blocks: tuple[tuple[int, int], tuple[int, int]],
+    formats: tuple[torch.dtype, torch.dtype], with_bias: bool, fast_accum: bool,
+) -> None:  # fmt: skip
     M, N, K = shape
     operands: list[Any] = []
     dequantized = []
