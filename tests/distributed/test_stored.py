@@ -17,6 +17,7 @@ from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.recipes import Float8CurrentScaling
 from tests.distributed.ranks import RECIPES, Collectives, Ranks, each_check, on_ranks
 from tests.recorder import Ops
+from tests.same_bytes import assert_same_bytes
 
 
 def make_model(ranks: Ranks, recipe: Any, sizes: tuple[int, ...] = (64, 300, 64, 5)) -> Any:
@@ -49,12 +50,6 @@ def local(parameter: Any) -> float8lab.Float8Tensor:
 def inputs(ranks: Ranks, step: int, width: int = 64) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(16, width, generator=generator).to(ranks.device)
-
-
-def assert_same_bytes(a: Any, b: Any) -> None:
-    assert a.spec == b.spec
-    assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
-    assert torch.equal(a.scale, b.scale)
 
 
 def check_experts_of_one_parameter(ranks: Ranks) -> None:

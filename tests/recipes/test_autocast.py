@@ -99,19 +99,12 @@ def test_autocast_objects_have_no_dict():
     assert not hasattr(float8lab.autocast(), "__dict__")
 
 
-def test_older_spelling():
-    m = layer()
-    with float8lab.fp8_autocast(
-        enabled=True, calibrating=False, fp8_recipe=DELAYED, fp8_group=None
-    ):
+def test_older_spelling_and_no_recipe_which_means_delayed_scaling():
+    m, older = layer(), {"fp8_recipe": DELAYED, "fp8_group": None}
+    with float8lab.fp8_autocast(enabled=True, calibrating=False, **older):
         m(torch.ones(2, 32))
     assert steps(m) == [1, 1, 0]
-
-
-def test_recipe_none_means_delayed_scaling():
-    m = layer()
-    with float8lab.autocast():
-        m(torch.ones(2, 32))
+    call(m, 1, None)
     assert steps(m, recipes.DelayedScaling()) == [1, 1, 0]
 
 
@@ -164,17 +157,11 @@ def test_a_region_without_fp8_modules_warns_once_and_says_what_it_saw(monkeypatc
         m(torch.ones(1, 4))
 
 
-def test_a_region_with_a_compiled_module_is_silent(monkeypatch):
+def test_a_region_with_fp8_modules_is_silent(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
-    compiled = torch.compile(layer(), fullgraph=True, backend="aot_eager")
-    call(compiled, 1, CURRENT)
-
-
-def test_a_region_with_fp8_modules_is_silent(monkeypatch):
-    monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
-    with float8lab.autocast():
-        layer()(torch.ones(1, 32))
+    call(torch.compile(layer(), fullgraph=True, backend="aot_eager"), 1, CURRENT)
+    call(layer(), 1, None)
 
 
 def test_scales_follow_the_history_of_earlier_regions():
