@@ -16,6 +16,7 @@ from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.safetensors import Group, NewTensor, write_checkpoint
 from float8lab.inspect import CheckpointError
 from float8lab.integrations import export, load_fp8
+from tests.integrations.checkpoint.test_exporting import read
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
@@ -28,13 +29,6 @@ def group(name, tensor, notes=None):
 def write(path, tensors, most=1 << 30):
     groups = [group(name, tensor) for name, tensor in tensors.items()]
     return write_checkpoint(path, groups, {"a": 1}, max_shard_size=most)
-
-
-def read(path):
-    state = {}
-    for file in sorted(path.glob("*.safetensors")):
-        state |= safetensors.load_file(file)
-    return state
 
 
 TENSORS = {

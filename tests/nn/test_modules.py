@@ -252,11 +252,15 @@ def test_strides_do_not_matter(subject: Subject, recipe: Any) -> None:
     module = subject.build()
     *leaves, dy = subject.data()
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in leaves]
-    results = []
-    for data in ([*leaves, torch.ones_like(dy)], [*strided, torch.ones(()).expand_as(dy)]):
-        twin = copy.deepcopy(module)
-        results.append(step(subject, twin, twin, data, recipe))
-    assert same(*results)
+    ones = torch.ones_like(dy)
+    *sliced, of_more = (torch.cat((x, x), -1)[..., : x.shape[-1]] for x in (*leaves, ones))
+    expanded = torch.ones(()).expand_as(dy)
+    want, *results = (
+        step(subject, twin, twin, data, recipe)
+        for data in ([*leaves, ones], [*strided, expanded], [*sliced, of_more])
+        for twin in [copy.deepcopy(module)]
+    )
+    assert all(same(got, want) for got in results)
 
 
 @table(

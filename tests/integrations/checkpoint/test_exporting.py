@@ -1,6 +1,7 @@
 """export writes the bytes that forwards use, in each format, with a complete config."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -56,11 +57,8 @@ def weights_of_a_forward(model, x, recipe=None):
     was, PROCESS.observer = PROCESS.observer, Observer()
     try:
         model.eval()
-        if recipe is None:
+        with nullcontext() if recipe is None else float8lab.autocast(recipe=recipe):
             model(x)
-        else:
-            with float8lab.autocast(recipe=recipe):
-                model(x)
         return PROCESS.observer.seen
     finally:
         PROCESS.observer = was
@@ -70,11 +68,8 @@ def train(model, x, recipe=None, steps=3):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for step in range(steps):
         optimizer.zero_grad()
-        if recipe is None:
+        with nullcontext() if recipe is None else float8lab.autocast(recipe=recipe):
             loss = model(x * (step + 1)).square().mean()
-        else:
-            with float8lab.autocast(recipe=recipe):
-                loss = model(x * (step + 1)).square().mean()
         loss.backward()
         optimizer.step()
 

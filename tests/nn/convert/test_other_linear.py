@@ -12,6 +12,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn.convert.other_linear import OtherLinear, register_linear
 from tests.distributed.ranks import RECIPES
+from tests.nn.convert.test_conversion import Halve
 from tests.nn.models import report_of
 
 
@@ -166,11 +167,6 @@ def test_subclasses():
         model(torch.randn(2, 8))
     assert counts.fp8 == 1
     assert type(float8lab.to_high_precision(model)[0]) is WithoutForward
-
-
-class Halve(nn.Module):
-    def forward(self, weight):
-        return weight / 2
 
 
 def test_parametrized():
