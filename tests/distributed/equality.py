@@ -16,22 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import float8lab
-from float8lab.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from float8lab import recipes
 from tests.distributed.ranks import Ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "many_gpus.md"
 
-RECIPES: dict[str, Recipe] = {
-    "current": Float8CurrentScaling(), "delayed": DelayedScaling(), "row": Float8RowwiseScaling(),
-    "block": Float8BlockScaling(), "MX": MXFP8BlockScaling(),
-}  # fmt: skip
+RECIPES: dict[str, recipes.Recipe] = {
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.DelayedScaling(),
+    "row": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "MX": recipes.MXFP8BlockScaling(),
+}
 """The columns of the table, in order."""
 
 BITWISE, SUMS, DIFFERS = "=", "~", "x"
@@ -65,7 +61,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def take_step(
-    module: nn.Module, recipe: Recipe, x: Tensor, dy: Tensor, *, group: Any = None,
+    module: nn.Module, recipe: recipes.Recipe, x: Tensor, dy: Tensor, *, group: Any = None,
     call: Callable[..., Tensor] | None = None,
 ) -> Step:  # fmt: skip
     """The results of a step; under delayed scaling of the third, by the scales of the second.
@@ -86,7 +82,9 @@ def take_step(
     return result
 
 
-def assert_row(ranks: Ranks, name: str, measure: Callable[[Recipe], tuple[Step, Step]]) -> None:
+def assert_row(
+    ranks: Ranks, name: str, measure: Callable[[recipes.Recipe], tuple[Step, Step]]
+) -> None:
     """Assert that a row of the page has the signs of what is measured.
 
     ``measure`` gives a rank's results with a recipe, and those of one rank that belong there.

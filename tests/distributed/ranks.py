@@ -28,13 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from float8lab.recipes import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from float8lab import recipes
 
 PRELOAD = [
     "tests.distributed.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp",
@@ -42,8 +36,9 @@ PRELOAD = [
 ]  # fmt: skip
 """What the process that is forked imports, once for all ranks: some 7 s of CPU time."""
 
-RECIPES: list[Recipe] = [
-    Float8CurrentScaling(), Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling(),
+RECIPES: list[recipes.Recipe] = [
+    recipes.Float8CurrentScaling(), recipes.Float8RowwiseScaling(), recipes.Float8BlockScaling(),
+    recipes.MXFP8BlockScaling(),
 ]  # fmt: skip
 """One for each granularity of a stored weight."""
 

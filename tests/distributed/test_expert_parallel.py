@@ -10,15 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import float8lab
+from float8lab import recipes
 from float8lab.formats import E5M2, Float8Spec
-from float8lab.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
 from tests.distributed.equality import Step, assert_row, take_step
 from tests.distributed.ranks import Ranks, each_check, on_ranks
 
@@ -142,8 +135,9 @@ def check_shards_of_stacked_weights(ranks: Ranks) -> None:
         return [*results, *(p.grad for p in module.parameters())]
 
     for recipe in (
-        Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling(), Float8CurrentScaling(),
-        DelayedScaling(), DelayedScaling(amax_history_len=2, reduce_amax=False),
+        recipes.Float8RowwiseScaling(), recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(),
+        recipes.Float8CurrentScaling(), recipes.DelayedScaling(),
+        recipes.DelayedScaling(amax_history_len=2, reduce_amax=False),
     ):  # fmt: skip
         steps = 3 if recipe.linear.delayed else 1
         for kind, method in (("experts", "forward"), ("mlp", "run_rows"), ("linear", "forward")):
@@ -183,7 +177,7 @@ def check_experts_that_are_placed_otherwise(ranks: Ranks) -> None:
     with pytest.raises(NotImplementedError, match="ExpertMLP must be given the rows"):
         module(x, probs, routing_map)
     few = stacked("mlp", ranks.device)
-    float8lab.convert_to_float8(few, DelayedScaling())
+    float8lab.convert_to_float8(few, recipes.DelayedScaling())
     for name, p in list(few.named_parameters()):
         few.register_parameter(name, nn.Parameter(p[:3].detach()))
     with pytest.raises(NotImplementedError, match="weights must be those of all 8 experts"):
@@ -215,7 +209,7 @@ def check_what_is_equal(ranks: Ranks) -> None:
 
         return run
 
-    def layer(recipe: Recipe) -> tuple[Step, Step]:
+    def layer(recipe: recipes.Recipe) -> tuple[Step, Step]:
         alone = stacked("mlp", ranks.device)
         module = float8lab.ExpertMLP(E // ranks.world, H, H, bias=True, device=ranks.device)
         with torch.no_grad():

@@ -138,10 +138,10 @@ def test_what_stands_for_a_module_in_graphs_is_where_its_parameters_are(make):
     assert devices(model) == {"cuda"}
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @each_recipe_on_a_gpu
 @pytest.mark.parametrize("moved", [False, True], ids=["converted-there", "moved"])
 def test_reduce_overhead_equals_eager(recipe, moved):
-    torch._dynamo.reset()
     eager = GPT(width=64, checkpointed=(False, False))
     if not moved:
         eager.cuda()
@@ -170,14 +170,13 @@ def test_reduce_overhead_equals_eager(recipe, moved):
         assert got[2] == wanted[2]
     skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     assert skipped == 0
-    torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.gpu
 @pytest.mark.parametrize("earlier", [(), ("eager",), ("eager", "compiled")], ids=str)
 def test_state_of_delayed_scaling_is_not_in_the_memory_of_a_graph(earlier):
     """Torch gives that memory to the next graph, and raises where anything but outputs stays."""
-    torch._dynamo.reset()
     model = make_mlp(RECIPES["delayed"])
     calls = {
         "eager": model,
@@ -201,7 +200,6 @@ def test_state_of_delayed_scaling_is_not_in_the_memory_of_a_graph(earlier):
     for pack in packs:
         for tensor in (pack.history, pack.amax, pack.factors, pack.previous, pack.steps):
             assert not any(tensor.data_ptr() in memory for memory in graph_memory)
-    torch._dynamo.reset()
 
 
 @each_recipe_on_a_gpu
@@ -716,9 +714,9 @@ def test_graphed_gives_the_memory_back():
     assert torch.cuda.memory_allocated() < held
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.gpu
 def test_graphed_replays_under_compile_and_after_it():
-    torch._dynamo.reset()
     model, eager = pair(lambda: make_mlp(RECIPES["current"]))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -726,4 +724,3 @@ def test_graphed_replays_under_compile_and_after_it():
         warnings.simplefilter("ignore")
         assert torch.equal(compiled(batch(1)), eager(batch(1)))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
-    torch._dynamo.reset()

@@ -134,9 +134,9 @@ def test_a_frozen_norm_gives_the_inputs_gradient_only(norm: Any) -> None:
     assert module.weight.grad is None
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @each_norm
 def test_compiles_and_equals_eager(norm: Any) -> None:
-    torch._dynamo.reset()
     eager = made(norm, 24, zero_centered_gamma=True, device="cpu")
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -148,7 +148,6 @@ def test_compiles_and_equals_eager(norm: Any) -> None:
         y.backward(dy)
         got = [y.detach(), leaf.grad, *(p.grad for p in model.parameters())]
         assert all(torch.equal(a, b) for a, b in zip(got, run(eager, x, dy), strict=True))
-    torch._dynamo.reset()
 
 
 @each_norm

@@ -456,6 +456,7 @@ def test_fp8_equals_the_composition_of_modules(name, variant):
         assert not torch.equal(y, step(layer, x, dy, None)[0])
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("name", "mask_type"),
     [
@@ -465,7 +466,6 @@ def test_fp8_equals_the_composition_of_modules(name, variant):
     ],
 )
 def test_all_sequence_lengths_compile_at_most_twice(name, mask_type):
-    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, inputs):
@@ -487,7 +487,6 @@ def test_all_sequence_lengths_compile_at_most_twice(name, mask_type):
         with float8lab.autocast(recipe=RECIPES[name]), torch.no_grad():
             assert torch.equal(compiled(x, **call), layer(x, **call))
     assert len(graphs) <= 2
-    torch._dynamo.reset()
 
 
 def test_weights_stored_in_fp8():

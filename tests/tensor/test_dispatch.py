@@ -27,10 +27,7 @@ each_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys()
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def _no_silent_dequantizing():
-    with float8lab.fallback("error"):
-        yield
+pytestmark = pytest.mark.usefixtures("no_silent_dequantizing")
 
 
 def make(shape, block, seed=0):

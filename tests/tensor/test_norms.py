@@ -18,10 +18,7 @@ each_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@pytest.fixture(autouse=True)
-def _no_silent_dequantizing():
-    with float8lab.fallback("error"):
-        yield
+pytestmark = pytest.mark.usefixtures("no_silent_dequantizing")
 
 
 NORMS = {
