@@ -169,7 +169,6 @@ def check_experts_are_gathered_as_each_is_cast(ranks: Ranks) -> None:
 
 def check_attention_of_torch(ranks: Ranks) -> None:
     """Its packed weight is gathered in high precision, those of linear layers in FP8."""
-    torch.manual_seed(0)
     single = nn.TransformerEncoderLayer(64, 4, 128, 0.0, device=ranks.device)
     float8lab.convert_to_float8(single)
     model = fully_shard(copy.deepcopy(single), mesh=ranks.mesh())
@@ -306,7 +305,6 @@ def check_reshard_policies(ranks: Ranks) -> None:
 
 
 def check_gradient_accumulation(ranks: Ranks) -> None:
-    torch.manual_seed(0)
     model = sharded_model(ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(3):

@@ -472,7 +472,6 @@ def check_files_of_other_numbers_of_ranks(ranks: Ranks) -> None:
 
 
 def check_loss_over_a_sharded_vocabulary(ranks: Ranks) -> None:
-    torch.manual_seed(0)
     linear = nn.Sequential(nn.Linear(WIDTH, 96, device=ranks.device))
     alone = float8lab.convert_to_float8(linear, RECIPES[0])
     model = copy.deepcopy(alone)
@@ -502,7 +501,6 @@ class Normed(nn.Sequential):
 
 
 def check_norms_and_prepared_inputs(ranks: Ranks) -> None:
-    torch.manual_seed(0)
     # Hopper multiplies these blocks in float32, in which the sums of a few products are exact.
     width = 32 * ranks.world  # whole blocks on each rank
     alone = Normed(MXFP8BlockScaling(), width).to(ranks.device)

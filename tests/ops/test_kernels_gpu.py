@@ -625,7 +625,6 @@ def test_update_scales(
 def test_groups_of_the_sum_are_products_alone(sizes: list[int], block: tuple[int, int]) -> None:
     """More than four rounds of tiles of all multiprocessors, the largest group's first."""
     columns = (2048 + 16, 1536)
-    torch.manual_seed(0)
     x, dy = (torch.randn(sum(sizes), n, device="cuda").bfloat16() for n in columns)
     x *= torch.arange(1, len(x) + 1, device="cuda")[:, None]  # of another size in each group
 
@@ -649,7 +648,6 @@ JAGGED = [300, 0, 1500, 130, 0, 0, 1400, 7, 1, 2600, 0]
 @pytest.mark.parametrize("kind", ["", "swiglu", "swiglu_backward", "permute"])
 def test_each_group_of_rows_has_a_scale(kind: str) -> None:
     """Under one scale per tensor: the bytes of its rows alone, found or given; rows of nobody."""
-    torch.manual_seed(0)
     M, K, E = sum(JAGGED) + 200, 2064, len(JAGGED)
     offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
     size = 10.0 ** torch.randint(-4, 4, (M, 1), device="cuda")
@@ -688,7 +686,6 @@ def test_each_group_of_rows_has_a_scale(kind: str) -> None:
 
 def test_rows_of_groups_are_products_alone() -> None:
     """Under one scale per tensor: each group by its matrix, whatever is beside it."""
-    torch.manual_seed(0)
     M, E, block = sum(JAGGED) + 200, len(JAGGED), (-1, -1)
     offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
     x = (

@@ -81,7 +81,6 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 )
 @pytest.mark.parametrize("kind", [LoopExperts, SeamExperts, NewSeamExperts])
 def test_experts_as_torchtitan_has_them(kind, recipe):
-    torch.manual_seed(0)
     model, x = kind(), torch.randn(sum(COUNTS), D)
     w1, w2, w3 = (p.detach() for p in model.parameters())
     original, want = copy.deepcopy(model), step(model, x)
@@ -115,7 +114,6 @@ def test_experts_as_torchtitan_has_them(kind, recipe):
 
 def test_rows_are_cast_once_for_two_products():
     """w1's and w3's input is saved once in FP8, and no FP8 data of weights; of other groups not."""
-    torch.manual_seed(0)
     recipe = recipes.Float8CurrentScaling()
     model = float8lab.convert_to_float8(SeamExperts(), recipe)
     x = torch.randn(sum(COUNTS), D, requires_grad=True) * 1
@@ -187,7 +185,6 @@ def test_routers_stay_in_high_precision():
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_experts_of_a_list_become_one_module(bias, stored):
     """Which computes what the loop does, and in FP8 what each of its layers would."""
-    torch.manual_seed(0)
     loop = Mixture()
     loop.experts = nn.ModuleList(GatedMLP(D, W, bias=bias) for _ in range(E)).requires_grad_(stored)
     x, recipe = torch.randn(30, D), recipes.Float8RowwiseScaling()
