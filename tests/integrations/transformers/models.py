@@ -168,6 +168,14 @@ def flat_gradients(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+def run(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits and gradients of one step."""
+    model.zero_grad()
+    output = model(**batch)
+    output.loss.backward()
+    return output.logits.detach(), flat_gradients(model)
+
+
 # Float8CurrentScaling, written anew: tensors are rounded to FP8 and the GEMMs run on the rounded.
 
 

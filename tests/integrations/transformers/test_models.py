@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
     from float8lab.integrations.transformers import Float8Conv1D
 
-from tests.integrations.transformers.models import FAMILIES, build, emulated, flat_gradients
+from tests.integrations.transformers.models import FAMILIES, build, emulated, run
 from tests.nn.models import report_of
 
 DELAYED = recipes.DelayedScaling(
@@ -31,14 +31,6 @@ DELAYED = recipes.DelayedScaling(
 
 def converted_names(report: Any) -> list[str]:
     return [layer.name for layer in report.converted]
-
-
-def run(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and gradients of one step."""
-    model.zero_grad()
-    output = model(**batch)
-    output.loss.backward()
-    return output.logits.detach(), flat_gradients(model)
 
 
 def record_calls(model: Any, names: list[str]) -> dict[str, list[torch.Tensor]]:
