@@ -134,6 +134,25 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """What others compiled is forgotten before the test, and what the test compiled after it."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_silent_dequantizing() -> Iterator[None]:
+    """An op without an FP8 implementation raises."""
+    import float8lab
+
+    with float8lab.fallback("error"):
+        yield
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Run the test on the CPU and, marked ``gpu``, on the GPU."""

@@ -1,7 +1,5 @@
 """The examples of CONTRIBUTING.md, which tests define and run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

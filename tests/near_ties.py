@@ -1,13 +1,9 @@
 """Values by which one sees how a cast gets from a scale to bytes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3
-
-__all__ = ["by_multiplying", "near_ties"]
 
 
 def near_ties(rows: int) -> Tensor:

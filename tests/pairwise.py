@@ -1,14 +1,10 @@
 """Fewer cases than all combinations, which prove what concerns one value or two at once."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-
-__all__ = ["pairs_first", "pairwise"]
 
 
 def pairwise(*axes: Mapping[str, Any]) -> list[Any]:

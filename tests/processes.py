@@ -1,13 +1,9 @@
 """A Python of its own, for what must begin with the interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-__all__ = ["ROOT", "run_python"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -15,12 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def run_python(*arguments: str | Path, **variables: str) -> str:
     """What it prints with these arguments, beside the package, and variables of its environment."""
     run = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-    )
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout

@@ -1,8 +1,7 @@
 """Valid calls of public functions, modules and methods: what tests of wrong calls start from."""
 
-from __future__ import annotations
-
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,7 @@ from float8lab import distributed, formats, integrations, optim, recipes
 from float8lab import nn as fnn
 from float8lab.distributed.styles import PrepareFloat8ModuleInput
 from float8lab.inspect import memory_report
-from float8lab.inspect.advice import advise
 from float8lab.inspect.damage import sensitivity
-
-__all__ = ["CALLS", "Call", "H", "S"]
 
 RECIPE = recipes.Float8CurrentScaling()
 DELAYED = recipes.DelayedScaling(amax_history_len=2)
@@ -76,6 +72,15 @@ def _converted() -> nn.Sequential:
 
 def _constant(**arguments: Any) -> Callable[[Path], dict[str, Any]]:
     return lambda folder: arguments
+
+
+def _call(
+    arguments: Callable[[Path], dict[str, Any]] = lambda folder: {},
+    use: Callable[[Any], Any] = lambda result: None, *, of: Callable[..., Any] | None = None,
+    **fields: Any,
+) -> Callable[[str], Call]:  # fmt: skip
+    """A call of what a name in the package is, or of a function that stands for it."""
+    return lambda name: Call(of or operator.attrgetter(name)(float8lab), arguments, use, **fields)
 
 
 def _loss_of_model(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -196,7 +201,7 @@ def _called(make: Callable[[], nn.Module], arguments: dict[str, Any], folder: Pa
     return module
 
 
-def _forward_calls() -> dict[str, Call]:
+def _forward_calls() -> dict[str, Callable[[str], Call]]:
     """Calls of modules. A use is a finite output, or several."""
     q, x, angles = _x(S, B, 2, 8), _x(S, B, H), _x(8, 1, 1, 8)
     padding = torch.zeros(B, 1, 1, S, dtype=torch.bool)
@@ -226,20 +231,16 @@ def _forward_calls() -> dict[str, Call]:
         "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 4, 5])),
     }
     layers = {
-        "attention_mask": no_mask,
-        "cu_seqlens_q": (*not_lengths, torch.tensor([0, 3, 6])),
-        "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 3, 6])),
-        "hidden_states": inputs,
+        "attention_mask": no_mask, "cu_seqlens_q": (*not_lengths, torch.tensor([0, 3, 6])),
+        "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 3, 6])), "hidden_states": inputs,
         "rotary_pos_emb": (angles[:2], angles[..., :7], (angles,)),
-        "alibi_slopes": (torch.ones(4),),
-        "core_attention_bias": (torch.ones(S, S),),
-    }
+        "alibi_slopes": (torch.ones(4),), "core_attention_bias": (torch.ones(S, S),),
+    }  # fmt: skip
     cross = {"encoder_output": (None, *inputs, x[:, :1])}
     modules: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
         "Linear": (partial(float8lab.Linear, H, H), {"inp": x}, {"inp": inputs}),
         "GroupedLinear": (
-            partial(float8lab.GroupedLinear, 2, H, H),
-            {"inp": x, "m_splits": [S * B, 0]},
+            partial(float8lab.GroupedLinear, 2, H, H), {"inp": x, "m_splits": [S * B, 0]},
             {"inp": inputs, "m_splits": ([S * B], [S * B + 1, 0], [-1, 1], [1.5, 1])},
         ),
         "ExpertMLP": (
@@ -259,8 +260,7 @@ def _forward_calls() -> dict[str, Call]:
         ),
         "DotProductAttention(padding)": (
             partial(float8lab.DotProductAttention, 2, 8, attn_mask_type="padding"),
-            {**qkv, "attention_mask": padding},
-            padded,
+            {**qkv, "attention_mask": padding}, padded,
         ),
         "DotProductAttention(arbitrary)": (
             partial(float8lab.DotProductAttention, 2, 8, attn_mask_type="arbitrary"),
@@ -299,17 +299,14 @@ def _forward_calls() -> dict[str, Call]:
             thd,
             {
                 "cu_seqlens_q": (None, *not_lengths, torch.tensor([0, 1, 9])),
-                "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 1, 9])),
-                "max_seqlen_q": (1,),
-                "max_seqlen_kv": (1,),
-                "attn_mask_type": ("causal",),
+                "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 1, 9])), "max_seqlen_q": (1,),
+                "max_seqlen_kv": (1,), "attn_mask_type": ("causal",),
                 "key_layer": (q[:, 0].half(), q[:2, 0]),
             },
         ),
         "MultiheadAttention": (
             partial(float8lab.MultiheadAttention, H, 4, layer_number=1, attention_dropout=0.0),
-            {"hidden_states": x, "rotary_pos_emb": angles},
-            layers,
+            {"hidden_states": x, "rotary_pos_emb": angles}, layers,
         ),
         "MultiheadAttention(cross)": (
             partial(float8lab.MultiheadAttention, 
@@ -351,8 +348,8 @@ def _forward_calls() -> dict[str, Call]:
         forward = getattr(float8lab, name.partition("(")[0]).forward
         owner = functools.cache(partial(_called, make, arguments))
         for said, function in (("", forward), (" in FP8", _in_fp8(forward))):
-            calls[f"{name}.forward{said}"] = Call(
-                function, _constant(**arguments), _are_finite, wrong=wrong, owner=owner
+            calls[f"{name}.forward{said}"] = _call(
+                _constant(**arguments), _are_finite, of=function, wrong=wrong, owner=owner
             )
     return calls
 
@@ -445,69 +442,59 @@ def _packed() -> dict[str, Any]:
     }
 
 
-def _method_calls() -> dict[str, Call]:
+def _method_calls() -> dict[str, Callable[[str], Call]]:
     """Calls of methods, by the object that ``owner`` makes."""
-    tracker, cache, x = float8lab.CudaRNGStatesTracker, float8lab.InferenceParams, _quantized
-    keys = torch.ones(1, 2, 1, 8)
-    stats = type(float8lab.inspect.stats(x()))
+    x, q, keys = _quantized, _x(S, B, 2, 8), torch.ones(1, 2, 1, 8)
     per_block = float8lab.inspect.stats(x(), per_block=True)
-    attention, linear = float8lab.DotProductAttention, float8lab.Linear
-    q = _x(S, B, 2, 8)
-    report, diff = float8lab.inspect.CheckpointReport, float8lab.inspect.CheckpointDiff
-    found = float8lab.inspect.Sensitivity
-    watch = float8lab.inspect.watch
+    attention = float8lab.DotProductAttention
     return {
-        "CudaRNGStatesTracker.add": Call(
-            tracker.add, _constant(name="new", seed=2), owner=lambda folder: _tracker(),
+        "CudaRNGStatesTracker.add": _call(
+            _constant(name="new", seed=2), owner=lambda folder: _tracker(),
             wrong={"name": (3, "model-parallel-rng"), "seed": (1.5, 1, "2", True)},
         ),
-        "CudaRNGStatesTracker.fork": Call(
-            functools.wraps(tracker.fork)(_fork), _constant(), owner=lambda folder: _tracker(),
-            wrong={"name": ("x",)},
+        "CudaRNGStatesTracker.fork": _call(
+            _constant(), owner=lambda folder: _tracker(), wrong={"name": ("x",)},
+            of=functools.wraps(float8lab.CudaRNGStatesTracker.fork)(_fork),
         ),
-        "CudaRNGStatesTracker.set_states": Call(
-            tracker.set_states, lambda folder: {"states": _tracker().get_states()},
-            owner=lambda folder: _tracker(),
+        "CudaRNGStatesTracker.set_states": _call(
+            lambda folder: {"states": _tracker().get_states()}, owner=lambda folder: _tracker(),
             wrong={"states": ({"a": torch.ones(3)}, {"a": 1}, {3: torch.get_rng_state()})},
         ),
-        "InferenceParams.pre_step": Call(
-            cache.pre_step, _constant(tokens={"a": 1}), owner=lambda folder: _cache(),
+        "InferenceParams.pre_step": _call(
+            _constant(tokens={"a": 1}), owner=lambda folder: _cache(),
             wrong={"tokens": ({"a": 1.5}, {"a": "x"}, {"a": -1}, {"a": 9}, {1: 1, 2: 1, 3: 1})},
         ),
-        "InferenceParams.swap_key_value_dict": Call(
-            cache.swap_key_value_dict, _constant(batch_indices=[1, 0]),
-            owner=lambda folder: _cache(),
+        "InferenceParams.swap_key_value_dict": _call(
+            _constant(batch_indices=[1, 0]), owner=lambda folder: _cache(),
             wrong={"batch_indices": ([0, 5], [0.5, 1.0], torch.zeros(1, 1).long(), [-1], [0] * 3)},
         ),
-        "InferenceParams.append": Call(
-            cache.append, _constant(layer_number=1, k=keys, v=keys), owner=lambda folder: _cache(),
+        "InferenceParams.append": _call(
+            _constant(layer_number=1, k=keys, v=keys), owner=lambda folder: _cache(),
             wrong={"k": (keys[0], keys[..., :4], keys.long()), "v": (keys[0], keys.long())},
         ),
-        "DotProductAttention.explain": Call(
-            attention.explain, _constant(query_layer=q, key_layer=q, value_layer=q), repr,
+        "DotProductAttention.explain": _call(
+            _constant(query_layer=q, key_layer=q, value_layer=q), repr,
             owner=lambda folder: attention(2, 8), wrong={"key_layer": (q.half(),)},
         ),
-        "Linear.set_tensor_parallel_group": Call(
-            linear.set_tensor_parallel_group, _constant(tp_group=None),
-            owner=lambda folder: linear(H, H), wrong={"tp_group": ("x", 1)},
+        "Linear.set_tensor_parallel_group": _call(
+            _constant(tp_group=None), owner=lambda folder: float8lab.Linear(H, H),
+            wrong={"tp_group": ("x", 1)},
         ),
-        "DotProductAttention.set_context_parallel_group": Call(
-            attention.set_context_parallel_group, _constant(cp_group=None),
-            owner=lambda folder: attention(2, 8), skip=("cp_stream",),
+        "DotProductAttention.set_context_parallel_group": _call(
+            _constant(cp_group=None), owner=lambda folder: attention(2, 8), skip=("cp_stream",),
             wrong={"cp_group": ("x", 1), "cp_comm_type": ("x",)},
         ),
-        "ExpertMLP.from_experts": Call(
-            float8lab.ExpertMLP.from_experts,
+        "ExpertMLP.from_experts": _call(
             lambda folder: {"experts": [_Expert(), _Expert()]}, repr,
             wrong={"names": (["w1"], ["w1", "w2", "x"]), "experts": ([nn.GELU()], [])},
         ),
-        "ExpertMLP.run_rows": Call(
-            float8lab.ExpertMLP.run_rows, _constant(rows=_x(B, H), m_splits=[B, 0]), _are_finite,
+        "ExpertMLP.run_rows": _call(
+            _constant(rows=_x(B, H), m_splits=[B, 0]), _are_finite,
             owner=lambda folder: float8lab.ExpertMLP(2, H, H),
             wrong={"rows": (_x(B, 3),), "m_splits": ([B], [B + 1, 0], [-1, 1], [0.5, 1])},
         ),
-        "Float8Tensor": Call(
-            float8lab.Float8Tensor, lambda folder: _parts(), lambda x: x.dequantize(),
+        "Float8Tensor": _call(
+            lambda folder: _parts(), lambda x: x.dequantize(),
             wrong={
                 "qdata": (None, _x(B, H)),
                 "scale": (None, torch.ones(2, 2), torch.ones(1), torch.ones(1, 1).half()),
@@ -516,49 +503,44 @@ def _method_calls() -> dict[str, Call]:
                 "dtype": (torch.int8, torch.float8_e4m3fn),
             },
         ),
-        "Float4Tensor": Call(
-            float8lab.Float4Tensor, lambda folder: _packed(), lambda x: x.dequantize(),
+        "Float4Tensor": _call(
+            lambda folder: _packed(), lambda x: x.dequantize(),
             wrong={"spec": (formats.Float8Spec(),), "dtype": (torch.int8,)},
         ),
-        "Float8Tensor.requantize_": Call(
-            float8lab.Float8Tensor.requantize_, lambda folder: {"value": _x(B, H)},
-            owner=lambda folder: x(), wrong={"value": (_x(H), _x(B, H).long())},
+        "Float8Tensor.requantize_": _call(
+            lambda folder: {"value": _x(B, H)}, owner=lambda folder: x(),
+            wrong={"value": (_x(H), _x(B, H).long())},
         ),
-        "Float8Tensor.stats": Call(
-            float8lab.Float8Tensor.stats, _constant(), repr, owner=lambda folder: x(),
+        "Float8Tensor.stats": _call(
+            _constant(), repr, owner=lambda folder: x(), wrong={"original": (_x(H),)}
+        ),
+        "Float8Tensor.compare": _call(
+            lambda folder: {"original": _x(B, H)}, repr, owner=lambda folder: x(),
             wrong={"original": (_x(H),)},
         ),
-        "Float8Tensor.compare": Call(
-            float8lab.Float8Tensor.compare, lambda folder: {"original": _x(B, H)}, repr,
-            owner=lambda folder: x(), wrong={"original": (_x(H),)},
+        "Float8Tensor.histogram": _call(
+            _constant(), repr, owner=lambda folder: x(), wrong={"by": ("x",)}
         ),
-        "Float8Tensor.histogram": Call(
-            float8lab.Float8Tensor.histogram, _constant(), repr, owner=lambda folder: x(),
-            wrong={"by": ("x",)},
+        **dict.fromkeys(
+            ("inspect.TensorStats.count", "inspect.TensorStats.share"),
+            _call(
+                _constant(kind="zero"), owner=lambda folder: float8lab.inspect.stats(x()),
+                wrong={"kind": ("x",)},
+            ),
         ),
-        "TensorStats.count": Call(
-            stats.count, _constant(kind="zero"), owner=lambda folder: float8lab.inspect.stats(x()),
+        "inspect.TensorStats.histogram": _call(
+            owner=lambda folder: float8lab.inspect.stats(x()), wrong={"by": ("x",)}
+        ),
+        "inspect.BlockStats.share": _call(
+            _constant(kind="zero"), owner=lambda folder: per_block, wrong={"kind": ("x",)}
+        ),
+        "inspect.MemoryReport.sum": _call(
+            _constant(kind="weights"), owner=lambda folder: memory_report(_model(), _x(B, H)),
             wrong={"kind": ("x",)},
-        ),
-        "TensorStats.share": Call(
-            stats.share, _constant(kind="zero"), owner=lambda folder: float8lab.inspect.stats(x()),
-            wrong={"kind": ("x",)},
-        ),
-        "TensorStats.histogram": Call(
-            stats.histogram, _constant(), owner=lambda folder: float8lab.inspect.stats(x()),
-            wrong={"by": ("x",)},
-        ),
-        "BlockStats.share": Call(
-            type(per_block).share, _constant(kind="zero"), owner=lambda folder: per_block,
-            wrong={"kind": ("x",)},
-        ),
-        "MemoryReport.sum": Call(
-            float8lab.inspect.MemoryReport.sum, _constant(kind="weights"),
-            owner=lambda folder: memory_report(_model(), _x(B, H)), wrong={"kind": ("x",)},
         ),
         **{
-            f"{type(result).__name__}.tables": Call(
-                type(result).tables, _constant(limit=1), owner=lambda folder, result=result: result,
+            f"inspect.{type(result).__name__}.tables": _call(
+                _constant(limit=1), owner=lambda folder, result=result: result,
                 wrong={"limit": (-1,)},
             )
             for result in (
@@ -567,81 +549,72 @@ def _method_calls() -> dict[str, Call]:
                 memory_report(_model(), _x(B, H)),
             )
         },
-        "CheckpointReport.tables": Call(
-            report.tables, _constant(limit=1), owner=_checkpoint_report, wrong={"limit": (-1,)}
+        "inspect.CheckpointReport.tables": _call(
+            _constant(limit=1), owner=_checkpoint_report, wrong={"limit": (-1,)}
         ),
-        "CheckpointDiff.tables": Call(
-            diff.tables, _constant(limit=1), owner=_checkpoint_diff, wrong={"limit": (-1,)}
+        "inspect.CheckpointDiff.tables": _call(
+            _constant(limit=1), owner=_checkpoint_diff, wrong={"limit": (-1,)}
         ),
-        **{
-            f"Sensitivity.{method.__name__}": Call(
-                method, _constant(), owner=lambda folder: _sensitivity(),
+        **dict.fromkeys(
+            [f"inspect.Sensitivity.{name}" for name in ("by_layer", "by_operand", "overrides")],
+            _call(
+                owner=lambda folder: _sensitivity(),
                 wrong={"recipe": (recipes.MXFP8BlockScaling(),)},
-            )
-            for method in (found.by_layer, found.by_operand, found.overrides)
-        },
-        "watch.step": Call(
-            functools.wraps(watch.step)(_step), _constant(), owner=lambda folder: _watch()
+            ),
         ),
-        "watch.table": Call(watch.table, _constant(), owner=lambda folder: _watch()),
-        "watch.to_jsonl": Call(
-            watch.to_jsonl, lambda folder: {"path": folder / "log.jsonl"},
-            owner=lambda folder: _watch(),
+        "inspect.watch.step": _call(
+            owner=lambda folder: _watch(), of=functools.wraps(float8lab.inspect.watch.step)(_step)
         ),
-        "ModelState.load_state_dict": Call(
-            distributed.ModelState.load_state_dict,
+        "inspect.watch.table": _call(owner=lambda folder: _watch()),
+        "inspect.watch.to_jsonl": _call(
+            lambda folder: {"path": folder / "log.jsonl"}, owner=lambda folder: _watch()
+        ),
+        "distributed.ModelState.load_state_dict": _call(
             lambda folder: {"state": distributed.ModelState(_stored()).state_dict()},
             owner=lambda folder: distributed.ModelState(_stored()),
             wrong={"state": ({}, {"weight": _x(H, H)}, {"weight.qdata": 1})},
         ),
-        "Float8ReduceScatter.load_state_dict": Call(
-            distributed.Float8ReduceScatter.load_state_dict,
+        "distributed.Float8ReduceScatter.load_state_dict": _call(
             _constant(state={}), owner=lambda folder: distributed.Float8ReduceScatter({}),
             wrong={"state": ({":rank0": _x(1, H)}, {":rank0": 1})},
         ),
-        "ScalingState.load_state_dict": Call(
-            fnn.ScalingState.load_state_dict,
+        "nn.ScalingState.load_state_dict": _call(
             lambda folder: {"state": _delayed().state_dict()}, owner=lambda folder: _delayed(),
             wrong={"state": ({}, {"x": 1})},
         ),
-        "MasterWeights.load_state_dict": Call(
-            optim.MasterWeights.load_state_dict,
+        "optim.MasterWeights.load_state_dict": _call(
             lambda folder: {"state_dict": _masters().state_dict()}, owner=lambda folder: _masters(),
             wrong={"state_dict": ({}, {"state": {}}, {"state": {}, "param_groups": []})},
         ),
-        "MasterWeights.add_param_group": Call(
-            optim.MasterWeights.add_param_group,
+        "optim.MasterWeights.add_param_group": _call(
             lambda folder: {"param_group": {"params": [nn.Parameter(_x(H))]}},
             owner=lambda folder: _masters(), wrong={"param_group": ({}, {"params": "x"})},
         ),
-        "MasterWeights.step": Call(
-            optim.MasterWeights.step, _constant(), owner=lambda folder: _masters()
+        "optim.MasterWeights.step": _call(owner=lambda folder: _masters()),
+        "checkpoint": _call(
+            lambda folder: {"function": nn.Linear(H, H)}, lambda y: y.sum().backward(),
+            of=lambda **kwargs: float8lab.checkpoint(
+                kwargs.pop("function"), _x(B, H).requires_grad_(), **kwargs
+            ),
         ),
-        "checkpoint": Call(
-            float8lab.checkpoint,
-            lambda folder: {"function": lambda: _x(B, H)}, wrong={"function": ("x", None)},
-        ),
-        "distributed.requantize_shards_": Call(
-            distributed.requantize_shards_, _constant(parameters=[], values=[]),
+        "distributed.requantize_shards_": _call(
+            _constant(parameters=[], values=[]),
             wrong={"parameters": ([_x(B, H)],), "values": ([_x(B, H)],)},
         ),
-        "formats.Float8Spec": Call(
-            formats.Float8Spec, _constant(), repr,
-            wrong={"block": ((0, 1), (1.5, 1), "x"), "scale_rule": ("x",)},
+        "formats.Float8Spec": _call(
+            _constant(), repr, wrong={"block": ((0, 1), (1.5, 1), "x"), "scale_rule": ("x",)}
         ),
-        "formats.Float4Spec": Call(
-            formats.Float4Spec, _constant(), repr, wrong={"block": ((1, 3), (2, 2))}
-        ),
-        "formats.largest": Call(
-            formats.largest, _constant(fp8_dtype=torch.float8_e5m2),
+        "formats.Float4Spec": _call(_constant(), repr, wrong={"block": ((1, 3), (2, 2))}),
+        "formats.largest": _call(
+            _constant(fp8_dtype=torch.float8_e5m2),
             wrong={"fp8_dtype": (torch.int8, torch.float32)},
         ),
-        "formats.scale_shape": Call(
-            formats.scale_shape, _constant(shape=(B, H), block=(1, -1)),
+        "formats.scale_shape": _call(
+            _constant(shape=(B, H), block=(1, -1)),
             wrong={"shape": ((1,), (-1, 2)), "block": ((1,), (0, 1), (-2, 1))},
         ),
-        "styles.PrepareFloat8ModuleInput": Call(
-            PrepareFloat8ModuleInput, _constant(),
+        "PrepareFloat8ModuleInput": _call(
+            of=PrepareFloat8ModuleInput,
             skip=(
                 "input_layouts", "desired_input_layouts", "input_kwarg_layouts",
                 "desired_input_kwarg_layouts",
@@ -651,373 +624,224 @@ def _method_calls() -> dict[str, Call]:
 
 
 _LINEAR: dict[str, Any] = {"in_features": H, "out_features": H, "device": "cpu"}
+_TOKENS: dict[str, Any] = {"inp": _x(S, H), "routing_map": torch.eye(S, dtype=torch.bool)}
+_CHUNKS = {"split_sizes": torch.tensor([1, 2]), "sorted_index": torch.tensor([1, 0])}
 
-CALLS: dict[str, Call] = {
-    "Linear": Call(float8lab.Linear, _constant(**_LINEAR), _use_linear),
-    "LayerNorm": Call(float8lab.LayerNorm, _constant(hidden_size=H), _use_norm),
-    "RMSNorm": Call(float8lab.RMSNorm, _constant(hidden_size=H), _use_norm),
-    "GroupedLinear": Call(
-        float8lab.GroupedLinear,
+_BY_NAME: dict[str, Callable[[str], Call]] = {
+    "Linear": _call(_constant(**_LINEAR), _use_linear),
+    "LayerNorm": _call(_constant(hidden_size=H), _use_norm),
+    "RMSNorm": _call(_constant(hidden_size=H), _use_norm),
+    "GroupedLinear": _call(
         _constant(num_gemms=2, **_LINEAR),
         lambda layer: _train(_x(B, layer.in_features), [B] + [0] * (layer.num_gemms - 1))(layer),
     ),
-    "ExpertMLP": Call(
-        float8lab.ExpertMLP,
+    "ExpertMLP": _call(
         _constant(num_experts=2, hidden_size=H, ffn_hidden_size=H, device="cpu"),
         lambda layer: _train(
             _x(B, layer.hidden_size), torch.ones(B, 1), torch.zeros(B, 1, dtype=torch.long)
         )(layer),
     ),
-    "LayerNormLinear": Call(float8lab.LayerNormLinear, _constant(**_LINEAR), _use_linear),
-    "LayerNormMLP": Call(
-        float8lab.LayerNormMLP, _constant(hidden_size=H, ffn_hidden_size=H), _use_mlp
-    ),
-    "DotProductAttention": Call(
-        float8lab.DotProductAttention,
-        _constant(num_attention_heads=2, kv_channels=8),
-        _use_attention,
-        skip=("cp_stream",),
+    "LayerNormLinear": _call(_constant(**_LINEAR), _use_linear),
+    "LayerNormMLP": _call(_constant(hidden_size=H, ffn_hidden_size=H), _use_mlp),
+    "DotProductAttention": _call(
+        _constant(num_attention_heads=2, kv_channels=8), _use_attention, skip=("cp_stream",),
         wrong={
             "backends": ("sdpa", (), ("x",)),
             "layer_number": (0,),
             "get_rng_state_tracker": (_loss,),
         },
     ),
-    "MultiheadAttention": Call(
-        float8lab.MultiheadAttention,
-        _constant(hidden_size=H, num_attention_heads=2),
-        _use_layer,
+    "MultiheadAttention": _call(
+        _constant(hidden_size=H, num_attention_heads=2), _use_layer,
         wrong={"layer_number": (0,), "init_method": (_loss_of_model,)},
     ),
-    "TransformerLayer": Call(
-        float8lab.TransformerLayer,
-        _constant(hidden_size=H, ffn_hidden_size=H, num_attention_heads=2),
-        _use_layer,
+    "TransformerLayer": _call(
+        _constant(hidden_size=H, ffn_hidden_size=H, num_attention_heads=2), _use_layer,
         wrong={"layer_number": (0,), "init_method": (_loss_of_model,)},
     ),
-    "RotaryPositionEmbedding": Call(
-        float8lab.RotaryPositionEmbedding, _constant(dim=8, device="cpu"), _use_angles
-    ),
-    "apply_rotary_pos_emb": Call(
-        float8lab.apply_rotary_pos_emb,
+    "RotaryPositionEmbedding": _call(_constant(dim=8, device="cpu"), _use_angles),
+    "apply_rotary_pos_emb": _call(
         _constant(t=_x(S, B, 2, 8), freqs=_x(8, 1, 1, 8)),
         lambda y: _assert(y.shape == (S, B, 2, 8)),
     ),
-    "moe_dispatch": Call(
-        float8lab.moe_dispatch,
-        _constant(
-            inp=_x(S, H), probs=_x(S, S), routing_map=torch.eye(S, dtype=torch.bool), gradient=None
-        ),
+    "moe_dispatch": _call(
+        _constant(**_TOKENS, probs=_x(S, S), gradient=None),
         lambda found: float8lab.moe_combine(found[0], found[-1]),
     ),
-    "moe_combine": Call(
-        float8lab.moe_combine,
+    "moe_combine": _call(
         lambda folder: {
-            "out": _x(S, B),
-            "handle": float8lab.moe_dispatch(_x(S, H), _x(S, S), torch.eye(S, dtype=torch.bool))[3],
-        },
+            "out": _x(S, B), "handle": float8lab.moe_dispatch(**_TOKENS, probs=_x(S, S))[3]
+        }
     ),
-    "moe_permute": Call(
-        float8lab.moe_permute,
-        _constant(inp=_x(S, H), routing_map=torch.eye(S, dtype=torch.bool)),
-        lambda found: float8lab.moe_unpermute(*found),
-    ),
-    "moe_permute_with_probs": Call(
-        float8lab.moe_permute_with_probs,
-        _constant(inp=_x(S, H), probs=_x(S, S), routing_map=torch.eye(S, dtype=torch.bool)),
+    "moe_permute": _call(_constant(**_TOKENS), lambda found: float8lab.moe_unpermute(*found)),
+    "moe_permute_with_probs": _call(
+        _constant(**_TOKENS, probs=_x(S, S)),
         lambda found: float8lab.moe_unpermute(found[0], found[2]),
     ),
-    "moe_permute_and_pad_with_probs": Call(
-        float8lab.moe_permute_and_pad_with_probs,
+    "moe_permute_and_pad_with_probs": _call(
         _constant(
-            inp=_x(S, H),
-            probs=_x(S, S),
-            routing_map=torch.eye(S, dtype=torch.bool),
-            tokens_per_expert=torch.ones(S, dtype=torch.int64),
+            **_TOKENS, probs=_x(S, S), tokens_per_expert=torch.ones(S, dtype=torch.int64),
             align_size=2,
         ),
         lambda found: float8lab.moe_unpermute(
             found[0], found[2], restore_shape=(S, H), pad_offsets=found[3]
         ),
     ),
-    "moe_unpermute": Call(
-        float8lab.moe_unpermute,
+    "moe_unpermute": _call(
         lambda folder: dict(
-            zip(
-                ("inp", "row_id_map"),
-                float8lab.moe_permute(_x(S, H), torch.eye(S, dtype=torch.bool)),
-                strict=True,
-            ),
+            zip(("inp", "row_id_map"), float8lab.moe_permute(**_TOKENS), strict=True),
             merging_probs=_x(S, S),
-        ),
+        )
     ),
-    "moe_sort_chunks_by_index": Call(
-        float8lab.moe_sort_chunks_by_index,
-        _constant(
-            inp=_x(S, H), split_sizes=torch.tensor([1, 2]), sorted_index=torch.tensor([1, 0])
-        ),
+    "moe_sort_chunks_by_index": _call(_constant(inp=_x(S, H), **_CHUNKS)),
+    "moe_sort_chunks_by_index_with_probs": _call(
+        _constant(inp=_x(S, H), probs=_x(S), **_CHUNKS)
     ),
-    "moe_sort_chunks_by_index_with_probs": Call(
-        float8lab.moe_sort_chunks_by_index_with_probs,
-        _constant(
-            inp=_x(S, H),
-            probs=_x(S),
-            split_sizes=torch.tensor([1, 2]),
-            sorted_index=torch.tensor([1, 0]),
-        ),
-    ),
-    "parallel_cross_entropy": Call(
-        float8lab.parallel_cross_entropy,
-        _constant(inp=_x(S, H), target=torch.arange(S)),
-    ),
-    "distributed.shard_sequence": Call(
-        distributed.shard_sequence, lambda folder: {"x": _x(B, H), "cp_group": None}
-    ),
-    "distributed.join_sequence": Call(
-        distributed.join_sequence, lambda folder: {"x": _x(B, H), "cp_group": None}
-    ),
-    "distributed.get_batch_on_this_cp_rank": Call(
-        distributed.get_batch_on_this_cp_rank,
+    "parallel_cross_entropy": _call(_constant(inp=_x(S, H), target=torch.arange(S))),
+    "distributed.shard_sequence": _call(lambda folder: {"x": _x(B, H), "cp_group": None}),
+    "distributed.join_sequence": _call(lambda folder: {"x": _x(B, H), "cp_group": None}),
+    "distributed.get_batch_on_this_cp_rank": _call(
         lambda folder: {
             "cu_seqlens_padded": torch.tensor([0, B]),
             **dict.fromkeys(("input_ids_padded", "labels_padded", "position_ids_padded"), _x(B)),
             "cp_group": None,
-        },
+        }
     ),
-    "distributed.reduce_sequence_parallel_gradients": Call(
-        distributed.reduce_sequence_parallel_gradients,
-        lambda folder: {"model": nn.LayerNorm(H)},
+    "distributed.reduce_sequence_parallel_gradients": _call(
+        lambda folder: {"model": nn.LayerNorm(H)}
     ),
-    "distributed.fp8_reduce_scatter": Call(
-        distributed.fp8_reduce_scatter,
-        lambda folder: {"model": _model()},
-        refusal="model must be sharded",
+    "distributed.fp8_reduce_scatter": _call(
+        lambda folder: {"model": _model()}, refusal="model must be sharded"
     ),
-    "nn.shard_state_dict": Call(
-        fnn.shard_state_dict,
-        lambda folder: {"model": _model(), "state_dict": _model().state_dict()},
+    "nn.shard_state_dict": _call(
+        lambda folder: {"model": _model(), "state_dict": _model().state_dict()}
     ),
-    "nn.whole_state_dict": Call(fnn.whole_state_dict, lambda folder: {"model": _model()}),
-    "router.fused_topk_with_score_function": Call(
-        float8lab.router.fused_topk_with_score_function,
+    "nn.whole_state_dict": _call(lambda folder: {"model": _model()}),
+    "router.fused_topk_with_score_function": _call(
         _constant(logits=_x(S, 8), topk=2, num_groups=4, group_topk=2, score_function="sigmoid"),
         lambda found: _assert(found[0].isfinite().all()),
     ),
-    "router.fused_compute_score_for_moe_aux_loss": Call(
-        float8lab.router.fused_compute_score_for_moe_aux_loss,
-        _constant(logits=_x(S, 8), topk=2, score_function="softmax"),
+    "router.fused_compute_score_for_moe_aux_loss": _call(
+        _constant(logits=_x(S, 8), topk=2, score_function="softmax")
     ),
-    "router.fused_moe_aux_loss": Call(
-        float8lab.router.fused_moe_aux_loss,
+    "router.fused_moe_aux_loss": _call(
         _constant(
-            probs=_x(S, B),
-            tokens_per_expert=torch.ones(B),
-            total_num_tokens=S,
-            num_experts=B,
-            topk=1,
-            coeff=0.1,
-        ),
+            probs=_x(S, B), tokens_per_expert=torch.ones(B), total_num_tokens=S, num_experts=B,
+            topk=1, coeff=0.1,
+        )
     ),
     **_forward_calls(),
     **_method_calls(),
-    "InferenceParams": Call(
-        float8lab.InferenceParams, _constant(max_batch_size=2, max_sequence_length=4), _use_cache
+    "InferenceParams": _call(_constant(max_batch_size=2, max_sequence_length=4), _use_cache),
+    "CudaRNGStatesTracker": _call(_constant(), lambda t: t.add("a", 1)),
+    **dict.fromkeys(
+        ("autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"),
+        _call(use=_linear_step),
     ),
-    "CudaRNGStatesTracker": Call(
-        float8lab.CudaRNGStatesTracker, _constant(), lambda t: t.add("a", 1)
+    "convert_to_float8": _call(lambda folder: {"model": _model()}, repr),
+    "to_high_precision": _call(lambda folder: {"model": _converted()}, lambda m: m(_x(B, H))),
+    "conversion_report": _call(lambda folder: {"model": _converted()}, repr),
+    "fallback": _call(_constant(policy="warn"), lambda found: float8lab.fallback("warn")),
+    "get_cpu_offload_context": _call(_constant(enabled=True, model_layers=2)),
+    "backward_on_this_core": _call(use=_linear_step),
+    "graphed": _call(
+        lambda folder: {"module": nn.Linear(H, H)}, lambda layer: layer(_x(B, H)).sum().backward()
     ),
-    "autocast": Call(float8lab.autocast, _constant(), _linear_step),
-    "fp8_autocast": Call(float8lab.fp8_autocast, _constant(), _linear_step),
-    "fp8_model_init": Call(float8lab.fp8_model_init, _constant(), _linear_step),
-    "quantized_model_init": Call(float8lab.quantized_model_init, _constant(), _linear_step),
-    "checkpoint": Call(
-        lambda **kwargs: float8lab.checkpoint(
-            kwargs.pop("function"), _x(B, H).requires_grad_(), **kwargs
-        ),
-        lambda folder: {"function": nn.Linear(H, H)},
-        lambda y: y.sum().backward(),
-    ),
-    "convert_to_float8": Call(
-        float8lab.convert_to_float8, lambda folder: {"model": _model()}, repr
-    ),
-    "to_high_precision": Call(
-        float8lab.to_high_precision, lambda folder: {"model": _converted()}, lambda m: m(_x(B, H))
-    ),
-    "conversion_report": Call(
-        float8lab.conversion_report, lambda folder: {"model": _converted()}, repr
-    ),
-    "fallback": Call(
-        float8lab.fallback, _constant(policy="warn"), lambda found: float8lab.fallback("warn")
-    ),
-    "get_cpu_offload_context": Call(
-        float8lab.get_cpu_offload_context, _constant(enabled=True, model_layers=2)
-    ),
-    "backward_on_this_core": Call(float8lab.backward_on_this_core, _constant(), _linear_step),
-    "graphed": Call(
-        float8lab.graphed,
-        lambda folder: {"module": nn.Linear(H, H)},
-        lambda layer: layer(_x(B, H)).sum().backward(),
-    ),
-    "make_graphed_callables": Call(
-        float8lab.make_graphed_callables,
+    "make_graphed_callables": _call(
         lambda folder: {"modules": nn.Linear(H, H), "sample_args": (_x(B, H),)},
-        skip=("sample_kwargs", "pool"),
-        refusal="must have a CUDA GPU",
+        skip=("sample_kwargs", "pool"), refusal="must have a CUDA GPU",
     ),
-    "onnx_export": Call(float8lab.onnx_export, _constant(), _linear_forward),
-    "quantize": Call(
-        float8lab.quantize, _constant(x=_x(B, H)), lambda q: _assert(q.isfinite().all())
+    "onnx_export": _call(use=_linear_forward),
+    "quantize": _call(_constant(x=_x(B, H)), lambda q: _assert(q.isfinite().all())),
+    "nn.ScalingState": _call(lambda folder: {"model": _converted()}, lambda s: s.state_dict()),
+    "nn.convert_norms": _call(lambda folder: {"model": nn.LayerNorm(H)}),
+    **dict.fromkeys(
+        (
+            "recipes.DelayedScaling", "recipes.Float8BlockScaling", "recipes.Float8CurrentScaling",
+            "recipes.Float8RowwiseScaling", "recipes.MXFP8BlockScaling",
+            "recipes.NVFP4BlockScaling",
+        ),
+        _call(_constant(), lambda recipe: _train(_x(B, H))(float8lab.Linear(H, H))),
     ),
-    "nn.ScalingState": Call(
-        fnn.ScalingState, lambda folder: {"model": _converted()}, lambda s: s.state_dict()
-    ),
-    "nn.convert_norms": Call(fnn.convert_norms, lambda folder: {"model": nn.LayerNorm(H)}),
-    **{
-        f"recipes.{kind.__name__}": Call(
-            kind, _constant(), lambda recipe: _train(_x(B, H))(float8lab.Linear(H, H))
-        )
-        for kind in (
-            recipes.DelayedScaling,
-            recipes.Float8BlockScaling,
-            recipes.Float8CurrentScaling,
-            recipes.Float8RowwiseScaling,
-            recipes.MXFP8BlockScaling,
-            recipes.NVFP4BlockScaling,
-        )
-    },
-    "recipes.Auto": Call(
-        recipes.Auto,
-        _constant(),
-        repr,
+    "recipes.Auto": _call(
+        _constant(), repr,
         wrong={"candidates": ((), [RECIPE], (None,), (recipes.MXFP8BlockScaling(),))},
     ),
-    "optim.MasterWeights": Call(
-        optim.MasterWeights,
+    "optim.MasterWeights": _call(
         lambda folder: {"params": _model().parameters(), "optimizer_class": torch.optim.SGD},
-        lambda optimizer: optimizer.step(),
-        skip=("params",),
+        lambda optimizer: optimizer.step(), skip=("params",),
     ),
-    "inspect.advise": Call(
-        advise,
-        lambda folder: {"model": _model(), "batch": _x(B, H)},
-        repr,
-        skip=("batch",),
+    "inspect.advise": _call(
+        lambda folder: {"model": _model(), "batch": _x(B, H)}, repr, skip=("batch",),
         wrong={"loss_fn": (_loss,), "filter_fn": (_loss,)},
     ),
-    "inspect.sensitivity": Call(
-        sensitivity,
+    "inspect.sensitivity": _call(
         lambda folder: {"model": _model(), "batch": _x(B, H), "loss_fn": _loss_of_model, "runs": 1},
-        repr,
-        skip=("batch",),
-        wrong={"loss_fn": (_loss,), "filter_fn": (_loss,)},
+        repr, skip=("batch",), wrong={"loss_fn": (_loss,), "filter_fn": (_loss,)},
     ),
-    "inspect.memory_report": Call(
-        memory_report,
-        lambda folder: {"model": _model(), "batch": _x(B, H)},
-        repr,
-        skip=("batch",),
+    "inspect.memory_report": _call(
+        lambda folder: {"model": _model(), "batch": _x(B, H)}, repr, skip=("batch",),
         wrong={"loss_fn": (_loss,)},
     ),
-    "inspect.find_nan": Call(
-        float8lab.inspect.find_nan,
-        lambda folder: {"model": _model(), "batch": _x(B, H), "loss_fn": _loss},
-        repr,
-        skip=("batch",),
-        wrong={"loss_fn": (_loss_of_model,)},
+    "inspect.find_nan": _call(
+        lambda folder: {"model": _model(), "batch": _x(B, H), "loss_fn": _loss}, repr,
+        skip=("batch",), wrong={"loss_fn": (_loss_of_model,)},
     ),
-    "inspect.watch": Call(float8lab.inspect.watch, lambda folder: {"model": _converted()}),
-    "inspect.diagnose": Call(float8lab.inspect.diagnose, lambda folder: {"log": _log()}),
-    "inspect.track": Call(
-        float8lab.inspect.track, lambda folder: {"log": _log(), "to": lambda metrics, step: None}
-    ),
-    "inspect.report": Call(
-        float8lab.inspect.report, lambda folder: {"log": _log(), "path": folder / "report.html"}
-    ),
+    "inspect.watch": _call(lambda folder: {"model": _converted()}),
+    "inspect.diagnose": _call(lambda folder: {"log": _log()}),
+    "inspect.track": _call(lambda folder: {"log": _log(), "to": lambda metrics, step: None}),
+    "inspect.report": _call(lambda folder: {"log": _log(), "path": folder / "report.html"}),
     **{
-        f"inspect.{function.__name__}": Call(
-            function, lambda folder: {"x": float8lab.quantize(_x(B, H))}, repr
-        )
-        for function in (
-            float8lab.inspect.stats,
-            float8lab.inspect.blocks,
-            float8lab.inspect.histogram,
-            float8lab.inspect.html,
-            float8lab.inspect.summary,
-            float8lab.inspect.table,
-            float8lab.inspect.plot,
-        )
+        f"inspect.{name}": _call(lambda folder: {"x": float8lab.quantize(_x(B, H))}, repr)
+        for name in ("stats", "blocks", "histogram", "html", "summary", "table", "plot")
     },
-    "inspect.compare": Call(
-        float8lab.inspect.compare,
-        lambda folder: {"x": float8lab.quantize(_x(B, H)), "original": _x(B, H)},
+    "inspect.compare": _call(
+        lambda folder: {"x": float8lab.quantize(_x(B, H)), "original": _x(B, H)}
     ),
-    "inspect.health": Call(
-        float8lab.inspect.health,
-        lambda folder: {"found": float8lab.inspect.stats(float8lab.quantize(_x(B, H)))},
+    "inspect.health": _call(
+        lambda folder: {"found": float8lab.inspect.stats(float8lab.quantize(_x(B, H)))}
     ),
-    "inspect.bars": Call(
-        float8lab.inspect.bars,
-        lambda folder: {"histogram": float8lab.inspect.histogram(float8lab.quantize(_x(B, H)))},
+    "inspect.bars": _call(
+        lambda folder: {"histogram": float8lab.inspect.histogram(float8lab.quantize(_x(B, H)))}
     ),
-    "inspect.checkpoint": Call(
-        float8lab.inspect.checkpoint, lambda folder: {"path": _export(_model(), folder)}, repr
+    "inspect.checkpoint": _call(lambda folder: {"path": _export(_model(), folder)}, repr),
+    "inspect.diff": _call(
+        lambda folder: {"a": _export(_model(), folder), "b": _model().state_dict()}, repr
     ),
-    "inspect.diff": Call(
-        float8lab.inspect.diff,
-        lambda folder: {"a": _export(_model(), folder), "b": _model().state_dict()},
-        repr,
+    "integrations.export": _call(
+        lambda folder: {"model": _model(), "path": folder / "model", "overwrite": True}, repr
     ),
-    "integrations.export": Call(
-        integrations.export,
-        lambda folder: {"model": _model(), "path": folder / "model", "overwrite": True},
-        repr,
+    "integrations.export_stream": _call(
+        lambda folder: {"model": _model()}, lambda stream: repr([name for name, _ in stream])
     ),
-    "integrations.export_stream": Call(
-        integrations.export_stream,
-        lambda folder: {"model": _model()},
-        lambda stream: repr([name for name, _ in stream]),
+    "integrations.load_fp8": _call(
+        lambda folder: {"source": _export(_model(), folder), "model": _model()}, repr
     ),
-    "integrations.load_fp8": Call(
-        integrations.load_fp8,
-        lambda folder: {"source": _export(_model(), folder), "model": _model()},
-        repr,
-    ),
-    "integrations.load_te_scaling": Call(
-        integrations.load_te_scaling,
-        lambda folder: {"source": {}, "model": float8lab.Linear(H, H)},
-        skip=("source",),
+    "integrations.load_te_scaling": _call(
+        lambda folder: {"source": {}, "model": float8lab.Linear(H, H)}, skip=("source",),
         refusal="must have delayed scales",
     ),
-    "integrations.read_megatron": Call(
-        integrations.read_megatron,
+    "integrations.read_megatron": _call(
         lambda folder: {"path": _of_megatron(folder), "vocab_size": 5},
         lambda found: _assert(found.state["embedding.word_embeddings.weight"].shape[1] == H),
     ),
-    "integrations.to_transformer_layers": Call(
-        integrations.to_transformer_layers,
+    "integrations.to_transformer_layers": _call(
         lambda folder: {
-            "state": {"model.layers.0.input_layernorm.weight": _x(H)},
-            "style": "llama",
-        },
+            "state": {"model.layers.0.input_layernorm.weight": _x(H)}, "style": "llama"
+        }
     ),
-    "integrations.from_transformer_layers": Call(
-        integrations.from_transformer_layers,
+    "integrations.from_transformer_layers": _call(
         lambda folder: {
-            "state": {"0.self_attention.layernorm_qkv.layer_norm_weight": _x(H)},
-            "style": "llama",
-        },
+            "state": {"0.self_attention.layernorm_qkv.layer_norm_weight": _x(H)}, "style": "llama"
+        }
     ),
-    "integrations.transformer_layers": Call(
-        integrations.transformer_layers,
-        lambda folder: {"config": _GPT2, "style": "gpt2"},
-        skip=("config", "overrides"),
+    "integrations.transformer_layers": _call(
+        lambda folder: {"config": _GPT2, "style": "gpt2"}, skip=("config", "overrides")
     ),
-    "distributed.ModelState": Call(
-        distributed.ModelState, lambda folder: {"model": _model()}, lambda s: s.state_dict()
+    "distributed.ModelState": _call(lambda folder: {"model": _model()}, lambda s: s.state_dict()),
+    "distributed.broadcast_parameters": _call(
+        lambda folder: {"module": _model()}, refusal="process group has not been initialized"
     ),
-    "distributed.broadcast_parameters": Call(
-        distributed.broadcast_parameters,
-        lambda folder: {"module": _model()},
-        refusal="process group has not been initialized",
-    ),
-}
+}  # fmt: skip
+"""Calls by the name of what is called in the package; modules' forwards have names of their own."""
+CALLS: dict[str, Call] = {name: make(name) for name, make in _BY_NAME.items()}

@@ -1,7 +1,5 @@
 """Which ops run, whether they wait for the GPU, and which gradients hooks get."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = ["Ops", "check_capture", "hooked_as_by_megatron", "never_waiting"]
 
 
 class Ops(TorchDispatchMode):

@@ -3,8 +3,6 @@
 ``--cases N`` tries so many wrong calls of public functions; the default is few, for CI.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -30,15 +28,10 @@ from tests.wrong_calls import admits, cases, complaint, parameters
 
 ATTENTION = float8lab.DotProductAttention(1, 8)
 MODULES = {
-    "": float8lab,
-    "distributed.": float8lab.distributed,
-    "inspect.": float8lab.inspect,
-    "integrations.": float8lab.integrations,
-    "nn.": nn,
-    "optim.": float8lab.optim,
-    "recipes.": float8lab.recipes,
-    "router.": float8lab.router,
-}
+    "": float8lab, "distributed.": float8lab.distributed, "inspect.": float8lab.inspect,
+    "integrations.": float8lab.integrations, "nn.": nn, "optim.": float8lab.optim,
+    "recipes.": float8lab.recipes, "router.": float8lab.router,
+}  # fmt: skip
 RESULTS = (
     "Advice", "BlockStats", "CheckpointDiff", "CheckpointError", "CheckpointReport",
     "Comparison", "ConversionReport", "Damage", "Diagnosis", "DispatchHandle", "ExportReport",

@@ -1,7 +1,5 @@
 """dev.py: which environment a command runs in, and what `test` runs."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -26,13 +24,11 @@ def steps(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "passed"),
     [
-        ([], ["-m", "not slow"]),
-        (["-k", "quantize"], ["-m", "not slow", "-k", "quantize"]),
-        (["--all"], []),
-        (["--torch", "2.15", "--all", "-x"], ["-x"]),
+        ([], ["-m", "not slow"]), (["-k", "quantize"], ["-m", "not slow", "-k", "quantize"]),
+        (["--all"], []), (["--torch", "2.15", "--all", "-x"], ["-x"]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_slow_tests_are_those_of_all(arguments, passed, steps):
     dev.test(arguments)
     assert {*steps} == {"ruff check", "ruff format", "mypy", "wheel", "pytest"}
@@ -68,14 +64,12 @@ def test_a_step_beside_another_says_all_when_it_ends(status, capfd):
 @pytest.mark.parametrize(
     ("arguments", "release", "rest"),
     [
-        ([], "", []),
-        (["-k", "quantize"], "", ["-k", "quantize"]),
-        (["--torch", "2.15", "-x"], "2.15", ["-x"]),
-        (["--torch=2.11.0"], "2.11.0", []),
+        ([], "", []), (["-k", "quantize"], "", ["-k", "quantize"]),
+        (["--torch", "2.15", "-x"], "2.15", ["-x"]), (["--torch=2.11.0"], "2.11.0", []),
         (["-k", "--torch"], "", ["-k", "--torch"]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_release_of_torch(arguments, release, rest):
     assert dev.asked_torch(arguments) == (release, rest)
 

@@ -7,8 +7,6 @@ is absent; ``<!-- raises: ValueError -->`` says that it must raise that, with th
 heading above it quotes. Docstring examples find ``torch`` and ``float8lab`` imported.
 """
 
-from __future__ import annotations
-
 import builtins
 import doctest
 import functools
@@ -30,17 +28,13 @@ MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
 
 # Pages and modules that need another library, which may be absent, and whose advice is no error.
 NEEDS = {
-    "docs/finetune_fp8.md": "peft",
-    "docs/lightning.md": "lightning",
-    "docs/peft.md": "peft",
-    "docs/quickstart/training.md": "transformers",
-    "docs/rl_weight_sync.md": "accelerate",
-    "docs/transformers.md": "accelerate",
-    "float8lab/integrations/accelerate.py": "accelerate",
+    "docs/finetune_fp8.md": "peft", "docs/lightning.md": "lightning", "docs/peft.md": "peft",
+    "docs/quickstart/training.md": "transformers", "docs/rl_weight_sync.md": "accelerate",
+    "docs/transformers.md": "accelerate", "float8lab/integrations/accelerate.py": "accelerate",
     "float8lab/integrations/lightning.py": "lightning",
     "float8lab/integrations/torchtitan.py": "torchtitan",
     "float8lab/integrations/transformers.py": "transformers",
-}
+}  # fmt: skip
 
 BLOCK = re.compile(
     r"^#+ (?P<heading>[^\n]*)$|"

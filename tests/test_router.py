@@ -1,7 +1,5 @@
 """Routers: the formulas of their scores, their gradients, and the kernels against float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -149,32 +147,27 @@ def test_compiled(device: torch.device) -> None:
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "topk": (lambda z: router.fused_topk_with_score_function(z, 9), ValueError, "topk"),
     "function": (
-        lambda z: router.fused_topk_with_score_function(z, 2, score_function="relu"),
-        ValueError,
+        lambda z: router.fused_topk_with_score_function(z, 2, score_function="relu"), ValueError,
         "score_function",
     ),
     "groups": (
-        lambda z: router.fused_topk_with_score_function(z, 2, False, 3, 2),
-        ValueError,
+        lambda z: router.fused_topk_with_score_function(z, 2, False, 3, 2), ValueError,
         "num_groups",
     ),
     "too-few-groups": (
-        lambda z: router.fused_topk_with_score_function(z, 5, False, 4, 2),
-        ValueError,
+        lambda z: router.fused_topk_with_score_function(z, 5, False, 4, 2), ValueError,
         "group_topk",
     ),
     "integers": (
-        lambda z: router.fused_compute_score_for_moe_aux_loss(z.int(), 2, "softmax"),
-        TypeError,
+        lambda z: router.fused_compute_score_for_moe_aux_loss(z.int(), 2, "softmax"), TypeError,
         "logits",
     ),
     "counts": (lambda z: router.fused_moe_aux_loss(z, z[0, 1:], 4, 8, 2, 0.1), ValueError, "probs"),
     "tokens": (
-        lambda z: router.fused_moe_aux_loss(z, z[0], z[0], 8, 2, 0.1),
-        TypeError,
+        lambda z: router.fused_moe_aux_loss(z, z[0], z[0], 8, 2, 0.1), TypeError,
         "total_num_tokens",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)
@@ -187,15 +180,12 @@ def test_wrong_arguments_are_named(call: Any, kind: type[Exception], name: str) 
 @pytest.mark.parametrize(
     ("name", "experts", "dtype"),
     [
-        ("softmax", 36, torch.float32),
-        ("softmax", 252, torch.bfloat16),
-        ("softmax-before-groups", 252, torch.bfloat16),
-        ("sigmoid-one", 36, torch.bfloat16),
-        ("sigmoid-groups", 252, torch.float32),
-        ("sqrtsoftplus", 12, torch.float32),
+        ("softmax", 36, torch.float32), ("softmax", 252, torch.bfloat16),
+        ("softmax-before-groups", 252, torch.bfloat16), ("sigmoid-one", 36, torch.bfloat16),
+        ("sigmoid-groups", 252, torch.float32), ("sqrtsoftplus", 12, torch.float32),
         ("sqrtsoftplus-groups", 1026, torch.bfloat16),
     ],
-)
+)  # fmt: skip
 def test_kernels_are_as_good_as_torch(name: str, experts: int, dtype: torch.dtype) -> None:
     logits = (torch.randn(300, experts, device="cuda") * 3).to(dtype)
     topk, before, groups, best, scaling, function = KINDS[name]

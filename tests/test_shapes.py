@@ -3,8 +3,6 @@
 ``--cases N`` draws so many; the default is few, for CI.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any, NamedTuple
 
@@ -56,17 +54,11 @@ class Case(NamedTuple):
 def _draw(numbers: random.Random, modules: tuple[str, ...]) -> Case:
     pick = numbers.choice
     return Case(
-        module=pick(modules),
-        recipe=numbers.randrange(len(RECIPES)),
-        leading=pick(LEADING),
-        K=pick(SIZES),
-        N=pick(SIZES),
-        strides=pick(STRIDES),
-        dtype=pick((torch.float32, torch.bfloat16)),
-        bias=numbers.random() < 0.7,
-        variant=numbers.randrange(12),
-        stored=numbers.random() < 0.2,
-    )
+        module=pick(modules), recipe=numbers.randrange(len(RECIPES)), leading=pick(LEADING),
+        K=pick(SIZES), N=pick(SIZES), strides=pick(STRIDES),
+        dtype=pick((torch.float32, torch.bfloat16)), bias=numbers.random() < 0.7,
+        variant=numbers.randrange(12), stored=numbers.random() < 0.2,
+    )  # fmt: skip
 
 
 def _input(case: Case) -> Tensor:

@@ -5,8 +5,6 @@ table of calls lists it. Any other value must either work, in the call and in th
 or be refused.
 """
 
-from __future__ import annotations
-
 import collections.abc
 import copy
 import functools
@@ -30,8 +28,6 @@ from float8lab.nn import InferenceParams, ScalingState
 from float8lab.tensor import Float8Tensor
 from tests.public_calls import CALLS, Call
 
-__all__ = ["Case", "admits", "cases", "complaint", "parameters"]
-
 
 class Opaque:
     """A value of a type that nothing knows."""
@@ -41,36 +37,11 @@ class Opaque:
 
 
 WRONG: tuple[Any, ...] = (
-    None,
-    "x",
-    "",
-    b"x",
-    -1,
-    0,
-    1,
-    3,
-    1.5,
-    -0.5,
-    1e30,
-    float("nan"),
-    float("inf"),
-    True,
-    [],
-    (),
-    {},
-    (1, 2, 3),
-    ["x"],
-    {"x": -1},
-    Opaque(),
-    torch.int8,
-    torch.float8_e4m3fn,
-    torch.tensor(1.0),
-    torch.ones(2, 2),
-    torch.ones(2, 2, dtype=torch.bool),
-    torch.tensor([7, 7]),
-    torch.ones(3, 2, 32, dtype=torch.int64),
-    torch.ones(3, 2, 32, dtype=torch.complex64),
-)
+    None, "x", "", b"x", -1, 0, 1, 3, 1.5, -0.5, 1e30, float("nan"), float("inf"), True, [], (), {},
+    (1, 2, 3), ["x"], {"x": -1}, Opaque(), torch.int8, torch.float8_e4m3fn, torch.tensor(1.0),
+    torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), torch.tensor([7, 7]),
+    torch.ones(3, 2, 32, dtype=torch.int64), torch.ones(3, 2, 32, dtype=torch.complex64),
+)  # fmt: skip
 
 
 def admits(kind: Any, value: Any) -> bool:

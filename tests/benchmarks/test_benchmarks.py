@@ -107,10 +107,8 @@ def test_docstring_examples_run(module):
 def test_shapes_give_the_three_gemms():
     (shape,) = (s for s in shapes.select("llama-8b") if s.name == "up")
     assert shape.gemms() == {
-        "fprop": (16384, 14336, 4096),
-        "dgrad": (16384, 4096, 14336),
-        "wgrad": (14336, 4096, 16384),
-    }
+        "fprop": (16384, 14336, 4096), "dgrad": (16384, 4096, 14336), "wgrad": (14336, 4096, 16384),
+    }  # fmt: skip
     assert shape.flops() == 6 * 16384 * 14336 * 4096
     assert shapes.select("llama-8b", M=8)[0].M == 8
 

@@ -29,12 +29,10 @@ def test_energy_of_a_layer(setting):
     setting.recipes = ("delayed", "block")
     rows = list(power.rows(setting, LAYER, steady_counter, seconds=0.01, rounds=2))
     assert [row.name for row in rows] == [
-        "plain bfloat16, compile",
-        "converted, delayed, compile",
-        "TransformerLayer, delayed, eager",
-        "converted, block, compile",
+        "plain bfloat16, compile", "converted, delayed, compile",
+        "TransformerLayer, delayed, eager", "converted, block, compile",
         "TransformerLayer, block, eager",
-    ]
+    ]  # fmt: skip
     for row in rows:
         assert row.refusal is None
         assert row.values["W"] == pytest.approx(300, rel=0.05)

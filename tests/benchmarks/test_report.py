@@ -13,16 +13,9 @@ from benchmarks import common, gemm, report
 from benchmarks.report import Column, Row, Subject, Target
 
 COLUMNS = (
-    report.NAME,
-    report.decibels("y"),
-    report.TIME,
-    report.FLOOR,
-    report.TIMES_FLOOR,
-    report.SPEED_UP,
-    report.FLOPS,
-    Column("saved MB", 1),
-    report.TARGET,
-)
+    report.NAME, report.decibels("y"), report.TIME, report.FLOOR, report.TIMES_FLOOR,
+    report.SPEED_UP, report.FLOPS, Column("saved MB", 1), report.TARGET,
+)  # fmt: skip
 
 
 def example_rows():

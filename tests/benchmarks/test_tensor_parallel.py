@@ -1,7 +1,5 @@
 """The tensor parallel benchmark, on two processes of a CPU and tiny."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest
@@ -32,13 +30,7 @@ def check_context_parallel_attention(ranks: Ranks) -> None:
 def check_all_candidates_are_right_and_measured(ranks: Ranks) -> None:
     size = LayerSize(D=256, H=4, G=2, F=512, batch=2, sequence=32)
     options = argparse.Namespace(
-        recipe=["current"],
-        only="",
-        seed=0,
-        seconds=0.01,
-        rounds=1,
-        eager=True,
-        one_thread=True,
+        recipe=["current"], only="", seed=0, seconds=0.01, rounds=1, eager=True, one_thread=True
     )
     rows = list(tensor_parallel.rows(size, options, ranks.device))
     refused = {row.name: row.refusal for row in rows if row.refusal is not None}

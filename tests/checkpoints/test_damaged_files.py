@@ -3,8 +3,6 @@
 ``--cases N`` sets how many are made of each kind.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Which tensors are FP8 weights with which scales: every convention, and what breaks one."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -39,26 +37,16 @@ def look(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "scales", "words"),
     [
-        ((300, 200), (3, 2), "128x128"),
-        ((300, 200), (), "tensor"),
-        ((300, 200), (1,), "tensor"),
-        ((300, 200), (1, 1), "tensor"),
-        ((300, 200), (300, 1), "row"),
-        ((300, 200), (300,), "row"),
-        ((300, 200), (300, 2), "1x128"),
-        ((300, 256), (300, 8), "1x32"),
-        ((300, 256), (300, 4), "1x64"),
-        ((256, 96), (4, 2), "64x64"),
-        ((4, 256, 384), (4, 2, 3), "1x128x128"),
-        ((4, 256, 384), (4, 256), "row"),
-        ((4, 256, 384), (4, 1, 384), "column"),
-        ((4, 256, 384), (4,), "1xallxall"),
-        ((4, 256, 384), (4, 1, 1), "1xallxall"),
-        ((8,), (1,), "tensor"),
-        ((), (), "tensor"),
+        ((300, 200), (3, 2), "128x128"), ((300, 200), (), "tensor"), ((300, 200), (1,), "tensor"),
+        ((300, 200), (1, 1), "tensor"), ((300, 200), (300, 1), "row"), ((300, 200), (300,), "row"),
+        ((300, 200), (300, 2), "1x128"), ((300, 256), (300, 8), "1x32"),
+        ((300, 256), (300, 4), "1x64"), ((256, 96), (4, 2), "64x64"),
+        ((4, 256, 384), (4, 2, 3), "1x128x128"), ((4, 256, 384), (4, 256), "row"),
+        ((4, 256, 384), (4, 1, 384), "column"), ((4, 256, 384), (4,), "1xallxall"),
+        ((4, 256, 384), (4, 1, 1), "1xallxall"), ((8,), (1,), "tensor"), ((), (), "tensor"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_blocks_follow_from_the_number_of_scales(look, shape, scales, words):
     row = look({"a.weight": codes(*shape), "a.weight_scale": torch.ones(scales)})["a.weight"]
     assert row.format == f"e4m3 {words} " + ("fp32" if math.prod(scales) == 1 else "pow2")
@@ -139,12 +127,11 @@ def test_configured_blocks(look):
         ({"strategy": "block", "block_structure": [128, 128]}, (2, 2), ""),
         ({"strategy": "group", "group_size": 32}, (256, 8), ""),
         (
-            {"strategy": "channel"},
-            (1,),
+            {"strategy": "channel"}, (1,),
             "scales by tensor, where blocks of row are usual or configured",
         ),
     ],
-)
+)  # fmt: skip
 def test_compressed_tensors_configuration(look, weights, scales, why):
     rows = look(
         {"a.weight": codes(256, 256), "a.weight_scale": torch.rand(scales) + 1},
@@ -163,24 +150,19 @@ def test_a_strange_configuration_is_ignored(look, config):
 def test_no_scale(look):
     row = look({"a.weight": codes(4, 4), "b.weight": torch.ones(2)})["a.weight"]
     assert (row.why, row.format, row.severity) == (
-        "no scale in the checkpoint",
-        "e4m3, no scale",
-        2,
-    )
+        "no scale in the checkpoint", "e4m3, no scale", 2,
+    )  # fmt: skip
 
 
 def test_orphaned_scales(look):
     rows = look(
         {
-            "a.weight_scale_inv": torch.ones(2, 2),
-            "b.weight": torch.ones(4, 4),
-            "b.weight_scale": torch.ones(1),
-            "c.input_scale": torch.ones(1),
-            "d.weight.scale": torch.ones(1, 1),
-            "d.weight.amax": torch.ones(1, 1),
+            "a.weight_scale_inv": torch.ones(2, 2), "b.weight": torch.ones(4, 4),
+            "b.weight_scale": torch.ones(1), "c.input_scale": torch.ones(1),
+            "d.weight.scale": torch.ones(1, 1), "d.weight.amax": torch.ones(1, 1),
             "e.scale_weight": torch.ones(()),
         }
-    )
+    )  # fmt: skip
     found = {name: row.why for name, row in rows.items() if row.findings}
     assert found == {
         "a.weight_scale_inv": "a scale, but there is no weight a.weight",
@@ -215,12 +197,10 @@ def test_scales_of_other_quantizations_are_not_orphans(look):
 def test_scales_of_activations_are_looked_at(look):
     rows = look(
         {
-            "a.weight": codes(16, 16),
-            "a.weight_scale": torch.ones(()) / 3,
-            "a.input_scale": torch.zeros(1),
-            "a.output_scale": torch.tensor([math.nan]),
+            "a.weight": codes(16, 16), "a.weight_scale": torch.ones(()) / 3,
+            "a.input_scale": torch.zeros(1), "a.output_scale": torch.tensor([math.nan]),
         }
-    )
+    )  # fmt: skip
     assert rows["a.input_scale"].why == "1 of 1 scales not positive"
     assert rows["a.output_scale"].why == "1 of 1 elements NaN"
 

@@ -1,7 +1,5 @@
 """Every container that a path may hold: whole, in parts, damaged, or something else altogether."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Weights in packed 4 bits: every layout, decoded by hand, compared, loaded as a frozen base."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

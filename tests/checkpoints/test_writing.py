@@ -1,7 +1,5 @@
 """Files: readable by safetensors, sharded with an index, and whole or not there at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc
@@ -18,6 +16,7 @@ from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.safetensors import Group, NewTensor, write_checkpoint
 from float8lab.inspect import CheckpointError
 from float8lab.integrations import export, load_fp8
+from tests.integrations.checkpoint.test_exporting import read
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
@@ -32,25 +31,13 @@ def write(path, tensors, most=1 << 30):
     return write_checkpoint(path, groups, {"a": 1}, max_shard_size=most)
 
 
-def read(path):
-    state = {}
-    for file in sorted(path.glob("*.safetensors")):
-        state |= safetensors.load_file(file)
-    return state
-
-
 TENSORS = {
-    "fp8": torch.randn(5, 3).to(torch.float8_e4m3fn),
-    "odd": torch.arange(7, dtype=torch.uint8),
-    "e5m2": torch.randn(3).to(torch.float8_e5m2),
-    "wide": torch.randn(2, 2, dtype=torch.float64),
-    "bf16": torch.randn(3, 3).bfloat16(),
-    "strided": torch.randn(4, 6).t(),
-    "scalar": torch.tensor(3.0),
-    "empty": torch.empty(0, 4),
-    "flags": torch.tensor([True, False]),
+    "fp8": torch.randn(5, 3).to(torch.float8_e4m3fn), "odd": torch.arange(7, dtype=torch.uint8),
+    "e5m2": torch.randn(3).to(torch.float8_e5m2), "wide": torch.randn(2, 2, dtype=torch.float64),
+    "bf16": torch.randn(3, 3).bfloat16(), "strided": torch.randn(4, 6).t(),
+    "scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "flags": torch.tensor([True, False]),
     "whole": torch.arange(5),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("most", [1, 40, 1 << 30])

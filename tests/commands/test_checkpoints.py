@@ -1,7 +1,5 @@
 """``python -m float8lab inspect`` and ``diff``: statuses, output, terminals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -92,13 +90,11 @@ def test_statuses(path, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["inspect"],
-        ["diff", "a"],
-        ["inspect", "a", "--limit", "0"],
+        ["inspect"], ["diff", "a"], ["inspect", "a", "--limit", "0"],
         ["inspect", "a", "--limit", "x"],
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments)

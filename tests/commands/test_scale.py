@@ -1,7 +1,5 @@
 """``python -m float8lab scale``: output, statuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree as ElementTree

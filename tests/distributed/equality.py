@@ -5,8 +5,6 @@ gradient of the input and those of the parameters. Each row is asserted by a che
 beside this file; a test of the page asserts that no row is left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,26 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import float8lab
-from float8lab.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from float8lab import recipes
 from tests.distributed.ranks import Ranks
-
-__all__ = ["RECIPES", "Step", "assert_row", "local_rows", "page_rows", "summed", "take_step"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "many_gpus.md"
 
-RECIPES: dict[str, Recipe] = {
-    "current": Float8CurrentScaling(),
-    "delayed": DelayedScaling(),
-    "row": Float8RowwiseScaling(),
-    "block": Float8BlockScaling(),
-    "MX": MXFP8BlockScaling(),
+RECIPES: dict[str, recipes.Recipe] = {
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.DelayedScaling(),
+    "row": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "MX": recipes.MXFP8BlockScaling(),
 }
 """The columns of the table, in order."""
 
@@ -72,14 +61,9 @@ def summed(x: Tensor) -> Tensor:
 
 
 def take_step(
-    module: nn.Module,
-    recipe: Recipe,
-    x: Tensor,
-    dy: Tensor,
-    *,
-    group: Any = None,
+    module: nn.Module, recipe: recipes.Recipe, x: Tensor, dy: Tensor, *, group: Any = None,
     call: Callable[..., Tensor] | None = None,
-) -> Step:
+) -> Step:  # fmt: skip
     """The results of a step; under delayed scaling of the third, by the scales of the second.
 
     A module that is new beside others takes part in the reduction of amaxes from the second on.
@@ -98,7 +82,9 @@ def take_step(
     return result
 
 
-def assert_row(ranks: Ranks, name: str, measure: Callable[[Recipe], tuple[Step, Step]]) -> None:
+def assert_row(
+    ranks: Ranks, name: str, measure: Callable[[recipes.Recipe], tuple[Step, Step]]
+) -> None:
     """Assert that a row of the page has the signs of what is measured.
 
     ``measure`` gives a rank's results with a recipe, and those of one rank that belong there.

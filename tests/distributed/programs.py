@@ -1,7 +1,5 @@
 """Run a program on several ranks as torchrun does: on forks of a process that has torch."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import socket
@@ -12,8 +10,6 @@ import torch
 
 from tests.distributed.ranks import forks
 from tests.processes import run_python
-
-__all__ = ["run_program", "run_torchrun"]
 
 _ENDED: list[dict[str, object]] = []
 """The names of a program that has ended, alive until its process ends without destructors. DDP's

@@ -5,8 +5,6 @@ of each, which ``each_check`` makes. The test sends the name of the check to the
 session's pool, which run it once, whichever worker of pytest-xdist the test is on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools
@@ -30,40 +28,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from float8lab.recipes import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
-
-__all__ = [
-    "RECIPES",
-    "Collectives",
-    "RankPool",
-    "Ranks",
-    "each_check",
-    "forks",
-    "on_ranks",
-    "slow_check",
-]
+from float8lab import recipes
 
 PRELOAD = [
-    "tests.distributed.ranks",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-]
+    "tests.distributed.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch._dynamo", "torch._inductor.compile_fx",
+]  # fmt: skip
 """What the process that is forked imports, once for all ranks: some 7 s of CPU time."""
 
-RECIPES: list[Recipe] = [
-    Float8CurrentScaling(),
-    Float8RowwiseScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-]
+RECIPES: list[recipes.Recipe] = [
+    recipes.Float8CurrentScaling(), recipes.Float8RowwiseScaling(), recipes.Float8BlockScaling(),
+    recipes.MXFP8BlockScaling(),
+]  # fmt: skip
 """One for each granularity of a stored weight."""
 
 
@@ -189,13 +165,10 @@ def _set_up(rank: int, world: int, device_type: str, store: str) -> torch.device
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
+        "nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
+        world_size=world, timeout=timedelta(seconds=60),
         device_id=device if device_type == "cuda" else None,
-    )
+    )  # fmt: skip
     return device
 
 

@@ -1,8 +1,5 @@
 """Context, tensor and data parallelism of one layer together, on eight ranks."""
 
-from __future__ import annotations
-
-import torch
 from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.ranks import Ranks, each_check
@@ -10,7 +7,6 @@ from tests.distributed.test_context_parallel import B, D, H, S, assert_layers, l
 
 
 def check_a_layer_is_that_of_one_rank(ranks: Ranks) -> None:
-    torch.manual_seed(0)
     mesh = ranks.mesh(2, 2, 2, names=("dp", "cp", "tp"))
     group = mesh["cp"].get_group()
     spread = layer(ranks, num_gqa_groups=4, tp_group=mesh["tp"].get_group(), set_parallel_mode=True)

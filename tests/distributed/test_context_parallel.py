@@ -1,7 +1,5 @@
 """Context parallelism: attention has the numbers of one rank, whatever the mask and the format."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -71,13 +69,9 @@ class Case(NamedTuple):
         )
 
     def run(
-        self,
-        module: Any,
-        call: dict[str, Any],
-        tensors: list[Tensor],
-        dtype: torch.dtype,
+        self, module: Any, call: dict[str, Any], tensors: list[Tensor], dtype: torch.dtype,
         **region: Any,
-    ) -> list[Tensor]:
+    ) -> list[Tensor]:  # fmt: skip
         """The output and the gradients of all tensors."""
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
         call = {
@@ -104,13 +98,9 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 
 def assert_near(
-    ranks: Ranks,
-    case: Case,
-    results: list[Tensor],
-    alone: list[Tensor],
-    exact: list[Tensor],
+    ranks: Ranks, case: Case, results: list[Tensor], alone: list[Tensor], exact: list[Tensor],
     order: str,
-) -> None:
+) -> None:  # fmt: skip
     """A rank's results are as near to the exact ones as those of one rank alone."""
     for got, one, right in zip(results, alone, exact, strict=True):
         wanted = case.shard(right, ranks, order)
@@ -170,7 +160,6 @@ def cases_of(ranks: Ranks) -> dict[str, Case]:
 
 def check_masks_and_formats(ranks: Ranks) -> None:
     """Results are those of one rank, by ``a2a`` bit for bit but for sums over heads."""
-    torch.manual_seed(0)
     dtype = torch.float32 if ranks.device.type == "cpu" else torch.bfloat16
     for name, case in cases_of(ranks).items():
         modules = {
@@ -211,7 +200,6 @@ def check_masks_and_formats(ranks: Ranks) -> None:
 
 def check_fp8_attention(ranks: Ranks) -> None:
     """Operands are cast to one rank's bytes, and results are as near to what these should give."""
-    torch.manual_seed(0)
     # Heads of very different sizes.
     sizes = torch.logspace(-2, 1, H, device=ranks.device)[:, None]
     tensors = [(sized(ranks, S, B, H, D) * sizes).bfloat16() for _ in range(3)]
@@ -259,7 +247,6 @@ def check_fp8_attention(ranks: Ranks) -> None:
 
 def check_batches(ranks: Ranks) -> None:
     """The tokens of all ranks are the batch again; one function cuts it as the other does."""
-    torch.manual_seed(0)
     batch = functools.partial(get_batch_on_this_cp_rank, cp_group=group_of(ranks))
     starts = LENGTHS.to(ranks.device)
     for order, (qkv_format, shape, dim) in itertools.product(
@@ -330,7 +317,6 @@ def assert_layers(
 
 
 def check_modules(ranks: Ranks) -> None:
-    torch.manual_seed(0)
     x = sized(ranks, S, B, H * D)
     mesh = ranks.mesh(ranks.world // 2, 2, names=("tp", "cp"))
     for comm_type, order in zip((*COMM_TYPES, "p2p"), (*ORDERS, *ORDERS, ORDERS[1]), strict=True):
@@ -366,7 +352,6 @@ def check_modules(ranks: Ranks) -> None:
 
 def check_what_is_equal(ranks: Ranks) -> None:
     """Ranks share the tokens, and each casts its own."""
-    torch.manual_seed(0)
     group, groups = group_of(ranks), [dist.new_group([r]) for r in range(ranks.world)]
     x, dy = (sized(ranks, S, B, H * D) * sized(ranks, S, 1, 1).mul(2).exp() for _ in range(2))
     mine, mine_dy = (shard_sequence(t, group) for t in (x, dy))
@@ -401,7 +386,6 @@ def check_what_is_equal(ranks: Ranks) -> None:
 
 def check_compiled(ranks: Ranks) -> None:
     """Heads are exchanged, and keys and values go around, in a graph."""
-    torch.manual_seed(0)
     comm_type = "a2a+p2p" if ranks.device.type == "cpu" else "p2p"
     _, module = pair(ranks, D, num_gqa_groups=4, comm_type=comm_type)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -461,7 +445,6 @@ class Attention(nn.Module):
 
 def manager_of_torch(ranks: Ranks) -> None:
     """A converted model's attention inside torch's ``context_parallel``, which needs GPUs."""
-    torch.manual_seed(0)
     model = Attention().to(ranks.device, torch.bfloat16)
     model = float8lab.convert_to_float8(model, Float8RowwiseScaling())
     x, dy = (sized(ranks, B, 256, 256).bfloat16() for _ in range(2))

@@ -1,7 +1,5 @@
 """Cross entropy of logits that one rank has whole; test_sequence_parallel.py has sharded ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

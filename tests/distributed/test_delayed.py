@@ -1,7 +1,5 @@
 """Delayed scaling on several ranks: one reduction a region, equal scales, no rank left waiting."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from functools import partial

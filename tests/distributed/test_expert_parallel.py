@@ -1,7 +1,5 @@
 """Tokens sent to the ranks of their experts: the bytes of one rank that has all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,24 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import float8lab
+from float8lab import recipes
 from float8lab.formats import E5M2, Float8Spec
-from float8lab.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
 from tests.distributed.equality import Step, assert_row, take_step
 from tests.distributed.ranks import Ranks, each_check, on_ranks
 
@@ -150,8 +135,9 @@ def check_shards_of_stacked_weights(ranks: Ranks) -> None:
         return [*results, *(p.grad for p in module.parameters())]
 
     for recipe in (
-        Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling(), Float8CurrentScaling(),
-        DelayedScaling(), DelayedScaling(amax_history_len=2, reduce_amax=False),
+        recipes.Float8RowwiseScaling(), recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(),
+        recipes.Float8CurrentScaling(), recipes.DelayedScaling(),
+        recipes.DelayedScaling(amax_history_len=2, reduce_amax=False),
     ):  # fmt: skip
         steps = 3 if recipe.linear.delayed else 1
         for kind, method in (("experts", "forward"), ("mlp", "run_rows"), ("linear", "forward")):
@@ -191,7 +177,7 @@ def check_experts_that_are_placed_otherwise(ranks: Ranks) -> None:
     with pytest.raises(NotImplementedError, match="ExpertMLP must be given the rows"):
         module(x, probs, routing_map)
     few = stacked("mlp", ranks.device)
-    float8lab.convert_to_float8(few, DelayedScaling())
+    float8lab.convert_to_float8(few, recipes.DelayedScaling())
     for name, p in list(few.named_parameters()):
         few.register_parameter(name, nn.Parameter(p[:3].detach()))
     with pytest.raises(NotImplementedError, match="weights must be those of all 8 experts"):
@@ -223,7 +209,7 @@ def check_what_is_equal(ranks: Ranks) -> None:
 
         return run
 
-    def layer(recipe: Recipe) -> tuple[Step, Step]:
+    def layer(recipe: recipes.Recipe) -> tuple[Step, Step]:
         alone = stacked("mlp", ranks.device)
         module = float8lab.ExpertMLP(E // ranks.world, H, H, bias=True, device=ranks.device)
         with torch.no_grad():
@@ -256,16 +242,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "probs": (lambda x, m: float8lab.moe_dispatch(x, x, m), ValueError, "probs"),
     "group": (lambda x, m: float8lab.moe_dispatch(x, m.float(), m, 3), TypeError, "group"),
     "gradient": (
-        lambda x, m: float8lab.moe_dispatch(x, m.float(), m, gradient=Float8Spec()),
-        ValueError,
+        lambda x, m: float8lab.moe_dispatch(x, m.float(), m, gradient=Float8Spec()), ValueError,
         "gradient",
     ),
     "out": (
         lambda x, m: float8lab.moe_combine(x, float8lab.moe_dispatch(x, m.float(), m)[-1]),
-        ValueError,
-        "out",
+        ValueError, "out",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)

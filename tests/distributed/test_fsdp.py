@@ -1,7 +1,5 @@
 """FP8 all-gather of high-precision weights under FSDP2."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable
@@ -11,18 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import float8lab
 from float8lab.distributed.fsdp.shards import MasterShard
@@ -37,14 +26,10 @@ from float8lab.recipes import (
 from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks, slow_check
 
 RECIPES = [
-    Float8CurrentScaling(),
-    Float8CurrentScaling(power_of_2_scale=True, amax_epsilon=0.5),
-    Float8RowwiseScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-    NVFP4BlockScaling(),
+    Float8CurrentScaling(), Float8CurrentScaling(power_of_2_scale=True, amax_epsilon=0.5),
+    Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(),
     DelayedScaling(margin=1),
-]
+]  # fmt: skip
 
 
 class Block(nn.Module):
@@ -184,7 +169,6 @@ def check_experts_are_gathered_as_each_is_cast(ranks: Ranks) -> None:
 
 def check_attention_of_torch(ranks: Ranks) -> None:
     """Its packed weight is gathered in high precision, those of linear layers in FP8."""
-    torch.manual_seed(0)
     single = nn.TransformerEncoderLayer(64, 4, 128, 0.0, device=ranks.device)
     float8lab.convert_to_float8(single)
     model = fully_shard(copy.deepcopy(single), mesh=ranks.mesh())
@@ -321,7 +305,6 @@ def check_reshard_policies(ranks: Ranks) -> None:
 
 
 def check_gradient_accumulation(ranks: Ranks) -> None:
-    torch.manual_seed(0)
     model = sharded_model(ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(3):

@@ -1,7 +1,5 @@
 """FP8 reduce-scatter of gradients under FSDP2, against the same arithmetic in plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
@@ -34,13 +32,9 @@ class Recorder:
         self.group: Any = None
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any,
         async_op: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.inputs.append(input_tensor.clone())
         self.comm(output_tensor, input_tensor, group, op, async_op)
         self.outputs.append(output_tensor.clone())

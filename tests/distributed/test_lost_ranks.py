@@ -3,8 +3,6 @@
 These processes are not those of other files' checks: a group that has lost a rank is of no use.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from datetime import timedelta

@@ -511,8 +511,8 @@ def test_an_exception_in_forward(watch):
     assert same(plain, train(model, pair))
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_layer_inside(watch):
-    torch._dynamo.reset()
     model = make_model(3)
     recipe = RECIPES["current"]
     plain = train(copy.deepcopy(model), NOTHING, recipe, steps=2)
@@ -521,10 +521,7 @@ def test_a_compiled_layer_inside(watch):
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=3)
     assert same(plain, train(model, pair, recipe, steps=2))
     assert watch.back
-    torch._dynamo.reset()
 
-
-# --- on a GPU ------------------------------------------------------------------------------------
 
 WIDTH = 2048
 TOKENS = 4096

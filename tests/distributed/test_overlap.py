@@ -1,7 +1,5 @@
 """Products beside copies between ranks: the bytes of collectives that come before or after them."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -20,11 +18,9 @@ from float8lab.tensor.blocks import quantize_blocks
 from tests.distributed.ranks import RECIPES, Ranks, each_check
 
 BLOCKS = {
-    "tensor": ((-1, -1), (-1, -1)),
-    "row": ((1, -1), (1, -1)),
-    "block": ((1, 128), (128, 128)),
+    "tensor": ((-1, -1), (-1, -1)), "row": ((1, -1), (1, -1)), "block": ((1, 128), (128, 128)),
     "mx": ((1, 32), (1, 32)),
-}
+}  # fmt: skip
 ROWS, N = 256, 48
 
 

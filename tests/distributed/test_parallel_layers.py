@@ -1,7 +1,5 @@
 """Attention and transformer layers spread over tensor-parallel ranks, against one rank."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable
@@ -24,14 +22,7 @@ from float8lab.nn.precision import precisions
 from float8lab.ops import value_of_op
 from float8lab.recipes.region import PROCESS
 from tests.distributed.equality import summed
-from tests.distributed.ranks import (
-    RECIPES,
-    Collectives,
-    Ranks,
-    each_check,
-    on_ranks,
-    slow_check,
-)
+from tests.distributed.ranks import RECIPES, Collectives, Ranks, each_check, on_ranks, slow_check
 from tests.distributed.test_tensor_parallel import DIMENSIONS, part_of
 from tests.integrations.checkpoint import layouts
 

@@ -1,7 +1,5 @@
 """Tensor parallelism of plain models by torch's parallelize_module."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from contextlib import contextmanager
@@ -15,13 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -56,12 +48,10 @@ from tests.distributed.test_tensor_parallel import (
 )
 
 RECIPES: list[Recipe] = [
-    Float8CurrentScaling(power_of_2_scale=True),
-    DelayedScaling(power_of_2_scale=True),
-    Float8RowwiseScaling(power_of_2_scale=True),
-    Float8BlockScaling(power_of_2_scale=True),
+    Float8CurrentScaling(power_of_2_scale=True), DelayedScaling(power_of_2_scale=True),
+    Float8RowwiseScaling(power_of_2_scale=True), Float8BlockScaling(power_of_2_scale=True),
     MXFP8BlockScaling(),
-]
+]  # fmt: skip
 """Their scales are powers of two, so integers stay exact."""
 WIDTH, HIDDEN = 64, 128
 TOKENS_AS_SHARDS = Shard(1)
@@ -482,7 +472,6 @@ def check_files_of_other_numbers_of_ranks(ranks: Ranks) -> None:
 
 
 def check_loss_over_a_sharded_vocabulary(ranks: Ranks) -> None:
-    torch.manual_seed(0)
     linear = nn.Sequential(nn.Linear(WIDTH, 96, device=ranks.device))
     alone = float8lab.convert_to_float8(linear, RECIPES[0])
     model = copy.deepcopy(alone)
@@ -512,7 +501,6 @@ class Normed(nn.Sequential):
 
 
 def check_norms_and_prepared_inputs(ranks: Ranks) -> None:
-    torch.manual_seed(0)
     # Hopper multiplies these blocks in float32, in which the sums of a few products are exact.
     width = 32 * ranks.world  # whole blocks on each rank
     alone = Normed(MXFP8BlockScaling(), width).to(ranks.device)

@@ -29,11 +29,9 @@ WIDTH, TOKENS, MICROBATCHES, STEPS = 32, 6, 4, 2
 NEW = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 11)
 ZERO_BUBBLE = ["InterleavedZeroBubble"] if NEW else []
 CHECKPOINTS: list[Any] = [
-    None,
-    float8lab.checkpoint,
-    partial(torch_checkpoint, use_reentrant=True),
+    None, float8lab.checkpoint, partial(torch_checkpoint, use_reentrant=True),
     partial(torch_checkpoint, use_reentrant=False),
-]
+]  # fmt: skip
 
 
 class Stage(nn.Module):

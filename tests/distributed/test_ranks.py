@@ -1,7 +1,5 @@
 """The pool of ranks: what it says of a check that fails, and that the next check runs after it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -272,13 +272,13 @@ def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, in
     assert repeated(operands, run) == [True] * 3
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @each_mode
 def test_compiled_recomputations_have_the_scales_of_the_last_forward(operands, use_reentrant):
     model = nn.Sequential(*(float8lab.Linear(32, 32, device="cpu") for _ in range(2)))
     for seed in range(2):
         with float8lab.autocast(recipe=RECENT):
             model(leaf(4, 32, seed=seed))
-    torch._dynamo.reset()
 
     @partial(torch.compile, fullgraph=True, backend="aot_eager")
     def run(x):
@@ -287,7 +287,6 @@ def test_compiled_recomputations_have_the_scales_of_the_last_forward(operands, u
 
     found = repeated(operands, run)
     assert found in ([False, False, True], [None] * 3)  # torch 2.11 saves the operands
-    torch._dynamo.reset()
 
 
 @each_mode

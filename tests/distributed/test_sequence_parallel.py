@@ -4,8 +4,6 @@ Gradients under sequence parallelism, cross entropy over a sharded vocabulary, s
 random streams that ranks share or do not.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ops on DTensors: each as it is on whole tensors, gathering nothing that its rule keeps apart."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -386,7 +386,6 @@ def assert_same_step(
 
 def check_what_is_equal(ranks: Ranks) -> None:
     """Layers that share weights, with the tokens in shards; and torch's styles for plain models."""
-    torch.manual_seed(0)
     width, mesh = 128 * ranks.world, ranks.mesh()  # blocks fit the shards
     x, dy = (torch.randn(7 * ranks.world, width, device=ranks.device) for _ in range(2))
 

@@ -6,8 +6,6 @@ Nothing runs: the tensors are without values. tests/nn/attention/test_combinatio
 same combinations, small, with float64.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -76,26 +74,17 @@ MASKS = {
 }
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "nothing more": {},
-    "ALiBi": {"core_attention_bias_type": "alibi"},
-    "bias": {"core_attention_bias_type": "post_scale_bias"},
-    "dropout": {"attention_dropout": 0.25},
-    "softcap": {"softcap": 2.0},
-    "off-by-one": {"softmax_type": "off-by-one"},
-    "sinks": {"softmax_type": "learnable"},
-    "max logit": {"return_max_logit": True},
-}
+    "nothing more": {}, "ALiBi": {"core_attention_bias_type": "alibi"},
+    "bias": {"core_attention_bias_type": "post_scale_bias"}, "dropout": {"attention_dropout": 0.25},
+    "softcap": {"softcap": 2.0}, "off-by-one": {"softmax_type": "off-by-one"},
+    "sinks": {"softmax_type": "learnable"}, "max logit": {"return_max_logit": True},
+}  # fmt: skip
 """Arguments of the constructor and of calls."""
 
 HEADS = {
-    "32": (32, 32),
-    "64": (64, 64),
-    "96": (96, 96),
-    "128": (128, 128),
-    "192": (192, 192),
-    "192, values 128": (192, 128),
-    "256": (256, 256),
-}
+    "32": (32, 32), "64": (64, 64), "96": (96, 96), "128": (128, 128), "192": (192, 192),
+    "192, values 128": (192, 128), "256": (256, 256),
+}  # fmt: skip
 
 OF_CONSTRUCTOR = ("attention_dropout", "softmax_type", "return_max_logit")
 
@@ -125,12 +114,9 @@ def lengths_of(mask: Mask, sizes: Sizes) -> tuple[list[int], list[int]]:
 
 
 def arguments(
-    mask: Mask,
-    feature: dict[str, Any],
-    sizes: Sizes,
-    make: Callable[[Any], Tensor],
+    mask: Mask, feature: dict[str, Any], sizes: Sizes, make: Callable[[Any], Tensor],
     window: tuple[int, int] | None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The arguments of a call beside query, key and value; ``make`` makes tensors of numbers."""
     call = {n: value for n, value in feature.items() if n not in OF_CONSTRUCTOR}
     call["window_size"] = window

@@ -6,8 +6,6 @@ Devices: ``inspect.environment`` is asked as on a GPU of each kind. Modules and 
 is a run on the CPU, which takes the same decisions as a Hopper GPU, and a comparison.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -32,12 +30,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 RECIPES = tuple(type(recipe) for recipe in recipes.ALL.values())
 
 DEVICES = {
-    "CPU": None,
-    "SM 8.0 (A100), not run": (8, 0),
-    "SM 8.9 (L40S), not run": (8, 9),
-    "SM 9.0 (H100, H200)": (9, 0),
-    "SM 10.0 (B200), not run": (10, 0),
-}
+    "CPU": None, "SM 8.0 (A100), not run": (8, 0), "SM 8.9 (L40S), not run": (8, 9),
+    "SM 9.0 (H100, H200)": (9, 0), "SM 10.0 (B200), not run": (10, 0),
+}  # fmt: skip
 """Compute capabilities."""
 
 WIDTH = 64
@@ -113,9 +108,7 @@ def count_gemms(case: Case, recipe: Recipe) -> str:
     return f"{counts.fp8} of {counts.fp8 + counts.high_precision}"
 
 
-# --- features: True, False, or None where a module has no use for it -----------------------------
-
-
+# Features: True, False, or None where a module has no use for it.
 def attends_in_fp8(case: Case, recipe: Recipe) -> bool | None:
     module, inputs = build(case, recipe)
     if not any(isinstance(m, float8lab.DotProductAttention) for m in module.modules()):

@@ -6,8 +6,6 @@ modules and classes exists there, with the keyword arguments that it passes. Whe
 that a file *runs* it, the file has its statements, or reads the page.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

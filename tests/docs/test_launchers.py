@@ -1,7 +1,5 @@
 """Programs of docs/launchers.md and docs/transformers.md, started by the commands they show."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -24,10 +22,7 @@ COMMANDS = [
     for line in block.splitlines()
     if "HOST" not in block and "train_" in block
 ]
-MODULES = {
-    "accelerate": "accelerate.commands.accelerate_cli",
-    "torchrun": "torch.distributed.run",
-}
+MODULES = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}
 
 
 def losses(command: str, folder: Path) -> list[str]:

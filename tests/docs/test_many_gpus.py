@@ -1,7 +1,5 @@
 """docs/many_gpus.md: the meshes that the prediction finds fastest, and what is equal to one GPU."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

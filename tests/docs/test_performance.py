@@ -33,10 +33,8 @@ up: 1 x 2
 def test_tables_of_a_page():
     linear, hand = make_performance.tables(TEXT)
     assert (linear.section, linear.caption, linear.facts["commit"]) == (
-        "linear",
-        "up: 1 x 2",
-        "abc",
-    )
+        "linear", "up: 1 x 2", "abc",
+    )  # fmt: skip
     assert linear.rows[1] == {"implementation": "delayed", "x bf16": "1.50", "GPU ms": "-"}
     assert (hand.section, hand.facts, hand.rows) == ("By hand", {}, [{"run": "one", "loss": "0.7"}])
 

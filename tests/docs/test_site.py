@@ -20,15 +20,9 @@ DIRECTIVES = {
 OTHERS = re.compile("accelerate|lightning|torchtitan|transformers")
 """Modules so called take seconds to import, or cannot be; they have tests of their own."""
 MODULES = (
-    "float8lab",
-    "float8lab.recipes",
-    "float8lab.nn",
-    "float8lab.router",
-    "float8lab.inspect",
-    "float8lab.optim",
-    "float8lab.integrations",
-    "float8lab.distributed",
-)
+    "float8lab", "float8lab.recipes", "float8lab.nn", "float8lab.router", "float8lab.inspect",
+    "float8lab.optim", "float8lab.integrations", "float8lab.distributed",
+)  # fmt: skip
 
 
 def find(dotted: str):

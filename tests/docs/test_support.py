@@ -17,11 +17,8 @@ def test_page_is_what_was_tried():
 def test_what_fails_for_a_module_is_said():
     last = list(MODULES)[-1]
     for answers, said in (
-        ([True] * 7, "yes"),
-        ([True, None] * 3 + [True], "yes"),
-        ([True] * 6 + [False], f"not {last}"),
-        ([None] * 6 + [False], "no"),
-        ([None] * 7, "-"),
-    ):
+        ([True] * 7, "yes"), ([True, None] * 3 + [True], "yes"),
+        ([True] * 6 + [False], f"not {last}"), ([None] * 6 + [False], "no"), ([None] * 7, "-"),
+    ):  # fmt: skip
         found = iter(answers)
         assert try_feature(lambda case, recipe, found=found: next(found), RECIPES[0]()) == said

@@ -1,7 +1,5 @@
 """The example's files are read back to the bit, here and by Transformers."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

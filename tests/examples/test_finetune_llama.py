@@ -1,7 +1,5 @@
 """The Transformers example trains, and compares what it trained."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The LoRA example trains on both bases, and says what that takes."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """The notebook runs from top to bottom and shows what it says."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import copy

@@ -53,8 +53,9 @@ def test_transformer_layers_are_the_plain_blocks(name):
             assert (grad - parameter.grad).norm() <= tolerance * parameter.grad.norm(), label
 
 
-def test_a_llama_cannot_see_the_future():
-    model = MODELS["llama"]().eval()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_cannot_see_the_future(name):
+    model = MODELS[name]().eval()
     tokens = torch.randint(256, (1, 8))
     changed = tokens.clone()
     changed[0, -1] = (tokens[0, -1] + 1) % 256

@@ -1,7 +1,5 @@
 """The Megatron-style example: four ranks train as one does, and go on from each other's files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

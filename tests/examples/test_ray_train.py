@@ -1,7 +1,5 @@
 """The Ray example: a killed worker, and a run that goes on bit for bit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The policy of the RL example learns, and rollouts get its bytes."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """The Lightning example trains, and compares what it trained."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

@@ -1,7 +1,5 @@
 """Models for tests of what runs a model and must leave it as it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

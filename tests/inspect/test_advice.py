@@ -1,7 +1,5 @@
 """advise: modelled times are those of recipes.auto; measured ones add up to the step's."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -181,9 +179,6 @@ def test_graphs_take_no_cpu_time():
     found = advised(model, x, mode="cuda_graph")
     assert all(layer.high_cpu == layer.cpu == 0 for layer in found.layers)
     assert found.step["high precision"] == pytest.approx(step(model, x).gpu, rel=1e-6)
-
-
-# --- modelled ------------------------------------------------------------------------------------
 
 
 @each_recipe

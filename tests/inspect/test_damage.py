@@ -1,7 +1,5 @@
 """Planted outliers are found, damages are those of runs made by hand, the model stays as it was."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -18,10 +16,8 @@ from float8lab import inspect, recipes
 from tests.inspect.models import Noted, snapshot
 
 CURRENT, ROWWISE, BLOCK = (
-    recipes.Float8CurrentScaling(),
-    recipes.Float8RowwiseScaling(),
-    recipes.Float8BlockScaling(),
-)
+    recipes.Float8CurrentScaling(), recipes.Float8RowwiseScaling(), recipes.Float8BlockScaling(),
+)  # fmt: skip
 each_recipe = pytest.mark.parametrize(
     "recipe",
     [CURRENT, recipes.DelayedScaling(), ROWWISE, BLOCK, recipes.MXFP8BlockScaling()],

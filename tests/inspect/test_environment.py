@@ -1,7 +1,5 @@
 """`float8lab env` says what is native, here and on GPUs that are pretended."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What inspect says of mixtures of experts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Bytes by layer against bytes counted by hand, by other hooks, and by the CUDA allocator."""
 
-from __future__ import annotations
-
 import gc
 import json
 
@@ -19,14 +17,11 @@ ROWS = 96
 each_recipe = pytest.mark.parametrize(
     "recipe",
     [
-        recipes.DelayedScaling(),
-        recipes.Float8CurrentScaling(),
-        recipes.Float8RowwiseScaling(),
-        recipes.Float8BlockScaling(),
-        recipes.MXFP8BlockScaling(),
+        recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.Float8RowwiseScaling(),
+        recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(),
     ],
     ids=lambda recipe: type(recipe).__name__,
-)
+)  # fmt: skip
 
 
 def mlp(**how) -> nn.Sequential:

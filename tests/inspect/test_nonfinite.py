@@ -37,9 +37,7 @@ class OnlyBackward(torch.autograd.Function):
 
 def make(middle=None, *, recipe=None):
     model = nn.Sequential(
-        nn.Linear(16, 32),
-        nn.Sequential(nn.GELU(), Op(middle or (lambda x: x))),
-        nn.Linear(32, 16),
+        nn.Linear(16, 32), nn.Sequential(nn.GELU(), Op(middle or (lambda x: x))), nn.Linear(32, 16)
     )
     if recipe is not None:
         float8lab.convert_to_float8(model, recipe)
@@ -97,25 +95,20 @@ def test_in_a_buffer(x):
 
 
 @each_precision
-def test_an_op_that_overflows(recipe, x):
-    model = make(lambda x: torch.exp(1000 * x), recipe=recipe)
-    assert place(find_nan(model, x)) == ("1.1", "output 0", "forward", 0)
-
-
-@each_precision
-def test_an_op_that_gives_minus_infinity(recipe, x):
-    # As masks are; but here a NaN follows, and so it is what to name.
-    model = make(lambda x: torch.log(x.clamp(min=0)), recipe=recipe)
-    found = find_nan(model, x)
-    assert place(found) == ("1.1", "output 0", "forward", 0)
-    assert (found.nan, found.inf > 0) == (0, True)
-
-
-@each_precision
-def test_only_in_backward(recipe, x):
-    found = find_nan(make(OnlyBackward.apply, recipe=recipe), x)
-    assert place(found) == ("1.1", "gradient of input 0", "backward", 0)
-    assert found.nan == 8
+@pytest.mark.parametrize(
+    ("function", "tensor", "phase", "nan"),
+    [
+        (lambda x: torch.exp(1000 * x), "output 0", "forward", 0),
+        # As masks are; but here a NaN follows, and so it is what to name.
+        (lambda x: torch.log(x.clamp(min=0)), "output 0", "forward", 0),
+        (OnlyBackward.apply, "gradient of input 0", "backward", 8),
+    ],
+    ids=["overflow", "minus-infinity", "backward"],
+)
+def test_in_an_op(recipe, function, tensor, phase, nan, x):
+    found = find_nan(make(function, recipe=recipe), x)
+    assert place(found) == ("1.1", tensor, phase, 0)
+    assert (found.nan, found.inf > 0) == (nan, phase == "forward")
 
 
 def test_in_the_gradient_of_a_parameter(x):
@@ -150,11 +143,8 @@ def test_in_the_code_between_children(x):
 def test_in_the_loss(x):
     model = make()
     assert place(find_nan(model, x, loss_fn=lambda y: (y * 0).log().sum())) == (
-        "(loss)",
-        "loss",
-        "forward",
-        0,
-    )
+        "(loss)", "loss", "forward", 0,
+    )  # fmt: skip
     found = find_nan(model, x, loss_fn=lambda y: OnlyBackward.apply(y).sum())
     assert place(found) == ("(loss)", "gradient of the model's output 0", "backward", 0)
 

@@ -22,12 +22,10 @@ def record(step=0, layer="a", operand="x", **more):
 
 
 CASES = {
-    "not finite": ({"nan": 2, "inf": 1}, 3.0, "3"),
-    "saturation": ({"staleness": 0.5}, 0.02, "2 %"),
+    "not finite": ({"nan": 2, "inf": 1}, 3.0, "3"), "saturation": ({"staleness": 0.5}, 0.02, "2 %"),
     "stale scale": ({"staleness": -5.0}, -5.0, "2^5.0 too large"),
-    "underflow": ({"flushed": 0.25}, 0.25, "25 %"),
-    "noise": ({"sqnr": 12.0}, 12.0, "12.0 dB"),
-}
+    "underflow": ({"flushed": 0.25}, 0.25, "25 %"), "noise": ({"sqnr": 12.0}, 12.0, "12.0 dB"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -1,7 +1,5 @@
 """`float8lab selfcheck`: that it covers every op, finds what is wrong, and says so."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pkgutil

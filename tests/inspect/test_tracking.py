@@ -1,7 +1,5 @@
 """Statistics and alerts of a watched run where people look: names, steps, and real trackers."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """Float8Precision in a real Trainer and a real Fabric loop: numbers, checkpoints, strategies."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

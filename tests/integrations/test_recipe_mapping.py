@@ -1,7 +1,5 @@
 """Recipes said by plain values."""
 
-from __future__ import annotations
-
 import pytest
 
 from float8lab import recipes

@@ -1,7 +1,5 @@
 """Float8Converter in torchtitan's own trainer, on its llama3 and deepseek_v3 debug models."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -150,14 +148,8 @@ def test_grouped_experts(recipe):
 def quiet() -> None:
     """Ignore what it and what it uses are deprecated for, and warn of."""
     for module in (
-        "torchtitan",
-        "torchdata",
-        "torch",
-        "datasets",
-        "importlib",
-        "pydantic",
-        "wandb",
-    ):
+        "torchtitan", "torchdata", "torch", "datasets", "importlib", "pydantic", "wandb",
+    ):  # fmt: skip
         warnings.filterwarnings("ignore", module=rf"{module}($|\.)")
 
 

@@ -1,7 +1,5 @@
 """A norm, linear layers and an activation one after the other: what fused modules must equal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

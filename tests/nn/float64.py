@@ -83,13 +83,9 @@ def _core(q: Tensor, k: Tensor, v: Tensor, causal: bool, rounding: Rounding) -> 
 
 
 def attention(
-    x: Tensor,
-    encoder: Tensor | None,
-    p: Parameters,
-    heads: int,
-    rounding: Rounding = EXACT,
+    x: Tensor, encoder: Tensor | None, p: Parameters, heads: int, rounding: Rounding = EXACT,
     prefix: str = "",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """MultiheadAttention: causal to itself, or to all of ``encoder``."""
     normed = "layernorm_" if any(n.startswith(f"{prefix}layernorm_") for n in p) else ""
     if encoder is None:
@@ -119,13 +115,9 @@ def mlp(x: Tensor, p: Parameters, activation: str, rounding: Rounding, prefix: s
 
 
 def layer(
-    x: Tensor,
-    encoder: Tensor | None,
-    p: Parameters,
-    heads: int,
-    activation: str,
+    x: Tensor, encoder: Tensor | None, p: Parameters, heads: int, activation: str,
     rounding: Rounding = EXACT,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """TransformerLayer: an encoder, or a decoder that sees ``encoder``."""
     x = x + attention(x, None, p, heads, rounding, "self_attention.")
     if encoder is not None:

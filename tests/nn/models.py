@@ -9,28 +9,10 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 
-__all__ = [
-    "DELAYED",
-    "GPT",
-    "RECIPES",
-    "UNDELAYED",
-    "Block",
-    "Checkpointed",
-    "Counted",
-    "GatedMLP",
-    "each_recipe",
-    "same_gradients",
-    "saved_bytes",
-    "states",
-    "with_slow",
-]
-
 UNDELAYED = {
-    "current": recipes.Float8CurrentScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mx": recipes.MXFP8BlockScaling(),
-}
+    "current": recipes.Float8CurrentScaling(), "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(), "mx": recipes.MXFP8BlockScaling(),
+}  # fmt: skip
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 RECIPES = {"delayed": DELAYED, **UNDELAYED}
 
@@ -128,6 +110,11 @@ def states(model):
     """The delayed-scaling state of all layers."""
     state = float8lab.nn.ScalingState(model).state_dict()
     return {key: value.tolist() for key, value in state.items()}
+
+
+def report_of(model, *args, **kwargs):
+    """The report of a conversion."""
+    return float8lab.conversion_report(float8lab.convert_to_float8(model, *args, **kwargs))
 
 
 def saved_bytes(module, x, recipe=None):

@@ -1,7 +1,5 @@
 """Every parameter of the norms' and the fused modules' constructors, and its default."""
 
-from __future__ import annotations
-
 from typing import Any
 
 REQUIRED = "required"
@@ -18,23 +16,12 @@ _NORM: dict[str, Any] = {
 }
 
 _FUSED: dict[str, Any] = {
-    "eps": 1e-5,
-    "bias": True,
-    "normalization": "LayerNorm",
-    "init_method": None,
-    "return_layernorm_output": False,
-    "return_layernorm_output_gathered": False,
-    "zero_centered_gamma": False,
-    "device": None,
-    "sequence_parallel": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "fuse_wgrad_accumulation": False,
-    "return_bias": False,
-    "params_dtype": None,
-    "get_rng_state_tracker": None,
-    "rng_tracker_name": None,
-}
+    "eps": 1e-5, "bias": True, "normalization": "LayerNorm", "init_method": None,
+    "return_layernorm_output": False, "return_layernorm_output_gathered": False,
+    "zero_centered_gamma": False, "device": None, "sequence_parallel": False, "tp_group": None,
+    "tp_size": 1, "fuse_wgrad_accumulation": False, "return_bias": False, "params_dtype": None,
+    "get_rng_state_tracker": None, "rng_tracker_name": None,
+}  # fmt: skip
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "LayerNorm": _NORM,

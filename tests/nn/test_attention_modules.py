@@ -122,9 +122,6 @@ def composed(variant, module, inputs, dy, rounding=EXACT):
     return named(y, leaves, p.items())
 
 
-# --- against float64 -----------------------------------------------------------------------------
-
-
 def power(db):
     return 10 ** (-db / 10)
 
@@ -225,15 +222,11 @@ def test_output_and_every_gradient(variant, name, dtype, device):
 
 # The table of docs/numerics.md.
 STATED = {
-    "delayed": ((21.5, 18.0), (23.5, 17.0)),
-    "current": ((21.5, 18.0), (23.5, 17.0)),
-    "rowwise": ((21.5, 20.0), (23.5, 18.5)),
-    "block": ((21.5, 20.0), (23.5, 18.5)),
-    "mx": ((21.0, 19.5), (23.0, 18.0)),
-    "nvfp4": ((9.5, 8.0), (11.5, 6.5)),
-    "delayed-dpa": ((20.0, 16.5), (22.0, 15.5)),
-    "current-dpa": ((20.0, 16.5), (22.0, 15.5)),
-}
+    "delayed": ((21.5, 18.0), (23.5, 17.0)), "current": ((21.5, 18.0), (23.5, 17.0)),
+    "rowwise": ((21.5, 20.0), (23.5, 18.5)), "block": ((21.5, 20.0), (23.5, 18.5)),
+    "mx": ((21.0, 19.5), (23.0, 18.0)), "nvfp4": ((9.5, 8.0), (11.5, 6.5)),
+    "delayed-dpa": ((20.0, 16.5), (22.0, 15.5)), "current-dpa": ((20.0, 16.5), (22.0, 15.5)),
+}  # fmt: skip
 
 
 @each_recipe

@@ -19,22 +19,9 @@ from torch.nn import functional as F
 import float8lab
 from float8lab import recipes
 from float8lab.nn.in_graph import _Handles
-from tests.nn.models import (
-    GPT,
-    RECIPES,
-    Block,
-    Counted,
-    each_recipe,
-    same_gradients,
-    states,
-)
+from tests.nn.models import GPT, RECIPES, Block, Counted, each_recipe, same_gradients, states
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def tokens(length, seed=0):

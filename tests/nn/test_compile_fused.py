@@ -17,6 +17,8 @@ from float8lab import recipes
 from float8lab.nn.precision import precisions
 from tests.nn.models import Counted, states
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 HIDDEN, HEADS, S, B = 32, 2, 8, 2
 DELAYED = {"amax_history_len": 3, "amax_compute_algo": "max"}
 RECIPES = {
@@ -71,13 +73,6 @@ class Twice(nn.Module):
         if self.how == "float8lab":
             return float8lab.checkpoint(self.inner, x, use_reentrant=False)
         return self.inner(x)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def steps(call, model, recipe, *, within=False):
@@ -135,13 +130,11 @@ def test_equals_eager(name, recipe, device):
     [
         pytest.param(name, how, marks=[pytest.mark.slow] * (how != quick))
         for name, quick in (
-            ("mlp", "torch"),
-            ("mlp-checkpoint", "torch"),
-            ("attention", "float8lab"),
+            ("mlp", "torch"), ("mlp-checkpoint", "torch"), ("attention", "float8lab"),
         )
         for how in ("torch", "float8lab")
     ],
-)
+)  # fmt: skip
 def test_checkpointed_under_delayed_scaling_equals_eager(name, how):
     recipe = RECIPES["delayed-dpa"]
     eager = Twice(name, how)

@@ -24,6 +24,10 @@ pytestmark = [
 ]
 
 
+def each_recipe_on_a_gpu(test):
+    return pytest.mark.gpu(each_recipe(test))
+
+
 def batch(step, shape=(32, 64)):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(step)) * (1 + step)
     return x.cuda().bfloat16()
@@ -59,8 +63,7 @@ def test_make_graphed_callables_needs_a_gpu():
         float8lab.make_graphed_callables(nn.Linear(4, 4), (torch.ones(2, 4),))
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 @pytest.mark.parametrize("warm", [1, 3])
 def test_a_recorded_training_step_equals_eager(recipe, warm):
     eager = make_mlp(recipe)
@@ -135,11 +138,10 @@ def test_what_stands_for_a_module_in_graphs_is_where_its_parameters_are(make):
     assert devices(model) == {"cuda"}
 
 
-@pytest.mark.gpu
-@each_recipe
+@pytest.mark.usefixtures("fresh_dynamo")
+@each_recipe_on_a_gpu
 @pytest.mark.parametrize("moved", [False, True], ids=["converted-there", "moved"])
 def test_reduce_overhead_equals_eager(recipe, moved):
-    torch._dynamo.reset()
     eager = GPT(width=64, checkpointed=(False, False))
     if not moved:
         eager.cuda()
@@ -168,14 +170,13 @@ def test_reduce_overhead_equals_eager(recipe, moved):
         assert got[2] == wanted[2]
     skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     assert skipped == 0
-    torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.gpu
 @pytest.mark.parametrize("earlier", [(), ("eager",), ("eager", "compiled")], ids=str)
 def test_state_of_delayed_scaling_is_not_in_the_memory_of_a_graph(earlier):
     """Torch gives that memory to the next graph, and raises where anything but outputs stays."""
-    torch._dynamo.reset()
     model = make_mlp(RECIPES["delayed"])
     calls = {
         "eager": model,
@@ -199,11 +200,9 @@ def test_state_of_delayed_scaling_is_not_in_the_memory_of_a_graph(earlier):
     for pack in packs:
         for tensor in (pack.history, pack.amax, pack.factors, pack.previous, pack.steps):
             assert not any(tensor.data_ptr() in memory for memory in graph_memory)
-    torch._dynamo.reset()
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 def test_graphed_callables_equal_eager(recipe, used):
     eager = make_mlp(recipe)
@@ -271,8 +270,7 @@ def test_reset_frees_the_graphs():
         assert same_gradients(model, eager)
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 def test_graphed_modules_in_an_autocast_as_transformer_engine_has_them(recipe):
     def make():
         torch.manual_seed(0)
@@ -301,8 +299,7 @@ def test_graphed_modules_in_an_autocast_as_transformer_engine_has_them(recipe):
     assert torch.equal(graphed[0](x), eager[0](x))  # in bfloat16: there is no autocast
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 def test_graphed_weights_stored_in_fp8_and_keyword_arguments(recipe):
     class Scaled(nn.Module):
         def __init__(self):
@@ -330,8 +327,7 @@ def test_graphed_weights_stored_in_fp8_and_keyword_arguments(recipe):
         assert states(model) == states(eager)
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
 def test_graphed_fused_modules_equal_eager(recipe, checkpoint):
     how = {"device": "cuda", "params_dtype": torch.bfloat16}
@@ -345,8 +341,7 @@ def test_graphed_fused_modules_equal_eager(recipe, checkpoint):
     assert_equal_training(model, eager)
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 @pytest.mark.parametrize("kind", ["attention", "layer", "layer-dpa"])
 def test_graphed_attention_modules_equal_eager(recipe, kind):
     if kind == "layer-dpa":
@@ -414,8 +409,7 @@ def assert_equal_steps(model, eager, xs, region=contextlib.nullcontext, *, optim
         assert all(map(torch.equal, got, wanted))
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_graphed_training_equals_eager(recipe, fused):
     model, eager = pair(lambda: make_mlp(recipe))
@@ -425,8 +419,7 @@ def test_graphed_training_equals_eager(recipe, fused):
     assert len(recordings(model)) == 1
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 def test_graphed_results_last_and_gradients_accumulate(recipe):
     model, eager = pair(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(5)])
@@ -451,8 +444,7 @@ def test_gradients_of_graphed_callables_accumulate():
     assert same_gradients(model, eager)
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 def test_graphed_calls_of_two_shapes(recipe):
     model, eager = pair(lambda: make_mlp(recipe))
     shapes = [(32, 64), (48, 64)] * 4 + [(3, 16, 64)] * 3
@@ -460,8 +452,7 @@ def test_graphed_calls_of_two_shapes(recipe):
     assert len(recordings(model)) == 3
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 def test_graphed_calls_before_their_backwards(recipe):
     model, eager = pair(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(4)])
@@ -478,8 +469,7 @@ def test_graphed_calls_before_their_backwards(recipe):
         assert states(model) == states(eager)
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_graphed_layer_that_is_checkpointed(recipe, reentrant):
     model, eager = pair(lambda: make_mlp(recipe))
@@ -489,8 +479,7 @@ def test_a_graphed_layer_that_is_checkpointed(recipe, reentrant):
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 def test_graphed_evaluation(recipe):
     model, eager = pair(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
@@ -507,8 +496,7 @@ def test_graphed_evaluation(recipe):
         assert torch.equal(model(batch(1)), eager(batch(1)))
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 def test_a_graphed_layer_whose_parameters_have_nodes_elsewhere(recipe):
     """As ``DistributedDataParallel`` holds them, and a layer that is called twice in a forward."""
     model, eager = pair(lambda: make_mlp(recipe))
@@ -547,8 +535,7 @@ def test_graphed_parameters_that_are_replaced(how, recipe):
     assert len(recordings(model)) == 1 + (how == "converted")
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 def test_a_graphed_call_that_is_retained(recipe):
     model, eager = pair(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
@@ -574,8 +561,7 @@ def test_parameters_of_a_graphed_module_that_move_before_backward():
         loss.backward()
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 @pytest.mark.parametrize("inside", [False, True], ids=["each-layer", "whole"])
 def test_graphed_layers_in_an_autocast(recipe, inside):
     def make():
@@ -622,8 +608,7 @@ FUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 @pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 def test_graphed_modules_equal_eager(recipe, make):
     eager = make(device="cuda", params_dtype=torch.bfloat16)
@@ -636,10 +621,8 @@ def test_graphed_modules_equal_eager(recipe, make):
     assert len(recordings(model)) == 1
 
 
-@pytest.mark.gpu
-@each_recipe
+@each_recipe_on_a_gpu
 def test_a_graphed_stack_equals_eager(recipe):
-    torch.manual_seed(0)
     eager = GPT(width=64, checkpointed=(False, False)).cuda()
     float8lab.convert_to_float8(eager, recipe)
     model = copy.deepcopy(eager)
@@ -730,9 +713,9 @@ def test_graphed_gives_the_memory_back():
     assert torch.cuda.memory_allocated() < held
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.gpu
 def test_graphed_replays_under_compile_and_after_it():
-    torch._dynamo.reset()
     model, eager = pair(lambda: make_mlp(RECIPES["current"]))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -740,4 +723,3 @@ def test_graphed_replays_under_compile_and_after_it():
         warnings.simplefilter("ignore")
         assert torch.equal(compiled(batch(1)), eager(batch(1)))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
-    torch._dynamo.reset()

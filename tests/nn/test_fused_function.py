@@ -1,7 +1,5 @@
 """LayerNormLinear and LayerNormMLP equal their parts bit for bit, float64 within FP8's error."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -228,9 +226,6 @@ def test_only_what_needs_a_gradient_gets_one(make: Any, recipe: Any) -> None:
     assert counts.fp8 + counts.high_precision == len(list(precisions(fused)))
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
 @each_recipe
 def test_what_backward_can_compute_again_is_not_saved(recipe: Any) -> None:
     M, K, F = 2048, 64, 96
@@ -248,9 +243,6 @@ def test_what_backward_can_compute_again_is_not_saved(recipe: Any) -> None:
         assert kept <= 2 * M * K + M * size + scales + small
         mlp.checkpoint = True
         assert saved_bytes(mlp, x, recipe) <= 2 * M * K + small
-
-
-# --- what training loops do ----------------------------------------------------------------------
 
 
 @each_recipe

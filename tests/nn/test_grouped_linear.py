@@ -1,7 +1,5 @@
 """GroupedLinear: each expert as a Linear of its own, in every recipe and mode."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -24,12 +24,9 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.ke
 # distributed tensors. e4m3 rounds to 3 mantissa bits: about 31.5 dB an operand, 28.5 for two of
 # them; an e5m2 gradient (2 bits) about 25.5 an operand, so 24.5 beside an e4m3 one.
 SQNR = {
-    "delayed": (28.0, 24.0, 24.0),
-    "current": (28.0, 24.0, 24.0),
-    "rowwise": (28.0, 28.0, 28.0),
-    "block": (28.0, 28.0, 28.0),
-    "mx": (27.5, 27.5, 27.5),
-}
+    "delayed": (28.0, 24.0, 24.0), "current": (28.0, 24.0, 24.0), "rowwise": (28.0, 28.0, 28.0),
+    "block": (28.0, 28.0, 28.0), "mx": (27.5, 27.5, 27.5),
+}  # fmt: skip
 
 
 def run(module, x, dy, recipe=None):
@@ -86,15 +83,11 @@ def test_sqnr_of_output_and_gradients(name, dtype, device):
 @pytest.mark.parametrize(
     ("shape", "K", "N"),
     [
-        ((1,), 1, 1),
-        ((7,), 17, 5),
-        ((2, 3, 5), 33, 50),
-        ((), 40, 24),
-        ((0,), 16, 32),
+        ((1,), 1, 1), ((7,), 17, 5), ((2, 3, 5), 33, 50), ((), 40, 24), ((0,), 16, 32),
         ((3, 0), 8, 8),
     ],
     ids=["1", "odd", "N-D", "vector", "empty", "empty-N-D"],
-)
+)  # fmt: skip
 def test_any_shape_trains(recipe, shape, K, N, device):
     layer = float8lab.Linear(K, N, device=device)
     x, dy = torch.randn(*shape, K, device=device), torch.randn(*shape, N, device=device)
@@ -135,7 +128,6 @@ def flat(results):
 @each_recipe
 def test_grad_scaler_sees_an_overflow(recipe):
     """A gradient that overflows float16: the step is skipped and the scale halved, as in torch."""
-    torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 64, bias=False))
     model = float8lab.convert_to_float8(copy.deepcopy(plain), recipe)
     x, target = torch.randn(2, 32, 64)
@@ -161,25 +153,6 @@ def test_grad_scaler_sees_an_overflow(recipe):
     assert of_plain[0]
     assert not skipped[-1]
     assert norms[-1] == pytest.approx(norms_of_plain[-1], rel=0.05)
-
-
-@each_recipe
-@pytest.mark.parametrize("strided", ["transposed", "sliced", "expanded-dy"])
-def test_strides_do_not_matter(recipe, strided):
-    layer = float8lab.Linear(48, 32, device="cpu")
-    x, dy = torch.randn(6, 20, 48), torch.randn(6, 20, 32)
-    if strided == "transposed":
-        x2, dy2 = x.transpose(0, 1).contiguous().transpose(0, 1), dy
-    elif strided == "sliced":
-        x2, dy2 = torch.cat([x, x], -1)[..., :48], torch.cat([dy, dy], 1)[:, :20]
-    else:
-        dy = torch.ones_like(dy)
-        x2, dy2 = x, torch.ones(()).expand_as(dy)
-    first = run(copy.deepcopy(layer), x, dy, recipe)
-    second = run(copy.deepcopy(layer), x2, dy2, recipe)
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
-    assert all(torch.equal(first[2][n], second[2][n]) for n in first[2])
 
 
 @each_recipe
@@ -262,31 +235,21 @@ def test_amax_epsilon_takes_effect():
         assert torch.equal(layer(x), torch.zeros(1, 16))  # scale 2 rounds 1e-3 to 0
 
 
-@each_recipe
-def test_under_torch_autocast_the_output_has_its_dtype(recipe):
-    layer = float8lab.Linear(32, 16, device="cpu")
-    x = torch.randn(8, 32, requires_grad=True)
-    for outer, inner in (
-        (torch.autocast("cpu", torch.bfloat16), float8lab.autocast(recipe=recipe)),
-        (float8lab.autocast(recipe=recipe), torch.autocast("cpu", torch.bfloat16)),
-    ):
-        with outer, inner:
-            y = layer(x)
-        assert y.dtype == torch.bfloat16
-        y.sum().backward()
-    assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each_recipe
 def test_under_torch_autocast_the_product_is_the_same(recipe, dtype):
     """Rounded once, at the end; products of codes are larger than float16 holds."""
-    layer, x = float8lab.Linear(256, 16, device="cpu"), torch.randn(8, 256)
-    want = copy.deepcopy(layer)
+    layer, x = float8lab.Linear(256, 16, device="cpu"), torch.randn(8, 256, requires_grad=True)
+    want, other = copy.deepcopy(layer), copy.deepcopy(layer)
     with float8lab.autocast(recipe=recipe):
-        expected = want(x)
+        expected = want(x).to(dtype)
         with torch.autocast("cpu", dtype):
-            assert torch.equal(layer(x), expected.to(dtype))
+            assert torch.equal(layer(x), expected)
+    with torch.autocast("cpu", dtype), float8lab.autocast(recipe=recipe):
+        y = other(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert x.grad.dtype == other.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.gpu
@@ -307,9 +270,6 @@ def test_under_torch_autocast_the_product_is_the_same_on_a_gpu(recipe, kind, dty
                 assert torch.is_autocast_enabled("cuda")
             near = torch.finfo(dtype).eps * float(expected.detach().abs().max())
             torch.testing.assert_close(y, expected.to(dtype), rtol=0, atol=near)
-
-
-# --- parameters of the constructor ---------------------------------------------------------------
 
 
 def test_default_initialisation():
@@ -473,13 +433,10 @@ PRUNED = {
     "Linear": {"weight": 1},
     "LayerNormLinear": {"layer_norm_weight": 0, "layer_norm_bias": 0, "weight": 1},
     "LayerNormMLP": {
-        "layer_norm_weight": 0,
-        "layer_norm_bias": 0,
-        "fc1_weight": 1,
-        "fc2_weight": 0,
+        "layer_norm_weight": 0, "layer_norm_bias": 0, "fc1_weight": 1, "fc2_weight": 0,
         "fc2_bias": 0,
     },
-}
+}  # fmt: skip
 """The parameters that lose inputs with their dimension of inputs, by module."""
 
 
@@ -507,15 +464,9 @@ def test_sizes_are_those_of_the_parameters(name):
 def test_a_norm_of_another_size_than_the_weight_is_refused():
     layer = float8lab.LayerNormLinear(32, 8, device="cpu")
     layer.weight = nn.Parameter(layer.weight[:, :16])
-    for features, message in (
-        (16, r"^layer_norm_weight must .*\(32,\)"),
-        (32, "^inp must"),
-    ):
+    for features, message in ((16, r"^layer_norm_weight must .*\(32,\)"), (32, "^inp must")):
         with pytest.raises(ValueError, match=message):
             layer(torch.randn(4, features))
-
-
-# --- cached weight casts -------------------------------------------------------------------------
 
 
 def count_weight_casts(monkeypatch):
@@ -584,9 +535,6 @@ def test_writing_through_data_is_not_missed():
         assert torch.equal(layer(x), torch.zeros(4, 32))
 
 
-# --- FP8-stored weights --------------------------------------------------------------------------
-
-
 @each_recipe
 def test_fp8_model_init_stores_one_byte_a_parameter(recipe):
     with float8lab.fp8_model_init(recipe=recipe):
@@ -639,23 +587,6 @@ def test_stored_weights_work_outside_autocast_too():
     assert torch.equal(y, nn.functional.linear(x, layer.weight.dequantize(), layer.bias))
     y.sum().backward()
     assert layer.weight.grad.shape == (8, 16)
-
-
-def test_stored_weights_on_meta():
-    with float8lab.fp8_model_init():
-        layer = float8lab.Linear(16, 8, device="meta")
-    assert layer.weight.is_meta
-    assert isinstance(layer.weight, Float8Tensor)
-
-
-# --- module behaviour ----------------------------------------------------------------------------
-
-
-def test_state_dict_is_that_of_torchs_layer():
-    layer, plain = float8lab.Linear(32, 16, device="cpu"), nn.Linear(32, 16)
-    assert plain.state_dict().keys() == layer.state_dict().keys()
-    plain.load_state_dict(layer.state_dict(), strict=True)
-    layer.load_state_dict(plain.state_dict(), strict=True)
 
 
 def test_float8_tensor_as_input():

@@ -45,15 +45,10 @@ def image(module):
     }
 
 
-# --- FP8 parameters ------------------------------------------------------------------------------
-
-
 MOVES = {
-    "nothing": lambda m: m.to("cpu"),
-    "copies": lambda m: m._apply(torch.clone),
-    "bfloat16": lambda m: m.bfloat16(),
-    "double": lambda m: m.double(),
-}
+    "nothing": lambda m: m.to("cpu"), "copies": lambda m: m._apply(torch.clone),
+    "bfloat16": lambda m: m.bfloat16(), "double": lambda m: m.double(),
+}  # fmt: skip
 GPU = pytest.param(lambda m: m.cuda(), marks=pytest.mark.gpu, id="cuda")
 
 
@@ -117,9 +112,6 @@ def test_double_is_one_dtype_for_all_and_float_brings_the_bytes_back(name):
         assert torch.equal(p.grad, plain.get_parameter(key).grad)
     assert image(copy.deepcopy(module).float()) == image(module) == before
     assert {p.dtype for p in copy.deepcopy(module).float().parameters()} == {torch.float32}
-
-
-# --- the meta device -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "attention"])

@@ -1,7 +1,5 @@
 """The module that CONTRIBUTING.md adds as an example is two linear layers, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -14,7 +12,6 @@ from tests.contributing import example
 
 @pytest.mark.parametrize("recipe", [None, *recipes.ALL.values()], ids=["high", *recipes.ALL])
 def test_the_module_of_the_page_is_two_linear_layers(recipe: recipes.Recipe | None) -> None:
-    torch.manual_seed(0)
     module = example("How to add a module", "GatedLinear")(96, 80, device="cpu")
     assert list(module.state_dict()) == ["gate_weight", "up_weight"]
     layers = [float8lab.Linear(96, 80, bias=False, device="cpu") for _ in range(2)]

@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm: torch's numbers with every gradient, any shape, in any dtype."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -136,9 +134,9 @@ def test_a_frozen_norm_gives_the_inputs_gradient_only(norm: Any) -> None:
     assert module.weight.grad is None
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @each_norm
 def test_compiles_and_equals_eager(norm: Any) -> None:
-    torch._dynamo.reset()
     eager = made(norm, 24, zero_centered_gamma=True, device="cpu")
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -150,7 +148,6 @@ def test_compiles_and_equals_eager(norm: Any) -> None:
         y.backward(dy)
         got = [y.detach(), leaf.grad, *(p.grad for p in model.parameters())]
         assert all(torch.equal(a, b) for a, b in zip(got, run(eager, x, dy), strict=True))
-    torch._dynamo.reset()
 
 
 @each_norm
@@ -171,24 +168,17 @@ def test_convert_norms_changes_what_it_can_in_place(device: Any) -> None:
 
     model = nn.ModuleDict(
         {
-            "layer": nn.LayerNorm((3, 5)),
-            "rms": nn.RMSNorm(5, eps=1e-3),
-            "eps": nn.RMSNorm(5),
+            "layer": nn.LayerNorm((3, 5)), "rms": nn.RMSNorm(5, eps=1e-3), "eps": nn.RMSNorm(5),
             "bias": nn.LayerNorm(5, bias=False),
-            "weight": nn.LayerNorm(5, elementwise_affine=False),
-            "own": Own(5),
+            "weight": nn.LayerNorm(5, elementwise_affine=False), "own": Own(5),
             "ours": float8lab.LayerNorm(5),
         }
-    ).to(device)
+    ).to(device)  # fmt: skip
     plain = copy.deepcopy(model)
     assert float8lab.nn.convert_norms(model) == {
-        "layer": None,
-        "rms": None,
-        "eps": "eps None means one by the input's dtype",
-        "bias": "it has no bias",
-        "weight": "it has no weight",
-        "own": "Own is a class of its own",
-    }
+        "layer": None, "rms": None, "eps": "eps None means one by the input's dtype",
+        "bias": "it has no bias", "weight": "it has no weight", "own": "Own is a class of its own",
+    }  # fmt: skip
     assert [type(model[name]) for name in ("layer", "rms")] == list(NORMS.values())
     assert all(type(model[name]) is type(plain[name]) for name in list(plain)[2:])
     model.load_state_dict(plain.state_dict())

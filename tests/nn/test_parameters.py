@@ -1,7 +1,5 @@
 """Each parameter of each constructor does what it says; the list is in parameters.py."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

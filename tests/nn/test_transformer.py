@@ -11,7 +11,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn import RotaryPositionEmbedding, TransformerLayer
 from tests.nn import models
-from tests.nn.models import with_slow
+from tests.nn.models import report_of, with_slow
 
 HIDDEN, FFN, H, B, S, SE = 32, 48, 4, 2, 6, 5
 
@@ -297,22 +297,15 @@ def test_parameter_names_are_those_of_transformer_engine():
     names = {n for n, _ in build(layer_type="decoder", bias=False).named_parameters()}
     assert names == {
         "self_attention.layernorm_qkv.layer_norm_weight",
-        "self_attention.layernorm_qkv.layer_norm_bias",
-        "self_attention.layernorm_qkv.query_weight",
-        "self_attention.layernorm_qkv.key_weight",
-        "self_attention.layernorm_qkv.value_weight",
-        "self_attention.proj.weight",
-        "inter_attention.layernorm_query.layer_norm_weight",
+        "self_attention.layernorm_qkv.layer_norm_bias", "self_attention.layernorm_qkv.query_weight",
+        "self_attention.layernorm_qkv.key_weight", "self_attention.layernorm_qkv.value_weight",
+        "self_attention.proj.weight", "inter_attention.layernorm_query.layer_norm_weight",
         "inter_attention.layernorm_query.layer_norm_bias",
-        "inter_attention.layernorm_query.query_weight",
-        "inter_attention.key_value.key_weight",
-        "inter_attention.key_value.value_weight",
-        "inter_attention.proj.weight",
-        "layernorm_mlp.layer_norm_weight",
-        "layernorm_mlp.layer_norm_bias",
-        "layernorm_mlp.fc1_weight",
-        "layernorm_mlp.fc2_weight",
-    }
+        "inter_attention.layernorm_query.query_weight", "inter_attention.key_value.key_weight",
+        "inter_attention.key_value.value_weight", "inter_attention.proj.weight",
+        "layernorm_mlp.layer_norm_weight", "layernorm_mlp.layer_norm_bias",
+        "layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight",
+    }  # fmt: skip
     fused = {n for n, _ in build(fuse_qkv_params=True, output_layernorm=True).named_parameters()}
     assert {"self_attention.qkv.weight", "self_attention.qkv.bias", "layernorm.weight"} <= fused
     state = {**build().state_dict(), "self_attention.core_attention._extra_state": None}
@@ -350,11 +343,7 @@ def test_wrong_arguments_are_refused():
     cases = [
         ({"layer_type": "both"}, ValueError, "layer_type must be"),
         ({"attn_input_format": "bsh"}, ValueError, "attn_input_format must be one of"),
-        (
-            {"hidden_dropout": 1.1},
-            ValueError,
-            "hidden_dropout must be a finite number",
-        ),
+        ({"hidden_dropout": 1.1}, ValueError, "hidden_dropout must be a finite number"),
         ({"drop_path_rate": -0.1}, ValueError, "drop_path_rate must be a finite number"),
         ({"tp_size": 3, "set_parallel_mode": True}, ValueError, "num_gqa_groups must be a multi"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, ValueError, "parallel_att"),
@@ -370,8 +359,7 @@ def test_wrong_arguments_are_refused():
         build()(x, encoder_output=x)
 
 
-# --- FP8; numbers against float64 are in test_attention_modules.py, training in test_modules.py ---
-
+# Numbers in FP8 against float64 are in test_attention_modules.py, training is in test_modules.py.
 RECIPES = {
     **models.RECIPES,
     "delayed-dpa": recipes.DelayedScaling(fp8_dpa=True),
@@ -468,6 +456,7 @@ def test_fp8_equals_the_composition_of_modules(name, variant):
         assert not torch.equal(y, step(layer, x, dy, None)[0])
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("name", "mask_type"),
     [
@@ -477,7 +466,6 @@ def test_fp8_equals_the_composition_of_modules(name, variant):
     ],
 )
 def test_all_sequence_lengths_compile_at_most_twice(name, mask_type):
-    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, inputs):
@@ -499,7 +487,6 @@ def test_all_sequence_lengths_compile_at_most_twice(name, mask_type):
         with float8lab.autocast(recipe=RECIPES[name]), torch.no_grad():
             assert torch.equal(compiled(x, **call), layer(x, **call))
     assert len(graphs) <= 2
-    torch._dynamo.reset()
 
 
 def test_weights_stored_in_fp8():
@@ -540,14 +527,11 @@ def test_a_small_model_learns(name):
     assert losses["fp8"] < 1.0
 
 
-# --- converted -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["delayed-dpa", "current-dpa"])
 def test_a_converted_layer_runs_attention_in_fp8(name):
     layer = build()
     twin = copy.deepcopy(layer)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(layer, RECIPES[name]))
+    report = report_of(layer, RECIPES[name])
     assert "1 of 1 attention modules in FP8" in str(report)
     for _ in range(2):
         x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
@@ -563,27 +547,20 @@ def test_a_converted_layer_runs_attention_in_fp8(name):
 def test_attention_follows_exclusions_and_overrides():
     recipe = RECIPES["current-dpa"]
     layers = nn.ModuleList(build() for _ in range(3))
-    report = float8lab.conversion_report(float8lab.convert_to_float8(
+    report = report_of(
         layers, recipe, exclude=["0.self_attention.core_attention"],
         overrides={"1.self_attention.core_attention": None}, strict=True,
-    ))  # fmt: skip
+    )  # fmt: skip
     assert report.notes == ("1 of 3 attention modules in FP8",)
     cores = [layer.self_attention.core_attention for layer in layers]
     assert [core._fp8.active_recipe() for core in cores] == [None, None, recipe]
     with float8lab.autocast(recipe=recipe):
         assert [core._fp8.active_recipe() for core in cores] == [recipe, None, recipe]
-    assert (
-        float8lab.conversion_report(
-            float8lab.convert_to_float8(nn.ModuleList([build()]), RECIPES["current"])
-        ).notes
-        == ()
-    )
+    assert report_of(nn.ModuleList([build()]), RECIPES["current"]).notes == ()
 
 
 def test_a_conversion_that_asks_for_fp8_attention_in_vain_says_so():
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(nn.Sequential(nn.Linear(16, 16)), RECIPES["current-dpa"])
-    )
+    report = report_of(nn.Sequential(nn.Linear(16, 16)), RECIPES["current-dpa"])
     assert "has no float8lab.DotProductAttention; attention stays in high" in str(report)
 
 

@@ -3,8 +3,6 @@
 Each takes the cast first, the op or another implementation of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,16 +12,6 @@ from torch import Tensor
 
 from float8lab.formats import E4M3, scale_shape
 from float8lab.ops import Prologue, prologue_shape, round_up
-
-__all__ = [
-    "GRIDS",
-    "amax",
-    "encode",
-    "encode_pair",
-    "quantize",
-    "quantize_by_amaxes",
-    "quantize_pair",
-]
 
 Cast = Callable[..., Any]
 
@@ -49,17 +37,9 @@ def amax(find: Cast, x: Tensor | Prologue, block: Sequence[int] = (-1, -1)) -> T
 
 
 def quantize(
-    cast: Cast,
-    x: Tensor | Prologue,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    align: int,
-    known_amax: Tensor | None = None,
-    *,
-    transposed: bool = False,
-) -> tuple[Any, Any, Any]:
+    cast: Cast, x: Tensor | Prologue, fp8_dtype: torch.dtype, block: Sequence[int], rule: str,
+    eps: float, align: int, known_amax: Tensor | None = None, *, transposed: bool = False,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """FP8 data, scales that are found, and amaxes, of one orientation."""
     how = (fp8_dtype, block, rule, eps, align, not transposed, transposed, False, known_amax)
     q, scale, found, q_t, scale_t, _ = cast(*_matrix(x), *how)
@@ -67,16 +47,9 @@ def quantize(
 
 
 def quantize_pair(
-    cast: Cast,
-    x: Tensor | Prologue,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    align: int,
-    column_sum: bool,
-    known_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    cast: Cast, x: Tensor | Prologue, fp8_dtype: torch.dtype, block: Sequence[int], rule: str,
+    eps: float, align: int, column_sum: bool, known_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """FP8 data and scales of both orientations, and the column sums, empty if not wanted."""
     how = (fp8_dtype, block, rule, eps, align, True, True, column_sum, known_amax)
     q, scale, _, q_t, scale_t, total = cast(*_matrix(x), *how)
@@ -84,12 +57,9 @@ def quantize_pair(
 
 
 GRIDS = [
-    ((1, -1), "fp32"),
-    ((1, 128), "pow2"),
-    ((128, 128), "fp32"),
-    ((1, 32), "e8m0"),
+    ((1, -1), "fp32"), ((1, 128), "pow2"), ((128, 128), "fp32"), ((1, 32), "e8m0"),
     ((1, 96), "fp32"),
-]
+]  # fmt: skip
 """Blocks smaller than the whole whose amaxes can be given, and a rule for each."""
 
 
@@ -106,44 +76,23 @@ def quantize_by_amaxes(
 
 
 def encode(
-    cast: Cast,
-    x: Tensor | Prologue,
-    factor: Tensor,
-    slot: Tensor | None,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    align: int,
-    divide: bool = False,
-    *,
-    transposed: bool = False,
-) -> Tensor:
+    cast: Cast, x: Tensor | Prologue, factor: Tensor, slot: Tensor | None, fp8_dtype: torch.dtype,
+    block: Sequence[int], align: int, divide: bool = False, *, transposed: bool = False,
+) -> Tensor:  # fmt: skip
     """FP8 data of one orientation by factors, or by scales that ``divide``."""
     rule = "decode" if divide else "encode"
     how = (
-        fp8_dtype,
-        block,
-        rule,
-        0.0,
-        align,
-        not transposed,
-        transposed,
-        False,
-        *_last(factor, slot),
-    )
+        fp8_dtype, block, rule, 0.0, align, not transposed, transposed, False, *_last(factor, slot),
+    )  # fmt: skip
     q, _, _, q_t, *_ = cast(*_matrix(x), *how)
     data: Tensor = q_t if transposed else q
     return data
 
 
 def encode_pair(
-    cast: Cast,
-    x: Tensor | Prologue,
-    factor: Tensor,
-    slot: Tensor | None,
-    fp8_dtype: torch.dtype,
-    align: int,
-    column_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    cast: Cast, x: Tensor | Prologue, factor: Tensor, slot: Tensor | None, fp8_dtype: torch.dtype,
+    align: int, column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """FP8 data of both orientations by one factor, and the column sums, empty if not wanted."""
     how = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, column_sum, *_last(factor, slot))
     q, _, _, q_t, _, total = cast(*_matrix(x), *how)

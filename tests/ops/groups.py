@@ -3,8 +3,6 @@
 M rows, K columns, E groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,37 +14,23 @@ from float8lab.ops import reference
 from float8lab.ops.reference import ALIGN, SPAN, round_up
 
 SIZES = {
-    "ragged": [0, 1, 15, 17, 128, 0, 130],
-    "one": [37],
-    "all-in-the-second": [0, 200, 0],
+    "ragged": [0, 1, 15, 17, 128, 0, 130], "one": [37], "all-in-the-second": [0, 200, 0],
     "nobody": [0, 0],
-}
+}  # fmt: skip
 """Rows of each group."""
 CASTS = {
-    "tensor": ((-1, -1), (-1, -1), "fp32"),
-    "row": ((1, -1), (1, -1), "fp32"),
-    "block": ((1, 128), (128, 128), "pow2"),
-    "mx": ((1, 32), (1, 32), "e8m0"),
-}
+    "tensor": ((-1, -1), (-1, -1), "fp32"), "row": ((1, -1), (1, -1), "fp32"),
+    "block": ((1, 128), (128, 128), "pow2"), "mx": ((1, 32), (1, 32), "e8m0"),
+}  # fmt: skip
 """Blocks of the rows and of the weights, and the rule."""
 
 
 def cast_arguments(
-    prologue: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    offs: Tensor | None,
-    fp8_dtype: torch.dtype,
-    block: tuple[int, int],
-    rule: str,
-    eps: float = 0.0,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    dbias: bool = False,
-    given: Tensor | None = None,
-    slot: Tensor | None = None,
-    plan: Tensor | None = None,
-) -> tuple[Any, ...]:
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, offs: Tensor | None,
+    fp8_dtype: torch.dtype, block: tuple[int, int], rule: str, eps: float = 0.0,
+    rowwise: bool = True, columnwise: bool = False, dbias: bool = False,
+    given: Tensor | None = None, slot: Tensor | None = None, plan: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of a cast of groups, or without ``offs`` of a batch, by position."""
     matrix = prologue, inputs, dtype, fp8_dtype, block, rule, eps, ALIGN
     return *matrix, rowwise, columnwise, dbias, given, offs, plan, slot

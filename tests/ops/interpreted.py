@@ -7,8 +7,6 @@ that round up to a power of two. So FP8 data is compared within one step of the 
 two within their half; scales, amaxes and padding are compared exactly.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import unittest.mock
@@ -99,18 +97,14 @@ def check_quantize() -> None:
     cases = [
         ((-1, -1), "fp32", 0.0, 16, matrix(70, 135)),
         ((-1, -1), "pow2", 0.5, 1, matrix(3, 5, FP32)),
-        ((-1, -1), "e8m0", 0.0, 16, matrix(40, 70).t()),
-        ((1, -1), "fp32", 0.0, 16, matrix(7, 135)),
-        ((1, -1), "pow2", 0.0, 1, matrix(70, 67).t()),
-        ((1, -1), "fp32", 0.0, 16, matrix(1, 8200)),
+        ((-1, -1), "e8m0", 0.0, 16, matrix(40, 70).t()), ((1, -1), "fp32", 0.0, 16, matrix(7, 135)),
+        ((1, -1), "pow2", 0.0, 1, matrix(70, 67).t()), ((1, -1), "fp32", 0.0, 16, matrix(1, 8200)),
         ((1, 128), "fp32", 0.0, 16, matrix(67, 140)),
         ((1, 128), "pow2", 1e-3, 1, matrix(5, 300)[:, ::2]),
-        ((128, 128), "fp32", 0.0, 16, matrix(130, 50)),
-        ((1, 32), "e8m0", 0.0, 16, matrix(5, 70)),
-        ((32, 32), "pow2", 0.0, 16, matrix(70, 40)),
-        ((1, 96), "fp32", 0.0, 16, matrix(5, 100)),
+        ((128, 128), "fp32", 0.0, 16, matrix(130, 50)), ((1, 32), "e8m0", 0.0, 16, matrix(5, 70)),
+        ((32, 32), "pow2", 0.0, 16, matrix(70, 40)), ((1, 96), "fp32", 0.0, 16, matrix(5, 100)),
         ((5, -1), "fp32", 0.0, 1, matrix(7, 9)),
-    ]
+    ]  # fmt: skip
     for index, (block, rule, eps, align, x) in enumerate(cases):
         # Indices do not depend on the format: in turn, each with every block and rule elsewhere.
         arguments = ((E4M3, E5M2)[index % 2], block, rule, eps, align)
@@ -141,15 +135,11 @@ def check_quantize_many() -> None:
     """Every matrix of a list as it is quantized alone, and nothing beside it is written."""
     shapes = [(70, 144), (3, 5), (0, 7), (130, 260), (9, 1), (66, 272), (4, 32)]
     cases = [
-        ((-1, -1), "fp32", 0.0, BF16, E4M3),
-        ((-1, -1), "pow2", 0.5, FP32, E5M2),
-        ((1, -1), "pow2", 1e-2, BF16, E5M2),
-        ((1, -1), "fp32", 0.0, FP32, E4M3),
-        ((1, 128), "fp32", 0.0, FP32, E4M3),
-        ((128, 128), "fp32", 1e-2, FP32, E4M3),
-        ((1, 32), "e8m0", 0.0, BF16, E4M3),
-        ((1, 96), "fp32", 0.0, FP32, E4M3),
-    ]
+        ((-1, -1), "fp32", 0.0, BF16, E4M3), ((-1, -1), "pow2", 0.5, FP32, E5M2),
+        ((1, -1), "pow2", 1e-2, BF16, E5M2), ((1, -1), "fp32", 0.0, FP32, E4M3),
+        ((1, 128), "fp32", 0.0, FP32, E4M3), ((128, 128), "fp32", 1e-2, FP32, E4M3),
+        ((1, 32), "e8m0", 0.0, BF16, E4M3), ((1, 96), "fp32", 0.0, FP32, E4M3),
+    ]  # fmt: skip
     for block, rule, eps, dtype, fp8_dtype in cases if ALL else [cases[0], cases[2], *cases[4:7]]:
         xs = [matrix(*shape, dtype) for shape in shapes]
         xs += [matrix(20, 64, dtype).t(), matrix(20, 64, dtype)[:, 16:48], matrix(6, 48).half()]
@@ -192,16 +182,10 @@ def is_untouched_around(x: Tensor) -> bool:
 
 def check_special_values() -> None:
     rows = [
-        [0.0] * 4,
-        [torch.inf, 1.0, 0.0, -2.0],
-        [torch.nan, 1.0, 0.0, -2.0],
-        [2.0**-149, 0.0, 0.0, 0.0],
-        [2.0**-120, 2.0**-127, 0.0, 0.0],
-        [3e38, -1e38, 0.0, 1.0],
-        [448.0, 1.0, 2.0, 3.0],
-        [448.0 * 2**-130, 0.0, 0.0, 0.0],
-        [1.0, -1.0, 0.5, 2.0**-20],
-    ]
+        [0.0] * 4, [torch.inf, 1.0, 0.0, -2.0], [torch.nan, 1.0, 0.0, -2.0],
+        [2.0**-149, 0.0, 0.0, 0.0], [2.0**-120, 2.0**-127, 0.0, 0.0], [3e38, -1e38, 0.0, 1.0],
+        [448.0, 1.0, 2.0, 3.0], [448.0 * 2**-130, 0.0, 0.0, 0.0], [1.0, -1.0, 0.5, 2.0**-20],
+    ]  # fmt: skip
     x = torch.tensor(rows)
     for rule in ("fp32", "pow2", "e8m0"):
         for block in ((1, -1), (1, 4), (1, 1)):
@@ -227,15 +211,11 @@ def check_amax() -> None:
 def check_cast() -> None:
     x = matrix(70, 135)
     scales = [
-        (torch.tensor(3.0), (-1, -1)),
-        (torch.full((1,), 0.37), (1, -1)),
-        (torch.rand(80, 1) * 4 + 3, (1, -1)),
-        (torch.rand(80, 2) * 4 + 3, (1, 128)),
-        (torch.rand(2, 80).t() * 4 + 3, (1, 128)),
-        (torch.rand(1, 2) * 4 + 3, (128, 128)),
-        (torch.rand(80, 2) * 4 + 3, (1, 96)),
-        (torch.rand(16, 1) * 4 + 3, (5, -1)),
-    ]
+        (torch.tensor(3.0), (-1, -1)), (torch.full((1,), 0.37), (1, -1)),
+        (torch.rand(80, 1) * 4 + 3, (1, -1)), (torch.rand(80, 2) * 4 + 3, (1, 128)),
+        (torch.rand(2, 80).t() * 4 + 3, (1, 128)), (torch.rand(1, 2) * 4 + 3, (128, 128)),
+        (torch.rand(80, 2) * 4 + 3, (1, 96)), (torch.rand(16, 1) * 4 + 3, (5, -1)),
+    ]  # fmt: skip
     for index, (scale, block) in enumerate(scales):
         for turn, start in enumerate((None, -1.0, 2.0, 1e9), index):
             ways = ((False, 1 / scale), (True, scale))
@@ -394,12 +374,8 @@ def check_router() -> None:
                 torch.testing.assert_close(got, want, equal_nan=True)
                 assert torch.equal(chosen, wanted)
                 gradient = (
-                    torch.randn(T, E),
-                    z.nan_to_num(neginf=-9.0),
-                    wanted,
-                    *how[:3],
-                    *how[5:],
-                )
+                    torch.randn(T, E), z.nan_to_num(neginf=-9.0), wanted, *how[:3], *how[5:],
+                )  # fmt: skip
                 got, want = (of.route_backward(*gradient) for of in (router, router.reference))
                 torch.testing.assert_close(got, want)
 
@@ -466,14 +442,10 @@ def check_transpose_and_dequantize() -> None:
             got, want = transpose(one, align), reference.transpose(one, align)
             same(got.view(torch.uint8), want.view(torch.uint8))
     scales = [
-        (torch.tensor(0.3), (-1, -1)),
-        (torch.rand(70, 1), (1, -1)),
-        (torch.rand(2, 70).t(), (1, 128)),
-        (torch.rand(1, 2), (128, 128)),
-        (torch.rand(70, 5), (1, 32)),
-        (torch.rand(14, 1), (5, -1)),
-        (torch.rand(70, 2), (1, 96)),
-    ]
+        (torch.tensor(0.3), (-1, -1)), (torch.rand(70, 1), (1, -1)),
+        (torch.rand(2, 70).t(), (1, 128)), (torch.rand(1, 2), (128, 128)),
+        (torch.rand(70, 5), (1, 32)), (torch.rand(14, 1), (5, -1)), (torch.rand(70, 2), (1, 96)),
+    ]  # fmt: skip
     for scale, block in scales:
         for dtype in (FP32, torch.float16):
             arguments = (scale, block, dtype)
@@ -490,19 +462,14 @@ def check_update_scales() -> None:
     slots = amax.numel()
     for length in (1, 3, 40):
         for margin, interval, most_recent, power_of_2 in (
-            (0, 1, False, True),
-            (1, 2, True, False),
-            (-2, 3, False, False),
-        ):
+            (0, 1, False, True), (1, 2, True, False), (-2, 3, False, False),
+        ):  # fmt: skip
             history = torch.rand(length, slots) * 5
             history[:, 1] = 0
             state = (
-                history,
-                amax.clone(),
-                torch.rand(2, slots),
-                torch.arange(slots, dtype=torch.int32),
+                history, amax.clone(), torch.rand(2, slots), torch.arange(slots, dtype=torch.int32),
                 torch.tensor([448.0, 57344.0] * 4)[:slots],
-            )
+            )  # fmt: skip
             other = tuple(tensor.clone() for tensor in state)
             arguments = (margin, interval, most_recent, power_of_2)
             for _ in range(2):

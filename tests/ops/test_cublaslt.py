@@ -1,7 +1,5 @@
 """What cuBLASLt is asked and told, by a library that notes it down."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 

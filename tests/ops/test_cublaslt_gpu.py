@@ -1,7 +1,5 @@
 """GEMMs whose kernel is chosen once, on the GPU: the bytes of torch's, which asks each time."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

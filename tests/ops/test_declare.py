@@ -1,7 +1,5 @@
 """Who sees a call of an op: Dynamo, in a compiled function, and the dispatcher, outside of one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import types

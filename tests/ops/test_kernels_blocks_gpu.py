@@ -4,8 +4,6 @@ On Hopper the op takes the first for values of two bytes, which the tests of the
 Here both are compared with the reference; and with each other where a prologue is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

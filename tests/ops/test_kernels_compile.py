@@ -4,8 +4,6 @@ The launchers run on CPU tensors with the launch itself replaced by a recorder, 
 have launched is compiled for several GPUs. Register spills are read from the machine code.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re
@@ -60,16 +58,10 @@ from tests.ops.groups import cast_groups
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 POINTER = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16",
+    torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
+    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
 
 x = torch.zeros((256, 512), dtype=torch.bfloat16)
 one = torch.ones(1)
@@ -77,21 +69,16 @@ slots, factors = torch.zeros(8), torch.zeros(2, 8)
 
 
 def quantized(
-    block: tuple[int, int],
-    rule: str = "fp32",
-    fp8_dtype: torch.dtype = E4M3,
+    block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype = E4M3,
     matrix: torch.Tensor = x,
-) -> Any:
+) -> Any:  # fmt: skip
     return lambda: forms.quantize(cast, matrix, fp8_dtype, block, rule, 0.0, 16)
 
 
 def many_quantized(
-    block: tuple[int, int],
-    rule: str = "fp32",
-    fp8_dtype: torch.dtype = E4M3,
-    dtype: torch.dtype = torch.float32,
-    columns: int = 512,
-) -> Any:
+    block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype = E4M3,
+    dtype: torch.dtype = torch.float32, columns: int = 512,
+) -> Any:  # fmt: skip
     def call() -> None:
         xs = [torch.zeros(256, columns, dtype=dtype), torch.zeros(64, columns, dtype=dtype)]
         outputs = [reference.quantize(y, fp8_dtype, block, rule) for y in xs]
@@ -111,22 +98,16 @@ def many_cast(block: tuple[int, int], columns: int = 512) -> Any:
 
 
 def both(
-    block: tuple[int, int],
-    rule: str = "fp32",
-    column_sum: bool = False,
+    block: tuple[int, int], rule: str = "fp32", column_sum: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-) -> Any:
+) -> Any:  # fmt: skip
     return lambda: forms.quantize_pair(cast, x.to(dtype), E4M3, block, rule, 0.0, 16, column_sum)
 
 
 def tiles(
-    matrix: Prologue,
-    rule: str = "fp32",
-    size: int = 128,
-    fp8_dtype: torch.dtype = E4M3,
-    write: bool = True,
-    column_sum: bool = False,
-) -> Any:
+    matrix: Prologue, rule: str = "fp32", size: int = 128, fp8_dtype: torch.dtype = E4M3,
+    write: bool = True, column_sum: bool = False,
+) -> Any:  # fmt: skip
     rows, columns = reference.prologue_shape(*matrix[:2])
     how = (matrix[:3], (fp8_dtype, (1, size), rule, 0.0), (rows, columns, rows))
     return lambda: cast_hopper.cast_tiles(*how, write=write, column_sum=column_sum)
@@ -140,11 +121,9 @@ def tiles_of_groups(matrix: Prologue, rule: str = "fp32", column_sum: bool = Tru
 
 
 def given(
-    factor: torch.Tensor,
-    block: tuple[int, int],
-    slot: torch.Tensor | None = None,
+    factor: torch.Tensor, block: tuple[int, int], slot: torch.Tensor | None = None,
     divide: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     return lambda: forms.encode(cast, x, factor, slot, E4M3, block, 16, divide)
 
 
@@ -289,13 +268,10 @@ def measured(block: tuple[int, int]) -> Any:
 
 
 def groups(
-    block: tuple[int, int],
-    rule: str = "fp32",
-    wanted: tuple[bool, bool, bool] = (True, True, True),
-    prologue: str = "",
-    batch: bool = False,
+    block: tuple[int, int], rule: str = "fp32",
+    wanted: tuple[bool, bool, bool] = (True, True, True), prologue: str = "", batch: bool = False,
     given: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     ends = None if batch else torch.tensor([100, 256], dtype=torch.int32)
     y = torch.zeros((2, 256, 512), dtype=torch.bfloat16) if batch else x
     inputs = [y[:, :256].contiguous(), y] if prologue.endswith("_backward") else [y]
@@ -454,15 +430,9 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
 
 
 def attended(
-    D: int,
-    DV: int,
-    mask: tuple[int, int, int] = (-1, -1, 0),
-    fp8_dtype: torch.dtype = E4M3,
-    SQ: int = 256,
-    SK: int = 256,
-    packed: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Any:
+    D: int, DV: int, mask: tuple[int, int, int] = (-1, -1, 0), fp8_dtype: torch.dtype = E4M3,
+    SQ: int = 256, SK: int = 256, packed: bool = False, dtype: torch.dtype = torch.bfloat16,
+) -> Any:  # fmt: skip
     sizes = (SQ, D), (SK, D), (SK, DV)
     q, k, v = (torch.zeros(1, 2, *size).to(fp8_dtype) for size in sizes)
     ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed else []
@@ -512,12 +482,9 @@ def product_of_blocks(out_dtype: torch.dtype, b_block: int, a_dtype: torch.dtype
 
 
 def product_of_groups(
-    mode: str,
-    out_dtype: torch.dtype = torch.bfloat16,
-    contracts: bool = False,
-    bias: bool = False,
+    mode: str, out_dtype: torch.dtype = torch.bfloat16, contracts: bool = False, bias: bool = False,
     a_dtype: torch.dtype = E4M3,
-) -> Any:
+) -> Any:  # fmt: skip
     """Of 2 experts, 512 by 384; or of a contraction in 2 groups."""
     E, M, N, K = 2, 256, 512, 384
     a = torch.zeros(M, K).to(a_dtype)
@@ -848,11 +815,9 @@ def steps_of_tiles(program: str, *, of_each: bool) -> list[str]:
 
 
 BOTH_AT_ONCE: dict[str, Callable[[], Any]] = {
-    "cast": cast_both(column_sum=True),
-    "row": both((1, -1)),
-    "layer-norm": pair_of("layer_norm"),
+    "cast": cast_both(column_sum=True), "row": both((1, -1)), "layer-norm": pair_of("layer_norm"),
     "float32-geglu-backward": LAUNCHES["cast-both-of-float32"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOTH_AT_ONCE)

@@ -3,8 +3,6 @@
 Quantized data, scales and amaxes agree bit for bit; the GEMM is measured against float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,29 +21,18 @@ from tests.ops.groups import cast_groups, grouped_mm
 pytestmark = pytest.mark.gpu
 
 SHAPES = {
-    "M1-K1": (1, 1),
-    "M0-K64": (0, 64),
-    "M33-K0": (33, 0),
-    "M63-K1500": (63, 1500),
-    "M128-K128": (128, 128),
-    "M272-K1040": (272, 1040),
-    "M1030-K131": (1030, 131),
+    "M1-K1": (1, 1), "M0-K64": (0, 64), "M33-K0": (33, 0), "M63-K1500": (63, 1500),
+    "M128-K128": (128, 128), "M272-K1040": (272, 1040), "M1030-K131": (1030, 131),
     "M5-K9001": (5, 9001),
-}
+}  # fmt: skip
 RECIPES = {
-    "tensor": ((-1, -1), "fp32", 0.0),
-    "tensor-pow2-eps": ((-1, -1), "pow2", 0.1),
-    "row": ((1, -1), "fp32", 0.0),
-    "row-pow2": ((1, -1), "pow2", 1e-12),
-    "1x128": ((1, 128), "fp32", 0.0),
-    "1x128-pow2": ((1, 128), "pow2", 0.0),
-    "128x128": ((128, 128), "fp32", 0.0),
-    "mx": ((1, 32), "e8m0", 0.0),
-    "32x32": ((32, 32), "pow2", 0.0),
-    "16x64": ((16, 64), "fp32", 0.0),
-    "fallback-1x96": ((1, 96), "fp32", 0.0),
-    "fallback-5-rows": ((5, -1), "pow2", 0.0),
-}
+    "tensor": ((-1, -1), "fp32", 0.0), "tensor-pow2-eps": ((-1, -1), "pow2", 0.1),
+    "row": ((1, -1), "fp32", 0.0), "row-pow2": ((1, -1), "pow2", 1e-12),
+    "1x128": ((1, 128), "fp32", 0.0), "1x128-pow2": ((1, 128), "pow2", 0.0),
+    "128x128": ((128, 128), "fp32", 0.0), "mx": ((1, 32), "e8m0", 0.0),
+    "32x32": ((32, 32), "pow2", 0.0), "16x64": ((16, 64), "fp32", 0.0),
+    "fallback-1x96": ((1, 96), "fp32", 0.0), "fallback-5-rows": ((5, -1), "pow2", 0.0),
+}  # fmt: skip
 LAYOUTS = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t().contiguous().t(),
@@ -369,10 +356,7 @@ def test_cast_and_its_amax(
             sums_close(sums, x)
         else:
             got = forms.encode(ops.cast_op, x, scale.cuda(), slot, E4M3, (-1, -1), align)
-            same(
-                got,
-                forms.encode(ops.cast_op, x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align),
-            )
+            same(got, forms.encode(ops.cast_op, x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align))
         same(slot, wanted_slot)
 
 
@@ -453,17 +437,12 @@ def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
 
 
 GEMM_BLOCKS = {
-    "tensor": ((-1, -1), (-1, -1)),
-    "row": ((1, -1), (1, -1)),
-    "row-tensor": ((1, -1), (-1, -1)),
-    "tensor-row": ((-1, -1), (1, -1)),
-    "rows5-tensor": ((5, -1), (-1, -1)),
-    "1x128-1x128": ((1, 128), (1, 128)),
-    "1x128-128x128": ((1, 128), (128, 128)),
-    "128x128-1x128": ((128, 128), (1, 128)),
-    "128x128-128x128": ((128, 128), (128, 128)),
+    "tensor": ((-1, -1), (-1, -1)), "row": ((1, -1), (1, -1)), "row-tensor": ((1, -1), (-1, -1)),
+    "tensor-row": ((-1, -1), (1, -1)), "rows5-tensor": ((5, -1), (-1, -1)),
+    "1x128-1x128": ((1, 128), (1, 128)), "1x128-128x128": ((1, 128), (128, 128)),
+    "128x128-1x128": ((128, 128), (1, 128)), "128x128-128x128": ((128, 128), (128, 128)),
     "mx": ((1, 32), (1, 32)),
-}
+}  # fmt: skip
 GEMM_SHAPES = {
     "M128-N256-K512": (128, 256, 512),
     "M1-N64-K16": (1, 64, 16),
@@ -483,12 +462,9 @@ GEMM_FORMATS = {"e4m3-e4m3": (E4M3, E4M3), "e5m2-e4m3": (E5M2, E4M3), "e5m2-e5m2
 @pytest.mark.parametrize("blocks", GEMM_BLOCKS.values(), ids=GEMM_BLOCKS)
 @pytest.mark.parametrize("shape", GEMM_SHAPES.values(), ids=GEMM_SHAPES)
 def test_scaled_mm(
-    shape: tuple[int, int, int],
-    blocks: tuple[tuple[int, int], tuple[int, int]],
-    formats: tuple[torch.dtype, torch.dtype],
-    with_bias: bool,
-    fast_accum: bool,
-) -> None:
+    shape: tuple[int, int, int], blocks: tuple[tuple[int, int], tuple[int, int]],
+    formats: tuple[torch.dtype, torch.dtype], with_bias: bool, fast_accum: bool,
+) -> None:  # fmt: skip
     M, N, K = shape
     operands: list[Any] = []
     dequantized = []
@@ -630,12 +606,9 @@ def test_update_scales(
     amax = torch.cat((torch.tensor([ops.NO_DATA, 0.0, torch.inf, torch.nan, 1e-40]), torch.rand(9)))
     slots = amax.numel()
     state = [
-        torch.rand(length, slots) * 3,
-        amax,
-        torch.rand(2, slots),
-        torch.arange(slots, dtype=torch.int32),
-        torch.tensor([448.0, 57344.0] * slots)[:slots],
-    ]
+        torch.rand(length, slots) * 3, amax, torch.rand(2, slots),
+        torch.arange(slots, dtype=torch.int32), torch.tensor([448.0, 57344.0] * slots)[:slots],
+    ]  # fmt: skip
     on_gpu = [tensor.cuda() for tensor in state]
     for _ in range(3):
         got = ops.update_scales_op(*on_gpu, margin, interval, most_recent, power_of_2)
@@ -652,7 +625,6 @@ def test_update_scales(
 def test_groups_of_the_sum_are_products_alone(sizes: list[int], block: tuple[int, int]) -> None:
     """More than four rounds of tiles of all multiprocessors, the largest group's first."""
     columns = (2048 + 16, 1536)
-    torch.manual_seed(0)
     x, dy = (torch.randn(sum(sizes), n, device="cuda").bfloat16() for n in columns)
     x *= torch.arange(1, len(x) + 1, device="cuda")[:, None]  # of another size in each group
 
@@ -676,7 +648,6 @@ JAGGED = [300, 0, 1500, 130, 0, 0, 1400, 7, 1, 2600, 0]
 @pytest.mark.parametrize("kind", ["", "swiglu", "swiglu_backward", "permute"])
 def test_each_group_of_rows_has_a_scale(kind: str) -> None:
     """Under one scale per tensor: the bytes of its rows alone, found or given; rows of nobody."""
-    torch.manual_seed(0)
     M, K, E = sum(JAGGED) + 200, 2064, len(JAGGED)
     offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
     size = 10.0 ** torch.randint(-4, 4, (M, 1), device="cuda")
@@ -715,7 +686,6 @@ def test_each_group_of_rows_has_a_scale(kind: str) -> None:
 
 def test_rows_of_groups_are_products_alone() -> None:
     """Under one scale per tensor: each group by its matrix, whatever is beside it."""
-    torch.manual_seed(0)
     M, E, block = sum(JAGGED) + 200, len(JAGGED), (-1, -1)
     offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
     x = (

@@ -1,7 +1,5 @@
 """The Triton kernels in Triton's interpreter, on any machine: indices, masks, scales, padding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """When a table of matrices is kept, found and forgotten; no GPU is needed."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 
@@ -51,9 +49,7 @@ def test_the_least_recently_used_table_goes_first() -> None:
     assert many._table_of(numbered(1)) is not second
 
 
-def test_a_capture_makes_no_table_and_keeps_those_it_finds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_capture_makes_no_table_and_keeps_those_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     key = (GPU, ROWS)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert many._table_of(key) is None

@@ -1,7 +1,5 @@
 """Quantizing many matrices at once on the GPU: the bits of each alone, and few launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -19,31 +17,17 @@ from tests.ops.test_kernels_gpu import matrix
 pytestmark = pytest.mark.gpu
 
 SHAPES = [
-    (63, 1500),
-    (128, 128),
-    (0, 64),
-    (272, 1040),
-    (33, 0),
-    (1, 1),
-    (1030, 131),
-    (9, 1),
-    (5, 9001),
-    (3, 16384),
-    (256, 512),
-]
+    (63, 1500), (128, 128), (0, 64), (272, 1040), (33, 0), (1, 1), (1030, 131), (9, 1), (5, 9001),
+    (3, 16384), (256, 512),
+]  # fmt: skip
 RECIPES = {
-    "tensor": ((-1, -1), "fp32", 0.0),
-    "tensor-pow2-eps": ((-1, -1), "pow2", 0.1),
-    "row": ((1, -1), "fp32", 0.0),
-    "row-pow2": ((1, -1), "pow2", 1e-12),
-    "1x128": ((1, 128), "fp32", 0.0),
-    "1x128-pow2": ((1, 128), "pow2", 0.0),
-    "128x128": ((128, 128), "fp32", 0.0),
-    "mx": ((1, 32), "e8m0", 0.0),
-    "16x64": ((16, 64), "fp32", 0.0),
-    "fallback-1x96": ((1, 96), "fp32", 0.0),
+    "tensor": ((-1, -1), "fp32", 0.0), "tensor-pow2-eps": ((-1, -1), "pow2", 0.1),
+    "row": ((1, -1), "fp32", 0.0), "row-pow2": ((1, -1), "pow2", 1e-12),
+    "1x128": ((1, 128), "fp32", 0.0), "1x128-pow2": ((1, 128), "pow2", 0.0),
+    "128x128": ((128, 128), "fp32", 0.0), "mx": ((1, 32), "e8m0", 0.0),
+    "16x64": ((16, 64), "fp32", 0.0), "fallback-1x96": ((1, 96), "fp32", 0.0),
     "fallback-column": ((-1, 1), "fp32", 0.0),
-}
+}  # fmt: skip
 FUSED = {name: recipe for name, recipe in RECIPES.items() if "fallback" not in name}
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -131,14 +115,11 @@ def test_targets_of_other_layouts(recipe: Recipe) -> None:
 @each_fused
 def test_special_values(recipe: Recipe) -> None:
     values = [
-        [0.0, -0.0, 0.0, 0.0],
-        [torch.inf, -torch.inf, 1.0, 500.0],
-        [torch.nan, -torch.nan, 1.0, 0.0],
-        [2.0**-149, -(2.0**-140), 0.0, 2.0**-127],
-        [3.4028234663852886e38, -3.4e38, 1e38, 1.0],
-        [448.0, 464.0, 463.9, -479.0],
+        [0.0, -0.0, 0.0, 0.0], [torch.inf, -torch.inf, 1.0, 500.0],
+        [torch.nan, -torch.nan, 1.0, 0.0], [2.0**-149, -(2.0**-140), 0.0, 2.0**-127],
+        [3.4028234663852886e38, -3.4e38, 1e38, 1.0], [448.0, 464.0, 463.9, -479.0],
         [57344.0, 61440.0, -61439.0, 65504.0],
-    ]
+    ]  # fmt: skip
     xs = [torch.tensor(row, device="cuda").repeat(3, 40) for row in values]
     for fp8_dtype in FP8_DTYPES:
         want = alone(xs, fp8_dtype, recipe)
@@ -159,10 +140,7 @@ def test_many_matrices(recipe: Recipe) -> None:
 def test_matrices_of_several_dtypes() -> None:
     xs = [matrix((64, 128), dtype) for dtype in HIGH_PRECISION_DTYPES]
     for recipe in FUSED.values():
-        want = [
-            *alone(xs, E4M3, recipe),
-            *alone(xs, E5M2, recipe),
-        ]
+        want = [*alone(xs, E4M3, recipe), *alone(xs, E5M2, recipe)]
         got = blank(want)
         quantize_many_(xs * 2, got, recipe)
         all_same(got, want)

@@ -8,8 +8,6 @@ up to 2**7, 2**-17, and of ``rcp.approx``, 2**-23; then one rounding to the dtyp
 way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,14 +27,10 @@ pytestmark = pytest.mark.gpu
 # since each combination of kind, dtype, block and divisibility by 16 is a kernel to compile.
 SHAPES = {"M5-K1": (5, 1), "M0-K64": (0, 64), "M63-K130": (63, 130), "M300-K512": (300, 512)}
 BLOCKS = {
-    "tensor": ((-1, -1), "fp32", 0.0),
-    "tensor-pow2": ((-1, -1), "pow2", 0.1),
-    "row": ((1, -1), "fp32", 0.0),
-    "1x128": ((1, 128), "fp32", 0.0),
-    "mx": ((1, 32), "e8m0", 0.0),
-    "128x128": ((128, 128), "fp32", 0.0),
-    "fallback-1x96": ((1, 96), "pow2", 0.0),
-}
+    "tensor": ((-1, -1), "fp32", 0.0), "tensor-pow2": ((-1, -1), "pow2", 0.1),
+    "row": ((1, -1), "fp32", 0.0), "1x128": ((1, 128), "fp32", 0.0), "mx": ((1, 32), "e8m0", 0.0),
+    "128x128": ((128, 128), "fp32", 0.0), "fallback-1x96": ((1, 96), "pow2", 0.0),
+}  # fmt: skip
 KINDS = [
     "layer_norm", "rms_norm", "multiply",
     *reference.ACTIVATIONS,

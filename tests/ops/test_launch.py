@@ -187,12 +187,9 @@ DIFFERENT = {
 }
 """Changes of one argument for which Triton has another kernel."""
 ALIKE = {
-    "other-tensor": {"x": torch.zeros(3)},
-    "parameter": {"x": torch.nn.Parameter(torch.zeros(8))},
-    "empty": {"x": torch.zeros(0)},
-    "factor": {"factor": -1.0},
-    "flag": {"flag": False},
-}
+    "other-tensor": {"x": torch.zeros(3)}, "parameter": {"x": torch.nn.Parameter(torch.zeros(8))},
+    "empty": {"x": torch.zeros(0)}, "factor": {"factor": -1.0}, "flag": {"flag": False},
+}  # fmt: skip
 """Changes that need neither another kernel nor another launch through Triton."""
 
 

@@ -1,7 +1,5 @@
 """Launches past Triton, and repeated calls, on the GPU: the bits of launches through Triton."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

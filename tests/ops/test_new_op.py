@@ -1,7 +1,5 @@
 """The op that CONTRIBUTING.md adds as an example is declared, and graphs take it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Schema, fake implementation and tracing of every op, in all argument variants."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -173,12 +171,10 @@ def test_scaled_mm_of_batches(
 @pytest.mark.parametrize("most_recent", [False, True])
 def test_update_scales(most_recent: bool, device: torch.device) -> None:
     state = [
-        torch.rand(4, 3, device=device),
-        torch.tensor([1.0, ops.NO_DATA, 3.0], device=device),
-        torch.ones(2, 3, device=device),
-        torch.zeros(3, dtype=torch.int32, device=device),
+        torch.rand(4, 3, device=device), torch.tensor([1.0, ops.NO_DATA, 3.0], device=device),
+        torch.ones(2, 3, device=device), torch.zeros(3, dtype=torch.int32, device=device),
         torch.full((3,), 448.0, device=device),
-    ]
+    ]  # fmt: skip
     check(ops.update_scales_op, *state, 0, 1, most_recent, True)
 
 
@@ -223,13 +219,9 @@ def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:
     x = torch.randn(rows, 36, device=device, dtype=torch.bfloat16)
     vectors = [torch.rand(size, device=device) for size in (rows, 36, rows, 36)]
     return {
-        "layer_norm": [x, *vectors],
-        "rms_norm": [x, *vectors[:2]],
-        "gelu": [x],
-        "swiglu": [x],
-        "qgelu_backward": [x, x.float()],
-        "geglu_backward": [x, x[:, :18]],
-    }[kind]
+        "layer_norm": [x, *vectors], "rms_norm": [x, *vectors[:2]], "gelu": [x], "swiglu": [x],
+        "qgelu_backward": [x, x.float()], "geglu_backward": [x, x[:, :18]],
+    }[kind]  # fmt: skip
 
 
 KINDS = ("layer_norm", "rms_norm", "gelu", "swiglu", "qgelu_backward", "geglu_backward")

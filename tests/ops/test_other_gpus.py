@@ -1,7 +1,5 @@
 """What GPUs other than Hopper do: the table, the route of a call, the layout of MX scales."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -24,16 +22,9 @@ ROW, TOKENS, WEIGHT, MX = (1, -1), (1, 128), (128, 128), (1, 32)
 
 # Casts by a kernel; the GEMM of rows; of 1x128 by 128x128; of MX; attention.
 TABLE = {
-    (7, 0): "-----",
-    (7, 5): "-----",
-    (8, 0): "-----",
-    (8, 6): "-----",
-    (8, 9): "kr---",
-    (9, 0): "krb-a",
-    (10, 0): "kr-m-",
-    (10, 3): "kr-m-",
-    (12, 0): "kr---",
-}
+    (7, 0): "-----", (7, 5): "-----", (8, 0): "-----", (8, 6): "-----", (8, 9): "kr---",
+    (9, 0): "krb-a", (10, 0): "kr-m-", (10, 3): "kr-m-", (12, 0): "kr---",
+}  # fmt: skip
 
 
 def imitate(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], count: int = 1) -> None:
@@ -46,12 +37,10 @@ def imitate(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], count:
 def test_the_table(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     imitate(monkeypatch, capability)
     runs = {
-        "k": CASTS.includes(capability),
-        "r": may_multiply(ROW, ROW, GPU, a_dtype=E5M2),
-        "b": may_multiply(TOKENS, WEIGHT, GPU),
-        "m": may_multiply(MX, MX, GPU),
+        "k": CASTS.includes(capability), "r": may_multiply(ROW, ROW, GPU, a_dtype=E5M2),
+        "b": may_multiply(TOKENS, WEIGHT, GPU), "m": may_multiply(MX, MX, GPU),
         "a": ops.has_fp8_attention(GPU, 128, 128),
-    }
+    }  # fmt: skip
     assert "".join(key if native else "-" for key, native in runs.items()) == TABLE[capability]
     assert not may_multiply(ROW, ROW, GPU, a_dtype=E5M2, b_dtype=E5M2)
     assert not may_multiply(MX, MX, GPU, a_dtype=E5M2)

@@ -1,7 +1,5 @@
 """The reference ops against values worked out by hand, and their properties."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -88,11 +86,9 @@ def test_a_scale_that_is_found_multiplies_and_one_that_is_given_divides() -> Non
 def test_a_division_by_a_scale_is_ieee() -> None:
     x = torch.tensor([[0.0, 1.0, -1.0, INF, NAN]])
     for scale, expected in (
-        (0.0, [NAN, 448.0, -448.0, NAN, NAN]),
-        (2.0**-149, [0.0, 448.0, -448.0, NAN, NAN]),
-        (INF, [0.0, 0.0, -0.0, NAN, NAN]),
-        (NAN, [NAN] * 5),
-    ):
+        (0.0, [NAN, 448.0, -448.0, NAN, NAN]), (2.0**-149, [0.0, 448.0, -448.0, NAN, NAN]),
+        (INF, [0.0, 0.0, -0.0, NAN, NAN]), (NAN, [NAN] * 5),
+    ):  # fmt: skip
         q = forms.encode(
             reference.cast, x, torch.tensor(scale), None, E4M3, (-1, -1), 1, divide=True
         )
@@ -375,17 +371,10 @@ def update(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slots = history.shape[1]
     state = (
-        history.clone(),
-        torch.tensor(amax),
-        torch.tensor([[5.0], [0.25]]).repeat(1, slots),
+        history.clone(), torch.tensor(amax), torch.tensor([[5.0], [0.25]]).repeat(1, slots),
         torch.full((slots,), steps, dtype=torch.int32),
-    )
-    settings = {
-        "margin": 0,
-        "interval": 1,
-        "most_recent": False,
-        "power_of_2": True,
-    }
+    )  # fmt: skip
+    settings = {"margin": 0, "interval": 1, "most_recent": False, "power_of_2": True}
     copy = reference.update_scales_(*state, torch.full((slots,), 448.0), **(settings | options))
     factors = state[2]
     assert torch.equal(copy, factors.t().unsqueeze(2).expand(-1, -1, 4))

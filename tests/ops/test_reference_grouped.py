@@ -1,7 +1,5 @@
 """Casts and products of groups: every group as if it were alone, and nobody's rows as zeros."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -10,16 +8,7 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops import Groups, reference
 from float8lab.ops.reference import round_up
-from tests.ops.groups import (
-    CASTS,
-    SIZES,
-    bounds,
-    cast_alone,
-    cast_groups,
-    ends,
-    grouped_mm,
-    rows,
-)
+from tests.ops.groups import CASTS, SIZES, bounds, cast_alone, cast_groups, ends, grouped_mm, rows
 
 each_cast = pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -206,31 +195,13 @@ def test_flops_count_tokens_and_not_the_room_between_groups():
     w_q, w_s, *_ = cast_groups(ops.cast_op, "", [w], w.dtype, None, E4M3, (128, 128), "fp32")
     with FlopCounterMode(display=False) as forward:
         grouped_mm(
-            ops.scaled_mm_op,
-            q,
-            scale,
-            (1, 128),
-            w_q,
-            w_s,
-            (128, 128),
-            None,
-            offs,
-            torch.float32,
+            ops.scaled_mm_op, q, scale, (1, 128), w_q, w_s, (128, 128), None, offs, torch.float32,
             False,
-        )
+        )  # fmt: skip
     with FlopCounterMode(display=False) as contraction:
         grouped_mm(
-            ops.scaled_mm_op,
-            q_t,
-            scale_t,
-            (1, 128),
-            q_t,
-            scale_t,
-            (1, 128),
-            None,
-            offs,
-            torch.float32,
-            False,
-        )
+            ops.scaled_mm_op, q_t, scale_t, (1, 128), q_t, scale_t, (1, 128), None, offs,
+            torch.float32, False,
+        )  # fmt: skip
     assert forward.get_total_flops() == 2 * 428 * 16 * 32
     assert 0 <= 2 * 428 * 32 * 32 - contraction.get_total_flops() < 2 * 128 * 32 * 32

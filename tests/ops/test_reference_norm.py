@@ -1,7 +1,5 @@
 """The references of norms and activations against torch's own, in float64, with every gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -123,12 +121,9 @@ def source(kind: str) -> list[Tensor]:
     x = torch.randn(20, 70).bfloat16()
     vectors = [torch.rand(20) + 0.5, torch.randn(70), torch.randn(20), torch.randn(70)]
     return {
-        "layer_norm": [x, *vectors],
-        "rms_norm": [x, *vectors[:2]],
-        "multiply": [x, x.flip(0)],
-        "gelu_backward": [x, x.flip(0)],
-        "swiglu_backward": [x, x[:, 3:38]],
-    }.get(kind, [x])
+        "layer_norm": [x, *vectors], "rms_norm": [x, *vectors[:2]], "multiply": [x, x.flip(0)],
+        "gelu_backward": [x, x.flip(0)], "swiglu_backward": [x, x[:, 3:38]],
+    }.get(kind, [x])  # fmt: skip
 
 
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128), (1, 32)])

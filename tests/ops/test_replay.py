@@ -3,8 +3,6 @@
 On the CPU: a launch is a Python function here, and tensors say that they are on GPU 0.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import weakref
@@ -94,14 +92,12 @@ def test_the_third_call_does_without_the_launcher():
 @pytest.mark.parametrize(
     "other",
     [
-        lambda x: x.new_ones(4, 3),
-        lambda x: torch.ones(4, 3).t(),
-        lambda x: torch.ones(13)[1:].view(3, 4),
-        lambda x: x.double(),
+        lambda x: x.new_ones(4, 3), lambda x: torch.ones(4, 3).t(),
+        lambda x: torch.ones(13)[1:].view(3, 4), lambda x: x.double(),
         lambda x: torch.nn.Parameter(torch.ones(5, 4)),
     ],
     ids=["shape", "strides", "alignment", "dtype", "parameter"],
-)
+)  # fmt: skip
 def test_what_a_launcher_can_tell_apart_is_recorded_apart(other):
     scaled = Scaled()
     x = torch.randn(3, 4)

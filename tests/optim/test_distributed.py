@@ -1,7 +1,5 @@
 """MasterWeights for parameters that are DTensors, and distributed checkpoints; one gloo process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 
@@ -20,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import float8lab
 from float8lab.optim import MasterWeights
 from float8lab.tensor import Float8Tensor, quantize
+from tests.same_bytes import assert_same_bytes
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -46,13 +45,6 @@ def shard(x: Tensor, mesh: DeviceMesh, placement=None) -> nn.Parameter:
     )
 
 
-def assert_same(a: Tensor, b: Tensor) -> None:
-    assert isinstance(a, Float8Tensor)
-    assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
-    assert torch.equal(a.scale, b.scale)
-    assert torch.equal(a.amax, b.amax)
-
-
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 @each_optimizer
@@ -76,7 +68,7 @@ def test_a_sharded_parameter_steps_like_its_shard(mesh, optimizer_class, options
             p = optimizer.param_groups[0]["params"]
             nn.utils.clip_grad_norm_(p[:1], 1.0)
             optimizer.step()
-        assert_same(sharded._local_tensor, local)
+        assert_same_bytes(sharded._local_tensor, local)
         assert torch.equal(master._local_tensor, one.masters[local])
 
 
@@ -125,11 +117,11 @@ def test_sharded_state_dict_round_trip(mesh):
     for i in (1, 2):
         step(p, optimizer, i)
         step(q, other, i)
-    assert_same(q._local_tensor, p._local_tensor)
+    assert_same_bytes(q._local_tensor, p._local_tensor)
     twin, twin_optimizer = copy.deepcopy((p, optimizer))
     step(p, optimizer, 3)
     step(twin, twin_optimizer, 3)
-    assert_same(twin._local_tensor, p._local_tensor)
+    assert_same_bytes(twin._local_tensor, p._local_tensor)
 
 
 def test_a_shard_written_by_others_becomes_its_master(mesh):
@@ -181,6 +173,6 @@ def test_distributed_checkpoint_of_the_optimizer(mesh, tmp_path, steps):
     train(twin, twin_optimizer, steps, 2)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         if isinstance(p, Float8Tensor):
-            assert_same(q, p)
+            assert_same_bytes(q, p)
         else:
             assert torch.equal(p, q)

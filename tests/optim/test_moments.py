@@ -1,7 +1,5 @@
 """Moments in FP8, and bfloat16 parameters that are rounded stochastically."""
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -116,9 +114,6 @@ def test_kernels_store_the_bytes_of_the_reference(shape, is_square):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-# --- rounding ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dropped", [16, 20])
 def test_rounding_is_to_either_neighbor_and_right_on_average(dropped):
     x = torch.randn(64, 64)
@@ -205,9 +200,6 @@ def moments_of(optimizer: MasterWeights, p: nn.Parameter) -> dict[str, Tensor]:
     entry = dict(optimizer.state[p])
     moments._dequantize_moments(p, entry)
     return entry
-
-
-# --- steps ---------------------------------------------------------------------------------------
 
 
 @each_optimizer
@@ -374,9 +366,6 @@ def test_states_of_rounded_parameters_are_those_of_float32():
     assert {master.dtype for master in masters.masters.values()} == {torch.bfloat16}
 
 
-# --- saving and loading --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.RMSprop])
 @each_way
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(kind, storage, optimizer_class):
@@ -449,9 +438,6 @@ def test_moments_in_e4m3_of_older_versions_are_refused():
     old["state"] = {0: {"exp_avg.qdata": torch.zeros(48, 200, dtype=torch.uint8)}}
     with pytest.raises(ValueError, match=r"got exp_avg.qdata of parameter 0, in e4m3"):
         optimizer.load_state_dict(old)
-
-
-# --- training ------------------------------------------------------------------------------------
 
 
 @each_way

@@ -11,13 +11,8 @@ from tests.recipes.test_cost import MEASURED
 BLOCK, ROWWISE, CURRENT, DELAYED = Auto().candidates
 EVERY = (None, BLOCK, ROWWISE, CURRENT, DELAYED)
 LLAMA = [
-    (4096, 4096),
-    (1024, 4096),
-    (1024, 4096),
-    (4096, 4096),
-    *[(14336, 4096)] * 2,
-    (4096, 14336),
-]
+    (4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336),
+]  # fmt: skip
 """Linear layers of one Llama-3-8B decoder layer."""
 GPT_53M = 8 * [*[(512, 512)] * 4, (1536, 512), (1536, 512), (512, 1536)]
 """Linear layers of the small GPT of ``benchmarks.overhead``, but for its lm_head."""
@@ -40,9 +35,6 @@ def test_a_module_with_several_weights_takes_the_sum():
     for recipe in (None, CURRENT):
         parts = estimate(recipe, 64, 256, 128), estimate(recipe, 64, 128, 512)
         assert prediction[recipe] == tuple(map(sum, zip(*parts, strict=True)))
-
-
-# --- choices -------------------------------------------------------------------------------------
 
 
 @each_mode
@@ -136,9 +128,6 @@ def test_an_empty_layer_stays_in_high_precision():
     assert choose(predictions([(0, 64), (64, 0)], 16384)) == [None, None]
 
 
-# --- explanations --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "tokens", "candidates", "text"),
     [
@@ -166,9 +155,6 @@ def test_explanations(shape, tokens, candidates, text):
     (prediction,) = predictions([shape], tokens, candidates=candidates)
     (chosen,) = choose([prediction])
     assert explain(prediction, chosen) == text
-
-
-# --- Auto as data --------------------------------------------------------------------------------
 
 
 def test_auto_is_frozen_data():

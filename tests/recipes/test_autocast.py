@@ -40,11 +40,14 @@ def scales(module, recipe=DELAYED):
     return slots_of(module, recipe).tensors()["scale"].clone()
 
 
+def call(module, value, recipe=DELAYED):
+    """A region with one call, whose inputs all have this value."""
+    with float8lab.autocast(recipe=recipe):
+        return module(torch.full((2, 32), float(value)))
+
+
 def encode_pow2(amax, largest=448.0):
     return 2.0 ** torch.floor(torch.log2(torch.tensor(largest) / amax))
-
-
-# --- the context manager -------------------------------------------------------------------------
 
 
 def test_state_is_restored_on_exit_and_after_an_exception():
@@ -96,19 +99,12 @@ def test_autocast_objects_have_no_dict():
     assert not hasattr(float8lab.autocast(), "__dict__")
 
 
-def test_older_spelling():
-    m = layer()
-    with float8lab.fp8_autocast(
-        enabled=True, calibrating=False, fp8_recipe=DELAYED, fp8_group=None
-    ):
+def test_older_spelling_and_no_recipe_which_means_delayed_scaling():
+    m, older = layer(), {"fp8_recipe": DELAYED, "fp8_group": None}
+    with float8lab.fp8_autocast(enabled=True, calibrating=False, **older):
         m(torch.ones(2, 32))
     assert steps(m) == [1, 1, 0]
-
-
-def test_recipe_none_means_delayed_scaling():
-    m = layer()
-    with float8lab.autocast():
-        m(torch.ones(2, 32))
+    call(m, 1, None)
     assert steps(m, recipes.DelayedScaling()) == [1, 1, 0]
 
 
@@ -144,9 +140,6 @@ def test_a_bare_autocast_leaves_a_converted_layer_its_own_recipe():
     assert not m._fp8.slots
 
 
-# --- warnings ------------------------------------------------------------------------------------
-
-
 def test_a_region_without_fp8_modules_warns_once_and_says_what_it_saw(monkeypatch):
     monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
     torch._dynamo.utils.counters.clear()
@@ -164,21 +157,11 @@ def test_a_region_without_fp8_modules_warns_once_and_says_what_it_saw(monkeypatc
         m(torch.ones(1, 4))
 
 
-def test_a_region_with_a_compiled_module_is_silent(monkeypatch):
+def test_a_region_with_fp8_modules_is_silent(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
-    compiled = torch.compile(layer(), fullgraph=True, backend="aot_eager")
-    with float8lab.autocast(recipe=CURRENT):
-        compiled(torch.ones(2, 32))
-
-
-def test_a_region_with_fp8_modules_is_silent(monkeypatch):
-    monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
-    with float8lab.autocast():
-        layer()(torch.ones(1, 32))
-
-
-# --- delayed scaling: the formula and when it advances -------------------------------------------
+    call(torch.compile(layer(), fullgraph=True, backend="aot_eager"), 1, CURRENT)
+    call(layer(), 1, None)
 
 
 def test_scales_follow_the_history_of_earlier_regions():
@@ -205,8 +188,7 @@ def test_scales_follow_the_history_of_earlier_regions():
 
 def test_a_call_uses_the_scale_of_the_previous_region():
     m = layer()
-    with float8lab.autocast(recipe=recipes.DelayedScaling()):
-        m(torch.full((1, 32), 1.0))
+    call(m, 1.0, recipes.DelayedScaling())
     before = scales(m, recipes.DelayedScaling())[0]
     with float8lab.autocast(recipe=recipes.DelayedScaling()):
         m(torch.full((1, 32), 448.0 * 16))  # saturates at the old scale
@@ -228,8 +210,7 @@ def test_a_module_that_is_not_called_does_not_advance():
     with float8lab.autocast(recipe=DELAYED):
         a(torch.ones(2, 32))
         b(torch.ones(2, 32))
-    with float8lab.autocast(recipe=DELAYED):
-        a(torch.ones(2, 32))
+    call(a, 1)
     assert steps(a)[0] == 2
     assert steps(b)[0] == 1
 
@@ -250,8 +231,7 @@ def test_all_modules_of_a_region_share_one_update(monkeypatch):
 def test_nested_enabled_regions_advance_at_the_exit_of_the_outermost():
     m = layer()
     with float8lab.autocast(recipe=DELAYED):
-        with float8lab.autocast(recipe=DELAYED):
-            m(torch.ones(2, 32))
+        call(m, 1)
         assert steps(m) == [0, 0, 0]
         with float8lab.autocast(enabled=False), float8lab.autocast(recipe=DELAYED):
             m(torch.full((2, 32), 7.0))
@@ -259,8 +239,7 @@ def test_nested_enabled_regions_advance_at_the_exit_of_the_outermost():
     assert steps(m)[0] == 1
     assert history(m)[0, 0] == 7.0
     with float8lab.autocast(enabled=False):
-        with float8lab.autocast(recipe=DELAYED):
-            m(torch.ones(2, 32))
+        call(m, 1)
         assert steps(m)[0] == 2
 
 
@@ -279,8 +258,7 @@ def test_an_exception_in_the_body_advances_nothing_and_is_forgotten():
         fail()
     after = slots_of(m).tensors()
     assert all(torch.equal(before[k], after[k]) for k in before)
-    with float8lab.autocast(recipe=DELAYED):
-        m(torch.full((2, 32), 4.0))
+    call(m, 4.0)
     assert history(m)[:2, 0].tolist() == [4.0, 2.0]  # no 1000
     assert steps(m) == [2, 2, 1]  # dy's did advance
 
@@ -330,13 +308,11 @@ def through_checkpoint(use_reentrant, function=checkpoint):
 @pytest.mark.parametrize(
     "run",
     [
-        lambda module, x: module(x),
-        through_checkpoint(True),
-        through_checkpoint(False),
+        lambda module, x: module(x), through_checkpoint(True), through_checkpoint(False),
         through_checkpoint(True, float8lab.checkpoint),
     ],
     ids=["plain", "reentrant", "non-reentrant", "own"],
-)
+)  # fmt: skip
 def test_an_aborted_backward_is_forgotten(run):
     mine = torch.nn.ModuleList([layer(), layer()])
     twins = copy.deepcopy(mine)
@@ -370,8 +346,7 @@ def test_recipes_that_differ_in_any_field_share_nothing():
     m = layer()
     other = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max", margin=1)
     for recipe in (DELAYED, other, DELAYED):
-        with float8lab.autocast(recipe=recipe):
-            m(torch.ones(2, 32))
+        call(m, 1, recipe)
     assert steps(m, DELAYED)[0] == 2
     assert steps(m, other)[0] == 1
     assert slots_of(m, DELAYED).pack is not slots_of(m, other).pack
@@ -379,8 +354,7 @@ def test_recipes_that_differ_in_any_field_share_nothing():
 
 def test_eval_changes_no_state():
     m = layer()
-    with float8lab.autocast(recipe=DELAYED):
-        m(torch.ones(2, 32))
+    call(m, 1)
     m.eval()
     before = scales(m)
     with float8lab.autocast(recipe=DELAYED):
@@ -398,9 +372,6 @@ def test_first_tensor_is_scaled_by_its_own_amax():
         y = m(x)
     error = (y - torch.nn.functional.linear(x, m.weight, m.bias)).norm() / y.norm()
     assert error < 0.05  # at scale 1 every element would round to 0
-
-
-# --- calibration ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -429,9 +400,6 @@ def test_calibration_with_weights_stored_in_fp8():
     ):
         m(torch.full((2, 32), 3.0))
     assert history(m)[0, :2].tolist() == [3.0, m.weight.dequantize().abs().max().item()]
-
-
-# --- activation checkpointing --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -476,18 +444,13 @@ def test_autocast_inside_the_checkpointed_function():
     assert steps(m2)[0] == 2
 
 
-# --- life of the state ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copied_module_has_equal_but_separate_state(duplicate):
     m = layer()
-    with float8lab.autocast(recipe=DELAYED):
-        m(torch.full((2, 32), 3.0))
+    call(m, 3.0)
     twin = duplicate(m)
     assert torch.equal(scales(twin), scales(m))
-    with float8lab.autocast(recipe=DELAYED):
-        twin(torch.full((2, 32), 100.0))
+    call(twin, 100.0)
     assert steps(twin)[0] == 2
     assert steps(m)[0] == 1
 
@@ -520,8 +483,7 @@ def test_amax_history_len_and_algo_take_effect():
         recipe = recipes.DelayedScaling(amax_history_len=2, amax_compute_algo=algo)
         m = layer()
         for value in (64.0, 8.0, 2.0):
-            with float8lab.autocast(recipe=recipe):
-                m(torch.full((1, 32), value))
+            call(m, value, recipe)
         assert scales(m, recipe)[0] == 1 / encode_pow2(torch.tensor(expected))
 
 
@@ -534,8 +496,7 @@ def test_scaling_factor_compute_algo_takes_effect():
 
     recipe = recipes.DelayedScaling(scaling_factor_compute_algo=algo)
     m = layer()
-    with float8lab.autocast(recipe=recipe):
-        m(torch.full((1, 32), 7.0))
+    call(m, 7.0, recipe)
     assert seen == [(7.0, 64.0, [448.0, 448.0, 57344.0], recipe)]
     assert scales(m, recipe)[0] == 1 / 32.0
 
@@ -610,15 +571,10 @@ def test_the_default_dtype_changes_no_number(make, delayed):
             "linear": lambda: float8lab.Linear(32, 24, **kwargs),
             "mlp": lambda: float8lab.LayerNormMLP(32, 64, **kwargs),
             "transformer": lambda: float8lab.TransformerLayer(
-                32,
-                64,
-                4,
-                attn_input_format="bshd",
-                drop_path_rate=0.1,
-                attention_dropout=0.0,
+                32, 64, 4, attn_input_format="bshd", drop_path_rate=0.1, attention_dropout=0.0,
                 **kwargs,
             ),
-        }[make]()
+        }[make]()  # fmt: skip
         x = torch.randn(2, 12, 32, dtype=torch.bfloat16, requires_grad=True)
         outputs = []
         torch.set_default_dtype(default)
@@ -634,9 +590,6 @@ def test_the_default_dtype_changes_no_number(make, delayed):
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-# --- inference mode -------------------------------------------------------------------------------
 
 
 FP8_ATTENTION = recipes.DelayedScaling(fp8_dpa=True)
@@ -713,9 +666,6 @@ def test_calls_in_inference_mode_leave_state_that_training_goes_on_with(make):
     expected = run(copy.deepcopy(first), torch.no_grad)
     got = run(first, torch.inference_mode)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-# --- threads -------------------------------------------------------------------------------------
 
 
 def in_thread(function):

@@ -23,17 +23,9 @@ OF_EXPERTS = {
 }
 """The same by (E, N, K), M = 32768: "Grouped linear layer" at commit cbf53cf."""
 SHAPES = [
-    (64, 64),
-    (512, 512),
-    (640, 640),
-    (896, 896),
-    (960, 960),
-    (1024, 1024),
-    (1536, 512),
-    (512, 1536),
-    (4096, 4096),
-    (17, 50304),
-]
+    (64, 64), (512, 512), (640, 640), (896, 896), (960, 960), (1024, 1024), (1536, 512),
+    (512, 1536), (4096, 4096), (17, 50304),
+]  # fmt: skip
 
 each_recipe = pytest.mark.parametrize("recipe", EVERY, ids=lambda r: type(r).__name__)
 

@@ -13,12 +13,9 @@ from float8lab.formats import MXFP4, NVFP4
 from float8lab.recipes import Format
 
 ALL = [
-    recipes.DelayedScaling,
-    recipes.Float8CurrentScaling,
-    recipes.Float8RowwiseScaling,
-    recipes.Float8BlockScaling,
-    recipes.MXFP8BlockScaling,
-]
+    recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8RowwiseScaling,
+    recipes.Float8BlockScaling, recipes.MXFP8BlockScaling,
+]  # fmt: skip
 each_recipe = pytest.mark.parametrize("cls", ALL, ids=lambda c: c.__name__)
 
 
@@ -135,9 +132,6 @@ def test_callables_show_their_name():
     assert repr(recipes.DelayedScaling(amax_compute_algo=max)) == (
         "DelayedScaling(amax_compute_algo=max)"
     )
-
-
-# --- what each field does to the plan of a linear layer ------------------------------------------
 
 
 @each_recipe

@@ -11,10 +11,7 @@ from tests.recorder import Ops
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def _no_silent_dequantizing():
-    with float8lab.fallback("error"):
-        yield
+pytestmark = pytest.mark.usefixtures("no_silent_dequantizing")
 
 
 def make(shape, *, dtype=torch.float32, block=(-1, -1), device="cpu"):

@@ -1,7 +1,5 @@
 """Collectives on Float8Tensors: data that moves keeps its values, sums are taken of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ import float8lab
 from float8lab.tensor import Float8Tensor, quantize
 from float8lab.tensor.window import Window
 from tests.distributed.ranks import Ranks, each_check, on_ranks
+from tests.same_bytes import assert_same_bytes
 
 
 def _renamed(module: Any, new: str, old: str) -> Callable[..., Any]:
@@ -54,15 +53,6 @@ def empty(x: Float8Tensor, rows: int | None = None) -> Float8Tensor:
     return quantize(zeros, block=x.spec.block, scale_rule=x.spec.scale_rule)
 
 
-def assert_equal(a: Tensor, b: Tensor) -> None:
-    assert isinstance(a, Float8Tensor)
-    assert isinstance(b, Float8Tensor)
-    assert (a.spec, a.shape, a.dtype) == (b.spec, b.shape, b.dtype)
-    assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
-    assert torch.equal(a.scale, b.scale)
-    assert torch.equal(a.amax, b.amax)
-
-
 def assert_joined(out: Tensor, parts: list[Float8Tensor]) -> None:
     """``out`` has the bytes of ``parts`` where its blocks are theirs, else one cast more."""
     values = torch.cat([part.dequantize() for part in parts])
@@ -75,8 +65,7 @@ def assert_joined(out: Tensor, parts: list[Float8Tensor]) -> None:
 
 def assert_close_to_cast(out: Float8Tensor, values: Tensor) -> None:
     expected = quantize(values, block=out.spec.block, scale_rule=out.spec.scale_rule)
-    assert torch.equal(out.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
-    assert torch.equal(out.scale, expected.scale)
+    assert_same_bytes(out, expected, amax=False)
 
 
 def check_lists(ranks: Ranks) -> None:
@@ -90,16 +79,16 @@ def check_lists(ranks: Ranks) -> None:
             out = [empty(x) for x in all_]
             dist.all_gather(out, mine)
             for got, x in zip(out, all_, strict=True):
-                assert_equal(got, x)
+                assert_same_bytes(got, x)
 
             out = [empty(x) for x in all_]
             dist.gather(mine, out if at_root else None, dst=root)
             for got, x in zip(out, all_ if at_root else map(empty, all_), strict=True):
-                assert_equal(got, x)
+                assert_same_bytes(got, x)
 
             got = empty(mine)
             dist.scatter(got, all_ if at_root else None, src=root)
-            assert_equal(got, mine)
+            assert_same_bytes(got, mine)
 
             mine_to = [
                 of_rank(10 * ranks.rank + r, ranks.device, block, rows[r])
@@ -112,11 +101,11 @@ def check_lists(ranks: Ranks) -> None:
             out = [empty(x) for x in to_me]
             dist.all_to_all(out, mine_to)
             for got, x in zip(out, to_me, strict=True):
-                assert_equal(got, x)
+                assert_same_bytes(got, x)
 
             got = mine if at_root else empty(all_[root])
             dist.broadcast(got, root)
-            assert_equal(got, all_[root])
+            assert_same_bytes(got, all_[root])
 
 
 def check_one_tensor(ranks: Ranks) -> None:
@@ -178,13 +167,13 @@ def check_views_receive(ranks: Ranks) -> None:
         assert_close_to_cast(base, values)
     columns = of_rank(1, ranks.device, (1, -1)).t()
     dist.broadcast(of_rank(0, ranks.device, (1, -1)).t() if ranks.rank == 0 else columns, 0)
-    assert_equal(columns, of_rank(0, ranks.device, (1, -1)).t()) if ranks.rank else None
+    assert_same_bytes(columns, of_rank(0, ranks.device, (1, -1)).t()) if ranks.rank else None
     scalar = quantize(torch.tensor(1.0 + ranks.rank, device=ranks.device))
     dist.broadcast(scalar, 0)
     assert scalar.item() == 1.0
     parameter = torch.nn.Parameter(of_rank(ranks.rank, ranks.device, (1, -1)))
     dist.broadcast(parameter.detach(), 0)
-    assert_equal(parameter.detach(), of_rank(0, ranks.device, (1, -1)))
+    assert_same_bytes(parameter.detach(), of_rank(0, ranks.device, (1, -1)))
 
 
 def check_asynchronous(ranks: Ranks) -> None:
@@ -208,13 +197,11 @@ def check_sums(ranks: Ranks) -> None:
         # Whole numbers of few bits, whose sums are exact in any order.
         all_ = [
             quantize(
-                torch.randint(-8, 9, (8, 160)).to(ranks.device) * 1.0,
-                block=block,
-                scale_rule=rule_of(block),
-                scale=0.5,
+                torch.randint(-8, 9, (8, 160)).to(ranks.device) * 1.0, block=block,
+                scale_rule=rule_of(block), scale=0.5,
             )
             for _ in [torch.manual_seed(7)] + [None] * (world - 1)
-        ]
+        ]  # fmt: skip
         total = torch.stack([x.dequantize() for x in all_]).sum(0)
         mine = all_[ranks.rank]
 
@@ -230,7 +217,7 @@ def check_sums(ranks: Ranks) -> None:
         if ranks.rank == world - 1:
             assert_close_to_cast(x, total)
         else:
-            assert_equal(x, mine)
+            assert_same_bytes(x, mine)
 
         rows = 8 // world
         part = slice(rows * ranks.rank, rows * (ranks.rank + 1))
@@ -269,13 +256,13 @@ def check_point_to_point(ranks: Ranks) -> None:
         works = [dist.isend(mine, after), dist.irecv(got, before)]
         for work in works:
             work.wait()
-        assert_equal(got, expected)
+        assert_same_bytes(got, expected)
 
         got = empty(mine)
         pairs = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, got, before)]
         for work in dist.batch_isend_irecv(pairs):
             work.wait()
-        assert_equal(got, expected)
+        assert_same_bytes(got, expected)
     if ranks.device.type == "cpu":  # NCCL always wants a source
         if ranks.rank:
             dist.send(of_rank(ranks.rank, ranks.device, (1, 16)), 0)
@@ -283,9 +270,9 @@ def check_point_to_point(ranks: Ranks) -> None:
             for _ in range(ranks.world - 1):
                 got = empty(mine)
                 got = quantize(torch.zeros(8, 40), block=(1, 16))
-                assert_equal(got, got)
+                assert_same_bytes(got, got)
                 source = dist.recv(got)
-                assert_equal(got, of_rank(source, ranks.device, (1, 16)))
+                assert_same_bytes(got, of_rank(source, ranks.device, (1, 16)))
 
 
 def check_views_receive_from_one_rank(ranks: Ranks) -> None:
@@ -302,7 +289,7 @@ def check_views_receive_from_one_rank(ranks: Ranks) -> None:
             before[2:6] = sent[2:6].dequantize()
             assert (base.dequantize() - before).abs().max() <= 16 * base.scale.max()
             dist.recv(columns, 0)
-            assert_equal(columns, sent.t())
+            assert_same_bytes(columns, sent.t())
 
 
 def without_base(x: Float8Tensor) -> Tensor:
@@ -332,7 +319,7 @@ def check_receivers_refuse_before_they_receive(ranks: Ranks) -> None:
             with pytest.raises(ValueError, match="src must be a rank for an empty tensor"):
                 dist.recv(x[:0])
         dist.recv(x, 0)
-        assert_equal(x, of_rank(0, ranks.device, (1, 128)))
+        assert_same_bytes(x, of_rank(0, ranks.device, (1, 128)))
     elif ranks.rank == 0:
         dist.send(x, 1)
 
@@ -342,7 +329,7 @@ def check_functional(ranks: Ranks) -> None:
     for block in BLOCKS:
         all_ = [of_rank(r, ranks.device, block) for r in range(ranks.world)]
         mine = all_[ranks.rank].clone()
-        assert_equal(functional.wait_tensor(functional.broadcast(mine, 1, group)), all_[1])
+        assert_same_bytes(functional.wait_tensor(functional.broadcast(mine, 1, group)), all_[1])
         exchanged = functional.all_to_all_single(mine, None, None, group)
         parts = [x.dequantize().chunk(ranks.world)[ranks.rank] for x in all_]
         assert torch.equal(functional.wait_tensor(exchanged).dequantize(), torch.cat(parts))
@@ -410,16 +397,13 @@ def check_errors_are_everybodys(ranks: Ranks) -> None:
         with pytest.raises(ValueError, match="no tensor, for a view that has lost its base"):
             call()
     wide: Any = empty(mine, 1).expand(2 * world, 40) if odd else empty(mine, 2 * world)
-    for call in (
-        lambda: _all_gather(wide, mine),
-        lambda: dist.all_to_all_single(wide, whole),
-    ):
+    for call in (lambda: _all_gather(wide, mine), lambda: dist.all_to_all_single(wide, whole)):
         with pytest.raises(ValueError, match="no tensor, for a view whose elements share memory"):
             call()
     # Nothing was sent: the group is as good as before.
     x = of_rank(ranks.rank, ranks.device, (1, -1))
     dist.broadcast(x, 0)
-    assert_equal(x, of_rank(0, ranks.device, (1, -1)))
+    assert_same_bytes(x, of_rank(0, ranks.device, (1, -1)))
 
 
 @on_ranks(2)
@@ -444,7 +428,7 @@ def check_distribute_tensor(ranks: Ranks) -> None:
                 # Blocks that an edge between ranks has cut are quantized once more.
                 assert (full - whole.dequantize()).abs().max() <= 16 * whole.scale.max()
             copied = distribute_tensor(mine.clone(), mesh, [Replicate()])
-            assert_equal(copied.to_local(), whole)
+            assert_same_bytes(copied.to_local(), whole)
 
 
 def check_a_process_that_plays_one_of_many(ranks: Ranks) -> None:

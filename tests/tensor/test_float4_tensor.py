@@ -164,11 +164,9 @@ def test_it_cannot_be_written_to():
     x = packed(4, 64)
     ones = torch.ones(4, 64)
     for write in (
-        lambda: x.add_(1),
-        lambda: x.copy_(ones),
-        lambda: torch.add(ones, 1, out=x),
+        lambda: x.add_(1), lambda: x.copy_(ones), lambda: torch.add(ones, 1, out=x),
         lambda: torch._foreach_add_([ones, x], 1),
-    ):
+    ):  # fmt: skip
         with pytest.raises(NotImplementedError, match="must not write to a Float4Tensor"):
             write()
     with torch.no_grad(), pytest.raises(NotImplementedError, match="frozen weight"):

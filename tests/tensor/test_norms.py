@@ -18,10 +18,7 @@ each_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@pytest.fixture(autouse=True)
-def _no_silent_dequantizing():
-    with float8lab.fallback("error"):
-        yield
+pytestmark = pytest.mark.usefixtures("no_silent_dequantizing")
 
 
 NORMS = {
@@ -35,13 +32,9 @@ NORMS = {
 each_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS.keys())
 
 SHAPES = {
-    "M160-K160": ((160, 160), 1),
-    "2x3x48": ((2, 3, 48), 1),
-    "2x(3x48)": ((2, 3, 48), 2),
-    "(48)": ((48,), 1),
-    "M0-K8": ((0, 8), 1),
-    "M5-K0": ((5, 0), 1),
-}
+    "M160-K160": ((160, 160), 1), "2x3x48": ((2, 3, 48), 1), "2x(3x48)": ((2, 3, 48), 2),
+    "(48)": ((48,), 1), "M0-K8": ((0, 8), 1), "M5-K0": ((5, 0), 1),
+}  # fmt: skip
 
 
 def check(norm, x, shape, dtype):

@@ -1,7 +1,5 @@
 """Permuting tokens by expert and back, of plain and FP8 tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,17 +13,15 @@ from float8lab.formats import E5M2, HIGH_PRECISION_DTYPES
 from float8lab.ops.reference import permute
 from float8lab.tensor.permute import routed, scatter_rows
 from tests.recorder import check_capture
+from tests.same_bytes import assert_same_bytes
 
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (1, 32), (128, 128), (-1, 1)]
 # Tokens, experts, experts of a token, features.
 SHAPES = {
-    "T9-E5-K2-H70": (9, 5, 2, 70),
-    "T1-E1-K1-H1": (1, 1, 1, 1),
-    "T300-E130-K3-H2100": (300, 130, 3, 2100),
-    "T0-E4-K2-H8": (0, 4, 2, 8),
-    "T5-E4-K0-H8": (5, 4, 0, 8),
-    "T6-E3-K3-H0": (6, 3, 3, 0),
-}
+    "T9-E5-K2-H70": (9, 5, 2, 70), "T1-E1-K1-H1": (1, 1, 1, 1),
+    "T300-E130-K3-H2100": (300, 130, 3, 2100), "T0-E4-K2-H8": (0, 4, 2, 8),
+    "T5-E4-K0-H8": (5, 4, 0, 8), "T6-E3-K3-H0": (6, 3, 3, 0),
+}  # fmt: skip
 
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map(str, b)))
@@ -124,11 +120,7 @@ def test_fp8_rows_move_with_their_scales(block: tuple[int, int], device: torch.d
     want = q.index_select(0, rows_of(mask))
     for rows in (q, q.t().contiguous().t() if block == (-1, -1) else q):
         y, _, row_map = float8lab.moe_permute_with_probs(rows, probs, mask, 260)
-        assert isinstance(y, float8lab.Float8Tensor)
-        assert (y.spec, y.dtype) == (want.spec, want.dtype)
-        assert torch.equal(y.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
-        assert torch.equal(y.scale, want.scale)
-        assert torch.equal(y.amax, want.amax)
+        assert_same_bytes(y, want)
         back = float8lab.moe_unpermute(y, row_map)  # the sum of two equal numbers is exact
         assert torch.equal(back, 2 * q.dequantize())
         merged = [t.requires_grad_() for t in (y.detach(), y.dequantize().detach())]
@@ -264,17 +256,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "float-map": (lambda x, m: float8lab.moe_permute(x, m.float()), TypeError, "routing_map"),
     "map-of-others": (lambda x, m: float8lab.moe_permute(x, m[1:]), ValueError, "routing_map"),
     "bool-index": (
-        lambda x, m: float8lab.moe_permute(x, m, map_type="index"),
-        TypeError,
-        "routing_map",
+        lambda x, m: float8lab.moe_permute(x, m, map_type="index"), TypeError, "routing_map",
     ),
     "count": (lambda x, m: float8lab.moe_permute(x, m, -2), ValueError, "num_out_tokens"),
     "kind": (lambda x, m: float8lab.moe_permute(x, m, map_type="x"), ValueError, "map_type"),
     "probs": (lambda x, m: float8lab.moe_permute_with_probs(x, x, m), ValueError, "probs"),
     "counts": (
         lambda x, m: float8lab.moe_permute_and_pad_with_probs(x, m.float(), m, m[0].int(), 4),
-        ValueError,
-        "tokens_per_expert",
+        ValueError, "tokens_per_expert",
     ),
     "unknown-tokens": (
         lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), pad_offsets=m[0].int()),
@@ -284,17 +273,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "row-map": (lambda x, m: float8lab.moe_unpermute(x, m), ValueError, "row_id_map"),
     "restored": (
         lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), restore_shape=(1, 2)),
-        ValueError,
-        "restore_shape",
+        ValueError, "restore_shape",
     ),
     "two-names": (
         lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), m.float(), probs=x),
-        ValueError,
-        "probs",
+        ValueError, "probs",
     ),
     "chunks": (
-        lambda x, m: float8lab.moe_sort_chunks_by_index(x, m.int()[0], m.int()[0, :1]),
-        ValueError,
+        lambda x, m: float8lab.moe_sort_chunks_by_index(x, m.int()[0], m.int()[0, :1]), ValueError,
         "sorted_index",
     ),
     "chunk-sizes": (
@@ -311,7 +297,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "split_sizes",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)

@@ -1,7 +1,5 @@
 """Counts and errors of FP8 tensors against values computed by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -15,25 +13,17 @@ from float8lab.inspect import BlockStats, Comparison
 each_block = pytest.mark.parametrize(
     "spec",
     [
-        ((-1, -1), "fp32"),
-        ((1, -1), "fp32"),
-        ((-1, 1), "fp32"),
-        ((1, 128), "fp32"),
-        ((128, 128), "pow2"),
-        ((1, 32), "e8m0"),
-        ((3, 5), "fp32"),
+        ((-1, -1), "fp32"), ((1, -1), "fp32"), ((-1, 1), "fp32"), ((1, 128), "fp32"),
+        ((128, 128), "pow2"), ((1, 32), "e8m0"), ((3, 5), "fp32"),
     ],
     ids=str,
-)
+)  # fmt: skip
 
 
 def from_codes(*codes: int, fp8_dtype: torch.dtype = E4M3, scale: float = 1.0) -> Float8Tensor:
     data = torch.tensor(codes, dtype=torch.uint8).view(fp8_dtype)
     one = torch.tensor([scale])
     return Float8Tensor(data, one, one * 448, Float8Spec(fp8_dtype, (-1,)), torch.float32)
-
-
-# --- codes ---------------------------------------------------------------------------------------
 
 
 def test_each_kind_of_e4m3_code():
@@ -63,12 +53,9 @@ def test_kinds_of_all_codes_are_those_of_their_values(fp8_dtype, device):
     info = torch.finfo(fp8_dtype)
     small = (value.abs() < info.smallest_normal) & (value != 0)
     expected = {
-        "saturated": value.abs() == info.max,
-        "zero": value == 0,
-        "subnormal": small,
-        "nan": value.isnan(),
-        "inf": value.isinf(),
-    }
+        "saturated": value.abs() == info.max, "zero": value == 0, "subnormal": small,
+        "nan": value.isnan(), "inf": value.isinf(),
+    }  # fmt: skip
     ones = torch.ones(256, device=device)
     x = Float8Tensor(codes.view(fp8_dtype), ones, ones, Float8Spec(fp8_dtype, (1,)), torch.float32)
     found = x.stats(per_block=True)
@@ -81,9 +68,6 @@ def test_kinds_of_all_codes_are_those_of_their_values(fp8_dtype, device):
     for got in (found.exponent_min, found.exponent_max):
         assert torch.equal(got.isnan(), ~plain)
         assert torch.equal(got[plain], exponents[plain])
-
-
-# --- whole tensors -------------------------------------------------------------------------------
 
 
 def test_amax_and_range_of_scales():
@@ -172,9 +156,6 @@ def test_histograms():
     assert quantize(torch.ones(3), E5M2).histogram("exponent").values.tolist() == [*range(-16, 16)]
 
 
-# --- blocks --------------------------------------------------------------------------------------
-
-
 @each_block
 @pytest.mark.parametrize("fp8_dtype", FP8_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(130, 70), (1, 1), (7, 300)], ids=str)
@@ -245,9 +226,6 @@ def test_blocks_as_a_matrix():
     assert t.scale.min() > 0
 
 
-# --- what it takes -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "block"),
     [((0,), (-1,)), ((0, 3), (-1, -1)), ((0, 256), (1, 128)), ((4, 0), (1, -1)), ((), ())],
@@ -276,11 +254,8 @@ def test_views_count_only_what_they_show(device):
     x[0, 0], x[3, 200] = 448.0, 896.0
     t = quantize(x, block=(128, 128))
     for view, original in [
-        (t[:, 10:], x[:, 10:]),
-        (t[1:3], x[1:3]),
-        (t.t(), x.t()),
-        (t[:, ::3], x[:, ::3]),
-    ]:
+        (t[:, 10:], x[:, 10:]), (t[1:3], x[1:3]), (t.t(), x.t()), (t[:, ::3], x[:, ::3]),
+    ]:  # fmt: skip
         found, parts = view.stats(original), view.stats(original, per_block=True)
         assert found.numel == original.numel() == parts.numel.sum().item()
         assert found.count("saturated") == (original != 0).sum().item()

@@ -41,7 +41,7 @@ Options = tuple[torch.dtype, tuple[int, ...], str, float]
 
 
 class Values(NamedTuple):
-    """What a kernel's values are: constants of ``load``."""
+    """The values of a kernel, which ``load`` computes: constants."""
 
     function: str
     """``""``, ``"permute"``, ``"multiply"``, a norm, or the function of an activation."""

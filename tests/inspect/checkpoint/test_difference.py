@@ -1,7 +1,5 @@
 """``diff``: two checkpoints, or one and its source."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -104,12 +102,7 @@ def test_other_shapes_and_missing_tensors(compare):
     b = {"w": torch.ones(4, 3), "only.b": torch.ones(2), "same": torch.ones(2)}
     found = compare(a, b)
     statuses = {row.name: row.status for row in found.rows}
-    assert statuses == {
-        "w": "shape",
-        "only.a": "only in A",
-        "only.b": "only in B",
-        "same": "same",
-    }
+    assert statuses == {"w": "shape", "only.a": "only in A", "only.b": "only in B", "same": "same"}
     assert found.rows[0].name == "w"
     assert found.counts["shape"] == 1
     text = str(found)

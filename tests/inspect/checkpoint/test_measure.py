@@ -1,7 +1,5 @@
 """The numbers of a report against whole-tensor arithmetic, in pieces and bounded memory."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -190,21 +188,14 @@ def test_other_tensors(look, small):
 @pytest.mark.parametrize(
     "value",
     [
-        torch.tensor(3.0),
-        torch.empty(0, 4),
-        torch.ones(3, dtype=torch.int64),
-        torch.tensor([True, False]),
-        torch.tensor([3 + 4j]),
-        torch.ones(2, dtype=torch.float64),
-        torch.ones(2, dtype=torch.uint16),
-        torch.ones(2).to(torch.float8_e8m0fnu),
-        torch.ones(2).to(torch.float8_e4m3fnuz),
-        torch.eye(3).to_sparse(),
-        float8lab.quantize(torch.empty(0, 4)),
-        float8lab.quantize(torch.tensor(2.0)),
+        torch.tensor(3.0), torch.empty(0, 4), torch.ones(3, dtype=torch.int64),
+        torch.tensor([True, False]), torch.tensor([3 + 4j]), torch.ones(2, dtype=torch.float64),
+        torch.ones(2, dtype=torch.uint16), torch.ones(2).to(torch.float8_e8m0fnu),
+        torch.ones(2).to(torch.float8_e4m3fnuz), torch.eye(3).to_sparse(),
+        float8lab.quantize(torch.empty(0, 4)), float8lab.quantize(torch.tensor(2.0)),
     ],
     ids=lambda x: f"{type(x).__name__}-{x.dtype}-{tuple(x.shape)}",
-)
+)  # fmt: skip
 def test_every_kind_of_tensor_has_a_row(look, value):
     row = look(value)
     assert row.shape == tuple(value.shape)

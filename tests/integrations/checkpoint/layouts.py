@@ -3,8 +3,6 @@
 Written from the facts about these libraries' checkpoints; no code of theirs is needed to make them.
 """
 
-from __future__ import annotations
-
 import argparse
 import enum
 import io
@@ -186,23 +184,14 @@ def padded(words: Tensor, tp: int) -> Tensor:
 def arguments(model: Decoder, tp: int, pp: int) -> dict[str, Any]:
     llama = model.llama
     return {
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "ffn_hidden_size": FFN,
-        "num_attention_heads": HEADS,
-        "num_query_groups": GROUPS,
-        "group_query_attention": True,
-        "kv_channels": HEAD,
-        "norm_epsilon": 1e-5,
-        "normalization": "RMSNorm" if llama else "LayerNorm",
-        "swiglu": llama,
-        "add_bias_linear": not llama,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "untie_embeddings_and_output_weights": True,
-        "tensor_model_parallel_size": tp,
+        "num_layers": LAYERS, "hidden_size": HIDDEN, "ffn_hidden_size": FFN,
+        "num_attention_heads": HEADS, "num_query_groups": GROUPS, "group_query_attention": True,
+        "kv_channels": HEAD, "norm_epsilon": 1e-5,
+        "normalization": "RMSNorm" if llama else "LayerNorm", "swiglu": llama,
+        "add_bias_linear": not llama, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "untie_embeddings_and_output_weights": True, "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
-    }
+    }  # fmt: skip
 
 
 def chunks(model: Decoder, tp: int, rank: int, pp: int, virtual: int) -> Iterator[Any]:

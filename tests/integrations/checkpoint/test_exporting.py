@@ -1,8 +1,7 @@
 """export writes the bytes that forwards use, in each format, with a complete config."""
 
-from __future__ import annotations
-
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +20,8 @@ safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra '
 
 FORMATS = {
     "block-fp8": [
-        recipes.Float8BlockScaling(),
-        recipes.Float8BlockScaling(power_of_2_scale=True),
-        recipes.Float8CurrentScaling(),
-        recipes.DelayedScaling(),
+        recipes.Float8BlockScaling(), recipes.Float8BlockScaling(power_of_2_scale=True),
+        recipes.Float8CurrentScaling(), recipes.DelayedScaling(),
     ],
     "compressed-tensors": [
         recipes.Float8BlockScaling(),
@@ -33,12 +30,10 @@ FORMATS = {
         recipes.DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo="max"),
     ],
     "float8lab": [
-        recipes.Float8BlockScaling(),
-        recipes.Float8RowwiseScaling(),
-        recipes.DelayedScaling(power_of_2_scale=False),
-        recipes.MXFP8BlockScaling(),
+        recipes.Float8BlockScaling(), recipes.Float8RowwiseScaling(),
+        recipes.DelayedScaling(power_of_2_scale=False), recipes.MXFP8BlockScaling(),
     ],
-}
+}  # fmt: skip
 CASES = [(name, recipe) for name, found in FORMATS.items() for recipe in found]
 
 
@@ -62,11 +57,8 @@ def weights_of_a_forward(model, x, recipe=None):
     was, PROCESS.observer = PROCESS.observer, Observer()
     try:
         model.eval()
-        if recipe is None:
+        with nullcontext() if recipe is None else float8lab.autocast(recipe=recipe):
             model(x)
-        else:
-            with float8lab.autocast(recipe=recipe):
-                model(x)
         return PROCESS.observer.seen
     finally:
         PROCESS.observer = was
@@ -76,11 +68,8 @@ def train(model, x, recipe=None, steps=3):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for step in range(steps):
         optimizer.zero_grad()
-        if recipe is None:
+        with nullcontext() if recipe is None else float8lab.autocast(recipe=recipe):
             loss = model(x * (step + 1)).square().mean()
-        else:
-            with float8lab.autocast(recipe=recipe):
-                loss = model(x * (step + 1)).square().mean()
         loss.backward()
         optimizer.step()
 
@@ -283,13 +272,10 @@ def test_a_transformer_layer_keeps_its_names(tmp_path):
     float8lab.convert_to_float8(layer, recipes.Float8CurrentScaling())
     report = export(layer, tmp_path / "out", "float8lab")
     assert sorted(report.fp8) == [
-        "layernorm_mlp.fc1_weight",
-        "layernorm_mlp.fc2_weight",
-        "self_attention.layernorm_qkv.key_weight",
-        "self_attention.layernorm_qkv.query_weight",
-        "self_attention.layernorm_qkv.value_weight",
-        "self_attention.proj.weight",
-    ]
+        "layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight",
+        "self_attention.layernorm_qkv.key_weight", "self_attention.layernorm_qkv.query_weight",
+        "self_attention.layernorm_qkv.value_weight", "self_attention.proj.weight",
+    ]  # fmt: skip
     plain = {name for name in layer.state_dict() if name not in report.fp8}
     parts = {f"{name}.{part}" for name in report.fp8 for part in ("qdata", "scale", "amax")}
     assert set(read(tmp_path / "out")) == plain | parts
@@ -364,13 +350,10 @@ def test_config_is_the_models_with_how_it_is_quantized(tmp_path):
         "dtype": "bfloat16",
         "architectures": ["Sequential"],
         "quantization_config": {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": [],
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128], "modules_to_not_convert": [],
         },
-    }
+    }  # fmt: skip
     model.config = {"architectures": ["Mine"]}
     export(model, tmp_path / "b", "compressed-tensors")
     config = json.loads((tmp_path / "b" / "config.json").read_text())

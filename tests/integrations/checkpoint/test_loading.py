@@ -1,7 +1,5 @@
 """Loading: bit for bit, into models of every kind, and never half."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from float8lab.checkpoints.source import BOX, Place
 from float8lab.inspect import CheckpointError
 from float8lab.integrations import export, load_fp8
 from float8lab.tensor import Float8Tensor
+from tests.same_bytes import assert_same_bytes
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
@@ -23,21 +22,10 @@ def mlp(dtype=torch.float32, bias=True):
     return nn.Sequential(nn.Linear(256, 200, bias=bias), nn.GELU(), nn.Linear(200, 280)).to(dtype)
 
 
-def same(a, b):
-    assert isinstance(a, Float8Tensor)
-    assert isinstance(b, Float8Tensor)
-    assert (a.spec, a.dtype, a.shape) == (b.spec, b.dtype, b.shape)
-    assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
-    assert torch.equal(a.scale, b.scale)
-    assert torch.equal(a.amax, b.amax)
-
-
 ALL = [
-    recipes.Float8CurrentScaling(),
-    recipes.Float8RowwiseScaling(power_of_2_scale=True),
-    recipes.Float8BlockScaling(),
-    recipes.MXFP8BlockScaling(),
-]
+    recipes.Float8CurrentScaling(), recipes.Float8RowwiseScaling(power_of_2_scale=True),
+    recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", ALL, ids=str)
@@ -58,7 +46,7 @@ def test_stored_weights_come_back_bit_for_bit(tmp_path, recipe, most):
     for name, value in model.state_dict().items():
         other = again.state_dict()[name]
         if name in report.fp8:
-            same(value, other)
+            assert_same_bytes(value, other)
             assert not again.get_parameter(name).requires_grad
         else:
             assert torch.equal(value, other)
@@ -283,7 +271,7 @@ def test_plain_values_go_into_stored_weights():
         layer = float8lab.Linear(16, 16, bias=False, device="cpu")
     value = torch.randn(16, 16)
     load_fp8({"weight": value}, layer)
-    same(layer.weight.detach(), float8lab.quantize(value))
+    assert_same_bytes(layer.weight.detach(), float8lab.quantize(value))
 
 
 def test_other_kinds_of_tensors_load(tmp_path):

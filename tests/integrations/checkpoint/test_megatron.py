@@ -1,7 +1,5 @@
 """Checkpoints in Megatron-LM's and TransformerEngine's layouts, made from a plain reference."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -194,11 +192,9 @@ def test_nothing_of_a_file_runs(tmp_path):
     file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
     file.parent.mkdir()
     evil = [
-        Evil(os.mkdir, str(made)),
-        Evil(torch.storage._load_from_bytes, inner.getvalue()),
-        Evil(getattr, str, "format"),
-        Evil(eval, f"__import__('os').mkdir({str(made)!r})"),
-    ]
+        Evil(os.mkdir, str(made)), Evil(torch.storage._load_from_bytes, inner.getvalue()),
+        Evil(getattr, str, "format"), Evil(eval, f"__import__('os').mkdir({str(made)!r})"),
+    ]  # fmt: skip
     torch.save({"model": {"norm.weight": torch.ones(2)}, "args": evil}, file)
     assert list(integrations.read_megatron(tmp_path).state) == ["norm.weight"]
     torch.save({"model": {"norm.weight": evil[3]}}, file)

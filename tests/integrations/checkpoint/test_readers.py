@@ -3,8 +3,6 @@
 Neither is among the tools that are pinned for development; without them these tests are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 
@@ -18,6 +16,7 @@ from float8lab.integrations import export, load_fp8
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from tests.integrations.checkpoint.test_experts import block_fp8, checkpoint_of, nvfp4
+from tests.same_bytes import assert_same_bytes
 
 # Libraries of other releases warn of their own parts as they are imported and used.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -57,6 +56,16 @@ def dequantized(path, model=None):
     return model.state_dict()
 
 
+def read_by_transformers(path, **how):
+    """The model of a folder, every tensor of which must be there and fit."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True, **how
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    return model, info
+
+
 def assert_same(a, b):
     assert a.keys() == b.keys()
     for name in a:
@@ -73,12 +82,8 @@ def test_transformers_loads_block_fp8(tmp_path, recipe, most):
     report = export(model, tmp_path / "out", "block-fp8", max_shard_size=most)
     assert len(report.fp8) == 14
     assert (len(report.files) > 1) == (most == 300_000)
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, output_loading_info=True
-    )
-    assert not info["missing_keys"]
+    theirs, info = read_by_transformers(tmp_path / "out")
     assert not info["unexpected_keys"]
-    assert not info["mismatched_keys"]
     ours = dequantized(tmp_path / "out")
     assert_same(theirs.state_dict(), ours)
     # Near the FP8 model: both have its weights, and this one other activations.
@@ -102,9 +107,7 @@ def test_transformers_files_load_here(tmp_path):
     model.config.save_pretrained(tmp_path / "theirs")
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(state, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "theirs", dtype=torch.float32
-    )
+    theirs, _ = read_by_transformers(tmp_path / "theirs")
     assert_same(theirs.state_dict(), dequantized(tmp_path / "theirs"))
     # Stored in FP8: their very bytes.
     mine = llama(1)
@@ -123,11 +126,9 @@ def test_transformers_files_load_here(tmp_path):
 
 
 SCHEMES = {
-    "tensor": recipes.Float8CurrentScaling(),
-    "static": recipes.DelayedScaling(),
-    "channel": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-}
+    "tensor": recipes.Float8CurrentScaling(), "static": recipes.DelayedScaling(),
+    "channel": recipes.Float8RowwiseScaling(), "block": recipes.Float8BlockScaling(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -164,14 +165,8 @@ def test_transformers_loads_compressed_tensors(tmp_path, scheme):
     pytest.importorskip("compressed_tensors")
     model, _ = trained(SCHEMES[scheme])
     export(model, tmp_path / "out", "compressed-tensors")
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out",
-        dtype=torch.float32,
-        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
-        output_loading_info=True,
-    )
-    assert not info["missing_keys"]
-    assert not info["mismatched_keys"]
+    how = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+    theirs, _ = read_by_transformers(tmp_path / "out", **how)
     ours = dequantized(tmp_path / "out")
     found = theirs.state_dict()
     assert_same({name: found[name] for name in ours}, ours)
@@ -191,12 +186,8 @@ def test_compressed_tensors_files_load_here(tmp_path, scheme):
     blocks = {"block_structure": [128, 128]} if scheme == "block" else {}
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": scheme} | blocks
     inputs = {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "dynamic": False,
-        "strategy": "tensor",
-    }
+        "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor",
+    }  # fmt: skip
     if scheme != "tensor":
         inputs |= {"dynamic": True, "strategy": "token"}
     config = QuantizationConfig(
@@ -243,15 +234,12 @@ def test_a_deepseek_model(tmp_path):
         q_lora_rank=128, kv_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64,
         max_position_embeddings=64,
     )  # fmt: skip
-    torch.manual_seed(0)
     model, base, plain = (transformers.DeepseekV3ForCausalLM(config).eval() for _ in range(3))
     report = export(model, tmp_path / "out", "block-fp8")
     content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     # Its experts are one tensor each in transformers; on a GPU it would look for their scales.
     assert content["modules_to_not_convert"] == ["lm_head", "model.layers.1.mlp.experts"]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32
-    )
+    theirs, _ = read_by_transformers(tmp_path / "out")
     assert_same(theirs.state_dict(), dequantized(tmp_path / "out", plain))
     loaded = load_fp8(tmp_path / "out", base)
     assert loaded.fp8.keys() == report.fp8.keys()
@@ -319,10 +307,7 @@ def test_mixtures_of_experts_go_to_transformers_and_back(tmp_path, name):
     assert {name for name in report.high_precision if "gate" in name} == {
         name for name, module in model.named_modules() if name.endswith("mlp.gate")
     }
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, output_loading_info=True
-    )
-    assert not info["missing_keys"]
+    theirs, info = read_by_transformers(tmp_path / "out")
     assert not info["unexpected_keys"]
     assert_same(theirs.state_dict(), dequantized(tmp_path / "out", mixture(family, 2, **more)))
     loaded = load_fp8(tmp_path / "out", again)
@@ -330,9 +315,7 @@ def test_mixtures_of_experts_go_to_transformers_and_back(tmp_path, name):
     for path in loaded.fp8:
         stored = model.get_parameter(path)
         if isinstance(stored, Float8Tensor):
-            kept = again.get_parameter(path)
-            assert torch.equal(kept.qdata.view(torch.uint8), stored.qdata.view(torch.uint8))
-            assert torch.equal(kept.scale, stored.scale)
+            assert_same_bytes(again.get_parameter(path), stored, amax=False)
 
 
 def test_transformers_and_this_library_decode_gpt_oss_alike(tmp_path):

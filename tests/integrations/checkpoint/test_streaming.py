@@ -1,7 +1,5 @@
 """``export_stream``: the tensors of ``export``, one after the other, also from FSDP2's shards."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

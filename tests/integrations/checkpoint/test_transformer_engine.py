@@ -1,7 +1,5 @@
 """Scales that TransformerEngine saved: pickles of the form that its modules have, made here."""
 
-from __future__ import annotations
-
 import enum
 import io
 import os
@@ -19,6 +17,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.inspect import CheckpointError
 from float8lab.integrations import load_te_scaling
+from tests.integrations.checkpoint.layouts import pickled, saved
 
 NAME = "transformer_engine.common.recipe"
 
@@ -63,32 +62,22 @@ def state_of(products, length, recipe=None, seed=0):
     return state
 
 
-def as_tensor(state):
-    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
-
-
-def as_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file
-
-
 def scaling(layer, recipe):
     slots = [s for _, p in float8lab.nn.precision.precisions(layer) for s in p.slots.values()]
     return [slot.tensors() for slot in slots if slot.pack.recipe == recipe]
 
 
-@pytest.mark.parametrize("pack", [as_tensor, as_file])
+@pytest.mark.parametrize("pack", [pickled, saved])
 @pytest.mark.parametrize("length", [1, 4])
 def test_scales_continue_as_they_would_have_there(theirs, monkeypatch, pack, length):
     told = theirs.DelayedScaling(margin=1, amax_history_len=length)
     state = state_of(1, length, told)
-    saved = {"_extra_state": pack(state), "weight": torch.randn(32, 16)}
+    states = {"_extra_state": pack(state), "weight": torch.randn(32, 16)}
     for name in list(sys.modules):
         if name.startswith("transformer_engine"):
             monkeypatch.delitem(sys.modules, name)
     layer = float8lab.Linear(16, 32, bias=False, device="cpu")
-    report = load_te_scaling(saved, layer)
+    report = load_te_scaling(states, layer)
     assert report.loaded == ("",)
     assert report.recipe == recipes.DelayedScaling(
         margin=1, amax_history_len=length, amax_compute_algo="max", power_of_2_scale=False
@@ -127,7 +116,7 @@ def test_what_was_seen_since_the_last_update_is_kept():
     state["amax_history_fwd"][0, 0] = 7.0
     layer = float8lab.Linear(16, 16, device="cpu")
     recipe = recipes.DelayedScaling(amax_history_len=8, amax_compute_algo="max")
-    load_te_scaling({"_extra_state": as_tensor(state)}, layer, recipe)
+    load_te_scaling({"_extra_state": pickled(state)}, layer, recipe)
     (tensors,) = scaling(layer, recipe)
     assert tensors["amax"][0] == 7.0
     assert torch.equal(tensors["history"][:2, 0], state["amax_history_fwd"][1:, 0].flip(0))
@@ -137,20 +126,18 @@ def test_what_was_seen_since_the_last_update_is_kept():
 def test_the_modules_of_a_transformer_layer():
     layer = float8lab.TransformerLayer(32, 64, 4, device="cpu")
     names = {"self_attention.layernorm_qkv": 1, "self_attention.proj": 1, "layernorm_mlp": 2}
-    saved = {f"{n}._extra_state": as_tensor(state_of(k, 4, seed=k)) for n, k in names.items()}
+    states = {f"{n}._extra_state": pickled(state_of(k, 4, seed=k)) for n, k in names.items()}
     # Attention has scales of another kind there, and a module that never ran in FP8 none.
-    saved["self_attention.core_attention._extra_state"] = as_tensor(state_of(3, 4))
-    report = load_te_scaling(saved, layer)
+    states["self_attention.core_attention._extra_state"] = pickled(state_of(3, 4))
+    report = load_te_scaling(states, layer)
     assert report.loaded == tuple(names)
     assert report.ignored == ("self_attention.core_attention",)
     first, second = scaling(layer.layernorm_mlp, report.recipe)
     state = state_of(2, 4, seed=2)
     for tensors, i in ((first, 0), (second, 1)):
         scales = [
-            state["scale_fwd"][3 * i],
-            state["scale_fwd"][3 * i + 1],
-            state["scale_bwd"][2 * i],
-        ]
+            state["scale_fwd"][3 * i], state["scale_fwd"][3 * i + 1], state["scale_bwd"][2 * i],
+        ]  # fmt: skip
         assert torch.equal(tensors["scale"], 1 / torch.stack(scales))
 
 
@@ -159,7 +146,7 @@ def test_a_converted_layer_keeps_its_recipe():
     recipe = recipes.DelayedScaling(amax_history_len=2)
     float8lab.convert_to_float8(model, recipe)
     state = state_of(1, 4)
-    load_te_scaling({"0._extra_state": as_tensor(state)}, model)
+    load_te_scaling({"0._extra_state": pickled(state)}, model)
     (tensors,) = scaling(model[0], recipe)
     assert torch.equal(tensors["scale"][0], 1 / state["scale_fwd"][0])
     assert torch.equal(tensors["history"][:, 0], state["amax_history_fwd"][[3, 2], 0])
@@ -171,14 +158,14 @@ def test_scales_that_were_never_used_are_not_taken():
         if isinstance(state[key], torch.Tensor):
             state[key].fill_(float(key.startswith("scale")))
     layer = float8lab.Linear(16, 16, device="cpu")
-    report = load_te_scaling({"_extra_state": as_tensor(state)}, layer)
+    report = load_te_scaling({"_extra_state": pickled(state)}, layer)
     (tensors,) = scaling(layer, report.recipe)
     assert not tensors["seeded"].any()
 
 
 def test_from_a_file(tmp_path):
     state = state_of(1, 2)
-    torch.save({"_extra_state": as_tensor(state), "weight": torch.ones(2)}, tmp_path / "te.pt")
+    torch.save({"_extra_state": pickled(state), "weight": torch.ones(2)}, tmp_path / "te.pt")
     layer = float8lab.Linear(16, 16, device="cpu")
     assert load_te_scaling(tmp_path / "te.pt", layer).loaded == ("",)
 
@@ -195,8 +182,8 @@ def evil_states(path):
     inner = io.BytesIO()
     torch.save(Evil(path), inner)
     nested = pickle.dumps(Evil(inner.getvalue(), torch.storage._load_from_bytes))
-    yield as_tensor({"scale_fwd": Evil(path)})
-    yield as_file({"scale_fwd": Evil(path)})
+    yield pickled({"scale_fwd": Evil(path)})
+    yield saved({"scale_fwd": Evil(path)})
     yield torch.frombuffer(bytearray(nested), dtype=torch.uint8)
     for attribute in ("os\nmkdir", "builtins\neval", "torch\nload", "torch.serialization\nload"):
         text = f"c{attribute}\n(V{path}\ntR.".encode()
@@ -227,16 +214,16 @@ def broken(**changes):
 
 BAD = {
     "damaged": (torch.tensor([1, 2, 3], dtype=torch.uint8), CheckpointError, "is damaged"),
-    "no dict": (as_tensor([1, 2]), CheckpointError, "must be a dict; it is a list"),
+    "no dict": (pickled([1, 2]), CheckpointError, "must be a dict; it is a list"),
     "no history": (
-        as_tensor(broken(amax_history_bwd=None)), CheckpointError, "must have amax_history_bwd",
+        pickled(broken(amax_history_bwd=None)), CheckpointError, "must have amax_history_bwd",
     ),
     "dtype": (
-        as_tensor(broken(scale_bwd=torch.ones(2).double())), CheckpointError, "torch.float64",
+        pickled(broken(scale_bwd=torch.ones(2).double())), CheckpointError, "torch.float64",
     ),
-    "shape": (as_tensor(broken(scale_fwd=torch.ones(5))), CheckpointError, "5 scales and 3"),
-    "zero": (as_tensor(broken(scale_fwd=torch.zeros(3))), CheckpointError, "positive scale"),
-    "none": (as_tensor(None), ValueError, "has no _extra_state with scales"),
+    "shape": (pickled(broken(scale_fwd=torch.ones(5))), CheckpointError, "5 scales and 3"),
+    "zero": (pickled(broken(scale_fwd=torch.zeros(3))), CheckpointError, "positive scale"),
+    "none": (pickled(None), ValueError, "has no _extra_state with scales"),
     "empty": (torch.empty(0, dtype=torch.uint8), ValueError, "has no _extra_state with scales"),
 }  # fmt: skip
 
@@ -245,11 +232,11 @@ BAD = {
 def test_what_is_wrong_is_said_and_nothing_changes(case):
     value, error, message = BAD[case]
     model = nn.ModuleDict({n: float8lab.Linear(16, 16, device="cpu") for n in "ab"})
-    saved = {"b._extra_state": value}
+    states = {"b._extra_state": value}
     if case not in ("none", "empty"):
-        saved = {"a._extra_state": as_tensor(state_of(1, 4)), **saved}
+        states = {"a._extra_state": pickled(state_of(1, 4)), **states}
     with pytest.raises(error, match=message):
-        load_te_scaling(saved, model)
+        load_te_scaling(states, model)
     for layer in model.values():
         assert not any(s["seeded"].any() for s in scaling(layer, recipes.DelayedScaling()))
 
@@ -257,4 +244,4 @@ def test_what_is_wrong_is_said_and_nothing_changes(case):
 def test_modules_that_are_not_there_are_named():
     layer = nn.ModuleDict({"a": float8lab.Linear(16, 16, device="cpu")})
     with pytest.raises(ValueError, match=r"it has b\.c"):
-        load_te_scaling({"b.c._extra_state": as_tensor(state_of(1, 2))}, layer)
+        load_te_scaling({"b.c._extra_state": pickled(state_of(1, 2))}, layer)

@@ -1,7 +1,5 @@
 """Small models with LoRA on an FP8 base, and what the tests compare of them."""
 
-from __future__ import annotations
-
 import os
 import warnings
 
@@ -19,11 +17,9 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers", reason="needs the extra 'peft'")
 
 RECIPES = {
-    "current": recipes.Float8CurrentScaling(),
-    "delayed": recipes.DelayedScaling(),
-    "rowwise": recipes.Float8RowwiseScaling(),
-    "block": recipes.Float8BlockScaling(),
-}
+    "current": recipes.Float8CurrentScaling(), "delayed": recipes.DelayedScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(), "block": recipes.Float8BlockScaling(),
+}  # fmt: skip
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 
 

@@ -1,7 +1,5 @@
 """LoRA of stock PEFT on an FP8 base: products, memory, gradients, and what PEFT does around it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -28,6 +26,7 @@ from tests.integrations.peft.models import (
     peft,
     with_lora,
 )
+from tests.nn.models import report_of
 
 # Old names of transformers, by which PEFT asks.
 pytestmark = pytest.mark.filterwarnings(
@@ -164,10 +163,8 @@ def test_the_order_makes_no_difference(recipe, freeze):
 
 def test_adapters_in_fp8_if_they_are_named():
     model = with_lora(mlp())
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(
-            model, overrides={"lora_A": recipes.Float8BlockScaling()}, freeze_weights=False
-        )
+    report = report_of(
+        model, overrides={"lora_A": recipes.Float8BlockScaling()}, freeze_weights=False
     )
     assert "lora_B" in str([layer.name for layer in report.skipped])
     with float8lab.count_gemms() as counts:
@@ -236,18 +233,16 @@ def test_sharded():
             assert isinstance(layer.weight.to_local(), Float8Tensor)
         # What is sharded cannot be stored anew.
         late = fully_shard(nn.Linear(64, 64), mesh=mesh)
-        report = float8lab.conversion_report(float8lab.convert_to_float8(late, freeze_weights=True))
+        report = report_of(late, freeze_weights=True)
         assert "it is sharded; convert before sharding" in str(report)
     finally:
         dist.destroy_process_group()
 
 
 OTHERS = {
-    "IA3": {"feedforward_modules": ["down"]},
-    "LoHa": {"r": 4},
-    "Vera": {"r": 4},
+    "IA3": {"feedforward_modules": ["down"]}, "LoHa": {"r": 4}, "Vera": {"r": 4},
     "OFT": {"oft_block_size": 16},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", OTHERS)

@@ -1,7 +1,5 @@
 """Adapters merged into an FP8 base and taken out again, several of them, and none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Adapters and FP8 bases on disk: adapters of PEFT, state dicts, and the checkpoints of others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tiny Hugging Face models with random weights, built from configs, and FP8 in plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +8,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
-
-__all__ = ["FAMILIES", "MIXTURES", "build", "emulated", "flat_gradients"]
 
 TEXT = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = {
@@ -49,9 +45,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tenso
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", DECODER, _tokens),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS, _tokens),
     "qwen2_moe": (
-        "Qwen2MoeConfig",
-        "Qwen2MoeForCausalLM",
-        {**EXPERTS, "shared_expert_intermediate_size": 40},
+        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 40},
         _tokens,
     ),
     "gpt2": (
@@ -99,9 +93,7 @@ _LOCAL = {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _LOCAL, _tokens),
     "olmoe": (
-        "OlmoeConfig",
-        "OlmoeForCausalLM",
-        {**DECODER, "num_experts": 4, "num_experts_per_tok": 2},
+        "OlmoeConfig", "OlmoeForCausalLM", {**DECODER, "num_experts": 4, "num_experts_per_tok": 2},
         _tokens,
     ),
     "deepseek_v3": (
@@ -174,6 +166,14 @@ def build(family: str, **changed: Any) -> tuple[Any, dict[str, Tensor]]:
 def flat_gradients(model: nn.Module) -> Tensor:
     """All gradients as one vector; parameters without one have none in any run."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def run(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits and gradients of one step."""
+    model.zero_grad()
+    output = model(**batch)
+    output.loss.backward()
+    return output.logits.detach(), flat_gradients(model)
 
 
 # Float8CurrentScaling, written anew: tensors are rounded to FP8 and the GEMMs run on the rounded.

@@ -1,7 +1,5 @@
 """Accelerate with converted models, and converting them: DDP, FSDP2, and its checkpoints."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

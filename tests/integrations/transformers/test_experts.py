@@ -1,7 +1,5 @@
 """convert_to_float8 on Transformers' mixtures of experts, whose experts lie in different ways."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import float8lab
 from float8lab import recipes
@@ -20,7 +17,7 @@ with warnings.catch_warnings():
     pytest.importorskip("transformers", reason="needs the extra 'transformers'")
     from float8lab.integrations.transformers import Float8Callback
 
-from tests.integrations.transformers.models import MIXTURES, build, flat_gradients
+from tests.integrations.transformers.models import MIXTURES, build, run
 from tests.integrations.transformers.training import DELAYED, losses, same, trainer
 
 BLOCK = recipes.Float8BlockScaling()
@@ -30,14 +27,6 @@ def experts_of(model: Any) -> tuple[str, Any]:
     report = float8lab.conversion_report(model)
     name = next(layer.name for layer in report.converted if len(layer.shape) == 3)
     return name, model.get_submodule(name)
-
-
-def run(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits and gradients of one step."""
-    model.zero_grad()
-    output = model(**batch)
-    output.loss.backward()
-    return output.logits.detach(), flat_gradients(model)
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -1,7 +1,5 @@
 """Models that Transformers loads from FP8 checkpoints: taken over by load_fp8, and trained."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

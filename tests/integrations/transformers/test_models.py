@@ -1,7 +1,5 @@
 """convert_to_float8 on Hugging Face models: numbers, generation, saving, recomputation, graphs."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -23,7 +21,8 @@ with warnings.catch_warnings():
 
     from float8lab.integrations.transformers import Float8Conv1D
 
-from tests.integrations.transformers.models import FAMILIES, build, emulated, flat_gradients
+from tests.integrations.transformers.models import FAMILIES, build, emulated, run
+from tests.nn.models import report_of
 
 DELAYED = recipes.DelayedScaling(
     amax_history_len=8, amax_compute_algo="max", power_of_2_scale=False
@@ -32,14 +31,6 @@ DELAYED = recipes.DelayedScaling(
 
 def converted_names(report: Any) -> list[str]:
     return [layer.name for layer in report.converted]
-
-
-def run(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and gradients of one step."""
-    model.zero_grad()
-    output = model(**batch)
-    output.loss.backward()
-    return output.logits.detach(), flat_gradients(model)
 
 
 def record_calls(model: Any, names: list[str]) -> dict[str, list[torch.Tensor]]:
@@ -69,7 +60,7 @@ def test_runs_as_rounding_to_fp8_says(family: str) -> None:
     """
     model, batch = build(family)
     original = copy.deepcopy(model)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    report = report_of(model)
     twin = emulated(original, converted_names(report))
     with float8lab.count_gemms() as counts:
         found = run(model, batch)
@@ -91,7 +82,7 @@ def test_each_layer_rounds_as_fp8_says(family: str, device: torch.device) -> Non
     model, batch = build(family)
     model, batch = model.to(device), {name: value.to(device) for name, value in batch.items()}
     original = copy.deepcopy(model)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    report = report_of(model)
     names = [layer.name for layer in report.converted if len(layer.shape) == 2]
     calls = record_calls(model, names)
     model(**batch).loss.backward()
@@ -117,17 +108,12 @@ def test_each_layer_rounds_as_fp8_says(family: str, device: torch.device) -> Non
 
 
 def test_the_report_says_what_is_not_in_fp8() -> None:
-    report = float8lab.conversion_report(float8lab.convert_to_float8(build("qwen3_moe")[0]))
+    report = report_of(build("qwen3_moe")[0])
     assert {layer.name: layer.note for layer in report.skipped} == {
-        "model.layers.0.mlp.gate": "a router, which stays in high precision",
+        "model.layers.0.mlp.gate": "a router, which stays in high precision"
     }
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(build("qwen2_moe")[0], exclude=["gate", "experts"])
-    )
-    assert {layer.name.split(".", 3)[-1] for layer in report.skipped} == {
-        "mlp.gate",
-        "mlp.experts",
-    }
+    report = report_of(build("qwen2_moe")[0], exclude=["gate", "experts"])
+    assert {layer.name.split(".", 3)[-1] for layer in report.skipped} == {"mlp.gate", "mlp.experts"}
     assert all(layer.note.startswith("excluded") for layer in report.skipped)
 
 
@@ -135,7 +121,7 @@ def test_the_report_says_what_is_not_in_fp8() -> None:
 def test_all_of_other_models_is_in_fp8(family: str) -> None:
     """No weight of two dimensions or more is left, but of embeddings and convolutions."""
     model, _ = build(family)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
+    report = report_of(model, strict=True)
     assert not report.skipped
     in_fp8 = {id(model.get_submodule(name).weight) for name in converted_names(report)}
     left = {
@@ -146,9 +132,6 @@ def test_all_of_other_models_is_in_fp8(family: str) -> None:
         and id(weight) not in in_fp8
     }
     assert all(issubclass(cls, (nn.Embedding, nn.Conv1d, nn.Conv2d)) for cls in left)
-
-
-# --- Conv1D --------------------------------------------------------------------------------------
 
 
 def test_conv1d_stays_what_it_is() -> None:
@@ -197,8 +180,6 @@ def test_conv1d_stays_in_high_precision_in_an_export(tmp_path: Path) -> None:
     assert list(report.fp8) == ["lm_head.weight"]
 
 
-# --- generation ----------------------------------------------------------------------------------
-
 GENERATE: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "beams": {"num_beams": 3, "do_sample": False},
@@ -218,7 +199,7 @@ def test_generates_what_rounding_to_fp8_does(family: str, how: str) -> None:
         for parameter in model.parameters():  # random models hardly tell one token from another
             if parameter.ndim > 1:
                 parameter.mul_(4)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model.eval()))
+    report = report_of(model.eval())
     plain = float8lab.to_high_precision(copy.deepcopy(model))
     twin = emulated(plain, converted_names(report))
     batch = {name: value for name, value in batch.items() if name != "labels"}
@@ -245,9 +226,6 @@ def test_a_cache_changes_nothing_where_each_token_has_its_own_scale() -> None:
     parts = torch.cat([first.logits, rest], dim=1)
     # What differs is the order of float32 sums, which FP8 may amplify to one rounding.
     assert (parts - whole).norm() < 1e-3 * whole.norm()
-
-
-# --- saving --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bert", "qwen3_moe"])
@@ -280,21 +258,14 @@ def test_saves_what_the_plain_model_saves(family: str, tmp_path: Path) -> None:
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
-# --- recomputation and graphs --------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("family", "reentrant"),
     [
-        ("llama", False),
-        ("llama", True),
-        ("gpt2", False),
-        ("bert", False),
-        ("vit", False),
+        ("llama", False), ("llama", True), ("gpt2", False), ("bert", False), ("vit", False),
         ("qwen3_moe", False),
     ],
-)
+)  # fmt: skip
 def test_gradient_checkpointing_changes_no_bit(family: str, reentrant: bool) -> None:
     """Over steps whose delayed scales depend on those before.
 

@@ -1,7 +1,5 @@
 """Models that Transformers shards over ranks itself, by ``tp_plan="auto"``, in FP8."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Float8Callback in a real Trainer: conversion, report, checkpoints."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

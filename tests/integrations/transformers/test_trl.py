@@ -1,7 +1,5 @@
 """TRL's SFT and DPO, by the programs of docs/transformers.md, on a small model in a folder."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Trainer for tests: a small Llama, which learns sequences that repeat themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,6 @@ import transformers
 
 from float8lab import recipes
 from tests.integrations.transformers.models import build
-
-__all__ = ["DELAYED", "losses", "same", "tokens", "trainer"]
 
 # Scales that follow the whole history bit by bit: what a checkpoint forgets, shows.
 DELAYED = recipes.DelayedScaling(
@@ -35,11 +31,9 @@ def trainer(folder: Path, steps: int, callback: Any, model: Any = None, **change
     } | changed  # fmt: skip
     return transformers.Trainer(
         model=build("llama")[0] if model is None else model,
-        args=transformers.TrainingArguments(**arguments),
-        train_dataset=tokens(),
-        eval_dataset=tokens()[:4],
-        callbacks=[callback],
-    )
+        args=transformers.TrainingArguments(**arguments), train_dataset=tokens(),
+        eval_dataset=tokens()[:4], callbacks=[callback],
+    )  # fmt: skip
 
 
 def losses(runner: Any) -> list[float]:

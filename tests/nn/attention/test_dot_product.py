@@ -365,9 +365,6 @@ def test_float8_tensors_as_inputs():
     assert torch.equal(module(*stored), module(*(x.dequantize() for x in stored)))
 
 
-# --- dropout and recomputation -------------------------------------------------------------------
-
-
 class Tracker:
     """A generator state of its own, as tensor-parallel training keeps one."""
 
@@ -491,9 +488,6 @@ def test_queries_that_see_nothing_are_known_from_the_numbers(shape, mask_type):
         assert mask.lets_all is all(visible(0, 0, i, j) for i in range(sq) for j in range(sk))
 
 
-# --- backends, errors ----------------------------------------------------------------------------
-
-
 def test_explain_names_the_backend_and_the_reasons():
     q, k, v, _ = make(5, 5)
     module = bshd_attention()
@@ -614,11 +608,7 @@ def test_wrong_calls_are_refused(case):
 CONSTRUCTIONS = {
     "groups": ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups must divide"),
     "type": ({"attention_type": "inter"}, ValueError, "attention_type must be 'self' or 'cross'"),
-    "dropout": (
-        {"attention_dropout": 1.0},
-        ValueError,
-        "attention_dropout must be a finite",
-    ),
+    "dropout": ({"attention_dropout": 1.0}, ValueError, "attention_dropout must be a finite"),
     "format": ({"qkv_format": "sb3hd"}, ValueError, "qkv_format must be one of"),
     "tp": ({"tp_size": 3}, ValueError, "num_gqa_groups must be a multiple of the 3 tensor-par"),
     "backends": ({"backends": ("cudnn",)}, ValueError, "backends must be names"),
@@ -657,9 +647,6 @@ def test_arguments_without_effect_on_one_rank():
     plain = DotProductAttention(2, 4)
     assert torch.equal(module(q, k, v), plain(q, k, v))
     assert torch.equal(module(q, k, v, fast_zero_fill=False), plain(q, k, v))
-
-
-# --- compiled, and on a GPU ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -413,12 +413,11 @@ def test_wrong_arguments_are_refused():
         ({"return_layernorm_output": True}, ValueError, "return_layernorm_output must be False"),
         ({"fuse_wgrad_accumulation": True}, ValueError, "fuse_wgrad_accumulation must be False"),
         (
-            {"tp_size": 4, "set_parallel_mode": True, "num_gqa_groups": 2},
-            ValueError,
+            {"tp_size": 4, "set_parallel_mode": True, "num_gqa_groups": 2}, ValueError,
             "num_gqa_groups must be a multiple of the 4 tensor-parallel ranks; got 2",
         ),
         ({"qkv_format": "bhsd"}, ValueError, "qkv_format must be one of"),
-    ]
+    ]  # fmt: skip
     for kwargs, error, message in cases:
         with pytest.raises(error, match=message):
             MultiheadAttention(**{"hidden_size": 32, "num_attention_heads": 4, **kwargs})

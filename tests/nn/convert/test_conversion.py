@@ -18,6 +18,7 @@ from float8lab import recipes
 from float8lab.nn.convert import matches, swap, walk
 from float8lab.nn.convert import report as reports
 from float8lab.tensor import Float8Tensor
+from tests.nn.models import report_of
 
 BLOCK = recipes.Float8BlockScaling()
 
@@ -53,6 +54,13 @@ def converted(report):
     return [layer.name for layer in report.converted]
 
 
+def gemms_of(model, x):
+    """How many GEMMs of a call run in FP8, and how many in high precision."""
+    with float8lab.count_gemms() as counts:
+        model(x)
+    return counts.fp8, counts.high_precision
+
+
 def warns_of_nothing(reason=""):
     """Of a conversion that converts nothing, and why."""
     return pytest.warns(
@@ -77,13 +85,6 @@ def test_everything_that_a_user_holds_stays_the_same():
     assert not torch.equal(model.blocks[0].attn.weight, before)
 
 
-def test_converted_layers_are_linear_layers():
-    model = Model()
-    float8lab.convert_to_float8(model)
-    assert isinstance(model.lm_head, float8lab.Linear)
-    assert isinstance(model.lm_head, nn.Linear)
-
-
 def test_plain_checkpoints_load_strictly_both_ways():
     plain, model = Model(), Model()
     float8lab.convert_to_float8(model, recipes.DelayedScaling())
@@ -96,9 +97,7 @@ def test_fp8_runs_by_default_and_obeys_autocast():
     model = Model()
     reference = copy.deepcopy(model)
     float8lab.convert_to_float8(model)
-    with float8lab.count_gemms() as counts:
-        model(TOKENS)
-    assert (counts.fp8, counts.high_precision) == (5, 0)
+    assert gemms_of(model, TOKENS) == (5, 0)
     with float8lab.autocast(enabled=False):
         assert torch.equal(model(TOKENS), reference(TOKENS))
 
@@ -126,9 +125,9 @@ def test_the_model_is_walked_once_and_each_module_asked_once(monkeypatch):
 
 def test_idempotent_and_recipes_can_change():
     model = Model()
-    first = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    first = report_of(model)
     layer = model.lm_head
-    second = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    second = report_of(model)
     assert str(first) == str(second)
     assert model.lm_head is layer
     float8lab.convert_to_float8(model, BLOCK)
@@ -160,15 +159,6 @@ def test_to_high_precision_dequantizes_stored_weights():
     assert torch.equal(model[0].weight, value)
 
 
-def test_the_model_itself_may_be_a_linear_layer():
-    model = nn.Linear(16, 8)
-    float8lab.convert_to_float8(model)
-    assert isinstance(model, float8lab.Linear)
-
-
-# --- what survives on a layer --------------------------------------------------------------------
-
-
 def test_hooks_and_attributes_survive():
     layer = nn.Linear(16, 16)
     calls = []
@@ -179,6 +169,7 @@ def test_hooks_and_attributes_survive():
     layer(torch.randn(2, 16, requires_grad=True)).sum().backward()
     assert calls == ["forward", "backward"]
     assert layer.note == "mine"
+    assert isinstance(layer, float8lab.Linear)  # a model may itself be a linear layer
 
 
 class Halve(nn.Module):
@@ -208,9 +199,7 @@ def test_parametrizing_a_converted_layer():
     layer = nn.Linear(16, 16)
     float8lab.convert_to_float8(layer)
     weight_norm(layer)
-    with float8lab.count_gemms() as counts:
-        layer(torch.randn(4, 16))
-    assert counts.fp8 == 1
+    assert gemms_of(layer, torch.randn(4, 16)) == (1, 0)
     float8lab.to_high_precision(layer)
     assert not isinstance(layer, float8lab.Linear)
     assert parametrize.is_parametrized(layer)
@@ -273,9 +262,7 @@ def test_subclasses_without_a_forward_are_converted_and_keep_their_methods():
     float8lab.convert_to_float8(layer)
     assert isinstance(layer, WithoutForward)
     assert isinstance(layer, float8lab.Linear)
-    with float8lab.count_gemms() as counts:
-        layer(torch.randn(2, 8))
-    assert counts.fp8 == 1
+    assert gemms_of(layer, torch.randn(2, 8)) == (1, 0)
     layer.reset_parameters()
     assert torch.equal(layer.weight, torch.ones(8, 8))
     assert repr(layer) == "WithoutForward(mine, recipe=Float8CurrentScaling())"
@@ -285,15 +272,13 @@ def test_subclasses_without_a_forward_are_converted_and_keep_their_methods():
 
 def test_subclasses_with_a_forward_are_left_alone_unless_named():
     model = nn.Sequential(WithForward(8, 8), nn.Linear(8, 8))
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    report = report_of(model)
     assert converted(report) == ["1"]
     assert type(model[0]) is WithForward
     assert report.skipped[0].note == (
         "WithForward has a forward of its own; name it in overrides to convert"
     )
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(model, overrides={"0": recipes.Float8CurrentScaling()})
-    )
+    report = report_of(model, overrides={"0": recipes.Float8CurrentScaling()})
     assert converted(report) == ["0", "1"]
 
 
@@ -301,7 +286,7 @@ def test_a_forward_replaced_on_the_layer_is_left_alone():
     layer = nn.Linear(8, 8)
     layer.forward = lambda x: x
     with warns_of_nothing("of 1: forward was replaced on the layer itself"):
-        report = float8lab.conversion_report(float8lab.convert_to_float8(layer))
+        report = report_of(layer)
     assert report.skipped[0].note == "forward was replaced on the layer itself"
 
 
@@ -325,18 +310,14 @@ class Router(nn.Module):
 def test_modules_that_multiply_by_their_own_parameters_are_reported():
     model = nn.ModuleDict(
         {
-            "experts": Experts(),
-            "router": Router(),
-            "lstm": nn.LSTM(16, 16),
-            "bilinear": nn.Bilinear(4, 5, 6),
-            "conv": nn.Conv1d(4, 5, 3),
-            "pointwise": nn.Conv2d(4, 5, 1),
-            "norm": nn.LayerNorm([3, 4]),
+            "experts": Experts(), "router": Router(), "lstm": nn.LSTM(16, 16),
+            "bilinear": nn.Bilinear(4, 5, 6), "conv": nn.Conv1d(4, 5, 3),
+            "pointwise": nn.Conv2d(4, 5, 1), "norm": nn.LayerNorm([3, 4]),
             "embed": nn.Embedding(5, 6),
         }
-    )
+    )  # fmt: skip
     with warns_of_nothing():
-        report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+        report = report_of(model)
     assert {layer.name: (layer.shape, layer.note) for layer in report.skipped} == {
         "experts": ((4, 32, 16), "no linear layer: Experts multiplies by its up, down itself"),
         "router": ((4, 16), "a router, which stays in high precision"),
@@ -358,7 +339,7 @@ def test_modules_that_multiply_by_their_own_parameters_are_reported():
 def test_lazy_and_float64_layers_are_skipped_with_the_reason():
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8, dtype=torch.float64))
     with warns_of_nothing():
-        report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto"))
+        report = report_of(model, "auto")
     assert [layer.note for layer in report.skipped] == [
         "not initialised yet; run one batch first",
         "its weight is torch.float64",
@@ -414,9 +395,6 @@ def test_a_converted_model_can_be_copied(duplicate, kind, monkeypatch):
     assert torch.equal(model(TOKENS), twin(TOKENS))  # the scales advanced alike
 
 
-# --- choosing layers -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
@@ -433,7 +411,7 @@ def test_a_converted_model_can_be_copied(duplicate, kind, monkeypatch):
 )
 def test_exclude_matches_components_or_globs(pattern, expected):
     model = Model()
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, exclude=[pattern]))
+    report = report_of(model, exclude=[pattern])
     assert {layer.name for layer in report.skipped} == expected
     assert report.unmatched == (() if expected else (pattern,))
 
@@ -450,7 +428,7 @@ def test_filter_fn_gets_layer_and_name():
         seen.append((name, layer.out_features))
         return "attn2" not in name
 
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, filter_fn=wanted))
+    report = report_of(model, filter_fn=wanted)
     assert converted(report) == ["blocks.0.attn", "blocks.1.attn", "lm_head"]
     assert ("lm_head", 32) in seen
 
@@ -458,7 +436,7 @@ def test_filter_fn_gets_layer_and_name():
 def test_overrides_win_over_recipe_and_autocast():
     model = Model()
     overrides = {"blocks": BLOCK, "blocks.1": None, "lm_head": recipes.Float8RowwiseScaling()}
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, overrides=overrides))
+    report = report_of(model, overrides=overrides)
     notes = {layer.name: layer.note for layer in report.layers}
     assert notes["blocks.0.attn"] == "Float8BlockScaling()"
     assert notes["blocks.1.attn"] == "high precision by overrides"
@@ -474,9 +452,7 @@ def test_overrides_keep_layers_in_high_precision_that_were_in_fp8_before():
     norm_linear = float8lab.LayerNormLinear(16, 16, device="cpu")
     model = nn.Sequential(norm_linear, nn.Linear(16, 16), nn.Linear(16, 16))
     float8lab.convert_to_float8(model)
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(model, overrides={"0": None, "1": None})
-    )
+    report = report_of(model, overrides={"0": None, "1": None})
     assert converted(report) == ["2"]
     for recipe in (None, recipes.DelayedScaling()):
         with float8lab.autocast(recipe=recipe), float8lab.count_gemms() as counts:
@@ -496,9 +472,6 @@ def test_overrides_keep_layers_in_high_precision_that_were_in_fp8_before():
 def test_what_is_not_a_recipe_is_refused(arguments, message):
     with pytest.raises(TypeError, match=message):
         float8lab.convert_to_float8(Model(), **arguments)
-
-
-# --- recipe="auto" -------------------------------------------------------------------------------
 
 
 def decoder_layer(width, mlp, device="meta"):
@@ -527,7 +500,7 @@ def test_auto_leaves_a_small_model_as_it_was():
 def test_auto_converts_a_large_layer_on_a_cpu_as_for_a_gpu():
     auto = recipes.Auto(mode="cuda_graph", candidates=(BLOCK,))
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 16))
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, auto))
+    report = report_of(model, auto)
     assert converted(report) == ["0"]
     assert model[0]._fp8.recipe == BLOCK
     assert not model[0]._fp8.pinned
@@ -548,11 +521,9 @@ def test_auto_depends_on_the_tokens():
     with warns_of_nothing("bfloat16 is faster"):
         float8lab.convert_to_float8(few, recipes.Auto(tokens=32))
     assert converted(float8lab.conversion_report(few)) == []
-    report = float8lab.conversion_report(float8lab.convert_to_float8(many, "auto"))
+    report = report_of(many, "auto")
     assert len(converted(report)) == 7
-    assert str(report) == str(
-        float8lab.conversion_report(float8lab.convert_to_float8(many, recipes.Auto(tokens=16384)))
-    )
+    assert str(report) == str(report_of(many, recipes.Auto(tokens=16384)))
 
 
 def test_auto_decides_for_modules_of_this_library():
@@ -568,7 +539,7 @@ def test_auto_decides_for_modules_of_this_library():
     with warns_of_nothing("bfloat16 is"):
         float8lab.convert_to_float8(small, "auto")
     assert converted(float8lab.conversion_report(small)) == []
-    report = float8lab.conversion_report(float8lab.convert_to_float8(large, "auto"))
+    report = report_of(large, "auto")
     assert converted(report) == ["0", "1", "2"]
     # Two GEMMs of 4096 features: 4 and 2 times as many operations as those of the first.
     first, mlp = (float(layer.note.split(": ")[1].split(" ms")[0]) for layer in report.layers[:2])
@@ -579,7 +550,7 @@ def test_auto_weighs_the_casts_of_all_experts():
     def report(experts, tokens, *candidates):
         model = nn.Sequential(experts)
         auto = recipes.Auto(tokens=tokens, mode="cuda_graph", candidates=candidates)
-        return float8lab.conversion_report(float8lab.convert_to_float8(model, auto))
+        return report_of(model, auto)
 
     rowwise = recipes.Float8RowwiseScaling()
     small = float8lab.ExpertMLP(128, 2048, 768, device="meta")
@@ -597,20 +568,14 @@ def test_auto_turns_fp8_off_where_it_does_not_pay():
     model = nn.Sequential(nn.Linear(16, 16), float8lab.LayerNormLinear(16, 16, device="cpu"))
     float8lab.convert_to_float8(model)
     with warns_of_nothing("bfloat16 is faster"):
-        report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto"))
+        report = report_of(model, "auto")
     assert converted(report) == []
-    with float8lab.count_gemms() as counts:
-        model(torch.randn(4, 16))
-    assert (counts.fp8, counts.high_precision) == (0, 2)
+    assert gemms_of(model, torch.randn(4, 16)) == (0, 2)
 
 
 def test_auto_in_overrides_and_beside_them():
     model = decoder_layer(4096, 14336)
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(
-            model, overrides={"k": "auto", "v": recipes.Auto(tokens=32), "q": None}
-        )
-    )
+    report = report_of(model, overrides={"k": "auto", "v": recipes.Auto(tokens=32), "q": None})
     notes = {layer.name: layer.note for layer in report.layers}
     assert notes["q"] == "high precision by overrides"
     assert notes["o"] == "Float8CurrentScaling()"
@@ -631,12 +596,9 @@ def test_auto_needs_an_fp8_gemm(monkeypatch):
 
 
 EVERY = [
-    recipes.Float8CurrentScaling(),
-    recipes.DelayedScaling(),
-    recipes.Float8RowwiseScaling(),
-    BLOCK,
+    recipes.Float8CurrentScaling(), recipes.DelayedScaling(), recipes.Float8RowwiseScaling(), BLOCK,
     recipes.MXFP8BlockScaling(),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", EVERY, ids=str)
@@ -681,7 +643,7 @@ def test_shared_weights_are_frozen_once_or_not_at_all():
     model[1].weight, model[2].weight = model[0].weight, model[4].weight
     weight = model[2].weight
     weight_norm(model[3])
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, freeze_weights=True))
+    report = report_of(model, freeze_weights=True)
     assert isinstance(model[0].weight, Float8Tensor)
     assert model[1].weight is model[0].weight
     assert model[2].weight is model[4].weight is weight
@@ -701,13 +663,11 @@ def test_low_rank_adapters_stay_in_high_precision_unless_named():
         return nn.ModuleDict({"base": nn.Linear(32, 32), **adapter})
 
     model = build()
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
+    report = report_of(model, strict=True)
     assert converted(report) == ["base"]
     assert {layer.note.split(",")[0] for layer in report.skipped} == {"low rank"}
     assert type(model["lora_A"]) is type(model["lora_B"]) is nn.Linear
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(build(), overrides={"lora_A": BLOCK})
-    )
+    report = report_of(build(), overrides={"lora_A": BLOCK})
     assert converted(report) == ["base", "lora_A"]
 
 
@@ -717,9 +677,7 @@ def test_strict_raises_and_changes_nothing():
         float8lab.convert_to_float8(model, exclude=["nothing"], strict=True)
     assert "no layer is called 'nothing'" in str(error.value)
     assert type(model[1]) is nn.Linear
-    report = float8lab.conversion_report(
-        float8lab.convert_to_float8(model, exclude=["0"], strict=True)
-    )
+    report = report_of(model, exclude=["0"], strict=True)
     assert converted(report) == ["1"]
 
 
@@ -757,14 +715,10 @@ def test_strict_wants_something_to_convert():
 class TestReports(expecttest.TestCase):
     def test_conversion_report(self):
         model = Model()
-        report = float8lab.conversion_report(
-            float8lab.convert_to_float8(
-                model,
-                recipes.MXFP8BlockScaling(),
-                exclude=["lm_head", "lm_heads"],
-                overrides={"blocks.1.attn": None, "blocks.0.attn2": BLOCK},
-            )
-        )
+        report = report_of(
+            model, recipes.MXFP8BlockScaling(), exclude=["lm_head", "lm_heads"],
+            overrides={"blocks.1.attn": None, "blocks.0.attn2": BLOCK},
+        )  # fmt: skip
         self.assertExpectedInline(
             str(report),
             """\
@@ -781,12 +735,10 @@ MXFP8BlockScaling(): cpu has no FP8 GEMM for fprop, dgrad, wgrad; they run in hi
 
     def test_auto(self):
         model = decoder_layer(4096, 14336)
-        report = float8lab.conversion_report(
-            float8lab.convert_to_float8(
-                model,
-                recipes.Auto(tokens=4096, candidates=(BLOCK, recipes.DelayedScaling())),
-                overrides={"o": BLOCK},
-            )
+        report = report_of(
+            model,
+            recipes.Auto(tokens=4096, candidates=(BLOCK, recipes.DelayedScaling())),
+            overrides={"o": BLOCK},
         )
         self.assertExpectedInline(
             str(report),
@@ -806,7 +758,7 @@ predicted on Hopper, 4096 tokens, eager: 4.31 ms GPU, 4.23 ms CPU; bfloat16 6.55
     def test_auto_leaves_the_layers_of_a_small_gpt_alone(self):
         model = decoder_layer(512, 1536)
         with warns_of_nothing("of 3: bfloat16 is as fast: 113 us, DelayedScaling 111 us"):
-            report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto"))
+            report = report_of(model, "auto")
         self.assertExpectedInline(
             str(report),
             """\

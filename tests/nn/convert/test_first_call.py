@@ -1,7 +1,5 @@
 """Converted layers whose forward never runs: who is told, and who is not."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -120,8 +118,8 @@ def test_who_is_not_told() -> None:
     undone(X)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_without_a_break_and_not_again() -> None:
-    torch._dynamo.reset()
     model = converted()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(X)["y"][0].sum().backward()
@@ -134,7 +132,6 @@ def test_compiled_without_a_break_and_not_again() -> None:
     model(X)["y"][0].sum().backward()
     with torch._dynamo.config.patch(error_on_recompile=True):
         model(X)["y"][0].sum().backward()
-    torch._dynamo.reset()
 
 
 def test_export_writes_what_the_model_multiplies_by(tmp_path: Any) -> None:

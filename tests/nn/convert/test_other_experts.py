@@ -1,7 +1,5 @@
 """Experts of models that no installed library has, and routers, told by what they have."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 import float8lab
 from float8lab import recipes
-from tests.nn.models import GatedMLP
+from tests.nn.models import GatedMLP, report_of
 
 E, D, W = 4, 32, 24
 COUNTS = [5, 0, 9, 2]
@@ -83,7 +81,6 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 )
 @pytest.mark.parametrize("kind", [LoopExperts, SeamExperts, NewSeamExperts])
 def test_experts_as_torchtitan_has_them(kind, recipe):
-    torch.manual_seed(0)
     model, x = kind(), torch.randn(sum(COUNTS), D)
     w1, w2, w3 = (p.detach() for p in model.parameters())
     original, want = copy.deepcopy(model), step(model, x)
@@ -117,7 +114,6 @@ def test_experts_as_torchtitan_has_them(kind, recipe):
 
 def test_rows_are_cast_once_for_two_products():
     """w1's and w3's input is saved once in FP8, and no FP8 data of weights; of other groups not."""
-    torch.manual_seed(0)
     recipe = recipes.Float8CurrentScaling()
     model = float8lab.convert_to_float8(SeamExperts(), recipe)
     x = torch.randn(sum(COUNTS), D, requires_grad=True) * 1
@@ -173,7 +169,7 @@ def test_routers_stay_in_high_precision():
             "gate": nn.Linear(D, E),
         }
     )
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
+    report = report_of(model, strict=True)
     note = "a router, which stays in high precision; name it in overrides to convert"
     assert {layer.name: layer.note for layer in report.skipped} == {
         "moe.gate": note, "skipping.gate": note, "router.0": note
@@ -189,7 +185,6 @@ def test_routers_stay_in_high_precision():
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_experts_of_a_list_become_one_module(bias, stored):
     """Which computes what the loop does, and in FP8 what each of its layers would."""
-    torch.manual_seed(0)
     loop = Mixture()
     loop.experts = nn.ModuleList(GatedMLP(D, W, bias=bias) for _ in range(E)).requires_grad_(stored)
     x, recipe = torch.randn(30, D), recipes.Float8RowwiseScaling()
@@ -236,7 +231,7 @@ def test_the_librarys_own_modules_take_the_recipe():
             "mlp": float8lab.ExpertMLP(2, D, W, device="cpu"),
         }
     )
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
+    report = report_of(model, strict=True)
     assert [(layer.name, layer.shape) for layer in report.converted] == [
         ("fc", (2, W, D)), ("mlp", (2, 2 * W, D))
     ]  # fmt: skip

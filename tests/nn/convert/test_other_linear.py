@@ -1,7 +1,5 @@
 """Linear layers that are no torch.nn.Linear: converted to classes that their library registers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -14,6 +12,8 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn.convert.other_linear import OtherLinear, register_linear
 from tests.distributed.ranks import RECIPES
+from tests.nn.convert.test_conversion import Halve
+from tests.nn.models import report_of
 
 
 class Transposed(nn.Module):
@@ -93,7 +93,7 @@ def test_runs_as_torchs_linear_does(recipe, device):
 def test_is_undone_and_obeys_autocast():
     _, layer = twins()
     before, x = copy.deepcopy(layer), torch.randn(4, 13)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(layer))
+    report = report_of(layer)
     assert report.layers[0].shape == (layer.out_features, layer.in_features) == (37, 13)
     assert not torch.equal(layer(x), before(x))
     with float8lab.autocast(enabled=False):
@@ -156,7 +156,7 @@ def test_frozen_weights_have_the_scales_of_torchs(recipe):
 
 def test_subclasses():
     model = nn.Sequential(WithoutForward(8, 8), WithForward(8, 8))
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    report = report_of(model)
     assert [layer.name for layer in report.converted] == ["0"]
     assert isinstance(model[0], WithoutForward)
     assert "mine" in repr(model[0])
@@ -169,15 +169,10 @@ def test_subclasses():
     assert type(float8lab.to_high_precision(model)[0]) is WithoutForward
 
 
-class Halve(nn.Module):
-    def forward(self, weight):
-        return weight / 2
-
-
 def test_parametrized():
     layer = Transposed(16, 16)
     parametrize.register_parametrization(layer, "weight", Halve())
-    report = float8lab.conversion_report(float8lab.convert_to_float8(layer))
+    report = report_of(layer)
     assert [row.name for row in report.layers] == [""]  # of the parametrization itself nothing
     with float8lab.count_gemms() as counts:
         layer(torch.randn(4, 16)).sum().backward()
@@ -197,7 +192,7 @@ def test_the_recipe_auto_predicts_it():
     big = nn.Sequential(nn.Linear(8192, 8192, device="meta"), Transposed(1, 1))
     big[1].weight = nn.Parameter(torch.empty(8192, 8192, device="meta"))
     big[1].bias = nn.Parameter(torch.empty(8192, device="meta"))
-    report = float8lab.conversion_report(float8lab.convert_to_float8(big, "auto"))
+    report = report_of(big, "auto")
     assert [row.converted for row in report.layers] == [True, True]
     assert report.layers[0].note == report.layers[1].note
     assert report.layers[1].shape == (8192, 8192)

@@ -1,7 +1,5 @@
 """torch.nn.MultiheadAttention in FP8: torch's numbers in high precision, and close ones in FP8."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -77,13 +75,11 @@ def _snr(y: Tensor, reference: Tensor) -> float:
         {name: name for name in _MASKS},
         {"": False, "weights": True, "heads": "each head"},
         {
-            "": {},
-            "no_bias": {"bias": False},
-            "bias_kv": {"add_bias_kv": True},
+            "": {}, "no_bias": {"bias": False}, "bias_kv": {"add_bias_kv": True},
             "zero": {"add_zero_attn": True},
         },
     ),
-)
+)  # fmt: skip
 def test_high_precision_equals_torch(
     which: str, layout: str, masks: str, need_weights: bool | str, options: dict[str, Any]
 ):
