@@ -84,8 +84,8 @@ def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None
     ``modules`` are the model's.
     """
     states = (precision for module in modules for _, precision in precisions(module))
-    known = dict.fromkeys(state.recipe for state in states if state.recipe is not None)
-    recipes = tuple(recipe for recipe in known if recipe.linear.delayed)
+    distinct = dict.fromkeys(state.recipe for state in states if state.recipe is not None)
+    recipes = tuple(recipe for recipe in distinct if recipe.linear.delayed)
     for hook in model._forward_pre_hooks.values():
         if isinstance(owner := getattr(hook, "__self__", None), CallRegion):
             owner.reset(recipes)

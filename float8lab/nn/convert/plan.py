@@ -248,7 +248,7 @@ def _predict(plan: LayerPlan, auto: Auto) -> Prediction:
 def _describe_times(auto: Auto, times: Sequence[tuple[Parts, Parts]]) -> str:
     sums = (Parts(*map(sum, zip(*listed, strict=True))) for listed in zip(*times, strict=True))
     gpu, cpu, high_gpu, high_cpu = (
-        f"{1e3 * seconds:.2f} ms" for parts in sums for seconds in (parts.gpu, parts.cpu)
+        f"{1e3 * seconds:.2f} ms" for times in sums for seconds in (times.gpu, times.cpu)
     )
     return (
         f"predicted on Hopper, {auto.tokens} tokens, {auto.mode}: "
