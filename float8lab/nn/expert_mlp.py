@@ -13,7 +13,7 @@ from float8lab import arguments
 from float8lab.distributed.expert_parallel import check_held_experts, held_experts, local_experts
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain
-from float8lab.nn.fused_function import ExpertMlpFunction, Layer, MlpCall
+from float8lab.nn.fused_function import ExpertFront, ExpertMlpFunction, Layer, MlpCall
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
 from float8lab.nn.grouped_linear import offsets_of
@@ -79,7 +79,7 @@ class ExpertsBase(MovedInPlace):
         fc1, fc2 = calls
         if isinstance(activation, str) and fc1 is not None and fc2 is not None:
             row_map, rows = to or (None, x.shape[0])
-            options = MlpCall(None, activation, fc1, fc2, rows=rows)
+            options = MlpCall(ExpertFront(rows), activation, fc1, fc2)
             y = ExpertMlpFunction.run(x, offs, row_map, *layers[0], *layers[1], options)
         else:
             x = x if to is None else scatter_rows(x, *to)[0]
@@ -87,8 +87,7 @@ class ExpertsBase(MovedInPlace):
             a = activate(h, activation) if isinstance(activation, str) else activation(h)
             y = self._apply_experts(precisions[1], a, offs, layers[1], fc2, first_microbatch)
         for precision, call in zip(precisions, calls, strict=True):
-            if call is not None and call.is_region:
-                precision.end(call)
+            precision.end(call)
         return y
 
     def _held_experts(self) -> range | None:

@@ -442,8 +442,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
                 return self._attend(q, k, v, problem)
             else:
                 out = fp8_attention(q, k, v, problem, call)
-        if call is not None and call.is_region:
-            self._fp8.end(call)
+        self._fp8.end(call)
         return out, None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:

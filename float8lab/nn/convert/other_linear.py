@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import describe_fp8
-from float8lab.nn.precision import Precision
+from float8lab.nn.precision import Call, Precision
 from float8lab.nn.storage import MovedInPlace
 from float8lab.tensor import Float8Tensor
 
@@ -64,15 +64,21 @@ class OtherLinear(MovedInPlace):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``[..., in]``; returns ``[..., out]``."""
         weight = self.matrix(self)
-        x = x.dequantize() if isinstance(x, Float8Tensor) else x
         call = self._fp8.begin(x, weight, training=self.training)
+        return self._gemm(self._fp8, x, weight, self.bias, call)
+
+    def _gemm(
+        self, precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None,
+        call: Call | None,
+    ) -> Tensor:  # fmt: skip
+        """``x @ weight.T + bias``; in high precision, and its amaxes if asked for, without call."""
+        x = x.dequantize() if isinstance(x, Float8Tensor) else x
         if call is None:
             weight = plain(weight)
-            self._fp8.calibrate(x, weight)
-            return nn.functional.linear(x, weight, self.bias)
-        y: Tensor = LinearFunction.run(x, weight, self.bias, call)
-        if call.is_region:
-            self._fp8.end(call)
+            precision.calibrate(x, weight)
+            return nn.functional.linear(x, weight, bias)
+        y: Tensor = LinearFunction.run(x, weight, bias, call)
+        precision.end(call)
         return y
 
     def extra_repr(self) -> str:

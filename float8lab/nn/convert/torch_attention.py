@@ -15,12 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from float8lab.nn.casts import plain
 from float8lab.nn.convert.other_linear import OtherLinear, register_linear
-from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.precision import Call, Precision
 from float8lab.recipes.region import STATE
-from float8lab.tensor import Float8Tensor
 
 __all__ = ["Float8TorchAttention"]
 
@@ -122,21 +119,6 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         biases = (None, None, None) if bias is None else bias.chunk(3)
         precisions = self._fp8, self._fp8_key, self._fp8_value
         return [*map(self._gemm, precisions, inputs, weights, biases, (call, key_call, value_call))]
-
-    def _gemm(
-        self, precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None,
-        call: Call | None,
-    ) -> Tensor:  # fmt: skip
-        """``x @ weight.T + bias``; in high precision, and its amaxes if asked for, without call."""
-        x = x.dequantize() if isinstance(x, Float8Tensor) else x
-        if call is None:
-            weight = plain(weight)
-            precision.calibrate(x, weight)
-            return functional.linear(x, weight, bias)
-        y: Tensor = LinearFunction.run(x, weight, bias, call)
-        if call.is_region:
-            precision.end(call)
-        return y
 
     def _batch_first(self, x: Tensor) -> Tensor:
         """An input as ``[N, L, E]``."""
