@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from float8lab.arguments import (
-    check_choice,
-    check_flags,
-    check_group,
-    check_instance,
-    check_module,
-    check_size,
-)
+from float8lab import arguments
 from float8lab.distributed.comm import NoGroup, SharedScales, TensorParallel
 from float8lab.distributed.context_parallel import (
     DUAL_CHUNK_SWAP,
@@ -47,9 +40,9 @@ __all__ = [
 
 def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: str | None) -> int:
     """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``."""
-    check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
-    check_group("tp_group", tp_group)
-    size = check_size("tp_size", tp_size, minimum=1)
+    arguments.check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
+    arguments.check_group("tp_group", tp_group)
+    size = arguments.check_size("tp_size", tp_size, minimum=1)
     if tp_group is not None:
         ranks = torch.distributed.get_world_size(tp_group)
         if size not in (1, ranks):
@@ -86,7 +79,7 @@ class OverlapArguments(TypedDict, total=False):
     symmetric_ar_type: str | None
 
 
-def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
+def overlap_of(module: str, given: Mapping[str, object]) -> bool | None:
     """Whether GEMMs run beside communication, by Transformer Engine's arguments for that.
 
     None: where that was measured to pay, whatever arguments are True; False: never, where
@@ -95,22 +88,22 @@ def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
 
     >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
     """
-    for name, value in arguments.items():
+    for name, value in given.items():
         if name not in OverlapArguments.__annotations__:
             raise TypeError(
                 f"{module}'s arguments must be known ones; got {name}. Leave it out, or correct it."
             )
         if name in ("ub_name", "symmetric_ar_type"):
-            check_instance(name, value, str, "a name", optional=True)
+            arguments.check_instance(name, value, str, "a name", optional=True)
         elif value is not None:
-            check_flags(**{name: value})
+            arguments.check_flags(**{name: value})
         if name in ("delay_wgrad_compute", "save_original_input") and value:
             raise NotImplementedError(
                 f"{name} must be False; got True. Gradients of weights are computed in backward, "
                 "and inputs are kept in FP8: leave it out."
             )
     names = ("ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs")
-    everything, gather, scatter = (arguments.get(name) for name in names)
+    everything, gather, scatter = (given.get(name) for name in names)
     return False if everything is False or (gather is False and scatter is False) else None
 
 
@@ -122,10 +115,10 @@ def context_of(
 ) -> ContextParallel | None:
     """How context-parallel ranks share attention; None for a single one."""
     comm_type = "a2a" if cp_comm_type is None else cp_comm_type
-    check_choice("cp_comm_type", comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
+    arguments.check_choice("cp_comm_type", comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
     groups = list(cp_group) if isinstance(cp_group, Sequence) else [cp_group]
     for group in groups:
-        check_group("cp_group", group)
+        arguments.check_group("cp_group", group)
     needed = 2 if comm_type == "a2a+p2p" and groups != [None] else 1
     if len(groups) != needed:
         raise ValueError(
@@ -256,7 +249,7 @@ class TensorParallelModule:
             TypeError: not a process group.
             ValueError: not of the ``tp_size`` ranks that the module was made for.
         """
-        check_group("tp_group", tp_group)
+        arguments.check_group("tp_group", tp_group)
         size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
         modes = self._parallel_modes()
         if tp_group is not None and size != self.tp_size and modes:
@@ -264,7 +257,7 @@ class TensorParallelModule:
                 f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
                 f"{size}. Pass that group, or make the module with tp_size={size}."
             )
-        check_flags(keep_gathered=keep_gathered)
+        arguments.check_flags(keep_gathered=keep_gathered)
         self.tp_group = tp_group
         module = cast(nn.Module, self)
         for child in module.children():
@@ -330,9 +323,11 @@ class ContextParallelModule(TensorParallelModule):
             ValueError: ranks that exchange heads cannot share them, or a name is unknown.
         """
         kinds = (list, tuple, range)
-        check_instance("cp_global_ranks", cp_global_ranks, kinds, "a list of ranks", optional=True)
+        arguments.check_instance(
+            "cp_global_ranks", cp_global_ranks, kinds, "a list of ranks", optional=True
+        )
         for rank in cp_global_ranks or ():
-            check_size("cp_global_ranks", rank)
+            arguments.check_size("cp_global_ranks", rank)
         context = context_of(cp_group, cp_comm_type, load_balancing_strategy)
         module = cast(nn.Module, self)
         modules = [m for m in module.modules() if isinstance(m, ContextParallelModule)]
@@ -438,7 +433,7 @@ def shard_state_dict(
     >>> float8lab.nn.shard_state_dict(layer, parts)["weight"].shape
     torch.Size([4, 8])
     """
-    check_module("model", model)
+    arguments.check_module("model", model)
     states = _check_state_dicts(state_dict)
     parameter_shards, result = _parameter_shards(model), dict(states[0])
     distributed = [name for name, value in result.items() if is_dtensor(value)]
@@ -465,9 +460,11 @@ def _check_state_dicts(
     noun = "a mapping from names to tensors"
     if isinstance(given, Sequence) and given:
         for rank, state in enumerate(given):
-            check_instance(f"state_dict[{rank}]", state, Mapping, noun)
+            arguments.check_instance(f"state_dict[{rank}]", state, Mapping, noun)
     else:
-        check_instance("state_dict", given, Mapping, f"{noun}, or a list of the ranks' own")
+        arguments.check_instance(
+            "state_dict", given, Mapping, f"{noun}, or a list of the ranks' own"
+        )
     return [given] if isinstance(given, Mapping) else list(given)
 
 
@@ -554,7 +551,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     >>> sorted(float8lab.nn.whole_state_dict(layer))
     ['bias', 'weight']
     """
-    check_module("model", model)
+    arguments.check_module("model", model)
     state = dict(model.state_dict())
     for name, shard in shards_of(model).items():
         local = state[name]

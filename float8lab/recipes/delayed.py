@@ -36,16 +36,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from float8lab import ops
 from float8lab.formats import Spec
-from float8lab.ops import (
-    NO_DATA,
-    Groups,
-    Prologue,
-    amax_op,
-    encode_from_amax,
-    factors_from_amax,
-    update_scales_op,
-)
+from float8lab.ops import NO_DATA, Groups, Prologue
 from float8lab.ops.grouped import amax_of_batch
 from float8lab.recipes.recipe import DelayedScaling
 
@@ -244,7 +237,7 @@ class ScalePack:
         state = self.history, self.amax, self.factors, self.steps, self.fp8_max
         takes_newest = recipe.amax_compute_algo == "most_recent"
         options = recipe.margin, recipe.interval, takes_newest, recipe.power_of_2_scale
-        copies = update_scales_op(*state, *options)
+        copies = ops.update_scales_op(*state, *options)
         # Casts of compiled graphs copy the factors themselves. A copy that outlives an update in
         # such a graph would lie in the memory of a CUDA graph, where torch allows outputs alone.
         self._copy = None if by_callables or self.keeps_previous else copies
@@ -264,7 +257,7 @@ class ScalePack:
         if recipe.scaling_factor_compute_algo is not None:
             encode = recipe.scaling_factor_compute_algo(chosen, old[1], self.fp8_max, recipe)
         else:
-            encode = encode_from_amax(chosen, self.fp8_max, power_of_2=recipe.power_of_2_scale)
+            encode = ops.encode_from_amax(chosen, self.fp8_max, power_of_2=recipe.power_of_2_scale)
             encode = encode * 2.0**-recipe.margin
         usable = due & (chosen > 0) & (chosen < torch.inf) & (encode > 0) & (encode < torch.inf)
         self.factors.copy_(torch.where(usable, torch.stack((1.0 / encode, encode)), old))
@@ -668,7 +661,7 @@ class DelayedSlots:
         rule, amax = "pow2" if recipe.power_of_2_scale else "fp32", own_amax(x)
         if self.pack.parallel is not None:
             amax = self.pack.parallel.amax(amax)
-        scale, encode = factors_from_amax(amax, self.fp8_dtypes[index], rule)
+        scale, encode = ops.factors_from_amax(amax, self.fp8_dtypes[index], rule)
         margin = 2.0**recipe.margin
         factors = torch.stack((scale.view(-1) * margin, encode.view(-1) / margin))
         return factors if self.widths[index] > 1 else factors.view(2)
@@ -715,7 +708,7 @@ def own_amax(x: Tensor | Prologue | Groups) -> Tensor:
     """The amax of what this rank has of a tensor: of each matrix, if it is a batch."""
     if not isinstance(x, Tensor):
         return x.amax()
-    return amax_of_batch(x) if x.ndim == 3 else amax_op("", (x,), x.dtype)
+    return amax_of_batch(x) if x.ndim == 3 else ops.amax_op("", (x,), x.dtype)
 
 
 def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
