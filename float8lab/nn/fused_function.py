@@ -112,7 +112,11 @@ class ExpertFront(NamedTuple):
         offsets = Offsets.of(offs, self.rows)
         if row_map is None:
             return _Begun(x, (*offsets, None, None, None), self.rows, offsets=offsets)
-        token = _tokens_of_rows(row_map, self.rows)
+        # Bytes move as they are, and rows that no token fills are zeros: their token is -1.
+        count = row_map.shape[0]
+        numbers = torch.arange(1, count + 1, dtype=torch.int32, device=row_map.device)
+        moved = scatter_rows_op(numbers.view(torch.uint8).view(count, 4), row_map, self.rows)[0]
+        token = moved.view(torch.int32).view(self.rows) - 1
         tokens = (x, token) if needs_dw else (None, None)
         source = Prologue("permute", [x, token], dtype)
         return _Begun(source, (*offsets, row_map, *tokens), self.rows, offsets=offsets)
@@ -131,15 +135,6 @@ class ExpertFront(NamedTuple):
         row_map = saved[2]
         dx = dx if row_map is None else gather_rows_op(dx, row_map, dx.dtype)[0]
         return dx, None, None
-
-
-def _tokens_of_rows(row_map: Tensor, rows: int) -> Tensor:
-    """The token of each row, ``[rows]`` int32; -1 where there is none."""
-    tokens = row_map.shape[0]
-    numbers = torch.arange(1, tokens + 1, dtype=torch.int32, device=row_map.device)
-    # Bytes move as they are, and rows that no token fills are zeros.
-    moved = scatter_rows_op(numbers.view(torch.uint8).view(tokens, 4), row_map, rows)[0]
-    return moved.view(torch.int32).view(rows) - 1
 
 
 class NormLinearCall(NamedTuple):

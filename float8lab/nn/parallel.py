@@ -26,6 +26,7 @@ from float8lab.distributed.context_parallel import (
 from float8lab.distributed.ranks import all_objects, tensors_of_ranks
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.blocks import refine_scale
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
 if TYPE_CHECKING:
@@ -584,12 +585,13 @@ def _take_shard(name: str, shard: ParameterShard, unsharded: Tensor) -> Tensor:
     """A rank's shard of a tensor."""
     if not isinstance(unsharded, Float8Tensor):
         return shard.shard(unsharded)
-    unit = _unit(shard, unsharded, unsharded.shape[shard.dim])
-    qdata, block = shard.shard(unsharded.qdata), unsharded.spec.block
+    dim, size = shard.dim, unsharded.shape[shard.dim]
+    qdata, block = shard.shard(unsharded.qdata), unsharded.spec.block[dim]
+    unit = _unit(shard, block, size)
 
     def cut(scale: Tensor) -> Tensor:
-        expanded = _expand(scale, shard.dim, block, unsharded.shape, unit)
-        return _merged(name, shard.shard(expanded), shard.dim, block, qdata.shape, unit)
+        refined = shard.shard(refine_scale(scale, size, block, unit, dim))
+        return _merged(name, refined, dim, block, qdata.shape[dim], unit)
 
     return unsharded.replace(qdata=qdata, scale=cut(unsharded.scale), amax=cut(unsharded.amax))
 
@@ -599,49 +601,35 @@ def _unshard(name: str, shard: ParameterShard, shards: Sequence[Any]) -> Tensor:
     local = shards[0]
     if not isinstance(local, Float8Tensor):
         return shard.unshard(shards)
-    unit = _unit(shard, local, sum(x.shape[shard.dim] for x in shards))
+    dim, block = shard.dim, local.spec.block[shard.dim]
     qdata = shard.unshard([x.qdata for x in shards])
+    unit = _unit(shard, block, qdata.shape[dim])
 
     def join(scales: Sequence[Tensor]) -> Tensor:
-        values = [
-            _expand(scale, shard.dim, local.spec.block, x.shape, unit)
-            for scale, x in zip(scales, shards, strict=True)
-        ]
-        return _merged(name, shard.unshard(values), shard.dim, local.spec.block, qdata.shape, unit)
+        pairs = zip(scales, shards, strict=True)
+        refined = [refine_scale(scale, x.shape[dim], block, unit, dim) for scale, x in pairs]
+        return _merged(name, shard.unshard(refined), dim, block, qdata.shape[dim], unit)
 
     scale, amax = (join([getattr(x, name) for x in shards]) for name in ("scale", "amax"))
     return local.replace(qdata=qdata, scale=scale, amax=amax)
 
 
-def _unit(shard: ParameterShard, x: Float8Tensor, size: int) -> int:
+def _unit(shard: ParameterShard, block: int, size: int) -> int:
     """The most rows that no boundary of a block, a piece or a rank's part of one goes through."""
-    block = x.spec.block[shard.dim]
     pieces = shard.sizes(size)
     edges = [ShardMap.of(piece, shard.ranks, shard.rank).chunk for piece in pieces]
     return max(math.gcd(*edges, *pieces, *([] if block == -1 else [block])), 1)
 
 
-def _expand(
-    scale: Tensor, dim: int, block: Sequence[int], shape: Sequence[int], unit: int
-) -> Tensor:
-    """A scale for each ``unit`` of a dimension."""
-    size = shape[dim]
-    run = size if block[dim] == -1 else block[dim]
-    return scale.repeat_interleave(run // unit, dim).narrow(dim, 0, size // unit)
-
-
-def _merged(
-    name: str, expanded: Tensor, dim: int, block: Sequence[int], shape: Sequence[int], unit: int
-) -> Tensor:
-    """A scale for each block of a dimension, from those for each ``unit``."""
-    size = shape[dim]
-    step = (size if block[dim] == -1 else block[dim]) // unit
-    index = torch.arange(0, expanded.shape[dim], max(step, 1), device=expanded.device)
-    merged = expanded.index_select(dim, index)
-    repeated = _expand(merged, dim, block, shape, unit)
-    if not torch.equal(repeated.view(torch.int32), expanded.contiguous().view(torch.int32)):
+def _merged(name: str, refined: Tensor, dim: int, block: int, size: int, unit: int) -> Tensor:
+    """A scale for each block of a dimension of a ``size``, from those for each ``unit``."""
+    step = (size if block == -1 else block) // unit
+    index = torch.arange(0, refined.shape[dim], max(step, 1), device=refined.device)
+    merged = refined.index_select(dim, index)
+    repeated = refine_scale(merged, size, block, unit, dim).contiguous()
+    if not torch.equal(repeated.view(torch.int32), refined.contiguous().view(torch.int32)):
         raise ValueError(
-            f"{name} must have one scale for each block of {block[dim]} that a rank has; its "
+            f"{name} must have one scale for each block of {block} that a rank has; its "
             f"{size} of dimension {dim} do not begin where a block does, or ranks have other "
             "scales. Use a number of ranks that gives each whole blocks, or dequantize it first."
         )

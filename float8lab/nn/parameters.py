@@ -36,18 +36,14 @@ GetRngStateTracker: TypeAlias = Callable[[], _RngStateTracker]
 
 def default_device() -> torch.device:
     """Where modules put their parameters: the default device if the user set one, else CUDA."""
-    chosen = torch.get_default_device()
-    if chosen.type == "cpu" and torch.cuda.is_available() and not _default_device_was_set():
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _default_device_was_set() -> bool:
-    mode = torch.utils._device.CURRENT_DEVICE
-    return mode is not None or any(
-        isinstance(m, torch.utils._device.DeviceContext)
-        for m in torch.overrides._get_current_function_mode_stack()
+    chosen, torch_device = torch.get_default_device(), torch.utils._device
+    modes = torch.overrides._get_current_function_mode_stack()
+    was_set = torch_device.CURRENT_DEVICE is not None or any(
+        isinstance(mode, torch_device.DeviceContext) for mode in modes
     )
+    if chosen.type != "cpu" or was_set or not torch.cuda.is_available():
+        return chosen
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def materialize(module: nn.Module) -> None:
@@ -73,10 +69,9 @@ def normal_init(weight: Tensor) -> None:
 
 
 def draw_from_tracker(
-    init_method: InitMethod | None,
-    get_rng_state_tracker: GetRngStateTracker | None,
+    init_method: InitMethod | None, get_rng_state_tracker: GetRngStateTracker | None,
     rng_tracker_name: str | None,
-) -> InitMethod | None:
+) -> InitMethod | None:  # fmt: skip
     """The init method, or one that draws from a stream of the tracker if there is one."""
     check_callables(("weight",), init_method=init_method)
     check_callables((), get_rng_state_tracker=get_rng_state_tracker)
@@ -95,12 +90,9 @@ def _draw_from(
 
 
 def initialise(
-    weights: Sequence[Tensor],
-    init_method: InitMethod | None,
-    *,
-    keep: bool,
-    shard: ParameterShard | None = None,
-) -> None:
+    weights: Sequence[Tensor], init_method: InitMethod | None, *, keep: bool,
+    shard: ParameterShard | None,
+) -> None:  # fmt: skip
     """Initialise the weight that parameters form below each other, by one call of the init method.
 
     Parameters of experts, ``[E, N, K]``, take one call for each expert. With ``keep``, parameters

@@ -295,13 +295,13 @@ class ScalePack:
             if self._backward() is not None:
                 return
             self.forget_interrupted_backward()
+
         # Called at the end of the pass; freed with its graph task, also if that raised.
-        ended = functools.partial(self._end_backward)
+        def ended() -> None:
+            self._backward = None  # what gradients recorded stays
+
         self._backward = weakref.ref(ended)
         torch.autograd.Variable._execution_engine.queue_callback(ended)
-
-    def _end_backward(self) -> None:
-        self._backward = None  # what gradients recorded stays
 
     def forget_interrupted_backward(self) -> None:
         """Forget what gradients recorded if their backward pass was interrupted."""
@@ -584,15 +584,10 @@ class DelayedSlots:
         not, the first scale is kept all the same. ``experts``: which of the module's experts ``x``
         has.
         """
-        if record and not self.forward[index]:
-            self.pack.watch_backward()
-        if not self.is_seeded(index):
-            own = self._own_params(index, x, record, is_empty_everywhere, experts)
-            if own is not None:
-                return own
-        return self._params(index, self.pack.live(), record, experts)
+        first = self._first_params(index, x, record, is_empty_everywhere, experts)
+        return first or self._params(index, self.pack.live(), record, experts)
 
-    def _own_params(
+    def _first_params(
         self, index: int, x: Tensor | Prologue | Groups, record: bool, is_empty_everywhere: bool,
         experts: range | None,
     ) -> QuantParams | None:  # fmt: skip
@@ -600,6 +595,10 @@ class DelayedSlots:
 
         None if all slots have one now.
         """
+        if record and not self.forward[index]:
+            self.pack.watch_backward()
+        if self.is_seeded(index):
+            return None
         pack, slot = self.pack, self._slot(index, experts)
         values = x if isinstance(x, Tensor) else x.inputs[0]
         # A prologue, or groups, are computed for their values, unless they are empty.
@@ -622,19 +621,14 @@ class DelayedSlots:
         What a slot without a scale is given is ``x``'s own, as in ``scale_for``.
         """
         pack, key = self.pack, (self.start + self.column_starts[index], experts)
-        if record and not self.forward[index]:
-            pack.watch_backward()
-        if not self.is_seeded(index):
-            own = self._own_params(index, x, record, True, experts)
-            if own is not None:
-                return SlotViews.of(own.factors.joined(), own.amax_slot)
-        known = pack.views.get(key)
-        if known is None:
+        first = self._first_params(index, x, record, True, experts)
+        if first is not None:
+            return SlotViews.of(first.factors.joined(), first.amax_slot)
+        if key not in pack.views:
             with torch.inference_mode(False):  # training uses these views, too
                 slot = self._slot(index, experts)
-                known = SlotViews.of(pack.factors[:, slot], self._amaxes(slot))
-            pack.views[key] = known
-        return known
+                pack.views[key] = SlotViews.of(pack.factors[:, slot], self._amaxes(slot))
+        return pack.views[key]
 
     def views_again(self, index: int, experts: range | None = None) -> SlotViews:
         """The factors by which the last forward's tensor was cast, and amaxes for no update."""
@@ -647,8 +641,7 @@ class DelayedSlots:
         if (x if isinstance(x, Tensor) else x.inputs[0]).numel() == 0:
             return
         columns = self._columns(index, experts)
-        if not self.is_seeded(index):
-            self._own_params(index, x, True, True, experts)
+        self._first_params(index, x, True, True, experts)
         amax = own_amax(x).view(-1)
         if isinstance(x, Groups):
             amax = torch.where(x.has_rows(), amax, NO_DATA)

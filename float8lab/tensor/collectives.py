@@ -76,8 +76,7 @@ def _width(x: Float8Tensor) -> int:
 
 def _pack(x: Float8Tensor) -> Tensor:
     """Rows of bytes: ``[rows, _width(x)]``, uint8."""
-    if x._window is not None:
-        x._refresh()  # dispatch does not see into lists of lists
+    x._refresh()  # dispatch does not see into lists of lists
     x = cut(x, (1, *x.spec.block[1:]))
     scales = (t.clone(memory_format=torch.contiguous_format) for t in (x.scale, x.amax))
     fields = (*scales, x.qdata)

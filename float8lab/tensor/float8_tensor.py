@@ -111,14 +111,9 @@ class Float8Tensor(Tensor):
         """Make a tensor of this class from fields that belong together, without its constructor."""
         # A subclass's constructor may have other arguments.
         x: Float8Tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            qdata.shape,
-            strides=qdata.stride(),
-            storage_offset=qdata.storage_offset(),
-            dtype=dtype,
-            device=qdata.device,
-            requires_grad=False,
-        )
+            cls, qdata.shape, strides=qdata.stride(), storage_offset=qdata.storage_offset(),
+            dtype=dtype, device=qdata.device, requires_grad=False,
+        )  # fmt: skip
         x.qdata, x.scale, x.amax, x.spec, x._dtype = qdata, scale, amax, spec, dtype
         return x
 
@@ -240,8 +235,7 @@ class Float8Tensor(Tensor):
 
     def _decode(self, prior: Tensor | None = None) -> Tensor:
         """``dequantize`` without autograd, for handlers; in a compiled graph, after ``prior``."""
-        if self._window is not None:
-            self._refresh()
+        self._refresh()
         return dequantize_blocks(self.qdata, self.scale, self.spec, self.dtype, prior=prior)
 
     def _refresh(self) -> None:

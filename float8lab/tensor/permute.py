@@ -453,8 +453,7 @@ def gather_rows(y: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tens
 
 def _of_rows(x: Float8Tensor) -> Float8Tensor:
     """The tensor with no block of several rows but one of all."""
-    if x._window is not None:
-        x._refresh()
+    x._refresh()
     return x if x.spec.block[0] == -1 else cut(x, (1, x.spec.block[1]))
 
 

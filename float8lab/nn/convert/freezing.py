@@ -91,11 +91,9 @@ class _Weight(NamedTuple):
 
 
 def _obstacle(
-    weight: Tensor,
-    places: Sequence[tuple[nn.Module, str]],
-    recipe: Recipe,
+    weight: Tensor, places: Sequence[tuple[nn.Module, str]], recipe: Recipe,
     recipes: Mapping[int, Recipe],
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Why a weight cannot be stored as a recipe says, or None.
 
     ``recipes`` are those of all layers whose weights are to be stored, by the layer's id.

@@ -18,7 +18,7 @@ from float8lab.nn.precision import Call, Precision
 from float8lab.nn.storage import MovedInPlace
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["OtherLinear", "known_linear", "linear_shape", "load_float8_class", "register_linear"]
+__all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear"]
 
 
 class OtherLinear(MovedInPlace):
@@ -105,17 +105,6 @@ def known_linear(cls: type) -> Any:
 def load_float8_class(linear_class: type) -> type[OtherLinear]:
     """The FP8 class of a registered class."""
     return OtherLinear.loaders[_name(linear_class)]()
-
-
-def linear_shape(layer: Any, linear_class: Any) -> tuple[int, int]:
-    """``(out_features, in_features)`` of a layer, converted or not.
-
-    ``linear_class`` is what ``known_linear`` says of its class.
-    """
-    if linear_class is None or linear_class is nn.Linear:
-        return layer.out_features, layer.in_features
-    out_features, in_features = load_float8_class(linear_class).matrix(layer).shape
-    return out_features, in_features
 
 
 def _name(cls: type) -> str:
