@@ -33,22 +33,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from float8lab.arguments import check_callables, check_choice, check_module, check_names
 from float8lab.inspect.memory import OUTPUT, saved_by_layer
 from float8lab.inspect.text import Grid, Printed
-from float8lab.inspect.timing import CudaTimer, Timer
+from float8lab.inspect.timing import CudaTimer, Timer, Times
 from float8lab.inspect.trial import (
     LossFn,
     Trial,
     on_trial,
     refuse_dtensors,
     start_anew,
+    unambiguous,
     without_reduction,
 )
 from float8lab.nn.casts import share_cast
-from float8lab.nn.convert import unambiguous
 from float8lab.nn.convert.walk import shapes_of
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.linear import Linear
 from float8lab.recipes.auto import Prediction, choose, predict
-from float8lab.recipes.cost import MODES, Parts, Times
+from float8lab.recipes.cost import MODES, Parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import Region, inside
 

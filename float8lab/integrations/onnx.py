@@ -239,7 +239,9 @@ def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | N
     if call.precision is not None:
         slots = call.precision.slots.get((call.recipe, STATE.autocast.group))
     with _disable_current_modes():  # the values, not symbols
-        has_scale = [] if slots is None else slots.have_scales(index).tolist()
+        has_scale = []
+        if slots is not None:
+            has_scale = slots.pack.has_scale()[[*slots.columns_of(index)]].tolist()
     if slots is None or not any(has_scale):
         raise ValueError(
             "model must have the scales of its delayed recipe before it is exported; got a layer "

@@ -436,10 +436,6 @@ class DelayedSlots:
             return self.start + self.column_starts[index]
         return self._columns(index, experts)
 
-    def have_scales(self, index: int) -> Tensor:
-        """Which of a tensor's slots have a scale that means something."""
-        return self.pack.has_scale()[self._columns(index, None)]
-
     def is_seeded(self, index: int) -> bool:
         """Whether all slots of a tensor are known to have a scale; the host does not wait for it.
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from float8lab.nn.convert.first_call import CallHooks, remove_hooks
+from float8lab.nn.convert.first_call import CallHooks
 from float8lab.nn.precision import precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 
-__all__ = ["CallRegion", "make_region_of_calls", "remove_region_hooks"]
+__all__ = ["CallRegion", "make_region_of_calls"]
 
 
 class CallRegion(CallHooks):
@@ -81,8 +81,3 @@ def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None
             owner.reset(recipes)
             return
     CallRegion(recipes).register(model, prepend=True)
-
-
-def remove_region_hooks(module: nn.Module) -> None:
-    """Keep calls of a module from being regions of delayed scaling any more."""
-    remove_hooks(module, CallRegion)
