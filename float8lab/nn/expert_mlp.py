@@ -19,9 +19,8 @@ from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
 from float8lab.nn.grouped_linear import offsets_of
 from float8lab.nn.layer import GemmDef, GemmModule
 from float8lab.nn.main_grad import fused_weight, plain_weight
-from float8lab.nn.parameters import InitMethod
+from float8lab.nn.parameters import InitMethod, MovedInPlace
 from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
-from float8lab.nn.storage import MovedInPlace
 from float8lab.ops import as_matrix
 from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor

@@ -5,7 +5,7 @@ Note: the nouns of this room.
 - *GEMM definition*: a ``GemmDef``, which names the parameters that form the weight of one GEMM, and
   says their sizes on this rank and how ranks share them. ``module.gemms`` has one for each GEMM.
 - *state*: the ``Precision`` of a GEMM, ``module._fp8``, or ``module._fp8_fc1`` of a GEMM ``fc1``.
-- *storage*: parameters are stored in FP8 where ``fp8_model_init`` is active (``storage.py``).
+- *storage*: parameters are stored in FP8 where ``fp8_model_init`` is active (``parameters.py``).
 - *shard marks*: attributes of parameters that say to trainers which dimension ranks share.
 
 A constructor checks its arguments, sets attributes, and calls ``_build`` with its definitions.
@@ -26,13 +26,13 @@ from float8lab.distributed.comm import SharedScales, mark_sequence_parallel
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
-from float8lab.nn import parallel
+from float8lab.nn import parallel, parameters
 from float8lab.nn.casts import plain, spec_of_experts
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind, normalize
-from float8lab.nn.parameters import InitMethod, default_device, initialise, materialize
+from float8lab.nn.parameters import InitMethod, MovedInPlace
 from float8lab.nn.precision import (
     NO_OPTIONS,
     Call,
@@ -41,7 +41,6 @@ from float8lab.nn.precision import (
     place_precisions,
     precisions,
 )
-from float8lab.nn.storage import MovedInPlace, store_in_fp8
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import local_of
@@ -174,7 +173,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
     ) -> None:  # fmt: skip
         """Make what the definitions say: the last step of a constructor."""
         arguments.check_dtype("params_dtype", params_dtype)
-        device = arguments.check_device("device", device) or default_device()
+        device = arguments.check_device("device", device) or parameters.default_device()
         self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
         self.gemms = gemms
         for gemm in gemms:
@@ -188,7 +187,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
             self.reset_parameters()
         for gemm in gemms:
             sharing = self._shared_scales(gemm)
-            self._keeps_initial_values = store_in_fp8(self, gemm.weights, sharing)
+            self._keeps_initial_values = parameters.store_in_fp8(self, gemm.weights, sharing)
             self._mark_shards(gemm)
         place_precisions(self)
 
@@ -199,13 +198,14 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
 
     def reset_parameters(self) -> None:
         """Initialise weights by the init methods, and biases to 0; as ``Linear`` does."""
-        materialize(self)
+        parameters.materialize(self)
+        keep = self._keeps_initial_values
         for gemm in self.gemms:
             weights = [getattr(self, name) for name in gemm.weights]
             pieces = gemm.features if len(weights) == 1 else ()
             shard = self._shard(gemm.shard_dim - 2, pieces)
             for together in [[w] for w in weights] if gemm.experts else [weights]:
-                initialise(together, gemm.init_method, keep=self._keeps_initial_values, shard=shard)
+                parameters.initialise(together, gemm.init_method, keep=keep, shard=shard)
             for name in gemm.biases:
                 bias = getattr(self, name)
                 if bias is not None:
@@ -311,7 +311,7 @@ class NormGemmModule(GemmModule):
 
     def reset_parameters(self) -> None:
         """Initialise the norm, and the rest as ``Linear`` does."""
-        materialize(self)
+        parameters.materialize(self)
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)

@@ -116,13 +116,6 @@ class SlotViews(NamedTuple):
 class ScalePack:
     """The packed state of S slots of one recipe, reduction group and device."""
 
-    __slots__ = (
-        *_TENSORS,
-        *("__weakref__", "_backward", "_copy", "_live", "_recorded", "advanced", "amaxes"),
-        *("encode", "first_scales", "group", "keeps_previous", "members", "parallel", "parts"),
-        *("recipe", "scale", "views"),
-    )
-
     history: Tensor  # [H, S] float32, newest first
     amax: Tensor  # [S] float32, NO_DATA where nothing was recorded since the last update
     factors: Tensor  # [2, S] float32: decode scales, and the encode factors they are 1 over
@@ -364,11 +357,6 @@ class DelayedSlots:
 
     A tensor has one, or as many in a row as it has parts with a scale each: its width.
     """
-
-    __slots__ = (
-        *("__weakref__", "_asked", "column_starts", "forward", "fp8_dtypes", "key", "pack"),
-        *("seeded", "start", "widths"),
-    )
 
     def __init__(
         self, recipe: DelayedScaling, group: ProcessGroup | None, *,

@@ -79,12 +79,11 @@ class AmaxChannel:
         # else.
         host = self._host
         if host is None:
+            timeout = group._get_backend(group._device_types[0]).options._timeout
             host = self._host = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=group._get_backend(group._device_types[0]).options._timeout,
-                backend="gloo",
+                dist.get_process_group_ranks(group), timeout=timeout, backend="gloo",
                 use_local_synchronization=True,
-            )
+            )  # fmt: skip
         return host
 
     def add(self, slots: DelayedSlots) -> None:

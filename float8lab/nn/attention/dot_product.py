@@ -44,7 +44,6 @@ from float8lab.nn.attention.backends import (
 )
 from float8lab.nn.attention.bias import (
     Alibi,
-    BiasArguments,
     alibi_slopes,
     check_bias,
     check_bias_shape,
@@ -535,29 +534,21 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         elif rules.qkv_format == "thd":
             packed = given.lengths.packed()
         mask, spans = arguments.mask_of(q, k.shape[2], given, self.attention_type, packed)
-        problem = self._problem(mask, spans, given.bias, softcap, q.device, packed, context)
+        bias_type, bias, alibi_slopes = given.bias
+        if bias_type == "pre_scale_bias" and bias is not None:
+            bias = bias * self.softmax_scale
+        alibi = None
+        if bias_type == "alibi":
+            alibi = Alibi(self._slopes(alibi_slopes, context, q.device), spans)
+        problem = Problem(
+            mask, self.softmax_scale, bias, alibi, self._dropout, softcap,
+            self._sink(context, q.device), self.return_max_logit, packed, context,
+        )  # fmt: skip
         return arguments.Request(q, k, v, problem, leave, repack=repack)
 
     @property
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
-
-    def _problem(
-        self, mask: masks.AttentionMask, spans: int | Tensor, bias_arguments: BiasArguments,
-        softcap: float, device: torch.device, packed: tuple[layout.Packed, layout.Packed] | None,
-        context: ContextParallel | None,
-    ) -> Problem:  # fmt: skip
-        """Make what attention needs besides tensors; ``spans`` are each sequence's ``Sk - Sq``."""
-        bias_type, bias, alibi_slopes = bias_arguments
-        if bias_type == "pre_scale_bias" and bias is not None:
-            bias = bias * self.softmax_scale
-        alibi = None
-        if bias_type == "alibi":
-            alibi = Alibi(self._slopes(alibi_slopes, context, device), spans)
-        return Problem(
-            mask, self.softmax_scale, bias, alibi, self._dropout, softcap,
-            self._sink(context, device), self.return_max_logit, packed, context,
-        )  # fmt: skip
 
     def _reads_pages(self, q: Tensor, k: Tensor, given: arguments.Given, softcap: float) -> bool:
         """Whether a call with a cache attends to its pages, rather than to tensors read from it."""

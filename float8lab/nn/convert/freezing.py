@@ -14,7 +14,7 @@ from float8lab.nn.convert.other_experts import OtherExperts
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.plan import LayerPlan
 from float8lab.nn.convert.walk import Candidate, ParameterUsers
-from float8lab.nn.storage import stored_for
+from float8lab.nn.parameters import stored_for
 from float8lab.recipes.recipe import Recipe
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import describe_fp8
+from float8lab.nn.parameters import MovedInPlace
 from float8lab.nn.precision import Call, Precision
-from float8lab.nn.storage import MovedInPlace
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear"]
