@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["PLAIN", "Float8Tensor", "decoded", "quantize"]
-
-_FIELDS = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
 
 _NO_DATA = (torch._subclasses.FakeTensor, FunctionalTensor)
 
@@ -67,7 +64,7 @@ def _check_fields(
         arguments.check_shape(name, tensor, shape, advice)
 
 
-class Float8Tensor(Tensor):
+class Float8Tensor(dispatch.StoredTensor):
     """A tensor of ``dtype`` stored as FP8 data and scales: ``x ~= qdata.float() * scale``.
 
     ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it
@@ -86,8 +83,8 @@ class Float8Tensor(Tensor):
     scale: Tensor
     amax: Tensor  # type: ignore[assignment]  # hides the method; torch.amax(x) reduces
     spec: Float8Spec
+    _fields = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
     _window: Window | None = None
-    _readable: Tensor | None = None
     _high_precision_init_val: Tensor | None = None
     _shared_scales: Any = None
     """A ``SharedScales`` of ``distributed/`` on a shard of a weight whose blocks cross ranks."""
@@ -261,7 +258,7 @@ class Float8Tensor(Tensor):
             q = quantize_blocks(value.detach().to(self.dtype), self.spec)
             value = Float8Tensor._make(*q, self.spec, self.dtype)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # sizes, strides, dtype
-        for name in _FIELDS:
+        for name in self._fields:
             setattr(self, name, getattr(value, name))
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
@@ -310,42 +307,6 @@ class Float8Tensor(Tensor):
             if self._readable is None:
                 self._readable = torch.empty_like(self.qdata, dtype=self.dtype)
             return self._readable.copy_(self._decode()).data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
-        return dispatch.storage_without_memory(super().untyped_storage(), self)
-
-    def share_memory_(self) -> Float8Tensor:
-        """Move the FP8 data and scales to shared memory."""
-        for name in ("qdata", "scale", "amax"):
-            getattr(self, name).share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether the FP8 data is in shared memory."""
-        return self.qdata.is_shared()
-
-    def _extra(self) -> dict[str, object]:
-        """Attributes set on this object besides its own fields, such as ``nn.Parameter``'s mark."""
-        return {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Float8Tensor:
-        if not self.is_leaf:
-            raise RuntimeError(
-                "deepcopy must get a leaf tensor; got one computed from others that require "
-                "gradients. Call .detach() first."
-            )
-        copied = memo.get(id(self))
-        if isinstance(copied, Float8Tensor):
-            return copied
-        with torch.no_grad():
-            x: Float8Tensor = self.detach().clone()  # type: ignore[assignment]  # stub
-        x.requires_grad_(self.requires_grad)
-        memo[id(self)] = x
-        x.__dict__.update(copy.deepcopy(self._extra(), memo))
-        if self.grad is not None:
-            x.grad = copy.deepcopy(self.grad, memo)
-        return x
 
     def __reduce_ex__(self, protocol: object) -> Any:
         # A view that shares blocks leaves its base behind, and so takes blocks of its own.
