@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextParallelModule", "OverlapArguments", "ParameterShard", "TensorParallelModule",
-    "context_of", "heads_of_rank", "ignore_extra_state", "mark_shard", "overlap_of",
+    "context_of", "ignore_extra_state", "mark_shard", "overlap_of",
     "parallel_size", "shard_state_dict", "shards_of", "share_of", "whole_state_dict",
 ]  # fmt: skip
 
@@ -343,19 +343,6 @@ class ContextParallelModule(TensorParallelModule):
 
     def _set_context(self) -> None:
         """Tell what the module casts about the ranks."""
-
-
-def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
-    """How many query heads, and key/value heads, of attention each tensor-parallel rank has.
-
-    A rank has whole groups: a key/value head with all its query heads. A head that several ranks
-    had would be computed several times, and its gradient be partial on each; fewer groups than
-    ranks are therefore refused.
-
-    >>> heads_of_rank(32, 8, 4)
-    (8, 2)
-    """
-    return heads // ranks, share_of("num_gqa_groups", groups, ranks)
 
 
 # State dicts. The unsharded parameter is the one that one rank alone would have. A checkpoint of

@@ -16,6 +16,7 @@ from float8lab.arguments import check_dtype, check_instance, check_tensor
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, Float4Spec, Spec
 from float8lab.tensor import dispatch
 from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.views import order_of
 
 __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 
@@ -271,12 +272,7 @@ def _to_copy(
 
 
 def _permute(op: OpOverload, x: Float4Tensor, *dims: Any) -> Float4Tensor:
-    order = list(range(x.ndim))
-    if op is aten.permute.default:
-        order = [order[d] for d in dims[0]]
-    elif x.ndim > 1:
-        a, b = dims or (0, 1)
-        order[a], order[b] = order[b], order[a]
+    order = order_of(x.ndim, *dims)
     return x.map(lambda t: t.permute(order), block=tuple(x.spec.block[d] for d in order))
 
 

@@ -22,7 +22,7 @@ from float8lab.tensor.dispatch import ANY_VIEW, implements
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.window import Step, Window
 
-__all__ = ["cut", "view_of"]
+__all__ = ["cut", "order_of", "view_of"]
 
 aten = torch.ops.aten
 
@@ -66,11 +66,11 @@ def _alias(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
 
 @implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _reorder(op: OpOverload, x: Float8Tensor, *dims: int | Sequence[int]) -> Float8Tensor:
-    block = tuple(x.spec.block[d] for d in _order(x.ndim, *dims))
+    block = tuple(x.spec.block[d] for d in order_of(x.ndim, *dims))
     return view_of(x, _each(x, lambda t: op(t, *dims)), block, Step(op, dims, {}))
 
 
-def _order(ndim: int, *dims: int | Sequence[int]) -> list[int]:
+def order_of(ndim: int, *dims: int | Sequence[int]) -> list[int]:
     """Which dimension takes each place, by the arguments of ``t``, ``transpose`` or ``permute``."""
     order = list(range(ndim))
     exchanged = [d for d in dims if isinstance(d, int)]

@@ -163,7 +163,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     ) -> None:
         super().__init__()
         self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
-        layout.check_format("qkv_format", qkv_format)
+        check_choice("qkv_format", qkv_format, layout.QKV_FORMATS)
         check_flags(sequence_parallel=sequence_parallel, return_max_logit=return_max_logit)
         check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
         check_callables((), get_rng_state_tracker=get_rng_state_tracker)
@@ -171,7 +171,10 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
         groups = check_groups(num_attention_heads, num_gqa_groups)
         self.tp_size = parallel.parallel_size(tp_size, tp_group, "column")
-        local_heads = parallel.heads_of_rank(num_attention_heads, groups, self.tp_size)
+        # A rank has whole groups: a key/value head with all its query heads. A head that several
+        # ranks had would be computed several times, and its gradient be partial on each.
+        local_groups = parallel.share_of("num_gqa_groups", groups, self.tp_size)
+        local_heads = num_attention_heads // self.tp_size
         attention_dropout = check_number("attention_dropout", attention_dropout, minimum=0, below=1)
         names = check_names("backends", backends)
         if isinstance(backends, str) or not names or not set(names) <= set(BACKENDS):
@@ -185,7 +188,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         pair = tuple(check_size("kv_channels", size, minimum=1) for size in channels)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
-        self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = local_heads
+        self.num_attention_heads_per_partition = local_heads
+        self.num_gqa_groups_per_partition = local_groups
         self.qk_channels, self.v_channels = pair
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
@@ -202,7 +206,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         self.return_max_logit = return_max_logit
         self.register_parameter("softmax_offset", None)
         if softmax_type == "learnable":
-            offset = torch.zeros(local_heads[0], dtype=torch.float32, device=default_device())
+            offset = torch.zeros(local_heads, dtype=torch.float32, device=default_device())
             self.softmax_offset = nn.Parameter(offset)
             if self.tp_size > 1:
                 parallel.mark_shard(self.softmax_offset, 0)
@@ -567,7 +571,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     ) -> arguments.Rules:
         """The format, the mask type and the window of a call; raises for ones that do not exist."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
-        layout.check_format("qkv_format", qkv_format)
+        check_choice("qkv_format", qkv_format, layout.QKV_FORMATS)
         if mask_type is not None:
             mask_type = masks.canonical_mask_type(mask_type)
         mask_type = mask_type or self.attn_mask_type

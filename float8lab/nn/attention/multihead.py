@@ -18,7 +18,7 @@ from float8lab.nn.attention.arguments import Given, Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
 from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
 from float8lab.nn.attention.inference import InferenceParams, positions_reached
-from float8lab.nn.attention.layout import check_format, sizes_of
+from float8lab.nn.attention.layout import QKV_FORMATS, sizes_of
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import check_angles, check_positions, rotate_heads
 from float8lab.nn.gemm import output_dtype
@@ -202,7 +202,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         **ub: Unpack[parallel.OverlapArguments],
     ) -> None:
         super().__init__()
-        check_format("qkv_format", qkv_format)
+        arguments.check_choice("qkv_format", qkv_format, QKV_FORMATS)
         arguments.check_flags(
             return_bias=return_bias, return_layernorm_output=return_layernorm_output,
             input_layernorm=input_layernorm, set_parallel_mode=set_parallel_mode,

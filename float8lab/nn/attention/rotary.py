@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from float8lab import arguments
 from float8lab.distributed.context_parallel import ONE_RANK, TokenRanks, places_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.attention.layout import check_format
+from float8lab.nn.attention.layout import QKV_FORMATS
 from float8lab.nn.parameters import default_device
 from float8lab.ops import rotate_op
 from float8lab.ops.reference.rotary import rotate
@@ -138,7 +138,7 @@ def apply_rotary_pos_emb(
     >>> float8lab.nn.apply_rotary_pos_emb(q, angles)[1].flatten()
     tensor([0.5403, 0.0000, 0.8415, 0.0000])
     """
-    check_format("tensor_format", tensor_format)
+    arguments.check_choice("tensor_format", tensor_format, QKV_FORMATS)
     arguments.check_flags(interleaved=interleaved, fused=fused)
     arguments.check_size("cp_rank", cp_rank)
     if cp_rank >= arguments.check_size("cp_size", cp_size, minimum=1) > 1:

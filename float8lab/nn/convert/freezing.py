@@ -110,6 +110,9 @@ def _obstacle(
 def _stored(layer: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
     if isinstance(layer, OtherLinear):  # blocks are those of [out, in]
         return layer.from_matrix(stored_for(layer.matrix(layer), recipe))
-    if isinstance(layer, OtherExperts) and layer.transposed():
+    is_transposed = isinstance(layer, OtherExperts) and all(
+        parameter.transposed for parameter in layer.weights(layer).values()
+    )
+    if is_transposed:
         return stored_for(weight.mT, recipe).mT
     return stored_for(weight, recipe)

@@ -78,26 +78,23 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
             attended = attended.transpose(0, 1)
         return self.out_proj(attended.flatten(-2)), weights
 
-    def _takes_inputs(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether query, key and value fit each other, and none is nested."""
+    def _takes(
+        self, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], is_causal: bool
+    ) -> bool:
+        """Whether the arguments fit each other, none nested; the hint needs an attention mask."""
+        attn_mask, padding = masks
         dims = inputs[0].dim()
         if dims not in (2, 3) or any(x.is_nested or x.dim() != dims for x in inputs):
             return False
         (N, L, _), (_, S, _), _ = shapes = [tuple(self._batch_first(x).shape) for x in inputs]
-        return shapes == [(N, L, self.embed_dim), (N, S, self.kdim), (N, S, self.vdim)]
-
-    def _takes(
-        self, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], is_causal: bool
-    ) -> bool:
-        """Whether the arguments fit each other; the hint needs an attention mask."""
-        attn_mask, padding = masks
-        if not self._takes_inputs(inputs) or (is_causal and attn_mask is None):
+        if shapes != [(N, L, self.embed_dim), (N, S, self.kdim), (N, S, self.vdim)]:
             return False
-        (N, L, _), (_, S, _) = (self._batch_first(x).shape for x in inputs[:2])
+        if is_causal and attn_mask is None:
+            return False
         dtypes = [mask.dtype for mask in masks if mask is not None]
         if not all(dtype.is_floating_point or dtype == torch.bool for dtype in dtypes):
             return False
-        if padding is not None and padding.shape != (N, S)[3 - inputs[0].dim() :]:
+        if padding is not None and padding.shape != (N, S)[3 - dims :]:
             return False
         return attn_mask is None or attn_mask.shape in ((L, S), (N * self.num_heads, L, S))
 
