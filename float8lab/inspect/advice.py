@@ -43,7 +43,7 @@ from float8lab.inspect.trial import (
     unambiguous,
     without_reduction,
 )
-from float8lab.nn.casts import share_cast
+from float8lab.nn.casts import SHARED_CAST
 from float8lab.nn.convert.walk import shapes_of
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.linear import Linear
@@ -540,12 +540,12 @@ class _Bench:
         x = self.inputs[0].detach().requires_grad_().clone()  # only results of autograd are shared
 
         def forward(calls: int) -> None:
-            share_cast(None)
+            SHARED_CAST.last = None
             for _ in range(calls):
                 self._call(layer, x)
 
         first, both_calls = (timer(partial(forward, calls)) for calls in (1, 2))
-        share_cast(None)
+        SHARED_CAST.last = None
         return Times(*(max(0.0, 2 * a - b) for a, b in zip(first, both_calls, strict=True)))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8lab.distributed.fsdp.shards import reshard
-from float8lab.nn.casts import share_cast, shared_cast
+from float8lab.nn.casts import SHARED_CAST
 from float8lab.nn.convert import convert_to_float8, matches
 from float8lab.nn.convert.call_region import CallRegion
 from float8lab.nn.convert.first_call import remove_hooks
@@ -324,7 +324,7 @@ def _kept(
     That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
     """
     reshard(model)  # what is kept are the shards
-    state, cast = {name: getattr(STATE, name) for name in _ISOLATED}, shared_cast()
+    state, cast = {name: getattr(STATE, name) for name in _ISOLATED}, SHARED_CAST.last
     start = [_keep_values(model.buffers()), _keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
     restorers = [*map(_keep_contents, owners), *more(), *start]
@@ -336,7 +336,7 @@ def _kept(
             restore()
         for name in _ISOLATED:
             setattr(STATE, name, state[name])
-        share_cast(cast)
+        SHARED_CAST.last = cast
 
 
 _ISOLATED = ("autocast", "region", "in_graph")
@@ -359,7 +359,7 @@ def _isolate(model: nn.Module) -> None:
     now = STATE.autocast
     STATE.autocast = Autocast(now.enabled, recipe, group=now.group, backward=now.backward)
     STATE.region = STATE.in_graph = None
-    share_cast(None)
+    SHARED_CAST.last = None
 
 
 def unambiguous(

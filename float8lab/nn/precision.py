@@ -247,13 +247,13 @@ class Precision:
             made, followed = _torch_recordings(hooks)
             recordings += made
             recording = recording or followed
-        if recording is not None or _graph_task() != NO_BACKWARD:
+        if recording is not None or torch._C._current_graph_task_id() != NO_BACKWARD:
             call = self._begin_recomputation(recording, x.device, training, options)
         else:
             call = self._last = self._begin_forward(x, training, options)
         for checkpoint in recordings:
             checkpoint.add(self, call)
-        if training and not _grad_enabled():
+        if training and not torch.is_grad_enabled():
             for checkpoint in _reentrant_recordings():
                 checkpoint.add(self, call)
         return call
@@ -520,10 +520,6 @@ def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
     for name, value in vars(module).items():
         if isinstance(value, Precision):
             yield name.removeprefix("_fp8").lstrip("_"), value
-
-
-_grad_enabled = torch.is_grad_enabled
-_graph_task = torch._C._current_graph_task_id
 
 
 def _torch_recordings(hooks: Any) -> tuple[tuple[Recording, ...], Recording | None]:

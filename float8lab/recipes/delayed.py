@@ -30,7 +30,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -68,10 +68,6 @@ class Factors(NamedTuple):
             return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
         scale, encode = pair.view(2, -1, 1, 1).unbind()
         return Factors(scale, encode, pair)
-
-    def joined(self) -> Tensor:
-        """Both in one tensor, ``[2, ...]``."""
-        return torch.stack((self.scale, self.encode)) if self.pair is None else self.pair
 
 
 class QuantParams(NamedTuple):
@@ -607,7 +603,7 @@ class DelayedSlots:
         pack, key = self.pack, (self.start + self.column_starts[index], experts)
         first = self._first_params(index, x, record, True, experts)
         if first is not None:
-            return SlotViews.of(first.factors.joined(), first.amax_slot)
+            return SlotViews.of(cast("Tensor", first.factors.pair), first.amax_slot)
         if key not in pack.views:
             with torch.inference_mode(False):  # training uses these views, too
                 slot = self._slot(index, experts)

@@ -110,7 +110,11 @@ class AmaxChannel:
             self._agree(group)
         # Modules that were deleted leave nothing to reduce, but their place.
         plan = self._plan_now()
-        device = plan[0][0].amax.device if plan else _default_device(group)
+        device = torch.device("cpu")
+        if plan:
+            device = plan[0].pack.amax.device
+        elif torch.cuda.is_available() and "nccl" in dist.get_backend(group):
+            device = torch.device("cuda", torch.cuda.current_device())
         length = 1 + sum(self._wire.values())
         wire = torch.full((length,), NO_DATA, dtype=torch.float32, device=device)
         wire[:1].fill_(len(self.waiting()))
@@ -243,10 +247,3 @@ def group_named(name: str) -> Any:
     """The process group of that name; None for ""."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return resolve(name) if name else None
-
-
-def _default_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a rank that has used no module puts the wire."""
-    if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -119,7 +119,6 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         hidden_size: size of each token.
         num_attention_heads: query heads.
         kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
-        attention_dropout: of the attention probabilities, in training mode.
         init_method: of the query, key and value weights; None is normal, standard deviation 0.023.
         output_layer_init_method: of the weight of ``proj``.
         layer_number: of the layer in its model, from 1; needed for ``inference_params``.

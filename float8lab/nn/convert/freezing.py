@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -34,7 +33,7 @@ class Freezing:
 
     def __init__(self, plans: Iterable[LayerPlan], users: ParameterUsers) -> None:
         self.obstacles: list[str] = []
-        self._weights: list[_Weight] = []
+        self._weights: list[tuple[list[tuple[nn.Module, str]], Recipe]] = []
         layers = [(plan.candidate, plan.recipe) for plan in plans if plan.recipe is not None]
         recipes = {id(candidate.layer): recipe for candidate, recipe in layers}
         visited: set[int] = set()
@@ -55,7 +54,7 @@ class Freezing:
                 places = users[id(weight)]
                 obstacle = _obstacle(weight, places, recipe, recipes)
                 if obstacle is None:
-                    self._weights.append(_Weight(places, recipe))
+                    self._weights.append((places, recipe))
                 else:
                     self._leave(candidate, obstacle)
 
@@ -81,13 +80,6 @@ def _reason_to_leave(layer: nn.Module) -> str | None:
     if isinstance(layer, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
         return "torch.nn.MultiheadAttention reads it in high precision"
     return None
-
-
-class _Weight(NamedTuple):
-    """A weight that is to be stored, by the modules that have it and its name in each."""
-
-    places: list[tuple[nn.Module, str]]
-    recipe: Recipe
 
 
 def _obstacle(
