@@ -168,7 +168,8 @@ class Linear(GemmModule, nn.Linear):
             y = linear_in_high_precision(self._fp8, x, plain, added, tokens)
         else:
             y = LinearFunction.run(x, weight, added, call)
-            self._fp8.end(call)
+            if call.is_region:
+                self._fp8.end(call)
         if parallel is not None and parallel.scatters:
             parallel.remember_tokens(y, tokens)
         return (y, bias) if self.return_bias else y

@@ -564,8 +564,13 @@ class DelayedSlots:
         not, the first scale is kept all the same. ``experts``: which of the module's experts ``x``
         has.
         """
-        first = self._first_params(index, x, record, is_empty_everywhere, experts)
-        return first or self._params(index, self.pack.live(), record, experts)
+        if record and not self.forward[index]:
+            self.pack.watch_backward()
+        if not self.is_seeded(index):
+            first = self._first_params(index, x, record, is_empty_everywhere, experts)
+            if first is not None:
+                return first
+        return self._params(index, self.pack.live(), record, experts)
 
     def _first_params(
         self, index: int, x: Tensor | Prologue | Groups, record: bool, is_empty_everywhere: bool,
@@ -575,10 +580,6 @@ class DelayedSlots:
 
         None if all slots have one now.
         """
-        if record and not self.forward[index]:
-            self.pack.watch_backward()
-        if self.is_seeded(index):
-            return None
         pack, slot = self.pack, self._slot(index, experts)
         values = x if isinstance(x, Tensor) else x.inputs[0]
         # A prologue, or groups, are computed for their values, unless they are empty.
@@ -601,9 +602,12 @@ class DelayedSlots:
         What a slot without a scale is given is ``x``'s own, as in ``scale_for``.
         """
         pack, key = self.pack, (self.start + self.column_starts[index], experts)
-        first = self._first_params(index, x, record, True, experts)
-        if first is not None:
-            return SlotViews.of(cast("Tensor", first.factors.pair), first.amax_slot)
+        if record and not self.forward[index]:
+            pack.watch_backward()
+        if not self.is_seeded(index):
+            first = self._first_params(index, x, record, True, experts)
+            if first is not None:
+                return SlotViews.of(cast("Tensor", first.factors.pair), first.amax_slot)
         if key not in pack.views:
             with torch.inference_mode(False):  # training uses these views, too
                 slot = self._slot(index, experts)
@@ -621,7 +625,8 @@ class DelayedSlots:
         if (x if isinstance(x, Tensor) else x.inputs[0]).numel() == 0:
             return
         columns = self._columns(index, experts)
-        self._first_params(index, x, True, True, experts)
+        if not self.is_seeded(index):
+            self._first_params(index, x, True, True, experts)
         amax = own_amax(x).view(-1)
         if isinstance(x, Groups):
             amax = torch.where(x.has_rows(), amax, NO_DATA)

@@ -84,7 +84,8 @@ def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Op
         scale = refine_scale(scale, x.shape[0], x.spec.block[0], 1, 0)
     if transposed:
         q, scale = q.mT, scale.mT
-    scale = refine_scale(scale, q.shape[batch], rows, block[0], batch)
+    if rows != block[0]:
+        scale = refine_scale(scale, q.shape[batch], rows, block[0], batch)
     if batch:
         return _Operand(q, scale, block)
     if not q.is_contiguous():

@@ -431,7 +431,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
                 return self._attend(q, k, v, problem)
             else:
                 out = fp8_attention(q, k, v, problem, call)
-        self._fp8.end(call)
+        if call is not None and call.is_region:
+            self._fp8.end(call)
         return out, None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:

@@ -25,7 +25,7 @@ from float8lab.recipes.recording import CHECKPOINTS, Recording
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.dtensor import is_dtensor
 
-__all__ = ["CallHooks", "FirstCall", "remove_hooks", "watch_first_call"]
+__all__ = ["CallHooks", "FirstCall", "remove_hooks"]
 
 
 class CallHooks:
@@ -165,13 +165,6 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
         nodes += following
         seen.update(following)
     return leaves
-
-
-def watch_first_call(model: nn.Module) -> None:
-    """Make the next call of a model tell which of its converted layers did not run."""
-    remove_hooks(model, FirstCall)
-    if any(model.children()):  # a single layer is read by nothing
-        FirstCall().register(model)
 
 
 def remove_hooks(module: nn.Module, kind: type[CallHooks] = CallHooks) -> None:
