@@ -32,8 +32,6 @@ _VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackwar
 class Recast:
     """The cast in backward of an input that several layers have; the last of them forgets it."""
 
-    __slots__ = ("__weakref__", "_key", "_operand", "_waiting", "layers")
-
     def __init__(self) -> None:
         self.layers = 0  # which have the input
         self._waiting = 0  # of them, for the cast; 0 once none does

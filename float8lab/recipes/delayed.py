@@ -662,8 +662,6 @@ def _of_each_expert(value: Tensor, experts: int) -> Tensor:
 class _Answer:
     """A bool of a device, which the host reads once it has arrived, without waiting."""
 
-    __slots__ = ("_arrived", "_value")
-
     def __init__(self, value: Tensor) -> None:
         self._value = value
         self._arrived: torch.cuda.Event | None = None

@@ -509,9 +509,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         rules, cache = given.rules, given.inference_params
         softcap = check_softcap(softcap, given.bias[0])
         heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
-        channels = [
-            (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
-        ]  # fmt: skip
+        D, Dv = self.qk_channels, self.v_channels
+        channels = [(heads, D), (groups, D), (groups, Dv)]
         arguments.check_tensors(qkv, channels, rules.qkv_format)
         ranks = 1 if self.context_parallel is None else self.context_parallel.ranks.size
         sizes = layout.sizes_of(*qkv[:2], rules.qkv_format, ranks)

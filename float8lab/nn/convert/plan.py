@@ -22,7 +22,7 @@ from float8lab.nn.convert.other_experts import routers
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import emulated_gemms
 from float8lab.nn.convert.walk import Candidate, ModelWalk, has_recipe, matrix_shapes
-from float8lab.nn.convert.wrapped_forward import has_wrapped_forward
+from float8lab.nn.convert.wrapped_forward import wrapped_forward
 from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.layer import GemmModule
@@ -311,7 +311,7 @@ def _obstacle_of_forward(candidate: Candidate, *, is_named: bool) -> str | None:
     layer, linear_class = candidate.layer, candidate.linear_class
     # Transformers' expert parallelism calls the forward of experts in several ways of its own.
     is_experts = candidate.experts_class is not None
-    if "forward" in vars(layer) and (is_experts or not has_wrapped_forward(layer)):
+    if "forward" in vars(layer) and (is_experts or wrapped_forward(layer) is None):
         return "forward was replaced on the layer itself"
     if is_named or linear_class is None or type(layer).forward is linear_class.forward:
         return None
