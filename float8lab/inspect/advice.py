@@ -44,7 +44,7 @@ from float8lab.inspect.trial import (
     without_reduction,
 )
 from float8lab.nn.casts import SHARED_CAST
-from float8lab.nn.convert.walk import shapes_of
+from float8lab.nn.convert.walk import matrix_shapes, walk_model
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.linear import Linear
 from float8lab.recipes.auto import Prediction, choose, predict
@@ -342,7 +342,8 @@ class _Case(NamedTuple):
     @property
     def weights(self) -> list[tuple[int, ...]]:
         """``(N, K)`` of each GEMM, or ``(E, N, K)`` of experts."""
-        return shapes_of(self.layer)
+        candidates = walk_model(self.layer).candidates
+        return next((matrix_shapes(c) for c in candidates if c.layer is self.layer), [])
 
     @property
     def experts_of_a_token(self) -> int:

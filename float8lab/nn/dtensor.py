@@ -230,9 +230,12 @@ def _place(
         return tuple(placement if i == axis else p for i, p in enumerate(around))
 
     on_axis = _placements_on_axis(mode, Shard(last), None if tokens is None else shared)
-    of_values, of_sums = map(placed, on_axis[:3]), (placed(p, data) for p in on_axis[3:])
-    shapes = (*y_shape[:-1], N), (*unsharded[:-1], K)
-    return _Placements(*of_values, *of_sums, tokens, *shapes)
+    x_placed, y_placed, dx_placed = (placed(p) for p in on_axis[:3])
+    dw_placed, db_placed = (placed(p, data) for p in on_axis[3:])
+    return _Placements(
+        x_placed, y_placed, dx_placed, dw_placed, db_placed, tokens, (*y_shape[:-1], N),
+        (*unsharded[:-1], K),
+    )  # fmt: skip
 
 
 def _placements_on_axis(

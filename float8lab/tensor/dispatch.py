@@ -245,6 +245,9 @@ class StoredTensor(Tensor):
     _readable: Tensor | None = None
     """The dequantized copy of which ``data_ptr`` gave the address."""
 
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        raise NotImplementedError
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """Torch's record of a storage, which has no memory: 0 bytes at an address like no other."""
         # safetensors compares both to find tensors that share memory. A tensor that shares its

@@ -399,7 +399,8 @@ class Float8Tensor(dispatch.StoredTensor):
             facts.append(f"device='{self.device}'")
         if self.requires_grad:
             facts.append("requires_grad=True")
-        return f"Float8Tensor({_INDENT.join([body, ', '.join(facts), *lines])})"
+        separator = ",\n             "
+        return f"Float8Tensor({separator.join([body, ', '.join(facts), *lines])})"
 
 
 def decoded(x: Tensor) -> Tensor:
@@ -420,9 +421,6 @@ def _refresh_views(args: Sequence[object]) -> None:
         for x in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(x, Float8Tensor) and x._window is not None:
                 x._refresh()
-
-
-_INDENT = ",\n             "  # between the lines of a repr
 
 
 def _values(x: Float8Tensor) -> str:

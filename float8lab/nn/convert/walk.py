@@ -23,7 +23,7 @@ from float8lab.nn.precision import precisions
 
 __all__ = [
     "UNSEEN", "Candidate", "ModelWalk", "ParameterUsers", "has_recipe", "is_unseen",
-    "matrix_shapes", "shapes_of", "users_of", "walk_model",
+    "matrix_shapes", "users_of", "walk_model",
 ]  # fmt: skip
 
 ParameterUsers = dict[int, list[tuple[nn.Module, str]]]
@@ -112,12 +112,6 @@ def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
     if candidate.linear_class is None or candidate.linear_class is nn.Linear:
         return [(layer.out_features, layer.in_features)]
     return [tuple(load_float8_class(candidate.linear_class).matrix(layer).shape)]
-
-
-def shapes_of(layer: nn.Module) -> list[tuple[int, ...]]:
-    """The sizes of the matrices that a layer multiplies by, if it is a candidate."""
-    candidate = _as_candidate("", layer, known_linear(type(layer)))
-    return [] if candidate is None else matrix_shapes(candidate)
 
 
 def has_recipe(layer: nn.Module) -> bool:
