@@ -191,8 +191,8 @@ def _item(packed: _Packed) -> Item:
         data, usable = _transpose(data), usable and _transpose(usable)
         spec = replace(spec, block=(*spec.block[:-2], spec.block[-1], 1))
     weight = _unpacked(data, spec.packed_dim)
-    known = layout.convention, usable, spec, factor, extras
-    return Item(name, weight, *known, findings=tuple(findings))
+    numerics = layout.convention, usable, spec, factor, extras
+    return Item(name, weight, *numerics, findings=tuple(findings))
 
 
 def _join_blocks(entry: Entry) -> Entry:

@@ -33,22 +33,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from float8lab.arguments import check_callables, check_choice, check_module, check_names
 from float8lab.inspect.memory import OUTPUT, saved_by_layer
 from float8lab.inspect.text import Grid, Printed
-from float8lab.inspect.timing import CudaTimer, Timer
+from float8lab.inspect.timing import CudaTimer, Timer, Times
 from float8lab.inspect.trial import (
     LossFn,
     Trial,
     on_trial,
     refuse_dtensors,
     start_anew,
+    unambiguous,
     without_reduction,
 )
-from float8lab.nn.casts import share_cast
-from float8lab.nn.convert import unambiguous
-from float8lab.nn.convert.walk import shapes_of
+from float8lab.nn.casts import SHARED_CAST
+from float8lab.nn.convert.walk import matrix_shapes, walk_model
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.linear import Linear
 from float8lab.recipes.auto import Prediction, choose, predict
-from float8lab.recipes.cost import MODES, Parts, Times
+from float8lab.recipes.cost import MODES, Parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import Region, inside
 
@@ -342,7 +342,8 @@ class _Case(NamedTuple):
     @property
     def weights(self) -> list[tuple[int, ...]]:
         """``(N, K)`` of each GEMM, or ``(E, N, K)`` of experts."""
-        return shapes_of(self.layer)
+        candidates = walk_model(self.layer).candidates
+        return next((matrix_shapes(c) for c in candidates if c.layer is self.layer), [])
 
     @property
     def experts_of_a_token(self) -> int:
@@ -540,12 +541,12 @@ class _Bench:
         x = self.inputs[0].detach().requires_grad_().clone()  # only results of autograd are shared
 
         def forward(calls: int) -> None:
-            share_cast(None)
+            SHARED_CAST.last = None
             for _ in range(calls):
                 self._call(layer, x)
 
         first, both_calls = (timer(partial(forward, calls)) for calls in (1, 2))
-        share_cast(None)
+        SHARED_CAST.last = None
         return Times(*(max(0.0, 2 * a - b) for a, b in zip(first, both_calls, strict=True)))
 
 

@@ -36,9 +36,8 @@ from float8lab.arguments import (
 )
 from float8lab.formats import Float8Spec
 from float8lab.inspect.text import Grid, Printed
-from float8lab.inspect.trial import LossFn, Trial, on_trial, refuse_dtensors
+from float8lab.inspect.trial import LossFn, Trial, on_trial, refuse_dtensors, unambiguous
 from float8lab.nn.casts import plain
-from float8lab.nn.convert import unambiguous
 from float8lab.nn.linear import Linear
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
 from float8lab.tensor import quantize

@@ -109,8 +109,8 @@ class MemoryReport(Printed):
             (layer.name or "(model)", *(bytes_text(getattr(layer, k)) for k in (*kinds, "total")))
             for layer in self.layers
         ]
-        total = ("total", *(bytes_text(self.sum(kind)) for kind in kinds), bytes_text(self.total))
-        return [Grid("By layer", ("layer", *kinds, "total"), [*rows, total], left=1).first(limit)]
+        sums = ("total", *(bytes_text(self.sum(kind)) for kind in kinds), bytes_text(self.total))
+        return [Grid("By layer", ("layer", *kinds, "total"), [*rows, sums], left=1).first(limit)]
 
 
 def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:

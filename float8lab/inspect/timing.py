@@ -5,18 +5,23 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from float8lab.recipes.cost import Times
-
-__all__ = ["CudaTimer", "Timer", "sleep_rate"]
+__all__ = ["CudaTimer", "Timer", "Times", "sleep_rate"]
 
 _WARM_UP = 3
 _SAMPLES = 15
 _FLUSH_BYTES = 256 << 20
 """More than any L2 cache holds."""
+
+
+class Times(NamedTuple):
+    """Seconds that a call, or a training step, takes."""
+
+    gpu: float
+    cpu: float
 
 
 @runtime_checkable

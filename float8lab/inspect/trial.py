@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from float8lab.distributed.fsdp.shards import reshard
-from float8lab.nn.casts import share_cast, shared_cast
-from float8lab.nn.convert import convert_to_float8, remove_region_hooks
+from float8lab.nn.casts import SHARED_CAST
+from float8lab.nn.convert import convert_to_float8, matches
+from float8lab.nn.convert.call_region import CallRegion
+from float8lab.nn.convert.first_call import remove_hooks
 from float8lab.nn.convert.report import conversion_report
 from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import precisions, precisions_below
@@ -30,7 +32,7 @@ from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = [
     "LossFn", "Trial", "as_before", "call", "hooked", "loss_of", "on_trial", "own_loss",
-    "refuse_dtensors", "start_anew", "tensors_in", "without_reduction",
+    "refuse_dtensors", "start_anew", "tensors_in", "unambiguous", "without_reduction",
 ]  # fmt: skip
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -322,7 +324,7 @@ def _kept(
     That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
     """
     reshard(model)  # what is kept are the shards
-    state, cast = {name: getattr(STATE, name) for name in _ISOLATED}, shared_cast()
+    state, cast = {name: getattr(STATE, name) for name in _ISOLATED}, SHARED_CAST.last
     start = [_keep_values(model.buffers()), _keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
     restorers = [*map(_keep_contents, owners), *more(), *start]
@@ -334,7 +336,7 @@ def _kept(
             restore()
         for name in _ISOLATED:
             setattr(STATE, name, state[name])
-        share_cast(cast)
+        SHARED_CAST.last = cast
 
 
 _ISOLATED = ("autocast", "region", "in_graph")
@@ -345,7 +347,7 @@ def _isolate(model: nn.Module) -> None:
     """Cut a model off from regions, earlier delayed-scaling state and gradients in progress."""
     in_autocast = STATE.autocast.enabled and STATE.autocast.recipe is None
     for module in model.modules():
-        remove_region_hooks(module)
+        remove_hooks(module, CallRegion)
         if getattr(module, "fuse_wgrad_accumulation", False):
             module.fuse_wgrad_accumulation = False  # type: ignore[assignment]  # a plain attribute
         for _, precision in precisions(module):
@@ -357,4 +359,28 @@ def _isolate(model: nn.Module) -> None:
     now = STATE.autocast
     STATE.autocast = Autocast(now.enabled, recipe, group=now.group, backward=now.backward)
     STATE.region = STATE.in_graph = None
-    share_cast(None)
+    SHARED_CAST.last = None
+
+
+def unambiguous(
+    changed: Mapping[str, Recipe | None], recipes: Mapping[str, Recipe | None]
+) -> dict[str, Recipe | None]:
+    """``overrides`` that mean these very layers, though a name is a pattern, too.
+
+    Args:
+        changed: the overrides to express, by layer.
+        recipes: the recipe that each layer of the model is to get, changed or not.
+
+    >>> unambiguous({"0": None}, {"0": None, "1.0": float8lab.recipes.Float8CurrentScaling()})
+    {'0': None, '1.0': Float8CurrentScaling()}
+    """
+    overrides = dict(changed)
+    while True:
+        overrides = dict(sorted(overrides.items(), key=lambda item: item[0].count(".")))
+        for name, recipe in recipes.items():
+            patterns = [pattern for pattern in overrides if matches(name, pattern)]
+            if patterns and patterns[-1] != name:
+                overrides[name] = recipe
+                break
+        else:
+            return overrides

@@ -21,7 +21,7 @@ from float8lab.nn import activation_function, fused_function, gemm, grouped_func
 from float8lab.nn.activation_function import activate
 from float8lab.nn.attention import fp8
 from float8lab.nn.casts import plain, stored_as
-from float8lab.nn.fused_function import MlpCall, NormLinearCall
+from float8lab.nn.fused_function import MlpCall, NormFront, NormLinearCall
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.precision import Call, W, X
@@ -161,20 +161,20 @@ def _norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
     calls: NormLinearCall,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    normed = normalize(x, norm_weight, norm_bias, calls.norm, output_dtype(x))
+    normed = normalize(x, norm_weight, norm_bias, calls.front.kind, output_dtype(x))
     y = _linear(normed, weight, bias, calls.linear)
-    return (y, normed) if calls.return_norm else y
+    return (y, normed) if calls.front.return_norm else y
 
 
 def _norm_mlp(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, fc1_weight: Tensor,
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, calls: MlpCall,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    assert calls.norm, "the translated function is that of a norm"
-    normed = normalize(x, norm_weight, norm_bias, calls.norm, output_dtype(x))
+    assert isinstance(calls.front, NormFront), "the translated function is that of a norm"
+    normed = normalize(x, norm_weight, norm_bias, calls.front.kind, output_dtype(x))
     h = _linear(normed, fc1_weight, fc1_bias, calls.fc1)
     y = _linear(activate(h, calls.activation), fc2_weight, fc2_bias, calls.fc2)
-    return (y, normed) if calls.return_norm else y
+    return (y, normed) if calls.front.return_norm else y
 
 
 def _dequantized(x: Float8Tensor) -> Tensor:
@@ -239,7 +239,9 @@ def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | N
     if call.precision is not None:
         slots = call.precision.slots.get((call.recipe, STATE.autocast.group))
     with _disable_current_modes():  # the values, not symbols
-        has_scale = [] if slots is None else slots.have_scales(index).tolist()
+        has_scale = []
+        if slots is not None:
+            has_scale = slots.pack.has_scale()[[*slots.columns_of(index)]].tolist()
     if slots is None or not any(has_scale):
         raise ValueError(
             "model must have the scales of its delayed recipe before it is exported; got a layer "

@@ -29,9 +29,9 @@ from float8lab.tensor.differentiation import version_of
 from float8lab.tensor.operands import Matrix
 
 __all__ = [
-    "WeightSource", "amaxes_of_shards", "input_source", "keeps_fp8_data", "kept_transpose",
-    "note_weight", "plain", "recast", "remember_input", "share_cast", "shared_cast", "show_cast",
-    "show_gemm", "show_quantized", "spec_of_experts", "stored_as", "weight_source",
+    "SHARED_CAST", "WeightSource", "amaxes_of_shards", "input_source", "keeps_fp8_data",
+    "kept_transpose", "note_weight", "plain", "recast", "remember_input", "show_cast", "show_gemm",
+    "show_quantized", "spec_of_experts", "stored_as", "weight_source",
 ]  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def input_source(
         return InputSource(quantized=call.scales.quantize(x, X, *specs, amax=amax))
     shared = None
     if inp is not None and not call.scales.are_given and specs.rowwise is not None:
-        key, last = _input_key(x, inp, specs, call), _SHARED.last
+        key, last = _input_key(x, inp, specs, call), SHARED_CAST.last
         shared = None if key is None else (inp, key)
         if shared and last is not None and last[0]() is inp and last[1] == key:
             return InputSource(quantized=last[2])
@@ -107,28 +107,19 @@ class _SharedCast(threading.local):
         """The input, the key of its cast, and the cast."""
 
 
-_SHARED = _SharedCast()
-
-
-def shared_cast() -> Any:
-    """The cast that layers with the same input share; None if there is none."""
-    return _SHARED.last
-
-
-def share_cast(cast: Any) -> None:
-    """Put a ``shared_cast`` back, or forget it, with None."""
-    _SHARED.last = cast
+SHARED_CAST = _SharedCast()
+"""The cast that layers with the same input share."""
 
 
 def remember_input(inp: Tensor, key: tuple[Any, ...], quantized: Quantized) -> None:
     """Keep the cast of a layer's input for other layers that have the same."""
-    _SHARED.last = weakref.ref(inp, _forget_input), key, quantized
+    SHARED_CAST.last = weakref.ref(inp, _forget_input), key, quantized
 
 
 def _forget_input(inp: weakref.ref[Tensor]) -> None:
     """Forget the cast that was remembered of a layer's input, which is gone."""
-    if _SHARED.last is not None and _SHARED.last[0] is inp:
-        _SHARED.last = None
+    if SHARED_CAST.last is not None and SHARED_CAST.last[0] is inp:
+        SHARED_CAST.last = None
 
 
 # What an observer is shown (``float8lab/inspect/watch``), where ``call.watched``.

@@ -13,15 +13,14 @@ from float8lab import arguments
 from float8lab.distributed.expert_parallel import check_held_experts, held_experts, local_experts
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain
-from float8lab.nn.fused_function import ExpertMlpFunction, Layer, MlpCall
+from float8lab.nn.fused_function import ExpertFront, ExpertMlpFunction, Layer, MlpCall
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
 from float8lab.nn.grouped_linear import offsets_of
 from float8lab.nn.layer import GemmDef, GemmModule
 from float8lab.nn.main_grad import fused_weight, plain_weight
-from float8lab.nn.parameters import InitMethod
+from float8lab.nn.parameters import InitMethod, MovedInPlace
 from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
-from float8lab.nn.storage import MovedInPlace
 from float8lab.ops import as_matrix
 from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor
@@ -79,7 +78,7 @@ class ExpertsBase(MovedInPlace):
         fc1, fc2 = calls
         if isinstance(activation, str) and fc1 is not None and fc2 is not None:
             row_map, rows = to or (None, x.shape[0])
-            options = MlpCall(None, activation, fc1, fc2, rows=rows)
+            options = MlpCall(ExpertFront(rows), activation, fc1, fc2)
             y = ExpertMlpFunction.run(x, offs, row_map, *layers[0], *layers[1], options)
         else:
             x = x if to is None else scatter_rows(x, *to)[0]

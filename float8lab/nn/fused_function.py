@@ -3,7 +3,7 @@
 Note: the nouns of this room.
 
 - *front*: what a module computes before its first GEMM, while that GEMM's input is cast: a norm of
-  the tokens (``_NormFront``), or the permutation of tokens to experts' rows (``_ExpertFront``).
+  the tokens (``NormFront``), or the permutation of tokens to experts' rows (``ExpertFront``).
 - *prologue*: a front or an activation as the input of a cast. Neither is ever written, nor is the
   gradient between the activation and fc1.
 - *front tensors*: the two inputs of the front beside x, and the five tensors that it saves.
@@ -29,8 +29,8 @@ from float8lab.tensor.differentiation import Float8Function, once_differentiable
 from float8lab.tensor.operands import quantize
 
 __all__ = [
-    "ExpertMlpFunction", "Layer", "MlpCall", "NormLinearCall", "NormLinearFunction",
-    "NormMlpFunction",
+    "ExpertFront", "ExpertMlpFunction", "Layer", "MlpCall", "NormFront", "NormLinearCall",
+    "NormLinearFunction", "NormMlpFunction",
 ]  # fmt: skip
 
 Layer: TypeAlias = tuple[Tensor, Tensor | None]
@@ -56,7 +56,7 @@ class _Begun(NamedTuple):
     """The offsets of experts' rows."""
 
 
-class _NormFront(NamedTuple):
+class NormFront(NamedTuple):
     """A norm; its tensors are the norm's weight, ``[K]``, and its bias, ``[K]`` or None."""
 
     kind: NormKind
@@ -95,7 +95,7 @@ class _NormFront(NamedTuple):
         return dx.reshape(shape), dgamma, dbeta
 
 
-class _ExpertFront(NamedTuple):
+class ExpertFront(NamedTuple):
     """The rows of experts; its tensors are their offsets, ``[E]``, and a row map or None.
 
     With the row map of ``moe_permute``, x are tokens, which the cast permutes to these rows.
@@ -112,7 +112,11 @@ class _ExpertFront(NamedTuple):
         offsets = Offsets.of(offs, self.rows)
         if row_map is None:
             return _Begun(x, (*offsets, None, None, None), self.rows, offsets=offsets)
-        token = _tokens_of_rows(row_map, self.rows)
+        # Bytes move as they are, and rows that no token fills are zeros: their token is -1.
+        count = row_map.shape[0]
+        numbers = torch.arange(1, count + 1, dtype=torch.int32, device=row_map.device)
+        moved = scatter_rows_op(numbers.view(torch.uint8).view(count, 4), row_map, self.rows)[0]
+        token = moved.view(torch.int32).view(self.rows) - 1
         tokens = (x, token) if needs_dw else (None, None)
         source = Prologue("permute", [x, token], dtype)
         return _Begun(source, (*offsets, row_map, *tokens), self.rows, offsets=offsets)
@@ -133,40 +137,24 @@ class _ExpertFront(NamedTuple):
         return dx, None, None
 
 
-def _tokens_of_rows(row_map: Tensor, rows: int) -> Tensor:
-    """The token of each row, ``[rows]`` int32; -1 where there is none."""
-    tokens = row_map.shape[0]
-    numbers = torch.arange(1, tokens + 1, dtype=torch.int32, device=row_map.device)
-    # Bytes move as they are, and rows that no token fills are zeros.
-    moved = scatter_rows_op(numbers.view(torch.uint8).view(tokens, 4), row_map, rows)[0]
-    return moved.view(torch.int32).view(rows) - 1
-
-
 class NormLinearCall(NamedTuple):
     """How one call of a norm and a linear layer runs."""
 
-    norm: NormKind
+    front: NormFront
     linear: Call
-    return_norm: bool
-    """Return the norm's output as well."""
 
 
 class MlpCall(NamedTuple):
     """How one call of an MLP runs."""
 
-    norm: NormKind | None
-    """The norm before fc1; None: the MLP is that of experts."""
+    front: NormFront | ExpertFront
     activation: str
     fc1: Call
     fc2: Call
-    return_norm: bool = False
-    """Return the norm's output as well."""
     checkpoint: bool = False
     """Recompute the activation's input in backward, in place of saving it."""
     fp8_input: bool = False
     """Save the activation's input in FP8; has no effect with ``checkpoint``."""
-    rows: int = 0
-    """How many rows the experts have."""
 
 
 class NormLinearFunction(Float8Function):
@@ -189,8 +177,7 @@ class NormLinearFunction(Float8Function):
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         (N, K), dtype = weight.shape, output_dtype(x)
         needs_dx, needs_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
-        front = _NormFront(call.norm, call.return_norm)
-        begun = front.begin(
+        begun = call.front.begin(
             x, (norm_weight, norm_bias), dtype, call.linear, needs_dx=needs_dx, needs_dw=needs_dw
         )
         y, saved = forward(
@@ -198,7 +185,7 @@ class NormLinearFunction(Float8Function):
             needs=(needs_dx, needs_dw), dtype=dtype, inp=begun.value,
         )  # fmt: skip
         ctx.save_for_backward(*begun.saved, *saved)
-        ctx.front, ctx.call, ctx.dtype, ctx.x_shape = front, call.linear, dtype, x.shape
+        ctx.front, ctx.call, ctx.dtype, ctx.x_shape = call.front, call.linear, dtype, x.shape
         M, shape = call.linear.comm.output_shape(x.shape, begun.rows, N)
         ctx.shape = M, N, K
         ctx.dtypes = dtype, weight.dtype, None if bias is None else bias.dtype
@@ -255,10 +242,7 @@ class _Mlp(Float8Function):
         needs_dx, needs_dw1 = any(needs[:3]), needs[3]
         needs_dh, needs_dw2 = any(needs[:5]), needs[5]
         recomputes = call.checkpoint and (needs_dh or needs_dw2)
-        front: _NormFront | _ExpertFront = _ExpertFront(call.rows)
-        if call.norm is not None:
-            front = _NormFront(call.norm, call.return_norm)
-        begun = front.begin(
+        begun = call.front.begin(
             x, (front_weight, front_bias), dtype, call.fc1,
             needs_dx=needs_dx, needs_dw=needs_dw1 or recomputes,
         )  # fmt: skip
@@ -280,7 +264,7 @@ class _Mlp(Float8Function):
             saved_h = quantize(h, _SAVED_SPEC, align=1).rowwise if call.fp8_input else (h, None)
         recomputed = fc1_bias if recomputes else None
         ctx.save_for_backward(*begun.saved, *saved1, *saved2, *saved_h, recomputed)
-        ctx.call, ctx.front, ctx.dtype, ctx.x_shape = call, front, dtype, x.shape
+        ctx.call, ctx.dtype, ctx.x_shape = call, dtype, x.shape
         N, K = fc1_weight.shape[-2:]
         M, _ = call.fc1.comm.output_shape(x.shape, begun.rows, N)
         ctx.shapes = (M, N, K), (M, K, fc2_weight.shape[-1])
@@ -303,8 +287,8 @@ class _Mlp(Float8Function):
         second = 5 + len(Saved._fields)
         front, (h, h_scale, fc1_bias) = tensors[:5], tensors[-3:]
         saved1, saved2 = Saved._make(tensors[5:second]), Saved._make(tensors[second:-3])
-        source = ctx.front.source(front, ctx.dtype)
-        offsets = Offsets(front[0], front[1]) if call.norm is None else None
+        source = call.front.source(front, ctx.dtype)
+        offsets = Offsets(*front[:2]) if isinstance(call.front, ExpertFront) else None
         (shape1, shape2), (dtypes1, dtypes2) = ctx.shapes, ctx.dtypes
         if h_scale is not None:
             h = value_of_op("dequantize", (h, h_scale), ctx.dtype, _SAVED_SPEC.block)
@@ -336,7 +320,7 @@ class _Mlp(Float8Function):
             return (None,) * 3 + of_gemms
         if dnorm:
             dn = dn + dnorm[0].reshape(dn.shape)
-        return ctx.front.gradients(dn, front, ctx.x_shape) + of_gemms
+        return call.front.gradients(dn, front, ctx.x_shape) + of_gemms
 
 
 class NormMlpFunction(_Mlp):

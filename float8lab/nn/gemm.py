@@ -71,7 +71,7 @@ __all__ = [
 class Saved(NamedTuple):
     """The tensors that backward needs of a GEMM's operands; None what it does not need.
 
-    Autograd saves them as they stand here, and ``Saved._make`` of what it saved is this again.
+    Autograd saves them as they stand here, and ``Saved._make`` of what it saved restores this.
     """
 
     x: Tensor | None = None
@@ -727,8 +727,8 @@ def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
         return dy.sum(0, dtype=torch.float32)
     # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in rows of
     # their own, which torch takes whatever the number of tokens.
-    ones = dy.new_ones((dy.shape[0], 8)).t()
-    return _mm_in_groups(dy.t(), ones, offsets.offs, dy.dtype)[..., 0]
+    summing = dy.new_ones((dy.shape[0], 8)).t()
+    return _mm_in_groups(dy.t(), summing, offsets.offs, dy.dtype)[..., 0]
 
 
 def _columnwise_weight(

@@ -5,7 +5,7 @@ Note: the nouns of this room.
 - *GEMM definition*: a ``GemmDef``, which names the parameters that form the weight of one GEMM, and
   says their sizes on this rank and how ranks share them. ``module.gemms`` has one for each GEMM.
 - *state*: the ``Precision`` of a GEMM, ``module._fp8``, or ``module._fp8_fc1`` of a GEMM ``fc1``.
-- *storage*: parameters are stored in FP8 where ``fp8_model_init`` is active (``storage.py``).
+- *storage*: parameters are stored in FP8 where ``fp8_model_init`` is active (``parameters.py``).
 - *shard marks*: attributes of parameters that say to trainers which dimension ranks share.
 
 A constructor checks its arguments, sets attributes, and calls ``_build`` with its definitions.
@@ -26,19 +26,13 @@ from float8lab.distributed.comm import SharedScales, mark_sequence_parallel
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
+from float8lab.nn import parallel, parameters
 from float8lab.nn.casts import plain, spec_of_experts
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind, normalize
-from float8lab.nn.parallel import (
-    TensorParallelModule,
-    ignore_extra_state,
-    mark_shard,
-    overlap_of,
-    share_of,
-)
-from float8lab.nn.parameters import InitMethod, default_device, initialise, materialize
+from float8lab.nn.parameters import InitMethod, MovedInPlace
 from float8lab.nn.precision import (
     NO_OPTIONS,
     Call,
@@ -47,7 +41,6 @@ from float8lab.nn.precision import (
     place_precisions,
     precisions,
 )
-from float8lab.nn.storage import MovedInPlace, store_in_fp8
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import local_of
@@ -128,7 +121,7 @@ class GemmDef(NamedTuple):
         return [torch.empty(shape, device=device, dtype=dtype) for shape in shapes]
 
 
-class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
+class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
     """A module whose parameters, FP8 state, shard marks and repr follow from its definitions."""
 
     gemms: tuple[GemmDef, ...] = ()
@@ -164,8 +157,8 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
             named = {f"parameters_split[{name!r}]": size for name, size in sizes.items()}
         mode, ranks = self.parallel_mode, self.tp_size
         columns = ranks if mode == "column" else 1
-        rows = tuple(share_of(name, size, columns) for name, size in named.items())
-        K = share_of("in_features", in_features, ranks if mode == "row" else 1)
+        rows = tuple(parallel.share_of(name, size, columns) for name, size in named.items())
+        K = parallel.share_of("in_features", in_features, ranks if mode == "row" else 1)
         prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
         weights, biases = (tuple(f"{p}{kind}" for p in prefixes) for kind in ("weight", "bias"))
         bias_shapes = tuple((N,) for N in rows) if self.use_bias else ()
@@ -180,21 +173,21 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
     ) -> None:  # fmt: skip
         """Make what the definitions say: the last step of a constructor."""
         arguments.check_dtype("params_dtype", params_dtype)
-        device = arguments.check_device("device", device) or default_device()
-        self.register_load_state_dict_pre_hook(ignore_extra_state)
+        device = arguments.check_device("device", device) or parameters.default_device()
+        self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
         self.gemms = gemms
         for gemm in gemms:
             precision = Precision()
             precision.experts = gemm.experts or 1
             setattr(self, gemm.state, precision)
         self._register_parameters(device, params_dtype or torch.get_default_dtype())
-        self.overlap = overlap_of(type(self).__name__, ub or {})
+        self.overlap = parallel.overlap_of(type(self).__name__, ub or {})
         self.set_tensor_parallel_group(tp_group)
         if device.type != "meta":
             self.reset_parameters()
         for gemm in gemms:
             sharing = self._shared_scales(gemm)
-            self._keeps_initial_values = store_in_fp8(self, gemm.weights, sharing)
+            self._keeps_initial_values = parameters.store_in_fp8(self, gemm.weights, sharing)
             self._mark_shards(gemm)
         place_precisions(self)
 
@@ -205,13 +198,14 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
 
     def reset_parameters(self) -> None:
         """Initialise weights by the init methods, and biases to 0; as ``Linear`` does."""
-        materialize(self)
+        parameters.materialize(self)
+        keep = self._keeps_initial_values
         for gemm in self.gemms:
             weights = [getattr(self, name) for name in gemm.weights]
             pieces = gemm.features if len(weights) == 1 else ()
             shard = self._shard(gemm.shard_dim - 2, pieces)
             for together in [[w] for w in weights] if gemm.experts else [weights]:
-                initialise(together, gemm.init_method, keep=self._keeps_initial_values, shard=shard)
+                parameters.initialise(together, gemm.init_method, keep=keep, shard=shard)
             for name in gemm.biases:
                 bias = getattr(self, name)
                 if bias is not None:
@@ -226,29 +220,29 @@ class GemmModule(MovedInPlace, Shardable, TensorParallelModule):
 
     def _shared_scales(self, gemm: GemmDef) -> SharedScales | None:
         """How ranks share the scales of a weight that is to be stored in FP8."""
-        parallel = getattr(self, gemm.state).parallel
-        if parallel is None or STATE.init is None:
+        sharing = getattr(self, gemm.state).parallel
+        if sharing is None or STATE.init is None:
             return None
         if self.tp_group is None:
             raise ValueError(
                 f"tp_group must be given where the weights of {self.tp_size} tensor-parallel ranks "
                 "are stored in FP8, which share scales; got None. Pass the group to the module."
             )
-        return SharedScales(parallel, gemm.shard_dim)
+        return SharedScales(sharing, gemm.shard_dim)
 
     def _mark_shards(self, gemm: GemmDef) -> None:
         """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
         if self.tp_size == 1:
             return
         for name in gemm.weights:
-            mark_shard(getattr(self, name), gemm.shard_dim - 2 * bool(gemm.experts))
+            parallel.mark_shard(getattr(self, name), gemm.shard_dim - 2 * bool(gemm.experts))
         if gemm.experts or not gemm.bias_shapes:
             return
         if gemm.mode == "row":
             mark_sequence_parallel(self, self.sequence_parallel, *gemm.biases)
         else:
             for name in gemm.biases:
-                mark_shard(getattr(self, name), 0)
+                parallel.mark_shard(getattr(self, name), 0)
 
     def _weight_cast(self, name: str) -> WeightCast | None:
         gemm = next((gemm for gemm in self.gemms if gemm.weights == (name,)), None)
@@ -317,7 +311,7 @@ class NormGemmModule(GemmModule):
 
     def reset_parameters(self) -> None:
         """Initialise the norm, and the rest as ``Linear`` does."""
-        materialize(self)
+        parameters.materialize(self)
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
@@ -355,13 +349,13 @@ def linear_in_high_precision(
     precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
 ) -> Tensor:
     """``x @ weight.T + bias`` without FP8, on one rank or several, and its amaxes if asked for."""
-    parallel = precision.parallel
-    if parallel is None:
+    sharing = precision.parallel
+    if sharing is None:
         precision.calibrate(x, weight)
         return nn.functional.linear(x, weight, bias)
-    x = parallel.enter(x, tokens)
+    x = sharing.enter(x, tokens)
     precision.calibrate(x, weight)
-    return parallel.linear(x, weight, bias, tokens)
+    return sharing.linear(x, weight, bias, tokens)
 
 
 def describe_fp8(module: nn.Module) -> str:

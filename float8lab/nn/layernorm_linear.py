@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from float8lab.arguments import check_size
 from float8lab.nn import parameters
-from float8lab.nn.fused_function import NormLinearCall, NormLinearFunction
+from float8lab.nn.fused_function import NormFront, NormLinearCall, NormLinearFunction
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
@@ -138,9 +138,9 @@ class LayerNormLinear(NormGemmModule):
         elif by_features:
             y = LinearFunction.run(x, weight, added, call)
         else:
-            options = NormLinearCall(self._norm, call, self.return_layernorm_output)
+            front = NormFront(self._norm, self.return_layernorm_output)
             norm = self.layer_norm_weight, self.layer_norm_bias
-            y = NormLinearFunction.run(x, *norm, weight, added, options)
+            y = NormLinearFunction.run(x, *norm, weight, added, NormLinearCall(front, call))
             y, normed = y if self.return_layernorm_output else (y, None)
         if call is not None and call.is_region:
             self._fp8.end(call)

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from float8lab.arguments import check_callables, check_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.nn.activation_function import activate, check_activation
-from float8lab.nn.fused_function import MlpCall, NormMlpFunction
+from float8lab.nn.fused_function import MlpCall, NormFront, NormMlpFunction
 from float8lab.nn.layer import GemmDef, NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.parallel import OverlapArguments, parallel_size, share_of
@@ -166,15 +166,14 @@ class LayerNormMLP(NormGemmModule):
         if fc1 is not None:
             fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch, tokens)
         if fc1 is not None and fc2 is not None:
-            call = MlpCall(
-                self._norm, self.activation, fc1, fc2, return_norm=self.return_layernorm_output,
-                checkpoint=self.checkpoint, fp8_input=self.fp8_activation_input,
-            )  # fmt: skip
+            front = NormFront(self._norm, self.return_layernorm_output)
+            saves = self.checkpoint, self.fp8_activation_input
+            call = MlpCall(front, self.activation, fc1, fc2, *saves)
             y = NormMlpFunction.run(
                 x, self.layer_norm_weight, self.layer_norm_bias, self.fc1_weight, self.fc1_bias,
                 self.fc2_weight, added, call,
             )  # fmt: skip
-            results = y if call.return_norm else (y, None)
+            results = y if front.return_norm else (y, None)
             if fc1.is_region:
                 self._fp8_fc1.end(fc1)
             if fc2.is_region:

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from float8lab.arguments import (
-    check_choice,
-    check_flags,
-    check_group,
-    check_instance,
-    check_module,
-    check_size,
-)
+from float8lab import arguments
 from float8lab.distributed.comm import NoGroup, SharedScales, TensorParallel
 from float8lab.distributed.context_parallel import (
     DUAL_CHUNK_SWAP,
@@ -33,6 +26,7 @@ from float8lab.distributed.context_parallel import (
 from float8lab.distributed.ranks import all_objects, tensors_of_ranks
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.blocks import refine_scale
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
 if TYPE_CHECKING:
@@ -40,16 +34,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextParallelModule", "OverlapArguments", "ParameterShard", "TensorParallelModule",
-    "context_of", "heads_of_rank", "ignore_extra_state", "mark_shard", "overlap_of",
+    "context_of", "ignore_extra_state", "mark_shard", "overlap_of",
     "parallel_size", "shard_state_dict", "shards_of", "share_of", "whole_state_dict",
 ]  # fmt: skip
 
 
 def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: str | None) -> int:
     """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``."""
-    check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
-    check_group("tp_group", tp_group)
-    size = check_size("tp_size", tp_size, minimum=1)
+    arguments.check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
+    arguments.check_group("tp_group", tp_group)
+    size = arguments.check_size("tp_size", tp_size, minimum=1)
     if tp_group is not None:
         ranks = torch.distributed.get_world_size(tp_group)
         if size not in (1, ranks):
@@ -86,7 +80,7 @@ class OverlapArguments(TypedDict, total=False):
     symmetric_ar_type: str | None
 
 
-def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
+def overlap_of(module: str, given: Mapping[str, object]) -> bool | None:
     """Whether GEMMs run beside communication, by Transformer Engine's arguments for that.
 
     None: where that was measured to pay, whatever arguments are True; False: never, where
@@ -95,22 +89,22 @@ def overlap_of(module: str, arguments: Mapping[str, object]) -> bool | None:
 
     >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
     """
-    for name, value in arguments.items():
+    for name, value in given.items():
         if name not in OverlapArguments.__annotations__:
             raise TypeError(
                 f"{module}'s arguments must be known ones; got {name}. Leave it out, or correct it."
             )
         if name in ("ub_name", "symmetric_ar_type"):
-            check_instance(name, value, str, "a name", optional=True)
+            arguments.check_instance(name, value, str, "a name", optional=True)
         elif value is not None:
-            check_flags(**{name: value})
+            arguments.check_flags(**{name: value})
         if name in ("delay_wgrad_compute", "save_original_input") and value:
             raise NotImplementedError(
                 f"{name} must be False; got True. Gradients of weights are computed in backward, "
                 "and inputs are kept in FP8: leave it out."
             )
     names = ("ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs")
-    everything, gather, scatter = (arguments.get(name) for name in names)
+    everything, gather, scatter = (given.get(name) for name in names)
     return False if everything is False or (gather is False and scatter is False) else None
 
 
@@ -122,10 +116,10 @@ def context_of(
 ) -> ContextParallel | None:
     """How context-parallel ranks share attention; None for a single one."""
     comm_type = "a2a" if cp_comm_type is None else cp_comm_type
-    check_choice("cp_comm_type", comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
+    arguments.check_choice("cp_comm_type", comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
     groups = list(cp_group) if isinstance(cp_group, Sequence) else [cp_group]
     for group in groups:
-        check_group("cp_group", group)
+        arguments.check_group("cp_group", group)
     needed = 2 if comm_type == "a2a+p2p" and groups != [None] else 1
     if len(groups) != needed:
         raise ValueError(
@@ -256,7 +250,7 @@ class TensorParallelModule:
             TypeError: not a process group.
             ValueError: not of the ``tp_size`` ranks that the module was made for.
         """
-        check_group("tp_group", tp_group)
+        arguments.check_group("tp_group", tp_group)
         size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
         modes = self._parallel_modes()
         if tp_group is not None and size != self.tp_size and modes:
@@ -264,7 +258,7 @@ class TensorParallelModule:
                 f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
                 f"{size}. Pass that group, or make the module with tp_size={size}."
             )
-        check_flags(keep_gathered=keep_gathered)
+        arguments.check_flags(keep_gathered=keep_gathered)
         self.tp_group = tp_group
         module = cast(nn.Module, self)
         for child in module.children():
@@ -330,9 +324,11 @@ class ContextParallelModule(TensorParallelModule):
             ValueError: ranks that exchange heads cannot share them, or a name is unknown.
         """
         kinds = (list, tuple, range)
-        check_instance("cp_global_ranks", cp_global_ranks, kinds, "a list of ranks", optional=True)
+        arguments.check_instance(
+            "cp_global_ranks", cp_global_ranks, kinds, "a list of ranks", optional=True
+        )
         for rank in cp_global_ranks or ():
-            check_size("cp_global_ranks", rank)
+            arguments.check_size("cp_global_ranks", rank)
         context = context_of(cp_group, cp_comm_type, load_balancing_strategy)
         module = cast(nn.Module, self)
         modules = [m for m in module.modules() if isinstance(m, ContextParallelModule)]
@@ -347,19 +343,6 @@ class ContextParallelModule(TensorParallelModule):
 
     def _set_context(self) -> None:
         """Tell what the module casts about the ranks."""
-
-
-def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
-    """How many query heads, and key/value heads, of attention each tensor-parallel rank has.
-
-    A rank has whole groups: a key/value head with all its query heads. A head that several ranks
-    had would be computed several times, and its gradient be partial on each; fewer groups than
-    ranks are therefore refused.
-
-    >>> heads_of_rank(32, 8, 4)
-    (8, 2)
-    """
-    return heads // ranks, share_of("num_gqa_groups", groups, ranks)
 
 
 # State dicts. The unsharded parameter is the one that one rank alone would have. A checkpoint of
@@ -438,7 +421,7 @@ def shard_state_dict(
     >>> float8lab.nn.shard_state_dict(layer, parts)["weight"].shape
     torch.Size([4, 8])
     """
-    check_module("model", model)
+    arguments.check_module("model", model)
     states = _check_state_dicts(state_dict)
     parameter_shards, result = _parameter_shards(model), dict(states[0])
     distributed = [name for name, value in result.items() if is_dtensor(value)]
@@ -465,9 +448,11 @@ def _check_state_dicts(
     noun = "a mapping from names to tensors"
     if isinstance(given, Sequence) and given:
         for rank, state in enumerate(given):
-            check_instance(f"state_dict[{rank}]", state, Mapping, noun)
+            arguments.check_instance(f"state_dict[{rank}]", state, Mapping, noun)
     else:
-        check_instance("state_dict", given, Mapping, f"{noun}, or a list of the ranks' own")
+        arguments.check_instance(
+            "state_dict", given, Mapping, f"{noun}, or a list of the ranks' own"
+        )
     return [given] if isinstance(given, Mapping) else list(given)
 
 
@@ -554,7 +539,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     >>> sorted(float8lab.nn.whole_state_dict(layer))
     ['bias', 'weight']
     """
-    check_module("model", model)
+    arguments.check_module("model", model)
     state = dict(model.state_dict())
     for name, shard in shards_of(model).items():
         local = state[name]
@@ -587,12 +572,13 @@ def _take_shard(name: str, shard: ParameterShard, unsharded: Tensor) -> Tensor:
     """A rank's shard of a tensor."""
     if not isinstance(unsharded, Float8Tensor):
         return shard.shard(unsharded)
-    unit = _unit(shard, unsharded, unsharded.shape[shard.dim])
-    qdata, block = shard.shard(unsharded.qdata), unsharded.spec.block
+    dim, size = shard.dim, unsharded.shape[shard.dim]
+    qdata, block = shard.shard(unsharded.qdata), unsharded.spec.block[dim]
+    unit = _unit(shard, block, size)
 
     def cut(scale: Tensor) -> Tensor:
-        expanded = _expand(scale, shard.dim, block, unsharded.shape, unit)
-        return _merged(name, shard.shard(expanded), shard.dim, block, qdata.shape, unit)
+        refined = shard.shard(refine_scale(scale, size, block, unit, dim))
+        return _merged(name, refined, dim, block, qdata.shape[dim], unit)
 
     return unsharded.replace(qdata=qdata, scale=cut(unsharded.scale), amax=cut(unsharded.amax))
 
@@ -602,49 +588,35 @@ def _unshard(name: str, shard: ParameterShard, shards: Sequence[Any]) -> Tensor:
     local = shards[0]
     if not isinstance(local, Float8Tensor):
         return shard.unshard(shards)
-    unit = _unit(shard, local, sum(x.shape[shard.dim] for x in shards))
+    dim, block = shard.dim, local.spec.block[shard.dim]
     qdata = shard.unshard([x.qdata for x in shards])
+    unit = _unit(shard, block, qdata.shape[dim])
 
     def join(scales: Sequence[Tensor]) -> Tensor:
-        values = [
-            _expand(scale, shard.dim, local.spec.block, x.shape, unit)
-            for scale, x in zip(scales, shards, strict=True)
-        ]
-        return _merged(name, shard.unshard(values), shard.dim, local.spec.block, qdata.shape, unit)
+        pairs = zip(scales, shards, strict=True)
+        refined = [refine_scale(scale, x.shape[dim], block, unit, dim) for scale, x in pairs]
+        return _merged(name, shard.unshard(refined), dim, block, qdata.shape[dim], unit)
 
     scale, amax = (join([getattr(x, name) for x in shards]) for name in ("scale", "amax"))
     return local.replace(qdata=qdata, scale=scale, amax=amax)
 
 
-def _unit(shard: ParameterShard, x: Float8Tensor, size: int) -> int:
+def _unit(shard: ParameterShard, block: int, size: int) -> int:
     """The most rows that no boundary of a block, a piece or a rank's part of one goes through."""
-    block = x.spec.block[shard.dim]
     pieces = shard.sizes(size)
     edges = [ShardMap.of(piece, shard.ranks, shard.rank).chunk for piece in pieces]
     return max(math.gcd(*edges, *pieces, *([] if block == -1 else [block])), 1)
 
 
-def _expand(
-    scale: Tensor, dim: int, block: Sequence[int], shape: Sequence[int], unit: int
-) -> Tensor:
-    """A scale for each ``unit`` of a dimension."""
-    size = shape[dim]
-    run = size if block[dim] == -1 else block[dim]
-    return scale.repeat_interleave(run // unit, dim).narrow(dim, 0, size // unit)
-
-
-def _merged(
-    name: str, expanded: Tensor, dim: int, block: Sequence[int], shape: Sequence[int], unit: int
-) -> Tensor:
-    """A scale for each block of a dimension, from those for each ``unit``."""
-    size = shape[dim]
-    step = (size if block[dim] == -1 else block[dim]) // unit
-    index = torch.arange(0, expanded.shape[dim], max(step, 1), device=expanded.device)
-    merged = expanded.index_select(dim, index)
-    repeated = _expand(merged, dim, block, shape, unit)
-    if not torch.equal(repeated.view(torch.int32), expanded.contiguous().view(torch.int32)):
+def _merged(name: str, refined: Tensor, dim: int, block: int, size: int, unit: int) -> Tensor:
+    """A scale for each block of a dimension of a ``size``, from those for each ``unit``."""
+    step = (size if block == -1 else block) // unit
+    index = torch.arange(0, refined.shape[dim], max(step, 1), device=refined.device)
+    merged = refined.index_select(dim, index)
+    repeated = refine_scale(merged, size, block, unit, dim).contiguous()
+    if not torch.equal(repeated.view(torch.int32), refined.contiguous().view(torch.int32)):
         raise ValueError(
-            f"{name} must have one scale for each block of {block[dim]} that a rank has; its "
+            f"{name} must have one scale for each block of {block} that a rank has; its "
             f"{size} of dimension {dim} do not begin where a block does, or ranks have other "
             "scales. Use a number of ranks that gives each whole blocks, or dequantize it first."
         )

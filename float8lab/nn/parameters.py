@@ -1,9 +1,13 @@
-"""The parameters of a module: their device, their initial values, the names of a split weight."""
+"""The parameters of a module: their device, their initial values, the names of a split weight.
+
+Those that are stored in FP8 follow their module, too, as the same objects.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -11,12 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_callables, check_instance, check_size, shown
+from float8lab.distributed.comm import SharedScales
 from float8lab.nn.parallel import ParameterShard
-from float8lab.nn.storage import keep_initial_value
+from float8lab.nn.precision import place_precisions
+from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.region import STATE
+from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor.blocks import quantize_blocks
 
 __all__ = [
-    "GetRngStateTracker", "InitMethod", "default_device", "draw_from_tracker", "initialise",
-    "materialize", "normal_init", "reset_children", "sizes_of_split",
+    "GetRngStateTracker", "InitMethod", "MovedInPlace", "default_device", "draw_from_tracker",
+    "initialise", "materialize", "normal_init", "reset_children", "sizes_of_split", "store_in_fp8",
+    "stored_for",
 ]  # fmt: skip
 
 InitMethod: TypeAlias = Callable[[Tensor], object]
@@ -36,18 +46,14 @@ GetRngStateTracker: TypeAlias = Callable[[], _RngStateTracker]
 
 def default_device() -> torch.device:
     """Where modules put their parameters: the default device if the user set one, else CUDA."""
-    chosen = torch.get_default_device()
-    if chosen.type == "cpu" and torch.cuda.is_available() and not _default_device_was_set():
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _default_device_was_set() -> bool:
-    mode = torch.utils._device.CURRENT_DEVICE
-    return mode is not None or any(
-        isinstance(m, torch.utils._device.DeviceContext)
-        for m in torch.overrides._get_current_function_mode_stack()
+    chosen, torch_device = torch.get_default_device(), torch.utils._device
+    modes = torch.overrides._get_current_function_mode_stack()
+    was_set = torch_device.CURRENT_DEVICE is not None or any(
+        isinstance(mode, torch_device.DeviceContext) for mode in modes
     )
+    if chosen.type != "cpu" or was_set or not torch.cuda.is_available():
+        return chosen
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def materialize(module: nn.Module) -> None:
@@ -73,10 +79,9 @@ def normal_init(weight: Tensor) -> None:
 
 
 def draw_from_tracker(
-    init_method: InitMethod | None,
-    get_rng_state_tracker: GetRngStateTracker | None,
+    init_method: InitMethod | None, get_rng_state_tracker: GetRngStateTracker | None,
     rng_tracker_name: str | None,
-) -> InitMethod | None:
+) -> InitMethod | None:  # fmt: skip
     """The init method, or one that draws from a stream of the tracker if there is one."""
     check_callables(("weight",), init_method=init_method)
     check_callables((), get_rng_state_tracker=get_rng_state_tracker)
@@ -95,12 +100,9 @@ def _draw_from(
 
 
 def initialise(
-    weights: Sequence[Tensor],
-    init_method: InitMethod | None,
-    *,
-    keep: bool,
-    shard: ParameterShard | None = None,
-) -> None:
+    weights: Sequence[Tensor], init_method: InitMethod | None, *, keep: bool,
+    shard: ParameterShard | None,
+) -> None:  # fmt: skip
     """Initialise the weight that parameters form below each other, by one call of the init method.
 
     Parameters of experts, ``[E, N, K]``, take one call for each expert. With ``keep``, parameters
@@ -122,7 +124,7 @@ def initialise(
             local = shard.shard(value)
             weight.copy_(local)
             if keep:
-                keep_initial_value(weight, local.clone())
+                _keep_initial_value(weight, local.clone())
 
 
 def sizes_of_split(
@@ -159,3 +161,85 @@ def sizes_of_split(
             "Correct the sizes."
         )
     return dict(zip(names, sizes, strict=True))
+
+
+# Parameters that are stored in FP8.
+
+
+def stored_for(weight: Tensor, recipe: Recipe, sharing: SharedScales | None = None) -> Float8Tensor:
+    """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient.
+
+    ``sharing`` says how ranks share it, if they do.
+    """
+    spec, epsilon = recipe.linear.w, recipe.linear.amax_epsilon
+    block = (1,) * (weight.ndim - 2) + spec.block
+    if sharing is not None:
+        spec = replace(spec, block=block)
+        amax = sharing.amaxes(weight.detach(), spec)
+        q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=amax)
+        return Float8Tensor._make(*q, spec, weight.dtype)
+    return quantize(
+        weight.detach(), spec.fp8_dtype, block=block, scale_rule=spec.scale_rule,
+        amax_epsilon=epsilon,
+    )  # fmt: skip
+
+
+def store_in_fp8(
+    module: nn.Module, names: Sequence[str], sharing: SharedScales | None = None
+) -> bool:
+    """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active.
+
+    ``sharing`` says how ranks share them, if they do. Returns whether they are to keep their
+    initial values in high precision.
+    """
+    init = STATE.init
+    if init is None:
+        return False
+    for name in names:
+        value = getattr(module, name).detach()
+        if sharing is not None:
+            sharing.check(name, value.shape, init.recipe.linear.w)
+        parameter = nn.Parameter(stored_for(value, init.recipe, sharing))
+        parameter._shared_scales = sharing  # type: ignore[attr-defined]  # of a Float8Tensor
+        if init.preserve_high_precision_init_val:
+            _keep_initial_value(parameter, value)
+        setattr(module, name, parameter)
+    return init.preserve_high_precision_init_val
+
+
+def _keep_initial_value(parameter: Tensor, value: Tensor) -> None:
+    """Keep ``value`` for ``get_high_precision_init_val``; nothing yet on the meta device."""
+    if isinstance(parameter, Float8Tensor):
+        parameter._high_precision_init_val = None if value.is_meta else value.detach().cpu()
+
+
+class MovedInPlace(nn.Module):
+    """A module whose FP8 parameters stay the same objects when it moves.
+
+    They keep their attributes and hooks, and references to them, as ordinary parameters do; torch
+    would swap a new tensor in. Parameters that go to the meta device, or come from there, are left
+    to torch.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        parameters = self._parameters
+        present = [(name, p) for name, p in parameters.items() if p is not None]
+        stored = [(name, p) for name, p in present if isinstance(p, Float8Tensor)]
+        moved: dict[str, nn.Parameter] = {}
+        try:
+            with torch.no_grad():
+                for name, parameter in stored:
+                    value = fn(parameter)
+                    if not torch._has_compatible_shallow_copy_type(parameter, value):
+                        continue
+                    parameters[name] = None  # torch skips it
+                    moved[name] = parameter
+                    if value is not parameter:
+                        parameter.data = value
+                    if parameter.grad is not None:
+                        parameter.grad.data = fn(parameter.grad)
+            module: nn.Module = super()._apply(fn, recurse)
+        finally:
+            parameters.update(moved)
+        place_precisions(self)
+        return module

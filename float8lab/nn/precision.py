@@ -247,13 +247,13 @@ class Precision:
             made, followed = _torch_recordings(hooks)
             recordings += made
             recording = recording or followed
-        if recording is not None or _graph_task() != NO_BACKWARD:
+        if recording is not None or torch._C._current_graph_task_id() != NO_BACKWARD:
             call = self._begin_recomputation(recording, x.device, training, options)
         else:
             call = self._last = self._begin_forward(x, training, options)
         for checkpoint in recordings:
             checkpoint.add(self, call)
-        if training and not _grad_enabled():
+        if training and not torch.is_grad_enabled():
             for checkpoint in _reentrant_recordings():
                 checkpoint.add(self, call)
         return call
@@ -277,10 +277,7 @@ class Precision:
             self._shared = call if options is NO_OPTIONS else None
             return call
         record = training or STATE.autocast.calibrating
-        call = self._new_call(
-            recipe, options, self._slots(recipe, x.device), record=record,
-            is_region=record and region is None,
-        )  # fmt: skip
+        call = self._new_call(recipe, options, self._slots(recipe, x.device), record=record)
         if record and region is not None:
             region.packs[call.scales.slots.pack] = None  # type: ignore[attr-defined]
         return call
@@ -288,9 +285,11 @@ class Precision:
     def _new_call(
         self, recipe: Recipe, options: CallOptions,
         delayed: DelayedSlots | GraphState | None = None, *, record: bool = False,
-        is_region: bool = False,
     ) -> Call:  # fmt: skip
-        """A call under current scales, or under those of slots, which a graph looks up itself."""
+        """A call under current scales, or under those of slots, which a graph looks up itself.
+
+        A call that is to ``record`` amaxes outside of all regions is one of its own.
+        """
         plan, parallel, comm = recipe.linear, options.parallel or self.parallel, ONE_GPU
         if parallel is not None and not parallel.casts_only:
             comm = Sharded(parallel, options.tokens, plan)
@@ -304,6 +303,7 @@ class Precision:
                 float(plan.epsilon), parallel, delayed, record=record, experts=options.experts,
                 is_empty_everywhere=tokens is None or tokens.unsharded_rows == 0,
             )  # fmt: skip
+        is_region = record and STATE.region is None
         return Call(recipe, self, scales, comm, options, is_region=is_region)
 
     def _begin_in_graph(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
@@ -321,7 +321,7 @@ class Precision:
             self.slot_formats(recipe.linear)[1],
             0 if options.experts is None else options.experts.start,
         )  # fmt: skip
-        return self._new_call(recipe, options, state, is_region=record and STATE.region is None)
+        return self._new_call(recipe, options, state, record=record)
 
     def slots_in_graph(
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Prologue | Groups,
@@ -518,10 +518,6 @@ def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
     for name, value in vars(module).items():
         if isinstance(value, Precision):
             yield name.removeprefix("_fp8").lstrip("_"), value
-
-
-_grad_enabled = torch.is_grad_enabled
-_graph_task = torch._C._current_graph_task_id
 
 
 def _torch_recordings(hooks: Any) -> tuple[tuple[Recording, ...], Recording | None]:

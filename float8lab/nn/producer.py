@@ -32,8 +32,6 @@ _VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackwar
 class Recast:
     """The cast in backward of an input that several layers have; the last of them forgets it."""
 
-    __slots__ = ("__weakref__", "_key", "_operand", "_waiting", "layers")
-
     def __init__(self) -> None:
         self.layers = 0  # which have the input
         self._waiting = 0  # of them, for the cast; 0 once none does
@@ -85,7 +83,9 @@ def origin_of(x: Tensor) -> Origin | None:
     if x.grad_fn is None or saved_tensors_hooks(True) is not None:
         return None
     try:
-        output = _saved_output(_behind_views(x.grad_fn, {*_VIEWS, "TransposeBackward0"}))
+        node = _behind_views(x.grad_fn, {*_VIEWS, "TransposeBackward0"})
+        # An op that saves its output, such as attention and ReLU.
+        output = getattr(node, "_saved_output", getattr(node, "_saved_result", None))
         memory = x.untyped_storage().data_ptr()
         if output is not None and output.untyped_storage().data_ptr() == memory:
             return Origin(partial(torch.reshape, shape=(-1, x.shape[-1])), (x,))
@@ -101,11 +101,6 @@ def _behind_views(node: Node | None, views: frozenset[str] | set[str]) -> Node |
     while node is not None and node.name() in views:
         node = node.next_functions[0][0]
     return None if isinstance(node, BackwardCFunction) else node
-
-
-def _saved_output(node: Node | None) -> Tensor | None:
-    """The output of an op that saves it, such as attention and ReLU."""
-    return getattr(node, "_saved_output", getattr(node, "_saved_result", None))
 
 
 def _origin_by(node: Node | None, x: Tensor) -> Origin | None:

@@ -143,13 +143,12 @@ class Recorded:
         tensors = (*unit.sample, *aliases.values())
         leaves = [t for t in tensors if t.requires_grad]
         with _autocast(False), _holding(unit.module, aliases):  # for recomputations
+            inputs = [*leaves, *self.parameters] if allow_unused else leaves
+            # With ``retain_graph`` the backward leaves alone what it reads.
             computed = torch.autograd.grad(
-                [y for y, _ in outputs],
-                [*leaves, *self.parameters] if allow_unused else leaves,
-                [g for _, g in outputs],
-                allow_unused=allow_unused,
-                retain_graph=self.exact,  # so that the backward leaves alone what it reads
-            )
+                [y for y, _ in outputs], inputs, [g for _, g in outputs],
+                allow_unused=allow_unused, retain_graph=self.exact,
+            )  # fmt: skip
         if any(g is not None for g in computed[len(leaves) :]):
             raise RuntimeError("it has parameters elsewhere than under their names")
         gradient = iter(computed)

@@ -8,6 +8,8 @@ delayed scales are looked up when it runs.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -189,7 +191,6 @@ class DelayedScales(ScaleSource):
     def __init__(
         self, epsilon: float, parallel: TensorParallel | None, slots: DelayedSlots, *, record: bool,
         is_empty_everywhere: bool, experts: range | None,
-        known_params: list[QuantParams | None] | None = None,
     ) -> None:  # fmt: skip
         """Ask the slots for the scales that are known.
 
@@ -197,16 +198,13 @@ class DelayedScales(ScaleSource):
             record: whether the amaxes that casts find are recorded.
             is_empty_everywhere: whether a call without rows has none on other ranks, either.
             experts: which of the module's experts this rank has, if not all.
-            known_params: by tensor, in a recomputation: the scales of the call that it repeats.
         """
         super().__init__(epsilon, parallel)
         self.slots = slots
         self.record = record
         self.is_empty_everywhere = is_empty_everywhere
         self.experts = experts
-        if known_params is None:
-            known_params = slots.known_params(record=record, experts=experts)
-        self.known_params = known_params
+        self.known_params = slots.known_params(record=record, experts=experts)
 
     def params(self, index: int, x: Matrix) -> QuantParams:
         """The scale and encode factor of a tensor, and the slot for its amax.
@@ -230,15 +228,12 @@ class DelayedScales(ScaleSource):
 
     def repetition(self) -> DelayedScales:
         """The scales of a recomputation of the call: it records the amaxes of gradients alone."""
-        unrecorded = (params and params._replace(amax_slot=None) for params in self.known_params)
         if self.record:
             # Tied to the backward pass that the recomputation runs in, not to one inside of it.
             self.slots.pack.watch_backward()
-        return DelayedScales(
-            self.epsilon, self.parallel, self.slots, record=self.record,
-            is_empty_everywhere=self.is_empty_everywhere, experts=self.experts,
-            known_params=[*unrecorded],
-        )  # fmt: skip
+        scales = copy.copy(self)
+        scales.known_params = [p and p._replace(amax_slot=None) for p in self.known_params]
+        return scales
 
 
 class GraphScales(ScaleSource):

@@ -94,9 +94,8 @@ class ScalingState:
         values = {}
         for key, slots in slots_by_key:
             expected.update(f"{key}/{name}" for name in (*_NAMES, "seeded"))
-            names = [*_NAMES, "seeded"]
-            if f"{key}/encode" not in state:  # then 1 over the scale
-                names.remove("encode")
+            has_encode = f"{key}/encode" in state  # else it is 1 over the scale
+            names = [name for name in (*_NAMES, "seeded") if has_encode or name != "encode"]
             shapes = {name: slots.tensors()[name].shape for name in names}
             given = {name: state.get(f"{key}/{name}") for name in names}
             theirs = {n: slots.fitted(x) for n, x in given.items() if isinstance(x, Tensor)}

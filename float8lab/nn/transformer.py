@@ -17,7 +17,7 @@ from float8lab.nn import parallel
 from float8lab.nn.attention import masks
 from float8lab.nn.attention.arguments import Lengths
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import check_format
+from float8lab.nn.attention.layout import QKV_FORMATS
 from float8lab.nn.attention.multihead import MultiheadAttention, RotaryArgument
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
@@ -133,7 +133,7 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         **ub: Unpack[parallel.OverlapArguments],
     ) -> None:
         super().__init__()
-        check_format("attn_input_format", attn_input_format)
+        check_choice("attn_input_format", attn_input_format, QKV_FORMATS)
         check_choice("layer_type", layer_type, ("encoder", "decoder"))
         check_flags(
             apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,

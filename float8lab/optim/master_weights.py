@@ -421,8 +421,6 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
 class _Written:
     """The versions at which a parameter and its master agree, as far as torch counts them."""
 
-    __slots__ = ("_buffer", "_versions", "master_version")
-
     def __init__(self, p: Tensor, master: Tensor) -> None:
         buffer = _buffer(p)
         # None: torch.utils.swap_tensors refuses a parameter that has weak references.

@@ -33,7 +33,7 @@ from typing import NamedTuple
 from float8lab.recipes.recipe import Recipe
 
 __all__ = [
-    "MODES", "SHARDING", "Parts", "Times", "attention", "cast", "estimate", "gemm", "has_rates",
+    "MODES", "SHARDING", "Parts", "attention", "cast", "estimate", "gemm", "has_rates",
     "moved", "sources",
 ]  # fmt: skip
 
@@ -115,13 +115,6 @@ _FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
     ),
 }  # fmt: skip
 """Rates by the block of x that has one scale, and by whether scales are delayed."""
-
-
-class Times(NamedTuple):
-    """Seconds that a training step takes, forward and backward."""
-
-    gpu: float
-    cpu: float
 
 
 class Parts(NamedTuple):

@@ -30,22 +30,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from float8lab import ops
 from float8lab.formats import Spec
-from float8lab.ops import (
-    NO_DATA,
-    Groups,
-    Prologue,
-    amax_op,
-    encode_from_amax,
-    factors_from_amax,
-    update_scales_op,
-)
+from float8lab.ops import NO_DATA, Groups, Prologue
 from float8lab.ops.grouped import amax_of_batch
 from float8lab.recipes.recipe import DelayedScaling
 
@@ -75,10 +68,6 @@ class Factors(NamedTuple):
             return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
         scale, encode = pair.view(2, -1, 1, 1).unbind()
         return Factors(scale, encode, pair)
-
-    def joined(self) -> Tensor:
-        """Both in one tensor, ``[2, ...]``."""
-        return torch.stack((self.scale, self.encode)) if self.pair is None else self.pair
 
 
 class QuantParams(NamedTuple):
@@ -122,13 +111,6 @@ class SlotViews(NamedTuple):
 
 class ScalePack:
     """The packed state of S slots of one recipe, reduction group and device."""
-
-    __slots__ = (
-        *_TENSORS,
-        *("__weakref__", "_backward", "_copy", "_live", "_recorded", "advanced", "amaxes"),
-        *("encode", "first_scales", "group", "keeps_previous", "members", "parallel", "parts"),
-        *("recipe", "scale", "views"),
-    )
 
     history: Tensor  # [H, S] float32, newest first
     amax: Tensor  # [S] float32, NO_DATA where nothing was recorded since the last update
@@ -244,7 +226,7 @@ class ScalePack:
         state = self.history, self.amax, self.factors, self.steps, self.fp8_max
         takes_newest = recipe.amax_compute_algo == "most_recent"
         options = recipe.margin, recipe.interval, takes_newest, recipe.power_of_2_scale
-        copies = update_scales_op(*state, *options)
+        copies = ops.update_scales_op(*state, *options)
         # Casts of compiled graphs copy the factors themselves. A copy that outlives an update in
         # such a graph would lie in the memory of a CUDA graph, where torch allows outputs alone.
         self._copy = None if by_callables or self.keeps_previous else copies
@@ -264,7 +246,7 @@ class ScalePack:
         if recipe.scaling_factor_compute_algo is not None:
             encode = recipe.scaling_factor_compute_algo(chosen, old[1], self.fp8_max, recipe)
         else:
-            encode = encode_from_amax(chosen, self.fp8_max, power_of_2=recipe.power_of_2_scale)
+            encode = ops.encode_from_amax(chosen, self.fp8_max, power_of_2=recipe.power_of_2_scale)
             encode = encode * 2.0**-recipe.margin
         usable = due & (chosen > 0) & (chosen < torch.inf) & (encode > 0) & (encode < torch.inf)
         self.factors.copy_(torch.where(usable, torch.stack((1.0 / encode, encode)), old))
@@ -302,13 +284,13 @@ class ScalePack:
             if self._backward() is not None:
                 return
             self.forget_interrupted_backward()
+
         # Called at the end of the pass; freed with its graph task, also if that raised.
-        ended = functools.partial(self._end_backward)
+        def ended() -> None:
+            self._backward = None  # what gradients recorded stays
+
         self._backward = weakref.ref(ended)
         torch.autograd.Variable._execution_engine.queue_callback(ended)
-
-    def _end_backward(self) -> None:
-        self._backward = None  # what gradients recorded stays
 
     def forget_interrupted_backward(self) -> None:
         """Forget what gradients recorded if their backward pass was interrupted."""
@@ -371,11 +353,6 @@ class DelayedSlots:
 
     A tensor has one, or as many in a row as it has parts with a scale each: its width.
     """
-
-    __slots__ = (
-        *("__weakref__", "_asked", "column_starts", "forward", "fp8_dtypes", "key", "pack"),
-        *("seeded", "start", "widths"),
-    )
 
     def __init__(
         self, recipe: DelayedScaling, group: ProcessGroup | None, *,
@@ -442,10 +419,6 @@ class DelayedSlots:
         if self.widths[index] == 1:
             return self.start + self.column_starts[index]
         return self._columns(index, experts)
-
-    def have_scales(self, index: int) -> Tensor:
-        """Which of a tensor's slots have a scale that means something."""
-        return self.pack.has_scale()[self._columns(index, None)]
 
     def is_seeded(self, index: int) -> bool:
         """Whether all slots of a tensor are known to have a scale; the host does not wait for it.
@@ -594,12 +567,12 @@ class DelayedSlots:
         if record and not self.forward[index]:
             self.pack.watch_backward()
         if not self.is_seeded(index):
-            own = self._own_params(index, x, record, is_empty_everywhere, experts)
-            if own is not None:
-                return own
+            first = self._first_params(index, x, record, is_empty_everywhere, experts)
+            if first is not None:
+                return first
         return self._params(index, self.pack.live(), record, experts)
 
-    def _own_params(
+    def _first_params(
         self, index: int, x: Tensor | Prologue | Groups, record: bool, is_empty_everywhere: bool,
         experts: range | None,
     ) -> QuantParams | None:  # fmt: skip
@@ -632,16 +605,14 @@ class DelayedSlots:
         if record and not self.forward[index]:
             pack.watch_backward()
         if not self.is_seeded(index):
-            own = self._own_params(index, x, record, True, experts)
-            if own is not None:
-                return SlotViews.of(own.factors.joined(), own.amax_slot)
-        known = pack.views.get(key)
-        if known is None:
+            first = self._first_params(index, x, record, True, experts)
+            if first is not None:
+                return SlotViews.of(cast("Tensor", first.factors.pair), first.amax_slot)
+        if key not in pack.views:
             with torch.inference_mode(False):  # training uses these views, too
                 slot = self._slot(index, experts)
-                known = SlotViews.of(pack.factors[:, slot], self._amaxes(slot))
-            pack.views[key] = known
-        return known
+                pack.views[key] = SlotViews.of(pack.factors[:, slot], self._amaxes(slot))
+        return pack.views[key]
 
     def views_again(self, index: int, experts: range | None = None) -> SlotViews:
         """The factors by which the last forward's tensor was cast, and amaxes for no update."""
@@ -655,7 +626,7 @@ class DelayedSlots:
             return
         columns = self._columns(index, experts)
         if not self.is_seeded(index):
-            self._own_params(index, x, True, True, experts)
+            self._first_params(index, x, True, True, experts)
         amax = own_amax(x).view(-1)
         if isinstance(x, Groups):
             amax = torch.where(x.has_rows(), amax, NO_DATA)
@@ -668,7 +639,7 @@ class DelayedSlots:
         rule, amax = "pow2" if recipe.power_of_2_scale else "fp32", own_amax(x)
         if self.pack.parallel is not None:
             amax = self.pack.parallel.amax(amax)
-        scale, encode = factors_from_amax(amax, self.fp8_dtypes[index], rule)
+        scale, encode = ops.factors_from_amax(amax, self.fp8_dtypes[index], rule)
         margin = 2.0**recipe.margin
         factors = torch.stack((scale.view(-1) * margin, encode.view(-1) / margin))
         return factors if self.widths[index] > 1 else factors.view(2)
@@ -690,8 +661,6 @@ def _of_each_expert(value: Tensor, experts: int) -> Tensor:
 
 class _Answer:
     """A bool of a device, which the host reads once it has arrived, without waiting."""
-
-    __slots__ = ("_arrived", "_value")
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
@@ -715,7 +684,7 @@ def own_amax(x: Tensor | Prologue | Groups) -> Tensor:
     """The amax of what this rank has of a tensor: of each matrix, if it is a batch."""
     if not isinstance(x, Tensor):
         return x.amax()
-    return amax_of_batch(x) if x.ndim == 3 else amax_op("", (x,), x.dtype)
+    return amax_of_batch(x) if x.ndim == 3 else ops.amax_op("", (x,), x.dtype)
 
 
 def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:

@@ -84,7 +84,7 @@ class LinearPlan(NamedTuple):
     """Scales come from the amax history; else from the tensor itself."""
     epsilon: str
     """``amax_epsilon`` as text. Under ``torch.compile(dynamic=True)`` a float is an input of the
-    graph, and Dynamo does not find it again in a second autograd function."""
+    graph, and Dynamo does not recognise it in a second autograd function."""
     recast_size: int = sys.maxsize
     """Values of the smallest x that backward casts once more, rather than save its FP8 data."""
 
@@ -147,11 +147,8 @@ class Recipe:
         if isinstance(self.fp8_format, Spec):
             raise _packed("fp8_format", self.fp8_format)
         self._require(isinstance(self.fp8_format, Format), "fp8_format", "a recipes.Format")
-        self._require(
-            isinstance(self.save, str) and self.save in _SAVES,
-            "save",
-            f"one of {', '.join(map(repr, _SAVES))}",
-        )
+        is_known = isinstance(self.save, str) and self.save in _SAVES
+        self._require(is_known, "save", f"one of {', '.join(map(repr, _SAVES))}")
         self._check()
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         differing = [f.name for f in fields(self) if values[f.name] != f.default]
@@ -162,8 +159,9 @@ class Recipe:
         object.__setattr__(self, "_hash", hash(key))
         plan = self._plan()
         casts = {"x": plan.x, "w": plan.w, "dy": plan.dy}
-        for gemm, found in plan.gemms().items():
-            casts |= {} if found is None else {f"{gemm}'s {s}": getattr(found, s) for s in _SIDES}
+        for gemm, gemm_plan in plan.gemms().items():
+            if gemm_plan is not None:
+                casts |= {f"{gemm}'s {side}": getattr(gemm_plan, side) for side in _SIDES}
         for operand, spec in casts.items():
             if spec.is_packed:
                 raise _packed(f"the cast of {operand}", spec)
@@ -195,29 +193,23 @@ class Recipe:
         raise NotImplementedError("construct one of the recipes in float8lab.recipes")
 
     def _make_plan(
-        self,
-        *,
-        x: tuple[int, int],
-        w: tuple[int, int],
-        scale_rule: str = "fp32",
-        wgrad: bool = True,
-        delayed: bool = False,
-        amax_epsilon: float = 0.0,
-    ) -> LinearPlan:
+        self, *, x: tuple[int, int], w: tuple[int, int], scale_rule: str | None = None,
+        wgrad: bool = True, delayed: bool = False,
+    ) -> LinearPlan:  # fmt: skip
+        """The plan with these blocks; other settings are those of fields of the usual names."""
         forward, backward = self.fp8_format.value
+        if scale_rule is None:
+            scale_rule = "pow2" if getattr(self, "power_of_2_scale", False) else "fp32"
         x_spec, w_spec = (Spec(forward, block, scale_rule) for block in (x, w))
         dy_spec = Spec(backward, x, scale_rule)
         pairs = ((x_spec, w_spec), (dy_spec, w_spec), (dy_spec, x_spec))
-        high = self.override_linear_precision
+        options = zip(pairs, self.override_linear_precision, self.fast_accum, strict=True)
         fprop, dgrad, of_weight = (
-            None if alone else GemmPlan(*pair, fast)
-            for pair, alone, fast in zip(pairs, high, self.fast_accum, strict=True)
+            None if alone else GemmPlan(*pair, fast) for pair, alone, fast in options
         )
         return LinearPlan(
-            fprop, dgrad, of_weight if wgrad else None, x_spec, w_spec, dy_spec,
-            delayed=delayed,
-            epsilon=repr(float(amax_epsilon)),
-            recast_size=_SAVES[self.save],
+            fprop, dgrad, of_weight if wgrad else None, x_spec, w_spec, dy_spec, delayed=delayed,
+            epsilon=repr(float(getattr(self, "amax_epsilon", 0.0))), recast_size=_SAVES[self.save],
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -310,23 +302,18 @@ class DelayedScaling(Recipe):
 
     def _check(self) -> None:
         algo, factor = self.amax_compute_algo, self.scaling_factor_compute_algo
-        known = algo in ("max", "most_recent") if isinstance(algo, str) else callable(algo)
+        is_usable = algo in ("max", "most_recent") if isinstance(algo, str) else callable(algo)
         self._require(_is_int(self.margin), "margin", "an integer")
         self._require(_is_int(self.interval) and self.interval > 0, "interval", "an integer > 0")
-        self._require(
-            _is_int(self.amax_history_len) and self.amax_history_len > 0,
-            "amax_history_len",
-            "an integer > 0",
-        )
-        self._require(known, "amax_compute_algo", '"max", "most_recent" or a callable')
-        self._require(
-            factor is None or callable(factor), "scaling_factor_compute_algo", "None or a callable"
-        )
+        has_length = _is_int(self.amax_history_len) and self.amax_history_len > 0
+        self._require(has_length, "amax_history_len", "an integer > 0")
+        self._require(is_usable, "amax_compute_algo", '"max", "most_recent" or a callable')
+        is_optional = factor is None or callable(factor)
+        self._require(is_optional, "scaling_factor_compute_algo", "None or a callable")
         _check_float8(self)
 
     def _plan(self) -> LinearPlan:
-        rule = "pow2" if self.power_of_2_scale else "fp32"
-        return self._make_plan(x=(-1, -1), w=(-1, -1), scale_rule=rule, delayed=True)
+        return self._make_plan(x=(-1, -1), w=(-1, -1), delayed=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -341,10 +328,7 @@ class Float8CurrentScaling(Recipe):
     _check = _check_float8
 
     def _plan(self) -> LinearPlan:
-        rule = "pow2" if self.power_of_2_scale else "fp32"
-        return self._make_plan(
-            x=(-1, -1), w=(-1, -1), scale_rule=rule, amax_epsilon=self.amax_epsilon
-        )
+        return self._make_plan(x=(-1, -1), w=(-1, -1))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -362,13 +346,7 @@ class Float8RowwiseScaling(Recipe):
     _check = _check_float8
 
     def _plan(self) -> LinearPlan:
-        return self._make_plan(
-            x=(1, -1),
-            w=(1, -1),
-            scale_rule="pow2" if self.power_of_2_scale else "fp32",
-            wgrad=not self.high_precision_wgrad,
-            amax_epsilon=self.amax_epsilon,
-        )
+        return self._make_plan(x=(1, -1), w=(1, -1), wgrad=not self.high_precision_wgrad)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -388,12 +366,7 @@ class Float8BlockScaling(Recipe):
     _check = _check_float8
 
     def _plan(self) -> LinearPlan:
-        return self._make_plan(
-            x=(1, 128),
-            w=(128, 128),
-            scale_rule="pow2" if self.power_of_2_scale else "fp32",
-            amax_epsilon=self.amax_epsilon,
-        )
+        return self._make_plan(x=(1, 128), w=(128, 128))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

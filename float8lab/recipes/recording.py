@@ -19,8 +19,6 @@ Call = TypeVar("Call")
 class Recording(Generic[Module, Call]):
     """The calls of FP8 modules during one run of a function: in order, for each module."""
 
-    __slots__ = ("_calls", "_position", "_run")
-
     def __init__(self) -> None:
         self._calls: dict[Module, list[Call | None]] = {}
         self._position: dict[Module, int] = {}

@@ -79,12 +79,11 @@ class AmaxChannel:
         # else.
         host = self._host
         if host is None:
+            timeout = group._get_backend(group._device_types[0]).options._timeout
             host = self._host = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=group._get_backend(group._device_types[0]).options._timeout,
-                backend="gloo",
+                dist.get_process_group_ranks(group), timeout=timeout, backend="gloo",
                 use_local_synchronization=True,
-            )
+            )  # fmt: skip
         return host
 
     def add(self, slots: DelayedSlots) -> None:
@@ -111,7 +110,11 @@ class AmaxChannel:
             self._agree(group)
         # Modules that were deleted leave nothing to reduce, but their place.
         plan = self._plan_now()
-        device = plan[0][0].amax.device if plan else _default_device(group)
+        device = torch.device("cpu")
+        if plan:
+            device = plan[0].pack.amax.device
+        elif torch.cuda.is_available() and "nccl" in dist.get_backend(group):
+            device = torch.device("cuda", torch.cuda.current_device())
         length = 1 + sum(self._wire.values())
         wire = torch.full((length,), NO_DATA, dtype=torch.float32, device=device)
         wire[:1].fill_(len(self.waiting()))
@@ -244,10 +247,3 @@ def group_named(name: str) -> Any:
     """The process group of that name; None for ""."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return resolve(name) if name else None
-
-
-def _default_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a rank that has used no module puts the wire."""
-    if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

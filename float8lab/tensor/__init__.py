@@ -14,22 +14,8 @@ from float8lab.tensor.permute import (
 )
 
 __all__ = [
-    "Float4Tensor",
-    "Float8Tensor",
-    "attention",
-    "collectives",
-    "compute",
-    "copies",
-    "fallback",
-    "indexing",
-    "matmul",
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-    "norms",
-    "quantize",
-    "views",
-]
+    "Float4Tensor", "Float8Tensor", "attention", "collectives", "compute", "copies", "fallback",
+    "indexing", "matmul", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
+    "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "norms",
+    "quantize", "views",
+]  # fmt: skip

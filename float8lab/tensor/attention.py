@@ -55,27 +55,16 @@ def _attention(
 
 
 def _takes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
-    """Whether the FP8 op takes these operands."""
-    return (
-        all(_is_operand(x, q.dtype) for x in (q, k, v))
-        and q.shape[0] == k.shape[0] == v.shape[0]
-        and has_fp8_attention(q.device, q.shape[3], v.shape[3])
-        and _heads_fit(q, k, v, enable_gqa)
-    )
-
-
-def _is_operand(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor, ``[B, H, S, D]``, is stored under one scale and stands for ``dtype``."""
-    is_scaled_as_one = isinstance(x, Float8Tensor) and x.spec.per_tensor and x.ndim == 4
-    return is_scaled_as_one and x.dtype == dtype and dtype in HIGH_PRECISION_DTYPES
-
-
-def _heads_fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
-    """Whether the heads of keys and values fit each other, and those of the queries."""
+    """Whether the FP8 op takes these operands: ``[B, H, S, D]``, each stored under one scale."""
+    stored = [x for x in (q, k, v) if isinstance(x, Float8Tensor) and x.spec.per_tensor]
+    kinds = {(x.ndim, x.dtype, x.shape[:1]) for x in stored}
+    if len(stored) < 3 or len(kinds) > 1 or q.ndim != 4 or q.dtype not in HIGH_PRECISION_DTYPES:
+        return False
     if k.shape[:3] != v.shape[:3] or not q.shape[3] == k.shape[3] > 0:
         return False
     heads, groups = q.shape[1], k.shape[1]
-    return heads == groups or (enable_gqa and groups > 0 and heads % groups == 0)
+    fits = heads == groups or (enable_gqa and groups > 0 and heads % groups == 0)
+    return fits and has_fp8_attention(q.device, q.shape[3], v.shape[3])
 
 
 class _Settings(NamedTuple):

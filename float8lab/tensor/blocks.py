@@ -277,10 +277,10 @@ def block_of_view(
     tail = 0  # trailing dimensions left as they are
     while tail < min(len(old), len(new)) and old[-1 - tail] == new[-1 - tail]:
         tail += 1
-    kept = block[len(block) - tail :]
+    tail_block = block[len(block) - tail :]
     front, front_new = old[: len(old) - tail], new[: len(new) - tail]
     if all(b == 1 or n == 1 for b, n in zip(block, front, strict=False)):
-        return (1,) * len(front_new) + kept, block
+        return (1,) * len(front_new) + tail_block, block
     head = 0  # leading dimensions left as they are
     while head < min(len(front), len(front_new)) and front[head] == front_new[head]:
         head += 1
@@ -294,7 +294,7 @@ def block_of_view(
             cut[d] = block[d] if r == b else r
         for d, b in zip(dims_new, fitting, strict=True):
             middle[d - head] = b
-    return block[:head] + tuple(middle) + kept, tuple(cut)
+    return block[:head] + tuple(middle) + tail_block, tuple(cut)
 
 
 def _groups(

@@ -33,12 +33,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8lab.formats import Float8Spec
-from float8lab.tensor.blocks import (
-    block_amax,
-    dequantize_blocks,
-    expand_scale,
-    stores_scales_by_column,
-)
+from float8lab.tensor import blocks
 from float8lab.tensor.dispatch import implements
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
@@ -81,8 +76,7 @@ def _width(x: Float8Tensor) -> int:
 
 def _pack(x: Float8Tensor) -> Tensor:
     """Rows of bytes: ``[rows, _width(x)]``, uint8."""
-    if x._window is not None:
-        x._refresh()  # dispatch does not see into lists of lists
+    x._refresh()  # dispatch does not see into lists of lists
     x = cut(x, (1, *x.spec.block[1:]))
     scales = (t.clone(memory_format=torch.contiguous_format) for t in (x.scale, x.amax))
     fields = (*scales, x.qdata)
@@ -110,13 +104,13 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
     if x.spec.block == block:
         return x
     scales, amaxes = (
-        expand_scale(t, x.spec.block, x.shape).expand(x.shape) for t in (x.scale, x.amax)
+        blocks.expand_scale(t, x.spec.block, x.shape).expand(x.shape) for t in (x.scale, x.amax)
     )
-    scale, amax = block_amax(scales, block), block_amax(amaxes, block)
-    differ = block_amax(scales != expand_scale(scale, block, x.shape), block) > 0
+    scale, amax = blocks.block_amax(scales, block), blocks.block_amax(amaxes, block)
+    differ = blocks.block_amax(scales != blocks.expand_scale(scale, block, x.shape), block) > 0
     buffers = torch.empty_like(x.qdata), torch.ones_like(scale), torch.zeros_like(amax)
     result = Float8Tensor._make(*buffers, replace(x.spec, block=block), x.dtype)
-    values = dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
+    values = blocks.dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
     everywhere = torch.ones_like(values, dtype=torch.bool)
     merge_into(result, values, everywhere, scale=scale.masked_fill(differ, 0.0), amax=amax)
     return result
@@ -384,7 +378,7 @@ def _with_values(
         tensors: nested lists.
     """
     values = {
-        id(x): dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
+        id(x): blocks.dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
         for x in tree_leaves(tensors)
         if isinstance(x, Float8Tensor)
     }
@@ -466,7 +460,7 @@ def _travelling(x: Float8Tensor) -> list[Tensor]:
 
 def _in_stored_order(scales: Tensor, spec: Float8Spec) -> Tensor:
     """A view whose elements, row by row, have the order in which ``quantize`` stores scales."""
-    return scales.movedim(-1, 0) if stores_scales_by_column(spec) else scales
+    return scales.movedim(-1, 0) if blocks.stores_scales_by_column(spec) else scales
 
 
 @implements(*_existing(c10d, "send"))
@@ -481,7 +475,7 @@ def _buffer_like(x: Float8Tensor) -> Float8Tensor:
     """A tensor to receive into, stored as ``quantize`` stores it."""
     shape = _in_stored_order(x.scale, x.spec).shape
     scale, amax = (x.scale.new_empty(shape) for _ in range(2))
-    if stores_scales_by_column(x.spec):
+    if blocks.stores_scales_by_column(x.spec):
         scale, amax = scale.movedim(0, -1), amax.movedim(0, -1)
     return Float8Tensor(x.qdata.new_empty(x.shape), scale, amax, x.spec, x.dtype)
 
@@ -578,8 +572,8 @@ def _pad(op: OpOverload, x: Float8Tensor, pad: Sequence[int], value: float = 0) 
     if value != 0 or any(pad[::2]) or min(pad) < 0:
         return NotImplemented
     qdata = op(x.qdata.view(torch.uint8), pad, 0).view(x.qdata.dtype)
-    blocks = x.spec.scale_shape(tuple(qdata.shape))
-    missing = [new - old for new, old in zip(blocks, x.scale.shape, strict=True)]
+    counts = x.spec.scale_shape(tuple(qdata.shape))
+    missing = [new - old for new, old in zip(counts, x.scale.shape, strict=True)]
     tail = [n for count in reversed(missing) for n in (0, count)]
     return x.replace(qdata=qdata, scale=op(x.scale, tail, 1.0), amax=op(x.amax, tail, 0.0))
 

@@ -18,29 +18,16 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
-@implements(aten.clone.default)
-def _clone(
-    op: OpOverload, x: Float8Tensor, *, memory_format: torch.memory_format | None = None
-) -> Float8Tensor:
-    # The scales keep their strides: GEMMs want those of 1xB blocks column by column.
-    return x.replace(
-        qdata=op(x.qdata, memory_format=memory_format), scale=op(x.scale), amax=op(x.amax)
-    )
-
-
-@implements(aten._to_copy.default)
+@implements(aten.clone.default, aten._to_copy.default)
 def _to_copy(
     op: OpOverload, x: Float8Tensor, *, dtype: torch.dtype | None = None,
     memory_format: torch.memory_format | None = None, **kwargs: object,
 ) -> object:  # fmt: skip
     if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
         return NotImplemented
-    result = x.replace(
-        qdata=op(x.qdata, memory_format=memory_format, **kwargs),
-        scale=op(x.scale, **kwargs),
-        amax=op(x.amax, **kwargs),
-    )
-    return result if dtype is None else result.replace(dtype=dtype)
+    # The scales keep their strides: GEMMs want those of 1xB blocks column by column.
+    q, scale = op(x.qdata, memory_format=memory_format, **kwargs), op(x.scale, **kwargs)
+    return x._make(q, scale, op(x.amax, **kwargs), x.spec, dtype or x.dtype)
 
 
 @implements(aten._pin_memory.default)

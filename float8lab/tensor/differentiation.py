@@ -88,11 +88,9 @@ class GradientMap(Float8Function):
 
     @staticmethod
     def forward(
-        ctx: AutogradContext,
-        x: Tensor,
-        forward: Callable[[Tensor], Tensor],
+        ctx: AutogradContext, x: Tensor, forward: Callable[[Tensor], Tensor],
         backward: Callable[[Tensor], Tensor | None],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         ctx.map_gradient = backward
         return forward(x)
 

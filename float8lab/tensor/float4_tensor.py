@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from float8lab.arguments import check_dtype, check_instance, check_tensor
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, Float4Spec, Spec
 from float8lab.tensor import dispatch
 from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.views import order_of
 
 __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 
@@ -62,7 +62,7 @@ def decode_codes(
     return values if tensor_scale is None else values.mul_(tensor_scale)
 
 
-class Float4Tensor(Tensor):
+class Float4Tensor(dispatch.StoredTensor):
     """A tensor of ``dtype`` stored as e2m1 elements, two in a byte, and scales: NVFP4, MXFP4.
 
     It is a frozen weight: what ``integrations.load_fp8`` makes of a checkpoint in 4 bits, for
@@ -93,8 +93,7 @@ class Float4Tensor(Tensor):
     scale: Tensor
     tensor_scale: Tensor | None
     spec: Spec
-    _readable: Tensor | None = None
-    """The dequantized copy of which ``data_ptr`` gave the address."""
+    _fields = ("packed", "scale", "tensor_scale", "spec", "_readable")
 
     def __new__(
         cls, packed: Tensor, scale: Tensor, tensor_scale: Tensor | None, spec: Spec,
@@ -217,30 +216,6 @@ class Float4Tensor(Tensor):
             self._readable = self._decode().contiguous()
         return self._readable.data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
-        return dispatch.storage_without_memory(super().untyped_storage(), self)
-
-    def share_memory_(self) -> Float4Tensor:
-        """Move the parts to shared memory."""
-        for name in self.__tensor_flatten__()[0]:
-            getattr(self, name).share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether the parts are in shared memory."""
-        return self.packed.is_shared()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float4Tensor:
-        if id(self) not in memo:
-            with torch.no_grad():
-                x = self.detach().clone()
-            memo[id(self)] = x
-            inner = ("packed", "scale", "tensor_scale", "spec", "_readable")
-            extra = {name: value for name, value in vars(self).items() if name not in inner}
-            vars(x).update(copy.deepcopy(extra, memo))  # nn.Parameter's mark is one
-        return memo[id(self)]
-
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         scale = self.scale.view(torch.uint8)  # which every loader of pickles can take
         spec = (self.spec.block, self.spec.scale_dtype, self.spec.tensor_scale)
@@ -297,12 +272,7 @@ def _to_copy(
 
 
 def _permute(op: OpOverload, x: Float4Tensor, *dims: Any) -> Float4Tensor:
-    order = list(range(x.ndim))
-    if op is aten.permute.default:
-        order = [order[d] for d in dims[0]]
-    elif x.ndim > 1:
-        a, b = dims or (0, 1)
-        order[a], order[b] = order[b], order[a]
+    order = order_of(x.ndim, *dims)
     return x.map(lambda t: t.permute(order), block=tuple(x.spec.block[d] for d in order))
 
 

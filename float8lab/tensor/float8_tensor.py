@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
@@ -12,26 +11,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from float8lab.arguments import (
-    check_dtype,
-    check_floating,
-    check_instance,
-    check_number,
-    check_shape,
-    check_tensor,
-    shown,
-)
+from float8lab import arguments
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, HIGH_PRECISION_DTYPES, Float8Spec
-from float8lab.tensor import statistics
+from float8lab.tensor import dispatch, statistics
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
 from float8lab.tensor.differentiation import Float8Function, GradientMap
-from float8lab.tensor.dispatch import (
-    ANY_VIEW,
-    announce_address,
-    run_fallback,
-    storage_without_memory,
-    table,
-)
+from float8lab.tensor.dispatch import ANY_VIEW, run_fallback, table
 from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.window import Window
 
@@ -40,8 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["PLAIN", "Float8Tensor", "decoded", "quantize"]
-
-_FIELDS = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
 
 _NO_DATA = (torch._subclasses.FakeTensor, FunctionalTensor)
 
@@ -59,15 +42,15 @@ def _check_fields(
     qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
 ) -> None:
     """Raise unless these can be the fields of one tensor."""
-    check_instance("spec", spec, Float8Spec, "a Float8Spec")
-    check_dtype("dtype", dtype, DEQUANTIZED_DTYPES, optional=False)
+    arguments.check_instance("spec", spec, Float8Spec, "a Float8Spec")
+    arguments.check_dtype("dtype", dtype, DEQUANTIZED_DTYPES, optional=False)
     scales = {"scale": scale, "amax": amax}
     for name, tensor in {"qdata": qdata, **scales}.items():
-        check_tensor(name, tensor)
+        arguments.check_tensor(name, tensor)
         stored = torch.float32 if name in scales else spec.fp8_dtype
         if tensor.dtype != stored:
             raise TypeError(
-                f"{name} must be of {stored} for {spec.describe()}; got {shown(tensor)}. "
+                f"{name} must be of {stored} for {spec.describe()}; got {arguments.shown(tensor)}. "
                 "quantize() makes all parts of a tensor."
             )
     if len(spec.block) != qdata.ndim:
@@ -78,10 +61,10 @@ def _check_fields(
     shape = spec.scale_shape(tuple(qdata.shape))
     advice = f"Give one number for each block of {spec.block}, as quantize() does."
     for name, tensor in scales.items():
-        check_shape(name, tensor, shape, advice)
+        arguments.check_shape(name, tensor, shape, advice)
 
 
-class Float8Tensor(Tensor):
+class Float8Tensor(dispatch.StoredTensor):
     """A tensor of ``dtype`` stored as FP8 data and scales: ``x ~= qdata.float() * scale``.
 
     ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it
@@ -100,8 +83,8 @@ class Float8Tensor(Tensor):
     scale: Tensor
     amax: Tensor  # type: ignore[assignment]  # hides the method; torch.amax(x) reduces
     spec: Float8Spec
+    _fields = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
     _window: Window | None = None
-    _readable: Tensor | None = None
     _high_precision_init_val: Tensor | None = None
     _shared_scales: Any = None
     """A ``SharedScales`` of ``distributed/`` on a shard of a weight whose blocks cross ranks."""
@@ -125,14 +108,9 @@ class Float8Tensor(Tensor):
         """Make a tensor of this class from fields that belong together, without its constructor."""
         # A subclass's constructor may have other arguments.
         x: Float8Tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            qdata.shape,
-            strides=qdata.stride(),
-            storage_offset=qdata.storage_offset(),
-            dtype=dtype,
-            device=qdata.device,
-            requires_grad=False,
-        )
+            cls, qdata.shape, strides=qdata.stride(), storage_offset=qdata.storage_offset(),
+            dtype=dtype, device=qdata.device, requires_grad=False,
+        )  # fmt: skip
         x.qdata, x.scale, x.amax, x.spec, x._dtype = qdata, scale, amax, spec, dtype
         return x
 
@@ -229,8 +207,9 @@ class Float8Tensor(Tensor):
             TypeError: ``value`` is no floating-point tensor.
             ValueError: ``value`` has another shape.
         """
-        check_floating("value", value)
-        check_shape("value", value, self.shape, "Reshape it or quantize() it into a new tensor.")
+        arguments.check_floating("value", value)
+        advice = "Reshape it or quantize() it into a new tensor."
+        arguments.check_shape("value", value, self.shape, advice)
         value = value.dequantize() if isinstance(value, Float8Tensor) else value.to(self.dtype)
         if self._window is not None:
             self._window.write(value.detach())
@@ -253,8 +232,7 @@ class Float8Tensor(Tensor):
 
     def _decode(self, prior: Tensor | None = None) -> Tensor:
         """``dequantize`` without autograd, for handlers; in a compiled graph, after ``prior``."""
-        if self._window is not None:
-            self._refresh()
+        self._refresh()
         return dequantize_blocks(self.qdata, self.scale, self.spec, self.dtype, prior=prior)
 
     def _refresh(self) -> None:
@@ -275,11 +253,12 @@ class Float8Tensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, Float8Tensor):
-            check_shape("data", value, self.shape, "Or make it a Float8Tensor by quantize().")
+            advice = "Or make it a Float8Tensor by quantize()."
+            arguments.check_shape("data", value, self.shape, advice)
             q = quantize_blocks(value.detach().to(self.dtype), self.spec)
             value = Float8Tensor._make(*q, self.spec, self.dtype)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # sizes, strides, dtype
-        for name in _FIELDS:
+        for name in self._fields:
             setattr(self, name, getattr(value, name))
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
@@ -323,47 +302,11 @@ class Float8Tensor(Tensor):
         """
         if not self._has_data():
             return super().data_ptr()
-        announce_address(self.dtype, "FP8", "float8lab.integrations.export")
+        dispatch.announce_address(self.dtype, "FP8", "float8lab.integrations.export")
         with torch.no_grad():
             if self._readable is None:
                 self._readable = torch.empty_like(self.qdata, dtype=self.dtype)
             return self._readable.copy_(self._decode()).data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
-        return storage_without_memory(super().untyped_storage(), self)
-
-    def share_memory_(self) -> Float8Tensor:
-        """Move the FP8 data and scales to shared memory."""
-        for name in ("qdata", "scale", "amax"):
-            getattr(self, name).share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether the FP8 data is in shared memory."""
-        return self.qdata.is_shared()
-
-    def _extra(self) -> dict[str, object]:
-        """Attributes set on this object besides its own fields, such as ``nn.Parameter``'s mark."""
-        return {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Float8Tensor:
-        if not self.is_leaf:
-            raise RuntimeError(
-                "deepcopy must get a leaf tensor; got one computed from others that require "
-                "gradients. Call .detach() first."
-            )
-        copied = memo.get(id(self))
-        if isinstance(copied, Float8Tensor):
-            return copied
-        with torch.no_grad():
-            x: Float8Tensor = self.detach().clone()  # type: ignore[assignment]  # stub
-        x.requires_grad_(self.requires_grad)
-        memo[id(self)] = x
-        x.__dict__.update(copy.deepcopy(self._extra(), memo))
-        if self.grad is not None:
-            x.grad = copy.deepcopy(self.grad, memo)
-        return x
 
     def __reduce_ex__(self, protocol: object) -> Any:
         # A view that shares blocks leaves its base behind, and so takes blocks of its own.
@@ -456,7 +399,8 @@ class Float8Tensor(Tensor):
             facts.append(f"device='{self.device}'")
         if self.requires_grad:
             facts.append("requires_grad=True")
-        return f"Float8Tensor({_INDENT.join([body, ', '.join(facts), *lines])})"
+        separator = ",\n             "
+        return f"Float8Tensor({separator.join([body, ', '.join(facts), *lines])})"
 
 
 def decoded(x: Tensor) -> Tensor:
@@ -479,9 +423,6 @@ def _refresh_views(args: Sequence[object]) -> None:
                 x._refresh()
 
 
-_INDENT = ",\n             "  # between the lines of a repr
-
-
 def _values(x: Float8Tensor) -> str:
     """The numbers of a Float8Tensor as torch prints them, without ``tensor(...)`` and suffixes."""
     # If torch prints only the edges of a tensor, only those are dequantized.
@@ -491,12 +432,12 @@ def _values(x: Float8Tensor) -> str:
         threshold = 0
         for dim, size in enumerate(x.shape):
             block = x.spec.block[dim]
-            shown = torch.arange(size, device=x.device)
+            index = torch.arange(size, device=x.device)
             if size > 2 * edge + 1:  # one more than is printed, for torch to leave out
-                shown = torch.cat([shown[: edge + 1], shown[size - edge :]])
-            q = q.view(torch.uint8).index_select(dim, shown).view(q.dtype)
+                index = torch.cat([index[: edge + 1], index[size - edge :]])
+            q = q.view(torch.uint8).index_select(dim, index).view(q.dtype)
             if block != -1:
-                scale = scale.index_select(dim, shown // block)
+                scale = scale.index_select(dim, index // block)
     else:
         scale = expand_scale(scale, x.spec.block, x.shape)
     with torch._tensor_str.printoptions(threshold=threshold):
@@ -579,10 +520,10 @@ def quantize(
                 "x must be an ordinary tensor; got a DTensor. Quantize x.full_tensor() and pass "
                 "the result to distribute_tensor, or quantize x.to_local() on each rank."
             )
-        check_instance("block", block, (tuple, list), "a tuple of sizes")
-        check_number("amax_epsilon", amax_epsilon, minimum=0)
+        arguments.check_instance("block", block, (tuple, list), "a tuple of sizes")
+        arguments.check_number("amax_epsilon", amax_epsilon, minimum=0)
         if scale is not None and not hasattr(scale, "__array__"):
-            check_number("scale", scale, above=0)
+            arguments.check_number("scale", scale, above=0)
     x = x.dequantize() if isinstance(x, Float8Tensor) else x
     spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
     if len(spec.block) not in (2, x.ndim):

@@ -9,7 +9,6 @@ quantized to match its partner; a pair that does not fit is dequantized.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import NotImplementedType
 from typing import NamedTuple
 
@@ -73,19 +72,24 @@ def _partner_block(block: _Block | None) -> _Block | None:
     return (1, 128) if block == (128, 128) else block
 
 
-def _matrix(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Operand:
-    """An operand in [rows, K] form: contiguous data, scales as GEMMs read them."""
+def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Operand:
+    """An operand in [rows, K] or [B, rows, K] form; a matrix as GEMMs read it from memory."""
+    batch = x.ndim - 2
     if not isinstance(x, Float8Tensor):
-        spec = with_block(_spec_of(partner), block)
-        q, scale = quantize(x.t() if transposed else x, spec, align=1).rowwise
+        spec = with_block(_spec_of(partner), (*(1,) * batch, *block))
+        q, scale, _ = quantize_blocks(x.mT if transposed else x, spec)
         return _Operand(q, scale, block)
-    q, scale, rows = x.qdata, x.scale, x.spec.block[transposed]
+    q, scale, rows = x.qdata, x.scale, x.spec.block[batch + transposed]
+    if batch:
+        scale = refine_scale(scale, x.shape[0], x.spec.block[0], 1, 0)
     if transposed:
-        q, scale = q.t(), scale.t()
+        q, scale = q.mT, scale.mT
+    if rows != block[0]:
+        scale = refine_scale(scale, q.shape[batch], rows, block[0], batch)
+    if batch:
+        return _Operand(q, scale, block)
     if not q.is_contiguous():
         q = transpose_op(q.t(), 1) if q.t().is_contiguous() else q.contiguous()
-    if rows != block[0]:
-        scale = refine_scale(scale, q.shape[0], rows, block[0], 0)
     by_column = scales_by_column(block)
     return _Operand(q, scale.t().contiguous().t() if by_column else scale.contiguous(), block)
 
@@ -102,7 +106,7 @@ def _fp8_mm(
     blocks = None if isinstance(bias, Float8Tensor) else _gemm_blocks(a, b, transposed)
     if blocks is None:
         return NotImplemented
-    left, right = _matrix(a, blocks[0], b, False), _matrix(b, blocks[1], a, transposed)
+    left, right = _operand(a, blocks[0], b, False), _operand(b, blocks[1], a, transposed)
     return scaled_mm_op(*left, *right, bias, a.dtype, False)
 
 
@@ -145,25 +149,12 @@ def _addmm(
     return _fp8_mm(a, b, bias, transposed=True) if is_bias else NotImplemented
 
 
-def _matrices(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Operand:
-    """An operand in [B, rows, K] form, with the scales of each matrix."""
-    if not isinstance(x, Float8Tensor):
-        spec = replace(_spec_of(partner), block=(1, *block))
-        q, scale, _ = quantize_blocks(x.mT if transposed else x, spec)
-        return _Operand(q, scale, block)
-    q, rows = x.qdata, x.spec.block[1 + transposed]
-    scale = refine_scale(x.scale, x.shape[0], x.spec.block[0], 1, 0)
-    if transposed:
-        q, scale = q.mT, scale.mT
-    return _Operand(q, refine_scale(scale, q.shape[1], rows, block[0], 1), block)
-
-
 @implements(aten.bmm.default)
 def _bmm(op: OpOverload, a: Tensor, b: Tensor) -> _Result:
     blocks = _gemm_blocks(a, b, True)
     if blocks is None:
         return NotImplemented
-    left, right = _matrices(a, blocks[0], b, False), _matrices(b, blocks[1], a, True)
+    left, right = _operand(a, blocks[0], b, False), _operand(b, blocks[1], a, True)
     return scaled_mm_op(*left, *right, None, a.dtype, False)
 
 
@@ -185,9 +176,9 @@ def _fp8_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> _Result:
         return NotImplemented
     (rows, columns), weight_block = blocks
     block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several
-    right = _matrices(b, weight_block, a, True)
+    right = _operand(b, weight_block, a, True)
     if isinstance(a, Float8Tensor):
-        left = _matrix(a, block, b, False)
+        left = _operand(a, block, b, False)
     else:
         q, scale = quantize(Groups("", (a,), a.dtype, offs), with_block(_spec_of(b), block)).rowwise
         left = _Operand(q[:, : a.shape[1]], scale, block)

@@ -15,16 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8lab.arguments import (
-    PARAMETER_DTYPES,
-    check_choice,
-    check_floating,
-    check_shape,
-    check_size,
-    check_tensor,
-    has_values,
-    shown,
-)
+from float8lab import arguments
 from float8lab.ops import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -77,8 +68,8 @@ def moe_permute(
     tensor([1., 4., 3.])
     """
     check_tokens("inp", inp)
-    check_size("max_token_num", max_token_num, minimum=-1)
-    check_choice("map_type", map_type, ("mask", "index"))
+    arguments.check_size("max_token_num", max_token_num, minimum=-1)
+    arguments.check_choice("map_type", map_type, ("mask", "index"))
     row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, map_type)
     y, _ = scatter_rows(inp, row_map, rows)
     return y, row_map
@@ -152,13 +143,13 @@ def moe_permute_and_pad_with_probs(
     _check_routing_map(routing_map, inp.shape[0], "mask")
     check_probs("probs", probs, tuple(routing_map.shape))
     check_integers("tokens_per_expert", tokens_per_expert, 1)
-    check_size("align_size", align_size, minimum=1)
+    arguments.check_size("align_size", align_size, minimum=1)
     counts = tokens_per_expert.to(inp.device, torch.int64)
     right = counts.shape == routing_map.shape[1:]
-    if not right or (has_values(counts) and not counts.equal((routing_map != 0).sum(0))):
+    if not right or (arguments.has_values(counts) and not counts.equal((routing_map != 0).sum(0))):
         raise ValueError(
             "tokens_per_expert must be the number of tokens that routing_map gives each expert; "
-            f"got {shown(tokens_per_expert)}. Pass (routing_map != 0).sum(0)."
+            f"got {arguments.shown(tokens_per_expert)}. Pass (routing_map != 0).sum(0)."
         )
     pads = -counts % align_size
     sizes = counts + pads
@@ -207,18 +198,18 @@ def moe_unpermute(
     tensor([[0.7500, 0.7500]])
     """
     check_tokens("inp", inp)
-    check_choice("map_type", map_type, ("mask", "index"))
-    check_tensor("row_id_map", row_id_map)
+    arguments.check_choice("map_type", map_type, ("mask", "index"))
+    arguments.check_tensor("row_id_map", row_id_map)
     if row_id_map.dtype != torch.int32 or row_id_map.ndim != 2 or not row_id_map.shape[1]:
         raise ValueError(
             f"row_id_map must be the row map of moe_permute, int32 of 2 dimensions; got "
-            f"{shown(row_id_map)}. Pass what moe_permute returned last."
+            f"{arguments.shown(row_id_map)}. Pass what moe_permute returned last."
         )
     entries, places = row_id_map.shape[0], row_id_map.shape[1] - 1
     if probs is not None and merging_probs is not None:
         raise ValueError(
-            f"probs must be None with merging_probs; got {shown(probs)}. It is an older name: "
-            "pass merging_probs alone."
+            f"probs must be None with merging_probs; got {arguments.shown(probs)}. It is an older "
+            "name: pass merging_probs alone."
         )
     merging_probs = probs if merging_probs is None else merging_probs
     if pad_offsets is not None:
@@ -240,14 +231,14 @@ def _tokens_to_restore(
     if padded and len(shape) != 2:
         raise ValueError(
             f"restore_shape must be the shape of the tokens with pad_offsets; got "
-            f"{shown(restore_shape)}. Pass tokens.shape."
+            f"{arguments.shown(restore_shape)}. Pass tokens.shape."
         )
-    tokens = min(entries, check_size("restore_shape[0]", shape[0])) if padded else entries
+    tokens = min(entries, arguments.check_size("restore_shape[0]", shape[0])) if padded else entries
     expected = (tokens, features)
     if restore_shape is not None and shape != expected:
         raise ValueError(
             f"restore_shape must be None or {expected}, the tokens of the row map and the features "
-            f"of inp; got {shown(restore_shape)}. Leave it out."
+            f"of inp; got {arguments.shown(restore_shape)}. Leave it out."
         )
     return tokens
 
@@ -289,7 +280,7 @@ def moe_sort_chunks_by_index_with_probs(
     >>> moe_sort_chunks_by_index_with_probs(torch.eye(2), torch.tensor([0.1, 0.2]), sizes, order)[1]
     tensor([0.2000, 0.1000])
     """
-    check_tensor("probs", probs)
+    arguments.check_tensor("probs", probs)
     return _sort_chunks(inp, probs, split_sizes, sorted_index)
 
 
@@ -302,14 +293,15 @@ def _sort_chunks(
     if split_sizes.shape != sorted_index.shape:
         raise ValueError(
             f"sorted_index must have one number for each of the {len(split_sizes)} chunks of "
-            f"split_sizes; got {shown(sorted_index)}. Pass each chunk's number once."
+            f"split_sizes; got {arguments.shown(sorted_index)}. Pass each chunk's number once."
         )
-    if has_values(sorted_index) and sorted_index.sort()[0].tolist() != [*range(len(split_sizes))]:
+    numbers = [*range(len(split_sizes))]
+    if arguments.has_values(sorted_index) and sorted_index.sort()[0].tolist() != numbers:
         raise ValueError(
             f"sorted_index must hold each number below {len(split_sizes)} once; got "
             f"{sorted_index.tolist()}. Number the chunks from 0."
         )
-    if has_values(split_sizes) and not are_sizes(split_sizes.tolist(), inp.shape[0]):
+    if arguments.has_values(split_sizes) and not are_sizes(split_sizes.tolist(), inp.shape[0]):
         raise ValueError(
             f"split_sizes must hold sizes, none negative, of at most the {inp.shape[0]} tokens of "
             f"inp; got {split_sizes.tolist()}. Pass the number of tokens of each chunk."
@@ -331,27 +323,29 @@ def are_sizes(sizes: list[int], tokens: int) -> bool:
 
 def check_tokens(name: str, x: Tensor) -> None:
     """Check for tokens by features, plain or in FP8."""
-    check_tensor(name, x)
-    if x.dtype not in PARAMETER_DTYPES:
+    arguments.check_tensor(name, x)
+    if x.dtype not in arguments.PARAMETER_DTYPES:
         raise TypeError(
-            f"{name} must be a floating-point tensor or a Float8Tensor; got {shown(x)}. Convert it "
-            "first; FP8 data moves with their scales as a Float8Tensor."
+            f"{name} must be a floating-point tensor or a Float8Tensor; got {arguments.shown(x)}. "
+            "Convert it first; FP8 data moves with their scales as a Float8Tensor."
         )
-    check_shape(name, x, (None, None), "Reshape it to tokens and features.")
+    arguments.check_shape(name, x, (None, None), "Reshape it to tokens and features.")
 
 
 def check_integers(name: str, x: Tensor, ndim: int) -> None:
     """Check for a tensor of integers or bools."""
-    check_tensor(name, x)
+    arguments.check_tensor(name, x)
     if x.is_floating_point() or x.is_complex():
-        raise TypeError(f"{name} must hold integers; got {shown(x)}. Convert it, by .int().")
-    check_shape(name, x, (None,) * ndim)
+        got = arguments.shown(x)
+        raise TypeError(f"{name} must hold integers; got {got}. Convert it, by .int().")
+    arguments.check_shape(name, x, (None,) * ndim)
 
 
 def check_probs(name: str, probs: Tensor, shape: tuple[int, ...]) -> None:
     """Check for floating-point numbers, as many as there are places for tokens."""
-    check_floating(name, probs, "Convert it.")
-    check_shape(name, probs, shape, "Reshape it, as inp and routing_map or row_id_map say.")
+    arguments.check_floating(name, probs, "Convert it.")
+    advice = "Reshape it, as inp and routing_map or row_id_map say."
+    arguments.check_shape(name, probs, shape, advice)
 
 
 # Row maps.
@@ -367,7 +361,7 @@ def _row_map(
 
 
 def _rows_of(row_map: Tensor, num_out_tokens: int | None) -> int:
-    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
+    rows = arguments.check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
     if rows is None or rows == -1:
         rows = int(row_map[0, -1]) if row_map.shape[0] else 0
     return rows
@@ -459,8 +453,7 @@ def gather_rows(y: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tens
 
 def _of_rows(x: Float8Tensor) -> Float8Tensor:
     """The tensor with no block of several rows but one of all."""
-    if x._window is not None:
-        x._refresh()
+    x._refresh()
     return x if x.spec.block[0] == -1 else cut(x, (1, x.spec.block[1]))
 
 

@@ -447,9 +447,9 @@ def code_values(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
-def span(low: float, high: float) -> str:
+def span(low: float, top: float) -> str:
     """A range as text; one number if it is one."""
-    return f"{low:.6g}" if low == high or math.isnan(low) else f"{low:.6g}..{high:.6g}"
+    return f"{low:.6g}" if low == top or math.isnan(low) else f"{low:.6g}..{top:.6g}"
 
 
 def decibels(signal: float, noise: float) -> float:

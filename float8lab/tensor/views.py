@@ -22,7 +22,7 @@ from float8lab.tensor.dispatch import ANY_VIEW, implements
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.window import Step, Window
 
-__all__ = ["cut", "view_of"]
+__all__ = ["cut", "order_of", "view_of"]
 
 aten = torch.ops.aten
 
@@ -66,11 +66,11 @@ def _alias(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
 
 @implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _reorder(op: OpOverload, x: Float8Tensor, *dims: int | Sequence[int]) -> Float8Tensor:
-    block = tuple(x.spec.block[d] for d in _order(x.ndim, *dims))
+    block = tuple(x.spec.block[d] for d in order_of(x.ndim, *dims))
     return view_of(x, _each(x, lambda t: op(t, *dims)), block, Step(op, dims, {}))
 
 
-def _order(ndim: int, *dims: int | Sequence[int]) -> list[int]:
+def order_of(ndim: int, *dims: int | Sequence[int]) -> list[int]:
     """Which dimension takes each place, by the arguments of ``t``, ``transpose`` or ``permute``."""
     order = list(range(ndim))
     exchanged = [d for d in dims if isinstance(d, int)]
@@ -161,25 +161,14 @@ def _slice(
         scale, amax = (t.narrow(dim, 0, 0) for t in (x.scale, x.amax))
         return view_of(x, (q, scale, amax), x.spec.block, record, partial=step > 1)
     first = 0 if start is None else max(start + size if start < 0 else start, 0)
-    return _slice_of_blocks(x, q, record, _Slice(dim, first, count, step))
+    return _slice_of_blocks(x, q, record, dim, first, step)
 
 
-class _Slice(NamedTuple):
-    """The indices of a slice that is not empty."""
-
-    dim: int
-    first: int
-    size: int
-    step: int
-
-    @property
-    def last(self) -> int:
-        return self.first + (self.size - 1) * self.step
-
-
-def _slice_of_blocks(x: Float8Tensor, q: Tensor, record: Step, taken: _Slice) -> Float8Tensor:
+def _slice_of_blocks(
+    x: Float8Tensor, q: Tensor, record: Step, dim: int, first: int, step: int
+) -> Float8Tensor:
     """The slice of a dimension in blocks of several elements, of which not all have a block."""
-    dim, first, last, step = taken.dim, taken.first, taken.last, taken.step
+    count, last = q.shape[dim], first + (q.shape[dim] - 1) * step
     source, block = x, x.spec.block[dim]
     if first // block != last // block and (step > 1 or first % block):
         block = math.gcd(first, block) if step == 1 else 1
@@ -190,7 +179,7 @@ def _slice_of_blocks(x: Float8Tensor, q: Tensor, record: Step, taken: _Slice) ->
         for t in (source.scale, source.amax)
     )
     owns_blocks = step == 1 and first % block == 0
-    owns_blocks = owns_blocks and (taken.size % block == 0 or last + 1 == x.shape[dim])
+    owns_blocks = owns_blocks and (count % block == 0 or last + 1 == x.shape[dim])
     return view_of(
         x, (q, scale, amax), source.spec.block, record, partial=not owns_blocks,
         copied=source is not x,

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import float8lab
 from float8lab import inspect, recipes
 from float8lab.inspect.advice import advise_by
+from float8lab.inspect.timing import Times
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.precision import precisions_below
-from float8lab.recipes.cost import Times, estimate
+from float8lab.recipes.cost import estimate
 from float8lab.recipes.region import advance_scales
 from tests.inspect.models import Noted, snapshot
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import float8lab
 from float8lab import inspect, recipes
 from float8lab.inspect.advice import advise_by
-from float8lab.recipes.cost import Times
+from float8lab.inspect.timing import Times
 
 T, E, K, D, W = 24, 4, 2, 64, 48
 

@@ -10,7 +10,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.formats import Float8Spec
 from float8lab.nn import gemm
-from float8lab.nn.casts import shared_cast
+from float8lab.nn.casts import SHARED_CAST
 from float8lab.recipes.recipe import GemmPlan, LinearPlan
 from float8lab.recipes.region import in_backward
 from tests.nn.models import UNDELAYED as RECIPES
@@ -125,10 +125,10 @@ def test_a_cast_goes_with_its_input():
     (layer,) = layers(RECIPES["current"], count=1)
     _, x = activation()
     layer(x)
-    assert shared_cast() is not None
+    assert SHARED_CAST.last is not None
     del x
     gc.collect()
-    assert shared_cast() is None
+    assert SHARED_CAST.last is None
 
 
 @pytest.mark.gpu

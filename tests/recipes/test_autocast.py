@@ -219,7 +219,7 @@ def test_all_modules_of_a_region_share_one_update(monkeypatch):
     from float8lab.recipes import delayed
 
     launches = []
-    monkeypatch.setattr(delayed, "update_scales_op", lambda *a: launches.append(a[1].numel()))
+    monkeypatch.setattr(delayed.ops, "update_scales_op", lambda *a: launches.append(a[1].numel()))
     modules = [layer() for _ in range(5)]
     for _ in range(2):
         with float8lab.autocast(recipe=DELAYED):

@@ -124,8 +124,8 @@ def gemms(
 ) -> Seconds:
     """Linear layers: GEMMs, casts and the CPU's time."""
     estimate = partial(cost.estimate, mode=job.mode, sustained=job.sustained, experts=experts)
-    parts = zip(*(estimate(recipe, M, N, K) for N, K in weights), strict=True)
-    return dict(zip(cost.Parts._fields, map(sum, parts), strict=True))
+    seconds = zip(*(estimate(recipe, M, N, K) for N, K in weights), strict=True)
+    return dict(zip(cost.Parts._fields, map(sum, seconds), strict=True))
 
 
 def norm(recipe: Recipe | None, elements: float, *, fused: bool) -> Seconds:

@@ -149,9 +149,9 @@ def compare(
 def _compare_runs(a: Log, b: Log, names: tuple[str, str] | None) -> RunComparison:
     losses = [{step.step: step.loss for step in log.steps} for log in (a, b)]
     common = [
-        (step, loss, other)
+        (step, loss, loss_of_b)
         for step, loss in losses[0].items()
-        if loss is not None and (other := losses[1].get(step)) is not None
+        if loss is not None and (loss_of_b := losses[1].get(step)) is not None
     ]
     qualities = [_qualities(log.records) for log in (a, b)]
     operands = [

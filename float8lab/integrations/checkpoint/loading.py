@@ -152,8 +152,8 @@ def load_fp8(
         tuple(name for item, name in plan.values if _is_quantized(item) == quantized)
         for quantized in (False, True)
     )
-    others = tuple(plan.missing), tuple(plan.unexpected), (*plan.notes, *notes)
-    return LoadReport(opened.path, fp8, dequantized, plain, *others, fp4)
+    notices = tuple(plan.missing), tuple(plan.unexpected), (*plan.notes, *notes)
+    return LoadReport(opened.path, fp8, dequantized, plain, *notices, fp4)
 
 
 def _open(source: str | Path | Mapping[str, Tensor]) -> CheckpointSource:

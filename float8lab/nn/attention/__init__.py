@@ -8,12 +8,6 @@ from float8lab.nn.attention.multihead import MultiheadAttention
 from float8lab.nn.attention.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 __all__ = [
-    "BACKENDS",
-    "DotProductAttention",
-    "Explanation",
-    "InferenceParams",
-    "MultiheadAttention",
-    "RotaryPositionEmbedding",
-    "alibi_slopes",
-    "apply_rotary_pos_emb",
-]
+    "BACKENDS", "DotProductAttention", "Explanation", "InferenceParams", "MultiheadAttention",
+    "RotaryPositionEmbedding", "alibi_slopes", "apply_rotary_pos_emb",
+]  # fmt: skip

@@ -18,6 +18,7 @@ from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.bias import BiasArguments, check_bias_shape
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import Packed, Sizes, padding_from_lengths
+from float8lab.nn.gemm import output_dtype
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
@@ -163,11 +164,7 @@ def check_tensors(
 
 def tensors_of(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Ordinary tensors of one dtype, that of torch.autocast if it is active."""
-    q = qkv[0]
-    dtype = q.dtype
-    device_type = q.device.type
-    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = output_dtype(qkv[0])
     q, k, v = ((x.dequantize() if isinstance(x, Float8Tensor) else x).to(dtype) for x in qkv)
     return q, k, v
 

@@ -31,7 +31,8 @@ from float8lab.distributed.context_parallel import (
     ContextParallel,
     CPAttentionLoadBalancingStrategy,
 )
-from float8lab.nn.attention import arguments, masks
+from float8lab.nn import parallel
+from float8lab.nn.attention import arguments, layout, masks
 from float8lab.nn.attention.backends import (
     BACKENDS,
     MOST_SCORES,
@@ -43,7 +44,6 @@ from float8lab.nn.attention.backends import (
 )
 from float8lab.nn.attention.bias import (
     Alibi,
-    BiasArguments,
     alibi_slopes,
     check_bias,
     check_bias_shape,
@@ -51,22 +51,7 @@ from float8lab.nn.attention.bias import (
 )
 from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention, why_not_fp8
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import (
-    Packed,
-    Sizes,
-    check_format,
-    from_heads_first,
-    sizes_of,
-    to_heads_first,
-)
 from float8lab.nn.attention.ring import ring_attention, takes_ring
-from float8lab.nn.parallel import (
-    ContextParallelModule,
-    heads_of_rank,
-    ignore_extra_state,
-    mark_shard,
-    parallel_size,
-)
 from float8lab.nn.parameters import GetRngStateTracker, default_device, materialize
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import is_exporting
@@ -89,7 +74,7 @@ def check_groups(heads: int, num_gqa_groups: int | None) -> int:
     return groups
 
 
-class DotProductAttention(nn.Module, ContextParallelModule):
+class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     """``dropout(softmax(q @ k.T * scale + bias)) @ v`` with masks, grouped heads and FP8.
 
     Shape: query ``[S, B, H, D]`` (sbhd), ``[B, S, H, D]`` (bshd) or ``[T, H, D]`` (thd); key and
@@ -177,16 +162,19 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         backends: Sequence[str] = BACKENDS,
     ) -> None:
         super().__init__()
-        self.register_load_state_dict_pre_hook(ignore_extra_state)
-        check_format("qkv_format", qkv_format)
+        self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
+        check_choice("qkv_format", qkv_format, layout.QKV_FORMATS)
         check_flags(sequence_parallel=sequence_parallel, return_max_logit=return_max_logit)
         check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
         check_callables((), get_rng_state_tracker=get_rng_state_tracker)
         check_choice("attention_type", attention_type, ("self", "cross"))
         num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
         groups = check_groups(num_attention_heads, num_gqa_groups)
-        self.tp_size = parallel_size(tp_size, tp_group, "column")
-        local_heads = heads_of_rank(num_attention_heads, groups, self.tp_size)
+        self.tp_size = parallel.parallel_size(tp_size, tp_group, "column")
+        # A rank has whole groups: a key/value head with all its query heads. A head that several
+        # ranks had would be computed several times, and its gradient be partial on each.
+        local_groups = parallel.share_of("num_gqa_groups", groups, self.tp_size)
+        local_heads = num_attention_heads // self.tp_size
         attention_dropout = check_number("attention_dropout", attention_dropout, minimum=0, below=1)
         names = check_names("backends", backends)
         if isinstance(backends, str) or not names or not set(names) <= set(BACKENDS):
@@ -200,7 +188,8 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         pair = tuple(check_size("kv_channels", size, minimum=1) for size in channels)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
-        self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = local_heads
+        self.num_attention_heads_per_partition = local_heads
+        self.num_gqa_groups_per_partition = local_groups
         self.qk_channels, self.v_channels = pair
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
@@ -217,10 +206,10 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         self.return_max_logit = return_max_logit
         self.register_parameter("softmax_offset", None)
         if softmax_type == "learnable":
-            offset = torch.zeros(local_heads[0], dtype=torch.float32, device=default_device())
+            offset = torch.zeros(local_heads, dtype=torch.float32, device=default_device())
             self.softmax_offset = nn.Parameter(offset)
             if self.tp_size > 1:
-                mark_shard(self.softmax_offset, 0)
+                parallel.mark_shard(self.softmax_offset, 0)
         self.backends = names
         self._fp8 = AttentionPrecision()
         self._warned = self._warned_of_blocks = False
@@ -252,13 +241,13 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         self, mode: str, sizes: Sequence[int], keep_gathered: bool
     ) -> TensorParallel | NoGroup | None:
         """Ranks of tensor and of context parallelism share the scales."""
-        parallel = super()._make_parallel(mode, sizes, keep_gathered)
+        sharing = super()._make_parallel(mode, sizes, keep_gathered)
         groups = () if self.context_parallel is None else self.context_parallel.groups
-        if isinstance(parallel, TensorParallel):
-            return replace(parallel, scale_groups=groups)
-        if parallel is None and groups:
+        if isinstance(sharing, TensorParallel):
+            return replace(sharing, scale_groups=groups)
+        if sharing is None and groups:
             return TensorParallel(groups[0], mode, casts_only=True, scale_groups=groups[1:])
-        return parallel
+        return sharing
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {"_fp8": ("heads", ())} if self.tp_size > 1 else {}
@@ -374,7 +363,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         else:
             out, largest = self._core(q, k, v, problem)
         out = out if request.repack is None else request.repack(out)
-        out = from_heads_first(out, rules.qkv_format)
+        out = layout.from_heads_first(out, rules.qkv_format)
         out = out if request.leave is None else request.leave(out)
         return out if largest is None else (out, largest)
 
@@ -520,12 +509,11 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         rules, cache = given.rules, given.inference_params
         softcap = check_softcap(softcap, given.bias[0])
         heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
-        channels = [
-            (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
-        ]  # fmt: skip
+        D, Dv = self.qk_channels, self.v_channels
+        channels = [(heads, D), (groups, D), (groups, Dv)]
         arguments.check_tensors(qkv, channels, rules.qkv_format)
         ranks = 1 if self.context_parallel is None else self.context_parallel.ranks.size
-        sizes = sizes_of(*qkv[:2], rules.qkv_format, ranks)
+        sizes = layout.sizes_of(*qkv[:2], rules.qkv_format, ranks)
         self.check_arguments(given, sizes)
         qkv, packed, leave, repack = arguments.tensors_of(qkv), None, None, None
         context = self._context_of_call(qkv, given, sizes, softcap)
@@ -535,7 +523,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
             given = given._replace(bias=(bias_type, context.local_heads(bias, -3), alibi_slopes))
             if rules.mask_type == "arbitrary":
                 given = given._replace(attention_mask=context.local_heads(given.attention_mask, -3))
-        q, k, v = (to_heads_first(x, rules.qkv_format) for x in qkv)
+        q, k, v = (layout.to_heads_first(x, rules.qkv_format) for x in qkv)
         if cache is not None:
             if rules.qkv_format == "thd":
                 rows = cache.packed(q.device)
@@ -550,29 +538,21 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         elif rules.qkv_format == "thd":
             packed = given.lengths.packed()
         mask, spans = arguments.mask_of(q, k.shape[2], given, self.attention_type, packed)
-        problem = self._problem(mask, spans, given.bias, softcap, q.device, packed, context)
+        bias_type, bias, alibi_slopes = given.bias
+        if bias_type == "pre_scale_bias" and bias is not None:
+            bias = bias * self.softmax_scale
+        alibi = None
+        if bias_type == "alibi":
+            alibi = Alibi(self._slopes(alibi_slopes, context, q.device), spans)
+        problem = Problem(
+            mask, self.softmax_scale, bias, alibi, self._dropout, softcap,
+            self._sink(context, q.device), self.return_max_logit, packed, context,
+        )  # fmt: skip
         return arguments.Request(q, k, v, problem, leave, repack=repack)
 
     @property
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
-
-    def _problem(
-        self, mask: masks.AttentionMask, spans: int | Tensor, bias_arguments: BiasArguments,
-        softcap: float, device: torch.device, packed: tuple[Packed, Packed] | None,
-        context: ContextParallel | None,
-    ) -> Problem:  # fmt: skip
-        """Make what attention needs besides tensors; ``spans`` are each sequence's ``Sk - Sq``."""
-        bias_type, bias, alibi_slopes = bias_arguments
-        if bias_type == "pre_scale_bias" and bias is not None:
-            bias = bias * self.softmax_scale
-        alibi = None
-        if bias_type == "alibi":
-            alibi = Alibi(self._slopes(alibi_slopes, context, device), spans)
-        return Problem(
-            mask, self.softmax_scale, bias, alibi, self._dropout, softcap,
-            self._sink(context, device), self.return_max_logit, packed, context,
-        )  # fmt: skip
 
     def _reads_pages(self, q: Tensor, k: Tensor, given: arguments.Given, softcap: float) -> bool:
         """Whether a call with a cache attends to its pages, rather than to tensors read from it."""
@@ -591,7 +571,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
     ) -> arguments.Rules:
         """The format, the mask type and the window of a call; raises for ones that do not exist."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
-        check_format("qkv_format", qkv_format)
+        check_choice("qkv_format", qkv_format, layout.QKV_FORMATS)
         if mask_type is not None:
             mask_type = masks.canonical_mask_type(mask_type)
         mask_type = mask_type or self.attn_mask_type
@@ -599,7 +579,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return arguments.Rules(qkv_format, mask_type, masks.window_of(mask_type, window_size))
 
     def check_arguments(
-        self, given: arguments.Given, sizes: Sizes | None, mask_name: str = "attention_mask"
+        self, given: arguments.Given, sizes: layout.Sizes | None, mask_name: str = "attention_mask"
     ) -> None:
         """Raise for arguments that a call does not take; nothing has changed by then.
         ``sizes`` are of the sequences of all ranks, None if not known yet; ``mask_name`` is what
@@ -652,7 +632,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         if queries is None or keys is None:
             return qkv, None
         pairs = zip(qkv, (None,) * 3 if asks else (queries, keys, keys), strict=True)
-        query, key, value = (context.full_sequence(x, dim, layout) for x, layout in pairs)
+        query, key, value = (context.full_sequence(x, dim, places) for x, places in pairs)
 
         def leave(out: Tensor) -> Tensor:
             heads = out.unflatten(-1, (-1, self.v_channels))
@@ -661,7 +641,7 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         return (query, key, value), leave
 
     def _context_of_call(
-        self, qkv: tuple[Tensor, Tensor, Tensor], given: arguments.Given, sizes: Sizes,
+        self, qkv: tuple[Tensor, Tensor, Tensor], given: arguments.Given, sizes: layout.Sizes,
         softcap: float,
     ) -> ContextParallel | None:  # fmt: skip
         """How ranks share a call: as the module's do, or by whole sequences if it needs them."""
@@ -681,9 +661,9 @@ class DotProductAttention(nn.Module, ContextParallelModule):
         if given is not None:
             slopes = given.to(device, torch.float32)
         else:
-            parallel: Any = self._fp8.parallel
+            sharing: Any = self._fp8.parallel
             slopes = alibi_slopes(self.num_attention_heads, device)
-            slopes = slopes.chunk(self.tp_size)[parallel.rank if self.tp_size > 1 else 0]
+            slopes = slopes.chunk(self.tp_size)[sharing.rank if self.tp_size > 1 else 0]
         return slopes if context is None else context.local_heads(slopes, -1)
 
     def _sink(self, context: ContextParallel | None, device: torch.device) -> Tensor | None:

@@ -10,19 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_choice
-
 __all__ = [
-    "QKV_FORMATS", "Packed", "Sizes", "check_format", "from_heads_first", "padding_from_lengths",
+    "QKV_FORMATS", "Packed", "Sizes", "from_heads_first", "padding_from_lengths",
     "sizes_of", "to_heads_first",
 ]  # fmt: skip
 
 QKV_FORMATS = ("sbhd", "bshd", "thd")
-
-
-def check_format(name: str, qkv_format: str) -> None:
-    """Raise unless the format is known."""
-    check_choice(name, qkv_format, QKV_FORMATS)
 
 
 def to_heads_first(x: Tensor, qkv_format: str) -> Tensor:

@@ -11,22 +11,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from float8lab.arguments import (
-    check_callables,
-    check_choice,
-    check_flags,
-    check_input,
-    check_number,
-    check_size,
-    shown,
-)
+from float8lab import arguments
 from float8lab.distributed.context_parallel import ONE_RANK
 from float8lab.nn import parallel
 from float8lab.nn.attention.arguments import Given, Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
 from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
 from float8lab.nn.attention.inference import InferenceParams, positions_reached
-from float8lab.nn.attention.layout import check_format, sizes_of
+from float8lab.nn.attention.layout import QKV_FORMATS, sizes_of
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import check_angles, check_positions, rotate_heads
 from float8lab.nn.gemm import output_dtype
@@ -97,8 +89,8 @@ def _check_sizes(
     hidden_size: int, heads: int, groups: int | None, channels: int | None
 ) -> tuple[int, int, int]:
     """Heads, groups and channels of attention, checked, with those that were not given."""
-    heads = check_size("num_attention_heads", heads, minimum=1)
-    channels = check_size("kv_channels", channels, minimum=1, optional=True)
+    heads = arguments.check_size("num_attention_heads", heads, minimum=1)
+    channels = arguments.check_size("kv_channels", channels, minimum=1, optional=True)
     if channels is None:
         if hidden_size % heads:
             raise ValueError(
@@ -127,7 +119,6 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         hidden_size: size of each token.
         num_attention_heads: query heads.
         kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
-        attention_dropout: of the attention probabilities, in training mode.
         init_method: of the query, key and value weights; None is normal, standard deviation 0.023.
         output_layer_init_method: of the weight of ``proj``.
         layer_number: of the layer in its model, from 1; needed for ``inference_params``.
@@ -210,8 +201,8 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         **ub: Unpack[parallel.OverlapArguments],
     ) -> None:
         super().__init__()
-        check_format("qkv_format", qkv_format)
-        check_flags(
+        arguments.check_choice("qkv_format", qkv_format, QKV_FORMATS)
+        arguments.check_flags(
             return_bias=return_bias, return_layernorm_output=return_layernorm_output,
             input_layernorm=input_layernorm, set_parallel_mode=set_parallel_mode,
             fuse_qkv_params=fuse_qkv_params, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -219,13 +210,13 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             bias=bias, rotary_pos_interleaved=rotary_pos_interleaved,
             qk_norm_before_rope=qk_norm_before_rope,
         )  # fmt: skip
-        check_callables(
+        arguments.check_callables(
             ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
         )
         check_norm(normalization, "layernorm_epsilon", layernorm_epsilon)
-        check_choice("qk_norm_type", qk_norm_type, (*QK_NORMS, None))
-        qk_norm_eps = check_number("qk_norm_eps", qk_norm_eps, minimum=0)
-        hidden_size = check_size("hidden_size", hidden_size, minimum=1)
+        arguments.check_choice("qk_norm_type", qk_norm_type, (*QK_NORMS, None))
+        qk_norm_eps = arguments.check_number("qk_norm_eps", qk_norm_eps, minimum=0)
+        hidden_size = arguments.check_size("hidden_size", hidden_size, minimum=1)
         num_attention_heads, groups, kv_channels = _check_sizes(
             hidden_size, num_attention_heads, num_gqa_groups, kv_channels
         )
@@ -299,7 +290,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             )  # fmt: skip
         self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
 
-    def _add_projections(self, arguments: dict[str, Any], with_norm: dict[str, Any]) -> None:
+    def _add_projections(self, options: dict[str, Any], with_norm: dict[str, Any]) -> None:
         """Add the layers of queries, keys and values, the first ``with_norm``."""
         q_size = self.num_attention_heads * self.kv_channels
         keys_and_values = dict.fromkeys(("key", "value"), self.num_gqa_groups * self.kv_channels)
@@ -309,20 +300,20 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             return
         name = "layernorm_query" if self.input_layernorm else "query_layer"
         self.add_module(name, self._projection(with_norm, query=q_size))
-        self.key_value = self._projection(arguments, **keys_and_values)
+        self.key_value = self._projection(options, **keys_and_values)
 
-    def _projection(self, arguments: dict[str, Any], **sizes: int) -> Linear | LayerNormLinear:
+    def _projection(self, options: dict[str, Any], **sizes: int) -> Linear | LayerNormLinear:
         """The layer with these arguments that makes tensors of these sizes, by name."""
         kind: type[Linear | LayerNormLinear] = (
-            LayerNormLinear if "normalization" in arguments else Linear
+            LayerNormLinear if "normalization" in options else Linear
         )
         pieces = tuple(sizes.values())
         if not self.fuse_qkv_params:
-            return kind(self.hidden_size, sum(pieces), parameters_split=sizes, **arguments)
+            return kind(self.hidden_size, sum(pieces), parameters_split=sizes, **options)
         if self.qkv_weight_interleaved:
-            return kind(self.hidden_size, sum(pieces), **arguments)
-        init_method = _rank_by_rank(arguments["init_method"], pieces, self.tp_size)
-        layer = kind(self.hidden_size, sum(pieces), **{**arguments, "init_method": init_method})
+            return kind(self.hidden_size, sum(pieces), **options)
+        init_method = _rank_by_rank(options["init_method"], pieces, self.tp_size)
+        layer = kind(self.hidden_size, sum(pieces), **{**options, "init_method": init_method})
         layer._joined = tuple(size // self.tp_size for size in pieces)
         layer.set_tensor_parallel_group(self.tp_group)
         return layer
@@ -368,7 +359,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             The output; or a tuple of it, the bias of ``proj`` if ``return_bias``, and the input
             norm's output if ``return_layernorm_output``.
         """
-        check_flags(
+        arguments.check_flags(
             checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill
         )
         lengths = Lengths(
@@ -425,7 +416,8 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
                 "of the encoder are computed from encoder_output in each call."
             )
         ndim = 2 if self.qkv_format == "thd" else 3
-        check_input("hidden_states", hidden_states, (self.hidden_size,), "hidden_size", ndim=ndim)
+        size = (self.hidden_size,)
+        arguments.check_input("hidden_states", hidden_states, size, "hidden_size", ndim=ndim)
         key_source = self._check_encoder_output(hidden_states, encoder_output)
         context = self.context_parallel
         sizes = sizes_of(
@@ -449,9 +441,10 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         """The tensor that keys and values are made of."""
         if self.attention_type == "self":
             if encoder_output is not None:
+                got = arguments.shown(encoder_output)
                 raise ValueError(
-                    "encoder_output must be None in self attention; got "
-                    f"{shown(encoder_output)}. Set attention_type='cross' to attend to it."
+                    f"encoder_output must be None in self attention; got {got}. Set "
+                    "attention_type='cross' to attend to it."
                 )
             return hidden_states
         if encoder_output is None:
@@ -460,7 +453,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
                 "values are made of."
             )
         size, ndim = (self.hidden_size,), hidden_states.ndim
-        check_input("encoder_output", encoder_output, size, "hidden_size", ndim=ndim)
+        arguments.check_input("encoder_output", encoder_output, size, "hidden_size", ndim=ndim)
         return encoder_output
 
     def _project(

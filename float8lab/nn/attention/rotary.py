@@ -5,20 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import (
-    INTEGER_DTYPES,
-    check_device,
-    check_flags,
-    check_lengths,
-    check_number,
-    check_size,
-    check_tensor,
-    has_values,
-    shown,
-)
+from float8lab import arguments
 from float8lab.distributed.context_parallel import ONE_RANK, TokenRanks, places_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.attention.layout import check_format
+from float8lab.nn.attention.layout import QKV_FORMATS
 from float8lab.nn.parameters import default_device
 from float8lab.ops import rotate_op
 from float8lab.ops.reference.rotary import rotate
@@ -64,20 +54,22 @@ class RotaryPositionEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        dim = check_size("dim", dim, minimum=2)
-        rotary_percent = check_number("rotary_percent", rotary_percent, above=0, maximum=1)
+        dim = arguments.check_size("dim", dim, minimum=2)
+        percent = arguments.check_number("rotary_percent", rotary_percent, above=0, maximum=1)
         factor, trained = seq_len_interpolation_factor, pretrained_max_position_embeddings
-        factor = check_number("seq_len_interpolation_factor", factor, above=0, optional=True)
-        trained = check_size(
+        factor = arguments.check_number(
+            "seq_len_interpolation_factor", factor, above=0, optional=True
+        )
+        trained = arguments.check_size(
             "pretrained_max_position_embeddings", trained, minimum=1, optional=True
         )
-        rotary_base = check_number("rotary_base", rotary_base, above=0)
-        check_flags(interleaved=interleaved)
-        target = check_device("device", device) or default_device()
-        rotated = int(dim * rotary_percent)
+        rotary_base = arguments.check_number("rotary_base", rotary_base, above=0)
+        arguments.check_flags(interleaved=interleaved)
+        target = arguments.check_device("device", device) or default_device()
+        rotated = int(dim * percent)
         if rotated < 2 or rotated % 2:
             raise ValueError(
-                f"dim * rotary_percent must be even and at least 2; got {dim * rotary_percent}. "
+                f"dim * rotary_percent must be even and at least 2; got {dim * percent}. "
                 "Change rotary_percent."
             )
         self.seq_len_interpolation_factor = factor
@@ -88,8 +80,8 @@ class RotaryPositionEmbedding(nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of ``max_seq_len`` positions from ``offset`` on, ``[S, 1, 1, R]`` float32."""
-        max_seq_len = check_size("max_seq_len", max_seq_len)
-        offset = check_size("offset", offset)
+        max_seq_len = arguments.check_size("max_seq_len", max_seq_len)
+        offset = arguments.check_size("offset", offset)
         device = self.inv_freq.device
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
@@ -146,25 +138,25 @@ def apply_rotary_pos_emb(
     >>> float8lab.nn.apply_rotary_pos_emb(q, angles)[1].flatten()
     tensor([0.5403, 0.0000, 0.8415, 0.0000])
     """
-    check_format("tensor_format", tensor_format)
-    check_flags(interleaved=interleaved, fused=fused)
-    check_size("cp_rank", cp_rank)
-    if cp_rank >= check_size("cp_size", cp_size, minimum=1) > 1:
+    arguments.check_choice("tensor_format", tensor_format, QKV_FORMATS)
+    arguments.check_flags(interleaved=interleaved, fused=fused)
+    arguments.check_size("cp_rank", cp_rank)
+    if cp_rank >= arguments.check_size("cp_size", cp_size, minimum=1) > 1:
         raise ValueError(
             f"cp_rank must be below cp_size {cp_size}; got {cp_rank}. Pass the rank in cp_group."
         )
-    check_tensor("t", t)
+    arguments.check_tensor("t", t)
     ndim = 3 if tensor_format == "thd" else 4
     if t.ndim != ndim or not t.is_floating_point():
         raise ValueError(
             f"t must be a floating-point tensor of {ndim} dimensions for tensor_format="
-            f"{tensor_format!r}; got {shown(t)}. Give the heads a dimension."
+            f"{tensor_format!r}; got {arguments.shown(t)}. Give the heads a dimension."
         )
     check_angles("freqs", freqs, t.shape[-1])
     if tensor_format == "thd" or cu_seqlens is not None:
         # TransformerEngine's modules pass lengths in every format.
         why = f"tensor_format={tensor_format!r}"
-        cu_seqlens = check_lengths("cu_seqlens", cu_seqlens, why=why)
+        cu_seqlens = arguments.check_lengths("cu_seqlens", cu_seqlens, why=why)
     if tensor_format == "thd" and cu_seqlens is not None:
         rows, tokens = cu_seqlens.shape[0] - 1, None
     else:
@@ -183,13 +175,13 @@ def apply_rotary_pos_emb(
 
 def _check_starts(starts: Tensor, rows: int, tokens: int | None, freqs: Tensor) -> None:
     """Raise unless ``rows`` sequences, each of ``tokens`` if that is known, can start there."""
-    check_tensor("start_positions", starts)
-    if starts.shape != (rows,) or starts.dtype not in INTEGER_DTYPES:
+    arguments.check_tensor("start_positions", starts)
+    if starts.shape != (rows,) or starts.dtype not in arguments.INTEGER_DTYPES:
         raise ValueError(
             f"start_positions must be [{rows}] integers, one for each sequence; got "
-            f"{shown(starts)}. Give the position of each one's first token."
+            f"{arguments.shown(starts)}. Give the position of each one's first token."
         )
-    if tokens is not None and has_values(starts) and rows:
+    if tokens is not None and arguments.has_values(starts) and rows:
         first, last = starts.min().item(), starts.max().item()
         if first < 0 or last + tokens > freqs.shape[0]:
             raise ValueError(
@@ -201,11 +193,11 @@ def _check_starts(starts: Tensor, rows: int, tokens: int | None, freqs: Tensor) 
 
 def check_angles(name: str, freqs: Tensor, head_size: int) -> None:
     """Raise unless ``freqs`` are angles for heads of that size."""
-    check_tensor(name, freqs)
+    arguments.check_tensor(name, freqs)
     if freqs.ndim < 2 or any(n != 1 for n in freqs.shape[1:-1]) or not freqs.is_floating_point():
         raise ValueError(
-            f"{name} must be angles, [positions, 1, 1, head size]; got {shown(freqs)}. Make them "
-            "by RotaryPositionEmbedding."
+            f"{name} must be angles, [positions, 1, 1, head size]; got {arguments.shown(freqs)}. "
+            "Make them by RotaryPositionEmbedding."
         )
     rotated = freqs.shape[-1]
     if rotated > head_size or rotated % 2:
@@ -245,7 +237,7 @@ def rotate_heads(
         index = token - cu_seqlens[sequence]
         if start_positions is not None:
             index = index + start_positions[sequence]
-        if has_values(index) and index.numel():
+        if arguments.has_values(index) and index.numel():
             check_positions(name, freqs, int(index.max()) + 1)
         angles = table[index][:, None]
     else:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import nn
 
-from float8lab.nn.convert.first_call import remove_hooks
+from float8lab.nn.convert.first_call import CallHooks
 from float8lab.nn.precision import precisions
-from float8lab.ops.declare import untraced
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 
-__all__ = ["CallRegion", "make_region_of_calls", "remove_region_hooks"]
+__all__ = ["CallRegion", "make_region_of_calls"]
 
 
-class CallRegion:
+class CallRegion(CallHooks):
     """Makes each call of a model one delayed-scaling region, unless it is inside one already.
 
     Where the call is traced into a graph, so are these hooks. Where only the model's ``forward``
@@ -66,16 +64,8 @@ class CallRegion:
         STATE.region = self._open = None
         (region.close if self._finished else region.discard)()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> CallRegion:
-        return cast(CallRegion, memo.setdefault(id(self), CallRegion(self.recipes)))
-
-    def __reduce__(self) -> tuple[type[CallRegion], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return CallRegion, (self.recipes,)
-
-
-# A model's hooks are no callees of its forward, which is what torch.compile(model) traces.
-for _hook in (CallRegion.before, CallRegion.finished, CallRegion.after):
-    untraced(_hook)
 
 
 def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None:
@@ -84,19 +74,10 @@ def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None
     ``modules`` are the model's.
     """
     states = (precision for module in modules for _, precision in precisions(module))
-    known = dict.fromkeys(state.recipe for state in states if state.recipe is not None)
-    recipes = tuple(recipe for recipe in known if recipe.linear.delayed)
+    distinct = dict.fromkeys(state.recipe for state in states if state.recipe is not None)
+    recipes = tuple(recipe for recipe in distinct if recipe.linear.delayed)
     for hook in model._forward_pre_hooks.values():
         if isinstance(owner := getattr(hook, "__self__", None), CallRegion):
             owner.reset(recipes)
             return
-    region = CallRegion(recipes)
-    model.register_forward_pre_hook(region.before, prepend=True)
-    # Two hooks, since one that is always called cannot tell an exception from a None result.
-    model.register_forward_hook(region.finished)
-    model.register_forward_hook(region.after, always_call=True)
-
-
-def remove_region_hooks(module: nn.Module) -> None:
-    """Keep calls of a module from being regions of delayed scaling any more."""
-    remove_hooks(module, CallRegion)
+    CallRegion(recipes).register(model, prepend=True)

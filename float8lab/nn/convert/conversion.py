@@ -18,8 +18,8 @@ from torch import nn
 from float8lab import arguments
 from float8lab.distributed.fsdp.shards import is_sharded_plain, reshard
 from float8lab.nn.attention.dot_product import DotProductAttention
-from float8lab.nn.convert.call_region import CallRegion, make_region_of_calls
-from float8lab.nn.convert.first_call import FirstCall, remove_hooks, watch_first_call
+from float8lab.nn.convert.call_region import make_region_of_calls
+from float8lab.nn.convert.first_call import FirstCall, remove_hooks
 from float8lab.nn.convert.freezing import Freezing
 from float8lab.nn.convert.names import TRAINED_COPIES
 from float8lab.nn.convert.other_experts import OtherExperts
@@ -226,7 +226,8 @@ def _register_hooks(model: nn.Module, walk: ModelWalk, layers: Sequence[LayerPla
     if any(recipe is not None and recipe.linear.delayed for recipe in recipes):
         make_region_of_calls(model, walk.modules)
     if any(plan.candidate.layer is not model for plan in layers):
-        watch_first_call(model)
+        remove_hooks(model, FirstCall)  # those of an earlier conversion
+        FirstCall().register(model)
 
 
 def _warn_of_nothing(model: nn.Module, plan: ConversionPlan) -> None:
@@ -278,7 +279,7 @@ def to_high_precision(model: _Model) -> _Model:
             delattr(layer, name)
         vars(layer).pop("_placement", None)
     for module in modules:
-        remove_hooks(module, (CallRegion, FirstCall))
+        remove_hooks(module)
     run_layers_of_encoders(modules)
     forget_conversion(model)
     return model

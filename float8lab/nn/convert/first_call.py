@@ -9,7 +9,7 @@ compiled with them would be recompiled without. Nothing is seen of a call that r
 from __future__ import annotations
 
 import warnings
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,37 @@ from float8lab.recipes.recording import CHECKPOINTS, Recording
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.dtensor import is_dtensor
 
-__all__ = ["FirstCall", "remove_hooks", "watch_first_call"]
+__all__ = ["CallHooks", "FirstCall", "remove_hooks"]
 
 
-class FirstCall:
+class CallHooks:
+    """Base of objects whose methods are hooks of a model; a copy of the model has its own."""
+
+    def __init_subclass__(cls) -> None:
+        # No callees of the model's forward: compiled as part of a caller, or run in Python.
+        for hook in (cls.before, cls.finished, cls.after):
+            untraced(hook)
+
+    def register(self, model: nn.Module, *, prepend: bool = False) -> None:
+        """Have a model call ``before`` each forward, ``finished`` if it returns, and ``after``."""
+        model.register_forward_pre_hook(self.before, prepend=prepend)
+        # Two hooks, since one that is always called cannot tell an exception from a None result.
+        model.register_forward_hook(self.finished)
+        model.register_forward_hook(self.after, always_call=True)
+
+    def before(self, model: nn.Module, args: object) -> None: ...
+    def finished(self, model: nn.Module, args: object, output: object) -> None: ...
+    def after(self, model: nn.Module, args: object, output: object) -> None: ...
+
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        kind, arguments = self.__reduce__()
+        return memo.setdefault(id(self), kind(*arguments))
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), ()
+
+
+class FirstCall(CallHooks):
     """Hooks of a model that look at its first call in eager mode that finishes."""
 
     def __init__(self) -> None:
@@ -76,17 +103,6 @@ class FirstCall:
             "marks these layers. Name them in exclude to leave them as they are.",
             stacklevel=3,
         )
-
-    def __deepcopy__(self, memo: dict[int, object]) -> FirstCall:
-        return cast(FirstCall, memo.setdefault(id(self), FirstCall()))
-
-    def __reduce__(self) -> tuple[type[FirstCall], tuple[()]]:
-        return FirstCall, ()
-
-
-# Hooks are no callees of the model's forward: compiled as part of a caller, or run in Python.
-for _hook in (FirstCall.before, FirstCall.finished, FirstCall.after):
-    untraced(_hook)
 
 
 def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dict[str, nn.Module]:
@@ -151,19 +167,7 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
     return leaves
 
 
-def watch_first_call(model: nn.Module) -> None:
-    """Make the next call of a model tell which of its converted layers did not run."""
-    remove_hooks(model, FirstCall)
-    if not any(model.children()):
-        return  # a single layer, which nothing reads
-    watch = FirstCall()
-    model.register_forward_pre_hook(watch.before)
-    # Two hooks, since one that is always called cannot tell an exception from a None result.
-    model.register_forward_hook(watch.finished)
-    model.register_forward_hook(watch.after, always_call=True)
-
-
-def remove_hooks(module: nn.Module, kind: type | tuple[type, ...]) -> None:
+def remove_hooks(module: nn.Module, kind: type[CallHooks] = CallHooks) -> None:
     """Take off the forward hooks of a module that are methods of a ``kind`` of object."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):

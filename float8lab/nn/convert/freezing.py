@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -14,7 +13,7 @@ from float8lab.nn.convert.other_experts import OtherExperts
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.plan import LayerPlan
 from float8lab.nn.convert.walk import Candidate, ParameterUsers
-from float8lab.nn.storage import stored_for
+from float8lab.nn.parameters import stored_for
 from float8lab.recipes.recipe import Recipe
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
@@ -34,7 +33,7 @@ class Freezing:
 
     def __init__(self, plans: Iterable[LayerPlan], users: ParameterUsers) -> None:
         self.obstacles: list[str] = []
-        self._weights: list[_Weight] = []
+        self._weights: list[tuple[list[tuple[nn.Module, str]], Recipe]] = []
         layers = [(plan.candidate, plan.recipe) for plan in plans if plan.recipe is not None]
         recipes = {id(candidate.layer): recipe for candidate, recipe in layers}
         visited: set[int] = set()
@@ -55,7 +54,7 @@ class Freezing:
                 places = users[id(weight)]
                 obstacle = _obstacle(weight, places, recipe, recipes)
                 if obstacle is None:
-                    self._weights.append(_Weight(places, recipe))
+                    self._weights.append((places, recipe))
                 else:
                     self._leave(candidate, obstacle)
 
@@ -83,19 +82,10 @@ def _reason_to_leave(layer: nn.Module) -> str | None:
     return None
 
 
-class _Weight(NamedTuple):
-    """A weight that is to be stored, by the modules that have it and its name in each."""
-
-    places: list[tuple[nn.Module, str]]
-    recipe: Recipe
-
-
 def _obstacle(
-    weight: Tensor,
-    places: Sequence[tuple[nn.Module, str]],
-    recipe: Recipe,
+    weight: Tensor, places: Sequence[tuple[nn.Module, str]], recipe: Recipe,
     recipes: Mapping[int, Recipe],
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Why a weight cannot be stored as a recipe says, or None.
 
     ``recipes`` are those of all layers whose weights are to be stored, by the layer's id.
@@ -112,6 +102,9 @@ def _obstacle(
 def _stored(layer: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
     if isinstance(layer, OtherLinear):  # blocks are those of [out, in]
         return layer.from_matrix(stored_for(layer.matrix(layer), recipe))
-    if isinstance(layer, OtherExperts) and layer.transposed():
+    is_transposed = isinstance(layer, OtherExperts) and all(
+        parameter.transposed for parameter in layer.weights(layer).values()
+    )
+    if is_transposed:
         return stored_for(weight.mT, recipe).mT
     return stored_for(weight, recipe)

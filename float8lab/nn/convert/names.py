@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from float8lab.recipes.recipe import Recipe
-
-__all__ = ["ADAPTERS", "TRAINED_COPIES", "matches", "unambiguous"]
+__all__ = ["ADAPTERS", "TRAINED_COPIES", "matches"]
 
 # Names that PEFT gives to modules, since the library need not be there, and others use them too.
 ADAPTERS = ("lora_A", "lora_B")
@@ -35,27 +32,3 @@ def matches(name: str, pattern: str) -> bool:
         for i in range(len(components) - len(globs) + 1)
     )
     return inside or fnmatchcase(name, pattern)
-
-
-def unambiguous(
-    changed: Mapping[str, Recipe | None], recipes: Mapping[str, Recipe | None]
-) -> dict[str, Recipe | None]:
-    """``overrides`` that mean these very layers, though a name is a pattern, too.
-
-    Args:
-        changed: the overrides to express, by layer.
-        recipes: the recipe that each layer of the model is to get, changed or not.
-
-    >>> unambiguous({"0": None}, {"0": None, "1.0": float8lab.recipes.Float8CurrentScaling()})
-    {'0': None, '1.0': Float8CurrentScaling()}
-    """
-    overrides = dict(changed)
-    while True:
-        overrides = dict(sorted(overrides.items(), key=lambda item: item[0].count(".")))
-        for name, recipe in recipes.items():
-            patterns = [pattern for pattern in overrides if matches(name, pattern)]
-            if patterns and patterns[-1] != name:
-                overrides[name] = recipe
-                break
-        else:
-            return overrides

@@ -73,10 +73,6 @@ class OtherExperts(ExpertsBase):
         """Why a module of this kind cannot be converted, or None."""
         return None
 
-    def transposed(self) -> bool:
-        """Whether its parameters are ``[E, in, out]``."""
-        return False
-
 
 _FUNCTIONS = {
     "SiLU": "silu", "SiLUActivation": "silu", "silu": "silu", "swish": "silu",
@@ -167,9 +163,6 @@ class TransformersExperts(OtherExperts):
             return f"{type(module).__name__} has a forward of its own"
         return None
 
-    def transposed(self) -> bool:
-        return bool(self.is_transposed)
-
     def forward(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
@@ -223,9 +216,6 @@ class LlamaExperts(OtherExperts):
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
         first, second = ExpertWeight("fc1", True), ExpertWeight("fc2", True)
         return {"gate_up_proj": first, "down_proj": second}
-
-    def transposed(self) -> bool:
-        return True
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Apply to each of E equal parts of the rows its expert."""

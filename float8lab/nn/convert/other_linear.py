@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import describe_fp8
-from float8lab.nn.precision import Precision
-from float8lab.nn.storage import MovedInPlace
+from float8lab.nn.parameters import MovedInPlace
+from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["OtherLinear", "known_linear", "linear_shape", "load_float8_class", "register_linear"]
+__all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear"]
 
 
 class OtherLinear(MovedInPlace):
@@ -64,15 +64,22 @@ class OtherLinear(MovedInPlace):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``[..., in]``; returns ``[..., out]``."""
         weight = self.matrix(self)
-        x = x.dequantize() if isinstance(x, Float8Tensor) else x
         call = self._fp8.begin(x, weight, training=self.training)
+        return self._gemm(self._fp8, x, weight, self.bias, call)
+
+    def _gemm(
+        self, precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None,
+        call: Call | None,
+    ) -> Tensor:  # fmt: skip
+        """``x @ weight.T + bias``; in high precision, and its amaxes if asked for, without call."""
+        x = x.dequantize() if isinstance(x, Float8Tensor) else x
         if call is None:
             weight = plain(weight)
-            self._fp8.calibrate(x, weight)
-            return nn.functional.linear(x, weight, self.bias)
-        y: Tensor = LinearFunction.run(x, weight, self.bias, call)
+            precision.calibrate(x, weight)
+            return nn.functional.linear(x, weight, bias)
+        y: Tensor = LinearFunction.run(x, weight, bias, call)
         if call.is_region:
-            self._fp8.end(call)
+            precision.end(call)
         return y
 
     def extra_repr(self) -> str:
@@ -99,17 +106,6 @@ def known_linear(cls: type) -> Any:
 def load_float8_class(linear_class: type) -> type[OtherLinear]:
     """The FP8 class of a registered class."""
     return OtherLinear.loaders[_name(linear_class)]()
-
-
-def linear_shape(layer: Any, linear_class: Any) -> tuple[int, int]:
-    """``(out_features, in_features)`` of a layer, converted or not.
-
-    ``linear_class`` is what ``known_linear`` says of its class.
-    """
-    if linear_class is None or linear_class is nn.Linear:
-        return layer.out_features, layer.in_features
-    out_features, in_features = load_float8_class(linear_class).matrix(layer).shape
-    return out_features, in_features
 
 
 def _name(cls: type) -> str:

@@ -22,7 +22,7 @@ from float8lab.nn.convert.other_experts import routers
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import emulated_gemms
 from float8lab.nn.convert.walk import Candidate, ModelWalk, has_recipe, matrix_shapes
-from float8lab.nn.convert.wrapped_forward import has_wrapped_forward
+from float8lab.nn.convert.wrapped_forward import wrapped_forward
 from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.layer import GemmModule
@@ -248,7 +248,7 @@ def _predict(plan: LayerPlan, auto: Auto) -> Prediction:
 def _describe_times(auto: Auto, times: Sequence[tuple[Parts, Parts]]) -> str:
     sums = (Parts(*map(sum, zip(*listed, strict=True))) for listed in zip(*times, strict=True))
     gpu, cpu, high_gpu, high_cpu = (
-        f"{1e3 * seconds:.2f} ms" for parts in sums for seconds in (parts.gpu, parts.cpu)
+        f"{1e3 * seconds:.2f} ms" for times in sums for seconds in (times.gpu, times.cpu)
     )
     return (
         f"predicted on Hopper, {auto.tokens} tokens, {auto.mode}: "
@@ -311,7 +311,7 @@ def _obstacle_of_forward(candidate: Candidate, *, is_named: bool) -> str | None:
     layer, linear_class = candidate.layer, candidate.linear_class
     # Transformers' expert parallelism calls the forward of experts in several ways of its own.
     is_experts = candidate.experts_class is not None
-    if "forward" in vars(layer) and (is_experts or not has_wrapped_forward(layer)):
+    if "forward" in vars(layer) and (is_experts or wrapped_forward(layer) is None):
         return "forward was replaced on the layer itself"
     if is_named or linear_class is None or type(layer).forward is linear_class.forward:
         return None

@@ -134,23 +134,18 @@ def run_layers_of_encoders(modules: Iterable[nn.Module]) -> None:
     weights. Torch takes that path for two activations only, which an attribute says that nothing
     else reads.
     """
-    attributes = {
-        nn.TransformerEncoder: "use_nested_tensor",
-        nn.TransformerEncoderLayer: "activation_relu_or_gelu",
-    }
     for module in modules:
-        for encoder, attribute in attributes.items():
-            if isinstance(module, encoder):
-                _allow_fused_path(module, attribute)
-
-
-def _allow_fused_path(encoder: nn.Module, attribute: str) -> None:
-    """Clear the attribute that allows an encoder its fused path while a layer is in FP8."""
-    state = vars(encoder)
-    blocks = [m for m in encoder.modules() if isinstance(m, nn.TransformerEncoderLayer)]
-    layers = (m for b in blocks for m in (b.linear1, b.linear2, *b.self_attn.modules()))
-    if any(map(has_recipe, layers)):
-        state.setdefault(_FAST_PATH, state[attribute])
-        state[attribute] = 0
-    elif _FAST_PATH in state:
-        state[attribute] = state.pop(_FAST_PATH)
+        if not isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+            continue
+        is_layer = isinstance(module, nn.TransformerEncoderLayer)
+        attribute, state = (
+            "activation_relu_or_gelu" if is_layer else "use_nested_tensor",
+            vars(module),
+        )
+        blocks = [m for m in module.modules() if isinstance(m, nn.TransformerEncoderLayer)]
+        layers = (m for b in blocks for m in (b.linear1, b.linear2, *b.self_attn.modules()))
+        if any(map(has_recipe, layers)):
+            state.setdefault(_FAST_PATH, state[attribute])
+            state[attribute] = 0
+        elif _FAST_PATH in state:
+            state[attribute] = state.pop(_FAST_PATH)

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from float8lab.nn.casts import plain
 from float8lab.nn.convert.other_linear import OtherLinear, register_linear
-from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.precision import Call, Precision
 from float8lab.recipes.region import STATE
-from float8lab.tensor import Float8Tensor
 
 __all__ = ["Float8TorchAttention"]
 
@@ -81,26 +78,23 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
             attended = attended.transpose(0, 1)
         return self.out_proj(attended.flatten(-2)), weights
 
-    def _takes_inputs(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether query, key and value fit each other, and none is nested."""
+    def _takes(
+        self, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], is_causal: bool
+    ) -> bool:
+        """Whether the arguments fit each other, none nested; the hint needs an attention mask."""
+        attn_mask, padding = masks
         dims = inputs[0].dim()
         if dims not in (2, 3) or any(x.is_nested or x.dim() != dims for x in inputs):
             return False
         (N, L, _), (_, S, _), _ = shapes = [tuple(self._batch_first(x).shape) for x in inputs]
-        return shapes == [(N, L, self.embed_dim), (N, S, self.kdim), (N, S, self.vdim)]
-
-    def _takes(
-        self, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], is_causal: bool
-    ) -> bool:
-        """Whether the arguments fit each other; the hint needs an attention mask."""
-        attn_mask, padding = masks
-        if not self._takes_inputs(inputs) or (is_causal and attn_mask is None):
+        if shapes != [(N, L, self.embed_dim), (N, S, self.kdim), (N, S, self.vdim)]:
             return False
-        (N, L, _), (_, S, _) = (self._batch_first(x).shape for x in inputs[:2])
+        if is_causal and attn_mask is None:
+            return False
         dtypes = [mask.dtype for mask in masks if mask is not None]
         if not all(dtype.is_floating_point or dtype == torch.bool for dtype in dtypes):
             return False
-        if padding is not None and padding.shape != (N, S)[3 - inputs[0].dim() :]:
+        if padding is not None and padding.shape != (N, S)[3 - dims :]:
             return False
         return attn_mask is None or attn_mask.shape in ((L, S), (N * self.num_heads, L, S))
 
@@ -122,21 +116,6 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         biases = (None, None, None) if bias is None else bias.chunk(3)
         precisions = self._fp8, self._fp8_key, self._fp8_value
         return [*map(self._gemm, precisions, inputs, weights, biases, (call, key_call, value_call))]
-
-    def _gemm(
-        self, precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None,
-        call: Call | None,
-    ) -> Tensor:  # fmt: skip
-        """``x @ weight.T + bias``; in high precision, and its amaxes if asked for, without call."""
-        x = x.dequantize() if isinstance(x, Float8Tensor) else x
-        if call is None:
-            weight = plain(weight)
-            precision.calibrate(x, weight)
-            return functional.linear(x, weight, bias)
-        y: Tensor = LinearFunction.run(x, weight, bias, call)
-        if call.is_region:
-            precision.end(call)
-        return y
 
     def _batch_first(self, x: Tensor) -> Tensor:
         """An input as ``[N, L, E]``."""

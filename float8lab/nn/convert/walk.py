@@ -17,13 +17,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.convert.other_experts import OtherExperts, experts_class
-from float8lab.nn.convert.other_linear import known_linear, linear_shape
+from float8lab.nn.convert.other_linear import known_linear, load_float8_class
 from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import precisions
 
 __all__ = [
     "UNSEEN", "Candidate", "ModelWalk", "ParameterUsers", "has_recipe", "is_unseen",
-    "matrix_shapes", "shapes_of", "users_of", "walk_model",
+    "matrix_shapes", "users_of", "walk_model",
 ]  # fmt: skip
 
 ParameterUsers = dict[int, list[tuple[nn.Module, str]]]
@@ -109,13 +109,9 @@ def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
     if isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is None:
         weights = layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
         return [tuple(weight.shape) for weight in weights]
-    return [linear_shape(layer, candidate.linear_class)]
-
-
-def shapes_of(layer: nn.Module) -> list[tuple[int, ...]]:
-    """The sizes of the matrices that a layer multiplies by, if it is a candidate."""
-    candidate = _as_candidate("", layer, known_linear(type(layer)))
-    return [] if candidate is None else matrix_shapes(candidate)
+    if candidate.linear_class is None or candidate.linear_class is nn.Linear:
+        return [(layer.out_features, layer.in_features)]
+    return [tuple(load_float8_class(candidate.linear_class).matrix(layer).shape)]
 
 
 def has_recipe(layer: nn.Module) -> bool:

@@ -13,22 +13,17 @@ from types import CellType, FunctionType
 
 from torch import nn
 
-__all__ = ["has_wrapped_forward", "rebind_forward"]
-
-
-def has_wrapped_forward(layer: nn.Module) -> bool:
-    """Whether a layer's forward is Transformers' wrapper around the forward of its class."""
-    return _wrapped_forward(layer) is not None
+__all__ = ["rebind_forward", "wrapped_forward"]
 
 
 def rebind_forward(layer: nn.Module) -> None:
     """Have the wrapper around a layer's forward, if there is one, call that of its class now."""
-    wrapped = _wrapped_forward(layer)
+    wrapped = wrapped_forward(layer)
     if wrapped is not None:
         wrapped.cell_contents = type(layer).forward.__get__(layer)
 
 
-def _wrapped_forward(layer: nn.Module) -> CellType | None:
+def wrapped_forward(layer: nn.Module) -> CellType | None:
     """The variable of Transformers' wrapper that holds the forward of this very layer's class."""
     # A copy of a layer has the wrapper of its original, and so the original's forward: None.
     wrapper = vars(layer).get("forward")
