@@ -57,8 +57,8 @@ def case(setting: Setting, name: str, B: int, S: int, page_size: int) -> Case:
 def rows(setting: Setting, B: int, S: int, page_size: int) -> Iterator[Row]:
     """One for each dtype of the cache."""
     table = (
-        f"{B} sequence{'s' * (B > 1)} of {S} keys, {KV_HEADS} key/value heads for {HEADS} of queries, "
-        f"{HEAD_SIZE} features, pages of {page_size}"
+        f"{B} sequence{'s' * (B > 1)} of {S} keys, {KV_HEADS} key/value heads for {HEADS} of "
+        f"queries, {HEAD_SIZE} features, pages of {page_size}"
     )
     for name in CACHES:
 

@@ -176,9 +176,6 @@ def test_fp8_cache_within_its_stated_error(dtype, share, floor, ragged):
         bound = torch.maximum(exact.abs() * share, largest * floor)
         assert ((cached - exact).abs() <= bound * (1 + 1e-6)).all()
         assert not torch.equal(cached, exact)
-    keys = params.key_value_memory_dict[1][0]
-    assert keys.data.dtype == dtype
-    assert keys.data.numel() * 1 + keys.scale.numel() * 4 == B * G * S * (D + 4)
 
 
 def rounded(x):
@@ -231,16 +228,6 @@ def test_nbytes_counts_all_layers_and_scales(cache_dtype, per_vector):
     assert params.nbytes == 2 * 2 * B * G * S * per_vector
 
 
-def test_fp8_cache_gives_nearly_the_same_attention():
-    attention = DotProductAttention(H, 64, G, qkv_format="bshd", layer_number=1)
-    q, k, v = (torch.randn(2, 32, n, 64) for n in (H, G, G))
-    whole = attention(q, k, v)
-    params = InferenceParams(2, 32, cache_dtype=torch.float8_e4m3fn)
-    y = attention(q, k, v, inference_params=params)
-    # k and v are each rounded with 31.5 dB: 28.5 dB of the scores' and the values' errors together.
-    assert (y - whole).norm() <= 10 ** (-28.0 / 20) * whole.norm()
-
-
 def test_batch_offset_and_beam_search():
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
     q, k, v = make()
@@ -256,17 +243,6 @@ def test_batch_offset_and_beam_search():
     assert torch.allclose(y, attention(q, k, v)[order, 8:], atol=1e-6)
     params.reset()
     assert (params.sequence_len_offset, params.step) == (0, None)
-
-
-def test_layers_have_caches_of_their_own():
-    params = InferenceParams(B, S)
-    q, k, v = make()
-    for number in (1, 2):
-        attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=number)
-        attention(q, k * number, v, inference_params=params)
-    assert sorted(params.key_value_memory_dict) == [1, 2]
-    first, second = (params.key_value_memory_dict[n][0].data for n in (1, 2))
-    assert torch.equal(first * 2, second)
 
 
 def test_no_gradients_in_the_cache():
