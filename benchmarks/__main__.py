@@ -40,6 +40,7 @@ SUBJECTS = (
     "norm_linear",
     "mlp",
     "attention",
+    "decode",
     "layer",
     "model",
     "overhead",

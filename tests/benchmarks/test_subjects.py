@@ -15,6 +15,7 @@ from benchmarks import (
     advise,
     attention,
     common,
+    decode,
     experts,
     gemm,
     grouped,
@@ -40,8 +41,8 @@ TINY = LinearShape("tiny", 64, 48, 32)
 LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
 FLOORED = [name for name in RECIPES if name != "mx"]  # which has no FP8 GEMM
 GPU_SUBJECTS = (
-    advise, attention, gemm, layer, linear, memory, mlp, model, norm_linear, overhead, permute,
-    power, quantize,
+    advise, attention, decode, gemm, layer, linear, memory, mlp, model, norm_linear, overhead,
+    permute, power, quantize,
 )  # fmt: skip
 
 
@@ -330,6 +331,14 @@ def test_permute(setting):
     check(permute.SUBJECT, rows)
     assert names(rows) >= {"copy", "permute, FP8 1x128", "unpermute", "route backward"}
     assert {"moe_permute, mask", "torch: index_select"} < names(rows)
+
+
+def test_decode(setting):
+    rows = list(decode.rows(setting, 2, 24, 8))
+    check(decode.SUBJECT, rows)
+    others = 2 * 2 * 32 * 128 * 2 + 6 * 4 + 6 * 4  # queries, outputs, table, sequences
+    moved = [2 * 24 * 2 * 8 * vector + others for vector in (256, 132, 132)]
+    assert [row.bytes for row in rows] == moved
 
 
 @pytest.mark.parametrize(

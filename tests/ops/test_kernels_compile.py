@@ -60,7 +60,7 @@ CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 POINTER = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16",
     torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
-    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 x = torch.zeros((256, 512), dtype=torch.bfloat16)

@@ -19,20 +19,22 @@ CACHES = {
 }
 WINDOWS = {"causal": (-1, 0), "window": (3, 0), "both-sides": (2, 1), "all": (-1, -1)}
 SHAPES = {
-    # H, G, S, D, Dv, P
-    "decode": (8, 2, 1, 16, 16, 4),
-    "several": (4, 4, 5, 24, 40, 3),
-    "one-head": (16, 1, 4, 130, 8, 7),
+    # H, G, S, D, Dv, P, keys of the longest sequence
+    "decode": (8, 2, 1, 16, 16, 4, 30),
+    "several": (4, 4, 5, 24, 40, 3, 30),
+    "one-head": (16, 1, 4, 130, 8, 7, 30),
+    "odd": (2, 1, 1, 9, 7, 2, 30),
+    "long": (8, 2, 1, 64, 128, 64, 600),
 }
 
 
 def problem(
     shape: tuple[int, ...], dtype: torch.dtype, cache: torch.dtype, device: Any
 ) -> tuple[Tensor, ...]:
-    """Sequences of 30, 1 and 9 keys, and one with fewer queries than the others."""
-    H, G, S, D, DV, P = shape
-    before, lengths = torch.tensor([30 - S, 0, 9 - S]).clamp(min=0), torch.tensor([S, 1, S])
-    n = -(-30 // P)
+    """Sequences of many keys, of 1 and of 9, and one with fewer queries than the others."""
+    H, G, S, D, DV, P, longest = shape
+    before, lengths = torch.tensor([longest - S, 0, 9 - S]).clamp(min=0), torch.tensor([S, 1, S])
+    n = -(-longest // P)
     pages = 3 * n + 2
     q = torch.randn(3, S, H, D, device=device, dtype=dtype).transpose(1, 2)
     stores: list[Tensor | None] = []

@@ -78,7 +78,7 @@ class Store:
     def read(self, pages: slice | Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """The first positions of sequences, ``[B, G, length, D]``.
 
-        ``pages`` are ``[B, n]``, or ``[B]`` where each has one.
+        ``pages`` are ``[B, n]``, or a slice where each has one.
         """
 
         def joined(x: Tensor) -> Tensor:
@@ -107,8 +107,7 @@ class Places(NamedTuple):
     """
 
     tokens: Tensor
-    """``[4, T]`` int64: of each token its row and place in the call, its page, and its place there.
-    """
+    """``[4, T]`` int64: each token's row and position in the call, its page, its position there."""
     sequences: Tensor
     """``[3, B]`` int32: each sequence's row of the table, tokens before the call, and in it."""
     table: Tensor
@@ -130,15 +129,16 @@ class Cached(NamedTuple):
     values: Store
     places: Places
     step: Step
+    is_paged: bool
+    """False if row i has page i, and no other."""
 
     @property
     def _pages(self) -> slice | Tensor:
-        rows, slots = self.places.sequences[0].long(), self.step.slots
-        if self.places.table.shape[1] > 1:
-            used = -(-self.step.longest // self.keys.data.shape[2])
-            return self.places.table[rows, :used].long()
-        in_order = slots == tuple(range(slots[0], slots[0] + len(slots))) if slots else False
-        return slice(slots[0], slots[-1] + 1) if in_order else rows
+        slots = self.step.slots
+        if slots and not self.is_paged and slots == tuple(range(slots[0], slots[0] + len(slots))):
+            return slice(slots[0], slots[-1] + 1)  # which copies nothing
+        used = -(-self.step.longest // self.keys.data.shape[2])
+        return self.places.table[self.places.sequences[0].long(), :used].long()
 
     def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values, ``[B, G, S, D]``, as long as the longest sequence."""

@@ -269,7 +269,7 @@ class InferenceParams:
                 size = self.total_num_pages, self.page_size, self.cache_dtype
                 self.key_value_memory_dict[layer_number] = Store(k, *size), Store(v, *size)
             stores = self.key_value_memory_dict[layer_number]
-            cached = Cached(*stores, self._places_on(k.device, step), step)
+            cached = Cached(*stores, self._places_on(k.device, step), step, self.is_paged)
             cached.keys.write(cached.places, k.detach())
             cached.values.write(cached.places, v.detach())
             return cached

@@ -5,6 +5,7 @@ import torch
 
 import float8lab
 from float8lab.nn import DotProductAttention, InferenceParams, RotaryPositionEmbedding
+from float8lab.nn.attention import BACKENDS
 from tests.recorder import Ops
 
 B, S, H, G, D = 3, 9, 4, 2, 8
@@ -58,9 +59,13 @@ def test_no_mask_decodes_over_all_that_is_cached():
 
 
 @pytest.mark.gpu
-def test_a_growing_cache_does_without_cudnn():
-    """Which prepares itself anew for each length, and takes longer for that than for the rest."""
-    attention = DotProductAttention(8, 64, 2, qkv_format="bshd", layer_number=1)
+@pytest.mark.parametrize("backends", [BACKENDS, ("sdpa", "sdpa_masked")], ids=["pages", "read"])
+def test_a_growing_cache_does_without_cudnn(backends):
+    """Which prepares itself for each length, longer than all else takes.
+
+    A kernel, which is no op, reads the pages; what is read from them goes to others of torch.
+    """
+    attention = DotProductAttention(8, 64, 2, qkv_format="bshd", layer_number=1, backends=backends)
     q, k, v = (torch.randn(B, 40, n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
     whole = attention(q, k, v)
     params = InferenceParams(B, 40)
@@ -72,10 +77,10 @@ def test_a_growing_cache_does_without_cudnn():
                     attention(*(x[:, start:end] for x in (q, k, v)), inference_params=params)
                 )
             params.sequence_len_offset = end
-            if end - start == 1:
-                ours = [name for name in ops.names if "attention" in name]
-                assert ours
-                assert not any("cudnn" in name for name in ours)
+            if start:
+                of_torch = [name for name in ops.names if "attention" in name]
+                assert len(of_torch) == (backends != BACKENDS)
+                assert not any("cudnn" in name for name in of_torch)
     error = (torch.cat(outputs, dim=1) - whole).norm() / whole.norm()
     assert error < 4e-3  # bfloat16, rounded once
 
@@ -105,7 +110,10 @@ def test_padded_prompts():
 
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("window", [None, (2, 0)], ids=str)
-@pytest.mark.parametrize("cache", [{}, {**PAGED, "total_num_pages": 10}], ids=["", "paged"])
+@pytest.mark.parametrize(
+    "cache", [{}, {**PAGED, "total_num_pages": 10}, {**PAGED, "page_size": 9}],
+    ids=["", "paged", "page-of-a-row"],
+)  # fmt: skip
 @pytest.mark.parametrize("backends", [None, ("reference",)], ids=["", "read"])
 def test_ragged_continuous_batching(qkv_format, window, cache, backends):
     """Sequences come, go and advance by different lengths; each equals itself alone."""
@@ -115,12 +123,12 @@ def test_ragged_continuous_batching(qkv_format, window, cache, backends):
         **({} if backends is None else {"backends": backends}),
     )  # fmt: skip
     alone = DotProductAttention(H, D, G, qkv_format="bshd", window_size=window)
-    lengths = {"a": 9, "b": 5, "c": 7, "d": 6}
+    lengths = {"a": 9, "b": 5, "c": 7, "d": 6, "e": 3}
     data = {n: [torch.randn(1, s, h, D) for h in (H, G, G)] for n, s in lengths.items()}
     expected = {name: alone(*qkv)[0] for name, qkv in data.items()}
     steps = [
         {"a": 4, "b": 2}, {"a": 1, "b": 3}, {"c": 5, "a": 1}, {"a": 1, "c": 1, "d": 6},
-        {"a": 2, "c": 0}, {"c": 1},
+        {"a": 2, "c": 0}, {"c": 1}, {"e": 3},
     ]  # fmt: skip
     params = InferenceParams(3, 9, **cache)
     done = dict.fromkeys(lengths, 0)
@@ -144,7 +152,7 @@ def test_ragged_continuous_batching(qkv_format, window, cache, backends):
             assert torch.allclose(y[row, :n], expected[name][start : start + n], atol=1e-6)
             assert torch.equal(y[row, n:], torch.zeros(longest - n, H * D))
             done[name] += n
-    assert done == {"a": 9, "b": 5, "c": 7, "d": 6}
+    assert done == lengths
 
 
 @pytest.mark.parametrize(
@@ -168,9 +176,6 @@ def test_fp8_cache_within_its_stated_error(dtype, share, floor, ragged):
         bound = torch.maximum(exact.abs() * share, largest * floor)
         assert ((cached - exact).abs() <= bound * (1 + 1e-6)).all()
         assert not torch.equal(cached, exact)
-    keys = params.key_value_memory_dict[1][0]
-    assert keys.data.dtype == dtype
-    assert keys.data.numel() * 1 + keys.scale.numel() * 4 == B * G * S * (D + 4)
 
 
 def rounded(x):
@@ -223,16 +228,6 @@ def test_nbytes_counts_all_layers_and_scales(cache_dtype, per_vector):
     assert params.nbytes == 2 * 2 * B * G * S * per_vector
 
 
-def test_fp8_cache_gives_nearly_the_same_attention():
-    attention = DotProductAttention(H, 64, G, qkv_format="bshd", layer_number=1)
-    q, k, v = (torch.randn(2, 32, n, 64) for n in (H, G, G))
-    whole = attention(q, k, v)
-    params = InferenceParams(2, 32, cache_dtype=torch.float8_e4m3fn)
-    y = attention(q, k, v, inference_params=params)
-    # k and v are each rounded with 31.5 dB: 28.5 dB of the scores' and the values' errors together.
-    assert (y - whole).norm() <= 10 ** (-28.0 / 20) * whole.norm()
-
-
 def test_batch_offset_and_beam_search():
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
     q, k, v = make()
@@ -248,17 +243,6 @@ def test_batch_offset_and_beam_search():
     assert torch.allclose(y, attention(q, k, v)[order, 8:], atol=1e-6)
     params.reset()
     assert (params.sequence_len_offset, params.step) == (0, None)
-
-
-def test_layers_have_caches_of_their_own():
-    params = InferenceParams(B, S)
-    q, k, v = make()
-    for number in (1, 2):
-        attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=number)
-        attention(q, k * number, v, inference_params=params)
-    assert sorted(params.key_value_memory_dict) == [1, 2]
-    first, second = (params.key_value_memory_dict[n][0].data for n in (1, 2))
-    assert torch.equal(first * 2, second)
 
 
 def test_no_gradients_in_the_cache():
