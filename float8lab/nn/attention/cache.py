@@ -134,9 +134,10 @@ class Cached(NamedTuple):
 
     @property
     def _pages(self) -> slice | Tensor:
+        """The pages of each sequence; as a slice where that is known here: it copies nothing."""
         slots = self.step.slots
         if slots and not self.is_paged and slots == tuple(range(slots[0], slots[0] + len(slots))):
-            return slice(slots[0], slots[-1] + 1)  # which copies nothing
+            return slice(slots[0], slots[-1] + 1)
         used = -(-self.step.longest // self.keys.data.shape[2])
         return self.places.table[self.places.sequences[0].long(), :used].long()
 

@@ -2,8 +2,9 @@
 
 The time is that of reading the cache once, so its keys are split among programs: each takes a part
 of one sequence's keys and one key/value head, with all queries that share that head, and writes a
-partial output in float32 with its log-sum-exp. A second kernel merges the parts. Sizes that change
-from step to step are read from memory, so that a CUDA graph of a step serves all later ones.
+partial output in float32 with the largest score and the sum of exponentials. A second kernel merges
+the parts. Sizes that change from step to step are read from memory, so that a CUDA graph of a step
+serves all later ones.
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ _PROGRAMS_PER_MULTIPROCESSOR = 8
 _KEYS, _KEYS_OF_WIDE_VECTORS = 64, 32
 """Keys of a tile; vectors are wide beyond 256 bytes in the dtype of queries."""
 _WARPS, _WARPS_IN_FP8, _STAGES = 4, 2, 3
-_UNLIMITED = 2**30  # positions of a window's side that has no end
+_UNLIMITED = 2**30
+"""Positions between a query and the keys that it sees, where a window has no end."""
 _FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+_PAIRS_TO_FLOAT16 = """{ .reg .b32 word; .reg .b16 even, odd;
+    prmt.b32 word, $2, 0, 0x3120;
+    mov.b32 {even, odd}, word;
+    cvt.rn.f16x2.FORMATx2 $0, even;
+    cvt.rn.f16x2.FORMATx2 $1, odd; }"""
 
-SPLIT_PAIRS = tl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")
-"""The even and the odd bytes of two words."""
+PAIRS_OF_E4M3 = tl.constexpr(_PAIRS_TO_FLOAT16.replace("FORMAT", "e4m3"))
+PAIRS_OF_E5M2 = tl.constexpr(_PAIRS_TO_FLOAT16.replace("FORMAT", "e5m2"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 F16_RANGE = tl.constexpr(2.0**15)
 """What the largest value of a row becomes in float16, whose normal numbers end 2 ** 29 below."""
@@ -47,16 +54,31 @@ def _load_vectors(x_ptr, vectors, inside, D: tl.constexpr, TILE: tl.constexpr, F
     mask = inside[:, None] & (columns < D // PER_WORD)[None, :]
     x = tl.load(x_ptr + vectors[:, None] * (D // PER_WORD) + columns[None, :], mask=mask, other=0)
     odd = x
-    if FP8 is not None:
-        if INTERPRETED:
-            x, odd = x.to(tl.uint8), (x >> 8).to(tl.uint8)
-        else:
-            x, odd = tl.inline_asm_elementwise(
-                SPLIT_PAIRS, "=&r,=r,r,r", [x], (tl.uint8, tl.uint8), is_pure=True, pack=4
-            )
-        x = x.to(FP8, bitcast=True).to(tl.float16)
-        odd = odd.to(FP8, bitcast=True).to(tl.float16)
+    if FP8 is not None and INTERPRETED:
+        odd = (x >> 8).to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
+        x = x.to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
+    elif FP8 is not None:
+        CODE: tl.constexpr = PAIRS_OF_E4M3 if tl.float8e4nv == FP8 else PAIRS_OF_E5M2
+        x, odd = tl.inline_asm_elementwise(
+            CODE, "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
     return x, odd
+
+
+@triton.jit
+def _scaled_queries(q, factor, FP8: tl.constexpr):
+    """Queries as the cache's tiles are, and what to multiply their scores by."""
+    factors = tl.full([q.shape[0]], factor, tl.float32)
+    odd = q
+    if FP8 is not None:
+        # To bfloat16 FP8 takes four times as many instructions as to float16, for whose range
+        # queries and probabilities are scaled.
+        wide = q.to(tl.float32)
+        size = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
+        wide *= (1.0 / size * F16_RANGE)[:, None]
+        q, odd = tl.split(wide.to(tl.float16).reshape(q.shape[0], q.shape[1] // 2, 2))
+        factors *= size / F16_RANGE
+    return q, odd, factors
 
 
 @launched
@@ -64,18 +86,21 @@ def _attend_kernel(  # noqa: PLR0915
     q_ptr,  # [B, H, S, D]
     k_ptr,  # [pages, G, P, D], FP8 as int16
     v_ptr,  # [pages, G, P, DV]
-    k_scale_ptr, v_scale_ptr,  # [pages, G, P] fp32, None without FP8
+    k_scale_ptr,  # [pages, G, P] fp32, None without FP8
+    v_scale_ptr,
     table_ptr,  # [rows, n] int32
     sequences_ptr,  # [3, B] int32
     out_ptr,  # [B, H, S, PARTS, DV] fp32
-    lse_ptr,  # [B, H, S, PARTS] fp32, to base 2
-    H, G, S, P, PARTS, table_stride, sequences_stride, stride_qb, stride_qh, stride_qs,
+    statistics_ptr,  # [2, B, H, S, PARTS] fp32: the largest score, the sum of exponentials
+    H, G, S, P, QUERIES, PARTS, table_stride, sequences_stride, stride_qb, stride_qh, stride_qs,
     left, right, scale,
-    D: tl.constexpr, DV: tl.constexpr, D_TILE: tl.constexpr, DV_TILE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
-    FP8: tl.constexpr, WHOLE_TILES: tl.constexpr,  # no tile is in two pages
+    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    D_TILE: tl.constexpr, DV_TILE: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,  # none is in two pages
+    FP8: tl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
+    sequence = tl.load(sequences_ptr + batch)
     before = tl.load(sequences_ptr + sequences_stride + batch)
     length = before + tl.load(sequences_ptr + 2 * sequences_stride + batch)
 
@@ -86,14 +111,7 @@ def _attend_kernel(  # noqa: PLR0915
     q_ptrs = q_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
     q_ptrs = (q_ptrs + query.to(tl.int64) * stride_qs)[:, None] + columns[None, :]
     q = tl.load(q_ptrs, mask=is_row[:, None] & (columns < D)[None, :], other=0.0)
-    q_odd, factors = q, tl.full([ROWS], scale, tl.float32) * LOG2_E
-    if FP8 is not None:
-        # To bfloat16 FP8 takes four times as many instructions as to float16, for whose range
-        # queries and probabilities are scaled.
-        size = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-30)
-        q = (q * (1.0 / size * F16_RANGE)[:, None]).to(tl.float16)
-        q, q_odd = tl.split(q.reshape(ROWS, D_TILE // 2, 2))
-        factors *= size / F16_RANGE
+    q, q_odd, factors = _scaled_queries(q, tl.cast(scale, tl.float32) * LOG2_E, FP8)
 
     first = tl.maximum(before - left, 0) // KEYS * KEYS
     tiles = tl.cdiv(tl.cdiv(length - first, KEYS), PARTS)
@@ -108,18 +126,19 @@ def _attend_kernel(  # noqa: PLR0915
     out = tl.zeros([ROWS, DV_TILE if FP8 is None else DV_TILE // 2], tl.float32)
     out_odd = out
     top = 1e-30  # the largest scale of values yet
-    table_ptr += tl.load(sequences_ptr + batch).to(tl.int64) * table_stride
+    table_ptr += sequence.to(tl.int64) * table_stride
     in_tile = tl.arange(0, KEYS)
     # Keys whose pages are looked up: one for a tile inside a page. Those of the next tile are read
     # while this one is computed, so that nothing waits for them.
-    lookup = tl.zeros([1], tl.int32) if WHOLE_TILES else in_tile
-    page = tl.load(table_ptr + (first + lookup) // P, mask=first + lookup < end, other=0)
+    looked_up = tl.zeros([1], tl.int32) if WHOLE_TILES else in_tile
+    page = tl.load(table_ptr + (first + looked_up) // P, mask=first + looked_up < end, other=0)
     for tile in range(first, end, KEYS):
         keys = tile + in_tile
         inside = keys < end
-        vectors = (page.to(tl.int64) * G + kv_head) * P + (tile + lookup) % P + (in_tile - lookup)
-        ahead = tile + KEYS + lookup
-        page = tl.load(table_ptr + ahead // P, mask=ahead < end, other=0)
+        vectors = (page.to(tl.int64) * G + kv_head) * P
+        vectors += (tile + looked_up) % P + (in_tile - looked_up)
+        next_tile = tile + KEYS + looked_up
+        page = tl.load(table_ptr + next_tile // P, mask=next_tile < end, other=0)
         k, k_odd = _load_vectors(k_ptr, vectors, inside, D, D_TILE, FP8)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if FP8 is not None:
@@ -146,10 +165,9 @@ def _attend_kernel(  # noqa: PLR0915
     if FP8 is not None:
         out = tl.interleave(out, out_odd) * (top / F16_RANGE)
 
-    exp_sum = tl.maximum(exp_sum, 1.0)  # of the largest score alone it is 1, of no key 0
-    out /= exp_sum[:, None]
     row = (tl.program_id(0).to(tl.int64) * (H // G) * S + rows) * PARTS + part
-    tl.store(lse_ptr + row, largest + tl.log2(exp_sum), mask=is_row)
+    tl.store(statistics_ptr + row, largest, mask=is_row)
+    tl.store(statistics_ptr + QUERIES * PARTS + row, exp_sum, mask=is_row)
     columns = tl.arange(0, DV_TILE)
     mask = is_row[:, None] & (columns < DV)[None, :]
     tl.store(out_ptr + row[:, None] * DV + columns[None, :], out, mask=mask)
@@ -158,9 +176,9 @@ def _attend_kernel(  # noqa: PLR0915
 @launched
 def _merge_kernel(
     part_ptr,  # [B, H, S, PARTS, DV] fp32
-    lse_ptr,  # [B, H, S, PARTS] fp32
+    statistics_ptr,  # [2, B, H, S, PARTS] fp32
     out_ptr,  # [B, H, S, DV]
-    H, S, DV, PARTS, stride_ob, stride_oh, stride_os,
+    QUERIES, H, S, DV, PARTS, stride_ob, stride_oh, stride_os,
     PARTS_TILE: tl.constexpr, DV_TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -168,12 +186,14 @@ def _merge_kernel(
     parts, columns = tl.arange(0, PARTS_TILE), tl.arange(0, DV_TILE)
     row = row * PARTS + parts
     is_part = parts < PARTS
-    lse = tl.load(lse_ptr + row, mask=is_part, other=-float("inf"))
-    top = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))
+    largest = tl.load(statistics_ptr + row, mask=is_part, other=-float("inf"))
+    exp_sum = tl.load(statistics_ptr + QUERIES * PARTS + row, mask=is_part, other=0.0)
+    top = tl.max(largest, 0)
+    weight = tl.exp2(largest - tl.where(top == -float("inf"), 0.0, top))
     mask = is_part[:, None] & (columns < DV)[None, :]
     out = tl.load(part_ptr + row[:, None] * DV + columns[None, :], mask=mask, other=0.0)
-    out = tl.sum(out * weight[:, None], 0) / tl.maximum(tl.sum(weight, 0), 1.0)
+    sums = tl.sum(weight * exp_sum, 0)
+    out = tl.sum(out * weight[:, None], 0) / tl.where(sums == 0.0, 1.0, sums)
     out_ptr += batch * stride_ob + head * stride_oh + query * stride_os
     tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=columns < DV)
 
@@ -185,8 +205,8 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     (B, H, S, D), (_, G, P, DV) = q.shape, v.shape
     rows, fp8 = H // G * S, _FP8.get(k.dtype)
-    is_odd = fp8 is not None and (D | DV) % 2
-    if is_odd or not has_paged_attention(rows, D, DV) or q.dtype == torch.float64:
+    is_in_pairs = fp8 is None or (D % 2 == 0 and DV % 2 == 0)
+    if not (has_paged_attention(rows, D, DV) and is_in_pairs) or q.dtype == torch.float64:
         return plain.paged_attention(
             q, k, v, k_scale, v_scale, table, sequences, left, right, scale
         )
@@ -197,22 +217,23 @@ def paged_attention(
     most_parts = min(_MOST_PARTS, _common.ceil_div(table.shape[1] * P, _LEAST_KEYS))
     parts = max(1, min(most_parts, _common.ceil_div(programs, B * G)))
     partial = torch.empty((B, H, S, parts, DV), dtype=torch.float32, device=q.device)
-    lse = torch.empty((B, H, S, parts), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((2, B, H, S, parts), dtype=torch.float32, device=q.device)
     if fp8 is not None:
         k, v = k.view(torch.int16), v.view(torch.int16)
-    q = q if q.stride(3) == 1 else q.contiguous()
+    if q.stride(3) != 1:
+        q = q.contiguous()
     d_tile, dv_tile = (max(32, _common.next_power_of_2(size)) for size in (D, DV))
     keys = _KEYS_OF_WIDE_VECTORS if max(d_tile, dv_tile) * q.element_size() > 256 else _KEYS
     _attend_kernel[(B * G, parts)](
-        q, k, v, k_scale, v_scale, table, sequences, partial, lse, H, G, S, P, parts,
-        table.stride(0), sequences.stride(0), *q.stride()[:3],
+        q, k, v, k_scale, v_scale, table, sequences, partial, statistics, H, G, S, P, B * H * S,
+        parts, table.stride(0), sequences.stride(0), *q.stride()[:3],
         *(_UNLIMITED if end < 0 else end for end in (left, right)), scale,
         D=D, DV=DV, ROWS=max(16, _common.next_power_of_2(rows)), KEYS=keys, D_TILE=d_tile,
         DV_TILE=dv_tile, WHOLE_TILES=P % keys == 0, FP8=fp8, num_stages=_STAGES,
         num_warps=_WARPS if fp8 is None or rows > 16 else _WARPS_IN_FP8,
     )  # fmt: skip
     _merge_kernel[(B * H * S,)](
-        partial, lse, out, H, S, DV, parts, *out.stride()[:3],
+        partial, statistics, out, B * H * S, H, S, DV, parts, *out.stride()[:3],
         PARTS_TILE=_common.next_power_of_2(parts), DV_TILE=dv_tile, num_warps=4,
     )  # fmt: skip
     return out
