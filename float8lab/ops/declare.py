@@ -409,12 +409,6 @@ _trace = torch._C._get_tracing_state
 is_profiled = torch._C._autograd._profiler_enabled
 
 
-def _is_traced() -> bool:
-    """Whether a compiler, a transform, a tracer or a profiler is to see the calls of ops."""
-    compiles = torch.compiler.is_compiling()
-    return compiles or _transform() is not None or _trace() is not None or is_profiled()
-
-
 def _direct(
     overload: Callable[..., Any], for_gpus: Callable[[], Callable[..., Any]],
     reference: Callable[..., Any],
@@ -429,9 +423,14 @@ def _direct(
 
     def call(*args: Any) -> Any:
         nonlocal launcher
-        if _is_traced() or not _PLAIN.issuperset(map(type, args)):
-            return dispatch(*args)
-        if is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None:
+        if (
+            torch.compiler.is_compiling()
+            or (is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None)
+            or _transform() is not None
+            or _trace() is not None
+            or is_profiled()
+            or not _PLAIN.issuperset(map(type, args))
+        ):
             return dispatch(*args)
         x = args[0]
         if type(x) is str:  # a prologue, and its inputs
@@ -476,7 +475,14 @@ def planned(body: Callable[..., Any]) -> Any:
     launcher = functools.cache(lambda: load_launcher("_replay:replayed")(body))
 
     def call(*args: Any) -> Any:
-        if _is_traced() or torch.is_grad_enabled() or is_watched_by_a_mode():
+        if (
+            torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
+            or is_watched_by_a_mode()
+            or _transform() is not None
+            or _trace() is not None
+            or is_profiled()
+        ):
             return body(*args)
         if torch.is_autocast_enabled("cuda"):
             return _exact(launcher(), "cuda")(*args)

@@ -114,19 +114,14 @@ def factors_from_amax(
     usable = (raised > 0) & (raised < torch.inf)
     limit = torch.finfo(fp8_dtype).max
     if rule == "e8m0":
-        scale = _up_to_power_of_2(raised / torch.full_like(raised, limit))
+        bits = (raised / torch.full_like(raised, limit)).view(torch.int32)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
+        scale = (exponent << 23).view(torch.float32)
         encode = 1.0 / scale
     else:
         encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
         scale = 1.0 / encode
     return torch.where(usable, scale, 1.0), torch.where(usable, encode, 1.0)
-
-
-def _up_to_power_of_2(x: Tensor) -> Tensor:
-    """Float32 numbers rounded up to a power of two, from the least normal one on."""
-    bits = x.view(torch.int32)
-    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
-    return (exponent << 23).view(torch.float32)
 
 
 def _factors_of_packed(
@@ -146,7 +141,9 @@ def _factors_of_packed(
     """
     limit = torch.full_like(amax, formats.largest(formats.E2M1))
     if "e8m0" in rule:
-        scale = torch.where(amax > 0, _up_to_power_of_2(amax / limit), 1.0)
+        bits = (amax / limit).view(torch.int32)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
+        scale = torch.where(amax > 0, (exponent << 23).view(torch.float32), 1.0)
     else:
         scale = amax / limit
         decode = torch.ones_like(scale)

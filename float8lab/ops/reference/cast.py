@@ -92,7 +92,9 @@ def cast(
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return CastResults(q, scale, None, q_t, scale_t, sums)
-    amaxes = amaxes if has_amax(prologue, block, given) else None
+    asks = amaxes is not None and (prologue or given is not None)
+    if asks and not has_amax(prologue, block, given):
+        amaxes = None
     if columnwise:
         return CastResults(None, None, amaxes, q, scale, sums)
     return CastResults(q, scale, amaxes, None, None, sums)
