@@ -3,6 +3,8 @@
     python3 dev.py train [args]   the main job: examples/train_gpt.py [args]
     python3 dev.py test [args]    every check: ruff, mypy, wheel, pytest [args]
                                   --torch 2.15, given first: with that release of torch
+                                  --latest, given first: the tests of what it works with, or
+                                  those that are named, with the newest releases of that
                                   --all, given first or next: with the tests marked `slow`
     python3 dev.py setup          only the environment that `test` needs
 
@@ -39,19 +41,31 @@ PACKAGE_DATA = [
 ]
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 """Each worker has half of the tests in their order, so that both seldom set up the same fixture."""
+LIBRARIES = [
+    "accelerate", "compressed-tensors", "lightning", "mlflow", "onnx", "onnxruntime", "onnxscript",
+    "peft", "safetensors", "tensorboard", "transformers", "trl", "wandb",
+]  # fmt: skip
+"""What the project works with, of which ``test --latest`` takes the newest releases."""
+OF_LIBRARIES = [
+    *(f"tests/{name}" for name in ("integrations", "examples", "docs")),
+    "tests/inspect/test_tracking.py",
+]
 EXTRAS = {"examples": ["examples"], "dev": ["examples", "dev"]}  # an extra and all it brings
 
 
 @dataclass(frozen=True)
 class Venv:
-    """An environment: .venv, or that of a release of torch."""
+    """An environment: .venv, that of a release of torch, or that of the newest libraries."""
 
     torch: str = ""
     """The release, such as ``2.15``; empty for .venv."""
+    latest: bool = False
+    """It has the newest releases of ``LIBRARIES``."""
 
     @property
     def path(self) -> Path:
-        return ROOT / (f".venv-torch-{self.torch}" if self.torch else ".venv")
+        name = f".venv-torch-{self.torch}" if self.torch else ".venv"
+        return ROOT / (name + "-latest" * self.latest)
 
     @property
     def python(self) -> Path:
@@ -159,16 +173,20 @@ def setup(venv: Venv, extra: str) -> None:
     if inherited and extra == "examples" and succeeds(venv, "import torch, tqdm, matplotlib"):
         say("nothing to install")  # GPU machines often have no network
     else:
-        pip: list[str | Path] = [venv.python, "-m", "pip", "install", *venv.requirements]
-        pip += ["--disable-pip-version-check"]
-        pip += ["--no-compile"]  # a minute or two; imports compile what they use, see ENVIRONMENT
-        if not sys.stdout.isatty():
-            pip += ["--quiet"]
-        if not inherited and not venv.torch and not shutil.which("nvidia-smi"):
-            pip += ["-c", "constraints.txt"]
-        step(f"install float8lab[{extra}] and what it needs", *pip, "-e", f".[{extra}]")
+        pip = [*pip_install(venv, inherited), *venv.requirements, "-e", f".[{extra}]"]
+        step(f"install float8lab[{extra}] and what it needs", *pip)
     words = [wanted, *EXTRAS[extra], *(["inherited"] if inherited else [])]
     venv.stamp.write_text(" ".join(words) + "\n")
+
+
+def pip_install(venv: Venv, inherited: bool) -> list[str | Path]:
+    pip: list[str | Path] = [venv.python, "-m", "pip", "install", "--disable-pip-version-check"]
+    pip += ["--no-compile"]  # a minute or two; imports compile what they use, see ENVIRONMENT
+    if not sys.stdout.isatty():
+        pip += ["--quiet"]
+    if not inherited and not venv.torch and not shutil.which("nvidia-smi"):
+        pip += ["-c", "constraints.txt"]
+    return pip
 
 
 def check_wheel(venv: Venv) -> None:
@@ -229,7 +247,22 @@ def check_types_and_wheel(venv: Venv) -> None:
     check_wheel(venv)
 
 
+def test_latest(args: list[str]) -> None:
+    """Run tests with the newest releases of ``LIBRARIES``, and say which these are."""
+    venv = Venv(latest=True)
+    setup(venv, "dev")
+    pip = pip_install(venv, "inherited" in venv.stamp.read_text().split())
+    step("install the newest releases", *pip, "--upgrade", *LIBRARIES)
+    ask = "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in %r), sep=', ')"
+    step("the releases are", venv.python, "-c", ask % LIBRARIES)
+    names = [] if any(not arg.startswith("-") for arg in args) else OF_LIBRARIES
+    step("pytest", venv.python, "-m", "pytest", *WORKERS, "-m", "not slow", *args, *names)
+
+
 def test(args: list[str]) -> None:
+    if args[:1] == ["--latest"]:
+        test_latest(args[1:])
+        return
     release, args = asked_torch(args)
     tier = ["-m", "not slow"]  # a -m among the arguments comes later, and counts
     if args[:1] == ["--all"]:

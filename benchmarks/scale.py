@@ -283,6 +283,7 @@ UNPREDICTED = {
     "In turns with the peers": "other libraries; ours is in the sections of layers and experts",
     "Energy of a layer": "energy; its times are those of the section on transformer layers",
     "Report page in a browser": "a browser's",
+    "decode": "a step of generation; the model is of training",
     "Inspection on a GPU": "small layers, which wait for the CPU",
 }
 """Sections of which nothing is predicted, and why."""

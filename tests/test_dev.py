@@ -35,6 +35,15 @@ def test_slow_tests_are_those_of_all(arguments, passed, steps):
     assert steps["pytest"] == ("-m", "pytest", *dev.WORKERS, *passed)
 
 
+def test_the_newest_libraries(steps, monkeypatch):
+    monkeypatch.setattr(dev, "pip_install", lambda venv, inherited: ["python", "install"])
+    monkeypatch.setattr(dev.Path, "read_text", lambda path: "stamp")
+    for arguments, names in ((["-x"], ["-x", *dev.OF_LIBRARIES]), (["tests"], ["tests"])):
+        dev.test(["--latest", *arguments])
+        assert steps["install the newest releases"] == ("install", "--upgrade", *dev.LIBRARIES)
+        assert steps["pytest"] == ("-m", "pytest", *dev.WORKERS, "-m", "not slow", *names)
+
+
 @pytest.mark.parametrize("failing", ["ruff check", "mypy", "wheel", "pytest"])
 def test_each_check_fails_the_command(failing, steps, monkeypatch):
     def step(name, *command, **how):
@@ -74,16 +83,14 @@ def test_the_release_of_torch(arguments, release, rest):
     assert dev.asked_torch(arguments) == (release, rest)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--torch"], ["--torch", "-x"], ["--torch=../2.15"]], ids=str
-)
+@pytest.mark.parametrize("arguments", [["--torch"], ["--torch", "-x"], ["--torch=../2.15"]])
 def test_no_release(arguments):
     with pytest.raises(SystemExit, match=r"--torch must be a release, such as 2\.15; got"):
         dev.asked_torch(arguments)
 
 
 def test_environments():
-    names = [dev.Venv(release).path.name for release in ("", "2.15")]
-    assert names == [".venv", ".venv-torch-2.15"]
+    venvs = dev.Venv(), dev.Venv("2.15"), dev.Venv(latest=True)
+    assert [venv.path.name for venv in venvs] == [".venv", ".venv-torch-2.15", ".venv-latest"]
     asked = [dev.Venv(release).requirements for release in ("", "2.15", "2.15.1")]
     assert asked == [[], ["torch==2.15.*"], ["torch==2.15.1"]]

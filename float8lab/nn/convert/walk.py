@@ -69,9 +69,7 @@ def walk_model(model: nn.Module) -> ModelWalk:
     return ModelWalk(named_modules, [*filter(None, candidates)], attention, is_sharded)
 
 
-_NO_MATRICES = (
-    nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, _ConvNd, ParametrizationList,
-)  # fmt: skip
+_NO_MATRICES = nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList
 """Modules whose parameters may have the shape of a matrix that a linear layer multiplies by."""
 
 
@@ -82,6 +80,9 @@ def _as_candidate(name: str, module: nn.Module, linear_class: Any) -> Candidate 
         return Candidate(name, module, linear_class)
     if (experts := experts_class(module)) is not None:
         return Candidate(name, module, experts_class=experts)
+    if isinstance(module, _ConvNd):  # one of a single position multiplies by a matrix
+        is_matrix = set(module.kernel_size) == {1} and module.groups == 1
+        return Candidate(name, module, matrices=("weight",)) if is_matrix else None
     # Stacked experts have three dimensions; a router's weight has two and is called so, unlike
     # tables of positions.
     matrices = tuple(
@@ -101,6 +102,8 @@ def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
     """The sizes of the matrices that a candidate multiplies by; of experts their number first."""
     layer = candidate.layer
     if candidate.matrices:
+        if isinstance(layer, _ConvNd):
+            return [(layer.out_channels, layer.in_channels)]
         return [tuple(layer.get_parameter(name).shape) for name in candidate.matrices]
     if candidate.experts_class is not None:
         return candidate.experts_class.shapes(layer)

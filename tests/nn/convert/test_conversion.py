@@ -326,6 +326,7 @@ def test_modules_that_multiply_by_their_own_parameters_are_reported():
             "no linear layer: LSTM multiplies by its weight_ih_l0, weight_hh_l0 itself",
         ),
         "bilinear": ((6, 4, 5), "no linear layer: Bilinear multiplies by its weight itself"),
+        "pointwise": ((5, 4), "no linear layer: Conv2d multiplies by its weight itself"),
     }
     assert not report.converted
     assert "4 x 32 x 16" in str(report)
