@@ -119,8 +119,9 @@ class Float8Tensor(dispatch.StoredTensor):
     ) -> None:
         """``__new__`` has set all."""
 
-    # Torch asks ``__torch_function__`` for each of its own attributes; these two are not.
-    shape = property(operator.attrgetter("qdata.shape"))
+    # Torch asks ``__torch_function__`` for each of its own attributes; these two are not. And
+    # torch.export watches who reads attributes, but asks for the shape before it watches a tensor.
+    shape = property(lambda self: self.__dict__["qdata"].shape)
     dtype = property(operator.attrgetter("_dtype"))
     _dtype: torch.dtype
 

@@ -164,9 +164,6 @@ def test_the_model_has_a_billion_parameters():
     assert sum(p.numel() for p in model.parameters()) == 1_007_224_832
 
 
-# Tables
-
-
 def make_log(name, recipe, losses, rates, device="H100", validated=2, **options):
     """A log with a line every ten steps; the first interval compiles."""
     made = {}

@@ -58,9 +58,6 @@ def by_operand(w, step=0):
     return {(r.layer, r.operand): r for r in w.log.records if r.step == step}
 
 
-# What is recorded.
-
-
 def test_numbers_by_hand():
     # One scale, 448 / 448 = 1. e4m3's smallest number is 2^-9; half of it and less becomes 0.
     model = nn.Linear(16, 16, bias=False)
@@ -397,9 +394,6 @@ def test_weight_casts_that_are_kept_over_microbatches():
     assert (found.elements, found.amax) == (512, model.weight.abs().max().item())
 
 
-# Activation checkpointing.
-
-
 class Checkpointed(nn.Module):
     def __init__(self, inner, how):
         super().__init__()
@@ -459,9 +453,6 @@ def test_recomputation_inside_a_module():
         (layer, operand) for layer in ("fc1", "fc2") for operand in ("x", "w", "dy")
     ]
     assert w.log.steps[0].gemms["fc1"]["fprop, recomputed"] == 1
-
-
-# Steps.
 
 
 def test_an_optimizers_steps_count_until_the_first_call():
@@ -577,9 +568,6 @@ def test_what_it_refuses():
         assert PROCESS.observer is w
 
 
-# Where it is off.
-
-
 def hooks_of(model):
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     on_modules = [len(getattr(m, name)) for m in model.modules() for name in names]
@@ -681,9 +669,6 @@ def test_a_gpu_records_what_a_cpu_does(recipe):
         assert a.sqnr == pytest.approx(b.sqnr, abs=1e-3)
 
 
-# torch.compile.
-
-
 class Graphs:
     """A backend that keeps the ops of the graphs that it is given, forward and backward."""
 
@@ -777,9 +762,6 @@ def test_the_stance_of_the_user_comes_back():
         with watch(model):
             assert stances._stance.stance == "force_eager"
         assert stances._stance.stance == "fail_on_recompile"
-
-
-# Views.
 
 
 @pytest.fixture

@@ -142,9 +142,6 @@ def test_grouped_experts(recipe):
         assert 0 < (fp8 - exact).norm() < 0.2 * exact.norm()
 
 
-# Its trainer, on ranks.
-
-
 def quiet() -> None:
     """Ignore what it and what it uses are deprecated for, and warn of."""
     for module in (

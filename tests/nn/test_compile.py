@@ -380,3 +380,13 @@ def test_the_ops_of_graphs_are_sound(monkeypatch):
             torch.library.opcheck(ops.cast.delayed, (*how, *wanted, None, 0))
     torch.library.opcheck(ops.come_after.default, (clock, x))
     torch.library.opcheck(ops.advance.default, (clock, []))
+
+
+def test_a_layer_stored_in_fp8_is_exported():
+    """To ONNX's operators, which are torch's only in a graph."""
+    with float8lab.fp8_model_init():
+        layer = float8lab.Linear(64, 96, device="cpu").eval()
+    recipe = recipes.Float8CurrentScaling()
+    with float8lab.onnx_export(enabled=True), float8lab.autocast(recipe=recipe):
+        program = torch.export.export(layer, (torch.randn(3, 64),), strict=False)
+    assert str(program.graph).count("DequantizeLinear") == 2

@@ -101,9 +101,6 @@ def test_dynamo_does_not_trace_without_the_private_names(library, monkeypatch):
     assert SEEN == [False] * 2
 
 
-# Past the dispatcher.
-
-
 def _x() -> Tensor:
     return torch.randn(32, 48)
 

@@ -29,6 +29,7 @@ SIZES = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 128, "tie_word_embeddings": False,
 }  # fmt: skip
 MODELS = {"dense": "LlamaForCausalLM", "experts": "Qwen3MoeForCausalLM"}
+REMEMBERED = "_weight_conversions"  # by a model, of how it was loaded
 FORMATS = {
     "block-fp8": recipes.Float8BlockScaling(),
     "compressed-tensors": recipes.Float8RowwiseScaling(),
@@ -79,7 +80,7 @@ def test_a_loaded_model_is_taken_over(tmp_path: Path, kind: str, format: str) ->
     load_fp8(folder, plain)
     for quantized in (False, True):
         model = from_pretrained(folder, quantized=quantized)
-        layers, conversions = list(model.modules()), model._weight_conversions
+        layers, conversions = list(model.modules()), getattr(model, REMEMBERED, None)
         if quantized or format == "compressed-tensors":
             float8lab.convert_to_float8(model, exclude=["lm_head", "*.experts"])
             notes = {layer.note for layer in float8lab.conversion_report(model).skipped}
@@ -87,7 +88,7 @@ def test_a_loaded_model_is_taken_over(tmp_path: Path, kind: str, format: str) ->
         with pytest.raises(ValueError, match="must fit the model"):
             load_fp8({"lm_head.weight": torch.ones(1)}, model)
         assert list(model.modules()) == layers
-        assert model._weight_conversions is conversions
+        assert getattr(model, REMEMBERED, None) is conversions
         load_fp8(folder, model)
         assert_same(model, plain)
         assert not getattr(model, "is_quantized", False)

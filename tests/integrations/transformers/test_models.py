@@ -215,6 +215,7 @@ def test_generates_what_rounding_to_fp8_does(family: str, how: str) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # since 5.24
 def test_a_cache_changes_nothing_where_each_token_has_its_own_scale() -> None:
     model, batch = build("llama")
     float8lab.convert_to_float8(model.eval(), recipes.Float8RowwiseScaling())
