@@ -344,23 +344,23 @@ WORDS = {
 # What the package holds today; a limit only falls: lower it with what it counts.
 LIMITS = {
     "functions of more than 20 decisions": 0,
-    "functions of more than 12 decisions": 27,
+    "functions of more than 12 decisions": 25,
     "returns of more than 3 unnamed values": 3,
-    "assert ... is not None": 4,
-    "annotations with Any": 470,
+    "assert ... is not None": 3,
+    "annotations with Any": 452,
     "functions of more than 12 positional parameters": 0,
     "ops": 20,
     "fields of shared state": 6,
 }
-MOST_PRONOUNS = 3  # of 1,000 names that are assigned, or that functions take
+MOST_PRONOUNS = 1  # of 1,000 names that are assigned, or that functions take
 MOST_DECISIONS = 20  # in one function outside kernels
-MOST_LINES, MOST_LINES_OF_THE_CORE = 54_682, 38_764
+MOST_LINES, MOST_LINES_OF_THE_CORE = 54_188, 38_251
 MOST_WORDS = {
     "product (GEMM)": 6,
     "apart (separately)": 1,
-    "codes (FP8 data)": 15,
+    "codes (FP8 data)": 13,
     "ends (offsets)": 3,
-    "again (recompute, requantize, repeat)": 12,
+    "again (recompute, requantize, repeat)": 10,
 }
 
 
