@@ -292,10 +292,10 @@ checks with another release, in an environment of its own.
 
 ## Releases of other libraries
 
-`python3 dev.py test --latest` runs their tests with the newest releases. These passed on 2026-11-26, with
-torch 2.13: accelerate 1.15.0, compressed-tensors 0.20.0, lightning 2.6.6, mlflow 3.17.2, onnx 1.23.2,
-onnxruntime 1.32.0, onnxscript 0.7.2, peft 0.21.2, safetensors 0.8.0, tensorboard 2.21.0,
-transformers 5.24.0, trl 1.16.0, wandb 0.31.0.
+`python3 dev.py test --latest` runs their tests with the newest releases. Passed on 2026-11-26 with
+torch 2.13: accelerate 1.15.0, compressed-tensors 0.20.0, lightning 2.6.6, mlflow 3.17.2,
+onnx 1.23.2, onnxruntime 1.32.0, onnxscript 0.7.2, peft 0.21.2, safetensors 0.8.0,
+tensorboard 2.21.0, transformers 5.24.0, trl 1.16.0, wandb 0.31.0.
 
 ## Recipes and modules
 
