@@ -162,13 +162,12 @@ class _Attention(Float8Function):
             operands = q[:, :, queries], kv[0, :, :, keys], kv[1, :, :, keys]
             seen = _attend_pair(*operands, scales, ring.causal and step == 0, ring.scale, dtype)
             if step == 0:
-                out, lse = seen[0].to(dtype), seen[1]
+                out, lse = _as_dtype(seen[0], dtype), seen[1]
             elif torch.compiler.is_compiling():
                 reference.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen)
             else:
                 ops.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen)
-        if dtype != result_dtype:  # else a graph of torch 2.11 loses the gradient
-            out = out.to(result_dtype)
+        out = _as_dtype(out, result_dtype)
         if any(ctx.needs_input_grad[:3]):
             ctx.save_for_backward(q, k, v, *scales, out, lse)
         ctx.ring = ring
@@ -184,8 +183,7 @@ class _Attention(Float8Function):
         sums: list[Tensor] = []  # gradients of q, k and v
         pending: list[tuple[Tensor, int]] = []  # those of k and v by another rank, of some tokens
         for step, (kv, queries, keys) in enumerate(ring.visits(k, v)):
-            dout_q = dout[:, :, queries], q[:, :, queries]
-            operands = *dout_q, kv[0, :, :, keys], kv[1, :, :, keys]
+            operands = dout[:, :, queries], q[:, :, queries], kv[0, :, :, keys], kv[1, :, :, keys]
             seen = out[:, :, queries], lse[:, :, queries].contiguous()
             gradients = _pair_gradients(
                 *operands, scales, *seen, ring.causal and step == 0, ring.scale
@@ -200,6 +198,11 @@ class _Attention(Float8Function):
             pending = [(sent, count)]
         _add_arrived(sums[1:], pending, dout.dtype)
         return (*(x.to(dout.dtype) for x in sums), None, None)
+
+
+def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, which loses the gradient in a graph of torch 2.11 if it copies nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _add_arrived(
