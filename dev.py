@@ -3,8 +3,8 @@
     python3 dev.py train [args]   the main job: examples/train_gpt.py [args]
     python3 dev.py test [args]    every check: ruff, mypy, wheel, pytest [args]
                                   --torch 2.15, given first: with that release of torch
-                                  --latest, given first: the tests of what it works with, or
-                                  those that are named, with the newest releases of that
+                                  --latest, given first: the tests of other libraries, or
+                                  those that are named, with these libraries' newest releases
                                   --all, given first or next: with the tests marked `slow`
     python3 dev.py setup          only the environment that `test` needs
 
@@ -180,6 +180,7 @@ def setup(venv: Venv, extra: str) -> None:
 
 
 def pip_install(venv: Venv, inherited: bool) -> list[str | Path]:
+    """The command that installs in an environment, to which the requirements come."""
     pip: list[str | Path] = [venv.python, "-m", "pip", "install", "--disable-pip-version-check"]
     pip += ["--no-compile"]  # a minute or two; imports compile what they use, see ENVIRONMENT
     if not sys.stdout.isatty():

@@ -32,7 +32,7 @@ __all__ = [
     "Timing",
     "add_sizes_of_layers",
     "append_json",
-    "compile_all",
+    "forbid_eager_fallback",
     "gpu_events",
     "header",
     "new_parser",
@@ -432,8 +432,8 @@ def start_ranks(kind: str) -> torch.device:
     return device
 
 
-def compile_all() -> None:
-    """Have torch compile each candidate or raise: beyond its limit it would run one eagerly."""
+def forbid_eager_fallback() -> None:
+    """Have torch compile every candidate, or raise: beyond its limit it would run one eagerly."""
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 

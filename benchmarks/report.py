@@ -321,7 +321,7 @@ def main(subject: Subject, argv: Sequence[str] | None = None) -> list[Row]:
     subject.add_options(parser)
     options = parser.parse_args(argv)
     common.require_cuda(f"benchmarks.{subject.name}")
-    common.compile_all()
+    common.forbid_eager_fallback()
     device = torch.device("cuda")
     floor = Floor(device, lambda fn: common.time_device(fn, warm_up=5, samples=options.samples))
     setting = Setting(

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args(argv)
     common.require_cuda("benchmarks.saving")
-    common.compile_all()
+    common.forbid_eager_fallback()
     for key, value in common.header().items():
         print(f"{key}: {value}")
     print(f"{'candidate':24} {'held':>6}  {'peak GB':>7}  {'y / dX dB':>11}  {'step':>11}  x fp8")

@@ -279,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args(argv)
     common.require_cuda("benchmarks.versions")
+    common.forbid_eager_fallback()
     for key, value in common.header().items():
         print(f"{key}: {value}")
     print(f"{'case':32} {'this':>11} {'older':>11}  this / older (least-most)")

@@ -10,33 +10,21 @@ a function that runs instead of the op, for ``__torch_function__``, which torch 
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
-from typing_extensions import Self
 
 from float8lab.tensor.window import StoredInBlocks, Window, merge_into
 
 __all__ = [
-    "ANY_VIEW",
-    "StoredTensor",
-    "announce",
-    "announce_address",
-    "check_size",
-    "fallback",
-    "implements",
-    "implements_composite",
-    "overloads",
-    "run_fallback",
-    "table",
-    "written_tensors",
+    "ANY_VIEW", "announce", "announce_address", "check_size", "fallback", "implements",
+    "implements_composite", "overloads", "run_fallback", "table", "written_tensors",
 ]  # fmt: skip
 
 Handler = Callable[..., object]
@@ -223,8 +211,7 @@ def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
     if _POLICY.name == "error":
         raise NotImplementedError(
             f"data_ptr() of a weight stored in {stored} must dequantize it. Save with {keeper}, "
-            f"which keeps {stored}, or allow dequantizing with "
-            'float8lab.fallback("warn").'
+            f'which keeps {stored}, or allow dequantizing with float8lab.fallback("warn").'
         )
     if _POLICY.name == "warn" and f"data_ptr {stored}" not in _POLICY.warned:
         _POLICY.warned.add(f"data_ptr {stored}")
@@ -235,62 +222,6 @@ def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
             '(said once; float8lab.fallback("silent") or ("error") changes this).',
             stacklevel=3,
         )
-
-
-class StoredTensor(Tensor):
-    """Base of tensors that stand for the values of *parts*, those of ``__tensor_flatten__``."""
-
-    _fields: ClassVar[tuple[str, ...]]
-    """The attributes that the class sets; any other is one of the object, as Parameter's mark."""
-    _readable: Tensor | None = None
-    """The dequantized copy of which ``data_ptr`` gave the address."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], object]:
-        raise NotImplementedError
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Torch's record of a storage, which has no memory: 0 bytes at an address like no other."""
-        # safetensors compares both to find tensors that share memory. A tensor that shares its
-        # quantized data with another one is written as a copy of its own.
-        storage = super().untyped_storage()
-        record = vars(storage)
-        if "size" not in record:
-            record["size"] = storage.nbytes  # torch takes storages of size 0 for freed ones
-            record["nbytes"] = int
-        record["data_ptr"] = id(self).__int__
-        return storage
-
-    def share_memory_(self) -> Self:
-        """Move the parts to shared memory."""
-        for name in self.__tensor_flatten__()[0]:
-            getattr(self, name).share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether the parts are in shared memory."""
-        return getattr(self, self.__tensor_flatten__()[0][0]).is_shared()
-
-    def _extra(self) -> dict[str, object]:
-        """Attributes set on this object besides those that its class sets."""
-        return {name: value for name, value in vars(self).items() if name not in self._fields}
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        if not self.is_leaf:
-            raise RuntimeError(
-                "deepcopy must get a leaf tensor; got one computed from others that require "
-                "gradients. Call .detach() first."
-            )
-        copied = memo.get(id(self))
-        if isinstance(copied, Tensor):
-            return copied
-        with torch.no_grad():
-            x = self.detach().clone()
-        x.requires_grad_(self.requires_grad)
-        memo[id(self)] = x
-        vars(x).update(copy.deepcopy(self._extra(), memo))
-        if self.grad is not None:
-            x.grad = copy.deepcopy(self.grad, memo)
-        return x
 
 
 def run_fallback(

@@ -16,6 +16,7 @@ from float8lab.arguments import check_dtype, check_instance, check_tensor
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, Float4Spec, Spec
 from float8lab.tensor import dispatch
 from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.stored import StoredTensor
 from float8lab.tensor.views import order_of
 
 __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
@@ -62,7 +63,7 @@ def decode_codes(
     return values if tensor_scale is None else values.mul_(tensor_scale)
 
 
-class Float4Tensor(dispatch.StoredTensor):
+class Float4Tensor(StoredTensor):
     """A tensor of ``dtype`` stored as e2m1 elements, two in a byte, and scales: NVFP4, MXFP4.
 
     It is a frozen weight: what ``integrations.load_fp8`` makes of a checkpoint in 4 bits, for

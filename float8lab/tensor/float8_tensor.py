@@ -18,6 +18,7 @@ from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_bl
 from float8lab.tensor.differentiation import Float8Function, GradientMap
 from float8lab.tensor.dispatch import ANY_VIEW, run_fallback, table
 from float8lab.tensor.dtensor import is_dtensor
+from float8lab.tensor.stored import StoredTensor
 from float8lab.tensor.window import Window
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _check_fields(
         arguments.check_shape(name, tensor, shape, advice)
 
 
-class Float8Tensor(dispatch.StoredTensor):
+class Float8Tensor(StoredTensor):
     """A tensor of ``dtype`` stored as FP8 data and scales: ``x ~= qdata.float() * scale``.
 
     ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it

@@ -138,10 +138,8 @@ def run_layers_of_encoders(modules: Iterable[nn.Module]) -> None:
         if not isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
             continue
         is_layer = isinstance(module, nn.TransformerEncoderLayer)
-        attribute, state = (
-            "activation_relu_or_gelu" if is_layer else "use_nested_tensor",
-            vars(module),
-        )
+        attribute = "activation_relu_or_gelu" if is_layer else "use_nested_tensor"
+        state = vars(module)
         blocks = [m for m in module.modules() if isinstance(m, nn.TransformerEncoderLayer)]
         layers = (m for b in blocks for m in (b.linear1, b.linear2, *b.self_attn.modules()))
         if any(map(has_recipe, layers)):
