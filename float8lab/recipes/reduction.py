@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,10 +80,9 @@ class AmaxChannel:
         host = self._host
         if host is None:
             timeout = group._get_backend(group._device_types[0]).options._timeout
-            host = self._host = dist.new_group(
-                dist.get_process_group_ranks(group), timeout=timeout, backend="gloo",
-                use_local_synchronization=True,
-            )  # fmt: skip
+            ranks = dist.get_process_group_ranks(group)
+            made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+            host = self._host = cast("dist.ProcessGroup", made)
         return host
 
     def add(self, slots: DelayedSlots) -> None:

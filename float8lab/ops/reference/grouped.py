@@ -18,6 +18,7 @@ operands in the last step of each group, since 0 times NaN is NaN.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,8 @@ def padded_rows(rows: int, groups: int) -> int:
     >>> padded_rows(1000, 3), padded_rows(2, 100)
     (1408, 256)
     """
-    return (rows + torch.sym_min(groups + 1, rows) * (SPAN - 1)) // SPAN * SPAN
+    padded_groups = cast("int", torch.sym_min(groups + 1, rows))
+    return (rows + padded_groups * (SPAN - 1)) // SPAN * SPAN
 
 
 def bounds_of(offs: Tensor) -> Iterator[tuple[int, int, int]]:
