@@ -69,13 +69,19 @@ def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False)
     return x
 
 
-@implements(aten.fill_.Scalar, aten.fill_.Tensor)
-def _fill(op: OpOverload, x: Tensor, value: Tensor | complex) -> Tensor:
-    if isinstance(value, Float8Tensor):
-        value = value._decode()
+@implements(
+    *overloads("normal_", "uniform_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
+    *overloads("random_"),
+    aten.bernoulli_.float,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+)
+def _overwrite(op: OpOverload, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    args = tuple(decoded(a) if isinstance(a, Tensor) else a for a in args)
     if not isinstance(x, Float8Tensor):
-        return op(x, value)
-    return x.requantize_(op(torch.empty(x.shape, dtype=x.dtype, device=x.device), value))
+        return op(x, *args, **kwargs)
+    value = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.requantize_(op(value, *args, **kwargs))
 
 
 @implements(aten.zero_.default)
@@ -86,17 +92,6 @@ def _zero(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
     x.scale.fill_(1.0)
     op(x.amax)
     return x
-
-
-@implements(
-    *overloads("normal_", "uniform_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
-    *overloads("random_"),
-    aten.bernoulli_.float,
-)
-def _random(op: OpOverload, x: Float8Tensor, *args: object, **kwargs: object) -> Float8Tensor:
-    return x.requantize_(
-        op(torch.zeros(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
-    )  # fmt: skip
 
 
 @implements(aten.empty_like.default)

@@ -199,7 +199,7 @@ class Float4Tensor(StoredTensor):
         if self.ndim > 1 and shape[0] > (step := max(_AT_ONCE // size, 1)):
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
             for start in range(0, shape[0], step):
-                rows = _slice(aten.slice.Tensor, self, 0, start, start + step)
+                rows = _along(aten.slice.Tensor, self, 0, start, start + step)
                 out[start : start + step] = rows._decode()
             return out
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
@@ -291,31 +291,26 @@ def _unbind(op: OpOverload, x: Float4Tensor, dim: int = 0) -> _Result:
     return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
 
 
-def _slice(op: OpOverload, x: Float4Tensor, dim: int = 0, *bounds: object) -> Any:
-    if x.spec.block[dim] != 1:
-        return NotImplemented
-    return x.map(lambda t: op(t, dim, *bounds) if t.shape[dim] == x.shape[dim] else t)
-
-
-def _index_select(op: OpOverload, x: Float4Tensor, dim: int, index: Tensor) -> _Result:
+def _along(op: OpOverload, x: Float4Tensor, dim: int = 0, *args: object) -> Any:
+    """A slice, or chosen entries, of a dimension that is not packed."""
     if x.spec.block[dim] != 1:
         return NotImplemented
     size = x.shape[dim]
 
-    def chosen(t: Tensor) -> Tensor:
+    def taken(t: Tensor) -> Tensor:
         if t.shape[dim] != size:
             return t
-        raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t  # FP8 has no such op
-        return raw.index_select(dim, index).view(t.dtype)
+        raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t  # FP8 has no index_select
+        return op(raw, dim, *args).view(t.dtype)
 
-    return x.map(chosen)
+    return x.map(taken)
 
 
 def _index(op: OpOverload, x: Float4Tensor, indices: Sequence[Tensor | None]) -> _Result:
     index = indices[0]
     if len(indices) > 1 or index is None or index.ndim != 1 or index.dtype == torch.bool:
         return NotImplemented
-    return _index_select(op, x, 0, index % x.shape[0])
+    return _along(aten.index_select.default, x, 0, index % x.shape[0])
 
 
 _HANDLERS: dict[OpOverload, Callable[..., object]] = {
@@ -328,7 +323,7 @@ _HANDLERS: dict[OpOverload, Callable[..., object]] = {
     aten._to_copy.default: _to_copy,
     aten.select.int: _select,
     aten.unbind.int: _unbind,
-    aten.slice.Tensor: _slice,
-    aten.index_select.default: _index_select,
+    aten.slice.Tensor: _along,
+    aten.index_select.default: _along,
     aten.index.Tensor: _index,
 }

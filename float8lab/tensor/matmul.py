@@ -10,14 +10,14 @@ quantized to match its partner; a pair that does not fit is dequantized.
 from __future__ import annotations
 
 from types import NotImplementedType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from float8lab.formats import E8M0, HIGH_PRECISION_DTYPES, Spec, gemm_support, scales_by_column
+from float8lab.formats import E8M0, HIGH_PRECISION_DTYPES, gemm_support, scales_by_column
 from float8lab.ops import Groups, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale, with_block
 from float8lab.tensor.dispatch import implements, implements_composite
@@ -76,7 +76,8 @@ def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Op
     """An operand in [rows, K] or [B, rows, K] form; a matrix as GEMMs read it from memory."""
     batch = x.ndim - 2
     if not isinstance(x, Float8Tensor):
-        spec = with_block(_spec_of(partner), (*(1,) * batch, *block))
+        stored = cast("Float8Tensor", partner)  # one operand at least is
+        spec = with_block(stored.spec, (*(1,) * batch, *block))
         q, scale, _ = quantize_blocks(x.mT if transposed else x, spec)
         return _Operand(q, scale, block)
     q, scale, rows = x.qdata, x.scale, x.spec.block[batch + transposed]
@@ -92,11 +93,6 @@ def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Op
         q = transpose_op(q.t(), 1) if q.t().is_contiguous() else q.contiguous()
     by_column = scales_by_column(block)
     return _Operand(q, scale.t().contiguous().t() if by_column else scale.contiguous(), block)
-
-
-def _spec_of(x: Tensor) -> Spec:
-    assert isinstance(x, Float8Tensor), "one operand at least is in FP8"
-    return x.spec
 
 
 def _fp8_mm(
@@ -130,7 +126,7 @@ def _needs_no_autograd(x: Tensor) -> bool:
     return not (torch.is_grad_enabled() and x.requires_grad)
 
 
-@implements(aten.mm.default)
+@implements(aten.mm.default, aten.bmm.default)
 def _mm(op: OpOverload, a: Tensor, b: Tensor) -> _Result:
     return _fp8_mm(a, b, transposed=True)
 
@@ -149,40 +145,15 @@ def _addmm(
     return _fp8_mm(a, b, bias, transposed=True) if is_bias else NotImplemented
 
 
-@implements(aten.bmm.default)
-def _bmm(op: OpOverload, a: Tensor, b: Tensor) -> _Result:
-    blocks = _gemm_blocks(a, b, True)
-    if blocks is None:
-        return NotImplemented
-    left, right = _operand(a, blocks[0], b, False), _operand(b, blocks[1], a, True)
-    return scaled_mm_op(*left, *right, None, a.dtype, False)
-
-
 @implements(aten.baddbmm.default)
 def _baddbmm(
     op: OpOverload, bias: Tensor, a: Tensor, b: Tensor, *, beta: complex = 1, alpha: complex = 1
 ) -> _Result:
-    out = NotImplemented if isinstance(bias, Float8Tensor) else _bmm(op, a, b)
+    out = NotImplemented if isinstance(bias, Float8Tensor) else _fp8_mm(a, b, transposed=True)
     if not isinstance(out, Tensor):
         return out
     scaled = torch.mul(out, alpha)
     return torch.add(scaled, bias, alpha=beta) if beta else scaled
-
-
-def _fp8_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> _Result:
-    """``a @ b[e]`` for the rows of each expert, in FP8."""
-    blocks = _gemm_blocks(a, b, True)
-    if blocks is None:
-        return NotImplemented
-    (rows, columns), weight_block = blocks
-    block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several
-    right = _operand(b, weight_block, a, True)
-    if isinstance(a, Float8Tensor):
-        left = _operand(a, block, b, False)
-    else:
-        q, scale = quantize(Groups("", (a,), a.dtype, offs), with_block(_spec_of(b), block)).rowwise
-        left = _Operand(q[:, : a.shape[1]], scale, block)
-    return scaled_mm_op(*left, *right, None, a.dtype, False, offs)
 
 
 if hasattr(aten, "_grouped_mm"):  # not every torch has it
@@ -193,6 +164,16 @@ if hasattr(aten, "_grouped_mm"):  # not every torch has it
         bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
     ) -> _Result:  # fmt: skip
         by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
-        if offs is not None and by_rows and (a.shape[1], offs.shape) == (b.shape[1], b.shape[:1]):
-            return _fp8_grouped_mm(a, b, offs)
-        return NotImplemented  # torch has messages for sizes that do not fit
+        blocks = _gemm_blocks(a, b, True) if by_rows and offs is not None else None
+        if blocks is None or (a.shape[1], offs.shape) != (b.shape[1], b.shape[:1]):
+            return NotImplemented  # torch has messages for sizes that do not fit
+        (rows, columns), weight_block = blocks
+        block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several
+        right = _operand(b, weight_block, a, True)
+        if isinstance(a, Float8Tensor):
+            left = _operand(a, block, b, False)
+        else:
+            spec = with_block(cast("Float8Tensor", b).spec, block)
+            q, scale = quantize(Groups("", (a,), a.dtype, offs), spec).rowwise
+            left = _Operand(q[:, : a.shape[1]], scale, block)
+        return scaled_mm_op(*left, *right, None, a.dtype, False, offs)
