@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -349,15 +349,6 @@ def _all_to_all_base(
     return _Work([work], lambda: _receive(out, received)).boxed()
 
 
-@implements(*_existing(c10d, "allgather_coalesced_"))
-def _all_gather_lists(
-    op: OpOverload, outputs: list[Tensors], inputs: Tensors, group: ScriptObject, *args: object
-) -> ScriptObject:
-    columns = zip(zip(*outputs, strict=True), inputs, strict=True)
-    gather = c10d.allgather_.default
-    return _Work([_begun(gather([list(out)], [x], group, *args)) for out, x in columns]).boxed()
-
-
 # Sums.
 
 
@@ -367,13 +358,13 @@ def _value(x: Tensor, shape: Sequence[float] | None = None) -> str:
     return f"{dtype} {tuple(x.shape if shape is None else shape)}"
 
 
-def _with_values(
-    call: Callable[..., _Begun], written: Sequence[Tensor], *tensors: object
+def _reduce_values(
+    op: OpOverload, args: Sequence[object], written: Sequence[Tensor], *tensors: object
 ) -> ScriptObject:
     """The boxed work of a collective on values in float32; results are quantized when it is done.
 
     Args:
-        call: the collective, which takes ``tensors`` without Float8Tensors.
+        op: the collective, which takes ``tensors`` without Float8Tensors, and ``args``.
         written: those of the tensors that it writes.
         tensors: nested lists.
     """
@@ -382,7 +373,7 @@ def _with_values(
         for x in tree_leaves(tensors)
         if isinstance(x, Float8Tensor)
     }
-    work = _begun(call(*tree_map_only(Float8Tensor, lambda x: values[id(x)], tensors)))
+    work = _begun(op(*tree_map_only(Float8Tensor, lambda x: values[id(x)], tensors), *args))
 
     def finish() -> None:
         for x in written:
@@ -392,26 +383,16 @@ def _with_values(
     return _Work([work], finish).boxed()
 
 
-@implements(*_existing(c10d, "allreduce_", "allreduce_coalesced_"))
-def _all_reduce(op: OpOverload, tensors: Tensors, group: ScriptObject, *args: object) -> object:
-    _, world = _rank_and_size(group)
-    text = "; ".join(map(_value, tensors))
-    _agree(group, [text] * world, [_written(text, *tensors)] * world)
-    work = _with_values(lambda values: op(values, group, *args), tensors, tensors)
-    return (tensors, work) if op is c10d.allreduce_.default else work
-
-
-@implements(*_existing(c10d, "reduce_"))
-def _reduce(
-    op: OpOverload, tensors: Tensors, group: ScriptObject, reduce_op: ScriptObject, root: int,
-    *args: object,
-) -> ScriptObject:  # fmt: skip
+@implements(*_existing(c10d, "allreduce_", "allreduce_coalesced_", "reduce_"))
+def _reduce(op: OpOverload, tensors: Tensors, group: ScriptObject, *args: object) -> object:
+    """Sum on every rank, or on the root, whose number is the second of ``args``."""
     me, world = _rank_and_size(group)
-    text = "; ".join(map(_value, tensors))
-    sends = [text if rank == root else _NOTHING for rank in range(world)]
-    _agree(group, sends, [_written(text, *tensors) if me == root else _NOTHING] * world)
-    written = tensors if me == root else []
-    return _with_values(lambda values: op(values, group, reduce_op, root, *args), written, tensors)
+    root = args[1] if op is c10d.reduce_.default else None
+    text, gets = "; ".join(map(_value, tensors)), root in (None, me)
+    sends = [text if root in (None, rank) else _NOTHING for rank in range(world)]
+    _agree(group, sends, [_written(text, *tensors) if gets else _NOTHING] * world)
+    work = _reduce_values(op, (group, *args), tensors if gets else [], tensors)
+    return (tensors, work) if op is c10d.allreduce_.default else work
 
 
 @implements(*_existing(c10d, "reduce_scatter_"))
@@ -421,8 +402,7 @@ def _reduce_scatter_list(
     _, world = _rank_and_size(group)
     expected = _written(_value(outputs[0]), *outputs)
     _agree(group, list(map(_value, inputs[0])), [expected] * world)
-    work = _with_values(lambda outs, ins: op(outs, ins, group, *args), outputs, outputs, inputs)
-    return outputs, work
+    return outputs, _reduce_values(op, (group, *args), outputs, outputs, inputs)
 
 
 @implements(*_existing(c10d, "_reduce_scatter_base_"))
@@ -432,20 +412,29 @@ def _reduce_scatter_base(
     _, world = _rank_and_size(group)
     expected = _written(_value(out, (world * out.numel(),)), out)
     _agree(group, [_value(x, (x.numel(),))] * world, [expected] * world)
-    return out, _with_values(lambda out, x: op(out, x, group, *args), [out], out, x)
+    return out, _reduce_values(op, (group, *args), [out], out, x)
 
 
-@implements(
-    *_existing(c10d, "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
-)
-def _each_base(
-    op: OpOverload, outputs: list[Tensor], inputs: list[Tensor], group: ScriptObject, *args: object
+_SINGLE = {
+    "allgather_coalesced_": "allgather_",
+    "allgather_into_tensor_coalesced_": "_allgather_base_",
+    "reduce_scatter_tensor_coalesced_": "_reduce_scatter_base_",
+}
+"""Collectives of many tensors, and that of one of them."""
+
+
+@implements(*_existing(c10d, *_SINGLE))
+def _each(
+    op: OpOverload, outputs: Sequence[Any], inputs: Tensors, group: ScriptObject, *args: object
 ) -> ScriptObject:
-    """Run the collective of one pair of tensors for each pair."""
-    gathers = op is c10d.allgather_into_tensor_coalesced_.default
-    base = c10d._allgather_base_ if gathers else c10d._reduce_scatter_base_
-    pairs = zip(outputs, inputs, strict=True)
-    return _Work([_begun(base.default(out, x, group, *args)) for out, x in pairs]).boxed()
+    """Run the collective of one tensor for each."""
+    name = op._schema.name.split("::")[1]
+    pairs: Iterable[Any] = zip(outputs, inputs, strict=True)
+    if name == "allgather_coalesced_":  # its outputs are by rank
+        columns = zip(*outputs, strict=True)
+        pairs = (([list(outs)], [x]) for outs, x in zip(columns, inputs, strict=True))
+    single = getattr(c10d, _SINGLE[name]).default
+    return _Work([_begun(single(out, x, group, *args)) for out, x in pairs]).boxed()
 
 
 # Point to point. Data and scales travel in the order in which ``quantize`` stores them: a tensor
