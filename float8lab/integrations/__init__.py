@@ -3,12 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from float8lab.integrations.experts import EXPERTS
 from float8lab.integrations.hf_weights import (
     from_transformer_layers,
     to_transformer_layers,
     transformer_layers,
 )
 from float8lab.integrations.onnx import onnx_export
+from float8lab.nn.convert.other_experts import register_experts
 from float8lab.nn.convert.other_linear import register_linear
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _CHECKPOINT = {
 _LAZY = {name: module for module, names in _CHECKPOINT.items() for name in names}
 
 
+register_experts(*EXPERTS)
 register_linear(
     "transformers.pytorch_utils.Conv1D",
     lambda: importlib.import_module("float8lab.integrations.transformers").Float8Conv1D,

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -425,11 +425,12 @@ _SINGLE = {
 
 @implements(*_existing(c10d, *_SINGLE))
 def _each(
-    op: OpOverload, outputs: Sequence[Any], inputs: Tensors, group: ScriptObject, *args: object
-) -> ScriptObject:
+    op: OpOverload, outputs: list[Tensors] | Tensors, inputs: Tensors, group: ScriptObject,
+    *args: object,
+) -> ScriptObject:  # fmt: skip
     """Run the collective of one tensor for each."""
     name = op._schema.name.split("::")[1]
-    pairs: Iterable[Any] = zip(outputs, inputs, strict=True)
+    pairs: Iterable[tuple[object, object]] = zip(outputs, inputs, strict=True)
     if name == "allgather_coalesced_":  # its outputs are by rank
         columns = zip(*outputs, strict=True)
         pairs = (([list(outs)], [x]) for outs, x in zip(columns, inputs, strict=True))
