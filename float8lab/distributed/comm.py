@@ -160,10 +160,6 @@ class TensorParallel:
         """Whether the tokens that leave are shards."""
         return self.sequence_parallel and self.mode == "row"
 
-    def misfit(self, plan: LinearPlan) -> str | None:
-        """Why a plan's blocks do not fit the shards of features, and what would; None: they do."""
-        return misfit(self.features, plan)
-
     # The tokens of a call.
 
     def tokens_of(self, x: Tensor) -> ShardMap | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from float8lab.arguments import check_flags
-from float8lab.distributed.comm import ONE_GPU, NoGroup, OneGpu, Sharded, TensorParallel
+from float8lab.distributed.comm import ONE_GPU, NoGroup, OneGpu, Sharded, TensorParallel, misfit
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
@@ -194,14 +194,14 @@ class Precision:
         """The recipe, or None if its blocks of features cross shards; then it warns once."""
         if recipe is None or not isinstance(self.parallel, TensorParallel):
             return recipe  # the group may come later
-        misfit = self.parallel.misfit(recipe.linear)
-        if misfit is None:
+        reason = misfit(self.parallel.features, recipe.linear)
+        if reason is None:
             return recipe
         if STATE.region is not None and not torch.compiler.is_compiling():
             STATE.region.fp8_calls += 1  # it does not warn that nothing ran in FP8
         if not self.warned_of_misfit:
             self.warned_of_misfit = not torch.compiler.is_compiling()
-            _warn_of_misfit(self.name or "A layer", misfit, repr(recipe))
+            _warn_of_misfit(self.name or "A layer", reason, repr(recipe))
         return None
 
     def weight_gather(self, *, shares_scales: bool = False) -> WeightCast | None:
@@ -217,7 +217,7 @@ class Precision:
             return None
         # The amax of a shard's tensor is not that of the ranks that hold rows.
         if parallel is not None and (
-            not shares_scales or plan.w.tensor_scale or parallel.misfit(plan) is not None
+            not shares_scales or plan.w.tensor_scale or misfit(parallel.features, plan) is not None
         ):
             return None
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
@@ -488,8 +488,8 @@ def place_precisions(module: nn.Module) -> None:
             precision.to(device)
 
 
-def _warn_of_misfit(name: str, misfit: str, recipe: str) -> None:
-    warnings.warn(f"{name} runs in high precision: {misfit}, under {recipe}.", stacklevel=2)
+def _warn_of_misfit(name: str, reason: str, recipe: str) -> None:
+    warnings.warn(f"{name} runs in high precision: {reason}, under {recipe}.", stacklevel=2)
 
 
 # As torch.compiler.assume_constant_result marks it: it warns while a graph is traced.

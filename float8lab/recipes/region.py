@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,14 +46,12 @@ DEFAULT_RECIPE = DelayedScaling()
 """The recipe of an ``autocast`` that is given none."""
 
 
+@dataclass(slots=True)
 class ModelInit:
     """The wishes of an ``fp8_model_init`` block."""
 
-    __slots__ = ("preserve_high_precision_init_val", "recipe")
-
-    def __init__(self, recipe: Recipe, preserve_high_precision_init_val: bool) -> None:
-        self.recipe = recipe
-        self.preserve_high_precision_init_val = preserve_high_precision_init_val
+    recipe: Recipe
+    preserve_high_precision_init_val: bool
 
 
 NO_BACKWARD = -1

@@ -344,7 +344,8 @@ def _misfit(layer: nn.Module, recipe: Recipe, *, sharded: bool) -> str | None:
         ]
         return misfit(features, recipe.linear)
     parallels = (precision.parallel for _, precision in precisions(layer))
-    misfits = (p.misfit(recipe.linear) for p in parallels if isinstance(p, TensorParallel))
+    shards_of_states = (p.features for p in parallels if isinstance(p, TensorParallel))
+    misfits = (misfit(features, recipe.linear) for features in shards_of_states)
     return next(filter(None, misfits), None)
 
 
