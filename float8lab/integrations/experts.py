@@ -202,8 +202,8 @@ class DbrxExperts(OtherExperts):
 
     @staticmethod
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
-        first = ExpertWeight("fc1", joined=("mlp.w1", "mlp.v1"))
-        return {"mlp.w1": first, "mlp.v1": first, "mlp.w2": ExpertWeight("fc2", True)}
+        first, second = ExpertWeight("fc1"), ExpertWeight("fc2", True)
+        return {"mlp.w1": first, "mlp.v1": first, "mlp.w2": second}
 
     @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
@@ -238,9 +238,8 @@ class TitanExperts(OtherExperts):
 
     @staticmethod
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
-        w1, w2, w3 = _names_of_titan(module) or _W
-        first = ExpertWeight("fc1", joined=(w1, w3))
-        return {w1: first, w2: ExpertWeight("fc2"), w3: first}
+        layers = map(ExpertWeight, ("fc1", "fc2", "fc1"))
+        return dict(zip(_names_of_titan(module) or _W, layers, strict=True))
 
     @staticmethod
     def shapes(module: nn.Module) -> list[tuple[int, ...]]:

@@ -199,12 +199,13 @@ def _stacks_of_experts(name: str, module: nn.Module, read: Read) -> Iterator[Gem
     else:
         stacks = {local: module._parameters.get(local) for local in STACKED}
         weights = {
-            local: ExpertWeight("")
+            local: ExpertWeight(local)
             for local, stack in stacks.items()
             if stack is not None and is_stored(stack) and stack.ndim == 3
         }
-    for joined in dict.fromkeys(weight.joined or (local,) for local, weight in weights.items()):
-        yield _stack_of_experts(name, module, joined, weights[joined[0]], read)
+    for layer in dict.fromkeys(weight.layer for weight in weights.values()):
+        local_names = tuple(local for local, weight in weights.items() if weight.layer == layer)
+        yield _stack_of_experts(name, module, local_names, weights[local_names[0]], read)
 
 
 def _stack_of_experts(

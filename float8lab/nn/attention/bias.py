@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_choice, check_floating, check_number, check_tensor
+from float8lab.arguments import check_choice, check_floating, check_number
 from float8lab.nn.attention.masks import broadcasts, distances
 
 __all__ = [
@@ -59,8 +59,9 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
     if bias_type == "no_bias" and bias is None and slopes is None:
         return
     check_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
-    check_tensor("core_attention_bias", bias, optional=True)
-    check_tensor("alibi_slopes", slopes, optional=True)
+    for name, given in (("core_attention_bias", bias), ("alibi_slopes", slopes)):
+        if given is not None:
+            check_floating(name, given)
     wants_bias = bias_type in ("pre_scale_bias", "post_scale_bias")
     if wants_bias != (bias is not None):
         raise ValueError(
@@ -74,14 +75,11 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
                 f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
                 f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
             )
-        check_floating("alibi_slopes", slopes)
         if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
             raise ValueError(
                 f"alibi_slopes must be [{heads}] or [B, {heads}]; got shape "
                 f"{tuple(slopes.shape)}. Give one slope per head."
             )
-    if bias is not None:
-        check_floating("core_attention_bias", bias)
 
 
 def check_softcap(softcap: float, bias_type: str) -> float:

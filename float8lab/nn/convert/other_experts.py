@@ -25,8 +25,6 @@ class ExpertWeight(NamedTuple):
     """The layer, of ``ExpertsBase.layer_names``."""
     transposed: bool = False
     """Whether the matrices are ``[in, out]``."""
-    joined: tuple[str, ...] = ()
-    """Parameters, this one included, whose rows the layer casts as those of one matrix."""
 
 
 class OtherExperts(ExpertsBase):
@@ -59,7 +57,10 @@ class OtherExperts(ExpertsBase):
 
     @staticmethod
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
-        """The parameters with the experts' matrices, by their names below the module."""
+        """The parameters with the experts' matrices, by their names below the module.
+
+        Rows of several parameters of one layer are cast as those of one matrix.
+        """
         raise NotImplementedError
 
     @staticmethod

@@ -344,9 +344,8 @@ def _misfit(layer: nn.Module, recipe: Recipe, *, sharded: bool) -> str | None:
         ]
         return misfit(features, recipe.linear)
     parallels = (precision.parallel for _, precision in precisions(layer))
-    shards_of_states = (p.features for p in parallels if isinstance(p, TensorParallel))
-    misfits = (misfit(features, recipe.linear) for features in shards_of_states)
-    return next(filter(None, misfits), None)
+    shared = (p.features for p in parallels if isinstance(p, TensorParallel))
+    return next(filter(None, (misfit(features, recipe.linear) for features in shared)), None)
 
 
 def lines_about_recasts(plans: Sequence[LayerPlan]) -> list[str]:
