@@ -495,11 +495,6 @@ class _DgradWeight(NamedTuple):
     after: Tensor | None = None
     """In a graph, a tensor that is computed before the GEMM begins."""
 
-    @property
-    def has_forward_bytes(self) -> bool:
-        """Whether the operand is a transpose of forward's."""
-        return self.scale is not None or self.params is not None
-
 
 class _WgradInput(NamedTuple):
     """The input x as wgrad's operand, and the dtype of dw."""
@@ -776,7 +771,8 @@ def _dgrad(
     elif operand is None:
         params, epsilon = weight.params, float(plan.epsilon)
         operand = quantize(_saved_value(value), None, dgrad.right, params, epsilon).columnwise
-    if watching is not None and not weight.has_forward_bytes and not plan.fprop and offsets is None:
+    is_forward_cast = weight.scale is not None or weight.params is not None
+    if watching is not None and not (is_forward_cast or plan.fprop) and offsets is None:
         show_cast(_saved_value(value).t(), operand, dgrad.right, W, watching, only_in_backward=True)
     task = GemmTask(dgrad, shape, weight.dtype, offsets, weight.after)
     keep = keep or watching is not None

@@ -464,8 +464,8 @@ def _of_rank(name: str, shard: ParameterShard, shards: list[Tensor]) -> Tensor:
     return unsharded if shard.ranks == 1 else _take_shard(name, shard, unsharded)
 
 
-def _ranks_and_dim(name: str, x: Any) -> tuple[int, int | None]:
-    """How many ranks share a DTensor, and along which dimension; None: each has all of it."""
+def _shard_of_dtensor(name: str, x: Any) -> ParameterShard | None:
+    """The shard that the first rank has of a DTensor; None: each rank has all of it."""
     is_local = type(local_of(x)) in (Tensor, nn.Parameter, Float8Tensor)
     if not is_local or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
         raise NotImplementedError(
@@ -474,29 +474,29 @@ def _ranks_and_dim(name: str, x: Any) -> tuple[int, int | None]:
             "any mesh into any other."
         )
     (placement,) = x.placements
-    return x.device_mesh.size(), placement.dim if placement.is_shard() else None
+    shares = placement.is_shard()
+    return ParameterShard(placement.dim - x.ndim, 0, x.device_mesh.size()) if shares else None
 
 
 def _of_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
     """The unsharded tensor of a DTensor, whose shards the state dicts of all its ranks have."""
-    ranks, dim = _ranks_and_dim(name, shards[0])
-    if dim is None:
+    shard = _shard_of_dtensor(name, shards[0])
+    if shard is None:
         return local_of(shards[0])
-    if len(shards) != ranks:
+    if len(shards) != shard.ranks:
         raise ValueError(
-            f"state_dict must be those of all {ranks} ranks in a list; got {len(shards)} with a "
-            f"part of {name}. Load the files of all ranks."
+            f"state_dict must be those of all {shard.ranks} ranks in a list; got {len(shards)} "
+            f"with a part of {name}. Load the files of all ranks."
         )
-    shard = ParameterShard(dim - shards[0].ndim, 0, ranks)
     return _unshard(name, shard, [local_of(local) for local in shards])
 
 
 def _as_dtensor(name: str, local: DTensor, unsharded: Tensor) -> DTensor:
     """This rank's shard of a tensor, as a DTensor like ``local``."""
-    ranks, dim = _ranks_and_dim(name, local)
-    if dim is not None:
-        rank = local.device_mesh.get_local_rank()
-        unsharded = _take_shard(name, ParameterShard(dim - local.ndim, rank, ranks), unsharded)
+    shard = _shard_of_dtensor(name, local)
+    if shard is not None:
+        shard = shard._replace(rank=local.device_mesh.get_local_rank())
+        unsharded = _take_shard(name, shard, unsharded)
     return cast("DTensor", with_local(local, unsharded.to(local.device)))
 
 
@@ -557,11 +557,11 @@ def _full(name: str, x: DTensor) -> Tensor:
     """The unsharded tensor; DTensor's own method would give one stored in FP8 other blocks."""
     if type(local_of(x)) is not Float8Tensor:  # FSDP2's shards know how to be gathered
         return x.full_tensor()
-    ranks, dim = _ranks_and_dim(name, x)
-    if dim is None:
+    shard = _shard_of_dtensor(name, x)
+    if shard is None:
         return local_of(x)
     shards = all_objects(local_of(x).detach().cpu(), x.device_mesh.get_group())
-    return _unshard(name, ParameterShard(dim - x.ndim, 0, ranks), shards).to(x.device)
+    return _unshard(name, shard, shards).to(x.device)
 
 
 # Tensors that are stored in FP8: their data are cut and joined like any tensor, and their scales
