@@ -165,11 +165,9 @@ def fused_moe_aux_loss(
             f"tokens_per_expert must hold numbers; got {arguments.shown(tokens_per_expert)}. Pass "
             "counts."
         )
-    if probs.ndim != 2 or tokens_per_expert.shape != probs.shape[1:]:
-        raise ValueError(
-            "probs must have 2 dimensions, the second of the size of tokens_per_expert; got shapes "
-            f"{tuple(probs.shape)} and {tuple(tokens_per_expert.shape)}. Reshape them."
-        )
+    arguments.check_shape("tokens_per_expert", tokens_per_expert, (None,))
+    advice = "Give it a column for each expert of tokens_per_expert."
+    arguments.check_shape("probs", probs, (None, len(tokens_per_expert)), advice)
     for name, size in (("num_experts", num_experts), ("topk", topk)):
         arguments.check_size(name, size, minimum=1)
     if isinstance(total_num_tokens, Tensor) and total_num_tokens.numel() == 1:

@@ -323,12 +323,8 @@ def are_sizes(sizes: list[int], tokens: int) -> bool:
 
 def check_tokens(name: str, x: Tensor) -> None:
     """Check for tokens by features, plain or in FP8."""
-    arguments.check_tensor(name, x)
-    if x.dtype not in arguments.PARAMETER_DTYPES:
-        raise TypeError(
-            f"{name} must be a floating-point tensor or a Float8Tensor; got {arguments.shown(x)}. "
-            "Convert it first; FP8 data moves with their scales as a Float8Tensor."
-        )
+    advice = "Convert it first; FP8 data moves with its scales as a Float8Tensor."
+    arguments.check_floating(name, x, advice)
     arguments.check_shape(name, x, (None, None), "Reshape it to tokens and features.")
 
 
@@ -374,11 +370,8 @@ def _check_routing_map(routing_map: Tensor, tokens: int, map_type: str) -> None:
             "routing_map must hold numbers of experts with map_type='index'; got bools. Pass "
             "map_type='mask'."
         )
-    if routing_map.shape[0] != tokens:
-        raise ValueError(
-            f"routing_map must have a row for each of the {tokens} tokens of inp; got shape "
-            f"{tuple(routing_map.shape)}. Pass the map of the same tokens."
-        )
+    advice = "Pass the map of the tokens of inp."
+    arguments.check_shape("routing_map", routing_map, (tokens, None), advice)
 
 
 def routed(

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor, shown
+from float8lab import arguments
 from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Spec, largest
 from float8lab.tables import aligned
 from float8lab.tensor.blocks import by_block, expand_scale
@@ -166,7 +166,7 @@ class TensorStats(_Shares[float]):
 
         ``kind`` is ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or ``"inf"``.
         """
-        check_choice("kind", kind, KINDS)
+        arguments.check_choice("kind", kind, KINDS)
         return sum(self.codes[code] for code in _codes_of_kinds(self.spec.fp8_dtype)[kind])
 
     def share(self, kind: str) -> float:
@@ -208,7 +208,7 @@ class TensorStats(_Shares[float]):
 
     def histogram(self, by: str = "code") -> Histogram:
         """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
-        check_choice("by", by, ("code", "exponent"))
+        arguments.check_choice("by", by, ("code", "exponent"))
         if by == "code":
             return Histogram(by, code_values(self.spec.fp8_dtype), torch.tensor(self.codes))
         counts = self.count_exponents()
@@ -258,8 +258,8 @@ class BlockStats(_Shares[Tensor]):
         """float64: ``counts[kind]`` as a share of the block's elements, 0 if it has none."""
         if not isinstance(kind, str) or kind not in self.counts:
             raise ValueError(
-                f"kind must be one of {', '.join(self.counts)}; got {shown(kind)}. Shares clipped "
-                "and flushed need an original: stats(original, per_block=True)."
+                f"kind must be one of {', '.join(self.counts)}; got {arguments.shown(kind)}. "
+                "Shares clipped and flushed need an original: stats(original, per_block=True)."
             )
         return self.counts[kind].double() / self.numel.clamp(min=1)
 
@@ -342,7 +342,7 @@ def stats(
     >>> float8lab.inspect.stats(t, per_block=True).saturated.tolist()
     [[0.5], [0.5]]
     """
-    check_flags(per_block=per_block, local=local)
+    arguments.check_flags(per_block=per_block, local=local)
     if per_block and is_dtensor(x) and not local:
         raise ValueError(
             "per_block must come with local=True for a DTensor; got local=False. Blocks are cut "
@@ -362,7 +362,7 @@ def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
     >>> float8lab.inspect.compare(float8lab.quantize(x, scale=1.0), x).max_error
     0.03125
     """
-    check_tensor("original", original)
+    arguments.check_tensor("original", original)
     return cast(Comparison, stats(x, original, local=local).comparison)  # there is an original
 
 
@@ -376,7 +376,7 @@ def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
     >>> float8lab.quantize(torch.tensor([448.0, 1.0, 1.5])).histogram("exponent").counts.tolist()
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]
     """
-    check_choice("by", by, ("code", "exponent"))  # before a collective
+    arguments.check_choice("by", by, ("code", "exponent"))  # before a collective
     return stats(x, local=local).histogram(by)
 
 
@@ -400,7 +400,7 @@ def health(found: TensorStats) -> str:
     >>> float8lab.inspect.health(t.stats())
     '25% saturated, 25% subnormal, 25% zero'
     """
-    check_instance("found", found, TensorStats, "a TensorStats")
+    arguments.check_instance("found", found, TensorStats, "a TensorStats")
     if not found.numel:
         return "empty"
     kinds = ["saturated", "subnormal", "zero"]
@@ -419,7 +419,8 @@ def stored(x: Any) -> Any:
     """The Float8Tensor that ``x`` is or has as its local tensor, its scales up to date."""
     local = local_of(x)
     if not _is_stored_in_fp8(local):
-        got = f"{type(local).__name__} of {local.dtype}" if isinstance(x, Tensor) else shown(x)
+        is_tensor = isinstance(x, Tensor)
+        got = f"{type(local).__name__} of {local.dtype}" if is_tensor else arguments.shown(x)
         advice = "float8lab.quantize() it first."
         if isinstance(x, nn.Module):
             advice = (
@@ -501,15 +502,9 @@ def _original(x: Any, original: Tensor | None) -> Tensor | None:
     """The original of ``stored(x)``, as a plain tensor on its device; None without one."""
     if original is None:
         return None
-    if not isinstance(original, Tensor):
-        raise TypeError(
-            f"original must be a tensor; got {type(original).__name__}. Pass what was quantized."
-        )
-    if tuple(original.shape) != tuple(x.shape):
-        raise ValueError(
-            f"original must have shape {tuple(x.shape)}; got {tuple(original.shape)}. Pass what "
-            "was quantized, in the same view."
-        )
+    arguments.check_tensor("original", original)
+    advice = "Pass what was quantized, in the same view."
+    arguments.check_shape("original", original, tuple(x.shape), advice)
     if is_dtensor(x) or is_dtensor(original):
         placed = getattr(x, "placements", None), getattr(x, "device_mesh", None)
         expected = getattr(original, "placements", None), getattr(original, "device_mesh", None)

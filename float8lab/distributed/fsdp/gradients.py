@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from float8lab.arguments import check_flags, check_module, check_state, shown
 from float8lab.distributed.ranks import exchanged, rank_and_size
-from float8lab.formats import E4M3, Float8Spec
+from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks
 from float8lab.tensor.operands import quantize
 
@@ -39,7 +39,6 @@ __all__ = ["Float8ReduceScatter", "fp8_reduce_scatter"]
 
 _BLOCK = 128
 _SPEC = Float8Spec(E4M3, (1, _BLOCK))
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Residual:
@@ -83,7 +82,7 @@ class _GroupReduceScatter(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType, async_op: bool = False,
     ) -> None:  # fmt: skip
         """Write the float32 sum of the chunks for this rank, ``[K]``, in the order of ranks."""
-        if input_tensor.dtype not in _DTYPES or async_op:
+        if input_tensor.dtype not in HIGH_PRECISION_DTYPES or async_op:
             raise NotImplementedError(
                 "reduce_dtype must be float32, bfloat16 or float16, and async_op False; got "
                 f"{input_tensor.dtype} and {async_op}. Give fully_shard such a reduce_dtype."
