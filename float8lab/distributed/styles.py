@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from float8lab.arguments import check_flags, check_instance, shown
+from float8lab.arguments import check_dtype, check_flags, check_instance
+from float8lab.formats import FP8_DTYPES
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
 
@@ -105,11 +106,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         fwd_config_submodule_fqn: str | None = None,
     ) -> None:
         check_flags(use_local_output=use_local_output)
-        if float8_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-            raise TypeError(
-                "float8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
-                f"{shown(float8_dtype)}. Leave it out: the layers' recipes choose."
-            )
+        check_dtype("float8_dtype", float8_dtype, FP8_DTYPES, optional=False)
         name = fwd_config_submodule_fqn
         check_instance("fwd_config_submodule_fqn", name, str, "a name", optional=True)
         super().__init__(
