@@ -1,7 +1,8 @@
-"""One file per op family: plain tensors in, fresh plain tensors out.
+"""Plain tensors in, fresh plain tensors out.
 
-``reference/`` holds every op in plain PyTorch; ``kernels/`` holds the CUDA launchers and is the
-only place that imports triton.
+``reference/`` holds every op in plain PyTorch, and declares it there unless callers need more of it
+than the op: then it has a file here. ``kernels/`` holds the CUDA launchers and is the only place
+that imports triton.
 """
 
 from float8lab.ops import graph_casts, inductor  # noqa: F401
@@ -14,15 +15,13 @@ from float8lab.ops.attention import (
     merge_attention_,
 )
 from float8lab.ops.cast import Prologue, amax_op, cast_many_op, cast_op, transpose_op, value_of_op
-from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.ops.declare import announce, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_into, scaled_mm_op
 from float8lab.ops.grouped import Groups, Offsets, plan_groups_op
-from float8lab.ops.norm import norm_backward_op, norm_op
 from float8lab.ops.paged_attention import has_paged_attention, paged_attention
-from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.ops.reference import (
     ACTIVATIONS,
+    NO_DATA,
     as_matrix,
     encode_from_amax,
     factors_from_amax,
@@ -30,9 +29,15 @@ from float8lab.ops.reference import (
     round_to_fp8,
     round_up,
 )
-from float8lab.ops.rotary import rotate_op
-from float8lab.ops.router import SCORE_FUNCTIONS, route_backward_op, route_op
-from float8lab.ops.scaling import NO_DATA, update_scales_op
+from float8lab.ops.reference.cross_entropy import (
+    cross_entropy_backward_op,
+    cross_entropy_statistics_op,
+)
+from float8lab.ops.reference.norm import norm_backward_op, norm_op
+from float8lab.ops.reference.permute import gather_rows_op, row_map_op, scatter_rows_op
+from float8lab.ops.reference.rotary import rotate_op
+from float8lab.ops.reference.router import SCORE_FUNCTIONS, route_backward_op, route_op
+from float8lab.ops.reference.scaling import update_scales_op
 
 __all__ = [
     "ACTIVATIONS", "LARGEST_HEAD", "NO_DATA", "SCORE_FUNCTIONS", "Groups", "Offsets", "Prologue",

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.cross_entropy import empty_statistics
 from float8lab.ops.kernels._common import ceil_div, next_power_of_2
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
@@ -72,7 +71,7 @@ def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
     M, V = logits.shape
     if logits.dtype == torch.float64 or not logits.numel():
         return reference.cross_entropy_statistics(logits, target)
-    stats, logits = empty_statistics(logits), _rows(logits)
+    stats, logits = reference.empty_statistics(logits), _rows(logits)
     _statistics_kernel[(M,)](
         logits, target.contiguous(), stats, M, V, logits.stride(0),
         **_tile(V), enable_fp_fusion=False,

@@ -18,8 +18,8 @@ from float8lab.ops import reference
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.norm import empty_stats
 from float8lab.ops.reference import as_matrix
+from float8lab.ops.reference.norm import empty_stats
 
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from float8lab.ops.kernels._common import Tile, ceil_div, next_power_of_2
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.permute import empty_row_map, scatter_outputs
 from float8lab.ops.reference import permute as reference
 
 _TILE = Tile(rows=1, columns=4096, warps=4)
@@ -111,7 +110,8 @@ def _row_map_kernel(
 def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
     T, S = routing_map.shape
     E = experts or S
-    row_map, offsets = empty_row_map(SimpleNamespace(routing_map=routing_map, experts=experts))
+    of = SimpleNamespace(routing_map=routing_map, experts=experts)
+    row_map, offsets = reference.empty_row_map(of)
     if not routing_map.numel():
         return row_map.zero_(), offsets.zero_()
     block = next_power_of_2(E)
@@ -214,7 +214,7 @@ def scatter_rows(
     if x.element_size() > 4:
         return reference.scatter_rows(x, row_map, rows, probs, merged, scale, amax)
     (T, H), S = x.shape, row_map.shape[1] - 1
-    outputs = y, row_values, new_scale, new_amax = scatter_outputs(
+    outputs = y, row_values, new_scale, new_amax = reference.scatter_outputs(
         SimpleNamespace(x=x, rows=rows, probs=probs, merged=merged, scale=scale)
     )
     if T == 0:

@@ -17,7 +17,6 @@ from float8lab.ops.kernels._common import ceil_div, next_power_of_2
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import router as reference
-from float8lab.ops.router import route_outputs
 
 _MOST_EXPERTS = 4096
 _ELEMENTS = 1024
@@ -176,7 +175,7 @@ def route(
     if logits.dtype == torch.float64 or E > _MOST_EXPERTS or not logits.numel():
         options = (score_function, pre_softmax, num_groups, group_topk, scaling, dense)
         return reference.route(logits, expert_bias, topk, *options)
-    probs, routing_map = route_outputs(SimpleNamespace(logits=logits, dense=dense))
+    probs, routing_map = reference.route_outputs(SimpleNamespace(logits=logits, dense=dense))
     groups = num_groups if group_topk else 1
     tile = _tile(E)
     _route_kernel[(ceil_div(T, tile["TOKENS"]),)](

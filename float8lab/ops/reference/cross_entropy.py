@@ -9,9 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from float8lab.ops.declare import declare
 from float8lab.ops.reference.prologue import widen
 
-__all__ = ["cross_entropy_backward", "cross_entropy_statistics"]
+__all__ = [
+    "cross_entropy_backward", "cross_entropy_backward_op", "cross_entropy_statistics",
+    "cross_entropy_statistics_op", "empty_statistics",
+]  # fmt: skip
 
 
 def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
@@ -52,3 +56,20 @@ def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> T
     softmax = torch.where(factor == 0, 0.0, factor * (x - log_sum).exp())
     is_target = torch.arange(V, device=x.device) == target[:, None]
     return (softmax - torch.where(is_target, at_target, 0.0) - everywhere).to(logits.dtype)
+
+
+def empty_statistics(logits: Tensor) -> Tensor:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty((4, logits.shape[0]), dtype=wide)
+
+
+cross_entropy_statistics_op = declare(
+    cross_entropy_statistics,
+    cuda="cross_entropy:cross_entropy_statistics",
+    outputs=lambda of: empty_statistics(of.logits),
+)
+cross_entropy_backward_op = declare(
+    cross_entropy_backward,
+    cuda="cross_entropy:cross_entropy_backward",
+    outputs=lambda of: of.logits.new_empty(of.logits.shape),
+)

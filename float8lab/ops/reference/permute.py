@@ -10,12 +10,17 @@ filled are the first.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["ScatteredRows", "gather_rows", "row_map_of", "scatter_rows"]
+from float8lab.ops.declare import declare
+
+__all__ = [
+    "ScatteredRows", "empty_row_map", "gather_rows", "gather_rows_op", "row_map_of", "row_map_op",
+    "scatter_outputs", "scatter_rows", "scatter_rows_op",
+]  # fmt: skip
 
 
 class ScatteredRows(NamedTuple):
@@ -140,3 +145,36 @@ def gather_rows(
         back = row_values.new_zeros((row_map.shape[0], row_map.shape[1] - 1))
         back[token, place] = row_values[row]
     return x.to(dtype), back  # type: ignore[return-value]  # see declare
+
+
+def empty_row_map(of: Any) -> tuple[Tensor, Tensor]:
+    """Room for the row map of a routing map, and for the offsets of the experts' rows."""
+    T, S = of.routing_map.shape
+    row_map = of.routing_map.new_empty((T, S + 1), dtype=torch.int32)
+    return row_map, row_map.new_empty(of.experts or S)
+
+
+def scatter_outputs(of: Any) -> tuple[Tensor | None, ...]:
+    """Room for the rows, for what moves beside them, and for their scales and amaxes."""
+    row_values = scale = amax = None
+    if of.probs is not None:
+        row_values = of.probs.new_empty((of.rows,) if of.merged is None else of.probs.shape)
+    if of.scale is not None:
+        scale, amax = (of.scale.new_empty((of.scale.shape[1], of.rows)).t() for _ in range(2))
+    y = of.x.new_empty((of.rows, of.x.shape[1]))
+    return ScatteredRows(y, row_values, scale, amax)
+
+
+def _gather_outputs(of: Any) -> tuple[Tensor | None, ...]:
+    T, S = of.row_map.shape[0], of.row_map.shape[1] - 1
+    row_values = None if of.row_values is None else of.row_values.new_empty((T, S))
+    return of.y.new_empty((T, of.y.shape[1]), dtype=of.dtype), row_values
+
+
+row_map_op = declare(row_map_of, cuda="permute:row_map_of", outputs=empty_row_map, any_strides=True)
+scatter_rows_op = declare(
+    scatter_rows, cuda="permute:scatter_rows", outputs=scatter_outputs, any_strides=True
+)
+gather_rows_op = declare(
+    gather_rows, cuda="permute:gather_rows", outputs=_gather_outputs, any_strides=True
+)

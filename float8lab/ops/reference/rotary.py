@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["rotate"]
+from float8lab.ops.declare import declare
+
+__all__ = ["rotate", "rotate_op"]
 
 
 def rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
@@ -38,3 +42,17 @@ def _rotate_quarter(x: Tensor, interleaved: bool) -> Tensor:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
+
+
+def _shards(of: Any) -> Any:
+    for dim in range(3):
+        angles = dim if of.cos.shape[dim] > 1 else None
+        yield (dim,), {"t": dim, "cos": angles, "sin": angles}
+
+
+rotate_op = declare(
+    rotate,
+    cuda="rotary:rotate",
+    outputs=lambda of: of.t.new_empty(of.t.shape),
+    sharding=_shards,
+)

@@ -6,13 +6,19 @@ the first expert is larger, and NaN is larger than any.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from float8lab.ops.declare import declare
 from float8lab.ops.reference.prologue import widen
 
-__all__ = ["LEAST_SUM", "SCORE_FUNCTIONS", "route", "route_backward", "shares"]
+__all__ = [
+    "LEAST_SUM", "SCORE_FUNCTIONS", "route", "route_backward", "route_backward_op", "route_op",
+    "route_outputs", "shares",
+]  # fmt: skip
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 LEAST_SUM = 1e-20
@@ -118,3 +124,25 @@ def route_backward(
     else:
         slope = torch.where(scores > 0, slope / (2 * scores), 0)
     return torch.where(routing_map, grad * slope, 0).to(logits.dtype)
+
+
+def route_outputs(of: Any) -> tuple[Tensor, Tensor]:
+    dtype = of.logits.dtype
+    if of.dense:
+        dtype = torch.promote_types(dtype, torch.float32)
+    routing_map = of.logits.new_empty(of.logits.shape, dtype=torch.bool)
+    return of.logits.new_empty(of.logits.shape, dtype=dtype), routing_map
+
+
+route_op = declare(
+    route,
+    cuda="router:route",
+    outputs=route_outputs,
+    sharding=lambda of: [((0, 0), {"logits": 0})],
+)
+route_backward_op = declare(
+    route_backward,
+    cuda="router:route_backward",
+    outputs=lambda of: of.logits.new_empty(of.logits.shape),
+    sharding=lambda of: [((0,), dict.fromkeys(("dprobs", "logits", "routing_map"), 0))],
+)

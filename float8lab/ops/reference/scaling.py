@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from float8lab.ops.declare import declare
 from float8lab.ops.reference.blocks import encode_from_amax
 
-__all__ = ["NO_DATA", "update_scales_"]
+__all__ = ["NO_DATA", "update_scales_", "update_scales_op"]
 
 NO_DATA = -1.0
 """The value of an amax slot in which nothing was recorded since the last update."""
@@ -38,3 +39,11 @@ def update_scales_(
     factors.copy_(torch.where(due, torch.stack((1.0 / encode, encode)), factors))
     amax.fill_(NO_DATA)
     return factors.t().unsqueeze(2).repeat(1, 1, 4)
+
+
+update_scales_op = declare(
+    update_scales_,
+    cuda="scaling:update_scales_",
+    outputs=lambda of: of.factors.new_empty((of.factors.shape[1], 2, 4)),
+    mutates=("history", "amax", "factors", "steps"),
+)
