@@ -14,7 +14,7 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,9 +28,9 @@ from float8lab.ops.sharding import Rule, takes_dtensors
 
 __all__ = [
     "OPS", "RECORDING", "Declared", "DirectCall", "announce", "called_by_ops", "capability_of",
-    "casts_by_kernel", "compute_intensive_ops", "declare", "filled", "first_tensor", "is_profiled",
+    "casts_by_kernel", "compute_intensive_ops", "declare", "filled", "is_profiled",
     "is_watched_by_a_mode", "load_launcher", "overload_named", "planned", "tell_when_imported",
-    "untraced",
+    "tensors_of", "untraced",
 ]  # fmt: skip
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
@@ -106,7 +106,7 @@ def _for_gpus(path: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         knows_blocks = not is_cast or has_kernels(tuple(args[block]), args[rule])
         if knows_blocks and (
-            has_fp8 or not _holds_fp8(args) or casts_by_kernel(first_tensor(args).device)
+            has_fp8 or not _holds_fp8(args) or casts_by_kernel(next(tensors_of(args)).device)
         ):
             return launch(*args)
         if is_cast and names[0] == "prologue" and args[0]:
@@ -116,13 +116,13 @@ def _for_gpus(path: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def first_tensor(args: Iterable[Any]) -> Any:
-    """The first tensor among arguments, or in the lists and tuples there; None if there is none."""
+def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, and in the lists and tuples there."""
     for arg in args:
-        tensor = first_tensor(arg) if isinstance(arg, (tuple, list)) else arg
-        if isinstance(tensor, Tensor):
-            return tensor
-    return None
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (tuple, list)):
+            yield from tensors_of(arg)
 
 
 def _holds_fp8(args: Sequence[Any]) -> bool:
@@ -316,7 +316,7 @@ def filled(results: Any, args: Sequence[Any]) -> Any:
     """The results of an op's call with ``args``, with an empty tensor in the place of each None."""
     if not isinstance(results, tuple):
         return results
-    like = first_tensor(args)
+    like: Any = next(tensors_of(args), None)
     return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
@@ -390,8 +390,7 @@ def _tell_counter(counter: ModuleType) -> None:
 
 def _tell_dtensor(module: ModuleType) -> None:
     for overload, op in OPS.declared.items():
-        rule = op.arguments, op.outputs, op.sharding, op.mutates
-        takes_dtensors(module, overload, *rule, _LIBRARY)
+        takes_dtensors(module, overload, op, _LIBRARY)
 
 
 tell_when_imported("torch.utils.flop_counter", _tell_counter)
@@ -441,7 +440,8 @@ def _direct(
             return overload(*args)
         # Autograd's, unless below an autograd function. Negative: of the imaginary part of a
         # conjugate, which the dispatcher makes a tensor of its own first.
-        if (torch.is_grad_enabled() and _requires_grad(args)) or x.is_neg():
+        requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(args))
+        if requires_grad or x.is_neg():
             return overload(*args)
         if x.is_cuda:
             if launcher is None:
@@ -490,14 +490,3 @@ def planned(body: Callable[..., Any]) -> Any:
 
     call.launcher = launcher  # type: ignore[attr-defined]
     return call
-
-
-def _requires_grad(args: Sequence[Any]) -> bool:
-    """Whether a tensor among the arguments, or in a list there, does."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            if arg.requires_grad:
-                return True
-        elif (type(arg) is list or type(arg) is tuple) and _requires_grad(arg):
-            return True
-    return False

@@ -24,21 +24,14 @@ Rule = Callable[[Any], Iterable[tuple[Sequence[Placing], Mapping[str, Placing]]]
 """From the arguments to placements of the results, and of arguments by name or replicated."""
 
 
-def takes_dtensors(
-    dtensor: Any, overload: Any, defaults: Mapping[str, Any], outputs: Callable[..., Any],
-    rule: Rule | None, mutates: Sequence[str], library: Any,
-) -> None:  # fmt: skip
-    """Have calls of an op with DTensors run on their shards.
+def takes_dtensors(dtensor: Any, overload: Any, declared: Any, library: Any) -> None:
+    """Have calls of a ``declared`` op with DTensors run on their shards.
 
-    Args:
-        dtensor: the module ``torch.distributed.tensor``, which takes long to import.
-        defaults: its arguments in their order, None for those that have to be given.
-        outputs: allocates its results, given the arguments by name.
-        rule: the declaration's ``sharding``.
-        mutates: the arguments that it writes, which must not be tensors here.
+    ``dtensor`` is the module ``torch.distributed.tensor``, which takes long to import.
     """
 
     def call(cls: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        defaults, mutates = declared.arguments, declared.mutates
         given = {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
         if any(isinstance(given.get(name), Tensor) for name in mutates):
             raise NotImplementedError(
@@ -46,24 +39,23 @@ def takes_dtensors(
                 "it would write. Call it on local tensors."
             )
         with torch.no_grad():
-            return _call(dtensor, overload, given, outputs, rule)
+            return _call(dtensor, overload, given, declared)
 
     torch.library.register_torch_dispatch(overload, dtensor.DTensor, call, lib=library)
 
 
-def _call(
-    dtensor: Any, op: Any, given: Mapping[str, Any], outputs: Callable[..., Any], rule: Rule | None
-) -> Any:
+def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any:
     mesh = next(x.device_mesh for _, x in _tensors(given) if isinstance(x, dtensor.DTensor))
     unsharded = _map(given, lambda _, x: torch.empty_strided(
         x.shape, x.stride(), dtype=x.dtype, device="meta"
     ))  # fmt: skip
-    results = outputs(*unsharded.values())
+    results = declared.outputs(*unsharded.values())
     single = not isinstance(results, tuple)
     if single:
         results = (results,)
     choices: list[tuple[Sequence[Placing], Mapping[str, Placing]]] = [((None,) * len(results), {})]
-    choices += rule(SimpleNamespace(**unsharded)) if rule is not None else ()
+    if declared.sharding is not None:
+        choices += declared.sharding(SimpleNamespace(**unsharded))
 
     def placement(placing: Placing, x: Tensor) -> Any:
         # A result that was not wanted is empty and of one dimension, here and as an argument.

@@ -12,7 +12,7 @@ has served, as the function itself would have done between its GEMMs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from float8lab.ops.declare import first_tensor
+from float8lab.ops.declare import tensors_of
 from float8lab.ops.kernels import _launch
 from float8lab.ops.kernels._launch import current_device, current_stream, has_hooks
 
@@ -79,7 +79,7 @@ class _Step(NamedTuple):
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    """Constants, and a ``_Number`` in the place of each tensor."""
+    """Constants, and a ``_Number`` in the place of each tensor, also in lists."""
     kwargs: dict[str, Any]
     number: int | None
     """The number of the tensor that it returns, if it makes one."""
@@ -121,6 +121,8 @@ class _Call:
         def named(value: object) -> str:
             if type(value) is _Number:
                 return f"t{int(value)}"
+            if type(value) is list:
+                return f"[{', '.join(map(named, value))}]"
             if value is _launch.STREAM:
                 return "stream"
             if value is None or type(value) in (bool, int):
@@ -136,7 +138,7 @@ class _Call:
                     source.extend([f"t{number}.zero_()"] * (number in zeros))
                     exist.add(number)
 
-        used = [dict.fromkeys(arg for arg in step.args if type(arg) is _Number) for step in steps]
+        used = [dict.fromkeys(_numbers_in(step.args)) for step in steps]
         last = {int(number): i for i, numbers in enumerate(used) for number in numbers}
         lasting = {*range(given), *outputs}
         for i, step in enumerate(steps):
@@ -212,12 +214,6 @@ class _Recording(TorchDispatchMode):
         allocates: bool = False,
     ) -> int:  # fmt: skip
         """A step that returns ``out``, and its number; None stands for the first argument."""
-        lists = [isinstance(arg, list) and _has_tensor(arg) for arg in args]
-        if any(lists):
-            if any(len(arg) > 1 for arg, alone in zip(args, lists, strict=True) if alone):
-                self.fits = False
-            function = functools.partial(_with_lists, function, lists)
-            args = tuple(arg[0] if alone else arg for arg, alone in zip(args, lists, strict=True))
         self.fits &= not _has_tensor(kwargs.values())
         args = self._numbered(args)
         number = None
@@ -257,7 +253,7 @@ class _Recording(TorchDispatchMode):
         args = self._numbered(args, as_they_are=False)
         self.steps.append(_Step(run, args, {}, None, is_launch=True))
 
-    def _numbered(self, args: tuple[Any, ...], *, as_they_are: bool = True) -> tuple[Any, ...]:
+    def _numbered(self, args: Sequence[Any], *, as_they_are: bool = True) -> tuple[Any, ...]:
         """Arguments, with its number in the place of each tensor."""
         numbered: list[Any] = []
         for arg in args:
@@ -267,6 +263,8 @@ class _Recording(TorchDispatchMode):
                     self.fits = False
             elif hasattr(arg, "block_shape"):
                 arg = _Number(self._describe(arg))
+            elif isinstance(arg, list) and _has_tensor(arg):
+                arg = [*self._numbered(arg, as_they_are=as_they_are)]
             numbered.append(arg)
         return tuple(numbered)
 
@@ -279,8 +277,7 @@ class _Recording(TorchDispatchMode):
         """The record of a call that gave ``result``; None if it cannot be repeated."""
         results, build = _leaves_of(result)
         outputs = [output for output in results if output is not None]
-        args = [arg for step in self.steps if not step.is_launch for arg in step.args]
-        seen = {arg for arg in args if type(arg) is _Number}
+        seen = {n for step in self.steps if not step.is_launch for n in _numbers_in(step.args)}
         returned = {step.number for step in self.steps if step.number is not None}
         numbers = []
         for output in outputs:
@@ -336,12 +333,10 @@ def _expression(element: object, leaves: list[object], kinds: list[type]) -> str
     return f"new(kinds[{kind}], ({fields}))"
 
 
-def _with_lists(
-    function: Callable[..., Any], lists: Sequence[bool], *args: Any, **kwargs: Any
-) -> Any:
-    """Call a function of which some arguments are lists of one."""
-    made = ([arg] if alone else arg for arg, alone in zip(args, lists, strict=True))
-    return function(*made, **kwargs)
+def _numbers_in(args: Iterable[Any]) -> Iterator[_Number]:
+    """The numbers of tensors among the arguments of a step, and in lists there."""
+    for arg in args:
+        yield from (n for n in (arg if type(arg) is list else [arg]) if type(n) is _Number)
 
 
 def _described_as(descriptor: Any, base: Tensor | None) -> Any:
@@ -424,7 +419,7 @@ def _on_device(
     launcher: Callable[..., Any], repeat: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     """Launch on the GPU of the first tensor: Triton launches on the current one."""
-    x = first_tensor(args)
+    x = next(tensors_of(args))
     if _launch.is_on_current_device(x):
         return launcher(*args)
     with torch.cuda.device(x.device):
