@@ -74,11 +74,9 @@ def _measure_cast_kernel(
     # a tile are counted, and subtracted.
     byte = tl.arange(0, 256)
     tl.store(row_ptr + byte, counts - tl.where(byte == 0, outside, 0))
-    tl.store(row_ptr + 256, tl.sum(tl.sum(nonzero, 1), 0))
-    tl.store(row_ptr + 257, tl.sum(tl.sum(finite, 1), 0))
-    tl.store(row_ptr + 258, tl.sum(tl.sum(infinite, 1), 0))
-    tl.store(row_ptr + 259, tl.sum(tl.sum(signal, 1), 0))
-    tl.store(row_ptr + 260, tl.sum(tl.sum(noise, 1), 0))
+    sums = (nonzero, finite, infinite, signal, noise)
+    for i in tl.static_range(5):
+        tl.store(row_ptr + 256 + i, tl.sum(tl.sum(sums[i], 1), 0))
     tl.store(row_ptr + SUMS, tl.max(tl.max(amax, 1), 0))
     tl.store(row_ptr + SUMS + 1, scale_max + scale_nan)
     tl.store(row_ptr + SUMS + 2, scale_nan - scale_min)

@@ -57,12 +57,8 @@ def _softplus(z):
     s = tl.div_rn(u, 2.0 + u)
     q = s * s
     series = 1 / 15
-    series = series * q + 1 / 13
-    series = series * q + 1 / 11
-    series = series * q + 1 / 9
-    series = series * q + 1 / 7
-    series = series * q + 1 / 5
-    series = series * q + 1 / 3
+    for odd in tl.static_range(13, 1, -2):
+        series = series * q + 1 / odd
     return tl.maximum(z, 0.0) + 2.0 * (s * q * series + s)
 
 
@@ -143,18 +139,13 @@ def _route_kernel(
         left = tl.where(left == tl.max(left, 1, keep_dims=True), _LOWEST, left)
     chosen = left != keys
 
-    if DENSE:
-        probs = scores
-        if FUNCTION != "softmax":
-            score_sum = tl.sum(tl.where(valid, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
-            probs = tl.div_rn(scores, score_sum)
-    else:
-        if FUNCTION == "softmax" and not OVER_ALL:
-            scores = _softmax(z, chosen)
-        probs = scores
-        if NORMALIZED:
-            score_sum = tl.sum(tl.where(chosen, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
-            probs = tl.div_rn(scores, score_sum)
+    if FUNCTION == "softmax" and not OVER_ALL:
+        scores = _softmax(z, chosen)
+    probs = scores
+    if NORMALIZED:
+        counted = tl.where(valid if DENSE else chosen, scores, 0.0)
+        probs = tl.div_rn(scores, tl.sum(counted, 1, keep_dims=True) + LEAST_SUM)
+    if not DENSE:
         probs = tl.where(chosen, probs * scaling, 0.0)
     tl.store(probs_ptr + tokens * E + experts, probs.to(probs_ptr.dtype.element_ty), mask=inside)
     tl.store(map_ptr + tokens * E + experts, chosen.to(tl.uint8), mask=inside)
@@ -183,7 +174,8 @@ def route(
         probs, routing_map.view(torch.uint8), T, E, topk,
         groups, E // groups, group_topk, topk // max(group_topk, 1), scaling,
         FUNCTION=score_function, OVER_ALL=pre_softmax or dense, HAS_BIAS=expert_bias is not None,
-        GROUPED=group_topk > 0, NORMALIZED=topk > 1 and score_function != "softmax", DENSE=dense,
+        GROUPED=group_topk > 0, DENSE=dense,
+        NORMALIZED=(topk > 1 or dense) and score_function != "softmax",
         BLOCK_G=next_power_of_2(groups), **tile, enable_fp_fusion=False,
     )  # fmt: skip
     return probs, routing_map
