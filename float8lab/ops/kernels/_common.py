@@ -72,7 +72,7 @@ WIDEN_FP16 = tl.constexpr("""{
 }""")
 
 
-_TRITON_DTYPES = {
+TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -128,11 +128,6 @@ def empty_column_sums(x: Tensor, shape: Sequence[int], tile: Tile) -> Tensor:
     return x.new_empty((ceil_div(shape[0], tile.rows), shape[1]), dtype=torch.float32)
 
 
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The same dtype in Triton."""
-    return _TRITON_DTYPES[dtype]
-
-
 def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """Run a launcher on the GPU of its first argument."""
 
@@ -169,12 +164,6 @@ def place_of(COLUMNS, TILE_M: tl.constexpr, TILE_K: tl.constexpr, tile=None):
 def abs_bits(x):
     """Bit pattern of abs(x) for float32 x: ordered as the values are, and NaN above inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def pow2_floor(x):
-    """Positive float32 x rounded down to a power of two: its mantissa dropped."""
-    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -320,13 +309,6 @@ def store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS):
     """Store a tile of a contiguous [ROWS, COLUMNS] matrix."""
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
     tl.store(q_ptr + rows[:, None] * COLUMNS + columns[None, :], q, mask=mask)
-
-
-@triton.jit
-def store_transposed(q_ptr, q, rows, columns, ROWS, COLUMNS):
-    """Store the same tile into the contiguous [COLUMNS, ROWS] transpose, coalesced along rows."""
-    mask = (columns < COLUMNS)[:, None] & (rows < ROWS)[None, :]
-    tl.store(q_ptr + columns[:, None] * ROWS + rows[None, :], tl.trans(q), mask=mask)
 
 
 @triton.jit

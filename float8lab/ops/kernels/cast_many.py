@@ -229,7 +229,7 @@ def _launch_alike(
     if table is None:
         return False
     constants = {
-        "X": _common.triton_dtype(x.dtype), "Q": _common.triton_dtype(jobs[0].q.dtype),
+        "X": _common.TRITON_DTYPES[x.dtype], "Q": _common.TRITON_DTYPES[jobs[0].q.dtype],
         "ALIGNED": aligned, "LIMIT": largest(jobs[0].q.dtype), "RULE": rule,
         "BM": max(block[0], 0), "BK": max(block[1], 0),
         "SINGLE": bool(rule) and block == (1, -1) and widest.shape[1] <= tile.columns,

@@ -27,7 +27,7 @@ def _transpose_kernel(
 ):  # fmt: skip
     _, _, rows, columns = _common.place_of(COLUMNS, TILE_M, TILE_K)
     q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
-    _common.store_transposed(q_t_ptr, q, rows, columns, ROWS, COLUMNS)
+    _common.store_tile(q_t_ptr, tl.trans(q), columns, rows, COLUMNS, ROWS)
 
 
 @replayed
@@ -69,9 +69,7 @@ def _dequantize_kernel(
 
 
 @replayed
-def dequantize(
-    q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, event: Tensor | None = None
-) -> Tensor:
+def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     if not casts_by_kernel(q.device):
         return reference.dequantize(q, scale, block, dtype)
     y = q.new_empty(q.shape, dtype=dtype)

@@ -8,7 +8,7 @@ multiplied in ``hopper_gemm.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def scaled_mm_into(
     out: Tensor, a: Tensor, a_scale: Tensor, a_block: Sequence[int], b: Tensor, b_scale: Tensor,
     b_block: Sequence[int], bias: Tensor | None, fast_accum: bool,
 ) -> None:  # fmt: skip
-    """Sizes that need padding, and outputs that need a pass after the GEMM, are copied."""
+    """Copied are sizes that need padding, outputs that need a pass after the GEMM, and torch's."""
     left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
     y = _mm(left, right, bias, out.dtype, fast_accum, out)
     if y is not out:
@@ -152,9 +152,8 @@ def _multiply(
         return y if after is None else y.add_(after)
     b_scale = b_scale if b_scale.numel() == 1 else b_scale.t()
     out = torch._scaled_mm(
-        a, b.t(), a_scale, b_scale, bias=epilogue, out_dtype=out_dtype, use_fast_accum=fast_accum,
-        **({} if into is None else {"out": into}),
-    )  # fmt: skip
+        a, b.t(), a_scale, b_scale, bias=epilogue, out_dtype=out_dtype, use_fast_accum=fast_accum
+    )
     return out if after is None else out.add_(after)
 
 
@@ -192,14 +191,8 @@ def _multiply_blocks(
     kinds = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
     if cublaslt.multiply(a, b, *scales, None, y, scalings=kinds, fast_accum=False):
         return y
-    if into is None:
-        return torch_scaled_mm(
-            a, b.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=out_dtype
-        )
-    # The function has no ``out``; no swizzle, no bias.
-    scalings: Any = [([scale], [kind.value], []) for scale, kind in zip(scales, kinds, strict=True)]
-    return torch.ops.aten._scaled_mm_v2.out(
-        a, b.t(), *scalings[0], *scalings[1], None, out_dtype, out=into
+    return torch_scaled_mm(
+        a, b.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=out_dtype
     )
 
 

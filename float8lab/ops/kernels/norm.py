@@ -150,7 +150,7 @@ def norm(
         x if y is None else y, rstd if mean is None else mean, rstd,
         rstd if amax is None else amax, M, K, *x.stride(), *scale.stride(), eps,
         CENTER=center, WRITE=write, AMAX=want_amax, SCALED=scaled, BM=block[0], BK=block[1],
-        SINGLE=chunk >= K, DTYPE=_common.triton_dtype(dtype), TILE_M=rows, TILE_K=chunk,
+        SINGLE=chunk >= K, DTYPE=_common.TRITON_DTYPES[dtype], TILE_M=rows, TILE_K=chunk,
         num_warps=8 if rows * chunk > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return y, mean, rstd, amax

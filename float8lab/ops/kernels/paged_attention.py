@@ -30,7 +30,6 @@ _KEYS, _KEYS_OF_WIDE_VECTORS = 64, 32
 _WARPS, _WARPS_IN_FP8, _STAGES = 4, 2, 3
 _UNLIMITED = 2**30
 """Positions between a query and the keys that it sees, where a window has no end."""
-_FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _PAIRS_TO_FLOAT16 = """{ .reg .b32 word; .reg .b16 even, odd;
     prmt.b32 word, $2, 0, 0x3120;
     mov.b32 {even, odd}, word;
@@ -204,7 +203,8 @@ def paged_attention(
     sequences: Tensor, left: int, right: int, scale: float,
 ) -> Tensor:  # fmt: skip
     (B, H, S, D), (_, G, P, DV) = q.shape, v.shape
-    rows, fp8 = H // G * S, _FP8.get(k.dtype)
+    rows = H // G * S
+    fp8 = _common.TRITON_DTYPES[k.dtype] if k.element_size() == 1 else None
     is_in_pairs = fp8 is None or (D % 2 == 0 and DV % 2 == 0)
     if not (has_paged_attention(rows, D, DV) and is_in_pairs) or q.dtype == torch.float64:
         return plain.paged_attention(

@@ -312,7 +312,7 @@ def arguments_of(
     constants = {
         "VALUES": Values(
             function, gated, backward, is_split and first.shape[1] // 2 % tile.columns == 0,
-            _common.triton_dtype(dtype if prologue else first.dtype),
+            _common.TRITON_DTYPES[dtype if prologue else first.dtype],
         ),
         **tile.constants, "enable_fp_fusion": False,
     }  # fmt: skip

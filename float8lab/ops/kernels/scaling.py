@@ -77,8 +77,8 @@ def _update_scales_kernel(
     chosen = tl.max(_common.abs_bits(column), 0).to(tl.float32, bitcast=True)
     encode = tl.div_rn(tl.load(fp8_max_ptr + slot * stride_fp8_max), chosen)
     encode = tl.where(encode > _common.FLOAT32_MAX, _common.FLOAT32_MAX, encode)
-    if POWER_OF_2:
-        encode = _common.pow2_floor(encode)
+    if POWER_OF_2:  # without its mantissa
+        encode = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     encode = encode * tl.cast(factor, tl.float32)
 
     steps = tl.load(steps_ptr + slot * stride_steps)
