@@ -445,9 +445,7 @@ def _direct(
             return overload(*args)
         if x.is_cuda:
             if launcher is None:
-                launcher = for_gpus()
-            if torch.is_autocast_enabled("cuda"):
-                return _exact(launcher, "cuda")(*args)
+                launcher = _exact(for_gpus(), "cuda")
             return launcher(*args)
         if x.is_cpu and not torch.is_autocast_enabled("cpu"):
             return reference(*args)

@@ -101,8 +101,6 @@ multiprocessor: one loads while another stores."""
 
 
 # triton.cdiv and triton.next_power_of_2 also run in kernels, which makes them slow outside of one.
-
-
 def ceil_div(size: int, tile: int) -> int:
     """How many tiles it takes to hold ``size``."""
     return -(-size // tile)

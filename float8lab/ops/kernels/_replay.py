@@ -268,11 +268,6 @@ class _Recording(TorchDispatchMode):
             numbered.append(arg)
         return tuple(numbered)
 
-    def _is_whole(self, out: Tensor, number: int) -> bool:
-        """Whether a tensor takes all of the memory of the one with that number."""
-        base = self.tensors[number]
-        return bool(out.nbytes == base.nbytes and out.data_ptr() == base.data_ptr())
-
     def call(self, result: Any) -> _Call | None:
         """The record of a call that gave ``result``; None if it cannot be repeated."""
         results, build = _leaves_of(result)
@@ -282,8 +277,10 @@ class _Recording(TorchDispatchMode):
         numbers = []
         for output in outputs:
             number = self.number.get(id(output), -1)
+            base = self.tensors[number]
             # A view over all of what was allocated may be allocated as it is.
-            as_it_is = number in seen or number in returned or not self._is_whole(output, number)
+            is_whole = output.nbytes == base.nbytes and output.data_ptr() == base.data_ptr()
+            as_it_is = number in seen or number in returned or not is_whole
             numbers.append(self._number(output, as_it_is=as_it_is))
         are_distinct = len(set(numbers)) == len({id(output) for output in outputs})
         if not self.fits or not self.steps or not are_distinct or -1 in numbers:

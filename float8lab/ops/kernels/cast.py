@@ -53,9 +53,6 @@ _How = tuple[torch.dtype, tuple[int, ...], str, float, int]
 """The FP8 format, block, rule, epsilon and alignment."""
 
 
-# Amaxes.
-
-
 def _partial_amax(matrix: Matrix) -> Tensor:
     """The amax as at most ``_PARTIALS`` partial ones; of a prologue as one, ``[1, 1]``."""
     prologue, inputs, dtype = matrix

@@ -113,8 +113,6 @@ def _cast_many_kernel(
             )  # fmt: skip
 
 
-# The table.
-
 _Key = tuple[torch.device, tuple[tuple[int, ...], ...]]
 
 _RECENT: OrderedDict[_Key, Tensor] = OrderedDict()
@@ -152,9 +150,6 @@ def _table_of(key: _Key) -> Tensor | None:
     if device.type == "cuda":
         table.record_stream(torch.cuda.current_stream(device))
     return table
-
-
-# The ops.
 
 
 class _Job(NamedTuple):

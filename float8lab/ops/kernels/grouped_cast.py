@@ -122,9 +122,6 @@ def _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT: tl.constexpr):
     return group, row, end, limit
 
 
-# Amaxes.
-
-
 @triton.jit
 def _part_of_plan(plan_ptr, index, PARTS: tl.constexpr):
     """Group, first row and end of one of the ``PARTS`` of a tile in a plan."""
@@ -232,9 +229,6 @@ def _amax_rows_of_groups_kernel(
         if TRANSPOSE:
             of_group = amax_ptr + ALL_ROWS + group * COLUMNS
             tl.atomic_max(of_group + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
-
-
-# Casts.
 
 
 @triton.jit
@@ -399,9 +393,6 @@ def _sum_groups_kernel(
         column_sums += tl.load(partial_ptr + columns, mask=columns < K, other=0.0)
         partial_ptr += K
     tl.store(sum_ptr + group.to(tl.int64) * K + columns, column_sums, mask=columns < K)
-
-
-# The launcher.
 
 
 def _has_kernel(

@@ -24,8 +24,6 @@ from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.kernels.grouped_cast import plan_groups
 from float8lab.ops.reference import ALIGN, SPAN
 
-# The launchers.
-
 
 def mode_of(
     a: Tensor, a_block: tuple[int, ...], b: Tensor, b_block: tuple[int, ...],

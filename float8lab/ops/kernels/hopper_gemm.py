@@ -147,9 +147,6 @@ def _find(tile, schedule, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
     return group, row, first, b_row, b_column, steps, left, column
 
 
-# The roles.
-
-
 @gluon.jit
 def _product(
     a_tile, b_tile, partial, quarter: gl.constexpr, group: gl.constexpr, B_BY_ROW: gl.constexpr
@@ -501,9 +498,6 @@ def multiply_tiles(
 
 def _strides(scale: Tensor) -> tuple[int, int, int]:
     """From group to group, row to row, step to step; 0 where there is one."""
-    if scale.ndim < 3:
-        by_row = scale.stride(0) if scale.ndim == 2 and scale.shape[0] > 1 else 0
-        by_step = scale.stride(1) if scale.ndim == 2 and scale.shape[1] > 1 else 0
-        return 0, by_row, by_step
     sizes = zip(scale.shape, scale.stride(), strict=True)
-    return tuple(stride if size > 1 else 0 for size, stride in sizes)  # type: ignore[return-value]
+    strides = (stride if size > 1 else 0 for size, stride in sizes)
+    return (*[0] * (3 - scale.ndim), *strides)  # type: ignore[return-value]

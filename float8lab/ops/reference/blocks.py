@@ -53,9 +53,6 @@ def round_up(size: int, align: int) -> int:
     return -(-size // align) * align
 
 
-# Scales.
-
-
 def in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
     """A matrix as ``[blocks, rows of one, blocks, columns of one]``.
 
@@ -183,9 +180,6 @@ def scale_in_tiles(scale: Tensor) -> Tensor:
         filled.to(formats.E8M0).view(torch.uint8).unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
     )
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(formats.E8M0)
-
-
-# Rounding.
 
 
 def _round_to_packed(value: Tensor) -> Tensor:
