@@ -199,11 +199,10 @@ def declare(
     on_any_device = untraced(lambda *args: filled(exact(*args), args))
     implementations = {"CompositeExplicitAutograd": on_any_device}
     if cuda is not None:
-        for_gpus = functools.cache(lambda: _for_gpus(cuda, function))
-        on_gpu = _exact(lambda *args: for_gpus()(*args), "cuda")
+        for_gpus = functools.cache(lambda: _exact(_for_gpus(cuda, function), "cuda"))
         implementations = {
             "CPU": on_any_device,
-            "CUDA": untraced(lambda *args: filled(on_gpu(*args), args)),
+            "CUDA": untraced(lambda *args: filled(for_gpus()(*args), args)),
         }
 
     def define(name: str, schema: str) -> OpOverload:
@@ -445,7 +444,7 @@ def _direct(
             return overload(*args)
         if x.is_cuda:
             if launcher is None:
-                launcher = _exact(for_gpus(), "cuda")
+                launcher = for_gpus()
             return launcher(*args)
         if x.is_cpu and not torch.is_autocast_enabled("cpu"):
             return reference(*args)

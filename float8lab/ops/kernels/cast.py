@@ -128,15 +128,15 @@ def _amax_rows_columns(
 
 
 def _scales_of_rows(
-    matrix: Matrix, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, tile: _common.Tile,
-    *, write: bool, transpose: bool, given: Tensor | None = None,
+    matrix: Matrix, options: _How, tile: _common.Tile, *, write: bool, transpose: bool,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Scales of rows and of columns, the encode factors of both, and the amaxes of the columns.
 
     These are returned of a written matrix of which the columns alone are cast. ``given`` are the
     amaxes of the columns, if those alone are wanted.
     """
-    first = matrix[1][0]
+    first, (fp8_dtype, _, rule, eps, align) = matrix[1][0], options
     rows, columns = (round_up(size, align) for size in prologue_shape(*matrix[:2]))
     amaxes = first.new_zeros(rows + columns, dtype=torch.int32)
     if given is None:
@@ -434,8 +434,8 @@ def _cast_straight(
         _cast(matrix, q, encode, block, "encode", eps)
         return q, scale, None
     if prologue and block == (1, -1):
-        arguments = (fp8_dtype, rule, eps, align, prologues.tile_for(prologue))
-        scale, _, encode, _ = _scales_of_rows(matrix, *arguments, write=True, transpose=False)
+        tile = prologues.tile_for(prologue)
+        scale, _, encode, _ = _scales_of_rows(matrix, options, tile, write=True, transpose=False)
         _cast(matrix, q, encode.view(-1, 1), block, "encode", eps)
         return q, scale, None
     scale = empty_scale(first, q.shape, block)
@@ -533,7 +533,7 @@ def _cast_words(
         scale = scale_t = None
     elif block == (1, -1):
         scale, scale_t, given, amax = _scales_of_rows(
-            matrix, fp8_dtype, rule, eps, align, tile, write=write, transpose=True, given=given
+            matrix, options, tile, write=write, transpose=True, given=given
         )
     else:
         scale, scale_t = (first.new_empty((1, 1), dtype=torch.float32) for _ in range(2))
