@@ -129,16 +129,14 @@ class _ChosenGemm:
         M, N, K = sizes[1:4]
         self._handle = _handle(sizes.device)
         self._operation = _new_operation(sizes)
-        self._b = _new_layout(sizes.b_dtype, K, N, K)
-        self._a = _new_layout(sizes.a_dtype, K, M, K)
-        self._out = _new_layout(sizes.out_dtype, N, M, N)
+        self._b = _new_layout(sizes.b_dtype, K, N)
+        self._a = _new_layout(sizes.a_dtype, K, M)
+        self._out = _new_layout(sizes.out_dtype, N, M)
         answer = _ask(self._handle, self._operation, self._b, self._a, self._out)
         self.workspace_bytes = int(answer.workspace_bytes)
         self._numbers = byref(c_float(1.0)), byref(c_float(0.0)), byref(answer)
         self._addresses = {name: c_void_p() for name in (_SCALE_A, _SCALE_B, _BIAS)}
         self._is_used = threading.Lock()
-        library = _library()
-        self._multiply, self._set = library.cublasLtMatmul, library.cublasLtMatmulDescSetAttribute
 
     def launch(
         self, stream: int, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor,
@@ -152,19 +150,18 @@ class _ChosenGemm:
             self._point(_SCALE_B, a_scale)
             if bias is not None:
                 self._point(_BIAS, bias)
-            status = self._multiply(
-                self._handle, self._operation, factor, b.data_ptr(), self._b, a.data_ptr(), self._a,
-                zero, into, self._out, into, self._out, answer, room, self.workspace_bytes, stream,
+            _call(
+                "cublasLtMatmul", self._handle, self._operation, factor, b.data_ptr(), self._b,
+                a.data_ptr(), self._a, zero, into, self._out, into, self._out, answer, room,
+                self.workspace_bytes, stream,
             )  # fmt: skip
-        _check("cublasLtMatmul", status)
 
     def _point(self, attribute: int, tensor: Tensor) -> None:
         """Have an attribute hold the address of a tensor."""
         held, address = self._addresses[attribute], tensor.data_ptr()
         if held.value != address:
             held.value = address
-            status = self._set(self._operation, attribute, byref(held), 8)
-            _check("cublasLtMatmulDescSetAttribute", status)
+            _set(self._operation, attribute, held)
 
 
 def _new_operation(sizes: _Sizes) -> c_void_p:
@@ -184,8 +181,8 @@ def _new_operation(sizes: _Sizes) -> c_void_p:
     return operation
 
 
-def _new_layout(dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_void_p:
-    sizes = c_uint64(rows), c_uint64(columns), c_int64(stride)
+def _new_layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
+    sizes = c_uint64(rows), c_uint64(columns), c_int64(rows)
     return _created("MatrixLayout", _TYPES[dtype], *sizes)
 
 
@@ -218,10 +215,7 @@ def _set(operation: c_void_p, attribute: int, value: c_void_p | c_int8 | c_int32
 
 
 def _call(name: str, *args: object) -> None:
-    _check(name, getattr(_library(), name)(*args))
-
-
-def _check(name: str, status: int) -> None:
+    status = getattr(_library(), name)(*args)
     if status:
         raise RuntimeError(f"{name} failed with status {status}")
 
