@@ -287,7 +287,8 @@ def _compared(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]
         deviation.add(x, y, y if reference_is_b else x)
         step(row.name, share * x.numel())
     is_equal = deviation.noise == deviation.max_error == deviation.unlike == 0
-    is_same = is_equal and not (changed or changed_scales) and _same_format(a, b)
+    same_format = alike and (same_blocks or not a.quantized) and _same_levels(a, b)
+    is_same = is_equal and not (changed or changed_scales) and same_format
     return replace(
         row,
         status="same" if is_same else "equal" if is_equal else "differs",
@@ -295,12 +296,6 @@ def _compared(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]
         changed_scales=changed_scales if same_blocks else None,
         **asdict(deviation),
     )
-
-
-def _same_format(a: Item, b: Item) -> bool:
-    """Whether both store their values by the same dtype, blocks and levels of scales."""
-    same_blocks = a.spec is not None and b.spec is not None and a.spec.block == b.spec.block
-    return _bits(a) == _bits(b) and (same_blocks or not a.quantized) and _same_levels(a, b)
 
 
 def _bits(item: Item) -> torch.dtype | None:

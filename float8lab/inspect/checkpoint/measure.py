@@ -16,6 +16,7 @@ from torch import Tensor
 from float8lab.checkpoints.item import Finding, Item, blocks_of_box
 from float8lab.checkpoints.source import Box, boxes
 from float8lab.formats import E2M1, E4M3, E5M2, Spec, scale_shape
+from float8lab.tensor.blocks import by_block
 from float8lab.tensor.statistics import TensorStats, code_values
 
 __all__ = ["Measured", "PlainStats", "ScaleStats", "measure"]
@@ -141,10 +142,10 @@ def _codes(item: Item, step: Step) -> Measured:
         counts += torch.bincount(data.reshape(-1), minlength=count)
         body = data & (count // 2 - 1)
         top, below = (
-            _each_block((body == code).view(torch.uint8), block, _count)
+            by_block((body == code).view(torch.uint8), block, _count, 0)
             for code in (blocks.top, blocks.top - 1)
         )
-        largest = _each_block(body.masked_fill_(body > blocks.top, 0), block, torch.amax)
+        largest = by_block(body.masked_fill_(body > blocks.top, 0), block, torch.amax, 0)
         if _cuts_blocks(box, block, shape):
             place = blocks_of_box(box, block)
             if cut_blocks is None:
@@ -200,31 +201,28 @@ def _factors(item: Item, box: Box | None) -> Tensor:
     return item.scales(box) if tensor_scale is None else item.scales(box) * tensor_scale
 
 
-def _code_findings(stats: TensorStats, blocks: _Blocks, scaled: bool) -> list[Finding]:
-    result = []
-    for kind, label in (("nan", "NaN"), ("inf", "infinite")):
-        if stats.count(kind):
-            result.append(Finding(kind, f"{_some(stats.count(kind), stats.numel)} codes {label}"))
-    count = blocks.blocks
-    if blocks.bad:
-        result.append(
-            Finding("bad-scale", f"{_some(blocks.bad, count)} scales NaN, infinite or negative")
-        )
-    if blocks.zero_lost:
-        text = f"{_some(blocks.zero_lost, count)} scales are zero over codes that are not"
-        result.append(Finding("zero-scale", text))
-    elif blocks.zero_scales:
-        text = f"{_some(blocks.zero_scales, count)} scales zero, over zeros"
-        result.append(Finding("zero-scale", text, wrong=False))
-    if blocks.saturated:
-        text = f"{_some(blocks.saturated, count)} blocks saturated"
-        result.append(Finding("saturated", text, wrong=False))
-    if blocks.idle and scaled:
-        text = f"{_some(blocks.idle, count)} blocks use less than {IDLE:.3g} of the range"
-        result.append(Finding("unused-range", text, wrong=False))
+def _code_findings(stats: TensorStats, blocks: _Blocks, scaled: bool) -> Iterator[Finding]:
+    over_zeros = 0 if blocks.zero_lost else blocks.zero_scales
+    unused = f"blocks use less than {IDLE:.3g} of the range"
+    for kind, count, of, text, wrong in (
+        ("nan", stats.count("nan"), stats.numel, "codes NaN", True),
+        ("inf", stats.count("inf"), stats.numel, "codes infinite", True),
+        ("bad-scale", blocks.bad, blocks.blocks, "scales NaN, infinite or negative", True),
+        (
+            "zero-scale",
+            blocks.zero_lost,
+            blocks.blocks,
+            "scales are zero over codes that are not",
+            True,
+        ),
+        ("zero-scale", over_zeros, blocks.blocks, "scales zero, over zeros", False),
+        ("saturated", blocks.saturated, blocks.blocks, "blocks saturated", False),
+        ("unused-range", blocks.idle if scaled else 0, blocks.blocks, unused, False),
+    ):
+        if count:
+            yield Finding(kind, f"{_some(count, of)} {text}", wrong)
     if stats.numel and stats.count("zero") == stats.numel:
-        result.append(Finding("all-zero", "all zero", wrong=False))
-    return result
+        yield Finding("all-zero", "all zero", wrong=False)
 
 
 def _plain(item: Item, step: Step) -> Measured:
@@ -272,26 +270,12 @@ def _plain_findings(plain: PlainStats, scale: bool) -> Iterator[Finding]:
         yield Finding(kind, f"{_some(not_positive, plain.numel)} scales not positive")
 
 
-def _each_block(x: Tensor, block: Sequence[int], reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """``reduce`` over each block, dimension by dimension; blocks cut by an edge are filled by 0."""
-    shape = tuple(x.shape)
-    for dim in reversed(range(x.ndim)):
-        size = shape[dim] if block[dim] == -1 else block[dim]
-        if size == 1:
-            continue
-        count = 1 if block[dim] == -1 else -(-shape[dim] // size)
-        missing = count * size - shape[dim]
-        if missing:
-            padding = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
-            x = torch.nn.functional.pad(x, padding)
-        x = reduce(x.unflatten(dim, (count, size)), dim + 1)
-    return x
-
-
-def _count(x: Tensor, dim: int) -> Tensor:
-    """Sum of zeros and ones (uint8), or of such sums."""
-    if x.dtype == torch.uint8 and x.shape[dim] < 256:
-        return x.sum(dim, dtype=torch.uint8).int()  # many times faster than in a wider type
+def _count(x: Tensor, dim: Sequence[int]) -> Tensor:
+    """Sum of zeros and ones, uint8, over these dimensions."""
+    *before, last = dim
+    if x.shape[last] < 256:
+        x = x.sum(last, dtype=torch.uint8)  # many times faster than in a wider type
+        return x.sum(before, dtype=torch.int32) if before else x.int()
     return x.sum(dim, dtype=torch.int32)
 
 
