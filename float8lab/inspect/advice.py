@@ -224,6 +224,7 @@ def advise_by(
 ) -> Advice:  # fmt: skip
     """Run ``advise`` with times by ``timer``, or with modelled times if ``timer`` is None."""
     refuse_dtensors(model, "advise")
+    timer = _without_cpu(timer) if timer is not None and mode == "cuda_graph" else timer
     with on_trial(model, batch, loss_fn) as trial:
         trial.convert(filter_fn, exclude)
         calls, saved, saved_in_all = _look(trial, recipe)
@@ -233,7 +234,7 @@ def advise_by(
             cases = {case: _modelled(case, recipe, mode) for case in made}
         else:
             step = timer(trial.step)
-            cases = {case: _measured(case, recipe, timer, mode) for case in dict.fromkeys(made)}
+            cases = {case: _measured(case, recipe, timer) for case in dict.fromkeys(made)}
             beyond_layers = Times(
                 max(0.0, step.gpu - sum(cases[case].high_precision.gpu for case in made)),
                 max(0.0, step.cpu - sum(cases[case].high_precision.cpu for case in made)),
@@ -241,10 +242,8 @@ def advise_by(
             trial.use(dict.fromkeys(trial.layers, recipe))
             fp8_step = timer(trial.step)
             trial.use({})
-            cases = _calibrated(
-                cases, [cases[case].fp8 for case in made], fp8_step, beyond_layers, mode
-            )
-            beyond_layers = _without_cpu(beyond_layers) if mode == "cuda_graph" else beyond_layers
+            all_fp8 = [cases[case].fp8 for case in made]
+            cases = _calibrated(cases, all_fp8, fp8_step, beyond_layers)
     layers = tuple(
         _row(name, layer_cases, cases, saved.get(name, 0))
         for name, layer_cases in calls.items()
@@ -276,16 +275,15 @@ def advise_by(
 
 
 def _calibrated(
-    cases: dict[_Case, _Times], all_fp8: Sequence[Parts], fp8_step: Times, beyond_layers: Times,
-    mode: str,
-) -> dict[_Case, _Times]:  # fmt: skip
+    cases: dict[_Case, _Times], all_fp8: Sequence[Parts], fp8_step: Times, beyond_layers: Times
+) -> dict[_Case, _Times]:
     """Scale the cases' FP8 times so that, with ``rest``, they add up to a step with all in FP8."""
     # The times need it because a layer measured alone finds its code in the CPU's caches, and its
     # data not in the GPU's.
     gpu = sum(times.gpu for times in all_fp8)
     cpu = sum(times.cpu for times in all_fp8)
     of_gpu = max(0.0, fp8_step.gpu - beyond_layers.gpu) / gpu if gpu else 1.0
-    of_cpu = max(0.0, fp8_step.cpu - beyond_layers.cpu) / cpu if cpu and mode == "eager" else 1.0
+    of_cpu = max(0.0, fp8_step.cpu - beyond_layers.cpu) / cpu if cpu else 1.0
     factors = Parts(of_gpu, of_gpu, of_cpu)
     return {
         case: measured._replace(fp8=Parts(*map(operator.mul, factors, measured.fp8)))
@@ -308,8 +306,9 @@ def _describe(model: nn.Module) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-def _without_cpu(times: Times) -> Times:
-    return times._replace(cpu=0.0)
+def _without_cpu(timer: Timer) -> Timer:
+    """A timer for what runs in a CUDA graph, which takes no CPU time."""
+    return lambda fn: timer(fn)._replace(cpu=0.0)
 
 
 # Cases: the layers and inputs of a step.
@@ -454,7 +453,7 @@ def _break_even(times: Callable[[int], tuple[Times | Parts, Times | Parts]]) -> 
     return between.start + bisect_left(between, True, key=pays)
 
 
-def _measured(case: _Case, recipe: Recipe, timer: Timer, mode: str) -> _Times:
+def _measured(case: _Case, recipe: Recipe, timer: Timer) -> _Times:
     high_time, fp8 = (_Bench(case, choice).time(timer) for choice in (None, recipe))
     gemm = _Bench(case, recipe).time_gemms(timer)
     saving = _Bench(case, recipe).time_shared_cast(timer) if case.shares else Times(0.0, 0.0)
@@ -467,8 +466,6 @@ def _measured(case: _Case, recipe: Recipe, timer: Timer, mode: str) -> _Times:
         slope = (at.gpu - at_fewer.gpu) / (case.tokens - fewer) if case.tokens > fewer else 0.0
         return Times(max(0.0, at.gpu + slope * (tokens - case.tokens)), at.cpu)
 
-    if mode == "cuda_graph":
-        high_time, fp8, saving = _without_cpu(high_time), _without_cpu(fp8), _without_cpu(saving)
     quantize = max(0.0, fp8.gpu - saving.gpu - gemm)
     return _Times(
         high_time,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 
@@ -24,12 +24,9 @@ class Times(NamedTuple):
     cpu: float
 
 
-@runtime_checkable
-class Timer(Protocol):
-    """A callable by which ``advise`` measures times."""
-
-    def __call__(self, fn: Callable[[], object]) -> Times:
-        """GPU and CPU seconds of one call, each as if the other took none."""
+Timer = Callable[[Callable[[], object]], Times]
+"""A function by which ``advise`` measures the GPU and CPU seconds of one call of another, each as
+if the other took none."""
 
 
 class CudaTimer:
@@ -57,14 +54,9 @@ class CudaTimer:
             return Times(statistics.median(self._gpu(fn, backlog) for _ in range(_SAMPLES)), cpu)
 
     def _gpu(self, fn: Callable[[], object], backlog: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(backlog)
         self._scratch.zero_()
-        start.record()
-        fn()
-        end.record()
-        end.synchronize()
-        return 1e-3 * start.elapsed_time(end)
+        return _seconds_between_events(fn)
 
 
 def _enqueue_seconds(fn: Callable[[], object]) -> float:
@@ -80,9 +72,13 @@ def sleep_rate() -> float:
     """Cycles of ``torch.cuda._sleep`` in a second."""
     cycles = 10_000_000
     torch.cuda._sleep(1)
+    return cycles / _seconds_between_events(lambda: torch.cuda._sleep(cycles))
+
+
+def _seconds_between_events(fn: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    torch.cuda._sleep(cycles)
+    fn()
     end.record()
     end.synchronize()
-    return cycles / (1e-3 * start.elapsed_time(end))
+    return 1e-3 * start.elapsed_time(end)
