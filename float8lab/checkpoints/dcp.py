@@ -216,9 +216,6 @@ class _FileSection(io.RawIOBase):
         self._at = max(0, base + offset)
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def readinto(self, buffer: WriteableBuffer) -> int:
         self._file.seek(self._offset + self._at)
         count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])

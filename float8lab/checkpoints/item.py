@@ -120,6 +120,11 @@ class Item:
             return None
         return self.tensor_scale.read(box and broadcast_box(box, self.tensor_scale.shape))
 
+    def factors(self, box: Box | None = None) -> Tensor:
+        """The decode factor of each block of a box: both levels of scales."""
+        tensor_scale = self.read_tensor_scale(box)
+        return self.scales(box) if tensor_scale is None else self.scales(box) * tensor_scale
+
     def values(self, box: Box | None = None) -> Tensor:
         """The values of a box, or all, in float32 (float64 of a float64 tensor), not rounded."""
         if self.spec is None:

@@ -55,8 +55,6 @@ def open_checkpoint(path: str | Path | Mapping[str, object]) -> CheckpointSource
 
 
 def _open_path(path: str | Path) -> CheckpointSource:
-    if path == "":  # which pathlib takes for the current directory
-        raise CheckpointError("path must name a file or a directory; got ''.")
     path = _snapshot(str(path)) or Path(path)
     path.stat()  # raises what is wrong with the path itself
     return _directory(path) if path.is_dir() else _file(path)

@@ -198,30 +198,17 @@ def load_opaquely(path: Path, *, mmap: bool) -> object:
 
 def load_safely(file: Path | IO[bytes], subject: str, *, mmap: bool = False) -> object:
     """``torch.load`` of tensors and plain data."""
-    try:
-        with _checking_tensors():
+    problem = f"{subject} must be a file by torch.save; it is not one, or it is damaged"
+    with refusing(problem), _checking_tensors():
+        try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except OSError:
-        raise
-    except Exception as error:  # unpickling damaged data raises any of them, says pickle's manual
-        unsafe = _unsafe_names(file) if isinstance(error, pickle.UnpicklingError) else []
-        if unsafe:
-            raise CheckpointError(
-                f"{subject} must hold tensors and plain data; it also names {', '.join(unsafe)}, "
-                "and loading those can run code. If you trust it, torch.load it with "
-                "weights_only=False, and torch.save its state_dict() alone."
-            ) from error
-        text = str(error).splitlines() or ["no message"]
-        if not isinstance(error, pickle.UnpicklingError):
-            text = [f"{type(error).__name__}: {text[0]}"]
-        raise CheckpointError(
-            f"{subject} must be a file by torch.save; it is not one, or it is damaged: {text[-1]}"
-        ) from error
-
-
-def _unsafe_names(file: Path | IO[bytes]) -> list[str]:
-    """The classes and functions that weights_only does not load; empty if there are none."""
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # as above; or it is no archive
-        return []
+        except pickle.UnpicklingError as error:
+            # Of other files than archives this raises an error of its own.
+            if unsafe := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)):
+                raise CheckpointError(
+                    f"{subject} must hold tensors and plain data; it also names "
+                    f"{', '.join(unsafe)}, and loading those can run code. If you trust it, "
+                    "torch.load it with weights_only=False, and torch.save its state_dict() alone."
+                ) from error
+            # The lines before the last one advise to load it without checks.
+            raise pickle.UnpicklingError(str(error).splitlines()[-1]) from error

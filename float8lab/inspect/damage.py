@@ -18,22 +18,16 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import (
-    check_callables,
-    check_instance,
-    check_module,
-    check_names,
-    check_number,
-    check_size,
-)
+from float8lab import arguments
 from float8lab.formats import Float8Spec
 from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.trial import LossFn, Trial, on_trial, refuse_dtensors, unambiguous
@@ -105,7 +99,7 @@ class Sensitivity(Printed):
         damages: dict[str, float] = {}
         for row in self._rows_of(recipe):
             damages[row.layer] = math.hypot(damages.get(row.layer, 0.0), row.damage)
-        return _worst_first(damages)
+        return dict(sorted(damages.items(), key=operator.itemgetter(1), reverse=True))
 
     def by_operand(self, recipe: Recipe | None = None) -> dict[tuple[str, str], float]:
         """Damage by layer and operand, the worst first; a GEMM's two operands share its damage.
@@ -120,7 +114,7 @@ class Sensitivity(Printed):
                 is_known, key = 0 < combined < math.inf, (row.layer, operand)
                 operand_damage = row.damage * error / combined if is_known else row.damage
                 damages[key] = math.hypot(damages.get(key, 0.0), operand_damage)
-        return _worst_first(damages)
+        return dict(sorted(damages.items(), key=operator.itemgetter(1), reverse=True))
 
     def overrides(
         self, max_damage: float | None = None, *, recipe: Recipe | None = None
@@ -141,7 +135,7 @@ class Sensitivity(Printed):
             TypeError: ``max_damage`` is no number.
             ValueError: a recipe that was not tried.
         """
-        max_damage = check_number("max_damage", max_damage, minimum=0, optional=True)
+        max_damage = arguments.check_number("max_damage", max_damage, minimum=0, optional=True)
         base = self._checked(recipe)
         limits = {gemm: self._limit(gemm, base, max_damage) for gemm in GEMMS}
         too_much: dict[tuple[str, Recipe], set[str]] = {}
@@ -219,13 +213,6 @@ def _show(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.3g} %"
 
 
-_T = TypeVar("_T")
-
-
-def _worst_first(damages: dict[_T, float]) -> dict[_T, float]:
-    return dict(sorted(damages.items(), key=lambda item: -item[1]))
-
-
 def _without(recipe: Recipe, gemms: set[str]) -> Recipe | None:
     """The recipe with these GEMMs in high precision; None if no GEMM is left in FP8."""
     if not gemms:
@@ -282,15 +269,17 @@ def sensitivity(
     >>> found.rows[0].layer
     '1'
     """
-    check_module("model", model)
-    check_callables(("model", "batch"), loss_fn=loss_fn)
-    check_callables(("module", "name"), filter_fn=filter_fn)
-    exclude = check_names("exclude", exclude)
-    check_size("runs", runs)
+    arguments.check_module("model", model)
+    arguments.check_callables(("model", "batch"), loss_fn=loss_fn)
+    arguments.check_callables(("module", "name"), filter_fn=filter_fn)
+    exclude = arguments.check_names("exclude", exclude)
+    arguments.check_size("runs", runs)
     given = (recipes,) if isinstance(recipes, Recipe) else recipes
-    check_instance("recipes", given, (list, tuple), "a recipe or a list of them", optional=True)
+    arguments.check_instance(
+        "recipes", given, (list, tuple), "a recipe or a list of them", optional=True
+    )
     for recipe in given or ():
-        check_instance("recipes", recipe, Recipe, "of float8lab.recipes")
+        arguments.check_instance("recipes", recipe, Recipe, "of float8lab.recipes")
     tried = tuple(dict.fromkeys(given or (Float8CurrentScaling(),)))
     refuse_dtensors(model, "sensitivity")
     with on_trial(model, batch, loss_fn) as trial:

@@ -7,6 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -265,16 +266,15 @@ def _saved(model: nn.Module, run: Callable[[], object], counted: _Counted) -> di
         saved_storages.extend((running[-1], storage) for _, storage in storages(saved))
         return saved.detach()  # a node that kept its own output would never be freed
 
+    def enter(name: str, *_: object) -> None:
+        running.append(name)
+
     def leave(*_: object) -> None:
         running.pop()
 
     def attach() -> Iterator[RemovableHandle]:
         for name, module in model.named_modules():
-
-            def enter(*_: object, name: str = name) -> None:
-                running.append(name)
-
-            yield module.register_forward_pre_hook(enter, prepend=True)
+            yield module.register_forward_pre_hook(partial(enter, name), prepend=True)
             yield module.register_forward_hook(leave, always_call=True)
 
     saving = torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved)

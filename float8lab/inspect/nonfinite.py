@@ -256,7 +256,7 @@ class _Look:
             for index, x in inputs:
                 place = name, f"input {index}"
                 if caller is not None:
-                    given = f"what it gives {self._child(module)} as input {index}"
+                    given = f"what it gives {name or '(model)'} as input {index}"
                     place = self.names[caller], given
                 frame.clears |= not self.at(x, *place, may_mask=True)
         if not torch.is_grad_enabled():
@@ -292,7 +292,7 @@ class _Look:
             if x.requires_grad and torch.is_grad_enabled():
                 place = "(loss)", f"gradient of the model's output {index}"
                 if caller is not None:
-                    gradient = f"gradient of output {index} of {self._child(module)}"
+                    gradient = f"gradient of output {index} of {name or '(model)'}"
                     place = self.names[caller], gradient
                 self._hook_output(x, place)
         if finite and frame.clears:
@@ -315,9 +315,6 @@ class _Look:
             self.at(gradient, *label, phase="backward")
 
         return hook
-
-    def _child(self, module: nn.Module) -> str:
-        return self.names[module] or "(model)"
 
 
 def _local(x: Tensor) -> Tensor:

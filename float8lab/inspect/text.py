@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from html import escape
 from textwrap import shorten
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +15,9 @@ from float8lab.tables import aligned, html_table
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["FOLDED", "Grid", "Printed", "bars", "bytes_text", "summary", "table"]
+__all__ = [
+    "FOLDED", "Grid", "Printed", "bars", "bytes_text", "finite", "shown", "summary", "table",
+]  # fmt: skip
 
 FOLDED = 24
 """Characters of a column beyond which rich may fold it."""
@@ -81,6 +84,21 @@ class Grid(NamedTuple):
         return f"<h4>{escape(self.title)}</h4>{table}<p>{self.note}</p>"
 
 
+def shown(grids: Iterable[Grid], limit: int | None) -> list[Grid]:
+    """The first rows of those tables that have any, as ``Grid.first`` cuts them."""
+    check_size("limit", limit, optional=True)
+    return [grid.first(limit) for grid in grids if grid.rows]
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(element) for key, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(element) for element in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Printed:
     """A result that prints as its summary and its tables, and whose repr is one line."""
 
@@ -89,7 +107,7 @@ class Printed:
         raise NotImplementedError
 
     def tables(self, limit: int | None = None) -> list[Grid]:
-        """The tables of the result, each cut to its first rows."""
+        """The tables of the result, each cut to its first ``limit`` rows; None keeps all."""
         return []
 
     def __str__(self) -> str:

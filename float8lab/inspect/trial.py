@@ -117,9 +117,9 @@ def refuse_dtensors(model: nn.Module, name: str) -> None:
         )
 
 
-# Each of these keeps something as it is now, and returns a function that puts it back.
+# Each of these keeps something as it is now, and returns what puts it back.
 
-_Restore = Callable[[], None]
+_Restore = Callable[[], object]
 
 
 def _keep_contents(owner: object) -> _Restore:
@@ -155,57 +155,43 @@ def _keep_values(tensors: Iterable[Tensor]) -> _Restore:
     return restore
 
 
-def _keep_random(model: nn.Module) -> _Restore:
+def _keep_random(model: nn.Module) -> list[_Restore]:
     """Keep the random streams that a model draws from."""
     tensors = (*model.parameters(), *model.buffers())
     devices = sorted({t.device.index for t in tensors if t.is_cuda})
     getters = [getattr(m, "get_rng_state_tracker", None) for m in model.modules()]
     trackers = {id(t): t for t in (getter() for getter in getters if callable(getter))}
-    states = [(t, t.get_states()) for t in trackers.values() if hasattr(t, "set_states")]
-    cpu, cuda = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
-
-    def restore() -> None:
-        torch.random.set_rng_state(cpu)
-        for device, state in zip(devices, cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
-        for tracker, rng_states in states:
-            tracker.set_states(rng_states)
-
-    return restore
+    return [
+        partial(torch.random.set_rng_state, torch.random.get_rng_state()),
+        *(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(d), d) for d in devices),
+        *(
+            partial(t.set_states, t.get_states())
+            for t in trackers.values()
+            if hasattr(t, "set_states")
+        ),
+    ]
 
 
-def _keep_scaling(model: nn.Module) -> _Restore:
+def _keep_scaling(model: nn.Module) -> list[_Restore]:
     """Keep delayed scales, and what the end of the region around the call will advance."""
     owned = [slots for p in precisions_below(model) for slots in p.slots.values()]
-    copies = [(s, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
+    scales = [partial(s.load, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
     region = STATE.region
-    packs = {} if region is None else dict(region.packs)
-
-    def restore() -> None:
-        for slots, tensors in copies:
-            slots.load(tensors)
-        if region is not None:
-            region.packs = packs
-
-    return restore
+    packs = [] if region is None else [partial(setattr, region, "packs", dict(region.packs))]
+    return [*scales, *packs]
 
 
-def _keep_training(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Restore:
+def _keep_training(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Restore]:
     """Keep gradients and, as an optimizer changes them, parameters and its own state."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    mains = (getattr(p, "main_grad", None) for p, _ in gradients)
+    parameters = list(model.parameters())
+    mains = (getattr(p, "main_grad", None) for p in parameters)
     changed = [main for main in mains if main is not None]
-    values = _keep_values(changed if optimizer is None else [*changed, *model.parameters()])
-    state = None if optimizer is None else deepcopy(optimizer.state_dict())
-
-    def restore() -> None:
-        values()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        if optimizer is not None and state is not None:
-            optimizer.load_state_dict(state)
-
-    return restore
+    gradients = [partial(setattr, p, "grad", p.grad) for p in parameters]
+    if optimizer is None:
+        return [_keep_values(changed), *gradients]
+    state = deepcopy(optimizer.state_dict())
+    values = _keep_values([*changed, *parameters])
+    return [values, *gradients, partial(optimizer.load_state_dict, state)]
 
 
 class Trial:
@@ -311,7 +297,7 @@ def on_trial(
 @contextmanager
 def as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Put back after the block whatever training steps change, parameters and optimizer too."""
-    with _kept(model, lambda: [_keep_scaling(model), _keep_training(model, optimizer)]):
+    with _kept(model, lambda: [*_keep_scaling(model), *_keep_training(model, optimizer)]):
         yield
 
 
@@ -325,7 +311,7 @@ def _kept(
     """
     reshard(model)  # what is kept are the shards
     state, cast = {name: getattr(STATE, name) for name in _ISOLATED}, SHARED_CAST.last
-    start = [_keep_values(model.buffers()), _keep_random(model)]
+    start = [_keep_values(model.buffers()), *_keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
     restorers = [*map(_keep_contents, owners), *more(), *start]
     try:

@@ -98,11 +98,7 @@ class LightningPlugin:
         replace_layers: bool | None = None,
         fallback_compute_dtype: torch.dtype | None = None,
     ) -> None:
-        if weights_dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(
-                f"weights_dtype must be one of {', '.join(map(str, HIGH_PRECISION_DTYPES))}; got "
-                f"{weights_dtype}. FP8 is what the recipe casts them to."
-            )
+        check_dtype("weights_dtype", weights_dtype, HIGH_PRECISION_DTYPES, optional=False)
         check_dtype("fallback_compute_dtype", fallback_compute_dtype, HIGH_PRECISION_DTYPES)
         if replace_layers is not None:
             check_flags(replace_layers=replace_layers)
@@ -164,9 +160,7 @@ class LightningPlugin:
         finally:
             torch.set_default_dtype(before)
 
-    def module_init_context(self) -> AbstractContextManager[None]:
-        """Create parameters in ``weights_dtype``."""
-        return self.tensor_init_context()
+    module_init_context = tensor_init_context
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

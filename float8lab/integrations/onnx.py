@@ -29,6 +29,7 @@ from float8lab.ops import as_matrix, reference
 from float8lab.recipes.recipe import DelayedScaling
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, float8_tensor
+from float8lab.tensor.blocks import block_amax
 from float8lab.tensor.differentiation import EXPORT
 
 __all__ = ["onnx_export"]
@@ -211,7 +212,7 @@ def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, expert: 
     """``x`` in float32, quantized and dequantized; a matrix unless the scale is per tensor."""
     scale = _delayed_scale(x, index, call, expert) if call.plan.delayed else None
     if scale is None:
-        scale = _scale(_amax(x, spec.block), spec, call.plan.amax_epsilon)
+        scale = _scale(block_amax(as_matrix(x), spec.block), spec, call.plan.amax_epsilon)
         if isinstance(call.recipe, DelayedScaling):
             scale = scale * 2.0**call.recipe.margin
     scale, axis = _as_onnx(scale, spec.block, x.shape)
@@ -235,36 +236,21 @@ def _node(
 def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | None:
     """The scale of a tensor, or of an expert's rows; None if the expert has had no tokens."""
     # In eager mode, too, such an expert has the scale of the rows that it gets.
-    slots = None
-    if call.precision is not None:
-        slots = call.precision.slots.get((call.recipe, STATE.autocast.group))
-    with _disable_current_modes():  # the values, not symbols
-        has_scale = []
-        if slots is not None:
-            has_scale = slots.pack.has_scale()[[*slots.columns_of(index)]].tolist()
-    if slots is None or not any(has_scale):
+    known = {} if call.precision is None else call.precision.slots
+    slots = known.get((call.recipe, STATE.autocast.group))
+    scales: list[float | None] = []
+    if slots is not None:
+        columns = [*slots.columns_of(index)]
+        with _disable_current_modes():  # the values, not symbols
+            pairs = zip(slots.pack.has_scale()[columns], slots.pack.scale[columns], strict=True)
+            scales = [float(scale) if has_scale else None for has_scale, scale in pairs]
+    if not any(scale is not None for scale in scales):
         raise ValueError(
             "model must have the scales of its delayed recipe before it is exported; got a layer "
             "without. Train it for a step, or run it under autocast(calibrating=True)."
         )
-    if not has_scale[expert]:
-        return None
-    with _disable_current_modes():
-        value = float(slots.pack.scale[slots.columns_of(index)[expert]])
-    return torch.full((), value, dtype=torch.float32, device=x.device)
-
-
-def _amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    """``ops.reference.amax``: one value per block, as a matrix."""
-    if tuple(block) == (-1, -1):
-        return x.abs().reshape(-1).amax(0).reshape(1, 1)
-    if tuple(block) == (1, -1):
-        return x.abs().amax(1, keepdim=True)
-    (M, K), (rows, columns) = x.shape, block
-    x = F.pad(x.abs(), (0, -K % columns, 0, -M % rows if rows > 1 else 0))
-    if rows == 1:
-        return x.reshape(-1, x.shape[1] // columns, columns).amax(2)
-    return x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).amax(3).amax(1)
+    scale = scales[expert]
+    return None if scale is None else torch.full((), scale, dtype=torch.float32, device=x.device)
 
 
 def _scale(amax: Tensor, spec: Float8Spec, epsilon: float) -> Tensor:

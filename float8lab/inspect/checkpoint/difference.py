@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_callables, check_names, check_path, check_size, printable
+from float8lab.arguments import check_callables, check_names, check_path, printable
 from float8lab.checkpoints.experts import stack_experts
 from float8lab.checkpoints.item import Item, sizes, usual_name
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import Box, boxes
-from float8lab.inspect.checkpoint.report import Progress, counted, finite, selected, stepping
-from float8lab.inspect.text import Grid, Printed
+from float8lab.inspect.checkpoint.report import Progress, counted, selected, stepping
+from float8lab.inspect.text import Grid, Printed, finite, shown
 from float8lab.tensor.statistics import decibels
 
 __all__ = ["CheckpointDiff", "DiffRow", "diff"]
@@ -119,12 +119,7 @@ class CheckpointDiff(Printed):
         return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
-        """The tensors that differ, the worst first, and those that one side lacks.
-
-        Args:
-            limit: rows of each table; None for all.
-        """
-        check_size("limit", limit, optional=True)
+        """The tensors that differ, the worst first, and those that one side lacks."""
         differing, alarming, missing = [], [], []
         for row in self.rows:
             if row.status.startswith("only"):
@@ -138,7 +133,7 @@ class CheckpointDiff(Printed):
             Grid("Different", columns, differing, alarming),
             Grid("Missing", ("tensor", "status", "format", "shape"), missing),
         )
-        return [grid.first(limit) for grid in grids if grid.rows]
+        return shown(grids, limit)
 
     def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""

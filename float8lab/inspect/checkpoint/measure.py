@@ -95,8 +95,8 @@ class _Blocks:
         self.spec = spec
         self.top = {E4M3: 0x7E, E5M2: 0x7B, E2M1: 0x07}[spec.fp8_dtype]
         self.sizes = code_values(spec.fp8_dtype).abs()
-        self.blocks = self.saturated = self.idle = self.zero_lost = self.bad = 0
-        self.zero_scales = 0
+        self.blocks = self.saturated = self.idle = 0
+        self.zero_scales = self.zero_lost = self.bad = 0
         self.amax = 0.0
         self.pow2 = True
         self.low, self.high = math.inf, -math.inf
@@ -120,10 +120,8 @@ class _Blocks:
         self.bad += int(bad.sum())
         good = scale[~bad]
         if good.numel():
-            self.low, self.high = (
-                min(self.low, float(good.min())),
-                max(self.high, float(good.max())),
-            )
+            self.low = min(self.low, float(good.min()))
+            self.high = max(self.high, float(good.max()))
             self.amax = max(self.amax, float((size * scale)[~bad].max()))
             self.pow2 = self.pow2 and bool(((good.view(torch.int32) & 0x7FFFFF) == 0).all())
 
@@ -155,10 +153,10 @@ def _codes(item: Item, step: Step) -> Measured:
             cut_blocks[1][place] += top
             cut_blocks[2][place] += below
         else:
-            blocks.add(largest, top, below, _factors(item, box))
+            blocks.add(largest, top, below, item.factors(box))
         step(round(nbytes * data.numel()))
     if cut_blocks is not None:
-        blocks.add(cut_blocks[0], cut_blocks[1], cut_blocks[2], _factors(item, None))
+        blocks.add(cut_blocks[0], cut_blocks[1], cut_blocks[2], item.factors())
     return _measured(item, blocks, tuple(counts.tolist()))
 
 
@@ -193,12 +191,6 @@ def _measured(item: Item, blocks: _Blocks, counts: tuple[int, ...]) -> Measured:
         idle_blocks=blocks.idle if item.scale is not None else 0,
         findings=tuple(_code_findings(stats, blocks, item.scale is not None)),
     )
-
-
-def _factors(item: Item, box: Box | None) -> Tensor:
-    """The decode factor of each block of a box: both levels of scales."""
-    tensor_scale = item.read_tensor_scale(box)
-    return item.scales(box) if tensor_scale is None else item.scales(box) * tensor_scale
 
 
 def _code_findings(stats: TensorStats, blocks: _Blocks, scaled: bool) -> Iterator[Finding]:

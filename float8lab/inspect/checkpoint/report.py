@@ -8,19 +8,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from float8lab.arguments import check_callables, check_names, check_path, check_size, printable
+from float8lab.arguments import check_callables, check_names, check_path, printable
 from float8lab.checkpoints.item import Finding, Item, sizes, usual_name
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError
 from float8lab.inspect.checkpoint.measure import Measured, measure
-from float8lab.inspect.text import Grid, Printed, bytes_text
+from float8lab.inspect.text import Grid, Printed, bytes_text, finite, shown
 from float8lab.tensor.statistics import KINDS
 
 __all__ = [
-    "CheckpointReport", "CheckpointRow", "Progress", "checkpoint", "counted", "finite", "selected",
+    "CheckpointReport", "CheckpointRow", "Progress", "checkpoint", "counted", "selected",
     "stepping",
 ]  # fmt: skip
 
@@ -131,12 +130,7 @@ class CheckpointReport(Printed):
         return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
 
     def tables(self, limit: int | None = ROWS) -> list[Grid]:
-        """The suspicious tensors and why; statistics of the quantized ones; the others.
-
-        Args:
-            limit: rows of each table; None for all.
-        """
-        check_size("limit", limit, optional=True)
+        """The suspicious tensors and why; statistics of the quantized ones; the others."""
         suspicious = [(row.name, row.why) for row in self.suspicious]
         weights: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
         plain_rows = []
@@ -160,7 +154,7 @@ class CheckpointReport(Printed):
             Grid("In 4 bits", names, weights[False]),
             Grid("Others", ("tensor", "shape", "dtype", "amax", "rms", "zero%"), plain_rows),
         )
-        return [grid.first(limit) for grid in grids if grid.rows]
+        return shown(grids, limit)
 
     def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
@@ -253,15 +247,6 @@ def selected(names: Sequence[str], globs: Sequence[str], place: str) -> list[str
             f"{len(names)}{range_of_names}."
         )
     return chosen
-
-
-def finite(value: Any) -> Any:
-    """``value`` with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(element) for key, element in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(element) for element in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def counted(count: int, noun: str) -> str:

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from float8lab.inspect.text import finite
 from float8lab.inspect.watch.records import Log, Record, evenly_chosen
 
 __all__ = ["FIELDS", "MOST_CELLS", "MOST_COUNTS", "MOST_LOSSES", "Data", "embed", "losses"]
@@ -139,15 +140,11 @@ def _histograms(
     return told, {name: _encode(counts) for name, counts in columns.items()}
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def losses(log: Log) -> dict[str, list[object]]:
     """The loss of each step that has one, None where it is not finite."""
     points_known = [(step.step, step.loss) for step in log.steps if step.loss is not None]
     points = evenly_chosen(points_known, MOST_LOSSES)
-    return {"steps": [s for s, _ in points], "values": [_finite(loss) for _, loss in points]}
+    return {"steps": [s for s, _ in points], "values": finite([loss for _, loss in points])}
 
 
 def _gemms(log: Log, rows: dict[str, int]) -> dict[str, object]:
@@ -196,7 +193,7 @@ def _summarize(
 
 def _mean_and_worst(group: Iterable[Record], name: str) -> list[float] | None:
     values = [(getattr(record, name), record.step) for record in group]
-    finite_values = [(value, step) for value, step in values if _finite(value) is not None]
+    finite_values = [(value, step) for value, step in values if finite(value) is not None]
     if not finite_values:
         return None
     worst, step = (min if FIELDS[name] is min else max)(finite_values, key=lambda pair: pair[0])

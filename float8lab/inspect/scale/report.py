@@ -188,37 +188,24 @@ class Scale(Printed):
     def assumptions(self) -> list[tuple[str, str]]:
         """The assumptions that the numbers rest on."""
         job, links = self.steps[HIGH].job, self.job.links
-        rows = [
-            ("rates", "an H200 under sustained load, measured: benchmarks/RESULTS.md"),
-            (
-                "links",
-                f"{links.nvlink / 1e9:.0f} GB/s within {links.node} GPUs, "
-                f"{links.network / 1e9:.0f} GB/s between machines for each GPU; not measured here",
-            ),
-            (
-                "layers",
-                ("TransformerLayer, " if job.fused else "converted, ")
-                + f"{job.mode}; bfloat16: plain layers",
-            ),
-            (
-                "parameters",
-                f"{job.weight_bytes} bytes each, as gradients and Adam's moments; sharded among "
-                + ("all" if not job.shard else str(job.shard))
-                + " data and context parallel ranks",
-            ),
-            (
-                "tensor parallel",
-                "sequence parallel too; FP8 gathers one byte for two; "
-                f"{100 * job.tp_overlap:.0f} % of it hidden",
-            ),
-            ("data parallel", "hidden by the passes, but for what takes longer than these"),
-            ("context parallel", f"attention at {100 * RING:.0f} % of its speed, as published"),
-            ("pipeline", "one forward, one backward; parameters stay gathered; equal stages"),
-            ("output layer", "in bfloat16"),
-        ]
+        kind = "TransformerLayer" if job.fused else "converted"
+        rows = {
+            "rates": "an H200 under sustained load, measured: benchmarks/RESULTS.md",
+            "links": f"{links.nvlink / 1e9:.0f} GB/s within {links.node} GPUs, "
+            f"{links.network / 1e9:.0f} GB/s between machines for each GPU; not measured here",
+            "layers": f"{kind}, {job.mode}; bfloat16: plain layers",
+            "parameters": f"{job.weight_bytes} bytes each, as gradients and Adam's moments; "
+            f"sharded among {job.shard or 'all'} data and context parallel ranks",
+            "tensor parallel": "sequence parallel too; FP8 gathers one byte for two; "
+            f"{100 * job.tp_overlap:.0f} % of it hidden",
+            "data parallel": "hidden by the passes, but for what takes longer than these",
+            "context parallel": f"attention at {100 * RING:.0f} % of its speed, as published",
+            "pipeline": "one forward, one backward; parameters stay gathered; equal stages",
+            "output layer": "in bfloat16",
+        }
         if self.size.experts:
-            rows.append(("experts", "balanced; each a GEMM of its own; exchanges are not hidden"))
-        return rows
+            rows["experts"] = "balanced; each a GEMM of its own; exchanges are not hidden"
+        return list(rows.items())
 
     def to_json(self) -> dict[str, object]:
         """Return the same as dicts, lists and numbers, in seconds and bytes."""

@@ -58,7 +58,11 @@ def _norms(cases: Cases, *, fp8: bool) -> Iterator[_Norm]:
             yield _Norm(x.to(dtype), (), x.to(dtype), weight, bias)
 
 
-@checks("norms", "statistics: float64; given these, values and amax: bit for bit", "norm_op")
+_STATISTICS = "statistics: float64; given these, values and amax: bit for bit"
+_OF_FP8 = "statistics: float64 of the dequantized; given these, values: bit for bit"
+
+
+@checks("norms", _STATISTICS, "norm_op")
 def _check_norm(cases: Cases) -> None:
     for norm in _norms(cases, fp8=False):
         y, *statistics = _compare_norm(cases, norm)
@@ -69,12 +73,7 @@ def _check_norm(cases: Cases) -> None:
         cases.same(amax, reference.amax(y.cpu(), (-1, -1)))
 
 
-@checks(
-    "norms",
-    "statistics: float64 of the dequantized; given these, values: bit for bit",
-    "norm_op",
-    name="fp8_norm",
-)
+@checks("norms", _OF_FP8, "norm_op", name="fp8_norm")
 def _check_fp8_norm(cases: Cases) -> None:
     for norm in _norms(cases, fp8=True):
         _compare_norm(cases, norm)

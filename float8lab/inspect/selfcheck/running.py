@@ -55,9 +55,7 @@ def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -
     Raises:
         RuntimeError: torch does not see the device.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             f"device must be one that torch sees; got {device}, and torch sees no CUDA GPU. "

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from float8lab.arguments import check_instance, check_size
-from float8lab.inspect.text import Grid, Printed
+from float8lab.arguments import check_instance
+from float8lab.inspect.text import Grid, Printed, shown
 from float8lab.inspect.watch.records import Log, Record, Step
 
 __all__ = ["Diagnosis", "Finding", "diagnose", "findings_of"]
@@ -128,12 +128,9 @@ class Diagnosis(Printed):
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
         """A row for each finding."""
-        check_size("limit", limit, optional=True)
-        if self.is_healthy:
-            return []
         rows = [(f.layer, f.operand, f.kind, f.shown(), str(f.step)) for f in self.findings]
         columns = ("layer", "operand", "finding", "value", "step")
-        return [Grid("Findings, the worst first", columns, rows).first(limit)]
+        return shown([Grid("Findings, the worst first", columns, rows)], limit)
 
     def to_json(self) -> dict[str, object]:
         """The same for programs."""

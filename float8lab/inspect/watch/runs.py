@@ -143,10 +143,7 @@ def compare(
     if not isinstance(x, Log):
         return statistics.compare(x, cast(Tensor, original), local=local)
     check_instance("original", original, Log, "the log of a watch, as x is")
-    return _compare_runs(x, cast(Log, original), names)
-
-
-def _compare_runs(a: Log, b: Log, names: tuple[str, str] | None) -> RunComparison:
+    a, b = x, cast(Log, original)
     losses = [{step.step: step.loss for step in log.steps} for log in (a, b)]
     common = [
         (step, loss, loss_of_b)

@@ -25,11 +25,7 @@ def table(log: Log, step: int | None = None) -> Grid:
         )
     log_step = next((s for s in log.steps if s.step == step), Step(step or 0))
     title = f"step {step}" + ("" if log_step.loss is None else f", loss {log_step.loss:.6g}")
-    return _table_of_step(log, log_step, title)
-
-
-def _table_of_step(log: Log, log_step: Step, title: str) -> Grid:
-    records = [record for record in log.records if record.step == log_step.step]
+    records = [record for record in log.records if record.step == step]
     rows = []
     for layer, group in groupby(records, key=lambda record: record.layer):
         kinds = log_step.gemms.get(layer, {}).items()

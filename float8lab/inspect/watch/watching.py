@@ -129,7 +129,6 @@ class watch:
         arguments.check_flags(warn=warn)
         self._every, self._warns, self._layers = every, bool(warn), layers
         self._masters = {} if masters is None else masters
-        self._masters_by_address: dict[int, Tensor] = {}
         self._path = None if jsonl is None else _path_of_rank(fspath(jsonl))
         self._file: TextIO | None = None
         self._written = [0, 0]  # steps and records

@@ -342,8 +342,7 @@ def _damage(item: Item) -> list[str]:
         return wrong if _is_quantized(item) else []
     if item.entry.dtype not in (torch.uint8, item.spec.fp8_dtype):
         return [f"{item.name} is {item.entry.dtype_name}, and said to be {item.spec.describe()}"]
-    tensor_scale = item.read_tensor_scale()
-    scale = item.scales() if tensor_scale is None else item.scales() * tensor_scale
+    scale = item.factors()
     bad = int((~scale.isfinite() | (scale < 0)).sum())
     return [f"{item.name}: {bad} scales NaN, infinite or negative"] if bad else []
 

@@ -171,22 +171,12 @@ def _stack_of_linear(name: str, module: nn.Module, linear_class: type) -> GemmWe
 
 
 def _stacks_of_grouped(name: str, module: GroupedLinear, read: Read) -> Iterator[GemmWeight]:
-    local_names = module.gemms[0].weights
+    """One stack of all experts, or one for each expert's weight."""
     obstacle = "no other library has names for the weights of GroupedLinear"
-    for index, local in enumerate(local_names):
-        single = len(local_names) == 1 and local == "weight"
-
-        def matrices(experts: slice, local: str = local, single: bool = single) -> Tensor:
-            weight = read(module, local)
-            return weight[experts] if single else weight.unsqueeze(0)
-
-        def lay_out(stack: Tensor, single: bool = single) -> Sequence[Tensor]:
-            return [stack if single else stack[0]]
-
-        shape = tuple(_tensor(module, local).shape)
-        shape = shape if single else (1, *shape)
-        arguments = module._fp8, shape, matrices, lay_out, obstacle, index
-        yield GemmWeight(module, name, (local,), *arguments)
+    for index, local in enumerate(module.gemms[0].weights):
+        shape = _tensor(module, local).shape
+        stack = _stack(name, module, (local,), shape[0] if len(shape) == 3 else 1, read)
+        yield stack._replace(precision=module._fp8, obstacle=obstacle, first=index)
 
 
 def _stacks_of_experts(name: str, module: nn.Module, read: Read) -> Iterator[GemmWeight]:
@@ -203,21 +193,26 @@ def _stacks_of_experts(name: str, module: nn.Module, read: Read) -> Iterator[Gem
             for local, stack in stacks.items()
             if stack is not None and is_stored(stack) and stack.ndim == 3
         }
+    states = dict(precisions(module)) if isinstance(module, ExpertsBase) else {}
     for layer in dict.fromkeys(weight.layer for weight in weights.values()):
-        local_names = tuple(local for local, weight in weights.items() if weight.layer == layer)
-        yield _stack_of_experts(name, module, local_names, weights[local_names[0]], read)
+        joined = tuple(local for local, weight in weights.items() if weight.layer == layer)
+        weight, count = weights[joined[0]], _tensor(module, joined[0]).shape[0]
+        experts = count if kind is None else kind.shapes(module)[0][0]
+        stack = _stack(name, module, joined, experts, read, transposed=weight.transposed)
+        obstacle = _obstacle(module, joined[0], weight)
+        yield stack._replace(precision=states.get(layer), obstacle=obstacle)
 
 
-def _stack_of_experts(
-    name: str, module: nn.Module, local_names: tuple[str, ...], weight: ExpertWeight, read: Read
-) -> GemmWeight:
-    kind = experts_class(module)
+def _stack(
+    name: str, module: nn.Module, local_names: tuple[str, ...], experts: int, read: Read, *,
+    transposed: bool = False,
+) -> GemmWeight:  # fmt: skip
+    """A stack of parameters whose rows are joined, each ``[E, N, K]`` or ``[E * N, K]``."""
     shapes = [tuple(_tensor(module, local).shape) for local in local_names]
-    experts = shapes[0][0] if kind is None else kind.shapes(module)[0][0]
 
     def stack_of(value: Tensor) -> Tensor:
         value = value.view(experts, -1, value.shape[-1]) if value.ndim == 2 else value
-        return value.mT if weight.transposed else value
+        return value.mT if transposed else value
 
     sizes = [stack_of(torch.empty(shape, device="meta")).shape for shape in shapes]
     counts = [rows for _, rows, _ in sizes]
@@ -228,17 +223,14 @@ def _stack_of_experts(
 
     def lay_out(stack: Tensor) -> Sequence[Tensor]:
         stacks = [stack] if len(counts) == 1 else stack.split(counts, 1)
-        stacks = [rows.mT if weight.transposed else rows for rows in stacks]
+        stacks = [rows.mT if transposed else rows for rows in stacks]
         return [
             rows if rows.shape == shape else rows.reshape(shape)
             for rows, shape in zip(stacks, shapes, strict=True)
         ]
 
-    states = dict(precisions(module)) if isinstance(module, ExpertsBase) else {}
     shape = (experts, sum(counts), sizes[0][2])
-    obstacle = _obstacle(module, local_names[0], weight)
-    arguments = states.get(weight.layer), shape, matrices, lay_out, obstacle
-    return GemmWeight(module, name, local_names, *arguments)
+    return GemmWeight(module, name, local_names, None, shape, matrices, lay_out)
 
 
 def _obstacle(module: nn.Module, local: str, weight: ExpertWeight) -> str:
