@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from float8lab.arguments import printable
 from float8lab.inspect.text import FOLDED, Grid
@@ -60,7 +60,6 @@ def _fitting(grid: Grid, width: int) -> Sequence[str]:
     return grid.columns
 
 
-@runtime_checkable
 class Presentable(Protocol):
     """A result that a command prints."""
 

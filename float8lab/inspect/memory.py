@@ -88,14 +88,9 @@ class MemoryReport(Printed):
 
     def to_json(self) -> str:
         """Return the same as JSON text, in bytes."""
-        return json.dumps(
-            {
-                "layers": [asdict(layer) for layer in self.layers],
-                "totals": {kind: self.sum(kind) for kind in KINDS},
-                "by_device": self.by_device,
-                "ran": self.ran,
-            }
-        )
+        layers = [asdict(layer) for layer in self.layers]
+        told = {"layers": layers, "totals": {kind: self.sum(kind) for kind in KINDS}}
+        return json.dumps({**told, "by_device": self.by_device, "ran": self.ran})
 
     def summary(self) -> str:
         """The bytes on each device."""

@@ -137,16 +137,9 @@ class CheckpointDiff(Printed):
 
     def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
-        return {
-            "a": self.a,
-            "b": self.b,
-            "identical": self.identical,
-            "equal": self.equal,
-            "counts": self.counts,
-            "sqnr": finite(self.sqnr),
-            "notes": list(self.notes),
-            "rows": [row.to_json() for row in self.rows],
-        }
+        names = ("a", "b", "identical", "equal", "counts", "sqnr", "notes")
+        told = {name: finite(getattr(self, name)) for name in names}
+        return told | {"rows": [row.to_json() for row in self.rows]}
 
 
 def diff(

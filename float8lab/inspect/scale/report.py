@@ -302,17 +302,10 @@ def scale(
 
 
 def _told(step: Step) -> dict[str, object]:
-    return {
-        "mesh": asdict(step.mesh),
-        "micro_batch": step.job.micro,
-        "recompute": step.job.recompute,
-        "seconds": step.seconds,
-        "tokens_per_second_per_gpu": step.tokens,
-        "gpu": step.gpu,
-        "cpu": step.cpu,
-        "memory": step.memory,
-        "fits": step.fits,
-    }
+    layout = {"micro_batch": step.job.micro, "recompute": step.job.recompute}
+    times = {"seconds": step.seconds, "tokens_per_second_per_gpu": step.tokens}
+    told = {name: getattr(step, name) for name in ("gpu", "cpu", "memory", "fits")}
+    return {"mesh": asdict(step.mesh), **layout, **times, **told}
 
 
 def _show(seconds: float) -> str:

@@ -69,21 +69,17 @@ class Gemm:
 def gemms_of_rank(size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Recipe]) -> list[Gemm]:
     """Forward and backward of each linear layer of a rank, casts included."""
     M = job.micro * job.sequence // mesh.cp
-    weights = dict(zip(("qkv", "attention out"), size.attention_weights(mesh.tp), strict=True))
-    names = ("gate and up" if size.gated else "up", "down")
-    rows = dict.fromkeys(weights, M)
-    for name, weight in zip(names, size.mlp_weights(size.ffn, mesh.tp), strict=True):
-        weights[name], rows[name] = weight, M
-        if size.experts:
-            rows[name] = -(-M * size.active * mesh.ep // size.experts)
+    of_expert = -(-M * size.active * mesh.ep // size.experts) if size.experts else M
+    names = ("qkv", "attention out", "gate and up" if size.gated else "up", "down")
+    weights = size.attention_weights(mesh.tp) + size.mlp_weights(size.ffn, mesh.tp)
     result = []
-    for name, (N, K) in weights.items():
-        high_seconds = cost.estimate(None, rows[name], N, K).gpu
+    for name, (N, K), rows in zip(names, weights, (M, M, of_expert, of_expert), strict=True):
+        high_seconds = cost.estimate(None, rows, N, K).gpu
         gains = {
-            key: high_seconds / cost.estimate(recipe, rows[name], N, K).gpu
+            key: high_seconds / cost.estimate(recipe, rows, N, K).gpu
             for key, recipe in recipes.items()
         }
-        result.append(Gemm(name if rows[name] == M else f"{name} of an expert", N, K, gains))
+        result.append(Gemm(name if rows == M else f"{name} of an expert", N, K, gains))
     return result
 
 

@@ -64,12 +64,8 @@ class Report(Printed):
 
     def to_json(self) -> dict[str, object]:
         """Return the same as dicts, lists, numbers and strings."""
-        return {
-            "device": self.device,
-            "passed": self.passed,
-            "seconds": self.seconds,
-            "rows": [asdict(row) for row in self.rows],
-        }
+        told = {name: getattr(self, name) for name in ("device", "passed", "seconds")}
+        return told | {"rows": [asdict(row) for row in self.rows]}
 
     def summary(self) -> str:
         """The verdict, and a line or more for each op."""
