@@ -236,8 +236,8 @@ def _node(
 def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | None:
     """The scale of a tensor, or of an expert's rows; None if the expert has had no tokens."""
     # In eager mode, too, such an expert has the scale of the rows that it gets.
-    known = {} if call.precision is None else call.precision.slots
-    slots = known.get((call.recipe, STATE.autocast.group))
+    by_recipe = {} if call.precision is None else call.precision.slots
+    slots = by_recipe.get((call.recipe, STATE.autocast.group))
     scales: list[float | None] = []
     if slots is not None:
         columns = [*slots.columns_of(index)]

@@ -194,27 +194,26 @@ def _measured(item: Item, blocks: _Blocks, counts: tuple[int, ...]) -> Measured:
 
 
 def _code_findings(stats: TensorStats, blocks: _Blocks, scaled: bool) -> Iterator[Finding]:
+    yield from _nonfinite(stats.count("nan"), stats.count("inf"), stats.numel, "codes")
     over_zeros = 0 if blocks.zero_lost else blocks.zero_scales
     unused = f"blocks use less than {IDLE:.3g} of the range"
-    for kind, count, of, text, wrong in (
-        ("nan", stats.count("nan"), stats.numel, "codes NaN", True),
-        ("inf", stats.count("inf"), stats.numel, "codes infinite", True),
-        ("bad-scale", blocks.bad, blocks.blocks, "scales NaN, infinite or negative", True),
-        (
-            "zero-scale",
-            blocks.zero_lost,
-            blocks.blocks,
-            "scales are zero over codes that are not",
-            True,
-        ),
-        ("zero-scale", over_zeros, blocks.blocks, "scales zero, over zeros", False),
-        ("saturated", blocks.saturated, blocks.blocks, "blocks saturated", False),
-        ("unused-range", blocks.idle if scaled else 0, blocks.blocks, unused, False),
+    for kind, count, text, wrong in (
+        ("bad-scale", blocks.bad, "scales NaN, infinite or negative", True),
+        ("zero-scale", blocks.zero_lost, "scales are zero over codes that are not", True),
+        ("zero-scale", over_zeros, "scales zero, over zeros", False),
+        ("saturated", blocks.saturated, "blocks saturated", False),
+        ("unused-range", blocks.idle if scaled else 0, unused, False),
     ):
         if count:
-            yield Finding(kind, f"{_some(count, of)} {text}", wrong)
+            yield Finding(kind, f"{_some(count, blocks.blocks)} {text}", wrong)
     if stats.numel and stats.count("zero") == stats.numel:
         yield Finding("all-zero", "all zero", wrong=False)
+
+
+def _nonfinite(nan: int, inf: int, numel: int, noun: str) -> Iterator[Finding]:
+    for kind, label, count in (("nan", "NaN", nan), ("inf", "infinite", inf)):
+        if count:
+            yield Finding(kind, f"{_some(count, numel)} {noun} {label}")
 
 
 def _plain(item: Item, step: Step) -> Measured:
@@ -250,12 +249,7 @@ def _plain(item: Item, step: Step) -> Measured:
 
 
 def _plain_findings(plain: PlainStats, scale: bool) -> Iterator[Finding]:
-    for kind, label, count in (
-        ("nan", "NaN", plain.nan_count),
-        ("inf", "infinite", plain.inf_count),
-    ):
-        if count:
-            yield Finding(kind, f"{_some(count, plain.numel)} elements {label}")
+    yield from _nonfinite(plain.nan_count, plain.inf_count, plain.numel, "elements")
     not_positive = plain.zero_count + plain.negative_count
     if scale and not_positive:
         kind = "zero-scale" if plain.zero_count else "bad-scale"

@@ -16,8 +16,7 @@ __all__ = ["table", "to_pandas"]
 def table(log: Log, step: int | None = None) -> Grid:
     """``watch.table``."""
     watched = list(dict.fromkeys(record.step for record in log.records))
-    if step is None and watched:
-        step = watched[-1]
+    step = step if step is not None else next(reversed(watched), None)
     if step not in watched:
         raise ValueError(
             f"step must be one that was watched, of {watched or 'none so far'}; got {step}. Name "

@@ -277,39 +277,34 @@ def find_weights(
     used_otherwise = _used_otherwise(model, candidates)
     reasons: dict[str, str] = {}
 
-    def recipe_for(weight: GemmWeight, parameters: Sequence[Tensor]) -> Recipe | None:
-        """The recipe by which parameters in high precision are cast, or None and the reason."""
-        chosen = _recipe(weight.precision, recipe, default)
+    def choose(weight: GemmWeight) -> tuple[Recipe, Float8Spec] | str:
+        """How a weight is cast, or why it is not: empty where its layer does not run in FP8."""
+        parameters, chosen = weight.parameters, _recipe(weight.precision, recipe, default)
         passed_over = weight.precision is None and (converted or weight.is_stack)
         passed_over |= any(isinstance(parameter, Float4Tensor) for parameter in parameters)
         if chosen is None or not chosen.linear.fprop or passed_over:
-            return None
-        pattern = _excluded_by(weight.name, exclude)
-        if pattern is not None:
-            reason = f"excluded by {pattern!r}"
-        elif is_unseen(weight.module) and not unseen:
-            reason = "its layer's forward did not run; unseen=True quantizes it"
-        elif any(id(parameter) in used_otherwise for parameter in parameters):
-            reason = "a module uses it in another way, too"
-        else:
-            return chosen
-        reasons.update(dict.fromkeys(weight.paths, reason))
-        return None
+            return ""
+        if (pattern := _excluded_by(weight.name, exclude)) is not None:
+            return f"excluded by {pattern!r}"
+        if is_unseen(weight.module) and not unseen:
+            return "its layer's forward did not run; unseen=True quantizes it"
+        if any(id(parameter) in used_otherwise for parameter in parameters):
+            return "a module uses it in another way, too"
+        specs = specs_of_parameters(weight, chosen)
+        crossed = "blocks of its scales cross matrices that are cast as one"
+        return crossed if specs is None else (chosen, specs[0])
 
     matrices: list[Weight] = []
     stacks: list[Weight] = []
     for weight in candidates:
-        parameters, weights = weight.parameters, stacks if weight.is_stack else matrices
-        if any(map(is_stored, parameters)):
+        weights = stacks if weight.is_stack else matrices
+        if any(map(is_stored, weight.parameters)):
             if _excluded_by(weight.name, exclude) is None:
                 weights += _stored_weights(weight, names, read)
-        elif (chosen := recipe_for(weight, parameters)) is not None:
-            specs = specs_of_parameters(weight, chosen)
-            if specs is None:
-                reason = "blocks of its scales cross matrices that are cast as one"
-                reasons.update(dict.fromkeys(weight.paths, reason))
-            else:
-                weights.append(_cast_weight(weight, chosen, specs[0], names))
+        elif isinstance(chosen := choose(weight), tuple):
+            weights.append(_cast_weight(weight, *chosen, names))
+        elif chosen:
+            reasons.update(dict.fromkeys(weight.paths, chosen))
     return FoundWeights([*_tie(matrices, share_scales), *stacks], reasons)
 
 
