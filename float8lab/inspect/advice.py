@@ -250,10 +250,7 @@ def advise_by(
         if layer_cases
     )
     prediction: list[Prediction] = [
-        {
-            None: Parts(0.0, a.high_gpu, a.high_cpu),
-            recipe: Parts(a.quantize, a.gemm, a.cpu),
-        }
+        {None: Parts(0.0, a.high_gpu, a.high_cpu), recipe: Parts(a.quantize, a.gemm, a.cpu)}
         for a in layers
     ]
     chosen = choose([*prediction, {None: Parts(0.0, *beyond_layers)}])[:-1]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -204,8 +205,8 @@ class _Look:
             yield module.register_forward_hook(self._leave, prepend=True, always_call=True)
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
-                    hook = self._gradient_hook((name, f"gradient of {parameter_name}"))
-                    yield parameter.register_hook(hook)
+                    label = name, f"gradient of {parameter_name}"
+                    yield parameter.register_hook(partial(self._at_gradient, label))
 
     def at(
         self, x: Any, module: str, tensor: str, *, phase: str = "forward", may_mask: bool = False
@@ -271,7 +272,8 @@ class _Look:
             if not x.requires_grad or type(x) is not Tensor:
                 return x
             alias = x.view_as(x)
-            alias.register_hook(self._gradient_hook((name, f"gradient of input {index}")))
+            label = name, f"gradient of input {index}"
+            alias.register_hook(partial(self._at_gradient, label))
             return alias
 
         return tree_map(own, args), tree_map(own, kwargs)
@@ -306,15 +308,11 @@ class _Look:
             return
         label = list(place)
         self._labels[x] = x.grad_fn, label
-        x.register_hook(self._gradient_hook(label))
+        x.register_hook(partial(self._at_gradient, label))
 
-    def _gradient_hook(self, label: Sequence[str]) -> Callable[[Tensor], None]:
-        """A hook that looks at a gradient by the names of a module and a tensor at that time."""
-
-        def hook(gradient: Tensor) -> None:
-            self.at(gradient, *label, phase="backward")
-
-        return hook
+    def _at_gradient(self, label: Sequence[str], gradient: Tensor) -> None:
+        """Look at a gradient by the names of a module and a tensor that the label has by then."""
+        self.at(gradient, *label, phase="backward")
 
 
 def _local(x: Tensor) -> Tensor:

@@ -37,23 +37,19 @@ _QKV = "self_attention.layernorm_qkv"
 _SPLIT = tuple(f"{_QKV}.{name}" for name in ("query", "key", "value"))
 
 
-def _same(theirs: str, ours: str, *, transposed: bool = False) -> _Rule:
-    return _Rule((theirs,), (ours,), transposed)
-
-
 def _pair(theirs: str, ours: str, *, transposed: bool = False) -> tuple[_Rule, _Rule]:
     """The rules of a weight, which may be transposed, and of a bias."""
-    weight = _same(f"{theirs}weight", f"{ours}weight", transposed=transposed)
-    return weight, _same(f"{theirs}bias", f"{ours}bias")
+    weight = _Rule((f"{theirs}weight",), (f"{ours}weight",), transposed)
+    return weight, _Rule((f"{theirs}bias",), (f"{ours}bias",))
 
 
 _LLAMA = (
-    _same("input_layernorm.weight", f"{_QKV}.layer_norm_weight"),
+    _Rule(("input_layernorm.weight",), (f"{_QKV}.layer_norm_weight",)),
     *_pair("self_attn.q_proj.", f"{_QKV}.query_"),
     *_pair("self_attn.k_proj.", f"{_QKV}.key_"),
     *_pair("self_attn.v_proj.", f"{_QKV}.value_"),
     *_pair("self_attn.o_proj.", "self_attention.proj."),
-    _same("post_attention_layernorm.weight", "layernorm_mlp.layer_norm_weight"),
+    _Rule(("post_attention_layernorm.weight",), ("layernorm_mlp.layer_norm_weight",)),
     *(
         _Rule((f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"), (f"layernorm_mlp.fc1_{kind}",))
         for kind in ("weight", "bias")
@@ -81,11 +77,11 @@ _MEGATRON = (
     *_pair("self_attention.linear_proj.", "self_attention.proj."),
     *_pair("self_attention.q_layernorm.", "self_attention.q_norm."),
     *_pair("self_attention.k_layernorm.", "self_attention.k_norm."),
-    _same(*["self_attention.core_attention.softmax_offset"] * 2),
+    _Rule(*[("self_attention.core_attention.softmax_offset",)] * 2),
     *_pair("mlp.linear_fc1.", "layernorm_mlp.fc1_"),
     *_pair("mlp.linear_fc2.", "layernorm_mlp.fc2_"),
     *(
-        _same(f"{theirs}._extra_state", f"{ours}._extra_state")
+        _Rule((f"{theirs}._extra_state",), (f"{ours}._extra_state",))
         for theirs, ours in (
             ("self_attention.linear_qkv", _QKV),
             ("self_attention.linear_proj", "self_attention.proj"),

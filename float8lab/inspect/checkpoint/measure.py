@@ -256,7 +256,7 @@ def _plain_findings(plain: PlainStats, scale: bool) -> Iterator[Finding]:
         yield Finding(kind, f"{_some(not_positive, plain.numel)} scales not positive")
 
 
-def _count(x: Tensor, dim: Sequence[int]) -> Tensor:
+def _count(x: Tensor, dim: list[int]) -> Tensor:
     """Sum of zeros and ones, uint8, over these dimensions."""
     *before, last = dim
     if x.shape[last] < 256:
