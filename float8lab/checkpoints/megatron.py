@@ -24,15 +24,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from float8lab.checkpoints import source
 from float8lab.checkpoints.pickles import entries_of, leaves, load_megatron_file
-from float8lab.checkpoints.source import (
-    Box,
-    CheckpointError,
-    CheckpointSource,
-    Entry,
-    Piece,
-    read_pieces,
-)
+from float8lab.checkpoints.source import Box, CheckpointError, CheckpointSource, Entry
 from float8lab.checkpoints.unpickling import Opaque
 
 __all__ = [
@@ -303,13 +297,13 @@ def _unsharded(shards: Sequence[Entry], dim: int, sections: int) -> Entry:
             starts = [0] * len(shape)
             starts[dim] = (section * len(shards) + rank) * size
             read = functools.partial(_read_from, shard, dim, section * size)
-            pieces.append(Piece(tuple(starts), piece_sizes, read))
+            pieces.append(source.Piece(tuple(starts), piece_sizes, read))
     return replace(
         first,
         shape=tuple(shape),
         nbytes=first.nbytes * len(shards),
         file=f"{first.file} and others",
-        reader=functools.partial(read_pieces, pieces, first.dtype or torch.uint8),
+        reader=functools.partial(source.read_pieces, pieces, first.dtype or torch.uint8),
     )
 
 
@@ -323,22 +317,22 @@ def _read_from(shard: Entry, dim: int, offset: int, box: Box) -> Tensor:
 # Distributed checkpoints.
 
 
-def layer_by_layer(source: CheckpointSource) -> CheckpointSource:
+def layer_by_layer(opened: CheckpointSource) -> CheckpointSource:
     """The same tensors under the names that one rank has for them."""
     entries: list[Entry] = []
     halves: dict[str, dict[str, Entry]] = {}
-    for entry in source.entries:
+    for entry in opened.entries:
         if (match := _HALF.fullmatch(entry.name)) is None:
             entries.append(entry)
         else:
             halves.setdefault(match[1], {})[match[2]] = entry
     for name, pair in halves.items():
         if len(pair) < 2:
-            raise CheckpointError(f"{source.path} must have both halves of {name}; it has one.")
+            raise CheckpointError(f"{opened.path} must have both halves of {name}; it has one.")
         features = len(pair["w"].shape) - (1 if name.endswith("bias") else 2)
         entries.append(replace(_unsharded([pair["w"], pair["v"]], features, 1), name=name))
     layers = [layer for entry in entries for layer in _layers_of(entry)]
-    return replace(source, container=f"Megatron-LM, {source.container}", entries=layers)
+    return replace(opened, container=f"Megatron-LM, {opened.container}", entries=layers)
 
 
 def _layers_of(entry: Entry) -> list[Entry]:

@@ -208,11 +208,10 @@ def memory_report(
     for parameter, kind, tensor in _tensors_of_optimizer(optimizer):
         sizes[owners.get(id(parameter), OPTIMIZER)][kind] += counted.add(tensor)
     if batch is not None:
+        before = counted.by_device.copy()
         for tensor in tensors_in(batch):
-            counted_before = dict(counted.by_device)
             counted.add(tensor)
-            counted.by_device = defaultdict(int, counted_before)
-
+        counted.by_device = before
         with on_trial(model, batch, loss_fn) as trial:
             run = trial.forward if loss_fn is None else trial.loss
             for name, size in _saved(model, run, counted).items():

@@ -33,7 +33,7 @@ class _Rule(NamedTuple):
     transposed: bool = False
 
 
-_QKV = "self_attention.layernorm_qkv"
+_QKV, _CORE = "self_attention.layernorm_qkv", "self_attention.core_attention"
 _SPLIT = tuple(f"{_QKV}.{name}" for name in ("query", "key", "value"))
 
 
@@ -77,7 +77,7 @@ _MEGATRON = (
     *_pair("self_attention.linear_proj.", "self_attention.proj."),
     *_pair("self_attention.q_layernorm.", "self_attention.q_norm."),
     *_pair("self_attention.k_layernorm.", "self_attention.k_norm."),
-    _Rule(*[("self_attention.core_attention.softmax_offset",)] * 2),
+    _Rule((f"{_CORE}.softmax_offset",), (f"{_CORE}.softmax_offset",)),
     *_pair("mlp.linear_fc1.", "layernorm_mlp.fc1_"),
     *_pair("mlp.linear_fc2.", "layernorm_mlp.fc2_"),
     *(
@@ -85,7 +85,7 @@ _MEGATRON = (
         for theirs, ours in (
             ("self_attention.linear_qkv", _QKV),
             ("self_attention.linear_proj", "self_attention.proj"),
-            ("self_attention.core_attention", "self_attention.core_attention"),
+            (_CORE, _CORE),
             ("mlp.linear_fc1", "layernorm_mlp.fc1"),
             ("mlp.linear_fc2", "layernorm_mlp.fc2"),
         )

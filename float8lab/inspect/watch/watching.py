@@ -156,7 +156,6 @@ class watch:
         self._ended: int | None = None  # the last step that the optimizer has ended
         self._counts_by_optimizer = True
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._training = self._model.training
         self._active = contextlib.ExitStack()  # a step is watched
         self._handle: RemovableHandle | None = None
 
