@@ -45,12 +45,9 @@ def open_dcp(path: Path) -> source.CheckpointSource:
     file = path / ".metadata"
     source.check_file(file)
     problem = f"{file} must be by torch.distributed.checkpoint; it is not, or it is damaged"
-    with source.refusing(problem):
+    with source.refusing(problem):  # an object of any type may have been pickled
         pickled = io.BytesIO(file.read_bytes())
         metadata = cast("Metadata", load_restricted(pickled, DCP_METADATA, f"{path}: .metadata"))
-    # An object of any type may have been pickled.
-    problem = f"{file} must be by torch.distributed.checkpoint; its content is not"
-    with source.refusing(problem, (AttributeError, KeyError, TypeError)):
         entries = _entries(path, metadata)
         files = len({info.relative_path for info in metadata.storage_data.values()})
     if not entries:

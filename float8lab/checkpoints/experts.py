@@ -120,23 +120,15 @@ def _join(
     return torch.stack(stacked)
 
 
-class _StackMatrices(NamedTuple):
-    """The matrices that a checkpoint has of one stacked parameter, some perhaps missing."""
-
-    name: str
-    """The name of the stacked parameter."""
-    by_kind: dict[str, dict[int, Item]]
-    """For each kind of matrix whose rows the stack joins, the matrices by expert."""
-
-    @property
-    def there(self) -> list[Item]:
-        """All of them."""
-        return [item for by_expert in self.by_kind.values() for item in by_expert.values()]
+_ByKind = dict[str, dict[int, Item]]
+"""For each kind of matrix whose rows a stack joins, the matrices by expert; some may be missing."""
 
 
-def _matrices_of_stacks(items: Sequence[Item], names: Container[str]) -> Iterator[_StackMatrices]:
+def _matrices_of_stacks(
+    items: Sequence[Item], names: Container[str]
+) -> Iterator[tuple[str, _ByKind]]:
     """The matrices of the stacks of these names, unless the checkpoint has the stack itself."""
-    by_prefix: dict[str, dict[str, dict[int, Item]]] = {}
+    by_prefix: dict[str, _ByKind] = {}
     for item in items:
         match = _NAME.fullmatch(item.name)
         if match is not None and len(item.entry.shape) == 2:
@@ -147,7 +139,7 @@ def _matrices_of_stacks(items: Sequence[Item], names: Container[str]) -> Iterato
         for local, kinds in STACKED.items():
             name = f"{prefix}.{local}"
             if name in names and name not in there and not by_kind.keys().isdisjoint(kinds):
-                yield _StackMatrices(name, {kind: by_kind.get(kind, {}) for kind in kinds})
+                yield name, {kind: by_kind.get(kind, {}) for kind in kinds}
 
 
 class Incomplete(NamedTuple):
@@ -161,24 +153,24 @@ class Incomplete(NamedTuple):
 
 def incomplete_stacks(items: Sequence[Item], experts: Mapping[str, int]) -> dict[str, Incomplete]:
     """The stacks of which ``stack_experts`` left matrices, given each one's number of experts."""
-    stacks = _matrices_of_stacks(items, experts)
-    return {
-        s.name: Incomplete(_problems(s, experts[s.name]), [item.name for item in s.there])
-        for s in stacks
-    }
+    stacks = {}
+    for stack, by_kind in _matrices_of_stacks(items, experts):
+        names = [item.name for by_expert in by_kind.values() for item in by_expert.values()]
+        stacks[stack] = Incomplete(_problems(stack, by_kind, names, experts[stack]), names)
+    return stacks
 
 
-def _problems(stack: _StackMatrices, experts: int) -> list[str]:
-    short = any(item.name.rpartition(".")[0][-2:] in _ALIASES for item in stack.there)
+def _problems(stack: str, by_kind: _ByKind, names: Sequence[str], experts: int) -> list[str]:
+    short = any(name.rpartition(".")[0][-2:] in _ALIASES for name in names)
     spelled = {kind: alias for alias, kind in _ALIASES.items()} if short else {}
-    prefix = stack.name.rpartition(".")[0]
+    prefix = stack.rpartition(".")[0]
     problems = [
         f"{prefix}.{expert}.{spelled.get(kind, kind)}.weight is missing"
         for expert in range(experts)
-        for kind, by_expert in stack.by_kind.items()
+        for kind, by_expert in by_kind.items()
         if expert not in by_expert
     ]
-    for by_expert in filter(None, stack.by_kind.values()):
+    for by_expert in filter(None, by_kind.values()):
         usual, _ = Counter(item.entry.shape for item in by_expert.values()).most_common(1)[0]
         problems += [
             f"{item.name} is {list(item.entry.shape)} there and that of other experts {list(usual)}"
@@ -194,12 +186,12 @@ def stack_experts(items: Sequence[Item], names: Container[str]) -> list[Item]:
     """Put stacks in the place of experts' matrices, where ``names`` has the stacked name.
     Experts of which some are missing, or whose shapes differ, stay as they are."""
     made: dict[str, Stack] = {}
-    for matrices in _matrices_of_stacks(items, names):
-        kinds = list(matrices.by_kind.values())
+    for name, by_kind in _matrices_of_stacks(items, names):
+        kinds = list(by_kind.values())
         numbers = range(len(kinds[0]))
         if all(sorted(by_expert) == list(numbers) for by_expert in kinds):
             experts = [[by_expert[number] for by_expert in kinds] for number in numbers]
-            stack = _stack(matrices.name, experts)
+            stack = _stack(name, experts)
             if stack is not None:
                 made[experts[0][0].name] = stack
     taken = {item.name for stack in made.values() for item in stack.matrices} - made.keys()

@@ -38,14 +38,13 @@ class CheckpointError(ValueError):
 
 
 @contextmanager
-def refusing(problem: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Raise these errors of the block as a CheckpointError, but an OSError as it is."""
-    # By default these are all errors: unpickling damaged data may raise any, says pickle's manual.
+def refusing(problem: str) -> Iterator[None]:
+    """Raise any error of the block as a CheckpointError, but an OSError as it is."""
     try:
         yield
     except (CheckpointError, OSError):
         raise
-    except errors as error:
+    except Exception as error:  # unpickling damaged data may raise any, says pickle's manual
         raise CheckpointError(f"{problem}: {type(error).__name__}: {error}.") from error
 
 

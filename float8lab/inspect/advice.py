@@ -20,8 +20,7 @@ import json
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeGuard
@@ -505,11 +504,15 @@ class _Bench:
     def run(self, count: int | None = None) -> None:
         """Run forward and backward of the first ``count`` copies, or of all of them."""
         count = self.count if count is None else count
-        with _one_region(self.recipe):
+        # The calls advance delayed scales together, as a converted model's do.
+        region = Region() if self.recipe is not None and self.recipe.linear.delayed else None
+        with inside(region):
             outputs = [
                 self._call(layer, x)
                 for layer, x in zip(self.layers[:count], self.inputs, strict=False)
             ]
+        if region is not None:
+            region.close()
         if sources := [t for inputs in self.wanted[:count] for t in inputs]:
             torch.autograd.grad(outputs, sources, [self.gradient] * count, allow_unused=True)
 
@@ -542,18 +545,6 @@ class _Bench:
         first, both_calls = (timer(partial(forward, calls)) for calls in (1, 2))
         SHARED_CAST.last = None
         return Times(*(max(0.0, 2 * a - b) for a, b in zip(first, both_calls, strict=True)))
-
-
-@contextmanager
-def _one_region(recipe: Recipe | None) -> Iterator[None]:
-    """Make the calls in the block advance delayed scales together, as a converted model does."""
-    if recipe is None or not recipe.linear.delayed:
-        yield
-        return
-    region = Region()
-    with inside(region):
-        yield
-    region.close()
 
 
 class _Recorded(TorchDispatchMode):

@@ -22,6 +22,7 @@ import operator
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -344,11 +345,11 @@ class _Bench:
         def look(name: str, layer: nn.Module, inp: Tensor, y: Tensor) -> None:
             if isinstance(layer, Linear):
                 x = plain(inp.detach())
-                watcher = _Watcher(name, layer, x, inp.requires_grad, recipes, looks)
+                look_at = partial(_look_at, looks, recipes, name, layer, x, inp.requires_grad)
                 if y.requires_grad:
-                    y.register_hook(watcher.look)
+                    y.register_hook(look_at)
                 else:
-                    watcher.look(None)
+                    look_at(None)
 
         with self.trial.looking(look):
             return self.compare(), looks
@@ -410,54 +411,49 @@ def _relative_error(error: Tensor, exact: Tensor) -> Tensor:
     return torch.stack(errors).max()
 
 
-@dataclass(eq=False)
-class _Watcher:
-    """Looks at the operands of the GEMMs of one call of a layer, once dy is known."""
+@torch.no_grad()
+def _look_at(
+    looks: dict[_Key, _Look], recipes: Sequence[Recipe], name: str, layer: Linear, x: Tensor,
+    needs_dx: bool, dy: Tensor | None,
+) -> None:  # fmt: skip
+    """Look at the operands of the GEMMs of one call of a layer, once dy is known."""
+    weight, _ = layer._weight_and_bias(layer.gemms[0])
+    w = plain(weight).detach().float()
+    x = x.reshape(-1, x.shape[-1]).float()
+    needs_dw = any(p.requires_grad for p in layer.parameters() if p.ndim == 2)
+    if dy is not None:
+        dy = plain(dy.detach()).reshape(-1, dy.shape[-1]).float()
+    for recipe in recipes:
+        plan, compare = recipe.linear, partial(_compare, looks, name, recipe)
+        if plan.fprop:
+            error = compare("fprop", (x, plan.fprop.left), (w, plan.fprop.right))
+            if dy is not None:
+                change = torch.linalg.vecdot(dy.flatten(), error.flatten()).item()
+                looks[name, "fprop", recipe].loss += change
+        if dy is not None and plan.dgrad and needs_dx:
+            compare("dgrad", (dy, plan.dgrad.left), (w.t(), plan.dgrad.right))
+        if dy is not None and plan.wgrad and needs_dw:
+            compare("wgrad", (dy.t(), plan.wgrad.left), (x.t(), plan.wgrad.right))
 
-    name: str
-    layer: Linear
-    x: Tensor
-    needs_dx: bool
-    recipes: Sequence[Recipe]
-    looks: dict[_Key, _Look]
 
-    @torch.no_grad()
-    def look(self, dy: Tensor | None) -> None:
-        weight, _ = self.layer._weight_and_bias(self.layer.gemms[0])
-        w = plain(weight).detach().float()
-        x = self.x.reshape(-1, self.x.shape[-1]).float()
-        needs_dw = any(p.requires_grad for p in self.layer.parameters() if p.ndim == 2)
-        if dy is not None:
-            dy = plain(dy.detach()).reshape(-1, dy.shape[-1]).float()
-        for recipe in self.recipes:
-            plan = recipe.linear
-            if plan.fprop:
-                error = self._compare("fprop", recipe, (x, plan.fprop.left), (w, plan.fprop.right))
-                if dy is not None:
-                    change = torch.linalg.vecdot(dy.flatten(), error.flatten()).item()
-                    self.looks[self.name, "fprop", recipe].loss += change
-            if dy is not None and plan.dgrad and self.needs_dx:
-                self._compare("dgrad", recipe, (dy, plan.dgrad.left), (w.t(), plan.dgrad.right))
-            if dy is not None and plan.wgrad and needs_dw:
-                self._compare("wgrad", recipe, (dy.t(), plan.wgrad.left), (x.t(), plan.wgrad.right))
-
-    def _compare(
-        self, gemm: str, recipe: Recipe, a: tuple[Tensor, Float8Spec], b: tuple[Tensor, Float8Spec]
-    ) -> Tensor:
-        """Record the effect of FP8 on ``a @ b.T``; return the error of the result."""
-        epsilon = recipe.linear.amax_epsilon
-        a_cast, b_cast = (_cast(value, spec, epsilon) for value, spec in (a, b))
-        exact = a[0] @ b[0].t()
-        error = a_cast @ b_cast.t() - exact
-        alone = (a_cast - a[0]) @ b[0].t(), a[0] @ (b_cast - b[0]).t()
-        errors = torch.stack([_relative_error(lost, exact) for lost in (error, *alone)])
-        output, *operands = errors.tolist()
-        look = self.looks.setdefault((self.name, gemm, recipe), _Look())
-        look.error += _norms([error])[0] ** 2
-        look.output = max(look.output, output)
-        for operand, value in zip(OPERANDS[gemm], operands, strict=True):
-            look.operands[operand] = max(look.operands.get(operand, 0.0), value)
-        return error
+def _compare(
+    looks: dict[_Key, _Look], name: str, recipe: Recipe, gemm: str, a: tuple[Tensor, Float8Spec],
+    b: tuple[Tensor, Float8Spec],
+) -> Tensor:  # fmt: skip
+    """Record the effect of FP8 on ``a @ b.T``; return the error of the result."""
+    epsilon = recipe.linear.amax_epsilon
+    a_cast, b_cast = (_cast(value, spec, epsilon) for value, spec in (a, b))
+    exact = a[0] @ b[0].t()
+    error = a_cast @ b_cast.t() - exact
+    alone = (a_cast - a[0]) @ b[0].t(), a[0] @ (b_cast - b[0]).t()
+    errors = torch.stack([_relative_error(lost, exact) for lost in (error, *alone)])
+    output, *operands = errors.tolist()
+    look = looks.setdefault((name, gemm, recipe), _Look())
+    look.error += _norms([error])[0] ** 2
+    look.output = max(look.output, output)
+    for operand, value in zip(OPERANDS[gemm], operands, strict=True):
+        look.operands[operand] = max(look.operands.get(operand, 0.0), value)
+    return error
 
 
 def _cast(x: Tensor, spec: Float8Spec, amax_epsilon: float) -> Tensor:

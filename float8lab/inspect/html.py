@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from html import escape
 from importlib.resources import files
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -63,7 +62,7 @@ def filled(template: str, replacements: Mapping[str, str]) -> str:
 
 def page_of(
     title: str, body: str, script: str, data: Mapping[str, object],
-    columns: Mapping[str, str] = MappingProxyType({}),
+    columns: Mapping[str, str] = {},
 ) -> str:  # fmt: skip
     """A whole page, which a browser lets load nothing, with plotly and what its script reads.
 

@@ -215,11 +215,11 @@ def _contents(
     reshard(model)
     state = _state(model)
     names = saved_names(model) if layout.blocks else SavedNames()
-    quantizable = find_weights(
+    quantizable, reasons = find_weights(
         model, recipe=recipe, default=layout.recipe, exclude=exclude, share_scales=share_scales,
         unseen=unseen, names=names,
     )  # fmt: skip
-    candidates = [w for w in quantizable.weights if all(name in state for name in w.sources)]
+    candidates = [w for w in quantizable if all(name in state for name in w.sources)]
     unnamed = [weight for weight in candidates if layout.lacks_names(weight)]
     named = [weight for weight in candidates if weight not in unnamed]
     if not named:
@@ -236,7 +236,7 @@ def _contents(
             f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
             f"{listed(stray, 5)}. Dequantize them, or do not exclude them."
         )
-    reasons = quantizable.reasons | {name: w.obstacle for w in unnamed for name in w.sources}
+    reasons |= {name: w.obstacle for w in unnamed for name in w.sources}
     high_precision = _not_in_fp8(model, in_fp8)
     # Transformers knows modules by either name, other readers by those in the checkpoint.
     saved = [names.renamed.get(f"{module}.weight", "") for module in high_precision]

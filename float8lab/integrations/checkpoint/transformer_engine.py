@@ -18,7 +18,6 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -158,15 +157,8 @@ def _unpickled(name: str, value: object) -> Mapping[str, object] | None:
 # Scales.
 
 
-class _Scaling(NamedTuple):
-    """The delayed scaling state of one tensor."""
-
-    encode: Tensor
-    """The encode factor."""
-    history: Tensor
-    """Amaxes."""
-
-
+_Scaling = tuple[Tensor, Tensor]
+"""The delayed scaling state of one tensor: its encode factor, and its history of amaxes."""
 _GemmScales = Sequence[_Scaling]
 """The state of a GEMM's input, weight and output gradient."""
 
@@ -193,7 +185,7 @@ def _saved_scales(name: str, state: Mapping[str, object], suffix: str) -> list[_
             f"{name}.{_KEY} must have a positive scale for each history; got {len(scale)} scales "
             f"and {history.shape[1]} histories. It is damaged."
         )
-    return [_Scaling(scale[i], history[:, i]) for i in range(len(scale))]
+    return list(zip(scale, history.t(), strict=True))
 
 
 def _saved_tensor(name: str, state: Mapping[str, object], key: str, ndim: int) -> Tensor:

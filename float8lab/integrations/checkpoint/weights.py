@@ -43,7 +43,7 @@ from float8lab.tensor.dtensor import is_dtensor, local_of
 from float8lab.tensor.operands import quantize
 
 __all__ = [
-    "FoundWeights", "GemmWeight", "delayed_slots", "find_weights", "gemm_weights", "is_stored",
+    "GemmWeight", "delayed_slots", "find_weights", "gemm_weights", "is_stored",
     "specs_of_parameters",
 ]  # fmt: skip
 
@@ -249,19 +249,12 @@ def _obstacle(module: nn.Module, local: str, weight: ExpertWeight) -> str:
     return ""
 
 
-class FoundWeights(NamedTuple):
-    """The weights of a model to store in FP8."""
-
-    weights: list[Weight]
-    reasons: dict[str, str]
-    """Why parameters whose layers run in FP8 are not among them."""
-
-
 def find_weights(
     model: nn.Module, *, recipe: Recipe | None, default: Recipe, exclude: Sequence[str],
     share_scales: Sequence[Sequence[str]], unseen: bool, names: SavedNames,
-) -> FoundWeights:  # fmt: skip
-    """The weights to store in FP8: of layers that run in FP8 or, without any, all ``nn.Linear``.
+) -> tuple[list[Weight], dict[str, str]]:  # fmt: skip
+    """The weights to store in FP8: of layers that run in FP8 or, without any, all ``nn.Linear``;
+    and why parameters whose layers run in FP8 are not among them.
 
     ``recipe`` is for layers that have none of their own, and ``default`` for those that have none
     then, nor delayed scales; the others are arguments of ``export``, and the names under which it
@@ -305,7 +298,7 @@ def find_weights(
             weights.append(_cast_weight(weight, *chosen, names))
         elif chosen:
             reasons.update(dict.fromkeys(weight.paths, chosen))
-    return FoundWeights([*_tie(matrices, share_scales), *stacks], reasons)
+    return [*_tie(matrices, share_scales), *stacks], reasons
 
 
 def _excluded_by(name: str, exclude: Sequence[str]) -> str | None:
