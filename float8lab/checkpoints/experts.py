@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +23,7 @@ from float8lab.checkpoints.item import Item, broadcast_box
 from float8lab.checkpoints.source import Box, Entry, dtype_name, whole_box
 from float8lab.formats import Spec
 
-__all__ = [
-    "STACKED", "Incomplete", "Stack", "incomplete_stacks", "is_stack", "matrix_name",
-    "stack_experts",
-]  # fmt: skip
+__all__ = ["STACKED", "Stack", "incomplete_stacks", "is_stack", "matrix_name", "stack_experts"]
 
 STACKED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -142,21 +138,18 @@ def _matrices_of_stacks(
                 yield name, {kind: by_kind.get(kind, {}) for kind in kinds}
 
 
-class Incomplete(NamedTuple):
-    """A stack some of whose matrices are not there, or do not fit the others."""
+def incomplete_stacks(
+    items: Sequence[Item], experts: Mapping[str, int]
+) -> dict[str, tuple[list[str], list[str]]]:
+    """The stacks of which ``stack_experts`` left matrices, given each one's number of experts.
 
-    problems: list[str]
-    """Phrases, each about one matrix."""
-    matrices: list[str]
-    """Names of those that are there."""
-
-
-def incomplete_stacks(items: Sequence[Item], experts: Mapping[str, int]) -> dict[str, Incomplete]:
-    """The stacks of which ``stack_experts`` left matrices, given each one's number of experts."""
+    For each there are phrases about the matrices that are missing or do not fit the others, and
+    the names of those that are there.
+    """
     stacks = {}
     for stack, by_kind in _matrices_of_stacks(items, experts):
         names = [item.name for by_expert in by_kind.values() for item in by_expert.values()]
-        stacks[stack] = Incomplete(_problems(stack, by_kind, names, experts[stack]), names)
+        stacks[stack] = _problems(stack, by_kind, names, experts[stack]), names
     return stacks
 
 

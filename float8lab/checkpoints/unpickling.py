@@ -11,7 +11,6 @@ import io
 import pathlib
 import pickle
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -76,7 +75,9 @@ class AllowedNames(NamedTuple):
     def find(self, module: str, name: str) -> object:
         """The object that a name stands for; None if the name is refused."""
         qualified = f"{module}.{name}"
-        if qualified in self.imported:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if qualified in (*self.imported, "torch.Size", "collections.OrderedDict"):
             return _import(qualified)
         for pattern, value in self.replaced.items():
             if fnmatchcase(qualified, pattern):
@@ -138,11 +139,6 @@ _ANY_NAME = AllowedNames(
 def _restricted_unpickler(allowed: AllowedNames, subject: str) -> type[pickle.Unpickler]:
     class RestrictedUnpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> object:
-            value: object = getattr(torch, name, None) if module == "torch" else None
-            if isinstance(value, torch.dtype) or value is torch.Size:
-                return value
-            if (module, name) == ("collections", "OrderedDict"):
-                return OrderedDict
             value = allowed.find(module, name)
             if value is None:
                 raise CheckpointError(

@@ -146,11 +146,6 @@ class _Counted:
         """Bytes of a tensor that were not counted before."""
         return 0 if x is None else sum(self.bytes_of(storage) for _, storage in storages(x))
 
-    def add_view(self, x: Tensor) -> int:
-        """Bytes of a part of a storage that other modules have parts of."""
-        self.by_device[str(x.device)] += x.nbytes
-        return x.nbytes
-
 
 def memory_report(
     model: nn.Module,
@@ -226,7 +221,9 @@ def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
             # Columns of tensors that all modules share; scale and encode are rows of factors.
             columns = slots.tensors()
             del columns["scale"], columns["encode"]
-            yield sum(counted.add_view(t) for t in columns.values())
+            for column in columns.values():
+                counted.by_device[str(column.device)] += column.nbytes
+                yield column.nbytes
         if (cached_cast := precision.weight_cast) is not None:
             operands = (cached_cast.operand, *cached_cast.transposes)
             yield sum(map(counted.add, itertools.chain(*operands)))

@@ -173,16 +173,6 @@ def _named_tensors(values: object) -> Iterator[tuple[str, Tensor]]:
             yield (name[1:-1] if name[1:-1].isdigit() else name), leaf
 
 
-@dataclass
-class _Frame:
-    """A module that is running."""
-
-    module: nn.Module
-    clears: bool
-    """Whether finite outputs clear the suspect, which is one of the inputs or arose inside the
-    module."""
-
-
 class _Look:
     """Hooks on all modules of a model, and the first thing found."""
 
@@ -192,7 +182,9 @@ class _Look:
         self.found: NonFinite | None = None
         self.suspect: NonFinite | None = None
         self.step = 0
-        self._stack: list[_Frame] = []
+        # The modules that run, and whether finite outputs of each clear the suspect, which is one
+        # of its inputs or arose inside of it.
+        self._stack: list[tuple[nn.Module, bool]] = []
         # The node and the changeable label of the hook of an output.
         self._labels: MutableMapping[Tensor, tuple[object, list[str]]] = WeakIdKeyDictionary()
         self._callers: dict[nn.Module, nn.Module | None] = {}
@@ -247,11 +239,9 @@ class _Look:
                     self.at(value, name, f"gradient of {parameter_name}", phase="backward")
 
     def _enter(self, module: nn.Module, args: object, kwargs: object) -> object:
-        caller = self._stack[-1].module if self._stack else self._callers.get(module)
+        caller = self._stack[-1][0] if self._stack else self._callers.get(module)
         self._callers[module] = caller
-        frame = _Frame(module, clears=self.suspect is None)
-        self._stack.append(frame)
-        name = self.names[module]
+        name, clears = self.names[module], self.suspect is None
         inputs = [*_named_tensors(args), *_named_tensors(kwargs)]
         if not in_backward():  # a recomputation gives what the forward gave
             for index, x in inputs:
@@ -259,7 +249,8 @@ class _Look:
                 if caller is not None:
                     given = f"what it gives {name or '(model)'} as input {index}"
                     place = self.names[caller], given
-                frame.clears |= not self.at(x, *place, may_mask=True)
+                clears |= not self.at(x, *place, may_mask=True)
+        self._stack.append((module, clears))
         if not torch.is_grad_enabled():
             return None
         # Gradients of the module's own use of its inputs, which others may use as well.
@@ -280,11 +271,11 @@ class _Look:
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         # Activation checkpointing leaves a recomputation by an exception, inside of modules.
-        if all(frame.module is not module for frame in self._stack):
+        if all(running is not module for running, _ in self._stack):
             return  # what ended it came before _enter
-        frame = self._stack.pop()
-        while frame.module is not module:
-            frame = self._stack.pop()
+        running, clears = self._stack.pop()
+        while running is not module:
+            running, clears = self._stack.pop()
         name = self.names[module]
         caller = self._callers.get(module)
         finite = True
@@ -297,7 +288,7 @@ class _Look:
                     gradient = f"gradient of output {index} of {name or '(model)'}"
                     place = self.names[caller], gradient
                 self._hook_output(x, place)
-        if finite and frame.clears:
+        if finite and clears:
             self.suspect = None
 
     def _hook_output(self, x: Tensor, place: tuple[str, str]) -> None:

@@ -7,7 +7,7 @@ all that this has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -294,11 +294,11 @@ def on_trial(
         yield Trial(model, batch, loss_fn, start)
 
 
-@contextmanager
-def as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def as_before(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> AbstractContextManager[object]:
     """Put back after the block whatever training steps change, parameters and optimizer too."""
-    with _kept(model, lambda: [*_keep_scaling(model), *_keep_training(model, optimizer)]):
-        yield
+    return _kept(model, lambda: [*_keep_scaling(model), *_keep_training(model, optimizer)])
 
 
 @contextmanager

@@ -51,11 +51,11 @@ def report(
     check_instance("title", title, str, "a string")
     check_instance("baseline", baseline, Log, "the log of a watch", optional=True)
     check_instance("names", names, tuple, "the names of both runs", optional=True)
-    data, comparison = embed(log), ""
+    (meta, columns), comparison = embed(log), ""
     if baseline is not None:
         runs = compare(baseline, log, names=names)
         named = dict(zip(("name", "log"), runs.names, strict=True))
-        data.meta["baseline"] = {**named, "loss": losses(baseline)}
+        meta["baseline"] = {**named, "loss": losses(baseline)}
         facts, tables = escape(runs.summary()).replace("\n", "<br>"), runs.tables(None)[-1:]
         comparison = f"<section><h2>Two runs</h2>{facts}</section>{sections(tables)}"
     facts_of_run = (map(escape, fact) for fact in log.about.items())
@@ -68,7 +68,7 @@ def report(
         "conversion": escape(log.conversion or "not recorded"),
     }
     body = filled("report/body.html", replacements)
-    html = page_of(title, body, "report/page.js", data.meta, data.columns)
+    html = page_of(title, body, "report/page.js", meta, columns)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, html)

@@ -16,12 +16,11 @@ from array import array
 from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from float8lab.inspect.text import finite
 from float8lab.inspect.watch.records import Log, Record, evenly_chosen
 
-__all__ = ["FIELDS", "MOST_CELLS", "MOST_COUNTS", "MOST_LOSSES", "Data", "embed", "losses"]
+__all__ = ["FIELDS", "MOST_CELLS", "MOST_COUNTS", "MOST_LOSSES", "embed", "losses"]
 
 MOST_CELLS = 1_000_000
 """Layers times operands times cells of a page; a longer run has several steps in a cell."""
@@ -46,18 +45,13 @@ FIELDS: dict[str, Callable[[float, float], float]] = {
 """The numeric fields of a record, with the function that picks the worse of two values."""
 
 
-@dataclass(frozen=True)
-class Data:
-    """The data that a page embeds."""
+def embed(log: Log) -> tuple[dict[str, object], dict[str, str]]:
+    """Collect the data that the page of a log needs.
 
-    meta: dict[str, object]
-    """All that is small; valid JSON."""
-    columns: dict[str, str]
-    """Columns by name: float32, little-endian, compressed by zlib, in base64."""
-
-
-def embed(log: Log) -> Data:
-    """Collect the data that the page of a log needs."""
+    Returns:
+        All that is small, valid JSON; and columns by name: float32, little-endian, compressed by
+        zlib, in base64.
+    """
     layers = list(dict.fromkeys([*log.layers, *(record.layer for record in log.records)]))
     operand_names = {record.operand for record in log.records}
     usual = ("x", "w", "dy", "q", "k", "v")
@@ -81,7 +75,7 @@ def embed(log: Log) -> Data:
         "loss": losses(log),
         "gemms": _gemms(log, rows),
     }
-    return Data(meta, columns)
+    return meta, columns
 
 
 def _encode(values: array[float]) -> str:
@@ -91,16 +85,13 @@ def _encode(values: array[float]) -> str:
     return b64encode(zlib.compress(values.tobytes(), 6)).decode("ascii")
 
 
-def _nans(length: int) -> array[float]:
-    return array("f", [math.nan]) * length
-
-
 def _fields(
     records: Iterable[Record], layers: Sequence[str], operands: Sequence[str], firsts: Sequence[int]
 ) -> tuple[dict[str, str], dict[str, int]]:
     """A column for each operand and field, and each layer's row in them."""
     rows = {layer: row for row, layer in enumerate(layers)}
-    arrays = {(o, f): _nans(len(layers) * len(firsts)) for o in operands for f in FIELDS}
+    empty = array("f", [math.nan]) * (len(layers) * len(firsts))
+    arrays = {(o, f): empty[:] for o in operands for f in FIELDS}
     for record in records:
         at = rows[record.layer] * len(firsts) + bisect_right(firsts, record.step) - 1
         for name, worse in FIELDS.items():
@@ -132,7 +123,7 @@ def _histograms(
         if (start := places.get(record.step)) is None:
             continue
         name = f"{record.operand}-exponents-{rows[record.layer]}"
-        counts = columns.setdefault(name, _nans(len(steps) * width))
+        counts = columns.setdefault(name, array("f", [math.nan]) * (len(steps) * width))
         counts[start : start + width] = array("f", bytes(4 * width))
         for exponent, count in record.exponents.items():
             counts[start + exponent - low] = count

@@ -143,7 +143,8 @@ def load_fp8(
             targets.replace(target, _stored(item, target, targets.devices[names[0]]))
         for item, name in plan.values:
             _load_values(item, name, targets)
-    notes = [] if dequantize else _run_in_fp8(model, plan)
+    if not dequantize:
+        _run_in_fp8(model, plan)
     fp4, fp8 = (
         {names[0]: item.describe() for item, names in plan.stored if item.fp8 == is_fp8}
         for is_fp8 in (False, True)
@@ -152,7 +153,7 @@ def load_fp8(
         tuple(name for item, name in plan.values if _is_quantized(item) == quantized)
         for quantized in (False, True)
     )
-    notices = tuple(plan.missing), tuple(plan.unexpected), (*plan.notes, *notes)
+    notices = tuple(plan.missing), tuple(plan.unexpected), tuple(plan.notes)
     return LoadReport(opened.path, fp8, dequantized, plain, *notices, fp4)
 
 
@@ -224,7 +225,7 @@ class _Targets:
 
 @dataclass
 class _Plan:
-    """The tensors to load, and those that have no counterpart."""
+    """The tensors to load, those that have no counterpart, and the recipes that layers get."""
 
     stored: list[tuple[Item, list[str]]] = field(default_factory=list)
     """Weights that stay as the checkpoint stores them, with all their names in the model."""
@@ -238,6 +239,10 @@ class _Plan:
     """Scales of activations of stacked experts."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    """The recipe of each layer that gets one."""
+    requantized: list[str] = field(default_factory=list)
+    """Layers whose own recipe casts the weights to other bytes than the checkpoint's."""
     notes: list[str] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -297,7 +302,7 @@ def _plan(source: CheckpointSource, targets: _Targets, *, dequantize: bool, stri
 
 
 def _check(
-    plan: _Plan, path: str, stacks: Mapping[str, experts.Incomplete], *, strict: bool
+    plan: _Plan, path: str, stacks: Mapping[str, tuple[list[str], list[str]]], *, strict: bool
 ) -> None:
     """Raise if a checkpoint is damaged or does not fit; note the stacks that are not loaded."""
     if plan.damage:
@@ -307,12 +312,14 @@ def _check(
         )
     problems = list(plan.problems)
     if strict:
-        explained = {name for stack in stacks.values() for name in stack.matrices}
-        problems += [problem for stack in stacks.values() for problem in stack.problems]
+        explained = {name for _, names in stacks.values() for name in names}
+        problems += [problem for of_stack, _ in stacks.values() for problem in of_stack]
         problems += [f"{name} is missing" for name in plan.missing if name not in stacks]
         problems += [f"{n} is not in the model" for n in plan.unexpected if n not in explained]
     else:
-        plan.notes += [f"{n} is not loaded: {_few(stack.problems)}" for n, stack in stacks.items()]
+        plan.notes += [
+            f"{n} is not loaded: {_few(of_stack)}" for n, (of_stack, _) in stacks.items()
+        ]
     if problems:
         raise ValueError(
             f"{path} must fit the model; {_few(problems, separator='; ')}. The model is "
@@ -421,68 +428,53 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
         into[box] = (item.entry.read(box) if exact else item.values(box)).to(into.device)
 
 
-@dataclass
-class _Choice:
-    """Which layers get which recipe."""
-
-    recipes: dict[str, Recipe] = field(default_factory=dict)
-    """The recipe of each layer that gets one."""
-    requantized: list[str] = field(default_factory=list)
-    """Layers whose own recipe casts the weights to other bytes than the checkpoint's."""
-    notes: list[str] = field(default_factory=list)
-
-
-def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
-    """Give the layers of FP8 weights recipes that use their bytes; return notes on exceptions."""
+def _run_in_fp8(model: nn.Module, plan: _Plan) -> None:
+    """Give the layers of FP8 weights recipes that use their bytes; note exceptions."""
     by_name = {name: item for item, names in plan.stored for name in names}
-    choice = _Choice()
     stacks: dict[str, list[GemmWeight]] = {}
     for gemm in gemm_weights(model):
         specs = {spec for name in gemm.paths if name in by_name and (spec := by_name[name].spec)}
         if gemm.is_stack:
             stacks.setdefault(gemm.name, []).append(gemm)
         elif specs:
-            _choose_for_gemm(choice, gemm, specs, plan.input_scales)
+            _choose_for_gemm(plan, gemm, specs)
     for weights in stacks.values():
-        _choose_for_stacks(choice, weights, by_name)
-    for recipe in dict.fromkeys(choice.recipes.values()):
-        layers = {name for name, chosen in choice.recipes.items() if chosen == recipe}
-        choice.notes += _convert(model, recipe, layers)
-    if choice.recipes:
-        _say_what_stays(model, choice.recipes)
+        _choose_for_stacks(plan, weights, by_name)
+    for recipe in dict.fromkeys(plan.recipes.values()):
+        layers = {name for name, chosen in plan.recipes.items() if chosen == recipe}
+        plan.notes += _convert(model, recipe, layers)
+    if plan.recipes:
+        _say_what_stays(model, plan.recipes)
     unused = _set_input_scales(model, by_name, plan.input_scales) + plan.unused
     if unused:
-        choice.notes.append(f"{_few(unused)}: not used, for the recipe scales activations itself")
-    if choice.requantized:
-        names = _few(choice.requantized)
-        choice.notes.append(f"{names}: the recipe they have requantizes these weights")
-    return choice.notes
+        plan.notes.append(f"{_few(unused)}: not used, for the recipe scales activations itself")
+    if plan.requantized:
+        names = _few(plan.requantized)
+        plan.notes.append(f"{names}: the recipe they have requantizes these weights")
 
 
-def _choose_for_gemm(
-    choice: _Choice, gemm: GemmWeight, specs: Collection[Spec], input_scales: Container[str]
-) -> None:
+def _choose_for_gemm(plan: _Plan, gemm: GemmWeight, specs: Collection[Spec]) -> None:
     """Choose the recipe of a linear layer whose weight is stored in these formats."""
     precision = gemm.precision
     if precision is not None and (precision.recipe is not None or precision.pinned):
         # It is to cast to the blocks of one of these FP8 formats.
         blocks = {spec.block for spec in specs if not any(s.is_packed for s in specs)}
         if precision.recipe is None or precision.recipe.linear.w.block not in blocks:
-            choice.requantized.append(gemm.name)
+            plan.requantized.append(gemm.name)
     elif all(not spec.is_packed for spec in specs):  # else in high precision
         kinds = {(s.block, s.element_dtype) for s in specs if s.element_dtype == E4M3}
         recipe = _RECIPES.get(kinds.pop()) if len(kinds) == 1 else None
-        static = any(name.removesuffix("weight") in input_scales for name in gemm.paths)
+        static = any(name.removesuffix("weight") in plan.input_scales for name in gemm.paths)
         if recipe is None:
-            choice.notes.append(f"{gemm.name} runs without a recipe: none has its blocks")
+            plan.notes.append(f"{gemm.name} runs without a recipe: none has its blocks")
         elif static and recipe == Float8CurrentScaling():
-            choice.recipes[gemm.name] = DelayedScaling()  # evaluation leaves the scale as it is
+            plan.recipes[gemm.name] = DelayedScaling()  # evaluation leaves the scale as it is
         else:
-            choice.recipes[gemm.name] = recipe
+            plan.recipes[gemm.name] = recipe
 
 
 def _choose_for_stacks(
-    choice: _Choice, weights: Sequence[GemmWeight], by_name: Mapping[str, Item]
+    plan: _Plan, weights: Sequence[GemmWeight], by_name: Mapping[str, Item]
 ) -> None:
     """Choose the recipe of experts or another module that uses the weights as they are stored."""
     name = weights[0].name
@@ -493,11 +485,11 @@ def _choose_for_stacks(
     states = [precision for _, precision in precisions(weights[0].module)]
     recipes_now = {state.recipe for state in states if state.recipe is not None or state.pinned}
     if recipes_now:
-        choice.requantized += [] if recipes_now <= set(fitting) else [name]
+        plan.requantized += [] if recipes_now <= set(fitting) else [name]
     elif weights[0].castable and fitting:
-        choice.recipes[name] = fitting[0]
+        plan.recipes[name] = fitting[0]
     elif weights[0].castable:
-        choice.notes.append(f"{name} runs without a recipe: none has the blocks of all its experts")
+        plan.notes.append(f"{name} runs without a recipe: none has the blocks of all its experts")
 
 
 def _set_input_scales(
