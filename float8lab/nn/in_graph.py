@@ -86,7 +86,7 @@ def cast_in_graph(
     )  # fmt: skip
     if state.record and state.in_forward[index]:
         come_after_in_graph(factors)  # the region is closed after this cast
-    scale, encode = factors[:1], factors[1:]
+    scale, encode = factors[:, 0], factors[:, 4]
     if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
         scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
     operands = Operand(q, scale), Operand(q_t, scale)
@@ -129,10 +129,11 @@ def _cast(
     group: str, index: int, record: bool, number: int, fp8_dtype: torch.dtype, align: int, *,
     rowwise: bool, columnwise: bool, dbias: bool, offs: Tensor | None, first_expert: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    return _run(*_look(
+    args = (
         prologue, inputs, dtype, handle, recipe, group, index, record, number, fp8_dtype, align,
         rowwise, columnwise, dbias, offs, first_expert,
-    ))  # fmt: skip
+    )  # fmt: skip
+    return _run(*_look(args, in_cuda_graph=True))  # no one else can tell
 
 
 class _SlotCast(NamedTuple):
@@ -140,13 +141,15 @@ class _SlotCast(NamedTuple):
 
     x: Matrix
     slots: SlotViews
+    factors: Tensor
+    """A copy of theirs, ``[E, 8]``, that the next update does not change."""
     rowwise: Spec | None
     columnwise: Spec | None
     dbias: bool
     align: int
 
 
-def _look(*args: Any) -> tuple[_SlotCast]:
+def _look(args: Sequence[Any], *, in_cuda_graph: bool) -> tuple[_SlotCast]:
     """Find the state that a cast with these arguments of the op reads and writes."""
     (prologue, inputs, dtype, handle, recipe, group, index, record, _, fp8_dtype, align,
      rowwise, columnwise, dbias, offs, first_expert) = args  # fmt: skip
@@ -157,25 +160,27 @@ def _look(*args: Any) -> tuple[_SlotCast]:
         experts = inputs[0].shape[0]
     numbers = None if experts is None else range(first_expert, first_expert + experts)
     precision = _Handles.owners[handle.data_ptr()]
-    recipe_and_group = recipe_numbered(recipe), group_named(group)
-    slots = precision.slots_in_graph(*recipe_and_group, index, record, x, numbers)
+    slots, factors = precision.slots_in_graph(
+        recipe_numbered(recipe), group_named(group), index, record, x, numbers,
+        shares_launch=not in_cuda_graph,
+    )  # fmt: skip
     spec = _spec_of_tensor(fp8_dtype)
     by_rows, by_columns = spec if rowwise else None, spec if columnwise else None
-    return (_SlotCast(x, slots, by_rows, by_columns, dbias, align),)
+    return (_SlotCast(x, slots, factors, by_rows, by_columns, dbias, align),)
 
 
 def _run(cast: _SlotCast) -> _Results:
     """``_cast_by_slots``, on a GPU as a list of launches."""
-    return (_planned_cast if cast.slots.pair.is_cuda else _cast_by_slots)(cast)
+    return (_planned_cast if cast.factors.is_cuda else _cast_by_slots)(cast)
 
 
 def _cast_by_slots(cast: _SlotCast) -> _Results:
-    """Cast by factors that the next update will change: the result has a copy of them."""
-    x, slots, rowwise, columnwise, dbias, align = cast
+    """Cast by factors that the next update will change: the result has the copy of them."""
+    x, slots, factors, rowwise, columnwise, dbias, align = cast
     params = QuantParams(Factors(slots.encode, slots.encode), slots.amaxes, "encode")
     made = quantize(x, rowwise, columnwise, params, dbias=dbias, align=align)
     q, q_t = made.rowwise, made.columnwise
-    return _Results(q and q.data, slots.pair.clone(), q_t and q_t.data, made.dbias)
+    return _Results(q and q.data, factors, q_t and q_t.data, made.dbias)
 
 
 _planned_cast = planned(_cast_by_slots)
@@ -187,8 +192,8 @@ _spec_of_tensor = functools.cache(Spec)
 def _outputs(args: SimpleNamespace) -> _Results:
     args.block, args.rule = (-1, -1), "encode"
     q, _, _, q_t, _, column_sums = cast_outputs(args)
-    pair = args.inputs[0].new_empty((2, *groups_of(args)), dtype=torch.float32)
-    return _Results(q, pair, q_t, column_sums)
+    factors = args.inputs[0].new_empty((*(groups_of(args) or (1,)), 8), dtype=torch.float32)
+    return _Results(q, factors, q_t, column_sums)
 
 
 _cast_op = declare(

@@ -325,11 +325,17 @@ class Precision:
 
     def slots_in_graph(
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Prologue | Groups,
-        experts: range | None = None,
-    ) -> SlotViews:  # fmt: skip
-        """When a compiled graph casts ``x``: its slots' state, with amaxes if it is recorded.
+        experts: range | None = None, *, shares_launch: bool,
+    ) -> tuple[SlotViews, Tensor]:  # fmt: skip
+        """When a compiled graph casts ``x``: its slots' state, and ``ScalePack.copy_factors``.
 
-        ``experts``: which of the module's experts ``x`` has, if not all.
+        Args:
+            recipe: of the call; ``group`` is the one over which amaxes are reduced.
+            index: of the tensor.
+            record: whether amaxes are recorded.
+            x: the tensor.
+            experts: which of the module's experts ``x`` has, if not all.
+            shares_launch: whether one launch may copy the factors of other casts, too.
         """
         inner = x if isinstance(x, Tensor) else x.inputs[0]
         slots = self._slots(recipe, inner.device, group)
@@ -337,9 +343,10 @@ class Precision:
         pack.keeps_previous = True
         if pack.is_recorded():
             RECORDED.packs.add(pack)
+            shares_launch = False
         forward = slots.forward[index]
         if forward and in_backward():
-            return slots.views_again(index, experts)
+            return slots.views_again(index, experts, shares_launch=shares_launch)
         if forward:
             pack.advanced = False
             region = STATE.region or STATE.in_graph
@@ -348,8 +355,7 @@ class Precision:
             region.fp8_calls += 1
             if record:
                 region.packs[pack] = None
-        views = slots.views(index, x, record=record, experts=experts)
-        return views if record else views._replace(amaxes=None)
+        return slots.views(index, x, record=record, experts=experts, shares_launch=shares_launch)
 
     def _begin_recomputation(
         self, replay: Recording | None, device: torch.device, training: bool, options: CallOptions

@@ -9,6 +9,7 @@ op that only orders others: when the code is written, they have their order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,9 @@ _RUNS = 8
 """A call that was not recorded in so many runs never will be."""
 
 
-def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Callable[..., object]:
+def call_site(
+    name: str, used_results: Sequence[int], *, repeats: bool, in_cuda_graph: bool = False
+) -> Callable[..., object]:
     """The function that generated code calls, in one place, instead of an op.
 
     Args:
@@ -32,9 +35,13 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
         used_results: indices of the results that the graph reads. One that the op does not compute
             is an empty tensor there, as the op itself returns it; the others may be None.
         repeats: the graph is a GPU's, and no size of the arguments varies.
+        in_cuda_graph: torch makes a CUDA graph of the code, or tries to. It then takes results for
+            memory of that CUDA graph, also in the runs before.
     """
     overload = declare.overload_named(name)
     prepare, run, launcher = declare.OPS.declared[overload].direct
+    if prepare is not None:
+        prepare = functools.partial(prepare, in_cuda_graph=in_cuda_graph)
     runs = _RUNS if repeats and launcher is not None else 0
     repeat = lacks = None
 
@@ -43,7 +50,7 @@ def call_site(name: str, used_results: Sequence[int], *, repeats: bool) -> Calla
         if declare.is_watched_by_a_mode() or declare.is_profiled():
             declare.announce()
             return overload(*args)
-        given = args if prepare is None else prepare(*args)
+        given = args if prepare is None else prepare(args)
         results: Any = NotImplemented
         if not torch.is_autocast_enabled("cuda"):
             if repeat is not None:
@@ -134,7 +141,8 @@ def _operation_class(ir: Any) -> type:
             form = op.name().removeprefix("float8lab::")
             name = f"{form.replace('.', '_')}_{self.get_name()}"
             wrapper.add_import_once("from float8lab.ops.inductor import call_site")
-            wrapper.header.writeline(f"{name} = call_site({form!r}, {used_results}, {repeats=})")
+            how = f"{repeats=}, in_cuda_graph={ir.config.triton.cudagraphs}"
+            wrapper.header.writeline(f"{name} = call_site({form!r}, {used_results}, {how})")
             return name
 
         def codegen_kwargs(self, skip_out: bool = False) -> list[str]:

@@ -16,7 +16,8 @@ Casts never read ``ScalePack.factors`` themselves but a copy, which all slots' c
 update to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA
 graph records them, each cast makes its own copy in the graph, since a replay updates them unseen; a
 pack that was recorded keeps its tensors, and is not merged any more. In a compiled graph a cast
-reads the factors (``SlotViews``), and its result has a copy.
+reads the factors (``SlotViews``), and its result has a copy that no other cast has: a compiler may
+write into it when the graph has read it for the last time. One launch makes those of all tensors.
 
 What an exception interrupts is forgotten. A region tells its packs so. They hear nothing of a
 backward pass that was interrupted: its graph task, which owns the callback for its end, is then
@@ -96,17 +97,18 @@ class QuantParams(NamedTuple):
 class SlotViews(NamedTuple):
     """The state of a tensor's slots where it is kept: what later updates change."""
 
-    pair: Tensor
-    """The factors that decode and encode it, ``[2]``; of experts, ``[2, E]``."""
     encode: Tensor
-    """The second of them, ``[1]``; of experts, ``[E, 1, 1]``."""
+    """The factors that encode the tensor, ``[1]``; of experts, ``[E, 1, 1]``."""
     amaxes: Tensor | None
     """The amaxes that casts have recorded since the last update, as many."""
 
-    @staticmethod
-    def of(pair: Tensor, amaxes: Tensor | None) -> SlotViews:
-        encode = pair.narrow(0, 1, 1) if pair.ndim == 1 else pair[1].view(-1, 1, 1)
-        return SlotViews(pair, encode, amaxes)
+
+def _copied(factors: Tensor) -> Tensor:
+    """Scales in the first column, encode factors in the fifth, ``[S, 8]``: of ``[2]`` or ``[2, S]``.
+
+    Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
+    """
+    return factors.view(2, -1).t().unsqueeze(2).repeat(1, 1, 4).view(-1, 8)
 
 
 class ScalePack:
@@ -130,7 +132,7 @@ class ScalePack:
         for name in _TENSORS:
             setattr(self, name, tensors[name])
         self.members: list[weakref.ref[DelayedSlots]] = []
-        self.parts: list[int] = []  # that ``live`` cuts the slots' factors into, by their size
+        self.widths: dict[int, int] = {}  # the number of slots of each tensor, by its first slot
         with torch.inference_mode(False):  # training uses these views, too
             self.amaxes: Sequence[Tensor] = self.amax.unbind()
             self.scale, self.encode = self.factors.unbind()
@@ -139,10 +141,13 @@ class ScalePack:
         # Slots that were given a first scale since the last update.
         self.first_scales: list[tuple[weakref.ref[DelayedSlots], int]] = []
         self._backward: weakref.ref[object] | None = None  # recorded here and has not ended
-        self._copy: Tensor | None = None  # [S, 2, 4], of ``factors`` as they are now
+        self._copy: Tensor | None = None  # [S, 8], of ``factors`` as they are now
         self._live: Sequence[Any] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
-        self.views: dict[tuple[int, range | None], SlotViews] = {}  # of slots that graphs cast by
+        # Of slots that graphs cast by, with amaxes if they are recorded.
+        self.views: dict[tuple[int, range | None, bool], SlotViews] = {}
+        # Copies of ``factors``, and of ``previous``, that no cast of a graph has been given yet.
+        self._unused: list[dict[int, Tensor]] = [{}, {}]
 
     def live(self) -> Sequence[Any] | None:
         """The decode scale and the encode factor of each slot in turn, unchanged by later updates.
@@ -157,13 +162,13 @@ class ScalePack:
             copy = self._copy
             if copy is None:
                 with torch.inference_mode(False):  # training's casts get views of the same tensor
-                    # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
-                    copy = self._copy = self.factors.t().unsqueeze(2).repeat(1, 1, 4)
-            if len(self.parts) == 2 * copy.shape[0]:
+                    copy = self._copy = _copied(self.factors)
+            if len(self.widths) == copy.shape[0]:
                 self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
             else:
                 live: list[Tensor | None] = []
-                for factors in copy.view(-1, 4).select(1, 0).split(self.parts):
+                parts = [n for w in self.widths.values() for n in ((1, 1) if w == 1 else (2 * w,))]
+                for factors in copy.view(-1, 4).select(1, 0).split(parts):
                     live += factors, *[None] * (factors.shape[0] - 1)
                 self._live = live
         return self._live
@@ -189,6 +194,31 @@ class ScalePack:
         pairs = live[2 * start].view(-1, 2, 1, 1)
         return Factors(*pairs[slots.start - start : slots.stop - start].unbind(1))
 
+    def copy_factors(
+        self, slots: int | slice, start: int, *, previous: bool, shares_launch: bool
+    ) -> Tensor:
+        """The factors of slots in a row as ``_copied`` has them, for one cast of a compiled graph.
+
+        Args:
+            slots: all, or in a row some, of those of their tensor.
+            start: the first slot of their tensor.
+            previous: whether they are those before the last update.
+            shares_launch: whether those of all tensors may be copied at once, for other casts. A
+                CUDA graph may not hold such a copy, whose other parts would outlive it.
+        """
+        source, unused = (self.factors, self.previous)[previous], self._unused[previous]
+        rows = unused.pop(start, None) if shares_launch else None
+        if rows is None:
+            # Where few tensors are cast many times, most of a copy is left. Gradients are a third.
+            if not shares_launch or 4 * len(unused) > 3 * len(self.widths):
+                return _copied(source[:, slots])
+            with torch.inference_mode(False):  # training's casts get some, too
+                # Unsafe only in that each counts its own versions.
+                parts = _copied(source).unsafe_split_with_sizes([*self.widths.values()])
+            self._unused[previous] = unused = dict(zip(self.widths, parts, strict=True))
+            rows = unused.pop(start)
+        return rows if isinstance(slots, int) else rows[slots.start - start : slots.stop - start]
+
     def set_factors(self, slots: slice, factors: Tensor, seeded: Tensor | None = None) -> None:
         """Give slots in a row factors, ``[2, slots]``, from outside their history.
 
@@ -208,6 +238,7 @@ class ScalePack:
     def forget_live(self) -> None:
         """Forget the copy of ``factors``: they were written from outside."""
         self._copy = self._live = None
+        self._unused = [{}, {}]
 
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
@@ -218,7 +249,7 @@ class ScalePack:
         if self.keeps_previous:
             self.previous.copy_(self.factors)
         self.advanced = True
-        self._live = None
+        self.forget_live()
         by_callables = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo
         if by_callables:
             seen = (self.amax >= 0) & (self.amax < torch.inf)
@@ -392,8 +423,8 @@ class DelayedSlots:
 
     def _adopt(self, pack: ScalePack, start: int) -> None:
         self.pack, self.start = pack, start
-        for width in self.widths:
-            pack.parts += (1, 1) if width == 1 else (2 * width,)
+        for first, width in zip(self.column_starts, self.widths, strict=True):
+            pack.widths[start + first] = width
         pack.members.append(weakref.ref(self))
 
     def _lay_out(self, widths: tuple[int, ...]) -> None:
@@ -595,30 +626,39 @@ class DelayedSlots:
         return QuantParams(Factors.of(initial), pack.amax[slot] if record else None, "encode")
 
     def views(
-        self, index: int, x: Tensor | Prologue | Groups, *, record: bool, experts: range | None
-    ) -> SlotViews:
-        """The slots' state itself, to cast ``x`` by and to record its amaxes.
+        self, index: int, x: Tensor | Prologue | Groups, *, record: bool, experts: range | None,
+        shares_launch: bool,
+    ) -> tuple[SlotViews, Tensor]:  # fmt: skip
+        """The slots' state itself, to cast ``x`` by and to record its amaxes, and ``copy_factors``.
 
         What a slot without a scale is given is ``x``'s own, as in ``scale_for``.
         """
-        pack, key = self.pack, (self.start + self.column_starts[index], experts)
+        pack, start = self.pack, self.start + self.column_starts[index]
         if record and not self.forward[index]:
             pack.watch_backward()
         if not self.is_seeded(index):
             first = self._first_params(index, x, record, True, experts)
             if first is not None:
-                return SlotViews.of(cast("Tensor", first.factors.pair), first.amax_slot)
+                encode, pair = first.factors.encode, cast("Tensor", first.factors.pair)
+                return SlotViews(encode, first.amax_slot), _copied(pair)
+        slot, key = self._slot(index, experts), (start, experts, record)
         if key not in pack.views:
             with torch.inference_mode(False):  # training uses these views, too
-                slot = self._slot(index, experts)
-                pack.views[key] = SlotViews.of(pack.factors[:, slot], self._amaxes(slot))
-        return pack.views[key]
+                encode = Factors.of(pack.factors[:, slot]).encode
+                pack.views[key] = SlotViews(encode, self._amaxes(slot) if record else None)
+        factors = pack.copy_factors(slot, start, previous=False, shares_launch=shares_launch)
+        return pack.views[key], factors
 
-    def views_again(self, index: int, experts: range | None = None) -> SlotViews:
+    def views_again(
+        self, index: int, experts: range | None, *, shares_launch: bool
+    ) -> tuple[SlotViews, Tensor]:
         """The factors by which the last forward's tensor was cast, and amaxes for no update."""
-        factors = self.pack.previous if self.pack.advanced else self.pack.factors
-        pair = factors[:, self._slot(index, experts)]
-        return SlotViews.of(pair, torch.full_like(pair[0], NO_DATA))
+        pack, slot, start = self.pack, self._slot(index, experts), self.columns_of(index).start
+        pair = (pack.previous if pack.advanced else pack.factors)[:, slot]
+        factors = pack.copy_factors(
+            slot, start, previous=pack.advanced, shares_launch=shares_launch
+        )
+        return SlotViews(Factors.of(pair).encode, torch.full_like(pair[0], NO_DATA)), factors
 
     def observe(self, index: int, x: Tensor | Groups, experts: range | None = None) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""
