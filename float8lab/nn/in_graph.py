@@ -17,7 +17,6 @@ backward, such as the output in float32.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
 from float8lab.ops.declare import DirectCall, declare, planned
 from float8lab.ops.operand import Operand, Quantized
-from float8lab.recipes.delayed import Factors, QuantParams, SlotViews
+from float8lab.recipes.delayed import QuantParams
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph, static_tensor
@@ -94,20 +93,16 @@ def cast_in_graph(
     return Quantized(rowwise and operands[0], columnwise and operands[1], encode, sums)
 
 
-class _Casts(threading.local):
-    """How many casts each graph has that is being traced on a thread."""
+class _Casts:
+    """How many casts each graph has that is being traced."""
 
-    def __init__(self) -> None:
-        self.of_graph: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-
-
-_CASTS = _Casts()
+    of_graph: ClassVar[weakref.WeakKeyDictionary[object, int]] = weakref.WeakKeyDictionary()
 
 
 def _next_number() -> int:
     """Counts within a graph, so that equal graphs are equal to a compiler's cache, too."""
     graph = torch._guards.TracingContext.get()
-    number = _CASTS.of_graph[graph] = _CASTS.of_graph.get(graph, 0) + 1
+    number = _Casts.of_graph[graph] = _Casts.of_graph.get(graph, 0) + 1
     return number
 
 
@@ -129,27 +124,25 @@ def _cast(
     group: str, index: int, record: bool, number: int, fp8_dtype: torch.dtype, align: int, *,
     rowwise: bool, columnwise: bool, dbias: bool, offs: Tensor | None, first_expert: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    args = (
+    return _run(*_look(
         prologue, inputs, dtype, handle, recipe, group, index, record, number, fp8_dtype, align,
         rowwise, columnwise, dbias, offs, first_expert,
-    )  # fmt: skip
-    return _run(*_look(args, in_cuda_graph=True))  # no one else can tell
+    ))  # fmt: skip
 
 
 class _SlotCast(NamedTuple):
-    """A cast by the factors of slots."""
+    """A cast by the factors of slots: the arguments of ``quantize``."""
 
     x: Matrix
-    slots: SlotViews
-    factors: Tensor
-    """A copy of theirs, ``[E, 8]``, that the next update does not change."""
     rowwise: Spec | None
     columnwise: Spec | None
+    params: QuantParams
+    """Those of ``DelayedSlots.params_in_graph``."""
     dbias: bool
     align: int
 
 
-def _look(args: Sequence[Any], *, in_cuda_graph: bool) -> tuple[_SlotCast]:
+def _look(*args: Any, in_cuda_graph: bool = True) -> tuple[_SlotCast]:
     """Find the state that a cast with these arguments of the op reads and writes."""
     (prologue, inputs, dtype, handle, recipe, group, index, record, _, fp8_dtype, align,
      rowwise, columnwise, dbias, offs, first_expert) = args  # fmt: skip
@@ -160,27 +153,25 @@ def _look(args: Sequence[Any], *, in_cuda_graph: bool) -> tuple[_SlotCast]:
         experts = inputs[0].shape[0]
     numbers = None if experts is None else range(first_expert, first_expert + experts)
     precision = _Handles.owners[handle.data_ptr()]
-    slots, factors = precision.slots_in_graph(
+    params = precision.params_in_graph(
         recipe_numbered(recipe), group_named(group), index, record, x, numbers,
         shares_launch=not in_cuda_graph,
     )  # fmt: skip
     spec = _spec_of_tensor(fp8_dtype)
     by_rows, by_columns = spec if rowwise else None, spec if columnwise else None
-    return (_SlotCast(x, slots, factors, by_rows, by_columns, dbias, align),)
+    return (_SlotCast(x, by_rows, by_columns, params, dbias, align),)
 
 
 def _run(cast: _SlotCast) -> _Results:
     """``_cast_by_slots``, on a GPU as a list of launches."""
-    return (_planned_cast if cast.factors.is_cuda else _cast_by_slots)(cast)
+    return (_planned_cast if cast.params.factors.encode.is_cuda else _cast_by_slots)(cast)
 
 
 def _cast_by_slots(cast: _SlotCast) -> _Results:
     """Cast by factors that the next update will change: the result has the copy of them."""
-    x, slots, factors, rowwise, columnwise, dbias, align = cast
-    params = QuantParams(Factors(slots.encode, slots.encode), slots.amaxes, "encode")
-    made = quantize(x, rowwise, columnwise, params, dbias=dbias, align=align)
+    made = quantize(*cast[:4], dbias=cast.dbias, align=cast.align)
     q, q_t = made.rowwise, made.columnwise
-    return _Results(q and q.data, factors, q_t and q_t.data, made.dbias)
+    return _Results(q and q.data, cast.params.factors.scale, q_t and q_t.data, made.dbias)
 
 
 _planned_cast = planned(_cast_by_slots)

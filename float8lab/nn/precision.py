@@ -27,13 +27,12 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.in_graph import GraphState, new_handle
 from float8lab.nn.scales import DY, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
-from float8lab.recipes.delayed import RECORDED, DelayedSlots, SlotViews
+from float8lab.recipes.delayed import RECORDED, DelayedSlots, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
-from float8lab.recipes.recording import CHECKPOINTS, Recording
+from float8lab.recipes.recording import CHECKPOINTS, NO_BACKWARD, Recording
 from float8lab.recipes.reduction import channel_of, name_of_group
 from float8lab.recipes.region import (
     DEFAULT_RECIPE,
-    NO_BACKWARD,
     PROCESS,
     STATE,
     Region,
@@ -323,20 +322,11 @@ class Precision:
         )  # fmt: skip
         return self._new_call(recipe, options, state, record=record)
 
-    def slots_in_graph(
+    def params_in_graph(
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Prologue | Groups,
-        experts: range | None = None, *, shares_launch: bool,
-    ) -> tuple[SlotViews, Tensor]:  # fmt: skip
-        """When a compiled graph casts ``x``: its slots' state, and ``ScalePack.copy_factors``.
-
-        Args:
-            recipe: of the call; ``group`` is the one over which amaxes are reduced.
-            index: of the tensor.
-            record: whether amaxes are recorded.
-            x: the tensor.
-            experts: which of the module's experts ``x`` has, if not all.
-            shares_launch: whether one launch may copy the factors of other casts, too.
-        """
+        experts: range | None, *, shares_launch: bool,
+    ) -> QuantParams:  # fmt: skip
+        """``DelayedSlots.params_in_graph``, when a compiled graph casts ``x``."""
         inner = x if isinstance(x, Tensor) else x.inputs[0]
         slots = self._slots(recipe, inner.device, group)
         pack = slots.pack
@@ -345,9 +335,10 @@ class Precision:
             RECORDED.packs.add(pack)
             shares_launch = False
         forward = slots.forward[index]
-        if forward and in_backward():
-            return slots.views_again(index, experts, shares_launch=shares_launch)
-        if forward:
+        recomputes = forward and (  # ``in_backward``, without asking whether this is traced
+            torch._C._current_graph_task_id() != NO_BACKWARD or CHECKPOINTS.replay is not None
+        )
+        if forward and not recomputes:
             pack.advanced = False
             region = STATE.region or STATE.in_graph
             if region is None:
@@ -355,7 +346,10 @@ class Precision:
             region.fp8_calls += 1
             if record:
                 region.packs[pack] = None
-        return slots.views(index, x, record=record, experts=experts, shares_launch=shares_launch)
+        return slots.params_in_graph(
+            index, x, record=record, experts=experts, recomputes=recomputes,
+            shares_launch=shares_launch,
+        )  # fmt: skip
 
     def _begin_recomputation(
         self, replay: Recording | None, device: torch.device, training: bool, options: CallOptions

@@ -50,7 +50,7 @@ def call_site(
         if declare.is_watched_by_a_mode() or declare.is_profiled():
             declare.announce()
             return overload(*args)
-        given = args if prepare is None else prepare(args)
+        given = args if prepare is None else prepare(*args)
         results: Any = NotImplemented
         if not torch.is_autocast_enabled("cuda"):
             if repeat is not None:
@@ -141,8 +141,9 @@ def _operation_class(ir: Any) -> type:
             form = op.name().removeprefix("float8lab::")
             name = f"{form.replace('.', '_')}_{self.get_name()}"
             wrapper.add_import_once("from float8lab.ops.inductor import call_site")
-            how = f"{repeats=}, in_cuda_graph={ir.config.triton.cudagraphs}"
-            wrapper.header.writeline(f"{name} = call_site({form!r}, {used_results}, {how})")
+            in_cuda_graph = ir.config.triton.cudagraphs
+            arguments = f"{form!r}, {used_results}, {repeats=}, {in_cuda_graph=}"
+            wrapper.header.writeline(f"{name} = call_site({arguments})")
             return name
 
         def codegen_kwargs(self, skip_out: bool = False) -> list[str]:

@@ -16,8 +16,8 @@ Casts never read ``ScalePack.factors`` themselves but a copy, which all slots' c
 update to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA
 graph records them, each cast makes its own copy in the graph, since a replay updates them unseen; a
 pack that was recorded keeps its tensors, and is not merged any more. In a compiled graph a cast
-reads the factors (``SlotViews``), and its result has a copy that no other cast has: a compiler may
-write into it when the graph has read it for the last time. One launch makes those of all tensors.
+reads the factors where they are kept, and its result has a copy that no other cast has: a compiler
+may write there once the graph has read it for the last time. One launch copies those of all casts.
 
 What an exception interrupts is forgotten. A region tells its packs so. They hear nothing of a
 backward pass that was interrupted: its graph task, which owns the callback for its end, is then
@@ -31,7 +31,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,10 +42,10 @@ from float8lab.formats import Spec
 from float8lab.ops import NO_DATA, Groups, Prologue
 from float8lab.ops.grouped import amax_of_batch
 from float8lab.recipes.recipe import DelayedScaling
+from float8lab.recipes.recording import NO_BACKWARD
 
 __all__ = [
-    "RECORDED", "DelayedSlots", "Factors", "QuantParams", "ScalePack", "SlotViews", "merge_packs",
-    "own_amax",
+    "RECORDED", "DelayedSlots", "Factors", "QuantParams", "ScalePack", "merge_packs", "own_amax",
 ]  # fmt: skip
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
@@ -59,16 +59,13 @@ class Factors(NamedTuple):
 
     scale: Tensor
     encode: Tensor
-    pair: Tensor | None = None
-    """Both in one tensor that is this cast's alone; None: they are views of the shared copy."""
 
     @staticmethod
     def of(pair: Tensor) -> Factors:
-        """The two of a tensor ``[2]``, or ``[2, width]``, that nothing else has."""
+        """The two of a tensor ``[2]``, or ``[2, width]``."""
         if pair.ndim == 1:
-            return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
-        scale, encode = pair.view(2, -1, 1, 1).unbind()
-        return Factors(scale, encode, pair)
+            return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1))
+        return Factors(*pair.view(2, -1, 1, 1).unbind())
 
 
 class QuantParams(NamedTuple):
@@ -94,20 +91,8 @@ class QuantParams(NamedTuple):
         return QuantParams(Factors(scale, scale), None, spec.rule_of("decode"))
 
 
-class SlotViews(NamedTuple):
-    """The state of a tensor's slots where it is kept: what later updates change."""
-
-    encode: Tensor
-    """The factors that encode the tensor, ``[1]``; of experts, ``[E, 1, 1]``."""
-    amaxes: Tensor | None
-    """The amaxes that casts have recorded since the last update, as many."""
-
-
 def _copied(factors: Tensor) -> Tensor:
-    """Scales in the first column, encode factors in the fifth, ``[S, 8]``: of ``[2]`` or ``[2, S]``.
-
-    Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
-    """
+    """A copy of ``[2, S]`` as columns 0 and 4 of ``[S, 8]``: cuBLASLt wants scales so aligned."""
     return factors.view(2, -1).t().unsqueeze(2).repeat(1, 1, 4).view(-1, 8)
 
 
@@ -144,9 +129,9 @@ class ScalePack:
         self._copy: Tensor | None = None  # [S, 8], of ``factors`` as they are now
         self._live: Sequence[Any] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
-        # Of slots that graphs cast by, with amaxes if they are recorded.
-        self.views: dict[tuple[int, range | None, bool], SlotViews] = {}
-        # Copies of ``factors``, and of ``previous``, that no cast of a graph has been given yet.
+        # Encode factors, these or the ``previous`` ones, and amaxes of slots that graphs cast by.
+        self.views: dict[tuple[int, range | None, bool], tuple[Tensor, Tensor]] = {}
+        # Copies of both that no cast of a graph has been given yet, by their tensor's first slot.
         self._unused: list[dict[int, Tensor]] = [{}, {}]
 
     def live(self) -> Sequence[Any] | None:
@@ -156,7 +141,7 @@ class ScalePack:
         others': each view takes its time. The result is None where a CUDA graph records, for there
         each cast makes a copy of its own.
         """
-        if self._recorded or (self.factors.is_cuda and self.is_recorded()):
+        if self.is_recorded():
             return None
         if self._live is None:
             copy = self._copy
@@ -167,8 +152,8 @@ class ScalePack:
                 self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
             else:
                 live: list[Tensor | None] = []
-                parts = [n for w in self.widths.values() for n in ((1, 1) if w == 1 else (2 * w,))]
-                for factors in copy.view(-1, 4).select(1, 0).split(parts):
+                sizes = [n for w in self.widths.values() for n in ((1, 1) if w == 1 else (2 * w,))]
+                for factors in copy.view(-1, 4).select(1, 0).split(sizes):
                     live += factors, *[None] * (factors.shape[0] - 1)
                 self._live = live
         return self._live
@@ -183,28 +168,14 @@ class ScalePack:
         """The modules' parts of the pack that still exist, in order."""
         return [m for ref in self.members if (m := ref()) and m.pack is self]
 
-    def factors_of(self, slots: slice, start: int) -> Factors:
-        """The factors of slots in a row, unchanged by later updates.
-
-        ``start`` is the first slot of their tensor.
-        """
-        live = self.live()
-        if live is None:
-            return Factors.of(self.factors[:, slots].clone())
-        pairs = live[2 * start].view(-1, 2, 1, 1)
-        return Factors(*pairs[slots.start - start : slots.stop - start].unbind(1))
-
     def copy_factors(
         self, slots: int | slice, start: int, *, previous: bool, shares_launch: bool
     ) -> Tensor:
-        """The factors of slots in a row as ``_copied`` has them, for one cast of a compiled graph.
+        """What ``_copied`` makes of slots in a row, for one cast of a compiled graph alone.
 
-        Args:
-            slots: all, or in a row some, of those of their tensor.
-            start: the first slot of their tensor.
-            previous: whether they are those before the last update.
-            shares_launch: whether those of all tensors may be copied at once, for other casts. A
-                CUDA graph may not hold such a copy, whose other parts would outlive it.
+        ``start`` is the first slot of their tensor; ``previous``: as before the last update. If it
+        ``shares_launch``, one launch copies the factors of all tensors. In a CUDA graph it must
+        not, for the copies for other casts would outlive the graph, in its memory.
         """
         source, unused = (self.factors, self.previous)[previous], self._unused[previous]
         rows = unused.pop(start, None) if shares_launch else None
@@ -213,22 +184,19 @@ class ScalePack:
             if not shares_launch or 4 * len(unused) > 3 * len(self.widths):
                 return _copied(source[:, slots])
             with torch.inference_mode(False):  # training's casts get some, too
-                # Unsafe only in that each counts its own versions.
-                parts = _copied(source).unsafe_split_with_sizes([*self.widths.values()])
-            self._unused[previous] = unused = dict(zip(self.widths, parts, strict=True))
+                # "Unsafe": each tensor counts the versions of its own rows.
+                tensors = _copied(source).unsafe_split_with_sizes([*self.widths.values()])
+            self._unused[previous] = unused = dict(zip(self.widths, tensors, strict=True))
             rows = unused.pop(start)
         return rows if isinstance(slots, int) else rows[slots.start - start : slots.stop - start]
 
-    def set_factors(self, slots: slice, factors: Tensor, seeded: Tensor | None = None) -> None:
+    def set_factors(self, slots: slice, factors: Tensor, seeded: Tensor | bool = True) -> None:
         """Give slots in a row factors, ``[2, slots]``, from outside their history.
 
         They then have a scale, or those of them do that ``seeded`` names.
         """
         self.factors[:, slots].copy_(factors)
-        if seeded is None:
-            self.seeded[slots].fill_(True)
-        else:
-            self.seeded[slots].logical_or_(seeded)
+        self.seeded[slots].bitwise_or_(seeded)
         self.forget_live()
 
     def has_scale(self) -> Tensor:
@@ -309,7 +277,7 @@ class ScalePack:
 
         A pass inside it, of a reentrant checkpoint, is a part of it.
         """
-        if torch._C._current_graph_task_id() == _NO_TASK:
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
             return
         if self._backward is not None:
             if self._backward() is not None:
@@ -327,7 +295,7 @@ class ScalePack:
         """Forget what gradients recorded if their backward pass was interrupted."""
         if self._backward is None:
             return
-        if self._backward() is not None and torch._C._current_graph_task_id() != _NO_TASK:
+        if self._backward() is not None and torch._C._current_graph_task_id() != NO_BACKWARD:
             return  # it runs
         self._backward = None
         self.forget(gradients=True)
@@ -342,10 +310,6 @@ class _Recorded(threading.local):
 
 
 RECORDED = _Recorded()
-
-
-_NO_TASK = -1
-"""Torch's number of the graph task where no backward pass runs."""
 
 
 _Made = TypeVar("_Made")
@@ -572,18 +536,18 @@ class DelayedSlots:
     ) -> QuantParams:
         """The factors of slots that have a scale; ``live`` is the pack's."""
         pack, slot = self.pack, self._slot(index, experts)
-        amaxes = self._amaxes(slot) if record else None
+        amaxes = None
+        if record:  # taking a single one from the list takes the least time
+            amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
         elif isinstance(slot, slice):
-            factors = pack.factors_of(slot, self.columns_of(index).start)
+            start = self.columns_of(index).start
+            pairs = live[2 * start].view(-1, 2, 1, 1)
+            factors = Factors(*pairs[slot.start - start : slot.stop - start].unbind(1))
         else:
             factors = Factors(live[2 * slot], live[2 * slot + 1])
         return QuantParams(factors, amaxes, "encode")
-
-    def _amaxes(self, slot: int | slice) -> Tensor:
-        """The amaxes of a ``_slot``; taking a single one from the list takes the least time."""
-        return self.pack.amaxes[slot] if isinstance(slot, int) else self.pack.amax[slot]
 
     def scale_for(
         self, index: int, x: Tensor | Prologue | Groups, *, record: bool,
@@ -595,13 +559,8 @@ class DelayedSlots:
         not, the first scale is kept all the same. ``experts``: which of the module's experts ``x``
         has.
         """
-        if record and not self.forward[index]:
-            self.pack.watch_backward()
-        if not self.is_seeded(index):
-            first = self._first_params(index, x, record, is_empty_everywhere, experts)
-            if first is not None:
-                return first
-        return self._params(index, self.pack.live(), record, experts)
+        first = self._first_params(index, x, record, is_empty_everywhere, experts)
+        return first or self._params(index, self.pack.live(), record, experts)
 
     def _first_params(
         self, index: int, x: Tensor | Prologue | Groups, record: bool, is_empty_everywhere: bool,
@@ -611,6 +570,10 @@ class DelayedSlots:
 
         None if all slots have one now.
         """
+        if record and not self.forward[index]:
+            self.pack.watch_backward()
+        if self.is_seeded(index):
+            return None
         pack, slot = self.pack, self._slot(index, experts)
         values = x if isinstance(x, Tensor) else x.inputs[0]
         # A prologue, or groups, are computed for their values, unless they are empty.
@@ -625,48 +588,39 @@ class DelayedSlots:
             return None
         return QuantParams(Factors.of(initial), pack.amax[slot] if record else None, "encode")
 
-    def views(
+    def params_in_graph(
         self, index: int, x: Tensor | Prologue | Groups, *, record: bool, experts: range | None,
-        shares_launch: bool,
-    ) -> tuple[SlotViews, Tensor]:  # fmt: skip
-        """The slots' state itself, to cast ``x`` by and to record its amaxes, and ``copy_factors``.
+        recomputes: bool, shares_launch: bool,
+    ) -> QuantParams:  # fmt: skip
+        """``scale_for`` of a cast in a compiled graph: by the slots' encode factors themselves.
 
-        What a slot without a scale is given is ``x``'s own, as in ``scale_for``.
+        In the scale's place are ``ScalePack.copy_factors``. What ``recomputes`` has the factors of
+        the last forward, and amaxes for no update.
         """
-        pack, start = self.pack, self.start + self.column_starts[index]
-        if record and not self.forward[index]:
-            pack.watch_backward()
-        if not self.is_seeded(index):
-            first = self._first_params(index, x, record, True, experts)
-            if first is not None:
-                encode, pair = first.factors.encode, cast("Tensor", first.factors.pair)
-                return SlotViews(encode, first.amax_slot), _copied(pair)
-        slot, key = self._slot(index, experts), (start, experts, record)
+        pack, slot = self.pack, self._slot(index, experts)
+        start, previous = self.start + self.column_starts[index], recomputes and pack.advanced
+        first = None if recomputes else self._first_params(index, x, record, True, experts)
+        if first is not None:
+            copied = _copied(torch.stack([factor.view(-1) for factor in first.factors]))
+            return first._replace(factors=Factors(copied, first.factors.encode))
+        key = start, experts, previous
         if key not in pack.views:
             with torch.inference_mode(False):  # training uses these views, too
-                encode = Factors.of(pack.factors[:, slot]).encode
-                pack.views[key] = SlotViews(encode, self._amaxes(slot) if record else None)
-        factors = pack.copy_factors(slot, start, previous=False, shares_launch=shares_launch)
-        return pack.views[key], factors
-
-    def views_again(
-        self, index: int, experts: range | None, *, shares_launch: bool
-    ) -> tuple[SlotViews, Tensor]:
-        """The factors by which the last forward's tensor was cast, and amaxes for no update."""
-        pack, slot, start = self.pack, self._slot(index, experts), self.columns_of(index).start
-        pair = (pack.previous if pack.advanced else pack.factors)[:, slot]
-        factors = pack.copy_factors(
-            slot, start, previous=pack.advanced, shares_launch=shares_launch
-        )
-        return SlotViews(Factors.of(pair).encode, torch.full_like(pair[0], NO_DATA)), factors
+                pair = (pack.previous if previous else pack.factors)[:, slot]
+                pack.views[key] = Factors.of(pair).encode, pack.amax[slot]
+        copied = pack.copy_factors(slot, start, previous=previous, shares_launch=shares_launch)
+        encode, amaxes = pack.views[key]
+        if recomputes:
+            amaxes = torch.full_like(amaxes, NO_DATA)
+        amax_slot = amaxes if record or recomputes else None
+        return QuantParams(Factors(copied, encode), amax_slot, "encode")
 
     def observe(self, index: int, x: Tensor | Groups, experts: range | None = None) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""
         if (x if isinstance(x, Tensor) else x.inputs[0]).numel() == 0:
             return
         columns = self._columns(index, experts)
-        if not self.is_seeded(index):
-            self._first_params(index, x, True, True, experts)
+        self._first_params(index, x, True, True, experts)
         amax = own_amax(x).view(-1)
         if isinstance(x, Groups):
             amax = torch.where(x.has_rows(), amax, NO_DATA)

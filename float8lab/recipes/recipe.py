@@ -8,6 +8,7 @@ recipe's class.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -241,6 +242,7 @@ def _packed(name: str, spec: Spec) -> NotImplementedError:
     )
 
 
+@functools.cache
 def recipe_numbered(number: int) -> Recipe:
     """The recipe, or one equal to it, whose ``number`` this is."""
     return next(itertools.islice(Recipe._numbers, number, None))

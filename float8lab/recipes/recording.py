@@ -10,7 +10,10 @@ import threading
 import weakref
 from typing import ClassVar, Generic, TypeVar
 
-__all__ = ["CHECKPOINTS", "Recording"]
+__all__ = ["CHECKPOINTS", "NO_BACKWARD", "Recording"]
+
+NO_BACKWARD = -1
+"""Torch's number of the backward pass that runs on a thread where none does."""
 
 Module = TypeVar("Module")
 Call = TypeVar("Call")

@@ -244,5 +244,4 @@ def name_of_group(group: dist.ProcessGroup | None) -> str:
 
 def group_named(name: str) -> Any:
     """The process group of that name; None for ""."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    return resolve(name) if name else None
+    return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[arg-type]

@@ -34,10 +34,10 @@ from float8lab.ops.declare import declare
 from float8lab.recipes import reduction
 from float8lab.recipes.delayed import RECORDED, ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
-from float8lab.recipes.recording import CHECKPOINTS
+from float8lab.recipes.recording import CHECKPOINTS, NO_BACKWARD
 
 __all__ = [
-    "DEFAULT_RECIPE", "NO_BACKWARD", "PROCESS", "STATE", "Autocast", "ModelInit", "Region",
+    "DEFAULT_RECIPE", "PROCESS", "STATE", "Autocast", "ModelInit", "Region",
     "advance_in_graph", "advance_scales", "capturing", "come_after_in_graph", "current_backward",
     "in_backward", "inside", "saved_tensors_hooks", "set_clock", "static_tensor",
 ]  # fmt: skip
@@ -52,10 +52,6 @@ class ModelInit:
 
     recipe: Recipe
     preserve_high_precision_init_val: bool
-
-
-NO_BACKWARD = -1
-"""Torch's number of the backward pass that runs on a thread where none does."""
 
 
 class Autocast:

@@ -74,7 +74,7 @@ def quantize(
     else:
         prologue, inputs, dtype, offs, plan = x
     if params is not None:
-        (scale, given, _), slot, rule = params
+        (scale, given), slot, rule = params
     if rule is None:
         rule = spec.scale_rule
         if not spec.shares_matrix_amax:
