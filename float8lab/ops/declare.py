@@ -144,8 +144,8 @@ class DirectCall(NamedTuple):
     """How an op is called past the dispatcher: in two parts, if it looks at Python's state."""
 
     prepare: Callable[..., tuple[object, ...]] | None
-    """The look: it takes the arguments of the op, and gives those of ``run``; None: the same. Not
-    told that it is not ``in_cuda_graph``, it keeps no memory that it allocates."""
+    """The look: it takes the arguments of the op, and gives those of ``run``; None: the same. It
+    keeps no memory that it allocates ``in_cuda_graph``, which is the default."""
     run: Callable[..., object]
     """All else, which depends on its arguments alone."""
     launcher: Callable[[], Callable[..., object]] | None
