@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8lab.formats import E4M3
 from float8lab.ops.declare import called_by_ops, capability_of, declare
 from float8lab.ops.reference import attention as reference
 
 __all__ = [
-    "LARGEST_HEAD", "FlashWindow", "cudnn_heads", "flash_window", "fp8_attention_backward_op",
-    "fp8_attention_op", "has_fp8_attention", "has_linear_backward", "is_for_cudnn",
-    "merge_attention_",
+    "FP8_BACKWARD_HEAD", "LARGEST_HEAD", "FlashWindow", "cudnn_heads", "flash_window",
+    "fp8_attention_backward_op", "fp8_attention_op", "has_fp8_attention", "has_fp8_backward",
+    "has_linear_backward", "is_for_cudnn", "merge_attention_",
 ]  # fmt: skip
 
 LARGEST_HEAD = 256
+FP8_BACKWARD_HEAD = 128
 
 
 def has_fp8_attention(device: torch.device, *heads: int) -> bool:
@@ -70,6 +72,15 @@ def is_for_cudnn(Sq: int, Sk: int, window: Sequence[int], *, packed: bool) -> bo
     return not packed and left < 0 and (right < 0 or (right == 0 and diagonal == Sq - Sk))
 
 
+def has_fp8_backward(
+    q: Tensor, k: Tensor, v: Tensor, window: Sequence[int], *, packed: bool
+) -> bool:
+    """Whether Hopper computes gradients by FP8 GEMMs, not in 16 bits on dequantized operands."""
+    is_e4m3 = q.dtype == k.dtype == v.dtype == E4M3
+    has_heads = q.shape[3] == v.shape[3] == FP8_BACKWARD_HEAD
+    return is_e4m3 and has_heads and is_for_cudnn(q.shape[2], k.shape[2], window, packed=packed)
+
+
 def cudnn_heads(D: int, DV: int) -> tuple[int, int]:
     """Head sizes, at least these, that cuDNN's backward has been seen to take on Hopper."""
     if max(D, DV) <= 128:
@@ -111,7 +122,7 @@ fp8_attention_op = declare(
 )
 fp8_attention_backward_op = declare(
     reference.fp8_attention_backward,
-    cuda="attention:fp8_attention_backward",
+    cuda="attention_backward:fp8_attention_backward",
     outputs=lambda of: tuple(
         reference.empty_by_token(x, x.shape, of.dout.dtype) for x in (of.q, of.k, of.v)
     ),

@@ -13,9 +13,6 @@ The second GEMM contracts over the keys, and FP8 operands must be contiguous alo
 ``_turn_kernel`` transposes the values first. It also orders the keys of every 16 such that the four
 probabilities of a thread that become one 32-bit register are those which the tensor cores expect
 there; the sum over the keys does not mind.
-
-Backward is cuDNN's (or flash attention's, where PyTorch is asked to be deterministic) in 16 bits,
-on the dequantized operands, from the forward's output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -40,11 +37,8 @@ from float8lab.ops import attention
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._tma import async_load
-from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import attention as plain
 from float8lab.ops.reference import round_up
-
-aten = torch.ops.aten
 
 _GROUP = 64
 """Queries of a group of four warps: the rows of one tensor core instruction."""
@@ -685,98 +679,3 @@ def _of_rank_2(descriptor: TensorDescriptor) -> gl.NVMMASharedLayout:
     """The layout of the tile in shared memory, which has no batch and no heads."""
     layout = descriptor.layout
     return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)
-
-
-# Backward.
-
-
-@_common.on_device_of_first
-def fp8_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
-    v_scale: Tensor, out: Tensor, lse: Tensor, window: Sequence[int], scale: float,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int = 0, max_seqlen_k: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (SQ, D), (SK, DV) = q.shape[2:], v.shape[2:]
-    packed = cu_seqlens_q is not None
-    sizes = (max_seqlen_q, max_seqlen_k) if packed else (SQ, SK)
-    uses_cudnn = not torch.are_deterministic_algorithms_enabled()
-    uses_cudnn = uses_cudnn and attention.is_for_cudnn(*sizes, window, packed=packed)
-    of_flash = attention.flash_window(*sizes, window, packed=packed)
-    fits = _has_kernel(q, v, scale, cu_seqlens_q) and (packed or min(SQ, SK) > 1)
-    if not fits or not (uses_cudnn or of_flash is not None):
-        return plain.fp8_attention_backward(
-            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, window, scale,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        )  # fmt: skip
-    dtype = torch.bfloat16 if dout.dtype == torch.float32 else dout.dtype
-    operands = [_decoded(x, one, dtype) for x, one in ((q, q_scale), (k, k_scale), (v, v_scale))]
-    tensors = [dout.to(dtype), *operands, out.to(dtype)]
-    # Zeros change no score. Flash attention's heads are of one size.
-    width, v_width = attention.cudnn_heads(D, DV) if uses_cudnn else [round_up(max(D, DV), 8)] * 2
-    widths = (v_width, width, width, v_width, v_width)
-    tensors = [_padded(x, size, 3) for x, size in zip(tensors, widths, strict=True)]
-    if uses_cudnn or of_flash is None:
-        gradients = _cudnn_backward(tensors, lse, window[1] == 0, scale)
-    else:
-        gradients = _flash_backward(tensors, lse, of_flash, scale, cu_seqlens_q, cu_seqlens_k)
-    dq, dk, dv = (
-        plain.by_token(x[..., :size].to(dout.dtype))
-        for x, size in zip(gradients, (D, D, DV), strict=True)
-    )
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        for x, cu_seqlens in ((dq, cu_seqlens_q), (dk, cu_seqlens_k), (dv, cu_seqlens_k)):
-            token = torch.arange(x.shape[2], device=x.device)
-            x.masked_fill_((token >= cu_seqlens[-1]).view(-1, 1), 0.0)  # of no sequence
-    return dq, dk, dv
-
-
-def _padded(x: Tensor, size: int, dim: int) -> Tensor:
-    """``x`` with zeros up to ``size`` in a dimension."""
-    missing = size - x.shape[dim]
-    return torch.nn.functional.pad(x, (0, 0) * (3 - dim) + (0, missing)) if missing else x
-
-
-def _cudnn_backward(
-    tensors: Sequence[Tensor], lse: Tensor, causal: bool, scale: float
-) -> Sequence[Tensor]:
-    """The gradients of q, k and v; of the output's, q, k, v and the output."""
-    dout, q, k, v, out = tensors
-    # PyTorch 2.11 remembers how cuDNN computes a problem by the strides of q, k and v alone: with
-    # an output and a gradient of other strides, a later call came out wrong.
-    dout, out = plain.by_token(dout), plain.by_token(out)
-    seed = lse.new_zeros(2, dtype=torch.int64)  # of the dropout that there is not
-    gradients: Sequence[Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse.unsqueeze(-1), seed[0], seed[1], None, None, None, q.shape[2],
-        k.shape[2], 0.0, causal, scale=scale,
-    )  # fmt: skip
-    return gradients
-
-
-def _flash_backward(
-    tensors: Sequence[Tensor], lse: Tensor, window: attention.FlashWindow, scale: float,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-) -> Sequence[Tensor]:  # fmt: skip
-    """The same by flash attention, for the queries and keys of a window or packed sequences."""
-    SQ, SK = lse.shape[2], tensors[2].shape[2]
-    sizes = window.queries, window.keys
-    dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
-    if cu_seqlens_q is None:
-        dout, q, out = (x[:, : window.queries] for x in (dout, q, out))
-        k, v = k[:, : window.keys], v[:, : window.keys]
-        lse = lse[:, :, : window.queries].contiguous()
-    else:
-        dout, q, k, v, out, lse = (x[0] for x in (dout, q, k, v, out, lse))
-    seed = lse.new_zeros(2, dtype=torch.int64).view(torch.uint64)  # of no dropout
-    gradients = aten._flash_attention_backward(
-        dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *sizes, 0.0, False, seed, seed[0],
-        scale=scale, window_size_left=window.left, window_size_right=window.right,
-    )  # fmt: skip
-    dq, dk, dv = (x.view(-1, *x.shape[-3:]).transpose(1, 2) for x in gradients)
-    return _padded(dq, SQ, 2), _padded(dk, SK, 2), _padded(dv, SK, 2)
-
-
-def _decoded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    B, H, S, D = x.shape
-    rows = x.transpose(1, 2).reshape(B * S, H * D)
-    return dequantize(rows, scale, (-1, -1), dtype).view(B, S, H, D).transpose(1, 2)

@@ -1,0 +1,705 @@
+"""Backward of FP8 attention on Hopper.  B batch, H heads, G key/value heads, S sequence, D head size.
+
+Heads of 128 in e4m3, under a causal mask from the first key or none, have kernels of their own.
+None holds scores in memory or adds with atomics, so gradients are equal in every bit whenever they
+are computed. ``_prepare_kernel`` casts the output's gradient to e4m3 with a scale for each query,
+also transposed, and computes what the softmax's gradient subtracts. ``_keys_kernel`` has 128 keys a
+tile and looks at all queries; ``_queries_kernel`` has 128 queries and looks at all keys. Both
+recompute the scores, and the gradients of the probabilities, by FP8 GEMMs. One kernel for both
+would have two GEMMs less, but would add 64 KB of the queries' gradients in memory for every 128 x
+128 scores, and the order of these sums would be chance.
+
+The gradients of the values are an FP8 GEMM of the probabilities, each times its query's scale
+relative to the head's largest. The gradients of the scores are rounded to float16, in whose range
+``DS_SCALE`` keeps them, and multiplied by keys and queries in float16, which holds FP8 data as it
+is: a group of four warps converts each block in shared memory. Persistent tiles, two groups of
+consumers and a loading warp are as in ``attention.py``.
+
+For what these kernels do not take, cuDNN (or flash attention, where PyTorch is asked to be
+deterministic) computes in 16 bits, on the dequantized operands. Both ways use the forward's output
+and log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from float8lab.formats import E4M3
+from float8lab.ops import attention
+from float8lab.ops.kernels import _common
+from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._tma import async_load
+from float8lab.ops.kernels.attention import (
+    LOG2_E,
+    P_BITS,
+    _descriptor,
+    _has_kernel,
+    _loadable,
+    _next_number,
+    _of_rank_2,
+    _store,
+    _tell_number,
+)
+from float8lab.ops.kernels.dequantize import dequantize
+from float8lab.ops.reference import attention as plain
+from float8lab.ops.reference import round_up
+
+aten = torch.ops.aten
+
+_TILE = 128
+"""Keys or queries of a program at a time."""
+_REGISTERS = 224, 40, 24
+"""Of a thread of the second consumer, the converter and the loader."""
+
+ROWS = gl.constexpr(64)
+"""Rows of a group's half of a tile, and of the blocks that it looks at."""
+D_HEAD = gl.constexpr(attention.FP8_BACKWARD_HEAD)
+DS_SCALE = gl.constexpr(2.0**-18)
+"""Gradients of scores are held times it: below 65504, as 2 ** 8 * 2 * 128 * 448 * 448 is, too."""
+DECODE = gl.constexpr(2.0**10)
+"""``1 / (DS_SCALE * 2 ** P_BITS)``."""
+
+
+@launched
+def _prepare_kernel(
+    dout_ptr,  # [B, H, S, D]
+    out_ptr,  # [B, H, S, D]
+    lse_ptr,  # [B, H, S] fp32
+    v_scale_ptr,  # [1] fp32
+    d_ptr,  # [B, H, PADDED, D] fp8
+    transposed_ptr,  # [B, H, D, PADDED / 4] int32: bytes of four queries each
+    rows_ptr,  # [3, B * H, PADDED] fp32: see _prepare
+    largest_ptr,  # [B * G] int32, zero: the bits of the largest scale
+    counters_ptr,  # [2] int32, set to zero
+    H, SHARED, S, PADDED, stride_db, stride_dh, stride_ds, stride_ob, stride_oh, stride_os,
+    DELTA_SCALE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    tiles = PADDED // ROWS
+    head = (program // tiles).to(tl.int64)
+    rows = program % tiles * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, D)
+    if program < 2:
+        tl.store(counters_ptr + program, 0)
+    inside = rows < S
+    of_head = (head // H) * stride_db + (head % H) * stride_dh
+    at = rows.to(tl.int64)[:, None] * stride_ds + columns[None, :]
+    dout = tl.load(dout_ptr + of_head + at, mask=inside[:, None], other=0).to(tl.float32)
+    of_head = (head // H) * stride_ob + (head % H) * stride_oh
+    at = rows.to(tl.int64)[:, None] * stride_os + columns[None, :]
+    out = tl.load(out_ptr + of_head + at, mask=inside[:, None], other=0).to(tl.float32)
+    amax = tl.max(tl.abs(dout), 1)
+    # A smaller scale would have no reciprocal in float32.
+    scale = tl.where(amax > 0, tl.maximum(amax / 448.0, 2.0**-100), 1.0)
+    d = (dout * (1.0 / scale)[:, None]).to(tl.float8e4nv)
+    tl.store(d_ptr + (head * PADDED + rows)[:, None] * D + columns[None, :], d)
+    # By bits: ptxas of CUDA 12.8 takes some of the converted values from other registers.
+    bits = d.to(tl.uint8, bitcast=True).to(tl.int32)
+    value = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+    value = tl.where((bits & 127) == 127, float("nan"), value)
+    delta = tl.sum(value * out, 1) * (DELTA_SCALE / tl.load(v_scale_ptr))
+    lse = tl.load(lse_ptr + head * S + rows, mask=inside, other=1e30) * 1.4426950408889634
+    plane = (tl.num_programs(0) // tiles).to(tl.int64) * PADDED
+    of_row = rows_ptr + head * PADDED + rows
+    tl.store(of_row, lse - tl.log2(scale))
+    tl.store(of_row + plane, delta)
+    tl.store(of_row + 2 * plane, scale)
+    largest = tl.max(tl.where(amax > 0, scale, 0.0), 0)
+    tl.atomic_max(largest_ptr + head // SHARED, largest.to(tl.int32, bitcast=True))
+    # Row 16 a + 8 b + 2 c + e is byte 2 b + e of word 4 a + c, as in attention.py's _turn_kernel.
+    x = tl.reshape(d.to(tl.uint8, bitcast=True), [ROWS // 16, 2, 4, 2, D])
+    even, odd = tl.split(tl.reshape(tl.permute(x, [0, 2, 4, 1, 3]), [ROWS // 4, D, 2, 2]))
+    b0, b2 = tl.split(even)
+    b1, b3 = tl.split(odd)
+    word = b0.to(tl.int32) | (b1.to(tl.int32) << 8)
+    word |= (b2.to(tl.int32) << 16) | (b3.to(tl.int32) << 24)
+    words = program % tiles * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    of_head = transposed_ptr + head * D * (PADDED // 4)
+    tl.store(of_head + columns[:, None] * (PADDED // 4) + words[None, :], tl.trans(word))
+
+
+def _prepare(
+    dout: Tensor, out: Tensor, lse: Tensor, v_scale: Tensor, G: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What both kernels need of the output's gradient, its rows padded to whole tiles.
+
+    Returns:
+        The FP8 data, the same transposed with queries in the order of the forward's keys, float32
+        ``[3, B * H, PADDED]``, the largest scale of the heads that share a key/value head, and two
+        counters that are zero. Of a query the second last but one holds the logarithm (of two) of
+        its sum of exponentials less that of its scale, the gradient of a probability that softmax
+        subtracts, relative to the scales of query and values and times DS_SCALE, and its scale.
+    """
+    B, H, S, D = dout.shape
+    padded = round_up(S, _TILE)
+    d = torch.empty((B, H, padded, D), dtype=E4M3, device=dout.device)
+    transposed = torch.empty((B, H, D, padded), dtype=E4M3, device=dout.device)
+    rows = lse.new_empty((3, B * H, padded))
+    largest = torch.zeros(B * G, dtype=torch.int32, device=dout.device)
+    counters = torch.empty(2, dtype=torch.int32, device=dout.device)
+    _prepare_kernel[(padded // ROWS.value * B * H,)](
+        dout, out, lse, v_scale, d, transposed.view(torch.int32), rows, largest, counters, H,
+        H // G, S, padded, *dout.stride()[:3], *out.stride()[:3], DELTA_SCALE=DS_SCALE.value, D=D,
+        ROWS=ROWS.value, num_warps=4,
+    )  # fmt: skip
+    return d, transposed, rows, largest.view(torch.float32), counters
+
+
+@gluon.jit
+def _place(number, sizes, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """A tile's head, its first row, the blocks it looks at, and where those with a mask begin or end.
+
+    A causal mask hides something in the first two blocks of queries that keys look at, and in the
+    last two blocks of keys; the keys' end hides something in the last block.
+    """
+    _, _, _, SQ, SK = sizes
+    if OF_KEYS:
+        tiles = gl.cdiv(SK, 2 * ROWS)
+        tile = number % tiles
+        start, stop = 0, gl.cdiv(SQ, ROWS)
+        if CAUSAL:
+            start = gl.minimum(2 * tile, stop)
+        between = gl.minimum(start + 2, stop)
+    else:
+        tiles = gl.cdiv(SQ, 2 * ROWS)
+        tile = number % tiles
+        start, stop = 0, gl.cdiv(SK, ROWS)
+        between = stop - 1
+        if CAUSAL:
+            tile = tiles - 1 - tile  # the longest first
+            stop = gl.minimum(stop, 2 * tile + 2)
+            between = gl.maximum(gl.minimum(stop - 1, 2 * tile), 0)
+    return number // tiles, 2 * ROWS * tile, start, between, stop
+
+
+@gluon.jit
+def _tiles_in_all(sizes, OF_KEYS: gl.constexpr):
+    B, H, G, SQ, SK = sizes
+    return B * G * gl.cdiv(SK, 2 * ROWS) if OF_KEYS else B * H * gl.cdiv(SQ, 2 * ROWS)
+
+
+@gluon.jit
+def _heads_in_turn(sizes, OF_KEYS: gl.constexpr):
+    """How many heads of queries a tile looks at, one after the other."""
+    return sizes[1] // sizes[2] if OF_KEYS else 1
+
+
+@gluon.jit
+def _load_tiles(
+    fixed, streamed, numbers, bars, sizes, counter_ptr, OF_KEYS: gl.constexpr,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: take numbers of tiles, tell the groups, load what they need."""
+    a_desc, b_desc, a_tiles, b_tiles = fixed
+    fixed_full, fixed_empty, full, empty, half_full = bars
+    B, H, G, SQ, SK = sizes
+    end = _tiles_in_all(sizes, OF_KEYS)
+    heads = G if OF_KEYS else H
+    number = gl.program_id(0)
+    pass_index = 0
+    count = 0
+    while number < end:
+        _tell_number(numbers, number, fixed_empty, pass_index)
+        row, first, start, between, stop = _place(number, sizes, OF_KEYS, CAUSAL)
+        batch, head = row // heads, row % heads
+        side = pass_index % 2
+        bar = fixed_full.index(side)
+        mbarrier.expect(bar, 4 * a_desc.block_type.nbytes)
+        for group in gl.static_range(2):
+            at = [batch, head, first + ROWS * group, 0]
+            async_load(a_desc, at, bar, a_tiles.index(2 * side + group))
+            async_load(b_desc, at, bar, b_tiles.index(2 * side + group))
+        for turn in range(_heads_in_turn(sizes, OF_KEYS)):
+            other = head * (H // G) + turn if OF_KEYS else head // (H // G)
+            for block in range(start, stop):
+                stage = count % STAGES
+                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                bar = full.index(stage)
+                at = [batch, other, block * ROWS, 0]
+                if OF_KEYS:
+                    x_desc, y_desc, t_desc, r_desc, x_tiles, y_tiles, t_tiles, r_tiles = streamed
+                    rows_bytes: gl.constexpr = 2 * r_desc.block_type.nbytes
+                    mbarrier.expect(bar, 3 * x_desc.block_type.nbytes + rows_bytes)
+                    async_load(t_desc, [batch, other, 0, block * ROWS], bar, t_tiles.index(stage))
+                    for plane in gl.static_range(2):
+                        of_rows = [plane, batch * H + other, block * ROWS]
+                        async_load(r_desc, of_rows, bar, r_tiles.index(2 * stage + plane))
+                else:
+                    x_desc, y_desc, x_tiles, y_tiles = streamed
+                    mbarrier.expect(bar, 2 * x_desc.block_type.nbytes)
+                async_load(x_desc, at, bar, x_tiles.index(stage))
+                async_load(y_desc, at, bar, y_tiles.index(stage))
+                count += 1
+        pass_index += 1
+        number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+    # A number that is no tile's: the end.
+    _tell_number(numbers, number, fixed_empty, pass_index)
+    mbarrier.arrive(fixed_full.index(pass_index % 2), count=1)
+
+
+@gluon.jit
+def _convert_tiles(
+    x_tiles, half_tiles, numbers, bars, sizes, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """A group of four warps: blocks of FP8 data in float16."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    fixed_full, fixed_empty, full, empty, half_full = bars
+    end = _tiles_in_all(sizes, OF_KEYS)
+    pass_index = 0
+    count = 0
+    number = _next_number(numbers, fixed_full, pass_index)
+    while number < end:
+        row, first, start, between, stop = _place(number, sizes, OF_KEYS, CAUSAL)
+        for _block in range(_heads_in_turn(sizes, OF_KEYS) * (stop - start)):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            half_tiles.index(stage).store(x_tiles.index(stage).load(LAYOUT).to(gl.float16))
+            fence_async_shared()
+            mbarrier.arrive(half_full.index(stage), count=1)
+            count += 1
+        pass_index += 1
+        number = _next_number(numbers, fixed_full, pass_index)
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    """Of tiles, of blocks, and of blocks in float16."""
+    fixed_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    fixed_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    half_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for side in gl.static_range(2):
+        mbarrier.init(fixed_full.index(side), count=1)
+        mbarrier.init(fixed_empty.index(side), count=2)  # both groups
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(half_full.index(stage), count=1)
+    fence_async_shared()
+    return fixed_full, fixed_empty, full, empty, half_full
+
+
+# Gradients of keys and values.
+
+
+@gluon.jit
+def _add_queries(
+    dk, dv, k, v, streamed, bars, count, factor, offset, keys, queries, MASKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """One block of queries; scores are transposed, a key to a row."""
+    q_tiles, d_tiles, t_tiles, r_tiles, half_tiles = streamed
+    full, empty, half_full = bars
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    mbarrier.wait(full.index(stage), phase)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
+    q, d = q_tiles.index(stage).permute((1, 0)), d_tiles.index(stage).permute((1, 0))
+    s = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, d, zeros, use_acc=False, is_async=True)
+    lse = r_tiles.index(2 * stage).load(S_LAYOUT) + offset
+    s = warpgroup_mma_wait(1, (s,))
+    x = s * factor - lse
+    if MASKED:
+        x = gl.where(gl.expand_dims(queries, 0) >= gl.expand_dims(keys, 1), x, -float("inf"))
+    p = gl.exp2(x)
+    # In the order of queries that _prepare_kernel has this moves nothing between threads.
+    p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, ROWS // 16, 2, 4, 2])
+    p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, ROWS])
+    p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, dv.type.layout, 4), assert_trivial=True)
+    dv = warpgroup_mma(p8, t_tiles.index(stage).permute((1, 0)), dv, is_async=True)
+    delta = r_tiles.index(2 * stage + 1).load(S_LAYOUT)
+    dp = warpgroup_mma_wait(1, (dp,))
+    ds = (p * (dp * DS_SCALE - delta)).to(gl.float16)
+    ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2), assert_trivial=True)
+    mbarrier.wait(half_full.index(stage), phase)
+    dk = warpgroup_mma(ds, half_tiles.index(stage), dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, (dk, dv))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv, count + 1
+
+
+@gluon.jit
+def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
+    """A group of four warps: its keys of every tile, all the queries."""
+    k_tiles, v_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
+    fixed_full, fixed_empty, full, empty, half_full = bars
+    block_bars = full, empty, half_full
+    factor, k_factor, largest_ptr = scales
+    dk_ptr, dv_ptr, stride_b, stride_h, stride_s = outs
+    B, H, G, SQ, SK = sizes
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HEAD, 32])
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HEAD, 16])
+    end = _tiles_in_all(sizes, True)
+    columns = gl.arange(0, ROWS, gl.SliceLayout(0, S_LAYOUT))
+    pass_index = 0
+    count = 0
+    number = _next_number(numbers, fixed_full, pass_index)
+    while number < end:
+        row, first, start, between, stop = _place(number, sizes, True, CAUSAL)
+        side = pass_index % 2
+        k, v = k_tiles.index(2 * side + group), v_tiles.index(2 * side + group)
+        first += ROWS * group
+        keys = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+        largest = gl.load(largest_ptr + row)
+        largest = gl.where(largest == 0, 1.0, largest)  # no gradient at all
+        offset = gl.log2(largest) - P_BITS
+        dk = gl.zeros([ROWS, D_HEAD], gl.float32, K_LAYOUT)
+        dv = gl.zeros([ROWS, D_HEAD], gl.float32, V_LAYOUT)
+        for _head in range(_heads_in_turn(sizes, True)):
+            unmasked = start
+            if CAUSAL:
+                unmasked = between
+                for block in range(start, between):
+                    queries = block * ROWS + columns
+                    dk, dv, count = _add_queries(
+                        dk, dv, k, v, streamed, block_bars, count, factor, offset, keys, queries,
+                        True, STAGES,
+                    )  # fmt: skip
+            for _block in range(unmasked, stop):
+                dk, dv, count = _add_queries(
+                    dk, dv, k, v, streamed, block_bars, count, factor, offset, keys, columns,
+                    False, STAGES,
+                )  # fmt: skip
+        mbarrier.arrive(fixed_empty.index(side), count=1)
+        pass_index += 1
+        of_head = (row // G).to(gl.int64) * stride_b + (row % G).to(gl.int64) * stride_h
+        _store(dv_ptr + of_head, dv * (largest * 0.00390625), first, SK, D_HEAD, stride_s)
+        _store(dk_ptr + of_head, dk * (largest * k_factor), first, SK, D_HEAD, stride_s)
+        number = _next_number(numbers, fixed_full, pass_index)
+
+
+@gluon.jit(do_not_specialize=["SQ", "SK"])
+def _keys_kernel(
+    k_desc,  # [B, G, SK, D] fp8, like all but the next two in tiles of [ROWS, D]
+    v_desc,  # [B, G, SK, D] fp8
+    t_desc,  # [B, H, D, PADDED] fp8, of _prepare, in tiles of [D, ROWS]
+    r_desc,  # [3, B * H, PADDED] fp32, of _prepare, in tiles of [1, ROWS]
+    q_desc,  # [B, H, SQ, D] fp8
+    d_desc,  # [B, H, PADDED, D] fp8, of _prepare
+    q_scale_ptr, k_scale_ptr, v_scale_ptr,  # [1] fp32
+    largest_ptr,  # [B * G] fp32
+    dk_ptr,  # [B, G, SK, D]
+    dv_ptr,  # [B, G, SK, D]
+    counter_ptr,  # [1] int32, zero
+    B, H, G, SQ, SK, stride_b, stride_h, stride_s, scale,
+    LAYOUT: gl.constexpr, T_LAYOUT: gl.constexpr, R_LAYOUT: gl.constexpr, HALF: gl.constexpr,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    CONVERTER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    fp8: gl.constexpr = k_desc.dtype
+    k_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
+    v_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
+    q_tiles = gl.allocate_shared_memory(fp8, [STAGES, ROWS, D_HEAD], LAYOUT)
+    d_tiles = gl.allocate_shared_memory(fp8, [STAGES, ROWS, D_HEAD], LAYOUT)
+    t_tiles = gl.allocate_shared_memory(fp8, [STAGES, D_HEAD, ROWS], T_LAYOUT)
+    r_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, ROWS], R_LAYOUT)
+    half_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, D_HEAD], HALF)
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars = _barriers(STAGES)
+    scale = gl.load(q_scale_ptr) * gl.cast(scale, gl.float32)
+    scales = scale * gl.load(k_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
+    sizes = B, H, G, SQ, SK
+    sums = (
+        k_tiles, v_tiles, (q_tiles, d_tiles, t_tiles, r_tiles, half_tiles), numbers, bars, sizes,
+        (scales[0], scales[1], largest_ptr), (dk_ptr, dv_ptr, stride_b, stride_h, stride_s),
+    )  # fmt: skip
+    fixed = k_desc, v_desc, k_tiles, v_tiles
+    streamed = q_desc, d_desc, t_desc, r_desc, q_tiles, d_tiles, t_tiles, r_tiles
+    gl.warp_specialize(
+        [
+            (_attend_queries, (sums, 0, CAUSAL, STAGES)),
+            (_attend_queries, (sums, 1, CAUSAL, STAGES)),
+            (_convert_tiles, (q_tiles, half_tiles, numbers, bars, sizes, True, CAUSAL, STAGES)),
+            (_load_tiles, (fixed, streamed, numbers, bars, sizes, counter_ptr, True, CAUSAL, STAGES)),
+        ],
+        [4, 4, 1],
+        [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
+    )
+
+
+# Gradients of queries.
+
+
+@gluon.jit
+def _multiply_scores(s, dp, q, d, streamed, bars, count, present, STAGES: gl.constexpr):
+    """The GEMMs of a block's scores and the probabilities' gradients, in flight."""
+    k_tiles, v_tiles, _ = streamed
+    stage = count % STAGES
+    mbarrier.wait(bars[0].index(stage), (count // STAGES) & 1, pred=present)
+    k, v = k_tiles.index(stage).permute((1, 0)), v_tiles.index(stage).permute((1, 0))
+    s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+    dp = warpgroup_mma(d, v, dp, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _add_keys(
+    s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, last_key, key, more,
+    MASKED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One block of keys, whose scores are there, and the scores of the next."""
+    full, empty, half_full = bars
+    stage = count % STAGES
+    x = s * factor - gl.expand_dims(lse, 1)
+    y = dp * DS_SCALE - gl.expand_dims(delta, 1)
+    if MASKED:
+        keys = key + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
+        x = gl.where(gl.expand_dims(keys, 0) <= gl.expand_dims(last_key, 1), x, -float("inf"))
+    # Into the registers of the last scores. Behind the last block, of whatever there is.
+    s, dp = _multiply_scores(s, dp, q, d, streamed, bars, count + 1, more, STAGES)
+    ds = (gl.exp2(x) * y).to(gl.float16)
+    ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dq.type.layout, 2), assert_trivial=True)
+    mbarrier.wait(half_full.index(stage), (count // STAGES) & 1)
+    dq = warpgroup_mma(ds, streamed[2].index(stage), dq, is_async=True)
+    s, dp, dq = warpgroup_mma_wait(0, (s, dp, dq))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return s, dp, dq, count + 1
+
+
+@gluon.jit
+def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
+    """A group of four warps: its queries of every tile, all the keys."""
+    q_tiles, d_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
+    fixed_full, fixed_empty, full, empty, half_full = bars
+    block_bars = full, empty, half_full
+    factor, q_factor, rows_ptr = scales
+    dq_ptr, stride_b, stride_h, stride_s, PADDED = outs
+    B, H, G, SQ, SK = sizes
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HEAD, 16])
+    end = _tiles_in_all(sizes, False)
+    pass_index = 0
+    count = 0
+    number = _next_number(numbers, fixed_full, pass_index)
+    while number < end:
+        row, first, start, between, stop = _place(number, sizes, False, CAUSAL)
+        side = pass_index % 2
+        q, d = q_tiles.index(2 * side + group), d_tiles.index(2 * side + group)
+        first += ROWS * group
+        queries = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+        last_key = gl.minimum(queries, SK - 1) if CAUSAL else queries * 0 + SK - 1
+        plane = (B * H).to(gl.int64) * PADDED
+        of_row = rows_ptr + row.to(gl.int64) * PADDED + queries
+        delta, row_scale = gl.load(of_row + plane), gl.load(of_row + 2 * plane)
+        lse = gl.load(of_row) + gl.log2(row_scale) - P_BITS
+        dq = gl.zeros([ROWS, D_HEAD], gl.float32, Q_LAYOUT)
+        zeros = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
+        s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
+        s, dp = warpgroup_mma_wait(0, (s, dp))
+        for block in range(start, between):
+            s, dp, dq, count = _add_keys(
+                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, last_key, block,
+                True, False, STAGES,
+            )  # fmt: skip
+        for block in range(between, stop):
+            s, dp, dq, count = _add_keys(
+                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
+                block * ROWS, block < stop - 1, True, STAGES,
+            )  # fmt: skip
+        mbarrier.arrive(fixed_empty.index(side), count=1)
+        pass_index += 1
+        decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, Q_LAYOUT))
+        of_head = (row // H).to(gl.int64) * stride_b + (row % H).to(gl.int64) * stride_h
+        _store(dq_ptr + of_head, dq * gl.expand_dims(decode, 1), first, SQ, D_HEAD, stride_s)
+        number = _next_number(numbers, fixed_full, pass_index)
+
+
+@gluon.jit(do_not_specialize=["SQ", "SK"])
+def _queries_kernel(
+    q_desc,  # [B, H, SQ, D] fp8, like all in tiles of [ROWS, D]
+    d_desc,  # [B, H, PADDED, D] fp8, of _prepare
+    k_desc,  # [B, G, SK, D] fp8
+    v_desc,  # [B, G, SK, D] fp8
+    q_scale_ptr, k_scale_ptr, v_scale_ptr,  # [1] fp32
+    rows_ptr,  # [3, B * H, PADDED] fp32, of _prepare
+    dq_ptr,  # [B, H, SQ, D]
+    counter_ptr,  # [1] int32, zero
+    B, H, G, SQ, SK, PADDED, stride_b, stride_h, stride_s, scale,
+    LAYOUT: gl.constexpr, HALF: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    fp8: gl.constexpr = k_desc.dtype
+    q_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
+    d_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
+    k_tiles = gl.allocate_shared_memory(fp8, [STAGES, ROWS, D_HEAD], LAYOUT)
+    v_tiles = gl.allocate_shared_memory(fp8, [STAGES, ROWS, D_HEAD], LAYOUT)
+    half_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, D_HEAD], HALF)
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars = _barriers(STAGES)
+    scale = gl.load(k_scale_ptr) * gl.cast(scale, gl.float32)
+    scales = scale * gl.load(q_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
+    sizes = B, H, G, SQ, SK
+    sums = (
+        q_tiles, d_tiles, (k_tiles, v_tiles, half_tiles), numbers, bars, sizes,
+        (scales[0], scales[1], rows_ptr), (dq_ptr, stride_b, stride_h, stride_s, PADDED),
+    )  # fmt: skip
+    fixed = q_desc, d_desc, q_tiles, d_tiles
+    streamed = k_desc, v_desc, k_tiles, v_tiles
+    gl.warp_specialize(
+        [
+            (_attend_keys, (sums, 0, CAUSAL, STAGES)),
+            (_attend_keys, (sums, 1, CAUSAL, STAGES)),
+            (_convert_tiles, (k_tiles, half_tiles, numbers, bars, sizes, False, CAUSAL, STAGES)),
+            (_load_tiles, (fixed, streamed, numbers, bars, sizes, counter_ptr, False, CAUSAL, STAGES)),
+        ],
+        [4, 4, 1],
+        [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
+    )
+
+
+def _fp8_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
+    v_scale: Tensor, out: Tensor, lse: Tensor, scale: float, *, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v by the kernels above."""
+    (B, H, SQ, _), (G, SK) = q.shape, k.shape[1:3]
+    dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
+    lse = lse.contiguous()
+    d, transposed, rows, largest, counters = _prepare(dout, out, lse, v_scale, G)
+    dq, dk, dv = (plain.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
+    q_desc, k_desc, v_desc, d_desc = (
+        _descriptor(_loadable(x), ROWS.value, D_HEAD.value) for x in (q, k, v, d)
+    )
+    t_desc = _descriptor(transposed, D_HEAD.value, ROWS.value)
+    unswizzled = {"swizzle_byte_width": 0, "element_bitwidth": 32}
+    r_desc = TensorDescriptor.from_tensor(
+        rows, [1, 1, ROWS.value], gl.NVMMASharedLayout(**unswizzled, rank=3)
+    )
+    consumer, converter, loader = _REGISTERS
+    settings = {
+        "LAYOUT": _of_rank_2(q_desc),
+        "HALF": gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+        "CAUSAL": causal,
+        "CONSUMER_REGISTERS": consumer,
+        "CONVERTER_REGISTERS": converter,
+        "LOADER_REGISTERS": loader,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+    multiprocessors = _common.multiprocessors(q.device)
+    _keys_kernel[(min(multiprocessors, _common.ceil_div(SK, _TILE) * B * G),)](
+        k_desc, v_desc, t_desc, r_desc, q_desc, d_desc, q_scale, k_scale, v_scale, largest, dk, dv,
+        counters, B, H, G, SQ, SK, *dk.stride()[:3], scale, T_LAYOUT=_of_rank_2(t_desc),
+        R_LAYOUT=gl.NVMMASharedLayout(**unswizzled, rank=2), STAGES=3, **settings,
+    )  # fmt: skip
+    _queries_kernel[(min(multiprocessors, _common.ceil_div(SQ, _TILE) * B * H),)](
+        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], B, H, G,
+        SQ, SK, rows.shape[2], *dq.stride()[:3], scale, STAGES=4, **settings,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@_common.on_device_of_first
+def fp8_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
+    v_scale: Tensor, out: Tensor, lse: Tensor, window: Sequence[int], scale: float,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (SQ, D), (SK, DV) = q.shape[2:], v.shape[2:]
+    packed = cu_seqlens_q is not None
+    sizes = (max_seqlen_q, max_seqlen_k) if packed else (SQ, SK)
+    uses_cudnn = not torch.are_deterministic_algorithms_enabled()
+    uses_cudnn = uses_cudnn and attention.is_for_cudnn(*sizes, window, packed=packed)
+    of_flash = attention.flash_window(*sizes, window, packed=packed)
+    fits = _has_kernel(q, v, scale, cu_seqlens_q)
+    if fits and attention.has_fp8_backward(q, k, v, window, packed=packed):
+        return _fp8_backward(
+            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, scale, causal=window[1] == 0
+        )
+    fits = fits and (packed or min(SQ, SK) > 1)
+    if not fits or not (uses_cudnn or of_flash is not None):
+        return plain.fp8_attention_backward(
+            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, window, scale,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        )  # fmt: skip
+    dtype = torch.bfloat16 if dout.dtype == torch.float32 else dout.dtype
+    operands = [_decoded(x, one, dtype) for x, one in ((q, q_scale), (k, k_scale), (v, v_scale))]
+    tensors = [dout.to(dtype), *operands, out.to(dtype)]
+    # Zeros change no score. Flash attention's heads are of one size.
+    width, v_width = attention.cudnn_heads(D, DV) if uses_cudnn else [round_up(max(D, DV), 8)] * 2
+    widths = (v_width, width, width, v_width, v_width)
+    tensors = [_padded(x, size, 3) for x, size in zip(tensors, widths, strict=True)]
+    if uses_cudnn or of_flash is None:
+        gradients = _cudnn_backward(tensors, lse, window[1] == 0, scale)
+    else:
+        gradients = _flash_backward(tensors, lse, of_flash, scale, cu_seqlens_q, cu_seqlens_k)
+    dq, dk, dv = (
+        plain.by_token(x[..., :size].to(dout.dtype))
+        for x, size in zip(gradients, (D, D, DV), strict=True)
+    )
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        for x, cu_seqlens in ((dq, cu_seqlens_q), (dk, cu_seqlens_k), (dv, cu_seqlens_k)):
+            token = torch.arange(x.shape[2], device=x.device)
+            x.masked_fill_((token >= cu_seqlens[-1]).view(-1, 1), 0.0)  # of no sequence
+    return dq, dk, dv
+
+
+def _padded(x: Tensor, size: int, dim: int) -> Tensor:
+    """``x`` with zeros up to ``size`` in a dimension."""
+    missing = size - x.shape[dim]
+    return torch.nn.functional.pad(x, (0, 0) * (3 - dim) + (0, missing)) if missing else x
+
+
+def _cudnn_backward(
+    tensors: Sequence[Tensor], lse: Tensor, causal: bool, scale: float
+) -> Sequence[Tensor]:
+    """The gradients of q, k and v; of the output's, q, k, v and the output."""
+    dout, q, k, v, out = tensors
+    # PyTorch 2.11 remembers how cuDNN computes a problem by the strides of q, k and v alone: with
+    # an output and a gradient of other strides, a later call came out wrong.
+    dout, out = plain.by_token(dout), plain.by_token(out)
+    seed = lse.new_zeros(2, dtype=torch.int64)  # of the dropout that there is not
+    gradients: Sequence[Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse.unsqueeze(-1), seed[0], seed[1], None, None, None, q.shape[2],
+        k.shape[2], 0.0, causal, scale=scale,
+    )  # fmt: skip
+    return gradients
+
+
+def _flash_backward(
+    tensors: Sequence[Tensor], lse: Tensor, window: attention.FlashWindow, scale: float,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """The same by flash attention, for the queries and keys of a window or packed sequences."""
+    SQ, SK = lse.shape[2], tensors[2].shape[2]
+    sizes = window.queries, window.keys
+    dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
+    if cu_seqlens_q is None:
+        dout, q, out = (x[:, : window.queries] for x in (dout, q, out))
+        k, v = k[:, : window.keys], v[:, : window.keys]
+        lse = lse[:, :, : window.queries].contiguous()
+    else:
+        dout, q, k, v, out, lse = (x[0] for x in (dout, q, k, v, out, lse))
+    seed = lse.new_zeros(2, dtype=torch.int64).view(torch.uint64)  # of no dropout
+    gradients = aten._flash_attention_backward(
+        dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *sizes, 0.0, False, seed, seed[0],
+        scale=scale, window_size_left=window.left, window_size_right=window.right,
+    )  # fmt: skip
+    dq, dk, dv = (x.view(-1, *x.shape[-3:]).transpose(1, 2) for x in gradients)
+    return _padded(dq, SQ, 2), _padded(dk, SK, 2), _padded(dv, SK, 2)
+
+
+def _decoded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    B, H, S, D = x.shape
+    rows = x.transpose(1, 2).reshape(B * S, H * D)
+    return dequantize(rows, scale, (-1, -1), dtype).view(B, S, H, D).transpose(1, 2)
