@@ -23,6 +23,7 @@ from float8lab.inspect.watch.measure import _numbers_by_torch
 from float8lab.ops import Prologue, reference
 from float8lab.ops.kernels import (
     attention,
+    attention_backward,
     cast_many,
     cross_entropy,
     grouped_cast,
@@ -237,20 +238,57 @@ def check_cast() -> None:
         sums_close(sums, sums_wanted)
 
 
+ORDER = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+"""Of every 16 keys, or queries, that FP8 attention has transposed."""
+
+
 def check_turned_values() -> None:
-    """Keys of every 16 in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, then zeros."""
-    order = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+    """Keys in their order, then zeros."""
     for B, G, SK, DV in ((2, 3, 128, 64), (1, 2, 77, 20), (1, 1, 300, 1)):
         by_token = torch.randint(0, 120, (B, SK, G, DV), dtype=torch.uint8).view(E4M3)
         v = by_token.transpose(1, 2)
         padded = reference.round_up(SK, 128)
         want = torch.zeros(B, G, DV, padded, dtype=torch.uint8)
         want[..., :SK] = v.view(torch.uint8).mT
-        want = want.unflatten(3, (-1, 16))[..., order].flatten(3)
+        want = want.unflatten(3, (-1, 16))[..., ORDER].flatten(3)
         counter = torch.tensor([7], dtype=torch.int32)
         got = attention._turn(v, counter, None)
         assert torch.equal(got.view(torch.uint8), want)
         assert counter.item() == 0
+
+
+def check_prepared_gradients() -> None:
+    """A scale a query, the FP8 data twice, and numbers that are of these data; then padding."""
+    v_scale = torch.tensor([0.25])
+    for B, H, G, S in ((1, 4, 2, 130), (2, 1, 1, 64)):
+        dout, out = (torch.randn(B, S, H, 128).transpose(1, 2) for _ in range(2))
+        dout[0, 0, 3] = 0.0
+        lse = torch.randn(B, H, S)
+        d, transposed, rows, largest, counters = attention_backward._prepare(
+            dout, out, lse, v_scale, G
+        )
+        assert counters.tolist() == [0, 0]
+        turned = d.view(torch.uint8).mT.unflatten(3, (-1, 16))[..., ORDER].flatten(3)
+        assert torch.equal(transposed.view(torch.uint8), turned)
+        assert not d[:, :, S:].float().any()
+        logarithm, delta, scale = rows.view(3, B, H, -1)
+        assert (logarithm[..., S:] > 1e30).all()
+        logarithm, delta, scale = (x[..., :S] for x in (logarithm, delta, scale))
+        amax = dout.abs().amax(-1)
+        want = torch.where(amax > 0, amax / 448, 1.0)
+        assert torch.allclose(scale, want, rtol=1e-6)
+        of_group = torch.where(amax > 0, scale, 0.0).unflatten(1, (G, -1)).amax((2, 3))
+        assert torch.equal(largest, of_group.flatten())
+        d = d[:, :, :S].float()
+        assert torch.allclose(delta * 2**18, (d * out).sum(-1) / v_scale, rtol=1e-4, atol=1e-2)
+        assert torch.allclose(logarithm, lse * 1.4426950408889634 - want.log2(), atol=1e-5)
+        values_close(d, dout / want.unsqueeze(-1))
+
+
+def values_close(data: Tensor, exact: Tensor) -> None:
+    """Within a step of e4m3, powers of two within their half."""
+    assert ((data - exact).abs() <= exact.abs() * 0.53 + 2.0**-9).all()
+    assert (data - exact).norm() <= 0.1 * exact.norm()
 
 
 def check_rotary() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES
-from float8lab.ops.attention import flash_window
+from float8lab.ops.attention import flash_window, has_fp8_backward
 from float8lab.ops.reference import attention as reference
 from tests.ops import forms
 
@@ -178,6 +178,16 @@ def test_which_masks_have_a_linear_backward():
     assert not ops.has_linear_backward(200, 20, (64, -1, 0))
 
 
+def test_which_calls_have_a_backward_in_fp8():
+    q, k, wide = (torch.zeros(1, 2, *size).to(E4M3) for size in ((5, 128), (7, 128), (7, 192)))
+    assert has_fp8_backward(q, k, k, (-1, -1, 0), packed=False)
+    assert has_fp8_backward(q, k, k, (-1, 0, -2), packed=False)
+    assert not has_fp8_backward(q, k, k, (-1, 0, 0), packed=False)
+    assert not has_fp8_backward(q, k, k, (-1, -1, 0), packed=True)
+    assert not has_fp8_backward(q, k, wide, (-1, -1, 0), packed=False)
+    assert not has_fp8_backward(q.to(E5M2), k, k, (-1, -1, 0), packed=False)
+
+
 # B, H, G, Sq, Sk, D, Dv
 SHAPES = {
     "square": (2, 4, 2, 384, 384, 128, 128),
@@ -214,6 +224,7 @@ def check_kernel(sizes, fp8_dtype, settings, ends=(None, None), layouts=LAYOUTS)
     pairs = [quantized(size, fp8_dtype, "cuda") for size in sizes]
     tensors, scales = [p[0] for p in pairs], [p[1] for p in pairs]
     more = (*ends, *(0 if end is None else int(end.diff().max()) for end in ends))
+    is_fp8 = has_fp8_backward(*tensors, settings[0], packed=ends[0] is not None)
     first = None
     for layout in layouts:
         shared = (*(arranged(x, layout) for x in tensors), *scales)
@@ -234,8 +245,9 @@ def check_kernel(sizes, fp8_dtype, settings, ends=(None, None), layouts=LAYOUTS)
             for a, b in zip(got, want, strict=True):
                 assert (a.dtype, a.shape) == (b.dtype, b.shape)
                 assert steps(a) == steps(b)
-                # Probabilities and the scores' gradient are rounded to 8 bits.
-                assert (a.float() - b.float()).norm() <= 2.0**-7 * b.float().norm() + 1e-3
+                # Probabilities and the scores' gradient are rounded to 8 bits; in FP8, 24 dB.
+                rounded = 10 ** (-24 / 20) if is_fp8 else 2.0**-7
+                assert (a.float() - b.float()).norm() <= rounded * b.float().norm() + 1e-3
 
 
 @pytest.mark.gpu
@@ -296,9 +308,10 @@ def test_packed_sequences_see_nothing_of_each_other():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
-def test_kernel_dtypes_and_determinism(dtype):
-    pairs = [quantized((2, 2, 256, 64), E4M3, "cuda") for _ in range(3)]
+def test_kernel_dtypes_and_determinism(dtype, D):
+    pairs = [quantized((2, 2, 256, D), E4M3, "cuda") for _ in range(3)]
     shared = (*(p[0] for p in pairs), *(p[1] for p in pairs))
     settings = ((-1, 0, 0), 0.125)
     out, lse = ops.fp8_attention_op(*shared, *settings, dtype)
@@ -313,7 +326,25 @@ def test_kernel_dtypes_and_determinism(dtype):
     for a, again, b in zip(*runs, want, strict=True):
         assert a.dtype == dtype
         assert torch.equal(a, again)
-        assert (a.float() - b.float()).norm() <= 2.0**-7 * b.float().norm()
+        rounded = 10 ** (-24 / 20) if D == 128 else 2.0**-7
+        assert (a.float() - b.float()).norm() <= rounded * b.float().norm()
+
+
+@pytest.mark.gpu
+def test_fp8_backward_shows_what_is_not_finite():
+    """Infinities and NaN of a query reach its gradient and those of the keys that it sees."""
+    pairs = [quantized((1, 2, 200, 128), E4M3, "cuda") for _ in range(3)]
+    shared = (*(p[0] for p in pairs), *(p[1] for p in pairs))
+    settings = ((-1, 0, 0), 0.1)
+    out, lse = ops.fp8_attention_op(*shared, *settings, torch.bfloat16)
+    for value in (torch.inf, torch.nan):
+        dout = torch.randn_like(out)
+        dout[0, 1, 130, 5] = value
+        dout[0, 0] = 0.0
+        dq, dk, dv = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings)
+        for x, rows in ((dq, slice(130, 131)), (dk, slice(131)), (dv, slice(131))):
+            assert not x[:, 0].any()
+            assert not x[0, 1, rows].isfinite().all(-1).any()
 
 
 @pytest.mark.gpu

@@ -33,6 +33,7 @@ from float8lab.ops import Prologue, kernels, reference
 from float8lab.ops.kernels import (
     _launch,
     attention,
+    attention_backward,
     cast_hopper,
     cast_many,
     cross_entropy,
@@ -463,12 +464,35 @@ ATTENTION: dict[str, Callable[[], Any]] = {
     ),
 }
 """Of Hopper's tensor cores alone; its softmax is approximate."""
+
+
+def attended_backward(
+    mask: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, G: int = 2, SK: int = 256
+) -> Any:
+    q, out = torch.zeros(1, 2, 256, 128).to(E4M3), torch.zeros(1, 2, 256, 128, dtype=dtype)
+    k, lse = torch.zeros(1, G, SK, 128).to(E4M3), torch.zeros(1, 2, 256)
+    return lambda: attention_backward.fp8_attention_backward(
+        out, q, k, k, one, one, one, out, lse, mask, 0.1
+    )
+
+
+ATTENTION_BACKWARD: dict[str, Callable[[], Any]] = {
+    "attention-backward": attended_backward((-1, -1, 0)),
+    "attention-backward-causal": attended_backward(CAUSAL),
+    "attention-backward-grouped-one-key-float32": attended_backward(
+        (-1, -1, 0), torch.float32, G=1, SK=1
+    ),
+}
+
 SPILLED = {
     "attention-window-float32": 24,
     "attention-packed-window": 24,
     "attention-192-128": 24,
     "attention-192-128-window-packed-float32": 56,
     "attention-256-window-packed-float32": 8,
+    "attention-backward": 48,
+    "attention-backward-causal": 80,
+    "attention-backward-grouped-one-key-float32": 80,
     "pages-fp8": 64,  # 128 keys in FP8 are faster than 64, which spill nothing
 }
 """Bytes a thread, written and read once a tile."""
@@ -632,7 +656,7 @@ def all_kernels() -> Iterator[str]:
 
 def test_every_kernel_is_compiled_here() -> None:
     compiled = set()
-    for call in (LAUNCHES | ATTENTION | PRODUCTS | PAGED).values():
+    for call in (LAUNCHES | ATTENTION | ATTENTION_BACKWARD | PRODUCTS | PAGED).values():
         for kernel, _, _ in launches(call):
             compiled.add(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}")
     assert compiled == set(all_kernels())
@@ -768,10 +792,38 @@ def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path)
         [CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
     assert assembly.count("QGMMA") >= 2 * assembly.count("WARPGROUP.DEPBAR")
-    # Of one value in two places of a word, ptxas takes the second from a register never written.
+    check_pairs_of_e4m3(assembly)
+
+
+def check_pairs_of_e4m3(assembly: str) -> None:
+    """Of a value that is twice in a word, ptxas takes the second from a register never written."""
     pairs = re.findall(r"F2FP\S*E4M3\S* R\d+, (R\d+)(?:\.reuse)?, (R\d+)", assembly)
     assert pairs
     assert all(first != second for first, second in pairs)
+
+
+@counts_registers
+@pytest.mark.parametrize("name", ATTENTION_BACKWARD)
+def test_attention_backward_compiles_for_hopper(name: str, tmp_path: Path) -> None:
+    """Few registers spill, and ptxas does not wait for each GEMM by itself."""
+    prepare, *others = launches(ATTENTION_BACKWARD[name])
+    compiled = compile_launch(prepare, 90)
+    assert resources(compiled, tmp_path)["STACK"] == 0
+    # Of FP8 data that is converted back, ptxas takes some values from other registers.
+    assert "e4m3x2 " not in re.sub(r"satfinite\.e4m3x2\.f32", "", compiled.asm["ptx"])
+    assert len(others) == 2
+    for launch in others:
+        used = resources(compile_launch(launch, 90), tmp_path)
+        assert used["STACK"] <= SPILLED[name]
+        assert used["LOCAL"] == 0
+        assembly = subprocess.run(
+            [CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        products = assembly.count("QGMMA") + assembly.count("HGMMA")
+        assert products >= 4 * assembly.count("WARPGROUP.DEPBAR")
+        if launch[0].fn.__name__ == "_keys_kernel":
+            check_pairs_of_e4m3(assembly)
 
 
 @counts_registers

@@ -1,4 +1,4 @@
-"""Backward of FP8 attention on Hopper.  B batch, H heads, G key/value heads, S sequence, D head size.
+"""Backward of FP8 attention on Hopper.  B batch, H heads, G key/value heads, S sequence, D head.
 
 Heads of 128 in e4m3, under a causal mask from the first key or none, have kernels of their own.
 None holds scores in memory or adds with atomics, so gradients are equal in every bit whenever they
@@ -160,7 +160,7 @@ def _prepare(
 
 @gluon.jit
 def _place(number, sizes, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """A tile's head, its first row, the blocks it looks at, and where those with a mask begin or end.
+    """A tile's head and first row; the first block it looks at, where the mask ends or begins, the end.
 
     A causal mask hides something in the first two blocks of queries that keys look at, and in the
     last two blocks of keys; the keys' end hides something in the last block.
@@ -198,14 +198,12 @@ def _heads_in_turn(sizes, OF_KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(
-    fixed, streamed, numbers, bars, sizes, counter_ptr, OF_KEYS: gl.constexpr,
-    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _load_tiles(arguments, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
     """The loading warp: take numbers of tiles, tell the groups, load what they need."""
+    fixed, streamed, numbers, bars, sizes, counter_ptr = arguments
     a_desc, b_desc, a_tiles, b_tiles = fixed
-    fixed_full, fixed_empty, full, empty, half_full = bars
-    B, H, G, SQ, SK = sizes
+    fixed_full, fixed_empty, full, empty, _half_full = bars
+    H, G = sizes[1], sizes[2]
     end = _tiles_in_all(sizes, OF_KEYS)
     heads = G if OF_KEYS else H
     number = gl.program_id(0)
@@ -213,7 +211,7 @@ def _load_tiles(
     count = 0
     while number < end:
         _tell_number(numbers, number, fixed_empty, pass_index)
-        row, first, start, between, stop = _place(number, sizes, OF_KEYS, CAUSAL)
+        row, first, start, _between, stop = _place(number, sizes, OF_KEYS, CAUSAL)
         batch, head = row // heads, row % heads
         side = pass_index % 2
         bar = fixed_full.index(side)
@@ -257,13 +255,13 @@ def _convert_tiles(
 ):  # fmt: skip
     """A group of four warps: blocks of FP8 data in float16."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    fixed_full, fixed_empty, full, empty, half_full = bars
+    fixed_full, full, half_full = bars[0], bars[2], bars[4]
     end = _tiles_in_all(sizes, OF_KEYS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        row, first, start, between, stop = _place(number, sizes, OF_KEYS, CAUSAL)
+        _row, _first, start, _between, stop = _place(number, sizes, OF_KEYS, CAUSAL)
         for _block in range(_heads_in_turn(sizes, OF_KEYS) * (stop - start)):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -343,7 +341,7 @@ def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES
     block_bars = full, empty, half_full
     factor, k_factor, largest_ptr = scales
     dk_ptr, dv_ptr, stride_b, stride_h, stride_s = outs
-    B, H, G, SQ, SK = sizes
+    G, SK = sizes[2], sizes[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HEAD, 32])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HEAD, 16])
@@ -386,7 +384,7 @@ def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES
         number = _next_number(numbers, fixed_full, pass_index)
 
 
-@gluon.jit(do_not_specialize=["SQ", "SK"])
+@gluon.jit(do_not_specialize=["B", "H", "G", "SQ", "SK"])
 def _keys_kernel(
     k_desc,  # [B, G, SK, D] fp8, like all but the next two in tiles of [ROWS, D]
     v_desc,  # [B, G, SK, D] fp8
@@ -423,12 +421,13 @@ def _keys_kernel(
     )  # fmt: skip
     fixed = k_desc, v_desc, k_tiles, v_tiles
     streamed = q_desc, d_desc, t_desc, r_desc, q_tiles, d_tiles, t_tiles, r_tiles
+    loads = fixed, streamed, numbers, bars, sizes, counter_ptr
     gl.warp_specialize(
         [
             (_attend_queries, (sums, 0, CAUSAL, STAGES)),
             (_attend_queries, (sums, 1, CAUSAL, STAGES)),
             (_convert_tiles, (q_tiles, half_tiles, numbers, bars, sizes, True, CAUSAL, STAGES)),
-            (_load_tiles, (fixed, streamed, numbers, bars, sizes, counter_ptr, True, CAUSAL, STAGES)),
+            (_load_tiles, (loads, True, CAUSAL, STAGES)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
@@ -456,7 +455,7 @@ def _add_keys(
     MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One block of keys, whose scores are there, and the scores of the next."""
-    full, empty, half_full = bars
+    empty, half_full = bars[1], bars[2]
     stage = count % STAGES
     x = s * factor - gl.expand_dims(lse, 1)
     y = dp * DS_SCALE - gl.expand_dims(delta, 1)
@@ -482,7 +481,7 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
     block_bars = full, empty, half_full
     factor, q_factor, rows_ptr = scales
     dq_ptr, stride_b, stride_h, stride_s, PADDED = outs
-    B, H, G, SQ, SK = sizes
+    B, H, _, SQ, SK = sizes
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HEAD, 16])
     end = _tiles_in_all(sizes, False)
@@ -496,7 +495,7 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
         first += ROWS * group
         queries = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         last_key = gl.minimum(queries, SK - 1) if CAUSAL else queries * 0 + SK - 1
-        plane = (B * H).to(gl.int64) * PADDED
+        plane = gl.cast(B * H, gl.int64) * PADDED
         of_row = rows_ptr + row.to(gl.int64) * PADDED + queries
         delta, row_scale = gl.load(of_row + plane), gl.load(of_row + 2 * plane)
         lse = gl.load(of_row) + gl.log2(row_scale) - P_BITS
@@ -522,7 +521,7 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
         number = _next_number(numbers, fixed_full, pass_index)
 
 
-@gluon.jit(do_not_specialize=["SQ", "SK"])
+@gluon.jit(do_not_specialize=["B", "H", "G", "SQ", "SK"])
 def _queries_kernel(
     q_desc,  # [B, H, SQ, D] fp8, like all in tiles of [ROWS, D]
     d_desc,  # [B, H, PADDED, D] fp8, of _prepare
@@ -554,12 +553,13 @@ def _queries_kernel(
     )  # fmt: skip
     fixed = q_desc, d_desc, q_tiles, d_tiles
     streamed = k_desc, v_desc, k_tiles, v_tiles
+    loads = fixed, streamed, numbers, bars, sizes, counter_ptr
     gl.warp_specialize(
         [
             (_attend_keys, (sums, 0, CAUSAL, STAGES)),
             (_attend_keys, (sums, 1, CAUSAL, STAGES)),
             (_convert_tiles, (k_tiles, half_tiles, numbers, bars, sizes, False, CAUSAL, STAGES)),
-            (_load_tiles, (fixed, streamed, numbers, bars, sizes, counter_ptr, False, CAUSAL, STAGES)),
+            (_load_tiles, (loads, False, CAUSAL, STAGES)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
