@@ -1,7 +1,7 @@
 """Attention of Float8Tensors.  B batch, H heads, G key/value heads, S sequence, D head size.
 
 Queries, keys and values with one scale each run the FP8 attention op, which rounds the
-probabilities to e4m3 too; backward is in high precision. Masks, dropout, other blocks, heads above
+probabilities to e4m3 too, and its backward. Masks, dropout, other blocks, heads above
 ``LARGEST_HEAD`` and a GPU for which there is no kernel dequantize inside what torch runs.
 """
 

@@ -2,8 +2,8 @@
 
 A recipe with ``fp8_dpa`` (or ``fp8_mha``) asks for it. q, k, v are cast to the recipe's forward
 format, each with one scale per tensor, delayed under ``DelayedScaling``, else from the tensor
-itself by the recipe's scale rule, whatever blocks the recipe gives to linear layers. Backward is in
-high precision; q, k, v in FP8, the output and one float32 per query are saved for it.
+itself by the recipe's scale rule, whatever blocks the recipe gives to linear layers. q, k, v in
+FP8, the output and one float32 per query are saved for backward, whose precision the op chooses.
 """
 
 from __future__ import annotations
