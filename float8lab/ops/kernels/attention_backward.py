@@ -160,7 +160,7 @@ def _prepare(
 
 @gluon.jit
 def _place(number, sizes, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """A tile's head and first row; its first block, where the mask ends or begins, and the end.
+    """A tile's head and first row; its first block, where the mask stops or starts, and the end.
 
     A causal mask hides something in the first two blocks of queries that keys look at, and in the
     last two blocks of keys; the keys' end hides something in the last block.
