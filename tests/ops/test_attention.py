@@ -186,6 +186,8 @@ def test_which_calls_have_a_backward_in_fp8():
     assert not has_fp8_backward(q, k, k, (-1, -1, 0), packed=True)
     assert not has_fp8_backward(q, k, wide, (-1, -1, 0), packed=False)
     assert not has_fp8_backward(q.to(E5M2), k, k, (-1, -1, 0), packed=False)
+    assert not has_fp8_backward(q[:, :, :1], k, k, (-1, -1, 0), packed=False)
+    assert not has_fp8_backward(q, k[:, :, :1], k[:, :, :1], (-1, -1, 0), packed=False)
 
 
 # B, H, G, Sq, Sk, D, Dv

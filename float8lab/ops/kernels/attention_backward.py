@@ -104,12 +104,12 @@ def _prepare_kernel(
     amax = tl.max(tl.abs(dout), 1)
     # A smaller scale would have no reciprocal in float32.
     scale = tl.where(amax > 0, tl.maximum(amax / 448.0, 2.0**-100), 1.0)
-    d = (dout * (1.0 / scale)[:, None]).to(tl.float8e4nv)
-    tl.store(d_ptr + (head * PADDED + rows)[:, None] * D + columns[None, :], d)
-    # By bits: ptxas of CUDA 12.8 takes some of the converted values from other registers.
-    bits = d.to(tl.uint8, bitcast=True).to(tl.int32)
-    value = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * 2.0**120
-    value = tl.where((bits & 127) == 127, float("nan"), value)
+    d_ptrs = d_ptr + (head * PADDED + rows)[:, None] * D + columns[None, :]
+    tl.store(d_ptrs, (dout * (1.0 / scale)[:, None]).to(tl.float8e4nv))
+    # They are read from memory, since ptxas of CUDA 12.8 loses converted values used more than once.
+    tl.debug_barrier()
+    d = tl.load(d_ptrs)
+    value = d.to(tl.float32)
     delta = tl.sum(value * out, 1) * (DELTA_SCALE / tl.load(v_scale_ptr))
     lse = tl.load(lse_ptr + head * S + rows, mask=inside, other=1e30) * 1.4426950408889634
     plane = (tl.num_programs(0) // tiles).to(tl.int64) * PADDED
@@ -134,7 +134,7 @@ def _prepare_kernel(
 def _prepare(
     dout: Tensor, out: Tensor, lse: Tensor, v_scale: Tensor, G: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What both kernels need of the output's gradient, its rows padded to whole tiles.
+    """Cast the output's gradient for both kernels, its rows padded to whole tiles.
 
     Returns:
         The FP8 data, the same transposed with queries in the order of the forward's keys, float32
@@ -220,20 +220,21 @@ def _load_tiles(arguments, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr, STAGES: 
             at = [batch, head, first + ROWS * group, 0]
             async_load(a_desc, at, bar, a_tiles.index(2 * side + group))
             async_load(b_desc, at, bar, b_tiles.index(2 * side + group))
-        for turn in range(_heads_in_turn(sizes, OF_KEYS)):
-            other = head * (H // G) + turn if OF_KEYS else head // (H // G)
+        for index in range(_heads_in_turn(sizes, OF_KEYS)):
+            streamed_head = head * (H // G) + index if OF_KEYS else head // (H // G)
             for block in range(start, stop):
                 stage = count % STAGES
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
                 bar = full.index(stage)
-                at = [batch, other, block * ROWS, 0]
+                at = [batch, streamed_head, block * ROWS, 0]
                 if OF_KEYS:
                     x_desc, y_desc, t_desc, r_desc, x_tiles, y_tiles, t_tiles, r_tiles = streamed
                     rows_bytes: gl.constexpr = 2 * r_desc.block_type.nbytes
                     mbarrier.expect(bar, 3 * x_desc.block_type.nbytes + rows_bytes)
-                    async_load(t_desc, [batch, other, 0, block * ROWS], bar, t_tiles.index(stage))
+                    of_block = [batch, streamed_head, 0, block * ROWS]
+                    async_load(t_desc, of_block, bar, t_tiles.index(stage))
                     for plane in gl.static_range(2):
-                        of_rows = [plane, batch * H + other, block * ROWS]
+                        of_rows = [plane, batch * H + streamed_head, block * ROWS]
                         async_load(r_desc, of_rows, bar, r_tiles.index(2 * stage + plane))
                 else:
                     x_desc, y_desc, x_tiles, y_tiles = streamed
@@ -275,7 +276,7 @@ def _convert_tiles(
 
 @gluon.jit
 def _barriers(STAGES: gl.constexpr):
-    """Of tiles, of blocks, and of blocks in float16."""
+    """Barriers of tiles, of blocks, and of blocks in float16."""
     fixed_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     fixed_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -621,12 +622,11 @@ def fp8_attention_backward(
     uses_cudnn = not torch.are_deterministic_algorithms_enabled()
     uses_cudnn = uses_cudnn and attention.is_for_cudnn(*sizes, window, packed=packed)
     of_flash = attention.flash_window(*sizes, window, packed=packed)
-    fits = _has_kernel(q, v, scale, cu_seqlens_q)
+    fits = _has_kernel(q, v, scale, cu_seqlens_q) and (packed or min(SQ, SK) > 1)
     if fits and attention.has_fp8_backward(q, k, v, window, packed=packed):
         return _fp8_backward(
             dout, q, k, v, q_scale, k_scale, v_scale, out, lse, scale, causal=window[1] == 0
         )
-    fits = fits and (packed or min(SQ, SK) > 1)
     if not fits or not (uses_cudnn or of_flash is not None):
         return plain.fp8_attention_backward(
             dout, q, k, v, q_scale, k_scale, v_scale, out, lse, window, scale,
