@@ -106,7 +106,7 @@ def _prepare_kernel(
     scale = tl.where(amax > 0, tl.maximum(amax / 448.0, 2.0**-100), 1.0)
     d_ptrs = d_ptr + (head * PADDED + rows)[:, None] * D + columns[None, :]
     tl.store(d_ptrs, (dout * (1.0 / scale)[:, None]).to(tl.float8e4nv))
-    # They are read from memory, since ptxas of CUDA 12.8 loses converted values used more than once.
+    # They are read from memory: ptxas of CUDA 12.8 loses converted values that are used twice.
     tl.debug_barrier()
     d = tl.load(d_ptrs)
     value = d.to(tl.float32)
@@ -138,10 +138,11 @@ def _prepare(
 
     Returns:
         The FP8 data, the same transposed with queries in the order of the forward's keys, float32
-        ``[3, B * H, PADDED]``, the largest scale of the heads that share a key/value head, and two
-        counters that are zero. Of a query the second last but one holds the logarithm (of two) of
-        its sum of exponentials less that of its scale, the gradient of a probability that softmax
-        subtracts, relative to the scales of query and values and times DS_SCALE, and its scale.
+        ``[3, B * H, PADDED]`` of each query, the largest scale of the heads that share a key/value
+        head, and two counters that are zero. The three numbers of a query are the logarithm (of
+        two) of its sum of exponentials less that of its scale, what softmax subtracts from the
+        gradient of a probability (over the scales of query and values, times DS_SCALE), and its
+        scale.
     """
     B, H, S, D = dout.shape
     padded = round_up(S, _TILE)
