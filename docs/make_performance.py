@@ -202,8 +202,8 @@ CHARTS = (
     ),
     Chart(
         "performance_attention", "FP8 attention",
-        "With casts; backward is in high precision. Measure before you turn `fp8_dpa` on: what it "
-        "gains depends on the mask and on the length.",
+        "With casts. Measure before you turn `fp8_dpa` on: what it gains depends on the mask and on "
+        "the length, and its backward is in high precision where heads are not of 128.",
         "attention", ALONE, "implementation", "TFLOP/s", ("forward ms", "x bf16"),
         baseline="cuDNN",
     ),
