@@ -315,6 +315,15 @@ def _load_tiles(
 
 
 @gluon.jit
+def _barriers(number: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers that wait for so many arrivals each."""
+    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
 def _tell_number(numbers, number, q_empty, pass_index):
     """The groups, as soon as both have done with the queries of the turn before the last."""
     side = pass_index % 2
@@ -557,21 +566,11 @@ def _attention_kernel(
         gl.allocate_shared_memory(v_desc.dtype, [KEYS // PART * STAGES, DV_TILE, PART], V_LAYOUT),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Two groups empty one.
+    q_full, q_empty = _barriers(2, 1), _barriers(2, 2)
+    k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    for side in gl.static_range(2):
-        mbarrier.init(q_full.index(side), count=1)
-        mbarrier.init(q_empty.index(side), count=2)  # both groups
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
 
     factor = gl.load(q_scale_ptr) * gl.load(k_scale_ptr) * gl.cast(scale, gl.float32) * LOG2_E

@@ -45,11 +45,11 @@ from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.kernels.attention import (
     LOG2_E,
     P_BITS,
+    _barriers,
     _descriptor,
     _has_kernel,
     _loadable,
     _next_number,
-    _of_rank_2,
     _store,
     _tell_number,
 )
@@ -61,8 +61,6 @@ aten = torch.ops.aten
 
 _TILE = 128
 """Keys or queries of a program at a time."""
-_REGISTERS = 224, 40, 24
-"""Of a thread of the second consumer, the converter and the loader."""
 
 ROWS = gl.constexpr(64)
 """Rows of a group's half of a tile, and of the blocks that it looks at."""
@@ -71,6 +69,16 @@ DS_SCALE = gl.constexpr(2.0**-18)
 """Gradients of scores are held times it: below 65504, as 2 ** 8 * 2 * 128 * 448 * 448 is, too."""
 DECODE = gl.constexpr(2.0**10)
 """``1 / (DS_SCALE * 2 ** P_BITS)``."""
+CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS = map(gl.constexpr, (224, 40, 24))
+LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
+"""Of tiles of [ROWS, D_HEAD], then of those of [D_HEAD, ROWS], of float16 and of float32."""
+T_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(64, 8, rank=2))
+HALF = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+R_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=2))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+"""Of 64 x 64 scores; then of sums of heads, by instructions on FP8 and on float16 operands."""
+FP8_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @launched
@@ -256,7 +264,7 @@ def _convert_tiles(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: blocks of FP8 data in float16."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     fixed_full, full, half_full = bars[0], bars[2], bars[4]
     end = _tiles_in_all(sizes, OF_KEYS)
     pass_index = 0
@@ -267,7 +275,7 @@ def _convert_tiles(
         for _block in range(_heads_in_turn(sizes, OF_KEYS) * (stop - start)):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            half_tiles.index(stage).store(x_tiles.index(stage).load(LAYOUT).to(gl.float16))
+            half_tiles.index(stage).store(x_tiles.index(stage).load(BY_ROW).to(gl.float16))
             fence_async_shared()
             mbarrier.arrive(half_full.index(stage), count=1)
             count += 1
@@ -276,20 +284,10 @@ def _convert_tiles(
 
 
 @gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    """Barriers of tiles, of blocks, and of blocks in float16."""
-    fixed_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    fixed_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    half_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for side in gl.static_range(2):
-        mbarrier.init(fixed_full.index(side), count=1)
-        mbarrier.init(fixed_empty.index(side), count=2)  # both groups
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-        mbarrier.init(half_full.index(stage), count=1)
+def _all_barriers(STAGES: gl.constexpr):
+    """Barriers of tiles, of blocks, and of blocks in float16; two groups empty one."""
+    fixed_full, fixed_empty = _barriers(2, 1), _barriers(2, 2)
+    full, empty, half_full = _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1)
     fence_async_shared()
     return fixed_full, fixed_empty, full, empty, half_full
 
@@ -305,15 +303,14 @@ def _add_queries(
     """One block of queries; scores are transposed, a key to a row."""
     q_tiles, d_tiles, t_tiles, r_tiles, half_tiles = streamed
     full, empty, half_full = bars
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     stage = count % STAGES
     phase = (count // STAGES) & 1
     mbarrier.wait(full.index(stage), phase)
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
     q, d = q_tiles.index(stage).permute((1, 0)), d_tiles.index(stage).permute((1, 0))
     s = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, d, zeros, use_acc=False, is_async=True)
-    lse = r_tiles.index(2 * stage).load(S_LAYOUT) + offset
+    lse = r_tiles.index(2 * stage).load(SCORES) + offset
     s = warpgroup_mma_wait(1, (s,))
     x = s * factor - lse
     if MASKED:
@@ -324,7 +321,7 @@ def _add_queries(
     p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, ROWS])
     p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, dv.type.layout, 4), assert_trivial=True)
     dv = warpgroup_mma(p8, t_tiles.index(stage).permute((1, 0)), dv, is_async=True)
-    delta = r_tiles.index(2 * stage + 1).load(S_LAYOUT)
+    delta = r_tiles.index(2 * stage + 1).load(SCORES)
     dp = warpgroup_mma_wait(1, (dp,))
     ds = (p * (dp * DS_SCALE - delta)).to(gl.float16)
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2), assert_trivial=True)
@@ -344,11 +341,8 @@ def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES
     factor, k_factor, largest_ptr = scales
     dk_ptr, dv_ptr, stride_b, stride_h, stride_s = outs
     G, SK = sizes[2], sizes[4]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HEAD, 32])
-    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HEAD, 16])
     end = _tiles_in_all(sizes, True)
-    columns = gl.arange(0, ROWS, gl.SliceLayout(0, S_LAYOUT))
+    columns = gl.arange(0, ROWS, gl.SliceLayout(0, SCORES))
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
@@ -357,12 +351,12 @@ def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES
         side = pass_index % 2
         k, v = k_tiles.index(2 * side + group), v_tiles.index(2 * side + group)
         first += ROWS * group
-        keys = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+        keys = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         largest = gl.load(largest_ptr + row)
         largest = gl.where(largest == 0, 1.0, largest)  # no gradient at all
         offset = gl.log2(largest) - P_BITS
-        dk = gl.zeros([ROWS, D_HEAD], gl.float32, K_LAYOUT)
-        dv = gl.zeros([ROWS, D_HEAD], gl.float32, V_LAYOUT)
+        dk = gl.zeros([ROWS, D_HEAD], gl.float32, HALF_SUMS)
+        dv = gl.zeros([ROWS, D_HEAD], gl.float32, FP8_SUMS)
         for _head in range(_heads_in_turn(sizes, True)):
             unmasked = start
             if CAUSAL:
@@ -400,9 +394,7 @@ def _keys_kernel(
     dv_ptr,  # [B, G, SK, D]
     counter_ptr,  # [1] int32, zero
     B, H, G, SQ, SK, stride_b, stride_h, stride_s, scale,
-    LAYOUT: gl.constexpr, T_LAYOUT: gl.constexpr, R_LAYOUT: gl.constexpr, HALF: gl.constexpr,
-    CAUSAL: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    CONVERTER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     fp8: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
@@ -413,7 +405,7 @@ def _keys_kernel(
     r_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, ROWS], R_LAYOUT)
     half_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, D_HEAD], HALF)
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bars = _barriers(STAGES)
+    bars = _all_barriers(STAGES)
     scale = gl.load(q_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(k_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
     sizes = B, H, G, SQ, SK
@@ -484,8 +476,6 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
     factor, q_factor, rows_ptr = scales
     dq_ptr, stride_b, stride_h, stride_s, PADDED = outs
     B, H, _, SQ, SK = sizes
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_HEAD, 16])
     end = _tiles_in_all(sizes, False)
     pass_index = 0
     count = 0
@@ -495,14 +485,14 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
         side = pass_index % 2
         q, d = q_tiles.index(2 * side + group), d_tiles.index(2 * side + group)
         first += ROWS * group
-        queries = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+        queries = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         last_key = gl.minimum(queries, SK - 1) if CAUSAL else queries * 0 + SK - 1
         plane = gl.cast(B * H, gl.int64) * PADDED
         of_row = rows_ptr + row.to(gl.int64) * PADDED + queries
         delta, row_scale = gl.load(of_row + plane), gl.load(of_row + 2 * plane)
         lse = gl.load(of_row) + gl.log2(row_scale) - P_BITS
-        dq = gl.zeros([ROWS, D_HEAD], gl.float32, Q_LAYOUT)
-        zeros = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
+        dq = gl.zeros([ROWS, D_HEAD], gl.float32, HALF_SUMS)
+        zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
         s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
         s, dp = warpgroup_mma_wait(0, (s, dp))
         for block in range(start, between):
@@ -517,7 +507,7 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
             )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
-        decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, Q_LAYOUT))
+        decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, HALF_SUMS))
         of_head = (row // H).to(gl.int64) * stride_b + (row % H).to(gl.int64) * stride_h
         _store(dq_ptr + of_head, dq * gl.expand_dims(decode, 1), first, SQ, D_HEAD, stride_s)
         number = _next_number(numbers, fixed_full, pass_index)
@@ -534,9 +524,7 @@ def _queries_kernel(
     dq_ptr,  # [B, H, SQ, D]
     counter_ptr,  # [1] int32, zero
     B, H, G, SQ, SK, PADDED, stride_b, stride_h, stride_s, scale,
-    LAYOUT: gl.constexpr, HALF: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, CONVERTER_REGISTERS: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     fp8: gl.constexpr = k_desc.dtype
     q_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
@@ -545,7 +533,7 @@ def _queries_kernel(
     v_tiles = gl.allocate_shared_memory(fp8, [STAGES, ROWS, D_HEAD], LAYOUT)
     half_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, D_HEAD], HALF)
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bars = _barriers(STAGES)
+    bars = _all_barriers(STAGES)
     scale = gl.load(k_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(q_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
     sizes = B, H, G, SQ, SK
@@ -582,26 +570,13 @@ def _fp8_backward(
         _descriptor(_loadable(x), ROWS.value, D_HEAD.value) for x in (q, k, v, d)
     )
     t_desc = _descriptor(transposed, D_HEAD.value, ROWS.value)
-    unswizzled = {"swizzle_byte_width": 0, "element_bitwidth": 32}
-    r_desc = TensorDescriptor.from_tensor(
-        rows, [1, 1, ROWS.value], gl.NVMMASharedLayout(**unswizzled, rank=3)
-    )
-    consumer, converter, loader = _REGISTERS
-    settings = {
-        "LAYOUT": _of_rank_2(q_desc),
-        "HALF": gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
-        "CAUSAL": causal,
-        "CONSUMER_REGISTERS": consumer,
-        "CONVERTER_REGISTERS": converter,
-        "LOADER_REGISTERS": loader,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-    }
+    r_layout = gl.NVMMASharedLayout(0, 32, rank=3)
+    r_desc = TensorDescriptor.from_tensor(rows, [1, 1, ROWS.value], r_layout)
+    settings = {"CAUSAL": causal, "num_warps": 4, "enable_fp_fusion": True}
     multiprocessors = _common.multiprocessors(q.device)
     _keys_kernel[(min(multiprocessors, _common.ceil_div(SK, _TILE) * B * G),)](
         k_desc, v_desc, t_desc, r_desc, q_desc, d_desc, q_scale, k_scale, v_scale, largest, dk, dv,
-        counters, B, H, G, SQ, SK, *dk.stride()[:3], scale, T_LAYOUT=_of_rank_2(t_desc),
-        R_LAYOUT=gl.NVMMASharedLayout(**unswizzled, rank=2), STAGES=3, **settings,
+        counters, B, H, G, SQ, SK, *dk.stride()[:3], scale, STAGES=3, **settings,
     )  # fmt: skip
     _queries_kernel[(min(multiprocessors, _common.ceil_div(SQ, _TILE) * B * H),)](
         q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], B, H, G,
