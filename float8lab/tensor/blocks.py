@@ -214,16 +214,13 @@ def quantize_blocks_(
         for x, matrix_spec, stored in _matrices(value, spec, target):
             block = _matrix_block(matrix_spec, x.ndim)
             if block is None:
-                made = _by_arithmetic(x, matrix_spec, None, 0.0)
-                for tensor, new in zip(stored, made, strict=True):
-                    tensor.copy_(new)
+                copies += zip(stored, _by_arithmetic(x, matrix_spec, None, 0.0), strict=True)
                 continue
             matrices = [_as_matrix(tensor) for tensor in (x, *stored)]
             kind = x.dtype, x.device, matrix_spec.fp8_dtype, block, matrix_spec.scale_rule
             groups[kind].append(matrices)
-            for tensor, matrix in zip(stored, matrices[1:], strict=True):
-                if matrix.data_ptr() != tensor.data_ptr():
-                    copies.append((tensor, matrix))
+            pairs = zip(stored, matrices[1:], strict=True)
+            copies += [(t, matrix) for t, matrix in pairs if matrix.data_ptr() != t.data_ptr()]
     for (*_, block, rule), group in groups.items():
         values, data, scales, amaxes = map(list, zip(*group, strict=True))
         cast_many_op(values, data, block, rule, 0.0, scales, amaxes, [])
@@ -321,15 +318,13 @@ def _regroup(
         return list(blocks), list(blocks)
     run, refined = _run(old, blocks)
     fitting = _split(run, new)
-    while fitting is None and run > 1:  # halving keeps the common powers of two
+    while fitting is None:  # halving keeps the common powers of two, and a run of 1 fits
         run = run // 2 if run % 2 == 0 else 1
         fitting = _split(run, new)
         refined = _split(run, old) or [1] * len(old)
         refined = [n if r == -1 else r for n, r in zip(old, refined, strict=True)]
         if any(b % r for b, r in zip(blocks, refined, strict=True)):
             fitting = None
-    if fitting is None:
-        return [1] * len(new), [1] * len(old)
     return fitting, refined
 
 

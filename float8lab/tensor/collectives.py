@@ -117,12 +117,13 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
 
 
 @torch.no_grad()
-def _receive(x: Tensor, data: Tensor) -> None:
-    """Write as many rows of bytes to a tensor as it has."""
-    assert isinstance(x, Float8Tensor), "ranks have agreed on that"
-    width = _width(x)
-    rows = _unpack(data.view(-1)[: x.shape[0] * width].view(x.shape[0], width), x)
-    x.copy_(_in_blocks(rows, x.spec.block))
+def _receive(tensors: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    """Write to each tensor as many rows of its bytes as it has."""
+    for x, data in zip(tensors, received, strict=True):
+        assert isinstance(x, Float8Tensor), "ranks have agreed on that"
+        width = _width(x)
+        rows = _unpack(data.view(-1)[: x.shape[0] * width].view(x.shape[0], width), x)
+        x.copy_(_in_blocks(rows, x.spec.block))
 
 
 def _padded(data: Tensor, size: int) -> Tensor:
@@ -249,13 +250,8 @@ def _broadcast(
     _agree(group, [expected[me]] * world, expected)
     data = _pack(x)
     work = _begun(op([data], group, root, *args))
-    finish = None if me == root else partial(_receive, x, data)
+    finish = None if me == root else partial(_receive, [x], [data])
     return tensors, _Work([work], finish).boxed()
-
-
-def _receive_each(tensors: Tensors, data: Sequence[Tensor]) -> None:
-    for x, rows in zip(tensors, data, strict=True):
-        _receive(x, rows)
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:
@@ -276,7 +272,7 @@ def _gather_list(
     size = _agree(group, sends, expects, max(_sizes([x])))
     received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in targets]
     begun = op([received] if outputs else [], [_padded(_pack(x), size)], group, *args)
-    work = _Work([_begun(begun)], partial(_receive_each, targets, received)).boxed()
+    work = _Work([_begun(begun)], partial(_receive, targets, received)).boxed()
     return (outputs, work) if root is None else work
 
 
@@ -288,10 +284,7 @@ def _scatter_list(
     (x,) = map(_with_rows, outputs)
     sources = [_with_rows(source) for source in inputs[0]] if inputs else []
     if isinstance(x, Float8Tensor):  # shards of a tensor, whose edges have cut blocks
-        sources = [
-            _in_blocks(source, x.spec.block) if isinstance(source, Float8Tensor) else source
-            for source in sources
-        ]
+        sources = tree_map_only(Float8Tensor, partial(_in_blocks, block=x.spec.block), sources)
     _, world = _rank_and_size(group)
     sends = list(map(_text, sources)) or [_NOTHING] * world
     expects = [_written(_text(x), x) if rank == root else _NOTHING for rank in range(world)]
@@ -299,7 +292,7 @@ def _scatter_list(
     received = torch.empty(size, dtype=torch.uint8, device=x.device)
     data = [[_padded(_pack(source), size) for source in sources]] if inputs else []
     work = _begun(op([received], data, group, root, *args))
-    return outputs, _Work([work], partial(_receive, x, received)).boxed()
+    return outputs, _Work([work], partial(_receive, [x], [received])).boxed()
 
 
 @implements(*_existing(c10d, "alltoall_"))
@@ -313,8 +306,7 @@ def _all_to_all_list(
     data = torch.cat([_pack(x).view(-1) for x in sources])
     received = data.new_empty(sum(expected))
     work = _begun(c10d.alltoall_base_.default(received, data, group, expected, sent, *args))
-
-    return outputs, _Work([work], partial(_receive_each, targets, received.split(expected))).boxed()
+    return outputs, _Work([work], partial(_receive, targets, received.split(expected))).boxed()
 
 
 @implements(*_existing(c10d, "_allgather_base_"))
@@ -331,7 +323,7 @@ def _all_gather_base(
     data = _pack(x)
     received = data.new_empty(out.shape[0], data.shape[1])
     work = _begun(op(received, data, group, *args))
-    return output, _Work([work], lambda: _receive(out, received)).boxed()
+    return output, _Work([work], partial(_receive, [out], [received])).boxed()
 
 
 @implements(*_existing(c10d, "alltoall_base_"))
@@ -346,7 +338,7 @@ def _all_to_all_base(
     data = _pack(x)
     received = data.new_empty(out.shape[0], data.shape[1])
     work = _begun(op(received, data, group, out_splits, in_splits, *args))
-    return _Work([work], lambda: _receive(out, received)).boxed()
+    return _Work([work], partial(_receive, [out], [received])).boxed()
 
 
 # Sums.
@@ -463,11 +455,11 @@ def _send(
 
 def _buffer_like(x: Float8Tensor) -> Float8Tensor:
     """A tensor to receive into, stored as ``quantize`` stores it."""
-    shape = _in_stored_order(x.scale, x.spec).shape
-    scale, amax = (x.scale.new_empty(shape) for _ in range(2))
+    scale = x.scale.new_empty(_in_stored_order(x.scale, x.spec).shape)
     if blocks.stores_scales_by_column(x.spec):
-        scale, amax = scale.movedim(0, -1), amax.movedim(0, -1)
-    return Float8Tensor(x.qdata.new_empty(x.shape), scale, amax, x.spec, x.dtype)
+        scale = scale.movedim(0, -1)
+    qdata = x.qdata.new_empty(x.shape)
+    return Float8Tensor(qdata, scale, torch.empty_like(scale), x.spec, x.dtype)
 
 
 def _arriving(tensors: Tensors, group: ScriptObject) -> tuple[list[Tensor], Callable[[], None]]:
@@ -583,7 +575,8 @@ def _into_out(op: OpOverload, x: Tensor, *args: object, out: Tensor) -> Tensor:
 def _broadcast_functional(op: OpOverload, x: Float8Tensor, source: int, group: str) -> Float8Tensor:
     result = x if op._schema.is_mutable else x.map(torch.empty_like)
     data = _pack(_with_rows(x))
-    _receive(_with_rows(result), functional.wait_tensor(functional.broadcast(data, source, group)))
+    data = functional.wait_tensor(functional.broadcast(data, source, group))
+    _receive([_with_rows(result)], [data])
     return result
 
 

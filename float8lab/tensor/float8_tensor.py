@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from float8lab import arguments
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor import dispatch, statistics
-from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
+from float8lab.tensor.blocks import dequantize_blocks, quantize_blocks
 from float8lab.tensor.differentiation import Float8Function, GradientMap
 from float8lab.tensor.dispatch import ANY_VIEW, run_fallback, table
 from float8lab.tensor.dtensor import is_dtensor
@@ -427,23 +427,17 @@ def _refresh_views(args: Sequence[object]) -> None:
 
 def _values(x: Float8Tensor) -> str:
     """The numbers of a Float8Tensor as torch prints them, without ``tensor(...)`` and suffixes."""
-    # If torch prints only the edges of a tensor, only those are dequantized.
     options = torch._tensor_str.PRINT_OPTS  # what torch.set_printoptions sets
-    q, scale, edge, threshold = x.qdata, x.scale, options.edgeitems, options.threshold
-    if x.numel() > threshold:
+    edge, threshold, printed = options.edgeitems, options.threshold, cast(Tensor, x)
+    if x.numel() > threshold:  # torch prints only the edges, so only those are dequantized
         threshold = 0
         for dim, size in enumerate(x.shape):
-            block = x.spec.block[dim]
-            index = torch.arange(size, device=x.device)
             if size > 2 * edge + 1:  # one more than is printed, for torch to leave out
+                index = torch.arange(size, device=x.device)
                 index = torch.cat([index[: edge + 1], index[size - edge :]])
-            q = q.view(torch.uint8).index_select(dim, index).view(q.dtype)
-            if block != -1:
-                scale = scale.index_select(dim, index // block)
-    else:
-        scale = expand_scale(scale, x.spec.block, x.shape)
+                printed = printed.index_select(dim, index)
     with torch._tensor_str.printoptions(threshold=threshold):
-        text = repr((q.float() * scale).to(x.dtype).float().cpu())
+        text = repr(decoded(printed).float().cpu())
     return text[len("tensor(") : -1].replace("\n       ", "\n             ")
 
 
@@ -552,7 +546,7 @@ def _checked_scale(scale: Tensor | float, expected: tuple[int, ...]) -> Tensor:
             f"scale must broadcast to one scale per block, {expected}; got shape "
             f"{tuple(scale.shape)}. Pass a number or a tensor of that shape."
         )
-    if torch.compiler.is_compiling() or not scale.is_cpu or isinstance(scale, _NO_DATA):
+    if not arguments.has_values(scale):
         return scale
     wrong = scale[~((scale > 0) & (scale < torch.inf))]
     if wrong.numel():

@@ -109,18 +109,11 @@ def _roll(
 @implements(aten.repeat.default)
 def _repeat(op: OpOverload, x: Float8Tensor, repeats: Sequence[int]) -> Float8Tensor:
     lead = (len(repeats) - x.ndim) * (-1 if x.spec.per_tensor else 1,)
-    block = list(x.spec.block)
-    times = list(repeats)
-    for d in range(x.ndim):
-        at = d + len(lead)
-        if block[d] > 1 and times[at] > 1:
-            block[d] = math.gcd(block[d], x.shape[d])
-        if block[d] == -1:
-            times[at] = 1
-    if x.spec.per_tensor:
-        times = [1] * len(times)
-    x = cut(x, tuple(block))
-    return _fresh(x, lambda t: op(t, repeats), lambda t: op(t, times), (*lead, *block))
+    sizes = zip(x.spec.block, x.shape, repeats[len(lead) :], strict=True)
+    x = cut(x, tuple(math.gcd(b, n) if b > 1 and times > 1 else b for b, n, times in sizes))
+    block = (*lead, *x.spec.block)
+    of_scales = [1 if b == -1 else times for b, times in zip(block, repeats, strict=True)]
+    return _fresh(x, lambda t: op(t, repeats), lambda t: op(t, of_scales), block)
 
 
 def _joinable(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[Float8Tensor]]:

@@ -452,15 +452,8 @@ def _of_rows(x: Float8Tensor) -> Float8Tensor:
 
 def _with_zeros(x: Tensor, tokens: int) -> Tensor:
     """The tensor with zeros as further rows, so that it has one for each of the tokens."""
-    more = tokens - x.shape[0]
-    if not isinstance(x, Float8Tensor):
-        return F.pad(x, (0, 0, 0, more)) if more else x
-    x = _of_rows(x)
-    qdata = F.pad(x.qdata.view(torch.uint8), (0, 0, 0, more)).view(x.qdata.dtype)
-    if x.spec.block[0] == -1:
-        return x.replace(qdata=qdata)
-    scale, amax = (F.pad(t, (0, 0, 0, more), value=v) for t, v in ((x.scale, 1.0), (x.amax, 0.0)))
-    return x.replace(qdata=qdata, scale=scale, amax=amax)
+    x = _of_rows(x) if isinstance(x, Float8Tensor) else x
+    return F.pad(x, (0, 0, 0, tokens - x.shape[0]))
 
 
 def _scattered(

@@ -211,9 +211,8 @@ class TensorStats(_Shares[float]):
         arguments.check_choice("by", by, ("code", "exponent"))
         if by == "code":
             return Histogram(by, code_values(self.spec.fp8_dtype), torch.tensor(self.codes))
-        counts = self.count_exponents()
-        values, counted = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
-        return Histogram(by, values, counted, self.count("zero"))
+        values, counts = map(torch.tensor, zip(*self.count_exponents().items(), strict=True))
+        return Histogram(by, values, counts, self.count("zero"))
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values as text, for tables."""
@@ -403,10 +402,9 @@ def health(found: TensorStats) -> str:
     arguments.check_instance("found", found, TensorStats, "a TensorStats")
     if not found.numel:
         return "empty"
-    kinds = ["saturated", "subnormal", "zero"]
-    shares = [f"{100 * found.share(kind):.3g}% {kind}" for kind in kinds]
-    bad = [(kind, label) for kind, label in (("nan", "NaN"), ("inf", "inf")) if found.count(kind)]
-    return ", ".join([f"{100 * found.share(kind):.3g}% {label}" for kind, label in bad] + shares)
+    labels = {kind: label for kind, label in (("nan", "NaN"), ("inf", "inf")) if found.count(kind)}
+    labels |= {kind: kind for kind in ("saturated", "subnormal", "zero")}
+    return ", ".join(f"{100 * found.share(kind):.3g}% {label}" for kind, label in labels.items())
 
 
 def _is_stored_in_fp8(x: Any) -> bool:
@@ -524,19 +522,17 @@ def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> Ten
     scale, amax = shard.scale.detach(), shard.amax.detach()
     data = shard.qdata.detach().view(torch.uint8).reshape(-1)
     # Sums and maxima, each in one float64 tensor: exact up to 2**53 elements.
-    sums = [torch.bincount(data, minlength=256).double()]
+    sums = [torch.bincount(data, minlength=256)]
     extremes = [-scale, scale, amax]
     if source is not None:
         errors = Errors.of(shard.qdata.detach(), scale, shard.spec, source)
         one_block = (-1,) * shard.ndim
-        for mask in (errors.clipped, errors.flushed, errors.finite):
-            sums.append(_sum(mask, one_block).reshape(1).double())
-        for values in (errors.source, errors.error):
-            sums.append(_norm(values, one_block).reshape(1).square())
-        sums.append(errors.error.sum(dtype=torch.float64).reshape(1))
+        sums += [_sum(x, one_block) for x in (errors.clipped, errors.flushed, errors.finite)]
+        sums += [_norm(x, one_block).square() for x in (errors.source, errors.error)]
+        sums.append(errors.error.sum(dtype=torch.float64))
         extremes.append(errors.error.abs())
     maxima = torch.stack([_maximum(e) for e in extremes])
-    flat = torch.cat(sums)
+    flat = torch.cat([values.reshape(-1).double() for values in sums])
     if is_dtensor(x) and not local:
         _combine_over_mesh(x, flat, maxima)
     numbers = torch.cat([flat, maxima]).tolist()  # the only transfer, but for bincount's own
@@ -577,13 +573,11 @@ def _block_stats(shard: Any, source: Tensor | None) -> BlockStats:
     masks = _kinds(qdata.view(torch.uint8), shard.spec.fp8_dtype)
     size = qdata.float().abs()
     number = size.isfinite() & (size > 0)
-    smallest = -by_block((-size).masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
+    smallest = by_block(size.masked_fill(~number, math.inf), block, torch.amin, math.inf)
     largest = by_block(size.masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
     is_zero = largest == -math.inf
     first, last = (
-        (torch.frexp(v.masked_fill(is_zero, 1.0)).exponent - 1)
-        .float()
-        .masked_fill(is_zero, math.nan)
+        (torch.frexp(v).exponent - 1).float().masked_fill(is_zero, math.nan)
         for v in (smallest, largest)
     )
     sqnr = None
@@ -613,17 +607,16 @@ class Errors:
     @staticmethod
     def of(qdata: Tensor, scale: Tensor, spec: Spec, source: Tensor) -> Errors:
         wide = source if source.dtype == torch.float64 else source.float()
-        value = qdata.float() * expand_scale(scale, spec.block, qdata.shape)
+        elements, scales = qdata.float(), expand_scale(scale, spec.block, qdata.shape)
+        value = elements * scales
         finite = value.isfinite() & wide.isfinite()
         error = (value - wide).masked_fill(~finite, 0.0)
         # Half a step above the largest is where the next code would be.
-        quotient = wide / expand_scale(scale, spec.block, qdata.shape)
-        top = largest(spec.fp8_dtype)
-        half_step = 16.0 if spec.fp8_dtype == E4M3 else 4096.0
+        beyond = largest(spec.fp8_dtype) + (16.0 if spec.fp8_dtype == E4M3 else 4096.0)
         return Errors(
             source=wide.masked_fill(~finite, 0.0), error=error, finite=finite,
-            clipped=(quotient.abs() > top + half_step) & value.isfinite(),
-            flushed=(qdata.float() == 0) & (wide != 0),
+            clipped=((wide / scales).abs() > beyond) & value.isfinite(),
+            flushed=(elements == 0) & (wide != 0),
         )  # fmt: skip
 
 
