@@ -22,6 +22,7 @@ NCCL, eager mode and compiled graphs all take.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -185,9 +186,7 @@ class TensorParallel:
                 f"shape {tuple(x.shape)}. Pass [tokens, ..., features]."
             )
         lead, *middle, _ = x.shape
-        inner = 1
-        for size in middle:
-            inner *= size
+        inner = math.prod(middle)
         if self.mode == "row":
             return ShardMap.of(lead, self.size, self.rank, inner=inner)
         if torch.compiler.is_compiling():
@@ -319,36 +318,30 @@ class TensorParallel:
 
     def gather_tokens(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
         """All tokens of a tensor of which each rank has some, differentiable."""
-        return self._move_tokens(x, tokens, enters=True)
+        return self._move_tokens(x, tokens, _gathered, _reduced)
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, tokens: ShardMap | None) -> Tensor:
         """A layer in high precision, differentiable, of an input that has entered."""
         if self.mode == "column":
             return F.linear(x, w, bias)
-        y = self._move_tokens(F.linear(x, w), tokens, enters=False)
+        y = self._move_tokens(F.linear(x, w), tokens, _reduced, _gathered)
         return y if bias is None else y + bias
 
-    def _move_tokens(self, x: Tensor, tokens: ShardMap | None, *, enters: bool) -> Tensor:
-        """Move tokens into a layer or out of it; their gradients move in the opposite direction."""
+    def _move_tokens(
+        self, x: Tensor, tokens: ShardMap | None, move: Callable[..., Tensor],
+        move_back: Callable[..., Tensor],
+    ) -> Tensor:  # fmt: skip
+        """Move tokens into a layer or out of it; their gradients are moved back."""
         shape = x.shape
 
         def forward(x: Tensor) -> Tensor:
-            if enters and tokens is None:
+            if move is _gathered and tokens is None:
                 return x.view_as(x)
-            y = as_matrix(x)
-            if not enters:
-                y = _reduced(self, tokens, y, backward=False)
-            elif tokens is not None and self.gathers:
-                y = self.gather(y, tokens)
+            y = move(self, tokens, as_matrix(x), backward=False)
             return y.view(self.output_shape(shape, tokens, shape[-1]))
 
         def backward(dy: Tensor) -> Tensor:
-            dx = as_matrix(dy)
-            if enters:
-                dx = _reduced(self, tokens, dx, backward=True)
-            elif tokens is not None and self.scatters:
-                dx = self.gather(dx, tokens)
-            return dx.reshape(shape)
+            return move_back(self, tokens, as_matrix(dy), backward=True).reshape(shape)
 
         return GradientMap.run(x, forward, backward)
 
@@ -572,15 +565,14 @@ class Sharded(OneGpu):
         has_one_scale = plan.casts_x_once and plan.x.block == (-1, -1)
         self.keeps_gathered = parallel.keep_gathered and parallel.gathers and has_one_scale
 
-    def _tokens_to_gather(self, *, backward: bool, in_fp8: bool) -> ShardMap | None:
-        """The tokens of x, or of dy, where it is a shard of them; ``in_fp8``, behind its cast."""
+    def _tokens_to_gather(self, *, backward: bool) -> ShardMap | None:
+        """The tokens of x, or of dy, where it is a shard of them when it has been cast."""
         gathers = self.parallel.scatters if backward else self.parallel.gathers
-        is_gathered = in_fp8 and (self.gathers_dy_first if backward else self.gathers_x_first)
+        is_gathered = self.gathers_dy_first if backward else self.gathers_x_first
         return self.tokens if gathers and not is_gathered else None
 
     def gather(self, x: Tensor, *, backward: bool = False) -> Tensor:
-        tokens = self._tokens_to_gather(backward=backward, in_fp8=False)
-        return x if tokens is None else self.parallel.gather(x, tokens)
+        return _gathered(self.parallel, self.tokens, x, backward=backward)
 
     def reduce(self, y: Tensor, *, backward: bool = False) -> Tensor:
         return _reduced(self.parallel, self.tokens, y, backward=backward)
@@ -592,7 +584,7 @@ class Sharded(OneGpu):
     def token_operand(
         self, operand: _Operand, block: Sequence[int], *, backward: bool
     ) -> _Operand | TokenShard:
-        tokens = self._tokens_to_gather(backward=backward, in_fp8=True)
+        tokens = self._tokens_to_gather(backward=backward)
         if operand is None or tokens is None:
             return operand
         return TokenShard(self.parallel, tokens, operand, block)
@@ -610,7 +602,7 @@ class Sharded(OneGpu):
         tokens, bias = self.tokens, self.bias(bias)
         if tokens is not None:
             task = task._replace(shape=(tokens.unsharded_rows, task.shape[1]))
-        to_gather = self._tokens_to_gather(backward=backward, in_fp8=True)
+        to_gather = self._tokens_to_gather(backward=backward)
         left = a if to_gather is None else _get_gathered(a.data)
         if to_gather is not None and left is None:
             return self._gather_and_mm(a, b, task, bias, to_gather, companion, keep)
@@ -675,6 +667,14 @@ class Sharded(OneGpu):
         return results
 
 
+def _gathered(
+    parallel: TensorParallel, tokens: ShardMap | None, x: Tensor, *, backward: bool
+) -> Tensor:
+    """The rows of all ranks where x, or in backward dy, is a shard of them."""
+    gathers = parallel.scatters if backward else parallel.gathers
+    return parallel.gather(x, tokens) if gathers and tokens is not None else x
+
+
 def _reduced(
     parallel: TensorParallel, tokens: ShardMap | None, y: Tensor, *, backward: bool
 ) -> Tensor:
@@ -728,17 +728,15 @@ def shared_amaxes(
     weights: Sequence[tuple[SharedScales, Tensor, Float8Spec]],
 ) -> list[Tensor | None]:
     """The ``SharedScales.amaxes`` of each weight: one all-reduce for each ``TensorParallel``."""
-    amaxes: list[Tensor | None] = [None] * len(weights)
+    amaxes: dict[int, Tensor] = {}
     groups: dict[TensorParallel | NoGroup, dict[int, Tensor]] = {}
     for i, (shard, value, spec) in enumerate(weights):
         if spec.amax_block[shard.dim - 2] == -1:
             groups.setdefault(shard.parallel, {})[i] = _amaxes(value, spec.amax_block)
     for parallel, local in groups.items():
         shared = parallel.amax(torch.cat([amax.reshape(-1) for amax in local.values()]))
-        split = _unflatten_dense_tensors(shared, list(local.values()))
-        for i, shared_amax in zip(local, split, strict=True):
-            amaxes[i] = shared_amax
-    return amaxes
+        amaxes |= zip(local, _unflatten_dense_tensors(shared, list(local.values())), strict=True)
+    return [amaxes.get(i) for i in range(len(weights))]
 
 
 def _amaxes(value: Tensor, block: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab import arguments
-from float8lab.distributed.ranks import all_reduced
+from float8lab.distributed.ranks import all_reduced, rank_and_size
 from float8lab.ops import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
@@ -84,14 +84,13 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
     )
     arguments.check_group("dist_process_group", dist_process_group)
     arguments.check_size("ignore_idx", ignore_idx, minimum=-(2**63))
-    group, rank, ranks = dist_process_group, 0, 1
-    if group is not None:
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        if rank < 0:
-            raise ValueError(
-                "dist_process_group must have this process among its ranks; got another group. "
-                "Pass the group that this rank's part of the vocabulary belongs to."
-            )
+    group = dist_process_group
+    rank, ranks = (0, 1) if group is None else rank_and_size(group)
+    if rank < 0:
+        raise ValueError(
+            "dist_process_group must have this process among its ranks; got another group. "
+            "Pass the group that this rank's part of the vocabulary belongs to."
+        )
     settings = _Settings(group if ranks > 1 else None, rank, ranks, ignore_idx, smoothing, z_loss)
     x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
     loss, log_sum = _CrossEntropy.run(x.reshape(-1, x.shape[-1]), target.reshape(-1), settings)

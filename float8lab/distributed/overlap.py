@@ -36,10 +36,11 @@ from __future__ import annotations
 import functools
 import math
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -121,9 +122,7 @@ def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Wi
     """The window of a group, with halves of at least so many bytes; None if there cannot be one.
     All ranks call it together, and the first time it waits for all of them."""
     window = Window.of_groups.get(group)
-    if window is None and group in Window.of_groups:
-        return None
-    if window is not None and window.nbytes >= nbytes:
+    if group in Window.of_groups and (window is None or window.nbytes >= nbytes):
         return window
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
@@ -131,13 +130,10 @@ def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Wi
     before = window if window is not None and (window.is_captured or window.before) else None
     larger: Window | None = None
     if len(set(all_objects(socket.gethostname(), group))) == 1:
-        failure: str | None = None
-        try:
+        with suppress(RuntimeError):  # a GPU or driver without it
             step = max(1 << 21, 1 << (nbytes.bit_length() - 3))  # or each new size makes another
             larger = Window(group, device, round_up(nbytes, step), before)
-        except RuntimeError as error:  # a GPU or driver without it
-            failure = str(error)
-        larger = None if any(all_objects(failure, group)) else larger
+        larger = larger if all(all_objects(larger is not None, group)) else None
     Window.of_groups[group] = larger
     return larger
 
@@ -170,7 +166,7 @@ class _CopyStream:
         self.module, self.index = torch.get_device_module(device), device.index
         self.stream: torch.Stream = self.module.Stream(priority=-1)
         self.set_stream = getattr(self.module, "set_stream", lambda stream: None)
-        self.events: list[torch.Event] = []
+        self.events: defaultdict[int, torch.Event] = defaultdict(self.module.Event)
 
     def current(self) -> torch.Stream:
         """The current stream, of the GEMMs."""
@@ -178,8 +174,6 @@ class _CopyStream:
 
     def record(self, index: int, stream: torch.Stream) -> torch.Event:
         """Record an event behind all work that has been queued to a stream."""
-        while len(self.events) <= index:
-            self.events.append(self.module.Event())
         event = self.events[index]
         event.record(stream)
         return event
@@ -238,8 +232,7 @@ class _WindowGather(_CollectiveGather):
 
         def copy_from(rank: int, run: slice) -> None:
             for slot, start, x in zip(slots[run], starts[run], tensors[run], strict=True):
-                is_local = rank == window.rank
-                slot[rank].copy_(x if is_local else window.view(rank, start, x.shape, x.dtype))
+                slot[rank].copy_(window.view(rank, start, x.shape, x.dtype))
 
         with stream.copies(ready, self._current):
             for index, rank in enumerate(self.order if early else ()):
@@ -263,19 +256,13 @@ def _other_ranks(window: Window) -> list[int]:
     return [(window.rank + step) % window.size for step in range(1, window.size)]
 
 
-class _Constants(NamedTuple):
-    """The arguments of a GEMM that are the same for the rows of all ranks."""
-
-    a_block: Sequence[int]
-    b: Tensor
-    b_scale: Tensor
-    b_block: Sequence[int]
-    bias: Tensor | None
-    fast_accum: bool
-
-    def mm_into(self, out: Tensor, a: Tensor, a_scale: Tensor) -> None:
-        """Write the GEMM of some rows of ``a`` to ``out``."""
-        scaled_mm_into(out, a, a_scale, *self)
+def _mm_into(
+    operands: Sequence[Tensor], a_block: Sequence[int], b_block: Sequence[int], fast_accum: bool
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """A function ``(out, a, a_scale)`` that writes the GEMM of some rows of ``a`` to ``out``."""
+    _, _, b, b_scale, *bias = operands
+    constants = a_block, b, b_scale, b_block, next(iter(bias), None), fast_accum
+    return lambda out, a, a_scale: scaled_mm_into(out, a, a_scale, *constants)
 
 
 def _gather_mm(
@@ -302,7 +289,7 @@ def _gather_mm(
         - with ``keep_gathered``, the gathered ``a``, ``[M, K]``, and its scales;
         - ``[R, *shape]`` of each of ``extras``.
     """
-    q, scale, b, b_scale, *bias = operands
+    q, scale, b, *_ = operands
     ranks, has_row_scales = group_named(group), a_block[0] != -1
     by_column = has_row_scales and scale.shape[1] > 1 and scale.stride(0) == 1
     tensors = [q]
@@ -318,16 +305,16 @@ def _gather_mm(
         arrivals = _WindowGather(window, tensors, early, keep=keep_gathered)
 
     (rows, K), N, size = q.shape, b.shape[0], ranks.size()
-    constants = _Constants(a_block, b, b_scale, b_block, next(iter(bias), None), fast_accum)
+    mm_into = _mm_into(operands, a_block, b_block, fast_accum)
     y = q.new_empty((size, rows, N), dtype=out_dtype)
     outs, all_q = y.unbind(), arrivals.gathered[0]
-    constants.mm_into(outs[ranks.rank()], q, scale)
+    mm_into(outs[ranks.rank()], q, scale)
     shards, scales = all_q.unbind(), [scale] * size
     if has_row_scales:
         scales = [x.t() if by_column else x for x in arrivals.gathered[1].unbind()]
     for rank in arrivals.order:
         arrivals.wait(rank)
-        constants.mm_into(outs[rank], shards[rank], scales[rank])
+        mm_into(outs[rank], shards[rank], scales[rank])
     arrivals.wait_for_all()
     y = y.view(size * rows, N)
     if not keep_gathered:
@@ -350,20 +337,20 @@ def _mm_scatter(
     differ between ranks. The partial sums, which are sent, and their sum are in ``out_dtype``. With
     the sum comes ``[R, *shape]`` of each of ``extras``.
     """
-    q, scale, b, b_scale, *bias = operands
+    q, scale, b, *_ = operands
     ranks, (M, K), N = group_named(group), q.shape, b.shape[0]
-    constants = _Constants(a_block, b, b_scale, b_block, next(iter(bias), None), fast_accum)
+    mm_into = _mm_into(operands, a_block, b_block, fast_accum)
     size, offset = ranks.size(), _window_bytes(extras)
     rows = M // size
 
-    def mm_into(out: Tensor, start: int) -> None:
+    def mm_from(start: int, out: Tensor) -> None:
         run = slice(start, start + out.shape[0])
-        constants.mm_into(out, q[run], scale if a_block[0] == -1 else scale[run])
+        mm_into(out, q[run], scale if a_block[0] == -1 else scale[run])
 
     window = window_of(ranks, q.device, offset + M * N * out_dtype.itemsize)
     if window is None:
         partial_sum = q.new_empty((M, N), dtype=out_dtype)
-        mm_into(partial_sum, 0)
+        mm_from(0, partial_sum)
         return _reduce_scatter(partial_sum, ranks), *_pair([_all_gather(x, ranks) for x in extras])
     window.begin(q.device)
     gathered = _WindowGather(window, extras, 0).gathered if extras else []
@@ -376,12 +363,12 @@ def _mm_scatter(
         remote = window.view(rank, offset, (size, rows, N), out_dtype)[window.rank]
         for start in range(0, rows, step):
             out = q.new_empty((step, N), dtype=out_dtype)
-            mm_into(out, rank * rows + start)
+            mm_from(rank * rows + start, out)
             unsent.append(out)  # until the copies have been waited for
             with stream.copies(stream.record(0, current), current):
                 (remote if step == rows else remote[start : start + step]).copy_(out)
                 sent = stream.record(1, stream.stream)
-    mm_into(landing[window.rank], window.rank * rows)
+    mm_from(window.rank * rows, landing[window.rank])
     if sent is not None:
         sent.wait(current)
     window.barrier()
@@ -410,25 +397,22 @@ def _pair(gathered: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
 def _allocate_gather_mm(args: SimpleNamespace) -> tuple[Tensor | None, ...]:
     (q, scale, b, *_), size = args.operands, group_named(args.group).size()
     y = q.new_empty((size * q.shape[0], b.shape[0]), dtype=args.out_dtype)
+    extras = _pair([x.new_empty((size, *x.shape)) for x in args.extras])
     if not args.keep_gathered:
-        return y, *(None, None), *_allocate_extras(args.extras, size)
+        return y, *(None, None), *extras
     gathered = Operand(q.new_empty((size * q.shape[0], q.shape[1])), scale.clone())
     if args.a_block[0] != -1:
         rows, blocks = size * scale.shape[0], scale.shape[1]
         gathered = gathered._replace(scale=scale.new_empty((rows, blocks)))
         if blocks > 1 and scale.stride(0) == 1:
             gathered = gathered._replace(scale=scale.new_empty((blocks, rows)).t())
-    return y, *gathered, *_allocate_extras(args.extras, size)
+    return y, *gathered, *extras
 
 
 def _allocate_mm_scatter(args: SimpleNamespace) -> tuple[Tensor | None, ...]:
     (q, _, b, *_), size = args.operands, group_named(args.group).size()
     shard = q.new_empty((q.shape[0] // size, b.shape[0]), dtype=args.out_dtype)
-    return shard, *_allocate_extras(args.extras, size)
-
-
-def _allocate_extras(extras: Sequence[Tensor], size: int) -> tuple[Tensor | None, Tensor | None]:
-    return _pair([x.new_empty((size, *x.shape)) for x in extras])
+    return shard, *_pair([x.new_empty((size, *x.shape)) for x in args.extras])
 
 
 gather_mm_op = declare(

@@ -378,19 +378,18 @@ def requantize_shards_(parameters: Sequence[Tensor], values: Sequence[Tensor]) -
 def _write(writes: Sequence[_Write]) -> None:
     """Cast by the scales of unsharded weights, one op for each kind of shard, and write them."""
     scales, amaxes = [x.scale for _, x, _ in writes], [x.amax for _, x, _ in writes]
-    rows = [w.row_shard.block_rows(x.spec.block[0], x.device) for w, x, _ in writes]
-    weights = [w for w, *_ in writes]
+    rows = [(w, w.row_shard.block_rows(x.spec.block[0], x.device)) for w, x, _ in writes]
     groups: dict[tuple[torch.dtype, Float8Spec], list[tuple[Tensor, Tensor, Tensor]]] = {}
     for _, local, value in writes:
         groups.setdefault((value.dtype, local.spec), []).append((value, local.scale, local.qdata))
     # The encode factors go where the scales will be, since the op keeps its table of addresses for
     # memory that stays.
-    torch._foreach_copy_(scales, [w.factor[r] for w, r in zip(weights, rows, strict=True)])
+    torch._foreach_copy_(scales, [weight.factor[blocks] for weight, blocks in rows])
     for (_, spec), group in groups.items():
         values, encodes, data = (list(tensors) for tensors in zip(*group, strict=True))
         # Each block of the shard lies in one block of the weight, and has its factor by now.
         cast_many_op(values, data, spec.block, spec.rule_of("encode"), 0.0, [], [], encodes)
         torch.autograd.graph.increment_version(data)
-    new = [w.scale[r] for w, r in zip(weights, rows, strict=True)]
-    new += [w.amax[r] for w, r in zip(weights, rows, strict=True)]
+    new = [weight.scale[blocks] for weight, blocks in rows]
+    new += [weight.amax[blocks] for weight, blocks in rows]
     torch._foreach_copy_(scales + amaxes, new)
