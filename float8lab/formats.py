@@ -324,8 +324,7 @@ class Spec:
             return self
         if extra < 0:
             return replace(self, block=self.block[-ndim:] if ndim else ())
-        lead = -1 if all(b == -1 for b in self.block) else 1
-        return replace(self, block=(lead,) * extra + self.block)
+        return replace(self, block=(-1 if self.per_tensor else 1,) * extra + self.block)
 
     # For people to read.
 
@@ -380,8 +379,6 @@ def Float4Spec(
     >>> Float4Spec((1, 1, 16)).scale_shape((8, 64, 128))
     (8, 64, 8)
     """
-    check_instance("block", block, tuple, "a tuple of sizes")
-    _check_packed_block(block)
     if scale_dtype not in (E4M3, E8M0):
         raise ValueError(
             f"scale_dtype must be torch.float8_e4m3fn or torch.float8_e8m0fnu; got {scale_dtype}."

@@ -74,8 +74,8 @@ def fused_topk_with_score_function(
     arguments.check_flags(use_pre_softmax=use_pre_softmax)
     groups = arguments.check_size("num_groups", num_groups, optional=True) or 1
     best = arguments.check_size("group_topk", group_topk, optional=True) or 0
-    if scaling_factor is not None:
-        arguments.check_number("scaling_factor", scaling_factor)
+    scaling = 1.0 if scaling_factor is None else scaling_factor
+    scaling = arguments.check_number("scaling_factor", scaling)
     if experts % groups:
         raise ValueError(
             f"num_groups must divide the {experts} experts of logits; got {groups}. Choose another."
@@ -98,7 +98,6 @@ def fused_topk_with_score_function(
                 f"experts of logits; got {arguments.shown(expert_bias)}. Reshape or convert it."
             )
         expert_bias = expert_bias.detach()
-    scaling = 1.0 if scaling_factor is None else float(scaling_factor)
     routing = _Routing(topk, score_function, bool(use_pre_softmax), groups, best, scaling)
     probs, routing_map = _Route.run(logits.reshape(-1, experts), expert_bias, routing)
     return probs.view(logits.shape), routing_map
@@ -170,14 +169,12 @@ def fused_moe_aux_loss(
     arguments.check_shape("probs", probs, (None, len(tokens_per_expert)), advice)
     for name, size in (("num_experts", num_experts), ("topk", topk)):
         arguments.check_size(name, size, minimum=1)
+    wide = torch.promote_types(probs.dtype, torch.float32)
     if isinstance(total_num_tokens, Tensor) and total_num_tokens.numel() == 1:
-        total_num_tokens = total_num_tokens.reshape(())
+        total_num_tokens = total_num_tokens.reshape(()).to(wide)
     else:
         arguments.check_size("total_num_tokens", total_num_tokens, minimum=1)
     arguments.check_number("coeff", coeff)
-    wide = torch.promote_types(probs.dtype, torch.float32)
-    if isinstance(total_num_tokens, Tensor):
-        total_num_tokens = total_num_tokens.to(wide)
     weight = tokens_per_expert.to(wide) * (coeff * num_experts / (topk * total_num_tokens**2))
     return (probs.sum(0, dtype=wide) * weight).sum().to(probs.dtype)
 

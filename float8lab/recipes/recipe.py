@@ -63,7 +63,6 @@ class GemmPlan(NamedTuple):
     """Let the tensor cores accumulate with fewer bits."""
 
 
-_SIDES = ("left", "right")
 _SAVES = {"auto": 2**25, "fp8": sys.maxsize, "recompute": 0}
 """Values of the smallest input that backward casts once more: for less it is not worth a launch."""
 
@@ -139,10 +138,11 @@ class Recipe:
     ``"recompute"`` for large inputs, as ``"fp8"`` for others."""
 
     def __post_init__(self) -> None:
-        for name in ("override_linear_precision", "fast_accum"):
-            self._require(_is_bool_triple(getattr(self, name)), name, "a tuple of three bools")
-        for field in fields(self):
-            value = getattr(self, field.name)
+        values = [(f, getattr(self, f.name)) for f in fields(self)]
+        for field, value in values:
+            if field.name in ("override_linear_precision", "fast_accum"):
+                is_triple = isinstance(value, tuple) and [*map(type, value)] == [bool] * 3
+                self._require(is_triple, field.name, "a tuple of three bools")
             if isinstance(field.default, bool):
                 self._require(isinstance(value, bool), field.name, "a bool")
         if isinstance(self.fp8_format, Spec):
@@ -151,18 +151,16 @@ class Recipe:
         is_known = isinstance(self.save, str) and self.save in _SAVES
         self._require(is_known, "save", f"one of {', '.join(map(repr, _SAVES))}")
         self._check()
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        differing = [f.name for f in fields(self) if values[f.name] != f.default]
-        shown = [f"{name}={_show(values[name])}" for name in differing]
-        key = (type(self), *values.items())
+        shown = [f"{f.name}={_show(value)}" for f, value in values if value != f.default]
+        key = (type(self), *(value for _, value in values))
         object.__setattr__(self, "_repr", f"{type(self).__name__}({', '.join(shown)})")
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
         plan = self._plan()
         casts = {"x": plan.x, "w": plan.w, "dy": plan.dy}
-        for gemm, gemm_plan in plan.gemms().items():
-            if gemm_plan is not None:
-                casts |= {f"{gemm}'s {side}": getattr(gemm_plan, side) for side in _SIDES}
+        for name, gemm in plan.gemms().items():
+            if gemm is not None:
+                casts |= {f"{name}'s left": gemm.left, f"{name}'s right": gemm.right}
         for operand, spec in casts.items():
             if spec.is_packed:
                 raise _packed(f"the cast of {operand}", spec)
@@ -256,10 +254,6 @@ def _show(value: Any) -> str:
     if isinstance(value, Format):
         return f"Format.{value.name}"
     return getattr(value, "__qualname__", None) or repr(value)
-
-
-def _is_bool_triple(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 3 and all(isinstance(v, bool) for v in value)
 
 
 def _is_int(value: Any) -> bool:
