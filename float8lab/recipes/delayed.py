@@ -559,8 +559,13 @@ class DelayedSlots:
         not, the first scale is kept all the same. ``experts``: which of the module's experts ``x``
         has.
         """
-        first = self._first_params(index, x, record, is_empty_everywhere, experts)
-        return first or self._params(index, self.pack.live(), record, experts)
+        if record and not self.forward[index]:
+            self.pack.watch_backward()
+        if not self.is_seeded(index):
+            first = self._first_params(index, x, record, is_empty_everywhere, experts)
+            if first is not None:
+                return first
+        return self._params(index, self.pack.live(), record, experts)
 
     def _first_params(
         self, index: int, x: Tensor | Prologue | Groups, record: bool, is_empty_everywhere: bool,
@@ -570,10 +575,6 @@ class DelayedSlots:
 
         None if all slots have one now.
         """
-        if record and not self.forward[index]:
-            self.pack.watch_backward()
-        if self.is_seeded(index):
-            return None
         pack, slot = self.pack, self._slot(index, experts)
         values = x if isinstance(x, Tensor) else x.inputs[0]
         # A prologue, or groups, are computed for their values, unless they are empty.
@@ -599,7 +600,11 @@ class DelayedSlots:
         """
         pack, slot = self.pack, self._slot(index, experts)
         start, previous = self.start + self.column_starts[index], recomputes and pack.advanced
-        first = None if recomputes else self._first_params(index, x, record, True, experts)
+        first = None
+        if record and not (recomputes or self.forward[index]):
+            pack.watch_backward()
+        if not (recomputes or self.is_seeded(index)):
+            first = self._first_params(index, x, record, True, experts)
         if first is not None:
             copied = _copied(torch.stack([factor.view(-1) for factor in first.factors]))
             return first._replace(factors=Factors(copied, first.factors.encode))
@@ -620,7 +625,8 @@ class DelayedSlots:
         if (x if isinstance(x, Tensor) else x.inputs[0]).numel() == 0:
             return
         columns = self._columns(index, experts)
-        self._first_params(index, x, True, True, experts)
+        if not self.is_seeded(index):
+            self._first_params(index, x, True, True, experts)
         amax = own_amax(x).view(-1)
         if isinstance(x, Groups):
             amax = torch.where(x.has_rows(), amax, NO_DATA)

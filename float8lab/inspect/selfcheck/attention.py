@@ -122,7 +122,8 @@ def _check_attention_backward(cases: Cases) -> None:
         got = ops.fp8_attention_backward_op(
             dout, *case.tensors, *case.scales, out, lse, *case.settings
         )
-        is_fp8 = has_fp8_backward(*case.tensors, case.settings[0], packed=False)
+        q8, k8, v8 = case.tensors
+        is_fp8 = has_fp8_backward(q8, k8, v8, case.settings[0], packed=False)
         rounded = 10 ** (-24 / 20) if is_fp8 else 2.0**-7
         terms = _gradient_terms(case, expected.detach(), scores.detach(), dout.double())
         for result, want, term in zip(got, exact, terms, strict=True):
