@@ -137,20 +137,19 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     calibrates = bool(calibrating or fp8_calibrating)
     group = fp8_group if amax_reduction_group is None else amax_reduction_group
     ignored = ("is_first_microbatch",) if fp8_weight_caching or cache_quantized_params else ()
-    calls, keys, units = [], [], []
+    described = []
     for sample in _samples(callables, sample_args, sample_kwargs, enabled, single=single):
         enter: _Enter = nullcontext
         if sample.enabled is not None or calibrates:
             enter = partial(autocast, bool(sample.enabled), calibrates, recipe, group)
-        calls.append(call := _Graphed(sample.function, 0, ignored))
-        key, unit = call.describe_sample(sample, enter)
-        keys.append(key)
-        units.append(unit)
+        call = _Graphed(sample.function, 0, ignored)
+        described.append((call, *call.describe_sample(sample, enter)))
+    units = [unit for _, _, unit in described]
     recordings = record(units, num_warmup_iters, allow_unused=allow_unused_input, pool=pool)
-    for call, key, recorded in zip(calls, keys, recordings, strict=True):
+    for (call, key, _), recorded in zip(described, recordings, strict=True):
         call.add(recorded, key)
         call.install("forward", "reset")
-    results = [c.function if isinstance(c.function, nn.Module) else c for c in calls]
+    results = [c.function if isinstance(c.function, nn.Module) else c for c, *_ in described]
     return results[0] if single else tuple(results)
 
 

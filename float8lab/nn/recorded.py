@@ -86,8 +86,8 @@ class Recorded:
         node: of autograd, from which the last forward's backward comes.
     """
 
-    def __init__(self, unit: Unit, *, exact: bool) -> None:
-        self.exact = exact
+    def __init__(self, unit: Unit, *, exact: bool, allow_unused: bool) -> None:
+        self.exact, self.allow_unused = exact, allow_unused
         self.key: tuple[object, ...] = ()
         self.packs: Sequence[ScalePack] = ()
         self.slots: Sequence[tuple[DelayedSlots, ScalePack]] = ()
@@ -99,7 +99,7 @@ class Recorded:
         self.backward: Callable[[], None] = _no_graph  # replays it
         self.node: weakref.ref[AutogradContext] | None = None
         self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
-        self._aliases = _aliases(unit.module)
+        self._aliases = {id(p): _alias(p) for p in self.parameters}
 
     def record_forward(self, unit: Unit, capture: _Capture) -> None:
         """Record the forward."""
@@ -126,28 +126,28 @@ class Recorded:
         self._live = [y for y in leaves if isinstance(y, Tensor)]
         return [y.detach() for y in self._live]
 
-    def record_backward(self, unit: Unit, allow_unused: bool, capture: _Capture) -> None:
+    def record_backward(self, unit: Unit, capture: _Capture) -> None:
         """Record the backward: of several callables, the last one's first."""
         has_backward = self.parameters or any(t.requires_grad for t in unit.sample)
         if has_backward and any(self.differentiable):
             self.given = [torch.zeros_like(y) if y.requires_grad else None for y in self._live]
-            run = partial(self._run_backward, unit, self._aliases, allow_unused)
+            run = partial(self._run_backward, unit, self._aliases)
             self.backward, (self._gradients, self._joined) = capture(run)
         self._live, self._aliases = [], {}
 
     def _run_backward(
-        self, unit: Unit, aliases: _Aliases, allow_unused: bool
+        self, unit: Unit, aliases: _Aliases
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """The gradient of each tensor, or those of parameters joined, to be copied at once."""
         outputs = [(y, g) for y, g in zip(self._live, self.given, strict=True) if g is not None]
         tensors = (*unit.sample, *aliases.values())
         leaves = [t for t in tensors if t.requires_grad]
         with _autocast(False), _holding(unit.module, aliases):  # for recomputations
-            inputs = [*leaves, *self.parameters] if allow_unused else leaves
+            inputs = [*leaves, *self.parameters] if self.allow_unused else leaves
             # With ``retain_graph`` the backward leaves alone what it reads.
             computed = torch.autograd.grad(
                 [y for y, _ in outputs], inputs, [g for _, g in outputs],
-                allow_unused=allow_unused, retain_graph=self.exact,
+                allow_unused=self.allow_unused, retain_graph=self.exact,
             )  # fmt: skip
         if any(g is not None for g in computed[len(leaves) :]):
             raise RuntimeError("it has parameters elsewhere than under their names")
@@ -312,11 +312,11 @@ def _run(
     units: Sequence[Unit], allow_unused: bool, exact: bool, capture: _Capture
 ) -> list[Recorded]:
     """Run forward and backward of all units, each by ``capture``."""
-    recordings = [Recorded(unit, exact=exact) for unit in units]
+    recordings = [Recorded(unit, exact=exact, allow_unused=allow_unused) for unit in units]
     for recorded, unit in zip(recordings, units, strict=True):
         recorded.record_forward(unit, capture)
     for recorded, unit in zip(reversed(recordings), reversed(units), strict=True):
-        recorded.record_backward(unit, allow_unused, capture)
+        recorded.record_backward(unit, capture)
     return recordings
 
 
@@ -377,23 +377,20 @@ def _refuse_to_wait() -> Iterator[None]:
         raise RuntimeError("it waits for the GPU")
 
 
-def _aliases(module: nn.Module) -> _Aliases:
-    """For the id of each parameter that wants a gradient, another with the same memory."""
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """Another parameter with the same memory."""
     # Autograd's node of a parameter belongs to the stream where it was made, and is reused as long
     # as anything holds it, such as a forward whose backward is to come, or
     # ``DistributedDataParallel``. A recording cannot wait for another stream, so it needs new
     # nodes.
-    aliases: _Aliases = {}
-    for parameter in module.parameters() if torch.is_grad_enabled() else ():
-        if parameter.requires_grad:
-            aliases[id(parameter)] = alias = nn.Parameter(parameter.detach())
-            alias.__dict__ = parameter.__dict__
-    return aliases
+    alias = nn.Parameter(parameter.detach())
+    alias.__dict__ = parameter.__dict__
+    return alias
 
 
 @contextmanager
 def _holding(module: nn.Module, aliases: _Aliases) -> Iterator[None]:
-    """Have modules hold the aliases in place of their parameters."""
+    """Have modules hold aliases, which are given by a parameter's id, in its place."""
     own_nodes = [
         (m, name, parameter)
         for m in module.modules()
