@@ -55,13 +55,6 @@ class ExpertsBase(MovedInPlace):
     layer_names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
     """The layers, each with FP8 state of its own."""
 
-    def _set_up_precisions(self, experts: int, key: str = "") -> None:
-        """Give each layer its FP8 state; ranks know it by ``key`` if there is one."""
-        for layer in self.layer_names:
-            precision = Precision(key=f"{key} {layer}" if key else None)
-            precision.experts = experts
-            setattr(self, f"_fp8_{layer}", precision)
-
     def _run_experts(
         self, x: Tensor, offs: Tensor, layers: tuple[Layer, Layer],
         activation: str | Callable[[Tensor], Tensor], first_microbatch: bool | None = None,

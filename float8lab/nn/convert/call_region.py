@@ -28,10 +28,6 @@ class CallRegion(CallHooks):
         self._prepared = False
         self.recipes = recipes  # delayed ones of the model's layers
 
-    def reset(self, recipes: tuple[Recipe, ...]) -> None:
-        """Replace the recipes, for other layers."""
-        self.recipes, self._prepared = recipes, False
-
     def _prepare(self, model: nn.Module) -> None:
         home = next((p.device for p in model.parameters()), torch.device("cpu"))
         for layer in model.modules():
@@ -78,6 +74,6 @@ def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None
     recipes = tuple(recipe for recipe in distinct if recipe.linear.delayed)
     for hook in model._forward_pre_hooks.values():
         if isinstance(owner := getattr(hook, "__self__", None), CallRegion):
-            owner.reset(recipes)
+            owner.recipes, owner._prepared = recipes, False  # for other layers
             return
     CallRegion(recipes).register(model, prepend=True)

@@ -51,7 +51,10 @@ def _change_class(plan: LayerPlan) -> None:
         for gemm in layer.gemm_names if isinstance(layer, OtherLinear) else ("",):
             setattr(layer, f"_fp8{gemm}", Precision(key=f"name {name}{gemm}"))
     else:
-        layer._set_up_precisions(experts.shapes(layer)[0][0], f"name {name}")
+        for gemm in layer.layer_names:
+            precision = Precision(key=f"name {name} {gemm}")
+            precision.experts = experts.shapes(layer)[0][0]
+            setattr(layer, f"_fp8_{gemm}", precision)
     place_precisions(layer)
     weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
     if is_dtensor(weight) and is_tensor_parallel(weight, sharded=plan.sharded):
