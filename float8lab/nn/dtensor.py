@@ -49,11 +49,10 @@ class WeightPlacement:
     """How the ranks of a device mesh share the weight of a linear layer.
 
     Attributes:
-        mode: ``"column"``, ``"row"``, or None where every rank has the unsharded weight.
         ndim: how many dimensions the mesh has.
         axis: the one that has the weight's shards; -1 if none has.
-        features: the shards of the weight's rows or columns; None without a mode.
-        parallel: of calls whose tokens are replicated over the axis.
+        parallel: of calls whose tokens are replicated over the axis; with the shards of the
+            weight's rows or columns. None where every rank has the unsharded weight.
         parallel_of_token_shards: of calls whose tokens are shards over the axis.
     """
 
@@ -64,8 +63,7 @@ class WeightPlacement:
         axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
         self.ndim = len(placements)
         self.axis = axes[0] if axes else -1  # no dimension of any mesh
-        self.mode: str | None = None
-        self.features: ShardMap | None = None
+        self._dim = 0  # the dimension of the weight that ranks share
         self.parallel: TensorParallel | None = None
         self.parallel_of_token_shards: TensorParallel | None = None
         if not axes:
@@ -77,19 +75,13 @@ class WeightPlacement:
                 f"replicated; got placements {tuple(placements)}. Use ColwiseParallel or "
                 "RowwiseParallel."
             )
-        self.mode = "column" if placement.is_shard(0) else "row"
-        group = mesh.get_group(self.axis)
-        self.features = ShardMap.of(shape[self._dim], group.size(), group.rank())
-        sharing: dict[str, Any] = {"features": (self.features,)}
-        self.parallel = TensorParallel(group, self.mode, partial=True, **sharing)
+        is_column, group = placement.is_shard(0), mesh.get_group(self.axis)
+        mode, self._dim = ("column", 0) if is_column else ("row", 1)
+        features = (ShardMap.of(shape[self._dim], group.size(), group.rank()),)
+        self.parallel = TensorParallel(group, mode, partial=True, features=features)
         self.parallel_of_token_shards = TensorParallel(
-            group, self.mode, sequence_parallel=True, partial=self.mode == "column", **sharing
+            group, mode, sequence_parallel=True, partial=is_column, features=features
         )
-
-    @property
-    def _dim(self) -> int:
-        """The dimension of the weight that ranks share."""
-        return int(self.mode == "row")
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightPlacement:
         return self  # a mesh has no copies
@@ -103,24 +95,25 @@ class WeightPlacement:
             ValueError: a block that has a size crosses shards.
         """
         local = local_of(weight)
-        if self.features is None or self.parallel is None or not isinstance(local, Float8Tensor):
+        if self.parallel is None or not isinstance(local, Float8Tensor):
             return
         local._shared_scales = SharedScales(self.parallel, self._dim)
         local._shared_scales.check("weight", local.shape, local.spec)
         initial_value = getattr(old, "_high_precision_init_val", None)
         if initial_value is not None and initial_value.shape == weight.shape:
-            local._high_precision_init_val = self.features.shard(initial_value, self._dim).clone()
+            shard = self.parallel.features[0].shard(initial_value, self._dim)
+            local._high_precision_init_val = shard.clone()
 
     def shares_blocks(self, spec: Float8Spec) -> tuple[bool, ProcessGroup | None]:
         """Whether FSDP2 can gather the shard in FP8, and the group that shares unsized blocks."""
         block = spec.block[self._dim]
-        if self.features is not None and spec.tensor_scale:
+        if self.parallel is not None and spec.tensor_scale:
             return False, None
-        if self.features is None or self.parallel is None or block == 1:
+        if self.parallel is None or block == 1:
             return True, None
         if block == -1:
             return True, self.parallel.group
-        return not self.features.block_crosses_shards(block), None
+        return not self.parallel.features[0].block_crosses_shards(block), None
 
     def unshard(self, scales: Tensor, spec: Float8Spec) -> Tensor:
         """The scales of the unsharded weight's blocks, from those of each rank's shard."""
@@ -137,7 +130,9 @@ class WeightPlacement:
     def _blocks(self, spec: Float8Spec) -> ShardMap | None:
         """The shards of the weight's blocks; None if all ranks have all."""
         block = spec.block[self._dim]
-        return None if self.features is None or block == -1 else self.features.blocks(block)
+        if self.parallel is None or block == -1:
+            return None
+        return self.parallel.features[0].blocks(block)
 
     def run(
         self, layer: Linear, x: Tensor, weight: DTensor, bias: DTensor | None,
@@ -206,7 +201,8 @@ def _place(
     output: Placement | None,
 ) -> _Placements:  # fmt: skip
     """How a call runs. ``output``: the placement that a row parallel layer gives, or None."""
-    last, axis, mode = x.ndim - 1, placement.axis, placement.mode
+    last, axis, parallel = x.ndim - 1, placement.axis, placement.parallel
+    mode = None if parallel is None else parallel.mode
     N, K = weight.to_local().shape
     # Outside the axis each rank has tokens of its own, or the same.
     base: list[Placement] = [
@@ -216,7 +212,6 @@ def _place(
     shared = base[axis] if mode == "column" else output if mode == "row" else None
     unsharded = _local_shape(x, base, axis)
     y_shape, tokens = [*unsharded], None
-    parallel = placement.parallel
     if shared is None or parallel is None:
         shared = Replicate()
     elif shared.is_shard() and not shared.is_shard(last):
