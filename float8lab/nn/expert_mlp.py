@@ -249,10 +249,9 @@ class ExpertMLP(ExpertsBase, GemmModule):
             _check_that_they_compute(modules, values, activation)
         fc1_weights = iter([weight for (weight, _), _ in values])
         fc2_weights = iter([weight for _, (weight, _) in values])
-        has_bias = down.bias is not None
         made = cls(
-            len(modules), H, F, bias=has_bias, activation=activation, device=down.weight.device,
-            params_dtype=down.weight.dtype,
+            len(modules), H, F, bias=down.bias is not None, activation=activation,
+            device=down.weight.device, params_dtype=down.weight.dtype,
             init_method=lambda weight: weight.copy_(next(fc1_weights)),
             output_layer_init_method=lambda weight: weight.copy_(next(fc2_weights)),
         )  # fmt: skip

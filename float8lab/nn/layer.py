@@ -371,8 +371,8 @@ def describe_fp8(module: nn.Module) -> str:
     precision = next((precision for _, precision in precisions(module)), None)
     if precision is not None and (precision.recipe is not None or precision.pinned):
         facts.append(f"recipe={precision.recipe!r}")
-    parameters = [(name, p) for name, p in module._parameters.items() if p is not None]
-    weights = {name: local_of(p) for name, p in parameters if p.ndim > 1}
+    parameters = module._parameters.items()
+    weights = {name: local_of(p) for name, p in parameters if p is not None and p.ndim > 1}
     stored = {name: w.spec.storage for name, w in weights.items() if isinstance(w, Float8Tensor)}
     if len(stored) == len(weights) and len(set(stored.values())) == 1:
         stored = {"weight": next(iter(stored.values()))}

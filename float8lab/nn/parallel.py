@@ -146,8 +146,7 @@ def mark_shard(parameter: Tensor, dim: int) -> None:
     """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at.
     A parameter that is whole on every rank gets none of them: whoever looks takes that for False,
     and Megatron's ``set_tensor_model_parallel_attributes`` refuses a parameter that has one."""
-    marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
-    parameter.__dict__.update(marks)
+    parameter.__dict__.update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
 
 
 class ParameterShard(NamedTuple):

@@ -309,7 +309,6 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         if self.parallel_attention_mlp:
             outputs = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
             return self._add(outputs, None, hidden_states, drop_path=True)
-        post_norm = self.apply_residual_connection_post_layernorm
         output, bias, *normed = attended
         x = self._add(output, bias, normed[0] if normed else hidden_states, drop_path=True)
         if is_decoder:
@@ -322,7 +321,7 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
             )  # fmt: skip
             x = self._add(output, bias, normed[0] if normed else x, drop_path=False)
         output, bias, *normed = self.layernorm_mlp(x, is_first_microbatch)
-        x = self._add(output, bias, normed[0] if post_norm else x, drop_path=True)
+        x = self._add(output, bias, normed[0] if normed else x, drop_path=True)
         return self.layernorm(x) if self.output_layernorm else x
 
     def _lengths_of_both(

@@ -358,8 +358,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         if request.attend is not None:
             out, largest = request.attend(q), None
         elif checkpoint_core_attention and torch.is_grad_enabled():
-            run = self._repeatable(problem)
-            out, largest = checkpoint(run, q, k, v, use_reentrant=False)
+            out, largest = checkpoint(self._repeatable(problem), q, k, v, use_reentrant=False)
         else:
             out, largest = self._core(q, k, v, problem)
         out = out if request.repack is None else request.repack(out)
@@ -510,8 +509,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         softcap = check_softcap(softcap, given.bias[0])
         heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
         D, Dv = self.qk_channels, self.v_channels
-        channels = [(heads, D), (groups, D), (groups, Dv)]
-        arguments.check_tensors(qkv, channels, rules.qkv_format)
+        arguments.check_tensors(qkv, [(heads, D), (groups, D), (groups, Dv)], rules.qkv_format)
         ranks = 1 if self.context_parallel is None else self.context_parallel.ranks.size
         sizes = layout.sizes_of(*qkv[:2], rules.qkv_format, ranks)
         self.check_arguments(given, sizes)

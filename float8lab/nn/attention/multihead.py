@@ -280,10 +280,9 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         self.qk_norm_before_rope = qk_norm_before_rope
         self.q_norm = self.k_norm = None
         if qk_norm_type is not None:
-            shared_heads = set_parallel_mode and ranks > 1
             self.q_norm, self.k_norm = (
                 QK_NORMS[qk_norm_type](
-                    kv_channels, eps=qk_norm_eps, sequence_parallel=shared_heads,
+                    kv_channels, eps=qk_norm_eps, sequence_parallel=set_parallel_mode and ranks > 1,
                     params_dtype=params_dtype, device=device,
                 )
                 for _ in range(2)

@@ -126,8 +126,7 @@ class ConversionOptions(NamedTuple):
     def for_layer(self, module: nn.Module, name: str) -> LayerOptions:
         """The options that apply to a module; ``filter_fn`` is asked about it."""
         overrides = [pattern for pattern in self.overrides if matches(name, pattern)]
-        exclusions = (f"excluded by {p!r}" for p in self.exclude if matches(name, p))
-        exclusion = next(exclusions, None)
+        exclusion = next((f"excluded by {p!r}" for p in self.exclude if matches(name, p)), None)
         if exclusion is None and self.filter_fn is not None and not self.filter_fn(module, name):
             exclusion = "left out by filter_fn"
         choice = self.overrides[overrides[-1]] if overrides else self.base
