@@ -171,7 +171,7 @@ class ScalePack:
     def copy_factors(
         self, slots: int | slice, start: int, *, previous: bool, shares_launch: bool
     ) -> Tensor:
-        """What ``_copied`` makes of slots in a row, for one cast of a compiled graph alone.
+        """Copy slots in a row as ``_copied`` does, for one cast of a compiled graph alone.
 
         ``start`` is the first slot of their tensor; ``previous``: as before the last update. If it
         ``shares_launch``, one launch copies the factors of all tensors. In a CUDA graph it must

@@ -59,9 +59,6 @@ from float8lab.ops.reference import round_up
 
 aten = torch.ops.aten
 
-_TILE = 128
-"""Keys or queries of a program at a time."""
-
 ROWS = gl.constexpr(64)
 """Rows of a group's half of a tile, and of the blocks that it looks at."""
 D_HEAD = gl.constexpr(attention.FP8_BACKWARD_HEAD)
@@ -93,13 +90,12 @@ def _prepare_kernel(
     largest_ptr,  # [B * G] int32, zero: the bits of the largest scale
     counters_ptr,  # [2] int32, set to zero
     H, SHARED, S, PADDED, stride_db, stride_dh, stride_ds, stride_ob, stride_oh, stride_os,
-    DELTA_SCALE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     tiles = PADDED // ROWS
     head = (program // tiles).to(tl.int64)
     rows = program % tiles * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, D)
+    columns = tl.arange(0, D_HEAD)
     if program < 2:
         tl.store(counters_ptr + program, 0)
     inside = rows < S
@@ -112,13 +108,12 @@ def _prepare_kernel(
     amax = tl.max(tl.abs(dout), 1)
     # A smaller scale would have no reciprocal in float32.
     scale = tl.where(amax > 0, tl.maximum(amax / 448.0, 2.0**-100), 1.0)
-    d_ptrs = d_ptr + (head * PADDED + rows)[:, None] * D + columns[None, :]
+    d_ptrs = d_ptr + (head * PADDED + rows)[:, None] * D_HEAD + columns[None, :]
     tl.store(d_ptrs, (dout * (1.0 / scale)[:, None]).to(tl.float8e4nv))
     # They are read from memory: ptxas of CUDA 12.8 loses converted values that are used twice.
     tl.debug_barrier()
     d = tl.load(d_ptrs)
-    value = d.to(tl.float32)
-    delta = tl.sum(value * out, 1) * (DELTA_SCALE / tl.load(v_scale_ptr))
+    delta = tl.sum(d.to(tl.float32) * out, 1) * (DS_SCALE / tl.load(v_scale_ptr))
     lse = tl.load(lse_ptr + head * S + rows, mask=inside, other=1e30) * 1.4426950408889634
     plane = (tl.num_programs(0) // tiles).to(tl.int64) * PADDED
     of_row = rows_ptr + head * PADDED + rows
@@ -128,14 +123,14 @@ def _prepare_kernel(
     largest = tl.max(tl.where(amax > 0, scale, 0.0), 0)
     tl.atomic_max(largest_ptr + head // SHARED, largest.to(tl.int32, bitcast=True))
     # Row 16 a + 8 b + 2 c + e is byte 2 b + e of word 4 a + c, as in attention.py's _turn_kernel.
-    x = tl.reshape(d.to(tl.uint8, bitcast=True), [ROWS // 16, 2, 4, 2, D])
-    even, odd = tl.split(tl.reshape(tl.permute(x, [0, 2, 4, 1, 3]), [ROWS // 4, D, 2, 2]))
+    x = tl.reshape(d.to(tl.uint8, bitcast=True), [ROWS // 16, 2, 4, 2, D_HEAD])
+    even, odd = tl.split(tl.reshape(tl.permute(x, [0, 2, 4, 1, 3]), [ROWS // 4, D_HEAD, 2, 2]))
     b0, b2 = tl.split(even)
     b1, b3 = tl.split(odd)
     word = b0.to(tl.int32) | (b1.to(tl.int32) << 8)
     word |= (b2.to(tl.int32) << 16) | (b3.to(tl.int32) << 24)
     words = program % tiles * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    of_head = transposed_ptr + head * D * (PADDED // 4)
+    of_head = transposed_ptr + head * D_HEAD * (PADDED // 4)
     tl.store(of_head + columns[:, None] * (PADDED // 4) + words[None, :], tl.trans(word))
 
 
@@ -153,7 +148,7 @@ def _prepare(
         scale.
     """
     B, H, S, D = dout.shape
-    padded = round_up(S, _TILE)
+    padded = round_up(S, 2 * ROWS.value)
     d = torch.empty((B, H, padded, D), dtype=E4M3, device=dout.device)
     transposed = torch.empty((B, H, D, padded), dtype=E4M3, device=dout.device)
     rows = lse.new_empty((3, B * H, padded))
@@ -161,8 +156,7 @@ def _prepare(
     counters = torch.empty(2, dtype=torch.int32, device=dout.device)
     _prepare_kernel[(padded // ROWS.value * B * H,)](
         dout, out, lse, v_scale, d, transposed.view(torch.int32), rows, largest, counters, H,
-        H // G, S, padded, *dout.stride()[:3], *out.stride()[:3], DELTA_SCALE=DS_SCALE.value, D=D,
-        ROWS=ROWS.value, num_warps=4,
+        H // G, S, padded, *dout.stride()[:3], *out.stride()[:3], num_warps=4,
     )  # fmt: skip
     return d, transposed, rows, largest.view(torch.float32), counters
 
@@ -230,20 +224,19 @@ def _load_tiles(arguments, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr, STAGES: 
             async_load(a_desc, at, bar, a_tiles.index(2 * side + group))
             async_load(b_desc, at, bar, b_tiles.index(2 * side + group))
         for index in range(_heads_in_turn(sizes, OF_KEYS)):
-            streamed_head = head * (H // G) + index if OF_KEYS else head // (H // G)
+            x_head = head * (H // G) + index if OF_KEYS else head // (H // G)
             for block in range(start, stop):
                 stage = count % STAGES
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
                 bar = full.index(stage)
-                at = [batch, streamed_head, block * ROWS, 0]
+                at = [batch, x_head, block * ROWS, 0]
                 if OF_KEYS:
                     x_desc, y_desc, t_desc, r_desc, x_tiles, y_tiles, t_tiles, r_tiles = streamed
                     rows_bytes: gl.constexpr = 2 * r_desc.block_type.nbytes
                     mbarrier.expect(bar, 3 * x_desc.block_type.nbytes + rows_bytes)
-                    of_block = [batch, streamed_head, 0, block * ROWS]
-                    async_load(t_desc, of_block, bar, t_tiles.index(stage))
+                    async_load(t_desc, [batch, x_head, 0, block * ROWS], bar, t_tiles.index(stage))
                     for plane in gl.static_range(2):
-                        of_rows = [plane, batch * H + streamed_head, block * ROWS]
+                        of_rows = [plane, batch * H + x_head, block * ROWS]
                         async_load(r_desc, of_rows, bar, r_tiles.index(2 * stage + plane))
                 else:
                     x_desc, y_desc, x_tiles, y_tiles = streamed
@@ -563,8 +556,7 @@ def _fp8_backward(
     """The gradients of q, k and v by the kernels above."""
     (B, H, SQ, _), (G, SK) = q.shape, k.shape[1:3]
     dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
-    lse = lse.contiguous()
-    d, transposed, rows, largest, counters = _prepare(dout, out, lse, v_scale, G)
+    d, transposed, rows, largest, counters = _prepare(dout, out, lse.contiguous(), v_scale, G)
     dq, dk, dv = (plain.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
     q_desc, k_desc, v_desc, d_desc = (
         _descriptor(_loadable(x), ROWS.value, D_HEAD.value) for x in (q, k, v, d)
@@ -574,11 +566,11 @@ def _fp8_backward(
     r_desc = TensorDescriptor.from_tensor(rows, [1, 1, ROWS.value], r_layout)
     settings = {"CAUSAL": causal, "num_warps": 4, "enable_fp_fusion": True}
     multiprocessors = _common.multiprocessors(q.device)
-    _keys_kernel[(min(multiprocessors, _common.ceil_div(SK, _TILE) * B * G),)](
+    _keys_kernel[(min(multiprocessors, _common.ceil_div(SK, 2 * ROWS.value) * B * G),)](
         k_desc, v_desc, t_desc, r_desc, q_desc, d_desc, q_scale, k_scale, v_scale, largest, dk, dv,
         counters, B, H, G, SQ, SK, *dk.stride()[:3], scale, STAGES=3, **settings,
     )  # fmt: skip
-    _queries_kernel[(min(multiprocessors, _common.ceil_div(SQ, _TILE) * B * H),)](
+    _queries_kernel[(min(multiprocessors, _common.ceil_div(SQ, 2 * ROWS.value) * B * H),)](
         q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], B, H, G,
         SQ, SK, rows.shape[2], *dq.stride()[:3], scale, STAGES=4, **settings,
     )  # fmt: skip
