@@ -16,11 +16,8 @@ from torch import nn
 import float8lab
 from float8lab import recipes
 from float8lab.tensor.differentiation import is_exporting
+from tests.integrations.onnx_models import count, eager, export, onnx, run
 from tests.nn.composition import sqnr
-
-onnx = pytest.importorskip("onnx", reason="needs the extra 'onnx'")
-pytest.importorskip("onnxscript", reason="needs the extra 'onnx'")
-onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
 
 # The exporter's own: deprecations inside torch, and versions of packages that it looks for.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -55,34 +52,22 @@ class Attend(nn.Module):
         return x + self.proj(y.transpose(1, 2).flatten(2))
 
 
-def export(model, x, recipe, *, opset=21, path=None, dynamic=True):
-    shapes = (dict.fromkeys(range(x.ndim - 1), DYNAMIC),) if dynamic else None
-    with float8lab.onnx_export(enabled=True), float8lab.autocast(recipe=recipe):
-        program = torch.onnx.export(
-            model, (x,), dynamo=True, opset_version=opset, verbose=False, dynamic_shapes=shapes
-        )
-    program.save(path)
-    proto = onnx.load(path)
-    onnx.checker.check_model(proto)
-    return proto
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "model.onnx")
 
 
-def run(path, x):
-    options = onnxruntime.SessionOptions()
-    # Its rewriting of int8 pairs takes FP8 ones too, up to 1.31, and then has no kernel for them.
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
-    session = onnxruntime.InferenceSession(path, options)
-    (name,) = (i.name for i in session.get_inputs())
-    return torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+def exported(layer, x, recipe, path, *, opset=21):
+    """Export a layer after a step that gives delayed scaling its scales."""
+    with float8lab.autocast(recipe=recipe):
+        layer(x)
+    return export(layer.eval(), (x,), recipe, path, dynamic=True, opset=opset)
 
 
-def count(proto, op):
-    return sum(node.op_type == op for node in proto.graph.node)
-
-
-def eager(model, x, recipe):
-    with torch.no_grad(), float8lab.autocast(recipe=recipe):
-        return model(x)
+def outputs(path, model, x, recipe):
+    """onnxruntime's output, and the library's own in eager mode."""
+    (y,), (expected,) = run(path, (x,)), eager(model, (x,), recipe)
+    return y, expected
 
 
 @pytest.mark.parametrize(
@@ -90,25 +75,21 @@ def eager(model, x, recipe):
     [(name, False) for name in RECIPES]
     + [(name, True) for name in ("delayed", "current", "rowwise", "block", "mx")],
 )
-def test_one_layer_of_every_recipe(name, stored, tmp_path):
-    recipe, path = RECIPES[name], str(tmp_path / "model.onnx")
+def test_one_layer_of_every_recipe(name, stored, path):
+    recipe = RECIPES[name]
     with float8lab.fp8_model_init(enabled=stored, recipe=recipe):
         layer = float8lab.Linear(300, 200, device="cpu")
     nn.init.normal_(layer.bias)
     x = torch.randn(2, 5, 300)
-    for _ in range(2):  # delayed scaling: give it scales
-        with float8lab.autocast(recipe=recipe):
-            layer(2 * x)
-    layer.eval()
-    proto = export(layer, x, recipe, path=path)
+    with float8lab.autocast(recipe=recipe):
+        layer(2 * x)
+    proto = exported(layer, 2 * x, recipe, path)
     assert count(proto, "DequantizeLinear") == 2
     assert count(proto, "QuantizeLinear") == (1 if stored else 2)
-    assert {node.domain for node in proto.graph.node} == {""}  # standard operators alone
     fp8 = [i for i in proto.graph.initializer if i.data_type == onnx.TensorProto.FLOAT8E4M3FN]
     assert ([200, 300] in [list(i.dims) for i in fp8]) == stored
     x = torch.randn(3, 7, 300)  # another shape than the one exported
-    y = run(path, x)
-    expected = eager(layer, x, recipe)
+    y, expected = outputs(path, layer, x, recipe)
     assert y.dtype == expected.dtype
     assert y.shape == expected.shape
     assert sqnr(y, expected) > SAME_DB
@@ -120,8 +101,8 @@ def test_one_layer_of_every_recipe(name, stored, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
-def test_a_converted_model(name, tmp_path):
-    recipe, path = RECIPES[name], str(tmp_path / "model.onnx")
+def test_a_converted_model(name, path):
+    recipe = RECIPES[name]
     model = nn.Sequential(
         Attend(64), nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 24)
     )
@@ -140,25 +121,19 @@ def test_a_converted_model(name, tmp_path):
     x = torch.randn(3, 9, 64)
     with torch.no_grad():
         # Layer after layer a value near a rounding boundary may fall on the other side of it.
-        assert sqnr(run(path, x), model(x)) > 40
+        assert sqnr(run(path, (x,))[0], model(x)) > 40
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise"])
-def test_opset_19_is_enough_without_blocks(name, tmp_path):
-    path = str(tmp_path / "model.onnx")
+def test_opset_19_is_enough_without_blocks(name, path):
     layer = float8lab.Linear(32, 48, device="cpu")
     x = torch.randn(6, 32)
-    with float8lab.autocast(recipe=RECIPES[name]):
-        layer(x)
-    layer.eval()
-    export(layer, x, RECIPES[name], path=path, opset=19)
-    assert sqnr(run(path, x), eager(layer, x, RECIPES[name])) > SAME_DB
+    exported(layer, x, RECIPES[name], path, opset=19)
+    assert sqnr(*outputs(path, layer, x, RECIPES[name])) > SAME_DB
 
 
 @pytest.mark.parametrize("name", ["current", "block"])
-def test_bfloat16_and_a_layer_left_in_high_precision(name, tmp_path):
-    path = str(tmp_path / "model.onnx")
-
+def test_bfloat16_and_a_layer_left_in_high_precision(name, path):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -172,35 +147,30 @@ def test_bfloat16_and_a_layer_left_in_high_precision(name, tmp_path):
 
     model = Model().eval()
     x = torch.randn(8, 64)
-    proto = export(model, x, RECIPES[name], path=path)
+    proto = export(model, (x,), RECIPES[name], path, dynamic=True)
     assert count(proto, "QuantizeLinear") == 2
     # Sums that were added up in different orders may round to neighbours in bfloat16, 2**-8 apart,
     # once in some 2**14 values.
-    assert sqnr(run(path, x), eager(model, x, RECIPES[name])) > 60
+    assert sqnr(*outputs(path, model, x, RECIPES[name])) > 60
 
 
-def test_forward_gemm_in_high_precision(tmp_path):
-    path = str(tmp_path / "model.onnx")
+def test_forward_gemm_in_high_precision(path):
     recipe = recipes.Float8CurrentScaling(override_linear_precision=(True, False, False))
     layer = float8lab.Linear(32, 48, device="cpu").eval()
     x = torch.randn(6, 32)
-    proto = export(layer, x, recipe, path=path)
+    proto = export(layer, (x,), recipe, path, dynamic=True)
     assert count(proto, "QuantizeLinear") == 0
-    assert sqnr(run(path, x), nn.functional.linear(x, layer.weight, layer.bias)) > SAME_DB
+    assert sqnr(run(path, (x,))[0], nn.functional.linear(x, layer.weight, layer.bias)) > SAME_DB
 
 
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "mx"])
-def test_special_values(name, tmp_path):
-    path = str(tmp_path / "model.onnx")
+def test_special_values(name, path):
     layer = float8lab.Linear(64, 16, device="cpu", bias=False)
     x = torch.randn(8, 64)
-    with float8lab.autocast(recipe=RECIPES[name]):
-        layer(x)
-    layer.eval()
-    export(layer, x, RECIPES[name], path=path)
+    exported(layer, x, RECIPES[name], path)
     scales = torch.tensor([0.0, 1.0, 448.0, 2.0**-10, 2.0**-140, 1e30, 2.0**100, 3.0])
     for values in (torch.zeros(8, 64), x.sign() * scales[:, None], 1000.0 * x):
-        y, expected = run(path, values), eager(layer, values, RECIPES[name])
+        y, expected = outputs(path, layer, values, RECIPES[name])
         assert torch.isfinite(y).all() == torch.isfinite(expected).all()
         if expected.any():
             assert sqnr(y, expected) > SAME_DB
@@ -210,17 +180,13 @@ def test_special_values(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mx"])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
-def test_values_that_are_not_finite_stay_visible(name, value, tmp_path):
-    path = str(tmp_path / "model.onnx")
+def test_values_that_are_not_finite_stay_visible(name, value, path):
     recipe = RECIPES[name]
     layer = float8lab.Linear(64, 16, device="cpu", bias=False)
     x = torch.randn(8, 64)
-    with float8lab.autocast(recipe=recipe):
-        layer(x)
-    layer.eval()
-    export(layer, x, recipe, path=path)
+    exported(layer, x, recipe, path)
     x[3, 5] = value
-    y, expected = run(path, x), eager(layer, x, recipe)
+    y, expected = outputs(path, layer, x, recipe)
     assert not expected[3].isfinite().any()
     assert torch.equal(y.isnan(), expected.isnan())
     assert torch.equal(y.isinf(), expected.isinf())
@@ -229,15 +195,14 @@ def test_values_that_are_not_finite_stay_visible(name, value, tmp_path):
         assert sqnr(y[finite], expected[finite]) > SAME_DB
 
 
-def test_export_changes_no_state(tmp_path):
+def test_export_changes_no_state(path):
     recipe = RECIPES["delayed"]
-    model = nn.Sequential(nn.Linear(32, 32), nn.GELU())
-    float8lab.convert_to_float8(model, recipe)
+    model = float8lab.convert_to_float8(nn.Sequential(nn.Linear(32, 32), nn.GELU()), recipe)
     x = torch.randn(4, 32)
     model(x).sum().backward()
     model.zero_grad()
     twin = copy.deepcopy(model)
-    export(model, x, recipe, path=str(tmp_path / "model.onnx"))  # in training mode, too
+    export(model, (x,), recipe, path, dynamic=True)  # in training mode, too
     for m in (model, twin):
         m(3 * x).sum().backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
@@ -246,10 +211,10 @@ def test_export_changes_no_state(tmp_path):
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-def test_delayed_scaling_without_scales_is_an_error(tmp_path):
+def test_delayed_scaling_without_scales_is_an_error(path):
     layer = float8lab.Linear(32, 32, device="cpu")
     with pytest.raises(Exception, match="model must have the scales of its delayed recipe") as info:
-        export(layer, torch.randn(4, 32), RECIPES["delayed"], path=str(tmp_path / "m.onnx"))
+        export(layer, (torch.randn(4, 32),), RECIPES["delayed"], path, dynamic=True)
     assert info.value is not None
 
 

@@ -15,12 +15,9 @@ from torch import nn
 import float8lab
 from float8lab import recipes
 from float8lab.nn.attention import RotaryPositionEmbedding
+from tests.integrations.onnx_models import count, eager, export, in_context, onnx, run
 from tests.nn import models
 from tests.nn.composition import sqnr
-
-onnx = pytest.importorskip("onnx", reason="needs the extra 'onnx'")
-pytest.importorskip("onnxscript", reason="needs the extra 'onnx'")
-onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
 
 # The exporter's own: deprecations inside torch, and versions of packages that it looks for.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,47 +43,13 @@ def attention(**kwargs):
     return float8lab.MultiheadAttention(HIDDEN, HEADS, device="cpu", **kwargs)
 
 
-def in_context(recipe):
-    return float8lab.autocast(enabled=recipe is not None, recipe=recipe)
-
-
-def export(model, inputs, recipe, path, *, dynamic=False):
-    shapes = None
-    if dynamic:
-        shapes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
-    with float8lab.onnx_export(enabled=True), in_context(recipe):
-        program = torch.onnx.export(
-            model, inputs, dynamo=True, opset_version=21, verbose=False, dynamic_shapes=shapes
-        )
-    program.save(path)
-    proto = onnx.load(path)
-    onnx.checker.check_model(proto)
-    assert {node.domain for node in proto.graph.node} == {""}  # standard operators alone
-    return proto
-
-
-def run(path, inputs):
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
-    session = onnxruntime.InferenceSession(path, options)
-    names = [i.name for i in session.get_inputs()]
-    feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-    return [torch.from_numpy(y) for y in session.run(None, feed)]
-
-
-def eager(model, inputs, recipe):
-    with torch.no_grad(), in_context(recipe):
-        y = model(*inputs)
-    return y if isinstance(y, tuple) else (y,)
-
-
 def check(model, inputs, recipe, path, *, casts, least, dynamic=False):
     """Export after a step that gives delayed recipes their scales; run, and compare."""
     with in_context(recipe):
         model(*inputs)
     model.eval()
     proto = export(model, inputs, recipe, path, dynamic=dynamic)
-    assert sum(node.op_type == "QuantizeLinear" for node in proto.graph.node) == casts
+    assert count(proto, "QuantizeLinear") == casts
     if dynamic:
         inputs = tuple(torch.randn(S + 3, B + 1, HIDDEN) for _ in inputs)
     got, wanted = run(path, inputs), eager(model, inputs, recipe)
