@@ -1,5 +1,7 @@
 """CudaRNGStatesTracker: streams repeat, stay apart and leave the default generator alone."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,15 +22,20 @@ def stream(seed, device, count=3):
     return torch.rand(count, device=device, generator=generator)
 
 
-def test_dropout_inside_fork_repeats_and_leaves_the_default_alone(tracker, device):
-    x = torch.ones(64, device=device)
+@contextlib.contextmanager
+def default_left_alone(device):
     torch.manual_seed(3)
     expected = torch.rand(2, device=device)
     torch.manual_seed(3)
-    with tracker.fork():
+    yield
+    assert torch.equal(torch.rand(2, device=device), expected)
+
+
+def test_dropout_inside_fork_repeats_and_leaves_the_default_alone(tracker, device):
+    x = torch.ones(64, device=device)
+    with default_left_alone(device), tracker.fork():
         first = F.dropout(x, 0.5)
         second = F.dropout(x, 0.5)
-    assert torch.equal(torch.rand(2, device=device), expected)
     assert not torch.equal(first, second)
     again = float8lab.CudaRNGStatesTracker(device)
     again.add("model-parallel-rng", 7)
@@ -106,12 +113,8 @@ def test_set_states_replaces_all_streams(tracker, device):
 
 
 def test_an_exception_inside_fork_restores_the_default(tracker, device):
-    torch.manual_seed(3)
-    expected = torch.rand(2, device=device)
-    torch.manual_seed(3)
-    with pytest.raises(ArithmeticError), tracker.fork():
+    with default_left_alone(device), pytest.raises(ArithmeticError), tracker.fork():
         raise ArithmeticError(torch.rand(1, device=device))
-    assert torch.equal(torch.rand(2, device=device), expected)
     with tracker.fork():  # and the stream has advanced
         assert not torch.equal(torch.rand(3, device=device), stream(7, device))
 
@@ -131,14 +134,11 @@ def test_names_and_seeds_are_used_once(tracker):
 
 
 def test_the_default_generator_is_never_advanced_by_bookkeeping(device):
-    torch.manual_seed(3)
-    expected = torch.rand(2, device=device)
-    torch.manual_seed(3)
-    tracker = float8lab.CudaRNGStatesTracker(device)
-    tracker.add("a", 1)
-    tracker.set_states(tracker.get_states())
-    tracker.reset()
-    assert torch.equal(torch.rand(2, device=device), expected)
+    with default_left_alone(device):
+        tracker = float8lab.CudaRNGStatesTracker(device)
+        tracker.add("a", 1)
+        tracker.set_states(tracker.get_states())
+        tracker.reset()
 
 
 @pytest.mark.gpu

@@ -59,24 +59,34 @@ def scale_into(x: Tensor, y: Tensor, factor: float) -> None:
     y.copy_(x * factor)
 
 
-class Scaled:
-    """``x * factor``, by a launcher that counts how often its Python runs."""
+class Counted:
+    """A launcher that counts how often its Python runs."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        def counted(*args: Any) -> Any:
+            self.calls += 1
+            return body(*args)
+
+        self.calls, self.launcher = 0, replayed(counted)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.launcher(*args)
+
+
+class Scaled(Counted):
+    """``x * factor``, by a launcher."""
 
     def __init__(self, **options: Any) -> None:
-        self.calls = 0
-        kernel = self.kernel = Kernel(scale_into, **options)
+        self.kernel = Kernel(scale_into, **options)
+        super().__init__(self._scale)
 
-        @replayed
-        def launcher(x: Tensor, factor: float) -> Tensor:
-            self.calls += 1
-            y = x.new_empty(x.shape)
-            kernel(x, y, factor)
-            return y
-
-        self.launcher = launcher
+    def _scale(self, x: Tensor, factor: float) -> Tensor:
+        y = x.new_empty(x.shape)
+        self.kernel(x, y, factor)
+        return y
 
     def __call__(self, x: Tensor, factor: float = 2.0) -> Tensor:
-        y = self.launcher(x, factor)
+        y = super().__call__(x, factor)
         assert torch.equal(y, x * factor)
         return y
 
@@ -180,7 +190,6 @@ def test_tensors_of_other_classes_are_not_remembered():
 
 def test_views_work_room_and_zeros():
     """Outputs keep their strides, and work that accumulates starts from zero every time."""
-    calls = []
 
     def add(x: Tensor, total: Tensor, y_t: Tensor, room: Tensor) -> None:
         total += x.flatten().sum()
@@ -189,9 +198,8 @@ def test_views_work_room_and_zeros():
 
     kernel = Kernel(add)
 
-    @replayed
+    @Counted
     def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
-        calls.append(1)
         total = x.new_zeros(1)
         y = x.new_empty((x.shape[1], x.shape[0]))
         kernel(x.view(1, -1).view(x.shape), total, y, torch.empty_like(x))
@@ -204,16 +212,14 @@ def test_views_work_room_and_zeros():
         assert y.stride() == (1, 3)
         assert total.shape == ()
         assert torch.equal(total, x.sum())
-    assert len(calls) == 2
+    assert launcher.calls == 2
 
 
 def test_a_tensor_that_is_written_and_no_output():
-    calls = []
     kernel = Kernel(lambda x, slot: slot.copy_(x.amax()))
 
-    @replayed
+    @Counted
     def launcher(x: Tensor, slot: Tensor) -> None:
-        calls.append(1)
         kernel(x, slot)
 
     slots = [torch.zeros(()) for _ in range(4)]
@@ -221,31 +227,27 @@ def test_a_tensor_that_is_written_and_no_output():
         x = torch.randn(9)
         assert launcher(x, slot) is None
         assert slot == x.amax()
-    assert len(calls) == 2
+    assert launcher.calls == 2
 
 
 def test_launchers_inside_a_launcher_are_part_of_it():
     scaled = Scaled()
-    calls = []
 
-    @replayed
+    @Counted
     def launcher(x: Tensor) -> Tensor:
-        calls.append(1)
         return scaled.launcher(scaled.launcher(x, 2.0), 3.0)
 
     for _ in range(5):
         x = torch.randn(3, 4)
         assert torch.equal(launcher(x), x * 2 * 3)
-    assert len(calls) == 2
+    assert launcher.calls == 2
 
 
 def test_torch_sums_what_a_kernel_has_written():
-    calls = []
     kernel = Kernel(scale_into)
 
-    @replayed
+    @Counted
     def launcher(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        calls.append(1)
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
         z = x.new_empty(x.shape[1:])
@@ -259,7 +261,7 @@ def test_torch_sums_what_a_kernel_has_written():
         assert torch.equal(running, (2 * x).view(-1).cumsum(0, dtype=torch.float64))
         assert torch.equal(total, (2 * x).sum(0))
         assert torch.equal(z, 3 * total)
-    assert len(calls) == 2
+    assert launcher.calls == 2
 
 
 def _cosine(x: Tensor, kernel: Kernel) -> Tensor:
@@ -283,17 +285,15 @@ HIDDEN = torch.ones(3, 4)
 
 @pytest.mark.parametrize("launcher", [_cosine, _nothing, _hidden])
 def test_what_does_more_than_allocate_and_launch_runs_as_it_is(launcher):
-    calls = []
     kernel = Kernel(scale_into)
 
-    @replayed
+    @Counted
     def call(x: Tensor) -> Any:
-        calls.append(1)
         return launcher(x, kernel)
 
     for _ in range(5):
         call(torch.randn(3, 4))
-    assert len(calls) == 5
+    assert call.calls == 5
 
 
 def test_a_kernel_that_triton_must_launch_is_not_recorded():
@@ -305,12 +305,10 @@ def test_a_kernel_that_triton_must_launch_is_not_recorded():
 
 def test_one_tensor_as_two_arguments_is_not_recorded():
     """The next call may have two."""
-    calls = []
     kernel = Kernel(lambda a, b, y: y.copy_(a + b))
 
-    @replayed
+    @Counted
     def launcher(a: Tensor, b: Tensor) -> Tensor:
-        calls.append(1)
         y = a.new_empty(a.shape)
         kernel(a, b, y)
         return y
@@ -346,12 +344,10 @@ def test_hooks_see_every_launch_of_the_launcher(monkeypatch):
 
 
 def test_new_memory_is_filled_in_deterministic_mode():
-    calls = []
     kernel = Kernel(lambda x, y: None)
 
-    @replayed
+    @Counted
     def launcher(x: Tensor) -> Tensor:
-        calls.append(1)
         y = x.new_empty(x.shape)
         kernel(x, y)
         return y
@@ -362,7 +358,7 @@ def test_new_memory_is_filled_in_deterministic_mode():
             assert launcher(torch.ones(3)).isnan().all()
     finally:
         torch.use_deterministic_algorithms(True, warn_only=True)  # as conftest.py has it
-    assert len(calls) == 2
+    assert launcher.calls == 2
 
 
 def test_another_thread_does_not_end_up_in_a_recording():
@@ -396,11 +392,10 @@ def test_it_does_not_grow_without_end(monkeypatch):
 
 def test_views_of_what_it_makes_are_made_anew():
     """Such as what remains of a product that was padded."""
-    kernel, calls = Kernel(scale_into), []
+    kernel = Kernel(scale_into)
 
-    @replayed
+    @Counted
     def launcher(x: Tensor) -> tuple[Tensor, ...]:
-        calls.append(1)
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
         product = torch.mm(y, y.t())
@@ -416,7 +411,7 @@ def test_views_of_what_it_makes_are_made_anew():
         assert torch.equal(row, 2 * x[1])
         assert given.data_ptr() == x[1:].data_ptr()
         assert cropped.stride() == (4, 1)
-    assert len(calls) == 2
+    assert launcher.calls == 2
 
 
 def test_memory_that_has_served_is_free_for_the_next_product(monkeypatch):
@@ -530,17 +525,14 @@ def test_a_plan_is_the_body_where_somebody_watches(monkeypatch):
 
 
 def test_a_tensor_by_name_is_not_remembered():
-    calls = []
-
-    @replayed
+    @Counted
     def launcher(x: Tensor, other: Tensor) -> Tensor:
-        calls.append(1)
         return torch.sum(x, 0, out=other.new_empty(x.shape[1]))
 
     for _ in range(4):
         x = torch.randn(3, 4)
         assert torch.equal(launcher(x, torch.randn(4)), x.sum(0))
-    assert len(calls) == 4
+    assert launcher.calls == 4
 
 
 def test_a_descriptor_is_made_anew_of_each_call_s_tensors():
