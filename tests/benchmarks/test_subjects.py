@@ -497,20 +497,6 @@ def test_cast_cases_equal_their_references(case):
     assert case.bytes_moved(case.run()) > 0
 
 
-SOURCES = {
-    f"{name.split(',')[0]}: {case.name}": case
-    for name, source, fp8_dtype in quantize.sources(
-        64, 128, 96, torch.Generator().manual_seed(0), torch.bfloat16
-    )
-    for case in quantize.source_cases(source, fp8_dtype)
-}
-
-
-@pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES)
-def test_cast_cases_of_sources_equal_their_references(case):
-    assert quantize.compare(case) is None
-
-
 def test_quantize_of_sources(setting):
     rows = list(quantize.source_rows(setting, 64, 128, 96, torch.bfloat16))
     check(quantize.SUBJECT, rows)
