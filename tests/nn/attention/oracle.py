@@ -13,6 +13,16 @@ def visible_window(left, right, diagonal):
     return visible
 
 
+def visible_pairs(lengths, left, right, diagonals):
+    """As ``visible_window``, of sequences with these numbers of queries and keys."""
+    inside = visible_window(left, right, diagonals)
+
+    def visible(b, h, i, j):
+        return i < lengths[b][0] and j < lengths[b][1] and inside(b, h, i, j)
+
+    return visible
+
+
 def attend(
     q, k, v, visible=lambda b, h, i, j: True, *, bias=None, scale=None, softcap=0.0, sinks=None,
     kept=None, maxima=None,

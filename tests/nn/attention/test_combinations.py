@@ -46,12 +46,7 @@ def visible_of(mask, sizes):
     if padded:
         lengths = list(zip(*lengths_of(mask, sizes), strict=True))
     spans = [diagonal(*pair) for pair in lengths]
-    inside = oracle.visible_window(left, 0 if causal else right, spans)
-
-    def visible(b, h, i, j):
-        return i < lengths[b][0] and j < lengths[b][1] and inside(b, h, i, j)
-
-    return visible
+    return oracle.visible_pairs(lengths, left, 0 if causal else right, spans)
 
 
 def spans_of(mask, sizes):

@@ -49,12 +49,7 @@ def visible_of(mask_type, window, sq=SQ, sk=SK):
     left, right = window or (-1, -1)
     right = 0 if causal else right
     lengths = list(zip(Q_LENGTHS, KV_LENGTHS, strict=True)) if padded else [(sq, sk)] * B
-    inside = oracle.visible_window(left, right, [diagonal(*pair) for pair in lengths])
-
-    def visible(b, h, i, j):
-        return i < lengths[b][0] and j < lengths[b][1] and inside(b, h, i, j)
-
-    return visible
+    return oracle.visible_pairs(lengths, left, right, [diagonal(*pair) for pair in lengths])
 
 
 def bshd_attention(**options):

@@ -254,23 +254,27 @@ def test_no_gradients_in_the_cache():
     assert dk is None
 
 
-@pytest.mark.parametrize("ragged", [False, True], ids=["in-step", "ragged"])
-@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["", "fp8"])
-def test_a_model_of_layers_generates(ragged, cache_dtype):
-    rope = RotaryPositionEmbedding(8, device="cpu")(16)
+def two_layers(hidden, positions, *, device, **how):
+    """A model of two transformer layers with rotary positions."""
+    how |= {"num_gqa_groups": 2, "attn_input_format": "bshd", "device": device}
     layers = [
-        float8lab.TransformerLayer(
-            32, 64, 4, num_gqa_groups=2, layer_number=n, device="cpu", attn_input_format="bshd",
-            init_method=torch.nn.init.xavier_normal_,
-        ).eval()
+        float8lab.TransformerLayer(hidden, 2 * hidden, 4, layer_number=n, **how).eval()
         for n in (1, 2)
-    ]  # fmt: skip
+    ]
+    rope = RotaryPositionEmbedding(hidden // 4, device=device)(positions)
 
     def model(x, params=None):
         for layer in layers:
             x = layer(x, rotary_pos_emb=rope, inference_params=params)
         return x
 
+    return model
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["in-step", "ragged"])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["", "fp8"])
+def test_a_model_of_layers_generates(ragged, cache_dtype):
+    model = two_layers(32, 16, device="cpu", init_method=torch.nn.init.xavier_normal_)
     x = torch.randn(2, 10, 32)
     whole = model(x)
     params = InferenceParams(2, 10, cache_dtype=cache_dtype)
@@ -358,20 +362,8 @@ def test_pages_that_are_not_there_are_refused_and_nothing_is_lost():
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["", "fp8"])
 def test_a_step_in_a_cuda_graph(cache, cache_dtype):
     """Captured once, replayed for sequences that grow, come and go."""
-    layers = [
-        float8lab.TransformerLayer(
-            64, 128, 4, num_gqa_groups=2, layer_number=n, attn_input_format="bshd", device="cuda",
-            params_dtype=torch.bfloat16, self_attn_mask_type="causal",
-        ).eval()
-        for n in (1, 2)
-    ]  # fmt: skip
-    rope = RotaryPositionEmbedding(16, device="cuda")(64)
-
-    def model(x, params):
-        for layer in layers:
-            x = layer(x, rotary_pos_emb=rope, inference_params=params)
-        return x
-
+    how = {"params_dtype": torch.bfloat16, "self_attn_mask_type": "causal"}
+    model = two_layers(64, 64, device="cuda", **how)
     tokens = torch.randn(20, 2, 1, 64, device="cuda", dtype=torch.bfloat16)
     steps = [{"a": 1, "b": 1}] * 9 + [{"b": 1, "c": 1}] * 11
     eager, graphed = (InferenceParams(2, 64, cache_dtype=cache_dtype, **cache) for _ in range(2))
