@@ -3,11 +3,15 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8lab.recipes.region import PROCESS
+
+Observer = TypeVar("Observer")
 
 
 class Ops(TorchDispatchMode):
@@ -25,6 +29,16 @@ class Ops(TorchDispatchMode):
     def names(self) -> list[str]:
         """Such as ``"aten.mm.default"``."""
         return [str(op) for op in self.seen]
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[Observer]:
+    """``observer`` sees the casts and GEMMs of FP8 modules inside."""
+    PROCESS.observer = observer
+    try:
+        yield observer
+    finally:
+        PROCESS.observer = None
 
 
 @contextmanager
@@ -53,6 +67,17 @@ def check_capture(run: Callable[[], Sequence[Tensor]]) -> None:
         got = run()
     graph.replay()
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def launched(call: Callable[[], None]) -> list[str]:
+    """The kernels and memory operations that a call runs on the GPU."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile.events() if event.device_type == on_gpu]
 
 
 def hooked_as_by_megatron(weights: list[Any], *, zero_out: bool) -> list[Any]:

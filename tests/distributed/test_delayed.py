@@ -115,8 +115,7 @@ def check_ranks_that_skip_modules(ranks: Ranks) -> None:
                 x = self.layers[i](x)
             return x
 
-    model = Choosy()
-    float8lab.convert_to_float8(model, RECIPE)
+    model = float8lab.convert_to_float8(Choosy(), RECIPE)
     r = ranks.rank
     for step, model.order in enumerate(
         ([0, 1] if r else [], [1, 0] if r else [0, 1], [3, 2] if r else [2], [r % 4], [], [3, 0])

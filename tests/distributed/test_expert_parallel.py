@@ -176,8 +176,7 @@ def check_experts_that_are_placed_otherwise(ranks: Ranks) -> None:
     module = distribute_module(stacked("mlp", ranks.device), mesh, place)
     with pytest.raises(NotImplementedError, match="ExpertMLP must be given the rows"):
         module(x, probs, routing_map)
-    few = stacked("mlp", ranks.device)
-    float8lab.convert_to_float8(few, recipes.DelayedScaling())
+    few = float8lab.convert_to_float8(stacked("mlp", ranks.device), recipes.DelayedScaling())
     for name, p in list(few.named_parameters()):
         few.register_parameter(name, nn.Parameter(p[:3].detach()))
     with pytest.raises(NotImplementedError, match="weights must be those of all 8 experts"):

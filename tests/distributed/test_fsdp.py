@@ -59,8 +59,7 @@ def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
 
 def sharded_model(ranks: Ranks, recipe: Any = None, **options: Any) -> nn.Sequential:
     """A converted model under FSDP2."""
-    model = make_model(ranks.device)
-    float8lab.convert_to_float8(model, recipe)
+    model = float8lab.convert_to_float8(make_model(ranks.device), recipe)
     return shard(model, **{"mesh": ranks.mesh(), **options})
 
 
@@ -333,8 +332,7 @@ def check_mixed_precision(ranks: Ranks) -> None:
 
 def check_meta_device(ranks: Ranks) -> None:
     for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
-        model = make_model("meta")
-        float8lab.convert_to_float8(model, recipe)
+        model = float8lab.convert_to_float8(make_model("meta"), recipe)
         shard(model, mesh=ranks.mesh())
         model.to_empty(device=ranks.device)
         with torch.no_grad():
@@ -432,8 +430,7 @@ def check_a_module_that_is_used_now_and_then(ranks: Ranks) -> None:
             return self.second(x) if self.use[1] else x
 
     recipe = Float8CurrentScaling()
-    model = Sometimes()
-    float8lab.convert_to_float8(model, recipe)
+    model = float8lab.convert_to_float8(Sometimes(), recipe)
     for layer in (model.first, model.second):
         fully_shard(layer, mesh=ranks.mesh(), reshard_after_forward=False)
     fully_shard(model, mesh=ranks.mesh())
@@ -458,8 +455,7 @@ def check_a_rank_skips_a_layer_inside_a_unit(ranks: Ranks) -> None:
             return y + 0 * sum(p.sum() for p in self.experts.parameters() if p.ndim == 1)
 
     for recipe in (Float8CurrentScaling(), DelayedScaling()):
-        model = Choice()
-        float8lab.convert_to_float8(model, recipe)
+        model = float8lab.convert_to_float8(Choice(), recipe)
         fully_shard(model, mesh=ranks.mesh())
         with torch.no_grad():
             for step in range(3):
@@ -497,8 +493,7 @@ def check_weights_that_stay_in_high_precision(ranks: Ranks) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.body(self.embedding(x)))
 
-    model = Tied()
-    float8lab.convert_to_float8(model)
+    model = float8lab.convert_to_float8(Tied())
     fully_shard(model, mesh=ranks.mesh())
     model(torch.arange(8, device=ranks.device)).square().mean().backward()
     model.unshard()
@@ -548,8 +543,7 @@ def check_activation_checkpointing(ranks: Ranks) -> None:
     results = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        model = make_model(ranks.device)
-        float8lab.convert_to_float8(model)
+        model = float8lab.convert_to_float8(make_model(ranks.device))
         if checkpointed:
             for part in model:
                 forward: Callable[..., Tensor] = part.forward
@@ -594,8 +588,7 @@ def check_tensor_parallelism_is_told_from_fsdp(ranks: Ranks) -> None:
         else:
             torch.testing.assert_close(got, want)
     # A layer that no style spreads takes no DTensor; nor does one that is spread in another way.
-    model = make_model(ranks.device, blocks=1)
-    float8lab.convert_to_float8(model)
+    model = float8lab.convert_to_float8(make_model(ranks.device, blocks=1))
     spread = distribute_tensor(x, mesh["tp"], [Replicate()])
     with pytest.raises(NotImplementedError, match=r"^inp must not be a DTensor where"):
         model[0].up(spread)

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,11 +20,12 @@ from float8lab.nn.casts import plain
 from float8lab.nn.parallel import ParameterShard, shards_of
 from float8lab.nn.precision import precisions
 from float8lab.ops import value_of_op
-from float8lab.recipes.region import PROCESS
 from tests.distributed.equality import summed
 from tests.distributed.ranks import RECIPES, Collectives, Ranks, each_check, on_ranks, slow_check
 from tests.distributed.test_tensor_parallel import DIMENSIONS, part_of
 from tests.integrations.checkpoint import layouts
+from tests.recorder import observing
+from tests.same_bytes import assert_same_state
 
 H, G, D = 8, 4, 8  # query heads, key/value heads, channels of a head
 HIDDEN = 64
@@ -63,16 +64,6 @@ def decoded(q: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     return torch.stack([decoded(*one, block) for one in zip(q, scale, strict=True)])
 
 
-@contextmanager
-def watched(model: nn.Module) -> Any:
-    gemms = Gemms(model)
-    PROCESS.observer = gemms
-    try:
-        yield gemms
-    finally:
-        PROCESS.observer = None
-
-
 Given = dict[str, tuple[list[Tensor], list[Tensor]]]
 
 
@@ -109,7 +100,7 @@ def compare_operands(
             if not recipe.fp8_dpa:
                 continue
             whole = [joined(x, -2, ranks) for x in tensors]
-            with watched(one) as wanted, float8lab.autocast(recipe=recipe):
+            with observing(Gemms(one)) as wanted, float8lab.autocast(recipe=recipe):
                 one(*whole)
             for name in "qkv":
                 (scale,) = gemms.seen[f"{path}.", name]
@@ -119,7 +110,7 @@ def compare_operands(
         features = tuple(shards.length for shards in layer._fp8.parallel.features)
         shard = ParameterShard(-1, ranks.rank, ranks.world, features)
         x = whole_of(tensors[0], row, layer.sequence_parallel, ranks).requires_grad_()
-        with watched(one) as wanted:
+        with observing(Gemms(one)) as wanted:
             with float8lab.autocast(recipe=recipe):
                 y = one(x)
             if gradients:
@@ -210,7 +201,7 @@ def compare(
 
     mine = {n: part(v) if n == "encoder_output" else v for n, v in how.items()}
     for step in range(steps):
-        with watched(spread) as gemms:
+        with observing(Gemms(spread)) as gemms:
             got = run(spread, part(x), mine, recipe)
         reduce_sequence_parallel_gradients(spread)
         want = run(alone, x, how, recipe)
@@ -492,16 +483,6 @@ def check_cuda_graphs(ranks: Ranks) -> None:
                     one.mul_(1.01), other.mul_(1.01)
 
 
-def assert_same_bytes(got: dict[str, Any], want: dict[str, Any]) -> None:
-    """State dicts have the same tensors, whether or not these are stored in FP8."""
-    assert got.keys() == want.keys()
-    for name, value in got.items():
-        for part in ("qdata", "scale", "amax") if hasattr(value, "qdata") else ("data",):
-            one, other = (getattr(x, part).cpu().contiguous() for x in (value, want[name]))
-            assert (one.shape, one.dtype) == (other.shape, other.dtype), (name, part)
-            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (name, part)
-
-
 def check_stored_weights(ranks: Ranks) -> None:
     """A rank's part of a weight that is stored in FP8 has the bytes of the whole."""
     torch.manual_seed(1)
@@ -524,9 +505,9 @@ def check_stored_weights(ranks: Ranks) -> None:
         alone, spread, single = made
         states = [spread.state_dict(), alone.state_dict()]
         on_cpu = {name: value.cpu() for name, value in states[0].items()}
-        assert_same_bytes(states[0], fnn.shard_state_dict(spread, states[1]))
-        assert_same_bytes(states[1], fnn.whole_state_dict(spread))
-        assert_same_bytes(states[1], fnn.shard_state_dict(single, ranks.gather(on_cpu)))
+        assert_same_state(states[0], fnn.shard_state_dict(spread, states[1]))
+        assert_same_state(states[1], fnn.whole_state_dict(spread))
+        assert_same_state(states[1], fnn.shard_state_dict(single, ranks.gather(on_cpu)))
         shards, values = shards_of(spread), dict(alone.named_parameters())
         for step in range(2):
             for name, p in spread.named_parameters():
@@ -629,7 +610,7 @@ def check_grouped_linear(ranks: Ranks) -> None:
                 leaf = (inp * (step + 1)).detach().requires_grad_()
                 context = nullcontext() if recipe is None else float8lab.autocast(recipe=recipe)
                 layer.zero_grad()
-                with watched(layer) as gemms, context:
+                with observing(Gemms(layer)) as gemms, context:
                     y = layer(leaf, splits, is_first_microbatch=None if step else True)
                 y.backward(grad)
                 gradients = {

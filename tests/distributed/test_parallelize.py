@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,6 @@ from float8lab.recipes import (
     MXFP8BlockScaling,
     Recipe,
 )
-from float8lab.recipes.region import PROCESS
 from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks, slow_check
 from tests.distributed.test_tensor_parallel import (
     DIMENSIONS,
@@ -46,6 +44,7 @@ from tests.distributed.test_tensor_parallel import (
     part_of,
     values_of,
 )
+from tests.recorder import observing
 
 RECIPES: list[Recipe] = [
     Float8CurrentScaling(power_of_2_scale=True), DelayedScaling(power_of_2_scale=True),
@@ -122,15 +121,6 @@ class Operands:
             self.seen.setdefault(key, []).append((operand, call))
 
 
-@contextmanager
-def operands_kept() -> Any:
-    kept = PROCESS.observer = Operands()
-    try:
-        yield kept
-    finally:
-        PROCESS.observer = None
-
-
 def assert_operands_of_one_rank(
     ranks: Ranks, here: Operands, alone: Operands, model: Any, tokens: int
 ) -> None:
@@ -180,9 +170,9 @@ def inputs(mesh: Any, kind: str, *shape: int, width: int = WIDTH) -> tuple[Tenso
 def assert_as_alone(ranks: Ranks, model: Any, alone: Any, kind: str, *shapes: Any) -> None:
     for shape in shapes:
         x, mine = inputs(ranks.mesh(), kind, *shape, width=alone.q.in_features)
-        with operands_kept() as expected:
+        with observing(Operands()) as expected:
             results = run(alone, x)
-        with operands_kept() as here:
+        with observing(Operands()) as here:
             got = run(model, mine)
         assert_operands_of_one_rank(ranks, here, expected, model, shape[0] * shape[1])
         for one, other in zip(got, results, strict=True):
@@ -232,7 +222,7 @@ def check_features_that_cut_blocks(ranks: Ranks) -> None:
         with contextlib.ExitStack() as stack:
             if first:
                 warned = stack.enter_context(pytest.warns(UserWarning, match=why))
-            with operands_kept() as here:
+            with observing(Operands()) as here:
                 got = run(model, mine)
         assert not first or len(warned) == 3  # up, gate and down
         assert {name for name, _, _ in here.seen} == {"q", "k", "out"}

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import float8lab
 from float8lab.nn.precision import precisions
 from float8lab.recipes import DelayedScaling, Recipe
-from float8lab.recipes.region import PROCESS, in_backward
+from float8lab.recipes.region import in_backward
 from tests.distributed.equality import Step, assert_row
 from tests.distributed.ranks import Ranks, each_check
+from tests.recorder import observing
 
 RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max", power_of_2_scale=False)
 WIDTH, TOKENS, MICROBATCHES, STEPS = 32, 6, 4, 2
@@ -73,13 +74,6 @@ class Gemms:
         parts = [part.detach().cpu().contiguous().view(torch.uint8) for part in (*a, *b)]
         self.seen[key].append(b"".join(part.numpy().tobytes() for part in parts))
 
-    def __enter__(self) -> Gemms:
-        PROCESS.observer = self
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        PROCESS.observer = None
-
 
 class Run:
     """A pipeline over all ranks and, on each of them, the plain loop with all of its stages."""
@@ -118,12 +112,12 @@ class Run:
 
     def step(self, index: int, region: AbstractContextManager[Any]) -> dict[Any, list[bytes]]:
         x, target = self.data(index)
-        with Gemms(self.mine) as gemms, region:
+        with observing(Gemms(self.mine)) as gemms, region:
             self.schedule.step(*([x] if self.ranks.rank == 0 else []), target=target)
         return gemms.seen
 
     def plain_step(self, index: int, region: AbstractContextManager[Any]) -> dict[Any, list[bytes]]:
-        with Gemms(self.whole) as gemms, region:
+        with observing(Gemms(self.whole)) as gemms, region:
             for x, target in zip(*(part.split(1) for part in self.data(index)), strict=True):
                 for stage in self.whole.values():
                     x = stage(x)

@@ -1,7 +1,6 @@
 """Weights stored in FP8 under FSDP2, DDP and DTensor."""
 
 import copy
-import io
 import itertools
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import float8lab
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.recipes import Float8CurrentScaling
+from tests.copies import saved_and_loaded
 from tests.distributed.ranks import RECIPES, Collectives, Ranks, each_check, on_ranks
 from tests.recorder import Ops
 from tests.same_bytes import assert_same_bytes
@@ -45,6 +45,13 @@ def local(parameter: Any) -> float8lab.Float8Tensor:
     result = parameter._local_tensor
     assert isinstance(result, float8lab.Float8Tensor)
     return result
+
+
+def assert_gathered(layer: Any, expected: Any) -> None:
+    """The unsharded weight has these bytes and scales; the amax of a shard is its own."""
+    layer.unshard()
+    assert_same_bytes(layer.weight, expected, amax=False)
+    layer.reshard()
 
 
 def inputs(ranks: Ranks, step: int, width: int = 64) -> Tensor:
@@ -129,9 +136,7 @@ def check_gathered_bytes_and_results(ranks: Ranks) -> None:
                 assert grad.dtype == layer.weight.dtype
                 assert type(grad.to_local()) is Tensor
                 torch.testing.assert_close(grad.full_tensor(), other.weight.grad)
-                layer.unshard()
-                assert_same_bytes(layer.weight, weight, amax=False)
-                layer.reshard()
+                assert_gathered(layer, weight)
 
 
 def check_a_shard_is_written_by_nothing_but_updates(ranks: Ranks) -> None:
@@ -232,10 +237,8 @@ def check_copies_of_a_shard(ranks: Ranks) -> None:
         model[0].unshard()
         model[0].reshard()
         shard_ = local(model[0].weight)
-        file = io.BytesIO()
-        torch.save(shard_, file)
-        file.seek(0)
-        for copied in (copy.deepcopy(shard_), torch.load(file, weights_only=True), shard_.detach()):
+        loaded = saved_and_loaded(shard_, weights_only=True)
+        for copied in (copy.deepcopy(shard_), loaded, shard_.detach()):
             assert type(copied) is float8lab.Float8Tensor
             assert_same_bytes(copied, shard_)
 
@@ -293,9 +296,7 @@ def check_master_weights(ranks: Ranks) -> None:
                 losses.append(loss.detach())
             assert torch.equal(losses[0], losses[1]), (recipe, step, losses)
             for layer, other in zip(model, single, strict=True):
-                layer.unshard()
-                assert_same_bytes(layer.weight, other.weight, amax=False)
-                layer.reshard()
+                assert_gathered(layer, other.weight)
 
 
 def check_shards_are_cast_by_one_op(ranks: Ranks) -> None:
@@ -334,9 +335,7 @@ def check_hybrid_sharding(ranks: Ranks) -> None:
         for layer in model:
             fully_shard(layer, mesh=mesh)
         for layer, weight in zip(model, whole, strict=True):
-            layer.unshard()
-            assert_same_bytes(layer.weight, weight, amax=False)
-            layer.reshard()
+            assert_gathered(layer, weight)
 
 
 def check_data_parallel(ranks: Ranks) -> None:

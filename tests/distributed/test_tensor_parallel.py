@@ -31,9 +31,9 @@ from float8lab.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from float8lab.recipes.region import PROCESS
 from tests.distributed.equality import Step, assert_row, take_step
 from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks
+from tests.recorder import observing
 
 CURRENT = Float8CurrentScaling()
 RECIPES: list[Recipe | None] = [
@@ -63,13 +63,6 @@ class Operands:
     def saw_gemm(self, kind: str, call: Any, a: Any, b: Any) -> None:
         """Keep the operands."""
         self.gemms.append((self.names[call.precision], kind, a, b))
-
-    def __enter__(self) -> Operands:
-        PROCESS.observer = self
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        PROCESS.observer = None
 
 
 class Layout(NamedTuple):
@@ -195,9 +188,9 @@ def compare(
     def shard(value: Tensor, dim: int | None) -> Tensor:
         return value if dim is None else part_of(value, dim, ranks)
 
-    with Operands(whole) as expected:
+    with observing(Operands(whole)) as expected:
         wanted = run(whole, x, dy, recipe)
-    with Operands(layer) as seen:
+    with observing(Operands(layer)) as seen:
         found = run(layer, shard(x, enters), shard(dy, leaves), recipe)
     for mine, one in zip(found, wanted, strict=True):
         for name, value in one.items():
@@ -665,7 +658,7 @@ def check_shards_of_features_that_cut_blocks(ranks: Ranks) -> None:
         message = f"its {N} features on {ranks.world} .* cut blocks of {block}; .*"
         message += fit(step, sizes)
         want = layer(*inputs)
-        with float8lab.autocast(recipe=recipe), Operands(layer) as seen:
+        with float8lab.autocast(recipe=recipe), observing(Operands(layer)) as seen:
             with pytest.warns(UserWarning, match=message) as warned:
                 y = layer(*inputs)
             assert torch.equal(layer(*inputs), y)  # without a warning, which would raise

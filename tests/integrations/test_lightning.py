@@ -132,6 +132,14 @@ def trainer(
     )  # fmt: skip
 
 
+def fit(module: Any, epochs: int, precision: Any, device: Any, **how: Any) -> Any:
+    """Train a module, with validation before and between epochs; returns the trainer."""
+    package = how.pop("package", lightning)
+    runner = trainer(device, epochs, precision, package)
+    runner.fit(module, loader(), loader(1), **how)
+    return runner
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two modules have the same bytes."""
     pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
@@ -144,21 +152,18 @@ def test_trainer_resumes_bit_for_bit(recipe: Any, device: Any, tmp_path: Path) -
     """Epochs 1 and 2, and epoch 2 from a checkpoint; with validation before and between."""
     whole = Module()
     with float8lab.count_gemms() as counts:
-        trainer(device, 2, plugin(recipe)).fit(whole, loader(), loader(1))
+        fit(whole, 2, plugin(recipe), device)
     assert counts.fp8 > 0
     assert whole.losses[-4] < whole.losses[0]
 
-    half, first = Module(), trainer(device, 1, plugin(recipe))
-    first.fit(half, loader(), loader(1))
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    state = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    half = tmp_path / "half.ckpt"
+    fit(Module(), 1, plugin(recipe), device).save_checkpoint(half)
+    state = torch.load(half, weights_only=True)
     assert ("Float8Precision" in state) == (recipe is not RECIPES["block"])
 
     rest = Module()
     nn.init.zeros_(rest.net[0].weight)
-    trainer(device, 2, plugin(recipe)).fit(
-        rest, loader(), loader(1), ckpt_path=tmp_path / "half.ckpt"
-    )
+    fit(rest, 2, plugin(recipe), device, ckpt_path=half)
     assert rest.losses == whole.losses[4:]
     assert same(rest, whole)
 
@@ -166,9 +171,7 @@ def test_trainer_resumes_bit_for_bit(recipe: Any, device: Any, tmp_path: Path) -
         del state["Float8Precision"]
         torch.save(state, tmp_path / "without.ckpt")
         forgetful = Module()
-        trainer(device, 2, plugin(recipe)).fit(
-            forgetful, loader(), loader(1), ckpt_path=tmp_path / "without.ckpt"
-        )
+        fit(forgetful, 2, plugin(recipe), device, ckpt_path=tmp_path / "without.ckpt")
         assert not same(forgetful, whole)
 
 
@@ -190,21 +193,15 @@ def test_pytorch_lightning_does_as_lightning(
         pass
 
     how: Any = {"weights_dtype": torch.float32, "recipe": DELAYED}
-    whole, half, rest, cpu = Module(), Module(), Other(), torch.device("cpu")
-    trainer(cpu, 2, plugin(DELAYED)).fit(whole, loader(), loader(1))
-    first = trainer(cpu, 1, plugin(DELAYED))
-    first.fit(half, loader(), loader(1))
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    second = trainer(cpu, 2, plugin_of_other(**how), package=other)
-    second.fit(rest, loader(), loader(1), ckpt_path=tmp_path / "half.ckpt")
+    whole, rest, cpu, half = Module(), Other(), torch.device("cpu"), tmp_path / "half.ckpt"
+    fit(whole, 2, plugin(DELAYED), cpu)
+    fit(Module(), 1, plugin(DELAYED), cpu).save_checkpoint(half)
+    fit(rest, 2, plugin_of_other(**how), cpu, package=other, ckpt_path=half)
     assert rest.losses == whole.losses[4:]
     assert same(rest, whole)
 
     fabric = fabric_of_other.Fabric(accelerator="cpu", devices=1, plugins=[plugin_of_other(**how)])
-    torch.manual_seed(0)
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = fabric.setup(model, optimizer)
+    model, optimizer = set_up(fabric)
     steps(fabric, model, optimizer, 2 * batches())
     assert same(model, manual_loop(DELAYED, cpu))
 
@@ -235,8 +232,7 @@ def test_trainer_accumulates_and_clips_in_bfloat16(device: Any) -> None:
 
 def manual_loop(recipe: Any, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    model = network().to(device)
-    float8lab.convert_to_float8(model, recipe)
+    model = float8lab.convert_to_float8(network().to(device), recipe)
     float8lab.nn.convert_norms(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for x, y in 2 * batches():
@@ -253,6 +249,13 @@ def fabric_for(device: torch.device, *plugins: Any, **kwargs: Any) -> Any:
     return lightning.Fabric(accelerator=device.type, plugins=list(plugins), **kwargs)
 
 
+def set_up(fabric: Any) -> tuple[Any, Any]:
+    """The network and its optimizer, as Fabric has them."""
+    torch.manual_seed(0)
+    model = network()
+    return fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))  # type: ignore[no-any-return]
+
+
 def steps(fabric: Any, model: Any, optimizer: Any, data: Any) -> None:
     for x, y in data:
         loss = cross_entropy(model(x.to(fabric.device)), y.to(fabric.device))
@@ -266,10 +269,7 @@ def test_fabric_is_the_loop_by_hand_and_resumes(recipe: Any, device: Any, tmp_pa
     def started() -> Any:
         precision = plugin(recipe)
         fabric = fabric_for(device, precision)
-        torch.manual_seed(0)
-        model = network()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = fabric.setup(model, optimizer)
+        model, optimizer = set_up(fabric)
         return fabric, model, optimizer, {"model": model, "optimizer": optimizer, "fp8": precision}
 
     fabric, model, optimizer, state = started()
@@ -343,8 +343,7 @@ def test_reports_what_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_model_with_fp8_layers_is_left_alone(
     replace_layers: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    net = network()
-    float8lab.convert_to_float8(net, exclude=["4"])
+    net = float8lab.convert_to_float8(network(), exclude=["4"])
     precision = plugin(replace_layers=replace_layers)
     with caplog.at_level(logging.INFO, "lightning.fabric.utilities.rank_zero"):
         precision.convert_module(net)
@@ -379,8 +378,7 @@ def test_replace_layers_set_later_holds_from_the_next_setup_on() -> None:
 
 
 def test_recipe_none_leaves_converted_layers_their_own() -> None:
-    net = nn.Linear(200, 16)
-    float8lab.convert_to_float8(net, recipes.Float8BlockScaling())
+    net = float8lab.convert_to_float8(nn.Linear(200, 16), recipes.Float8BlockScaling())
     x = torch.randn(3, 200)
     expected = net(x)
     assert torch.equal(fabric_for(torch.device("cpu"), plugin()).setup(net)(x), expected)

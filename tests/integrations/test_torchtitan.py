@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import float8lab
 from float8lab import recipes
-from float8lab.recipes.region import PROCESS
 from tests.distributed.ranks import Collectives, Ranks, each_check
+from tests.recorder import observing
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its dependencies are deprecated for
@@ -295,11 +295,8 @@ class Operands:
 
 
 def operands_of(model: Any, x: Tensor, dy: Tensor) -> dict[tuple[str, str, int], Tensor]:
-    kept = PROCESS.observer = Operands()
-    try:
+    with observing(Operands()) as kept:
         model(x.requires_grad_()).backward(dy)
-    finally:
-        PROCESS.observer = None
     return kept.seen
 
 

@@ -240,8 +240,7 @@ def test_flops_are_known_to_a_counter_that_is_imported_later_and_marking_imports
 
 @pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.Float8CurrentScaling()])
 def test_selective_checkpointing_computes_no_listed_op_again(recipe: recipes.Recipe):
-    model = _model()
-    float8lab.convert_to_float8(model, recipe)
+    model = float8lab.convert_to_float8(_model(), recipe)
     once = _flops(model)
 
     def selective(x: Tensor) -> Tensor:

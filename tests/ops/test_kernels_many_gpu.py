@@ -1,6 +1,6 @@
 """Quantizing many matrices at once on the GPU: the bits of each alone, and few launches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, sca
 from float8lab.ops.kernels import cast_many as many
 from tests.ops import forms
 from tests.ops.test_kernels_gpu import matrix
+from tests.recorder import launched
 
 pytestmark = pytest.mark.gpu
 
@@ -67,17 +68,6 @@ def all_same(got: Sequence[Stored], want: Sequence[Stored]) -> None:
         assert torch.equal(q.view(torch.uint8), q_wanted.view(torch.uint8))
         for one, other in zip(factors, factors_wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def launched(call: Callable[[], None]) -> list[str]:
-    """The kernels and memory operations that a call runs on the GPU."""
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        call()
-        torch.cuda.synchronize()
-    on_gpu = torch.autograd.DeviceType.CUDA
-    return [event.name for event in profile.events() if event.device_type == on_gpu]
 
 
 @each_recipe

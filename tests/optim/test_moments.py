@@ -1,7 +1,6 @@
 """Moments in FP8, and bfloat16 parameters that are rounded stochastically."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -11,6 +10,8 @@ import float8lab
 from float8lab import ops
 from float8lab.ops.reference.moments import BLOCK, round_stochastically
 from float8lab.optim import MasterWeights, moments
+from tests.copies import saved_and_loaded
+from tests.same_bytes import assert_same_state
 
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
@@ -75,13 +76,6 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         name: x.qdata.view(torch.uint8) if isinstance(x, float8lab.Float8Tensor) else x
         for name, x in model.state_dict().items()
     }
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name, x in a.items():
-        assert x.dtype == b[name].dtype, name
-        assert torch.equal(x, b[name]), name
 
 
 def stored(x: Tensor, name: str = "exp_avg", step: int = 1) -> Tensor:
@@ -247,7 +241,7 @@ def test_chunks_change_nothing(kind, storage, monkeypatch):
         assert [g["lr"] for g in optimizer.param_groups] == [0.0025, 0.00125, 0.00125]
         made.append(tensors_of(model, optimizer))
     for other in made[1:]:
-        assert_same(other, made[0])
+        assert_same_state(other, made[0])
 
 
 class Counting(torch.optim.SGD):
@@ -301,7 +295,7 @@ def test_a_step_that_fails_leaves_the_moments_as_they_were(monkeypatch):
         train(model, optimizer, range(2, 3))
     after = tensors_of(model, optimizer)
     large = [name for name in before if name.endswith(("bits", "scale", "weight"))]
-    assert_same({name: after[name] for name in large}, {name: before[name] for name in large})
+    assert_same_state({name: after[name] for name in large}, {name: before[name] for name in large})
     assert optimizer.inner.param_groups[0]["params"] == list(model.parameters())
     assert after.keys() == before.keys()
 
@@ -331,7 +325,7 @@ def test_closures_and_gradient_scaling():
         scaler.step(both[1])
         scaler.update()
     assert len(calls) == 2
-    assert_same(tensors_of(model, both[0]), tensors_of(twin, both[1]))
+    assert_same_state(tensors_of(model, both[0]), tensors_of(twin, both[1]))
     for storage in ({"fp8_moments": True}, {"stochastic_rounding": True}):
         with pytest.raises(ValueError, match=r"optimizer_class must step without a closure.*LBFGS"):
             MasterWeights(model.parameters(), torch.optim.LBFGS, **storage)
@@ -372,20 +366,17 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(kind, storage, optim
     model = make_model(kind)
     optimizer = MasterWeights(model.parameters(), optimizer_class, **storage)
     train(model, optimizer, range(3))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved = saved_and_loaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     train(model, optimizer, range(3, 6))
     train(twin, twin_optimizer, range(3, 6))
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)
     resumed = make_model(kind)
     resumed_optimizer = MasterWeights(resumed.parameters(), optimizer_class, **storage)
     resumed.load_state_dict(saved["model"])
     resumed_optimizer.load_state_dict(saved["optimizer"])
     train(resumed, resumed_optimizer, range(3, 6))
     for pair in ((resumed, resumed_optimizer), (twin, twin_optimizer)):
-        assert_same(tensors_of(*pair), tensors_of(model, optimizer))
+        assert_same_state(tensors_of(*pair), tensors_of(model, optimizer))
 
 
 def test_states_load_with_and_without_fp8_moments():
@@ -429,7 +420,7 @@ def test_quantized_moments_of_another_model_are_refused(name, value):
         ValueError, match=rf"must have {name} of parameter 0 in shape .*, uint8; got"
     ):
         optimizer.load_state_dict(wrong)
-    assert_same(tensors_of(model, optimizer), before)
+    assert_same_state(tensors_of(model, optimizer), before)
 
 
 def test_moments_in_e4m3_of_older_versions_are_refused():

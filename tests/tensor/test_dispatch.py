@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import pickle
 import random
 
@@ -16,6 +15,7 @@ import float8lab
 from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor, quantize
 from float8lab.tensor.blocks import block_amax, block_of_view, expand_scale
+from tests.copies import saved_and_loaded
 from tests.same_bytes import assert_same_bytes
 from tests.tensor.dispatch_table import check_spec
 
@@ -594,10 +594,7 @@ def test_vmap_and_grad_agree_with_the_dequantized():
 def test_pickle_save_and_deepcopy(block):
     p = nn.Parameter(make((12, 20), block).to(torch.bfloat16))
     p.note = "kept"
-    file = io.BytesIO()
-    torch.save({"p": p, "tied": p}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = saved_and_loaded({"p": p, "tied": p}, weights_only=True)
     assert loaded["p"] is loaded["tied"]
     for again in (loaded["p"], pickle.loads(pickle.dumps(p)), copy.deepcopy(p), copy.copy(p)):
         assert isinstance(again, nn.Parameter)

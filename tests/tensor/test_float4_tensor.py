@@ -1,7 +1,6 @@
 """Float4Tensor: exact values, true gradients, half a byte an element."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -13,6 +12,7 @@ from float8lab import Float4Tensor
 from float8lab.formats import E8M0, MXFP4, NVFP4, Float4Spec
 from float8lab.tensor import float4_tensor
 from float8lab.tensor.float4_tensor import decode_codes, unpack
+from tests.copies import saved_and_loaded
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -177,10 +177,7 @@ def test_copies_and_files():
     layer = nn.Linear(64, 32)
     layer.weight = nn.Parameter(packed(32, 64), requires_grad=False)
     values = layer.weight.dequantize()
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    state = saved_and_loaded(layer.state_dict(), weights_only=True)
     other = nn.Linear(64, 32)
     other.load_state_dict(state)  # into an ordinary weight: the values
     assert torch.equal(other.weight.detach(), values)

@@ -148,6 +148,16 @@ def scales(products: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
+class Evil:
+    """An object that calls a function where it is unpickled."""
+
+    def __init__(self, function: Any, *values: Any) -> None:
+        self.what = function, values
+
+    def __reduce__(self) -> Any:
+        return self.what
+
+
 def pickled(state: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 

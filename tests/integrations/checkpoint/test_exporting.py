@@ -112,8 +112,7 @@ def mlp(dtype=torch.float32):
 @pytest.mark.parametrize("converted", [True, False])
 def test_bytes_are_those_of_a_forward(tmp_path, device, format, recipe, converted):
     if converted:
-        model = mlp().to(device)
-        float8lab.convert_to_float8(model, recipe)
+        model = float8lab.convert_to_float8(mlp().to(device), recipe)
         within = None
     else:
         model = nn.Sequential(
@@ -443,8 +442,7 @@ def test_stored_weights_outside_linear_layers_are_refused(tmp_path):
 
 
 def test_export_changes_nothing(tmp_path):
-    model = mlp()
-    float8lab.convert_to_float8(model, recipes.DelayedScaling())
+    model = float8lab.convert_to_float8(mlp(), recipes.DelayedScaling())
     x = torch.randn(8, 256)
     train(model, x)
     before = {k: v.clone() for k, v in float8lab.nn.ScalingState(model).state_dict().items()}

@@ -67,8 +67,7 @@ CASES = [
 @pytest.mark.parametrize(("format", "recipe"), CASES, ids=str)
 @pytest.mark.parametrize("kind", ["plain", "converted", "meta"])
 def test_a_loaded_model_computes_what_the_trained_one_does(tmp_path, device, format, recipe, kind):
-    model = mlp(torch.bfloat16).to(device)
-    float8lab.convert_to_float8(model, recipe)
+    model = float8lab.convert_to_float8(mlp(torch.bfloat16).to(device), recipe)
     export(model, tmp_path / "out", format)
     with torch.device("meta" if kind == "meta" else device):
         other = mlp(torch.bfloat16)
@@ -184,8 +183,7 @@ def test_a_checkpoint_is_a_frozen_base_for_adapters(tmp_path, format):
 
 def test_static_scales_of_activations_are_used_and_kept(tmp_path):
     recipe = recipes.DelayedScaling()
-    model = nn.Sequential(nn.Linear(64, 32))
-    float8lab.convert_to_float8(model, recipe)
+    model = float8lab.convert_to_float8(nn.Sequential(nn.Linear(64, 32)), recipe)
     x = torch.randn(8, 64)
     for _ in range(2):
         model(x).sum().backward()

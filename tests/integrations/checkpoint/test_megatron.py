@@ -17,7 +17,7 @@ from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.inspect import CheckpointError
 from float8lab.nn.precision import precisions
 from tests.integrations.checkpoint import layouts
-from tests.integrations.checkpoint.layouts import FFN, GROUPS, HEADS, HIDDEN, WORDS, Decoder
+from tests.integrations.checkpoint.layouts import FFN, GROUPS, HEADS, HIDDEN, WORDS, Decoder, Evil
 
 
 def save(state, path):
@@ -176,14 +176,6 @@ def _stored(path):
 
 class _Named:
     """An object that is no tensor."""
-
-
-class Evil:
-    def __init__(self, function, *values):
-        self.what = function, values
-
-    def __reduce__(self):
-        return self.what
 
 
 def test_nothing_of_a_file_runs(tmp_path):

@@ -16,7 +16,7 @@ from float8lab.integrations import export, load_fp8
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from tests.integrations.checkpoint.test_experts import block_fp8, checkpoint_of, nvfp4
-from tests.same_bytes import assert_same_bytes
+from tests.same_bytes import assert_same_bytes, assert_same_state
 
 # Libraries of other releases warn of their own parts as they are imported and used.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -39,8 +39,7 @@ def llama(seed=0, dtype=torch.float32):
 
 
 def trained(recipe, steps=2):
-    model = llama()
-    float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
+    model = float8lab.convert_to_float8(llama(), recipe, exclude=["lm_head"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(64, (2, 32))
     for _ in range(steps):
@@ -66,13 +65,6 @@ def read_by_transformers(path, **how):
     return model, info
 
 
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert torch.equal(a[name], b[name]), name
-
-
 @pytest.mark.parametrize(
     "recipe", [recipes.Float8BlockScaling(), recipes.DelayedScaling()], ids=str
 )
@@ -85,7 +77,7 @@ def test_transformers_loads_block_fp8(tmp_path, recipe, most):
     theirs, info = read_by_transformers(tmp_path / "out")
     assert not info["unexpected_keys"]
     ours = dequantized(tmp_path / "out")
-    assert_same(theirs.state_dict(), ours)
+    assert_same_state(theirs.state_dict(), ours)
     # Near the FP8 model: both have its weights, and this one other activations.
     with torch.no_grad():
         y, expected = theirs(tokens).logits, model(tokens).logits
@@ -108,7 +100,7 @@ def test_transformers_files_load_here(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(state, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
     theirs, _ = read_by_transformers(tmp_path / "theirs")
-    assert_same(theirs.state_dict(), dequantized(tmp_path / "theirs"))
+    assert_same_state(theirs.state_dict(), dequantized(tmp_path / "theirs"))
     # Stored in FP8: their very bytes.
     mine = llama(1)
     report = load_fp8(tmp_path / "theirs", mine)
@@ -169,7 +161,7 @@ def test_transformers_loads_compressed_tensors(tmp_path, scheme):
     theirs, _ = read_by_transformers(tmp_path / "out", **how)
     ours = dequantized(tmp_path / "out")
     found = theirs.state_dict()
-    assert_same({name: found[name] for name in ours}, ours)
+    assert_same_state({name: found[name] for name in ours}, ours)
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "channel", "block"])
@@ -215,7 +207,7 @@ def test_compressed_tensors_files_load_here(tmp_path, scheme):
     report = load_fp8(tmp_path / "theirs", mine)
     compressor.decompress_model(model)
     theirs = model.state_dict()
-    assert_same({name: theirs[name] for name in ours}, ours)
+    assert_same_state({name: theirs[name] for name in ours}, ours)
     assert len(report.fp8) == 14
     for name in report.fp8:
         assert torch.equal(mine.get_parameter(name).dequantize(), theirs[name])
@@ -240,7 +232,7 @@ def test_a_deepseek_model(tmp_path):
     # Its experts are one tensor each in transformers; on a GPU it would look for their scales.
     assert content["modules_to_not_convert"] == ["lm_head", "model.layers.1.mlp.experts"]
     theirs, _ = read_by_transformers(tmp_path / "out")
-    assert_same(theirs.state_dict(), dequantized(tmp_path / "out", plain))
+    assert_same_state(theirs.state_dict(), dequantized(tmp_path / "out", plain))
     loaded = load_fp8(tmp_path / "out", base)
     assert loaded.fp8.keys() == report.fp8.keys()
     assert len(loaded.fp8) == 16
@@ -309,7 +301,9 @@ def test_mixtures_of_experts_go_to_transformers_and_back(tmp_path, name):
     }
     theirs, info = read_by_transformers(tmp_path / "out")
     assert not info["unexpected_keys"]
-    assert_same(theirs.state_dict(), dequantized(tmp_path / "out", mixture(family, 2, **more)))
+    assert_same_state(
+        theirs.state_dict(), dequantized(tmp_path / "out", mixture(family, 2, **more))
+    )
     loaded = load_fp8(tmp_path / "out", again)
     assert loaded.fp8.keys() == report.fp8.keys()
     for path in loaded.fp8:

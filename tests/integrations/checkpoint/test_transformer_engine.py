@@ -17,7 +17,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.inspect import CheckpointError
 from float8lab.integrations import load_te_scaling
-from tests.integrations.checkpoint.layouts import pickled, saved
+from tests.integrations.checkpoint.layouts import Evil, pickled, saved
 
 NAME = "transformer_engine.common.recipe"
 
@@ -170,20 +170,12 @@ def test_from_a_file(tmp_path):
     assert load_te_scaling(tmp_path / "te.pt", layer).loaded == ("",)
 
 
-class Evil:
-    def __init__(self, path, function=os.mkdir):
-        self.path, self.function = path, function
-
-    def __reduce__(self):
-        return self.function, (self.path,)
-
-
 def evil_states(path):
     inner = io.BytesIO()
-    torch.save(Evil(path), inner)
-    nested = pickle.dumps(Evil(inner.getvalue(), torch.storage._load_from_bytes))
-    yield pickled({"scale_fwd": Evil(path)})
-    yield saved({"scale_fwd": Evil(path)})
+    torch.save(Evil(os.mkdir, path), inner)
+    nested = pickle.dumps(Evil(torch.storage._load_from_bytes, inner.getvalue()))
+    yield pickled({"scale_fwd": Evil(os.mkdir, path)})
+    yield saved({"scale_fwd": Evil(os.mkdir, path)})
     yield torch.frombuffer(bytearray(nested), dtype=torch.uint8)
     for attribute in ("os\nmkdir", "builtins\neval", "torch\nload", "torch.serialization\nload"):
         text = f"c{attribute}\n(V{path}\ntR.".encode()
@@ -204,7 +196,7 @@ def test_nothing_of_a_pickle_runs(tmp_path):
         assert not made.exists()
         count += 1
     assert count == 8
-    pickle.loads(pickle.dumps(Evil(str(made))))
+    pickle.loads(pickle.dumps(Evil(os.mkdir, str(made))))
     assert made.exists()  # it would have been made
 
 

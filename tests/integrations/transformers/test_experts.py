@@ -288,8 +288,7 @@ def test_lora_on_parameters_of_experts() -> None:
     config = peft.LoraConfig(
         r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     )
-    adapted = peft.get_peft_model(model, config)
-    float8lab.convert_to_float8(adapted)
+    adapted = float8lab.convert_to_float8(peft.get_peft_model(model, config))
     name, _ = experts_of(adapted)
     with float8lab.count_gemms() as counts:
         _, gradients = run(adapted, batch)

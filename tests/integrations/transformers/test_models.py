@@ -23,6 +23,7 @@ with warnings.catch_warnings():
 
 from tests.integrations.transformers.models import FAMILIES, build, emulated, run
 from tests.nn.models import report_of
+from tests.same_bytes import assert_same_state
 
 DELAYED = recipes.DelayedScaling(
     amax_history_len=8, amax_compute_algo="max", power_of_2_scale=False
@@ -158,8 +159,7 @@ def test_conv1d_stays_what_it_is() -> None:
 @pytest.mark.parametrize(("out_features", "in_features"), [(0, 16), (16, 0)])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
 def test_conv1d_without_features(out_features: int, in_features: int) -> None:
-    model = nn.Sequential(Conv1D(out_features, in_features))
-    float8lab.convert_to_float8(model)
+    model = float8lab.convert_to_float8(nn.Sequential(Conv1D(out_features, in_features)))
     x = torch.ones(3, in_features, requires_grad=True)
     y = model(x)
     assert torch.equal(y, torch.zeros(3, out_features))
@@ -241,10 +241,7 @@ def test_saves_what_the_plain_model_saves(family: str, tmp_path: Path) -> None:
     loaded, info = type(model).from_pretrained(tmp_path / "fp8", output_loading_info=True)
     assert not any(info.values())
     assert not any(isinstance(m, (float8lab.Linear, Float8Conv1D)) for m in loaded.modules())
-    for (name, got), (_, expected) in zip(
-        loaded.state_dict().items(), model.state_dict().items(), strict=True
-    ):
-        assert torch.equal(got, expected), name
+    assert_same_state(loaded.state_dict(), model.state_dict())
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == (loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight)
     assert tied == (family != "qwen3_moe")

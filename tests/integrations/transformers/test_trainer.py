@@ -107,8 +107,7 @@ def test_checkpoints_are_the_plain_models(whole: Any) -> None:
 
 def test_two_lines_without_the_callback_train_alike(tmp_path: Path) -> None:
     """``convert_to_float8`` before the Trainer; where nothing is delayed there is no state."""
-    model = build("llama")[0]
-    float8lab.convert_to_float8(model)
+    model = float8lab.convert_to_float8(build("llama")[0])
     report = str(float8lab.conversion_report(model))
     one = trainer(tmp_path / "a", 4, Float8Callback(DELAYED), model)
     one.train()
