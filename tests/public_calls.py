@@ -65,9 +65,7 @@ def _model() -> nn.Sequential:
 
 
 def _converted() -> nn.Sequential:
-    model = _model()
-    float8lab.convert_to_float8(model)
-    return model
+    return float8lab.convert_to_float8(_model())
 
 
 def _constant(**arguments: Any) -> Callable[[Path], dict[str, Any]]:

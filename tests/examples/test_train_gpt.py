@@ -133,8 +133,7 @@ def test_same_seed_gives_same_losses(tmp_path):
 )
 def test_exclude_replaces_the_default(names, converted):
     args = train_gpt.parse([word for name in names for word in ("--exclude", name)])
-    model = gpt.GPT(CONFIG)
-    float8lab.convert_to_float8(model, exclude=train_gpt.excluded(args))
+    model = float8lab.convert_to_float8(gpt.GPT(CONFIG), exclude=train_gpt.excluded(args))
     assert len(float8lab.conversion_report(model).converted) == converted
 
 

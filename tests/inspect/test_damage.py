@@ -187,8 +187,7 @@ def test_overrides_reduce_the_error(seed):
     found = inspect.sensitivity(model, x, square)
     errors = []
     for overrides in ({}, found.overrides(), found.overrides(0.0)):
-        again = copy.deepcopy(model)
-        float8lab.convert_to_float8(again, overrides=overrides)
+        again = float8lab.convert_to_float8(copy.deepcopy(model), overrides=overrides)
         errors.append(error(gradients(again, x), right))
     assert errors[0] > 2 * errors[1] > 0 == errors[2]
 

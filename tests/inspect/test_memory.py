@@ -92,8 +92,7 @@ def test_saved_activations_are_those_that_other_hooks_see(recipe):
 def test_the_meta_device_gives_the_same_sizes(recipe):
     sizes = []
     for device in ("cpu", "meta"):
-        model = mlp(device=device)
-        float8lab.convert_to_float8(model, recipe)
+        model = float8lab.convert_to_float8(mlp(device=device), recipe)
         report = inspect.memory_report(model, torch.empty(ROWS, 64, device=device).fill_(1))
         sizes.append(report.layers)
     assert sizes[0] == sizes[1]

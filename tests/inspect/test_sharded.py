@@ -96,8 +96,7 @@ def shard(model: nn.Sequential) -> nn.Sequential:
 def check_weights_that_are_gathered_in_fp8(ranks: Ranks) -> None:
     for recipe in [*RECIPES, DelayedScaling()]:
         torch.manual_seed(0)
-        model = make(ranks.device)
-        float8lab.convert_to_float8(model, recipe)
+        model = float8lab.convert_to_float8(make(ranks.device), recipe)
         weight = model[0].weight.detach().clone()
         spec = recipe.linear.w
         whole = float8lab.quantize(weight, block=spec.block, scale_rule=spec.scale_rule)
@@ -148,8 +147,7 @@ def check_weights_that_are_stored_in_fp8(ranks: Ranks) -> None:
 
 
 def check_weights_that_are_gathered_in_high_precision(ranks: Ranks) -> None:
-    model = make(ranks.device)
-    float8lab.convert_to_float8(model, fp8_all_gather=False)
+    model = float8lab.convert_to_float8(make(ranks.device), fp8_all_gather=False)
     weight = model[0].weight.detach().clone()
     shard(model)
     with watch(model, layers="0") as w:
@@ -159,8 +157,7 @@ def check_weights_that_are_gathered_in_high_precision(ranks: Ranks) -> None:
 
 
 def check_a_file_for_each_rank(ranks: Ranks) -> None:
-    model = make(ranks.device)
-    float8lab.convert_to_float8(model)
+    model = float8lab.convert_to_float8(make(ranks.device))
     with pytest.raises(ValueError, match=r"jsonl must have \{rank\} in it in a job of 2 ranks"):
         watch(model, jsonl="log.jsonl")
     with watch(model, jsonl=ranks.tmp_path / "log.{rank}.jsonl") as w:
@@ -169,8 +166,7 @@ def check_a_file_for_each_rank(ranks: Ranks) -> None:
 
 
 def check_find_nan_on_one_rank(ranks: Ranks) -> None:
-    model = make(ranks.device)
-    float8lab.convert_to_float8(model)
+    model = float8lab.convert_to_float8(make(ranks.device))
     shard(model)
     before = [p.to_local().detach().clone() for p in model.parameters()]
     x = torch.randn(8, 64, device=ranks.device)
@@ -202,8 +198,7 @@ def check_a_model_that_is_gathered_still_trains(ranks: Ranks) -> None:
 
 def check_shards_count_as_what_the_rank_holds(ranks: Ranks) -> None:
     layers = [nn.Linear(64, 64, bias=False, device=ranks.device) for _ in range(2)]
-    model = nn.Sequential(*layers)
-    float8lab.convert_to_float8(model)
+    model = float8lab.convert_to_float8(nn.Sequential(*layers))
     for layer in model:
         fully_shard(layer, mesh=ranks.mesh())
     fully_shard(model, mesh=ranks.mesh())

@@ -117,6 +117,13 @@ def report_of(model, *args, **kwargs):
     return float8lab.conversion_report(float8lab.convert_to_float8(model, *args, **kwargs))
 
 
+def gemms_of(call, *args, **kwargs):
+    """How many GEMMs of a call run in FP8, and how many in high precision."""
+    with float8lab.count_gemms() as counts:
+        call(*args, **kwargs)
+    return counts.fp8, counts.high_precision
+
+
 def saved_bytes(module, x, recipe=None):
     """Bytes of activations that backward keeps, parameters left out."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}

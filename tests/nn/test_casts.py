@@ -174,8 +174,7 @@ def test_an_operand_may_be_cast_unlike_its_transpose():
     def rounded(t, spec):
         return float8lab.quantize(t, spec.fp8_dtype, block=spec.block).dequantize()
 
-    layer = nn.Linear(48, 16, bias=False)
-    float8lab.convert_to_float8(layer, recipe)
+    layer = float8lab.convert_to_float8(nn.Linear(48, 16, bias=False), recipe)
     layer.weight.data.copy_(w)
     leaf = x.clone().requires_grad_()
     y = layer(leaf)

@@ -63,8 +63,7 @@ def test_products_of_float8_tensors():
 
 
 def test_recomputation_is_counted():
-    model = nn.Sequential(nn.Linear(8, 8))
-    float8lab.convert_to_float8(model)
+    model = float8lab.convert_to_float8(nn.Sequential(nn.Linear(8, 8)))
     x = torch.randn(4, 8, requires_grad=True)
     with float8lab.count_gemms() as counts:
         checkpoint(model, x, use_reentrant=False).sum().backward()
@@ -72,16 +71,14 @@ def test_recomputation_is_counted():
 
 
 def test_formats_without_an_fp8_gemm_count_as_high_precision():
-    layer = nn.Linear(8, 8)
-    float8lab.convert_to_float8(layer, recipes.MXFP8BlockScaling())
+    layer = float8lab.convert_to_float8(nn.Linear(8, 8), recipes.MXFP8BlockScaling())
     with float8lab.count_gemms() as counts:
         layer(torch.randn(4, 8))
     assert (counts.fp8, counts.high_precision) == (0, 1)
 
 
 def test_nothing_is_counted_outside_the_block():
-    layer = nn.Linear(8, 8)
-    float8lab.convert_to_float8(layer)
+    layer = float8lab.convert_to_float8(nn.Linear(8, 8))
     with float8lab.count_gemms() as counts:
         pass
     layer(torch.randn(4, 8))

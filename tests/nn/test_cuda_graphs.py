@@ -133,8 +133,7 @@ def test_what_stands_for_a_module_in_graphs_is_where_its_parameters_are(make):
     assert devices(module.cuda()) == {"cuda"}
     assert devices(copy.deepcopy(module)) == {"cuda"}
     assert devices(make(device="meta").to_empty(device="cuda")) == {"cuda"}
-    model = nn.Sequential(nn.Linear(32, 48)).cuda()
-    float8lab.convert_to_float8(model, RECIPES["delayed"])
+    model = float8lab.convert_to_float8(nn.Sequential(nn.Linear(32, 48)).cuda(), RECIPES["delayed"])
     assert devices(model) == {"cuda"}
 
 
@@ -310,8 +309,7 @@ def test_graphed_weights_stored_in_fp8_and_keyword_arguments(recipe):
         def forward(self, x, *, factor):
             return self.layer(x) * factor
 
-    model = Scaled()
-    float8lab.convert_to_float8(model, recipe)
+    model = float8lab.convert_to_float8(Scaled(), recipe)
     eager = copy.deepcopy(model)
     factor = torch.full((1,), 2.0, device="cuda", dtype=torch.bfloat16)
     float8lab.make_graphed_callables(model, (batch(0),), sample_kwargs={"factor": factor})
@@ -623,8 +621,7 @@ def test_graphed_modules_equal_eager(recipe, make):
 
 @each_recipe_on_a_gpu
 def test_a_graphed_stack_equals_eager(recipe):
-    eager = GPT(width=64, checkpointed=(False, False)).cuda()
-    float8lab.convert_to_float8(eager, recipe)
+    eager = float8lab.convert_to_float8(GPT(width=64, checkpointed=(False, False)).cuda(), recipe)
     model = copy.deepcopy(eager)
     for block in model.blocks:
         for layer in (block.norm1, block.qkv, block.proj, block.norm2, block.up, block.down):

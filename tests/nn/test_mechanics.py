@@ -72,8 +72,7 @@ def test_anomaly_mode_changes_nothing(recipe):
 def test_a_weight_shared_by_two_layers(recipe):
     first, second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
     second.weight = first.weight
-    model = nn.Sequential(first, second)
-    float8lab.convert_to_float8(model, recipe)
+    model = float8lab.convert_to_float8(nn.Sequential(first, second), recipe)
     apart = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
     for layer in apart:
         layer.load_state_dict(first.state_dict())

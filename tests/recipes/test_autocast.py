@@ -15,6 +15,7 @@ from float8lab import recipes
 from float8lab.recipes.delayed import RECORDED
 from float8lab.recipes.region import STATE, Region
 from tests.near_ties import by_multiplying, near_ties
+from tests.nn.models import gemms_of, same_gradients
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 CURRENT = recipes.Float8CurrentScaling()
@@ -108,33 +109,26 @@ def test_older_spelling_and_no_recipe_which_means_delayed_scaling():
     assert steps(m, recipes.DelayedScaling()) == [1, 1, 0]
 
 
-def gemms(module, x):
-    with float8lab.count_gemms() as counts:
-        module(x)
-    return counts.fp8, counts.high_precision
-
-
 def test_precedence_of_recipes():
     x = torch.randn(4, 32)
     plain = layer()
-    assert gemms(plain, x) == (0, 1)  # outside autocast: high precision
+    assert gemms_of(plain, x) == (0, 1)  # outside autocast: high precision
     with float8lab.autocast(enabled=False):
-        assert gemms(plain, x) == (0, 1)
+        assert gemms_of(plain, x) == (0, 1)
         with float8lab.autocast(recipe=CURRENT):
-            assert gemms(plain, x) == (1, 0)
+            assert gemms_of(plain, x) == (1, 0)
     converted = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     float8lab.convert_to_float8(converted, CURRENT, overrides={"1": None})
-    assert gemms(converted, x) == (1, 1)
+    assert gemms_of(converted, x) == (1, 1)
     with float8lab.autocast(recipe=DELAYED):  # overrides the recipe of 0, not the pinned one of 1
-        assert gemms(converted, x) == (1, 1)
+        assert gemms_of(converted, x) == (1, 1)
     assert (DELAYED, None) in converted[0]._fp8.slots
     with float8lab.autocast(enabled=False):
-        assert gemms(converted, x) == (0, 2)
+        assert gemms_of(converted, x) == (0, 2)
 
 
 def test_a_bare_autocast_leaves_a_converted_layer_its_own_recipe():
-    m = torch.nn.Linear(32, 32)
-    float8lab.convert_to_float8(m, CURRENT)
+    m = float8lab.convert_to_float8(torch.nn.Linear(32, 32), CURRENT)
     with float8lab.autocast():
         m(torch.randn(4, 32))
     assert not m._fp8.slots
@@ -418,8 +412,7 @@ def test_checkpointing_gives_the_same_numbers_and_advances_once(recipe, use_reen
         (y2 * y2).sum().backward()
         assert torch.equal(y, y2)
         assert torch.equal(x.grad, x2.grad)
-        for p, p2 in zip(plain.parameters(), saving.parameters(), strict=True):
-            assert torch.equal(p.grad, p2.grad)
+        assert same_gradients(plain, saving)
     if recipe is DELAYED:
         assert steps(saving[0]) == [3, 3, 2]
         for i in (0, 2):
@@ -528,8 +521,7 @@ def test_an_exception_in_a_converted_delayed_model_leaves_no_region_open():
                 raise KeyError("x")
             return y
 
-    model = Fails()
-    float8lab.convert_to_float8(model, DELAYED)
+    model = float8lab.convert_to_float8(Fails(), DELAYED)
     with pytest.raises(KeyError):
         model(torch.full((2, 16), 100.0))
     assert STATE.region is None
@@ -677,15 +669,15 @@ def in_thread(function):
 def test_a_region_is_in_force_on_its_own_thread_only():
     m, x = layer(), torch.randn(4, 32)
     with float8lab.autocast(recipe=CURRENT):
-        assert in_thread(lambda: gemms(m, x)) == (0, 1)
-        assert gemms(m, x) == (1, 0)
+        assert in_thread(lambda: gemms_of(m, x)) == (0, 1)
+        assert gemms_of(m, x) == (1, 0)
 
         def nested():
             with float8lab.autocast(enabled=False):
-                return gemms(m, x)
+                return gemms_of(m, x)
 
         assert in_thread(nested) == (0, 1)
-        assert gemms(m, x) == (1, 0)
+        assert gemms_of(m, x) == (1, 0)
 
 
 def test_exits_that_interleave_with_another_threads_leave_nothing_active():
@@ -808,16 +800,14 @@ def test_an_enter_that_raises_leaves_nothing_active(monkeypatch):
 def test_delayed_casts_multiply_by_the_encode_factor(again):
     recipe = recipes.DelayedScaling(power_of_2_scale=False)
     for x in near_ties(4)[:, None]:
-        model = layer(K=160)
-        float8lab.convert_to_float8(model, recipe)
+        model = float8lab.convert_to_float8(layer(K=160), recipe)
         with torch.no_grad():
             model(x)
             if again != "seeded":
                 model(x)
             if again == "loaded":
                 state = float8lab.nn.ScalingState(model).state_dict()
-                model = layer(K=160)
-                float8lab.convert_to_float8(model, recipe)
+                model = float8lab.convert_to_float8(layer(K=160), recipe)
                 float8lab.nn.ScalingState(model).load_state_dict(state)
         slots = slots_of(model, recipe)
         factors = slots.scale_for(0, x, record=False).factors

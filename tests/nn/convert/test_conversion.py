@@ -18,7 +18,7 @@ from float8lab import recipes
 from float8lab.nn.convert import matches, swap, walk
 from float8lab.nn.convert import report as reports
 from float8lab.tensor import Float8Tensor
-from tests.nn.models import report_of
+from tests.nn.models import gemms_of, report_of
 
 BLOCK = recipes.Float8BlockScaling()
 
@@ -52,13 +52,6 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def converted(report):
     return [layer.name for layer in report.converted]
-
-
-def gemms_of(model, x):
-    """How many GEMMs of a call run in FP8, and how many in high precision."""
-    with float8lab.count_gemms() as counts:
-        model(x)
-    return counts.fp8, counts.high_precision
 
 
 def warns_of_nothing(reason=""):
@@ -196,8 +189,7 @@ def test_parametrizations_survive_and_can_be_removed():
 
 
 def test_parametrizing_a_converted_layer():
-    layer = nn.Linear(16, 16)
-    float8lab.convert_to_float8(layer)
+    layer = float8lab.convert_to_float8(nn.Linear(16, 16))
     weight_norm(layer)
     assert gemms_of(layer, torch.randn(4, 16)) == (1, 0)
     float8lab.to_high_precision(layer)
@@ -258,8 +250,7 @@ class WithForward(nn.Linear):
 
 
 def test_subclasses_without_a_forward_are_converted_and_keep_their_methods():
-    layer = WithoutForward(8, 8, bias=False)
-    float8lab.convert_to_float8(layer)
+    layer = float8lab.convert_to_float8(WithoutForward(8, 8, bias=False))
     assert isinstance(layer, WithoutForward)
     assert isinstance(layer, float8lab.Linear)
     assert gemms_of(layer, torch.randn(2, 8)) == (1, 0)
@@ -371,8 +362,7 @@ class WithSubclasses(Model):
 @pytest.mark.parametrize("kind", [Model, WithSubclasses], ids=["linear", "subclasses"])
 @pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save"])
 def test_a_converted_model_can_be_copied(duplicate, kind, monkeypatch):
-    model = kind()
-    float8lab.convert_to_float8(model, recipes.DelayedScaling())
+    model = float8lab.convert_to_float8(kind(), recipes.DelayedScaling())
     for _ in range(2):
         model(TOKENS).sum().backward()
     if duplicate == "deepcopy":
@@ -776,8 +766,7 @@ predicted on Hopper, 16384 tokens, eager: 0.48 ms GPU, 0.65 ms CPU; bfloat16 0.4
         )
 
     def test_gemm_counts(self):
-        model = Model()
-        float8lab.convert_to_float8(model, exclude=["lm_head"])
+        model = float8lab.convert_to_float8(Model(), exclude=["lm_head"])
         with float8lab.count_gemms() as counts:
             model(TOKENS).sum().backward()
         self.assertExpectedInline(

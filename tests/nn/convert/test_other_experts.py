@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import float8lab
 from float8lab import recipes
-from tests.nn.models import GatedMLP, report_of
+from tests.nn.models import GatedMLP, gemms_of, report_of
 
 E, D, W = 4, 32, 24
 COUNTS = [5, 0, 9, 2]
@@ -174,9 +174,7 @@ def test_routers_stay_in_high_precision():
     assert {layer.name: layer.note for layer in report.skipped} == {
         "moe.gate": note, "skipping.gate": note, "router.0": note
     }  # fmt: skip
-    with float8lab.count_gemms() as counts:
-        model["moe"](torch.randn(9, D))
-    assert counts.high_precision == 1
+    assert gemms_of(model["moe"], torch.randn(9, D))[1] == 1
     told = float8lab.convert_to_float8(model, overrides={"moe.gate": recipes.DelayedScaling()})
     assert isinstance(told["moe"].gate, float8lab.Linear)
 
@@ -236,11 +234,7 @@ def test_the_librarys_own_modules_take_the_recipe():
         ("fc", (2, W, D)), ("mlp", (2, 2 * W, D))
     ]  # fmt: skip
     rows = torch.randn(7, D)
-    with float8lab.count_gemms() as counts:
-        model["fc"](rows, [3, 4])
-        model["mlp"].run_rows(rows, [3, 4])
-    assert (counts.fp8, counts.high_precision) == (3, 0)
+    assert gemms_of(model["fc"], rows, [3, 4]) == (1, 0)
+    assert gemms_of(model["mlp"].run_rows, rows, [3, 4]) == (2, 0)
     float8lab.to_high_precision(model)
-    with float8lab.count_gemms() as counts:
-        model["fc"](rows, [3, 4])
-    assert counts.fp8 == 0
+    assert gemms_of(model["fc"], rows, [3, 4])[0] == 0

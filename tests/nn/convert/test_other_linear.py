@@ -13,7 +13,7 @@ from float8lab import recipes
 from float8lab.nn.convert.other_linear import OtherLinear, register_linear
 from tests.distributed.ranks import RECIPES
 from tests.nn.convert.test_conversion import Halve
-from tests.nn.models import report_of
+from tests.nn.models import gemms_of, report_of
 
 
 class Transposed(nn.Module):
@@ -106,8 +106,7 @@ def test_is_undone_and_obeys_autocast():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_can_be_copied(duplicate, monkeypatch):
-    model = nn.Sequential(Transposed(16, 16))
-    float8lab.convert_to_float8(model, recipes.DelayedScaling())
+    model = float8lab.convert_to_float8(nn.Sequential(Transposed(16, 16)), recipes.DelayedScaling())
     x = torch.randn(4, 16)
     for _ in range(2):
         model(x).sum().backward()
@@ -163,9 +162,7 @@ def test_subclasses():
     assert report.skipped[0].note == (
         "WithForward has a forward of its own; name it in overrides to convert"
     )
-    with float8lab.count_gemms() as counts:
-        model(torch.randn(2, 8))
-    assert counts.fp8 == 1
+    assert gemms_of(model, torch.randn(2, 8))[0] == 1
     assert type(float8lab.to_high_precision(model)[0]) is WithoutForward
 
 

@@ -1,7 +1,6 @@
 """conversion_report: what it says of a model as it now is, and how long it is remembered."""
 
 import copy
-import io
 import logging
 import pickle
 
@@ -11,6 +10,7 @@ from torch import nn
 
 import float8lab
 from float8lab import recipes
+from tests.copies import saved_and_loaded
 
 BLOCK = recipes.Float8BlockScaling()
 
@@ -91,14 +91,8 @@ def test_copies_and_wrappers_have_the_report():
     with pytest.warns(UserWarning, match="commonest reason, of 2: bfloat16 is faster: 13 us"):
         float8lab.convert_to_float8(model, "auto", exclude=["typo"])
     expected = str(float8lab.conversion_report(model))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        torch.load(file, weights_only=False),
-    ):
+    pickled = pickle.loads(pickle.dumps(model))
+    for twin in (copy.deepcopy(model), pickled, saved_and_loaded(model)):
         assert str(float8lab.conversion_report(twin)) == expected
         assert twin.state_dict().keys() == model.state_dict().keys()
     wrapped = float8lab.conversion_report(torch.compile(model))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab.recipes import DelayedScaling, Float8CurrentScaling
+from tests.nn.models import gemms_of
 from tests.pairwise import pairwise
 
 E, H, L, S, N = 32, 4, 6, 5, 3
@@ -189,13 +190,9 @@ def test_own_forward_and_exclusions():
         "b.out_proj": "excluded by 'b.out_proj'",
     }
     x = torch.randn(L, N, E)
-    with float8lab.count_gemms() as counts:
-        model["b"](x, x, x, need_weights=False)
-    assert counts.fp8 == counts.high_precision == 1
+    assert gemms_of(model["b"], x, x, x, need_weights=False) == (1, 1)
     float8lab.convert_to_float8(model, overrides={"a": Float8CurrentScaling()})
-    with float8lab.count_gemms() as counts:
-        model["a"](x, x, x, need_weights=False)
-    assert counts.fp8 == 2
+    assert gemms_of(model["a"], x, x, x, need_weights=False)[0] == 2
 
 
 def test_lazy_linear_converts_when_it_materialises():
@@ -203,9 +200,7 @@ def test_lazy_linear_converts_when_it_materialises():
     model = copy.deepcopy(float8lab.convert_to_float8(model, Float8CurrentScaling()))
     report = float8lab.conversion_report(model)
     assert report.skipped[0].note.endswith("converts when it materialises")
-    with float8lab.count_gemms() as counts:
-        model(torch.randn(4, 32))
-    assert counts.fp8 == 2
+    assert gemms_of(model, torch.randn(4, 32))[0] == 2
     assert type(model[0]) is float8lab.Linear
     assert not float8lab.conversion_report(model).skipped
 
