@@ -232,7 +232,7 @@ def test_reset_gives_back_what_was_given(monkeypatch):
             return x
 
     def record(units, *_, **__):
-        return [Replayed(unit, exact=False) for unit in units]
+        return [Replayed(unit, exact=False, allow_unused=False) for unit in units]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
