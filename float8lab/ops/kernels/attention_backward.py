@@ -67,13 +67,13 @@ DS_SCALE = gl.constexpr(2.0**-18)
 DECODE = gl.constexpr(2.0**10)
 """``1 / (DS_SCALE * 2 ** P_BITS)``."""
 CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS = map(gl.constexpr, (224, 40, 24))
+# How tiles lie in shared memory: FP8 data, their transpose, float16, and numbers of queries.
 LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
-"""Of tiles of [ROWS, D_HEAD], then of those of [D_HEAD, ROWS], of float16 and of float32."""
 T_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(64, 8, rank=2))
 HALF = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 R_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=2))
+# How results of GEMMs lie in registers: scores, and gradients by FP8 and by float16 operands.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-"""Of 64 x 64 scores; then of sums of heads, by instructions on FP8 and on float16 operands."""
 FP8_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
@@ -163,7 +163,7 @@ def _prepare(
 
 @gluon.jit
 def _place(number, sizes, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """A tile's head and first row; its first block, where the mask stops or starts, and the end.
+    """Find a tile's head, its rows, its blocks, and the block where the mask stops or starts.
 
     A causal mask hides something in the first two blocks of queries that keys look at, and in the
     last two blocks of keys; the keys' end hides something in the last block.
@@ -202,7 +202,7 @@ def _heads_in_turn(sizes, OF_KEYS: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(arguments, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
-    """The loading warp: take numbers of tiles, tell the groups, load what they need."""
+    """Run the loading warp: it takes numbers of tiles, tells the groups, and loads for them."""
     fixed, streamed, numbers, bars, sizes, counter_ptr = arguments
     a_desc, b_desc, a_tiles, b_tiles = fixed
     fixed_full, fixed_empty, full, empty, _half_full = bars
@@ -256,7 +256,7 @@ def _convert_tiles(
     x_tiles, half_tiles, numbers, bars, sizes, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: blocks of FP8 data in float16."""
+    """Run a group of four warps that converts blocks of FP8 data to float16."""
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     fixed_full, full, half_full = bars[0], bars[2], bars[4]
     end = _tiles_in_all(sizes, OF_KEYS)
@@ -278,7 +278,7 @@ def _convert_tiles(
 
 @gluon.jit
 def _all_barriers(STAGES: gl.constexpr):
-    """Barriers of tiles, of blocks, and of blocks in float16; two groups empty one."""
+    """Make barriers of tiles, of blocks, and of blocks in float16; two groups empty one."""
     fixed_full, fixed_empty = _barriers(2, 1), _barriers(2, 2)
     full, empty, half_full = _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1)
     fence_async_shared()
@@ -293,7 +293,7 @@ def _add_queries(
     dk, dv, k, v, streamed, bars, count, factor, offset, keys, queries, MASKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One block of queries; scores are transposed, a key to a row."""
+    """Add one block of queries to the sums; scores are transposed, a key to a row."""
     q_tiles, d_tiles, t_tiles, r_tiles, half_tiles = streamed
     full, empty, half_full = bars
     stage = count % STAGES
@@ -327,7 +327,7 @@ def _add_queries(
 
 @gluon.jit
 def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
-    """A group of four warps: its keys of every tile, all the queries."""
+    """Run a group of four warps: its keys of every tile look at all the queries."""
     k_tiles, v_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
     fixed_full, fixed_empty, full, empty, half_full = bars
     block_bars = full, empty, half_full
@@ -426,7 +426,7 @@ def _keys_kernel(
 
 @gluon.jit
 def _multiply_scores(s, dp, q, d, streamed, bars, count, present, STAGES: gl.constexpr):
-    """The GEMMs of a block's scores and the probabilities' gradients, in flight."""
+    """Start the GEMMs of a block's scores and of the probabilities' gradients."""
     k_tiles, v_tiles, _ = streamed
     stage = count % STAGES
     mbarrier.wait(bars[0].index(stage), (count // STAGES) & 1, pred=present)
@@ -441,7 +441,7 @@ def _add_keys(
     s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, last_key, key, more,
     MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One block of keys, whose scores are there, and the scores of the next."""
+    """Add one block of keys, whose scores are there, and compute the scores of the next."""
     empty, half_full = bars[1], bars[2]
     stage = count % STAGES
     x = s * factor - gl.expand_dims(lse, 1)
@@ -462,7 +462,7 @@ def _add_keys(
 
 @gluon.jit
 def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
-    """A group of four warps: its queries of every tile, all the keys."""
+    """Run a group of four warps: its queries of every tile look at all the keys."""
     q_tiles, d_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
     fixed_full, fixed_empty, full, empty, half_full = bars
     block_bars = full, empty, half_full
@@ -553,7 +553,7 @@ def _fp8_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
     v_scale: Tensor, out: Tensor, lse: Tensor, scale: float, *, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v by the kernels above."""
+    """Compute the gradients of q, k and v by the kernels above."""
     (B, H, SQ, _), (G, SK) = q.shape, k.shape[1:3]
     dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
     d, transposed, rows, largest, counters = _prepare(dout, out, lse.contiguous(), v_scale, G)
@@ -631,7 +631,7 @@ def _padded(x: Tensor, size: int, dim: int) -> Tensor:
 def _cudnn_backward(
     tensors: Sequence[Tensor], lse: Tensor, causal: bool, scale: float
 ) -> Sequence[Tensor]:
-    """The gradients of q, k and v; of the output's, q, k, v and the output."""
+    """Compute dq, dk and dv by cuDNN from the output's gradient, q, k, v and the output."""
     dout, q, k, v, out = tensors
     # PyTorch 2.11 remembers how cuDNN computes a problem by the strides of q, k and v alone: with
     # an output and a gradient of other strides, a later call came out wrong.
@@ -648,7 +648,7 @@ def _flash_backward(
     tensors: Sequence[Tensor], lse: Tensor, window: attention.FlashWindow, scale: float,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """The same by flash attention, for the queries and keys of a window or packed sequences."""
+    """Compute the same by flash attention, for a window's queries and keys or packed sequences."""
     SQ, SK = lse.shape[2], tensors[2].shape[2]
     sizes = window.queries, window.keys
     dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
