@@ -9,8 +9,10 @@ recompute the scores, and the gradients of the probabilities, by FP8 GEMMs. One 
 would have two GEMMs less, but would add 64 KB of the queries' gradients in memory for every 128 x
 128 scores, and the order of these sums would be chance.
 
-The gradients of the values are an FP8 GEMM of the probabilities, each times its query's scale
-relative to the head's largest. The gradients of the scores are rounded to float16, in whose range
+The gradients of the values are an FP8 GEMM of the probabilities, each times its query's scale and
+relative to the largest such weight of all queries that see a tile of keys: relative to 1, those of
+long sequences would be less than e4m3 holds. ``_queries_kernel``, which runs first, tells these
+weights. The gradients of the scores are rounded to float16, in whose range
 ``DS_SCALE`` keeps them, and multiplied by keys and queries in float16, which holds FP8 data as it
 is: a group of four warps converts each block in shared memory. Persistent tiles, two groups of
 consumers and a loading warp are as in ``attention.py``.
@@ -87,9 +89,8 @@ def _prepare_kernel(
     d_ptr,  # [B, H, PADDED, D] fp8
     transposed_ptr,  # [B, H, D, PADDED / 4] int32: bytes of four queries each
     rows_ptr,  # [3, B * H, PADDED] fp32: see _prepare
-    largest_ptr,  # [B * G] int32, zero: the bits of the largest scale
     counters_ptr,  # [2] int32, set to zero
-    H, SHARED, S, PADDED, stride_db, stride_dh, stride_ds, stride_ob, stride_oh, stride_os,
+    H, S, PADDED, stride_db, stride_dh, stride_ds, stride_ob, stride_oh, stride_os,
 ):  # fmt: skip
     program = tl.program_id(0)
     tiles = PADDED // ROWS
@@ -105,9 +106,8 @@ def _prepare_kernel(
     of_head = (head // H) * stride_ob + (head % H) * stride_oh
     at = rows.to(tl.int64)[:, None] * stride_os + columns[None, :]
     out = tl.load(out_ptr + of_head + at, mask=inside[:, None], other=0).to(tl.float32)
-    amax = tl.max(tl.abs(dout), 1)
     # A smaller scale would have no reciprocal in float32.
-    scale = tl.where(amax > 0, tl.maximum(amax / 448.0, 2.0**-100), 1.0)
+    scale = tl.maximum(tl.max(tl.abs(dout), 1) / 448.0, 2.0**-100)
     d_ptrs = d_ptr + (head * PADDED + rows)[:, None] * D_HEAD + columns[None, :]
     tl.store(d_ptrs, (dout * (1.0 / scale)[:, None]).to(tl.float8e4nv))
     # They are read from memory: ptxas of CUDA 12.8 loses converted values that are used twice.
@@ -120,8 +120,6 @@ def _prepare_kernel(
     tl.store(of_row, lse - tl.log2(scale))
     tl.store(of_row + plane, delta)
     tl.store(of_row + 2 * plane, scale)
-    largest = tl.max(tl.where(amax > 0, scale, 0.0), 0)
-    tl.atomic_max(largest_ptr + head // SHARED, largest.to(tl.int32, bitcast=True))
     # Row 16 a + 8 b + 2 c + e is byte 2 b + e of word 4 a + c, as in attention.py's _turn_kernel.
     x = tl.reshape(d.to(tl.uint8, bitcast=True), [ROWS // 16, 2, 4, 2, D_HEAD])
     even, odd = tl.split(tl.reshape(tl.permute(x, [0, 2, 4, 1, 3]), [ROWS // 4, D_HEAD, 2, 2]))
@@ -135,30 +133,28 @@ def _prepare_kernel(
 
 
 def _prepare(
-    dout: Tensor, out: Tensor, lse: Tensor, v_scale: Tensor, G: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, out: Tensor, lse: Tensor, v_scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast the output's gradient for both kernels, its rows padded to whole tiles.
 
     Returns:
         The FP8 data, the same transposed with queries in the order of the forward's keys, float32
-        ``[3, B * H, PADDED]`` of each query, the largest scale of the heads that share a key/value
-        head, and two counters that are zero. The three numbers of a query are the logarithm (of
-        two) of its sum of exponentials less that of its scale, what softmax subtracts from the
-        gradient of a probability (over the scales of query and values, times DS_SCALE), and its
-        scale.
+        ``[3, B * H, PADDED]`` of each query, and two counters that are zero. The three numbers of a
+        query are the logarithm (of two) of its sum of exponentials less that of its scale, what
+        softmax subtracts from the gradient of a probability (over the scales of query and values,
+        times DS_SCALE), and its scale.
     """
     B, H, S, D = dout.shape
     padded = round_up(S, 2 * ROWS.value)
     d = torch.empty((B, H, padded, D), dtype=E4M3, device=dout.device)
     transposed = torch.empty((B, H, D, padded), dtype=E4M3, device=dout.device)
     rows = lse.new_empty((3, B * H, padded))
-    largest = torch.zeros(B * G, dtype=torch.int32, device=dout.device)
     counters = torch.empty(2, dtype=torch.int32, device=dout.device)
     _prepare_kernel[(padded // ROWS.value * B * H,)](
-        dout, out, lse, v_scale, d, transposed.view(torch.int32), rows, largest, counters, H,
-        H // G, S, padded, *dout.stride()[:3], *out.stride()[:3], num_warps=4,
+        dout, out, lse, v_scale, d, transposed.view(torch.int32), rows, counters, H, S, padded,
+        *dout.stride()[:3], *out.stride()[:3], num_warps=4,
     )  # fmt: skip
-    return d, transposed, rows, largest.view(torch.float32), counters
+    return d, transposed, rows, counters
 
 
 @gluon.jit
@@ -325,6 +321,26 @@ def _add_queries(
     return dk, dv, count + 1
 
 
+@launched
+def _largest_kernel(
+    weights_ptr,  # [B * H, BLOCKS] fp32: of blocks of queries, logarithms of the largest weights
+    largest_ptr,  # [B * G, TILES] fp32: the largest of all queries that look at a tile of keys
+    HEADS, BLOCKS, TILES,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    lanes = program % TILES * 2 * CAUSAL + tl.arange(0, WIDTH)
+    largest = tl.full([WIDTH], -float("inf"), tl.float32)
+    for head in range(HEADS):
+        of_head = weights_ptr + (program // TILES * HEADS + head).to(tl.int64) * BLOCKS
+        for first in range(0, BLOCKS, WIDTH):
+            seen = first + lanes < BLOCKS
+            weight = tl.load(of_head + first + lanes, mask=seen, other=-float("inf"))
+            largest = tl.maximum(largest, weight)
+    # A power of two, by which results are multiplied without rounding.
+    tl.store(largest_ptr + program, tl.ceil(tl.max(largest, 0)))
+
+
 @gluon.jit
 def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
     """Run a group of four warps: its keys of every tile look at all the queries."""
@@ -345,9 +361,8 @@ def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES
         k, v = k_tiles.index(2 * side + group), v_tiles.index(2 * side + group)
         first += ROWS * group
         keys = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-        largest = gl.load(largest_ptr + row)
-        largest = gl.where(largest == 0, 1.0, largest)  # no gradient at all
-        offset = gl.log2(largest) - P_BITS
+        largest = gl.load(largest_ptr + number)
+        offset = largest - P_BITS
         dk = gl.zeros([ROWS, D_HEAD], gl.float32, HALF_SUMS)
         dv = gl.zeros([ROWS, D_HEAD], gl.float32, FP8_SUMS)
         for _head in range(_heads_in_turn(sizes, True)):
@@ -368,8 +383,8 @@ def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
         of_head = (row // G).to(gl.int64) * stride_b + (row % G).to(gl.int64) * stride_h
-        _store(dv_ptr + of_head, dv * (largest * 0.00390625), first, SK, D_HEAD, stride_s)
-        _store(dk_ptr + of_head, dk * (largest * k_factor), first, SK, D_HEAD, stride_s)
+        _store(dv_ptr + of_head, dv * gl.exp2(offset), first, SK, D_HEAD, stride_s)
+        _store(dk_ptr + of_head, dk * (gl.exp2(largest) * k_factor), first, SK, D_HEAD, stride_s)
         number = _next_number(numbers, fixed_full, pass_index)
 
 
@@ -382,7 +397,7 @@ def _keys_kernel(
     q_desc,  # [B, H, SQ, D] fp8
     d_desc,  # [B, H, PADDED, D] fp8, of _prepare
     q_scale_ptr, k_scale_ptr, v_scale_ptr,  # [1] fp32
-    largest_ptr,  # [B * G] fp32
+    largest_ptr,  # [B * G, tiles] fp32, of _largest_kernel
     dk_ptr,  # [B, G, SK, D]
     dv_ptr,  # [B, G, SK, D]
     counter_ptr,  # [1] int32, zero
@@ -437,11 +452,20 @@ def _multiply_scores(s, dp, q, d, streamed, bars, count, present, STAGES: gl.con
 
 
 @gluon.jit
+def _largest_scores(x):
+    """Reduce a tile of scores to eight columns, between which lie a thread's own."""
+    return gl.max(gl.max(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8]), 2), 1)
+
+
+@gluon.jit
 def _add_keys(
-    s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, last_key, key, more,
+    s, dp, dq, top, q, d, streamed, bars, count, factor, lse, delta, last_key, key, more,
     MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add one block of keys, whose scores are there, and compute the scores of the next."""
+    """Add one block of keys, whose scores are there, and compute the scores of the next.
+
+    ``top`` has the largest logarithms of probabilities so far, as ``_largest_scores`` gives them.
+    """
     empty, half_full = bars[1], bars[2]
     stage = count % STAGES
     x = s * factor - gl.expand_dims(lse, 1)
@@ -455,9 +479,10 @@ def _add_keys(
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dq.type.layout, 2), assert_trivial=True)
     mbarrier.wait(half_full.index(stage), (count // STAGES) & 1)
     dq = warpgroup_mma(ds, streamed[2].index(stage), dq, is_async=True)
+    top = gl.maximum(top, _largest_scores(x))
     s, dp, dq = warpgroup_mma_wait(0, (s, dp, dq))
     mbarrier.arrive(empty.index(stage), count=1)
-    return s, dp, dq, count + 1
+    return s, dp, dq, top, count + 1
 
 
 @gluon.jit
@@ -466,7 +491,7 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
     q_tiles, d_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
     fixed_full, fixed_empty, full, empty, half_full = bars
     block_bars = full, empty, half_full
-    factor, q_factor, rows_ptr = scales
+    factor, q_factor, rows_ptr, weights_ptr = scales
     dq_ptr, stride_b, stride_h, stride_s, PADDED = outs
     B, H, _, SQ, SK = sizes
     end = _tiles_in_all(sizes, False)
@@ -488,18 +513,22 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
         zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
         s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
         s, dp = warpgroup_mma_wait(0, (s, dp))
+        top = _largest_scores(zeros) - float("inf")
         for block in range(start, between):
-            s, dp, dq, count = _add_keys(
-                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, last_key, block,
-                True, False, STAGES,
+            s, dp, dq, top, count = _add_keys(
+                s, dp, dq, top, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
+                block, True, False, STAGES,
             )  # fmt: skip
         for block in range(between, stop):
-            s, dp, dq, count = _add_keys(
-                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
+            s, dp, dq, top, count = _add_keys(
+                s, dp, dq, top, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
                 block * ROWS, block < stop - 1, True, STAGES,
             )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
+        weight = gl.convert_layout(gl.max(top, 1), row_scale.type.layout) + gl.log2(row_scale)
+        at = row.to(gl.int64) * (PADDED // ROWS) + first // ROWS
+        gl.store(weights_ptr + at, gl.max(weight, 0) - P_BITS)
         decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, HALF_SUMS))
         of_head = (row // H).to(gl.int64) * stride_b + (row % H).to(gl.int64) * stride_h
         _store(dq_ptr + of_head, dq * gl.expand_dims(decode, 1), first, SQ, D_HEAD, stride_s)
@@ -514,6 +543,7 @@ def _queries_kernel(
     v_desc,  # [B, G, SK, D] fp8
     q_scale_ptr, k_scale_ptr, v_scale_ptr,  # [1] fp32
     rows_ptr,  # [3, B * H, PADDED] fp32, of _prepare
+    weights_ptr,  # [B * H, PADDED / ROWS] fp32, for _largest_kernel
     dq_ptr,  # [B, H, SQ, D]
     counter_ptr,  # [1] int32, zero
     B, H, G, SQ, SK, PADDED, stride_b, stride_h, stride_s, scale,
@@ -532,7 +562,8 @@ def _queries_kernel(
     sizes = B, H, G, SQ, SK
     sums = (
         q_tiles, d_tiles, (k_tiles, v_tiles, half_tiles), numbers, bars, sizes,
-        (scales[0], scales[1], rows_ptr), (dq_ptr, stride_b, stride_h, stride_s, PADDED),
+        (scales[0], scales[1], rows_ptr, weights_ptr),
+        (dq_ptr, stride_b, stride_h, stride_s, PADDED),
     )  # fmt: skip
     fixed = q_desc, d_desc, q_tiles, d_tiles
     streamed = k_desc, v_desc, k_tiles, v_tiles
@@ -556,7 +587,8 @@ def _fp8_backward(
     """Compute the gradients of q, k and v by the kernels above."""
     (B, H, SQ, _), (G, SK) = q.shape, k.shape[1:3]
     dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
-    d, transposed, rows, largest, counters = _prepare(dout, out, lse.contiguous(), v_scale, G)
+    d, transposed, rows, counters = _prepare(dout, out, lse.contiguous(), v_scale)
+    weights = rows.new_empty((B * H, rows.shape[2] // ROWS.value))
     dq, dk, dv = (plain.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
     q_desc, k_desc, v_desc, d_desc = (
         _descriptor(_loadable(x), ROWS.value, D_HEAD.value) for x in (q, k, v, d)
@@ -566,13 +598,19 @@ def _fp8_backward(
     r_desc = TensorDescriptor.from_tensor(rows, [1, 1, ROWS.value], r_layout)
     settings = {"CAUSAL": causal, "num_warps": 4, "enable_fp_fusion": True}
     multiprocessors = _common.multiprocessors(q.device)
-    _keys_kernel[(min(multiprocessors, _common.ceil_div(SK, 2 * ROWS.value) * B * G),)](
+    _queries_kernel[(min(multiprocessors, _common.ceil_div(SQ, 2 * ROWS.value) * B * H),)](
+        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, weights, dq, counters[1:],
+        B, H, G, SQ, SK, rows.shape[2], *dq.stride()[:3], scale, STAGES=4, **settings,
+    )  # fmt: skip
+    tiles = _common.ceil_div(SK, 2 * ROWS.value) * B * G
+    largest = weights.new_empty(tiles)
+    _largest_kernel[(tiles,)](
+        weights, largest, H // G, weights.shape[1], tiles // (B * G), CAUSAL=causal, WIDTH=1024,
+        num_warps=4,
+    )  # fmt: skip
+    _keys_kernel[(min(multiprocessors, tiles),)](
         k_desc, v_desc, t_desc, r_desc, q_desc, d_desc, q_scale, k_scale, v_scale, largest, dk, dv,
         counters, B, H, G, SQ, SK, *dk.stride()[:3], scale, STAGES=3, **settings,
-    )  # fmt: skip
-    _queries_kernel[(min(multiprocessors, _common.ceil_div(SQ, 2 * ROWS.value) * B * H),)](
-        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], B, H, G,
-        SQ, SK, rows.shape[2], *dq.stride()[:3], scale, STAGES=4, **settings,
     )  # fmt: skip
     return dq, dk, dv
 
