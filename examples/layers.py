@@ -24,14 +24,14 @@ def _layer(config: GPTConfig | LlamaConfig, number: int, dtype: torch.dtype) -> 
             config.dim, config.ffn, config.n_head, config.n_group,
             hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd",
             normalization="RMSNorm", activation="swiglu", bias=False, layer_number=number,
-            params_dtype=dtype,
+            fuse_qkv_params=True, qkv_weight_interleaved=False, params_dtype=dtype,
         )  # fmt: skip
     if not config.bias:
         raise ValueError("bias must be True; got False. The LayerNorm of a layer has one.")
     return TransformerLayer(
         config.dim, 4 * config.dim, config.n_head,
         hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd", layer_number=number,
-        params_dtype=dtype,
+        fuse_qkv_params=True, qkv_weight_interleaved=False, params_dtype=dtype,
     )  # fmt: skip
 
 
@@ -41,17 +41,15 @@ def _weights(block: nn.Module) -> dict[str, Tensor]:
     for kind in ("weight", "bias"):
         found = {n.removesuffix(f".{kind}"): p for n, p in block.named_parameters() if kind in n}
         if "attention.qkv" in found:
-            queries, keys, values = found["attention.qkv"].chunk(3)
+            qkv = found["attention.qkv"]
         elif "attention.query" in found:
-            queries, keys, values = (found[f"attention.{n}"] for n in ("query", "key", "value"))
+            qkv = torch.cat([found[f"attention.{n}"] for n in ("query", "key", "value")])
         else:
             continue
         gate = [found["mlp.gate"]] if "mlp.gate" in found else []
         weights |= {
             f"self_attention.layernorm_qkv.layer_norm_{kind}": found["norm_1"],
-            f"self_attention.layernorm_qkv.query_{kind}": queries,
-            f"self_attention.layernorm_qkv.key_{kind}": keys,
-            f"self_attention.layernorm_qkv.value_{kind}": values,
+            f"self_attention.layernorm_qkv.{kind}": qkv,
             f"self_attention.proj.{kind}": found["attention.proj"],
             f"layernorm_mlp.layer_norm_{kind}": found["norm_2"],
             f"layernorm_mlp.fc1_{kind}": torch.cat([*gate, found["mlp.up"]]),

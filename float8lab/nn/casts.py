@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -29,7 +30,7 @@ from float8lab.tensor.differentiation import version_of
 from float8lab.tensor.operands import Matrix
 
 __all__ = [
-    "SHARED_CAST", "WeightSource", "amaxes_of_shards", "input_source", "keeps_fp8_data",
+    "SHARED_CAST", "WeightSource", "amaxes_of_shards", "input_source", "joined", "keeps_fp8_data",
     "kept_transpose", "note_weight", "plain", "recast", "remember_input", "show_cast", "show_gemm",
     "show_quantized", "spec_of_experts", "stored_as", "weight_source",
 ]  # fmt: skip
@@ -196,6 +197,16 @@ def stored_as(weight: Tensor, spec: Spec) -> TypeGuard[Float8Tensor]:
         return False
     block = spec.block if len(weight.spec.block) == 2 else (1, *spec.block)  # of experts
     return (weight.spec.block, weight.spec.element_dtype) == (block, spec.element_dtype)
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    """Weights below each other; stored in FP8 if they are and no block of rows has two of them."""
+    specs = {weight.spec if isinstance(weight, Float8Tensor) else None for weight in weights}
+    spec = None if torch.compiler.is_compiling() else specs.pop()
+    rows = -1 if spec is None or specs else spec.block[0]
+    if rows > 0 and all(weight.shape[0] % rows == 0 for weight in weights):
+        return torch.cat(list(weights))
+    return torch.cat([plain(weight) for weight in weights])
 
 
 def spec_of_experts(spec: Spec) -> Spec:

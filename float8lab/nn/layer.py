@@ -27,7 +27,7 @@ from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.nn import parallel, parameters
-from float8lab.nn.casts import plain, spec_of_experts
+from float8lab.nn.casts import joined, spec_of_experts
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
@@ -261,8 +261,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         biases = [getattr(self, name) for name in gemm.biases]
         if len(weights) == 1:
             return weights[0], biases[0]
-        weight = torch.cat([plain(weight) for weight in weights])
-        return weight, None if biases[0] is None else torch.cat(biases)
+        return joined(weights), None if biases[0] is None else torch.cat(biases)
 
     def _begin(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None,

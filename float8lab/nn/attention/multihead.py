@@ -20,7 +20,13 @@ from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
 from float8lab.nn.attention.inference import InferenceParams, positions_reached
 from float8lab.nn.attention.layout import QKV_FORMATS, sizes_of
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
-from float8lab.nn.attention.rotary import check_angles, check_positions, rotate_heads
+from float8lab.nn.attention.rotary import (
+    Waves,
+    check_angles,
+    check_positions,
+    rotate_heads,
+    waves_of,
+)
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear
@@ -378,8 +384,13 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         if self.qk_norm_before_rope:
             query, key = self._normalized(query, key)
         if angles is not None:
-            query = self._rotate(query, angles[0], inference_params, cu_seqlens_q)
-            key = self._rotate(key, angles[1], inference_params, lengths.cu_seqlens_of_keys)
+            cu_seqlens_k = lengths.cu_seqlens_of_keys
+            waves = self._waves_of(query, angles[0], inference_params, cu_seqlens_q)
+            query = self._rotate(query, waves)
+            are_same = angles[0] is angles[1] and cu_seqlens_k is cu_seqlens_q
+            if not are_same or self.attention_type == "cross":
+                waves = self._waves_of(key, angles[1], inference_params, cu_seqlens_k)
+            key = self._rotate(key, waves)
             # A view would keep the memory of what has been rotated until backward.
             value = value.contiguous() if torch.is_grad_enabled() else value
         if not self.qk_norm_before_rope:
@@ -488,20 +499,24 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             return query, key
         return self.q_norm(query), self.k_norm(key)
 
-    def _rotate(
+    def _waves_of(
         self, x: Tensor, angles: Tensor, inference_params: InferenceParams | None,
         cu_seqlens: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Waves:  # fmt: skip
         start, context = None, self.context_parallel
+        is_packed = self.qkv_format == "thd"
         if inference_params is not None:
             sequences = inference_params.sequences(x.device)
             if sequences is None:
                 angles = angles[inference_params.sequence_len_offset :]
             else:
-                start, cu_seqlens = sequences[1], F.pad(sequences[2].cumsum(0), (1, 0)).int()
-        cu_seqlens = cu_seqlens if self.qkv_format == "thd" else None
-        return rotate_heads(
-            x, angles, self.qkv_format, interleaved=self.rotary_pos_interleaved,
-            start_positions=start, cu_seqlens=cu_seqlens, name="rotary_pos_emb",
+                start = sequences[1]
+                cu_seqlens = F.pad(sequences[2].cumsum(0), (1, 0)).int() if is_packed else None
+        return waves_of(
+            x, angles, self.qkv_format, start_positions=start, name="rotary_pos_emb",
+            cu_seqlens=cu_seqlens if is_packed else None,
             ranks=ONE_RANK if context is None else context.ranks,
         )  # fmt: skip
+
+    def _rotate(self, x: Tensor, waves: Waves) -> Tensor:
+        return rotate_heads(x, waves, self.qkv_format, interleaved=self.rotary_pos_interleaved)

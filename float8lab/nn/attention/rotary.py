@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ from float8lab.tensor.differentiation import AutogradContext
 
 __all__ = [
     "RotaryPositionEmbedding", "apply_rotary_pos_emb", "check_angles", "check_positions",
-    "rotate_heads",
+    "rotate_heads", "waves_of",
 ]  # fmt: skip
 
 
@@ -167,10 +169,11 @@ def apply_rotary_pos_emb(
     elif tokens is not None:
         of = " of cp_size ranks" if cp_size > 1 else ""
         check_positions("freqs", freqs, tokens, of)
-    return rotate_heads(
-        t, freqs, tensor_format, interleaved=interleaved, start_positions=start_positions,
-        cu_seqlens=cu_seqlens, ranks=TokenRanks(cp_size, cp_rank),
-    )  # fmt: skip
+    ranks = TokenRanks(cp_size, cp_rank)
+    waves = waves_of(
+        t, freqs, tensor_format, start_positions=start_positions, cu_seqlens=cu_seqlens, ranks=ranks
+    )
+    return rotate_heads(t, waves, tensor_format, interleaved=interleaved)
 
 
 def _check_starts(starts: Tensor, rows: int, tokens: int | None, freqs: Tensor) -> None:
@@ -216,12 +219,18 @@ def check_positions(name: str, freqs: Tensor, count: int, of: str = "") -> None:
         )
 
 
-def rotate_heads(
-    t: Tensor, freqs: Tensor, tensor_format: str, *, interleaved: bool,
-    start_positions: Tensor | None, cu_seqlens: Tensor | None, name: str = "freqs",
-    ranks: TokenRanks = ONE_RANK,
-) -> Tensor:  # fmt: skip
-    """Run ``apply_rotary_pos_emb`` on checked arguments; padding may begin beyond the angles.
+class Waves(NamedTuple):
+    """Cosines and sines of the angles by which heads are rotated, which broadcast to them."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def waves_of(
+    t: Tensor, freqs: Tensor, tensor_format: str, *, start_positions: Tensor | None,
+    cu_seqlens: Tensor | None, name: str = "freqs", ranks: TokenRanks = ONE_RANK,
+) -> Waves:  # fmt: skip
+    """Look up the angles of tokens ``t``; padding may begin beyond the last angle.
 
     Args:
         cu_seqlens: ``[B + 1]``, for thd alone.
@@ -251,8 +260,13 @@ def rotate_heads(
             index = start_positions.view(-1, 1) + _tokens_of_rank(None, S, ranks, t.device)
             angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
         angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
-    cos, sin = angles.cos(), angles.sin()
-    if not _takes_op(t, angles):
+    return Waves(angles.cos(), angles.sin())
+
+
+def rotate_heads(t: Tensor, waves: Waves, tensor_format: str, *, interleaved: bool) -> Tensor:
+    """Run ``apply_rotary_pos_emb`` on checked arguments."""
+    cos, sin = waves
+    if not _takes_op(t, cos):
         return rotate(t, cos, sin, interleaved, False)
     if tensor_format == "thd":
         t, cos, sin = (x.unsqueeze(1) for x in (t, cos, sin))
@@ -260,13 +274,13 @@ def rotate_heads(
     return rotated.squeeze(1) if tensor_format == "thd" else rotated
 
 
-def _takes_op(t: Tensor, angles: Tensor) -> bool:
+def _takes_op(t: Tensor, cos: Tensor) -> bool:
     """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated."""
     # It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
     # be recomputed for every head.
     if torch._C._are_functorch_transforms_active():
         return False
-    plain = type(t) in (Tensor, nn.Parameter) and not angles.requires_grad
+    plain = type(t) in (Tensor, nn.Parameter) and not cos.requires_grad
     return plain and t.is_cuda and t.dtype in HIGH_PRECISION_DTYPES
 
 
