@@ -25,7 +25,7 @@ from float8lab.ops import reference
 from float8lab.ops.cast import empty_scale
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels import prologue as prologues
-from float8lab.ops.kernels._common import load_tile, nan_for_infinity, scale_from_amax, widen
+from float8lab.ops.kernels._common import nan_for_infinity, scale_from_amax, widen
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
@@ -128,9 +128,8 @@ def _amax_rows_columns(
 
 
 def _scales_of_rows(
-    matrix: Matrix, options: _How, tile: _common.Tile, *, write: bool, transpose: bool,
-    given: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    matrix: Matrix, options: _How, tile: _common.Tile, given: Tensor | None, *, write: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Scales of rows and of columns, the encode factors of both, and the amaxes of the columns.
 
     These are returned of a written matrix of which the columns alone are cast. ``given`` are the
@@ -140,7 +139,7 @@ def _scales_of_rows(
     rows, columns = (round_up(size, align) for size in prologue_shape(*matrix[:2]))
     amaxes = first.new_zeros(rows + columns, dtype=torch.int32)
     if given is None:
-        _amax_rows_columns(matrix, amaxes, rows, tile, write, transpose)
+        _amax_rows_columns(matrix, amaxes, rows, tile, write, transpose=True)
     else:
         amaxes[rows:].view(torch.float32).copy_(given.view(-1))
     columns_alone = given is None and not write and not matrix[0]
@@ -273,22 +272,22 @@ def _cast(
 
 @triton.jit
 def write_rows(
-    x_ptr,  # [M, K] any float
+    inputs,  # of ``load``
     q_ptr,  # [ROWS, COLUMNS] fp8
     scale_ptr, amax_ptr,  # [ROWS] fp32
-    tile, M, K, ROWS, COLUMNS, stride_xm, stride_xk, eps,
+    tile, M, K, ROWS, COLUMNS, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr,
     SINGLE: tl.constexpr,  # a tile holds whole rows
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Quantize the rows of tile number ``tile``."""
     rows = tile.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     chunk = tl.arange(0, TILE_K).to(tl.int64)
-    x = load_tile(x_ptr, rows, chunk, M, K, stride_xm, stride_xk).to(tl.float32)
+    x = load(inputs, rows, chunk, 0, M, K, VALUES, TILE_K).to(tl.float32)
     bits = _common.abs_bits(x)
     if not SINGLE:
         for start in range(TILE_K, K, TILE_K):
-            x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
+            x = load(inputs, rows, start + chunk, 0, M, K, VALUES, TILE_K).to(tl.float32)
             bits = tl.maximum(bits, _common.abs_bits(x))
     row_amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
     scale, encode = scale_from_amax(row_amax, tl.cast(eps, tl.float32), LIMIT, RULE)
@@ -297,7 +296,7 @@ def write_rows(
 
     for start in range(0, TILE_K if SINGLE else COLUMNS, TILE_K):
         if not SINGLE:
-            x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
+            x = load(inputs, rows, start + chunk, 0, M, K, VALUES, TILE_K).to(tl.float32)
         y = nan_for_infinity(x, q_ptr.dtype.element_ty) * encode[:, None]
         q = _common.saturate(y, y, q_ptr.dtype.element_ty)
         _common.store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
@@ -305,13 +304,15 @@ def write_rows(
 
 @launched
 def _quantize_rows_kernel(
-    x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, ROWS, COLUMNS, stride_xm, stride_xk, eps,
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    q_ptr, scale_ptr, amax_ptr, M, K, ROWS, COLUMNS, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, SINGLE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     write_rows(
-        x_ptr, q_ptr, scale_ptr, amax_ptr, tl.program_id(0), M, K, ROWS, COLUMNS,
-        stride_xm, stride_xk, eps, LIMIT, RULE, SINGLE, TILE_M, TILE_K,
+        inputs, q_ptr, scale_ptr, amax_ptr, tl.program_id(0), M, K, ROWS, COLUMNS, eps,
+        LIMIT, RULE, SINGLE, VALUES, TILE_M, TILE_K,
     )  # fmt: skip
 
 
@@ -323,12 +324,14 @@ def row_tile(x: Tensor, columns: int) -> _common.Tile:
     return _common.Tile(rows=rows, columns=chunk, warps=8 if rows * chunk > 4096 else 4)
 
 
-def _quantize_rows(x: Tensor, q: Tensor, scale: Tensor, rule: str, eps: float) -> Tensor:
+def _quantize_rows(matrix: Matrix, q: Tensor, scale: Tensor, rule: str, eps: float) -> Tensor:
     """The amaxes."""
-    tile, amax = row_tile(x, q.shape[1]), torch.empty_like(scale)
+    tile, amax = row_tile(matrix[1][0], q.shape[1]), torch.empty_like(scale)
+    tensors, constants = prologues.arguments_of(*matrix, tile)
+    constants["VALUES"] = constants["VALUES"]._replace(halves=False)  # a tile has parts of both
     _quantize_rows_kernel[(_common.ceil_div(q.shape[0], tile.rows),)](
-        x, q, scale, amax, *x.shape, *q.shape, *x.stride(), eps,
-        LIMIT=largest(q.dtype), RULE=rule, SINGLE=q.shape[1] <= tile.columns, **tile.constants,
+        *tensors, q, scale, amax, *prologue_shape(*matrix[:2]), *q.shape, eps,
+        LIMIT=largest(q.dtype), RULE=rule, SINGLE=q.shape[1] <= tile.columns, **constants,
     )  # fmt: skip
     return amax
 
@@ -433,11 +436,6 @@ def _cast_straight(
         make_scales(encode.view(torch.int32), scale, scale, fp8_dtype, rule, eps)
         _cast(matrix, q, encode, block, "encode", eps)
         return q, scale, None
-    if prologue and block == (1, -1):
-        tile = prologues.tile_for(prologue)
-        scale, _, encode, _ = _scales_of_rows(matrix, options, tile, write=True, transpose=False)
-        _cast(matrix, q, encode.view(-1, 1), block, "encode", eps)
-        return q, scale, None
     scale = empty_scale(first, q.shape, block)
     if block == (-1, -1):
         partial = _partial_amax(matrix) if given is None else given
@@ -445,7 +443,7 @@ def _cast_straight(
         _cast(matrix, q, partial, block, rule, eps, scale=scale, amax=amax)
         return q, scale, partial if prologue and given is None else amax
     if block == (1, -1):
-        return q, scale, _quantize_rows(first, q, scale, rule, eps)
+        return q, scale, _quantize_rows(matrix, q, scale, rule, eps)
     return q, scale, _quantize_blocks(matrix, q, scale, block, rule, eps)
 
 
@@ -532,9 +530,7 @@ def _cast_words(
         assert given is not None, "the rule says so"
         scale = scale_t = None
     elif block == (1, -1):
-        scale, scale_t, given, amax = _scales_of_rows(
-            matrix, options, tile, write=write, transpose=True, given=given
-        )
+        scale, scale_t, given, amax = _scales_of_rows(matrix, options, tile, given, write=write)
     else:
         scale, scale_t = (first.new_empty((1, 1), dtype=torch.float32) for _ in range(2))
         if given is None:

@@ -20,6 +20,7 @@ from float8lab.formats import largest
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels import cast as casts
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels.prologue import Values
 
 _ALIGNMENT = 16
 """Bytes of the widest access, and columns of a matrix whose every row allows them."""
@@ -70,7 +71,7 @@ def _cast_many_kernel(
     AMAX: tl.constexpr,  # find the amaxes of all, before they are cast
     BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
     SINGLE: tl.constexpr,  # a tile holds whole rows of every matrix
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if RULE != "" and BK == 0 and BM == 0 and not AMAX:
@@ -82,9 +83,10 @@ def _cast_many_kernel(
     stride_sm, stride_sk = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
     tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
     if RULE != "" and BK == 0 and BM == 1:
+        inputs = (x_ptr, None, None, None, None, stride_xm, 1, 1, 1)
         casts.write_rows(
-            x_ptr, q_ptr, scale_ptr, amax_ptr, tile, M, K, M, K, stride_xm, 1, eps,
-            LIMIT, RULE, SINGLE, TILE_M, TILE_K,
+            inputs, q_ptr, scale_ptr, amax_ptr, tile, M, K, M, K, eps,
+            LIMIT, RULE, SINGLE, VALUES, TILE_M, TILE_K,
         )  # fmt: skip
     else:
         tile_m, tile_k, rows, columns = _common.place_of(K, TILE_M, TILE_K, tile)
@@ -228,6 +230,7 @@ def _launch_alike(
         "ALIGNED": aligned, "LIMIT": largest(jobs[0].q.dtype), "RULE": rule,
         "BM": max(block[0], 0), "BK": max(block[1], 0),
         "SINGLE": bool(rule) and block == (1, -1) and widest.shape[1] <= tile.columns,
+        "VALUES": Values("", False, False, False, _common.TRITON_DTYPES[x.dtype]),
         "TILE_M": tile.rows, "TILE_K": tile.columns,
         # Narrow accesses have an address and a mask for every element: fewer of these a thread.
         "num_warps": tile.warps if aligned else 16,
