@@ -41,7 +41,7 @@ def _weights(block: nn.Module) -> dict[str, Tensor]:
     for kind in ("weight", "bias"):
         found = {n.removesuffix(f".{kind}"): p for n, p in block.named_parameters() if kind in n}
         if "attention.qkv" in found:
-            qkv = found["attention.qkv"]
+            qkv: Tensor = found["attention.qkv"]
         elif "attention.query" in found:
             qkv = torch.cat([found[f"attention.{n}"] for n in ("query", "key", "value")])
         else:
