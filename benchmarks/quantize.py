@@ -180,8 +180,8 @@ def cases(x: Tensor) -> Iterable[Case]:
 
 
 def source_cases(source: ops.Prologue, fp8_dtype: torch.dtype) -> Iterable[Case]:
-    """What modules cast of a matrix that is computed on the way: both orientations, or the
-    transpose alone, again in backward; of gradients also the column sums, a bias's gradient.
+    """What modules cast of a matrix that is computed on the way: both orientations, or one alone
+    where backward makes the other; of gradients also the column sums, a bias's gradient.
     """
     computed = source[:3]
     encode = reference.factors_from_amax(source.amax(), fp8_dtype, "pow2")[1].view(1)
@@ -203,8 +203,12 @@ def source_cases(source: ops.Prologue, fp8_dtype: torch.dtype) -> Iterable[Case]
         for name, block, passes in (("tensor", (-1, -1), 2), ("1x128", (1, 128), 1)):
             how = (fp8_dtype, block, "fp32", 0.0, ALIGN, True, True, sums)
             yield cast(f"quantize pair {name}{more}", arguments=(*computed, *how), passes=passes)
-    how = (fp8_dtype, (1, 128), "fp32", 0.0, ALIGN, False, True)
-    yield cast("transpose 1x128", arguments=(*computed, *how))
+    for name, block, rowwise in (
+        ("transpose 1x128", (1, 128), False),
+        ("quantize row", (1, -1), True),
+    ):
+        how = (fp8_dtype, block, "fp32", 0.0, ALIGN, rowwise, not rowwise)
+        yield cast(name, arguments=(*computed, *how))
 
 
 def sources(
