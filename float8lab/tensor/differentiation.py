@@ -80,7 +80,12 @@ class Float8Function(torch.autograd.Function):
                 "jvp, ...); got a call inside one. Use torch.autograd.grad, and a batch for vmap. "
                 f"{_INSTEAD}"
             )
-        return cls.apply(*args)
+        if torch.is_grad_enabled():
+            return cls.apply(*args)
+        # Torch would say of a parameter that its gradient is needed, for which forwards make casts.
+        ctx = AutogradContext()
+        ctx.needs_input_grad = (False,) * len(args)
+        return cls.forward(ctx, *args)
 
 
 class GradientMap(Float8Function):
