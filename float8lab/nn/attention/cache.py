@@ -66,7 +66,10 @@ class Store:
     def write(self, places: Places, x: Tensor) -> None:
         """Put the head vectors of a call's tokens, of ``[B, G, S, D]``, where they belong."""
         row, token, page, position = places.tokens
-        x = x[row, :, token]  # indices on both sides of a slice: their dimension comes first
+        if len(row) == x.shape[0] * x.shape[2]:  # all of them, in this order
+            x = x.transpose(1, 2).flatten(0, 1)
+        else:
+            x = x[row, :, token]  # indices on both sides of a slice: their dimension comes first
         index = page, slice(None), position
         if self.scale is None:
             self.data[index] = x.to(self.dtype)
