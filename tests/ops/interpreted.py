@@ -27,6 +27,7 @@ from float8lab.ops.kernels import (
     attention_backward,
     cast_many,
     cross_entropy,
+    few_rows_gemm,
     grouped_cast,
     measure,
     moments,
@@ -309,6 +310,19 @@ def check_rotary() -> None:
             cos, sin = torch.randn(shape), torch.randn(shape)
             for flags in ((True, True), (True, False), (False, True), (False, False)):
                 same(*(of.rotate(t, cos, sin, *flags) for of in (rotary, rotary.reference)))
+
+
+def check_gemm_of_few_rows() -> None:
+    for M, N, K, has_bias in ((1, 64, 256, True), (17, 8224, 512, False)):
+        a, b = torch.randn(M, K).to(E4M3), torch.randn(N, K).to(E4M3)
+        scales, bias = (torch.rand(M, 1), torch.rand(N, 1)), torch.randn(N) if has_bias else None
+        out = few_rows_gemm.multiply_few_rows(a, b, *scales, bias, BF16, None)
+        want = (a.double() * scales[0]) @ (b.double() * scales[1]).t()
+        want = want if bias is None else want + bias
+        assert out is not None
+        assert out.dtype == BF16
+        assert (out - want).norm() <= 2.0**-8 * want.norm()
+    assert few_rows_gemm.multiply_few_rows(b[:33], b, *scales, None, BF16, None) is None
 
 
 def check_paged_attention() -> None:

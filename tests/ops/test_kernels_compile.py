@@ -37,6 +37,7 @@ from float8lab.ops.kernels import (
     cast_hopper,
     cast_many,
     cross_entropy,
+    few_rows_gemm,
     grouped_cast,
     grouped_gemm,
     hopper_gemm,
@@ -284,6 +285,12 @@ def groups(
     return lambda: cast_groups(cast, prologue, inputs, *rest)
 
 
+def few_rows(M: int, N: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    a, b = torch.zeros(M, 4096).to(E4M3), torch.zeros(N, 4096).to(E4M3)
+    bias, scales = None if M == 16 else torch.zeros(N), (torch.zeros(M, 1), torch.zeros(N, 1))
+    return lambda: few_rows_gemm.multiply_few_rows(a, b, *scales, bias, dtype, None)
+
+
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "groups-tensor": groups((-1, -1)),
     "groups-row": groups((1, -1)),
@@ -352,6 +359,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "128x128-both": both((128, 128)),
     "1x32-e8m0": quantized((1, 32), "e8m0"),
     "32x32-both": both((32, 32)),
+    "few-rows": few_rows(16, 4096),
+    "few-rows-wide-float32": few_rows(32, 28672, torch.float32),
     "many-tensors": many_quantized((-1, -1)),
     "many-tensors-e5m2-pow2": many_quantized((-1, -1), "pow2", E5M2, torch.bfloat16),
     "many-tensors-odd": many_quantized((-1, -1), columns=500),

@@ -20,6 +20,7 @@ from float8lab.ops.gemm import is_cublas_gemm, may_multiply
 from float8lab.ops.kernels import cublaslt
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize, transpose
+from float8lab.ops.kernels.few_rows_gemm import multiply_few_rows
 from float8lab.ops.kernels.grouped_gemm import grouped_mm
 from float8lab.ops.kernels.hopper_gemm import multiply_tiles
 from float8lab.ops.reference import ALIGN, round_up
@@ -162,6 +163,9 @@ def _multiply_rows(
     out_dtype: torch.dtype, fast_accum: bool, into: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Scales [M, 1] and [N, 1]; bfloat16 is the one output that every GPU and version supports."""
+    y = multiply_few_rows(a, b, a_scale, b_scale, bias, out_dtype, into)
+    if y is not None:
+        return y
     if out_dtype == torch.bfloat16:
         return _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)
     unit_scale = a_scale.new_ones(1)
