@@ -453,7 +453,10 @@ def _multiply_scores(s, dp, q, d, streamed, bars, count, present, STAGES: gl.con
 
 @gluon.jit
 def _largest_scores(x):
-    """Reduce a tile of scores to eight columns, between which lie a thread's own."""
+    """Reduce a tile to eight columns, its rows' largest scores in every eighth column.
+
+    A thread has all that it compares; the eight are compared once a tile of queries.
+    """
     return gl.max(gl.max(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8]), 2), 1)
 
 
