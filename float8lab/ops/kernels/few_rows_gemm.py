@@ -16,7 +16,7 @@ from float8lab.ops.kernels._launch import launched
 __all__ = ["MOST_ROWS", "multiply_few_rows"]
 
 MOST_ROWS = 32
-"""With more, Triton uses the instructions of Hopper whose sums of FP8 products are less precise."""
+"""With more, Triton uses instructions of Hopper whose sums of FP8 data are less precise."""
 _COLUMNS = 32
 
 
