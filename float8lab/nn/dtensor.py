@@ -318,10 +318,6 @@ def _made(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """A contiguous DTensor of a shape."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape),
-        stride=tuple(reversed(strides)),
-    )  # fmt: skip
+    stride = torch._prims_common.make_contiguous_strides_for(shape)
+    size = torch.Size(shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)

@@ -47,16 +47,6 @@ class _Flat(NamedTuple):
     names: tuple[str, ...]
 
 
-class _Sample(NamedTuple):
-    """A callable with arguments to record it with."""
-
-    function: _Function
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-    enabled: bool | None
-    """FP8, under ``autocast``; None: as the recipe in force says."""
-
-
 def make_graphed_callables(  # the signature is the interface that users' code is written for
     modules: Callable[..., object] | tuple[Callable[..., object], ...],
     sample_args: Sequence[Any],
@@ -138,12 +128,13 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     group = fp8_group if amax_reduction_group is None else amax_reduction_group
     ignored = ("is_first_microbatch",) if fp8_weight_caching or cache_quantized_params else ()
     described = []
-    for sample in _samples(callables, sample_args, sample_kwargs, enabled, single=single):
+    samples = _samples(callables, sample_args, sample_kwargs, enabled, single=single)
+    for function, args, kwargs, flag in samples:
         enter: _Enter = nullcontext
-        if sample.enabled is not None or calibrates:
-            enter = partial(autocast, bool(sample.enabled), calibrates, recipe, group)
-        call = _Graphed(sample.function, 0, ignored)
-        described.append((call, *call.describe_sample(sample, enter)))
+        if flag is not None or calibrates:
+            enter = partial(autocast, bool(flag), calibrates, recipe, group)
+        call = _Graphed(function, 0, ignored)
+        described.append((call, *call.describe_sample(tuple(args), kwargs, enter)))
     units = [unit for _, _, unit in described]
     recordings = record(units, num_warmup_iters, allow_unused=allow_unused_input, pool=pool)
     for (call, key, _), recorded in zip(described, recordings, strict=True):
@@ -162,8 +153,8 @@ def _check_enabled(name: str, enabled: object) -> None:
 def _samples(
     callables: tuple[_Function, ...], sample_args: Sequence[Any], sample_kwargs: Any,
     enabled: bool | Sequence[bool] | None, *, single: bool,
-) -> Iterable[_Sample]:  # fmt: skip
-    """The callables with their arguments, of which each is given alone or in a tuple."""
+) -> Iterable[tuple[_Function, Sequence[Any], Mapping[str, object], bool | None]]:  # fmt: skip
+    """Each callable with its arguments, and whether FP8 is on; all are given alone or in tuples."""
     args = (sample_args,) if single else tuple(sample_args)
     kwargs: tuple[Mapping[str, object], ...] = ({},) * len(callables)
     if sample_kwargs is not None:
@@ -175,8 +166,7 @@ def _samples(
                 f"{name} must have one entry for each of the {len(callables)} modules; got "
                 f"{len(values)}. Pass a tuple of that length."
             )
-    for function, own_args, own_kwargs, flag in zip(callables, args, kwargs, flags, strict=True):
-        yield _Sample(function, tuple(own_args), own_kwargs, flag)
+    return zip(callables, args, kwargs, flags, strict=True)
 
 
 def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _Module:
@@ -383,11 +373,20 @@ class _Graphed:
         return self._record(key, leaves, spec, tensors)
 
     def _current_structure(self) -> _Structure | None:
-        """The module's structure; None if graphs cannot hold such a module."""
+        """The module's structure; None if graphs cannot hold such a module.
+        The graphs of a module that has changed are forgotten."""
         structure = self.structure
         if structure is None or not structure.hold():
-            structure = self._follow_changes()
-        return None if structure is None or not structure.fit or any(structure.hooks) else structure
+            if structure is not None:
+                self.recorded.clear()
+                self.refused.clear()
+                self.seen.clear()
+                self.changes += 1
+            if self.limit == 0 or self.changes > 8:  # they change all the time
+                self.limit = 0
+                return None
+            structure = self.structure = _Structure(self.function)
+        return structure if structure.fit and not any(structure.hooks) else None
 
     def _recorded_for(self, key: _Key) -> Recorded | None:
         """The recording for calls of this key, unless its scales have moved since."""
@@ -406,19 +405,6 @@ class _Graphed:
             return False
         device = tensors[0].device
         return all(t.device == device for t in (*tensors, *structure.tensors))
-
-    def _follow_changes(self) -> _Structure | None:
-        """Forget the graphs of a module that has changed, and take its new structure."""
-        if self.structure is not None:
-            self.recorded.clear()
-            self.refused.clear()
-            self.seen.clear()
-            self.changes += 1
-        if self.limit == 0 or self.changes > 8:  # they change all the time
-            self.limit = 0
-            return None
-        self.structure = _Structure(self.function)
-        return self.structure
 
     def describe(
         self, leaves: Sequence[object], spec: TreeSpec | _Flat, structure: _Structure
@@ -458,9 +444,11 @@ class _Graphed:
             )  # fmt: skip
         return tuple(key), tensors
 
-    def describe_sample(self, sample: _Sample, enter: _Enter) -> tuple[_Key, Unit]:
-        """The key of calls like a sample, and the sample as it is recorded."""
-        leaves, spec = _leaves(sample.args, sample.kwargs)
+    def describe_sample(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], enter: _Enter
+    ) -> tuple[_Key, Unit]:
+        """The key of calls like one with sample arguments, and that call as it is recorded."""
+        leaves, spec = _leaves(args, kwargs)
         with inside(Trial()), enter():
             described = self.describe(leaves, spec, _Structure(self.function))
         # Without a description, as for training without gradients, no call is like this one.

@@ -508,9 +508,7 @@ def _refuse_dtensor(x: Tensor) -> None:
 
 def precisions_below(model: nn.Module) -> Iterator[Precision]:
     """The FP8 state of every GEMM of a model."""
-    for module in model.modules():
-        for _, precision in precisions(module):
-            yield precision
+    return (precision for module in model.modules() for _, precision in precisions(module))
 
 
 def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
 
-__all__ = ["Operand", "Orientations", "Quantized"]
+__all__ = ["BlockOperand", "Operand", "Orientations", "Quantized"]
 
 
 class Orientations(NamedTuple):
@@ -25,6 +26,14 @@ class Operand(NamedTuple):
     """Padded so that each dimension is a multiple of ``ALIGN``."""
     scale: Tensor
     """The decode scales."""
+
+
+class BlockOperand(NamedTuple):
+    """An operand with its block, as the GEMM ops take it: ``[rows, K]``, or a batch of these."""
+
+    data: Tensor
+    scale: Tensor
+    block: Sequence[int]
 
 
 class Quantized(NamedTuple):

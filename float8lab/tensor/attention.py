@@ -7,8 +7,6 @@ probabilities to e4m3 too, and its backward. Masks, dropout, other blocks, heads
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -44,7 +42,7 @@ def _attention(
         if factor > 0:  # what the kernel takes
             # The first query stands at the first key.
             window = (-1, 0, q.shape[2] - k.shape[2]) if is_causal else (-1, -1, 0)
-            return _Attention.run(q, k, v, _Settings(window, factor))
+            return _Attention.run(q, k, v, window, factor)
     arguments = {
         "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
     }  # fmt: skip
@@ -67,21 +65,17 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
     return fits and has_fp8_attention(q.device, q.shape[3], v.shape[3])
 
 
-class _Settings(NamedTuple):
-    window: tuple[int, int, int]
-    scale: float
-
-
 class _Attention(Float8Function):
     @staticmethod
     def forward(
-        ctx: AutogradContext, q: Float8Tensor, k: Float8Tensor, v: Float8Tensor, settings: _Settings
-    ) -> Tensor:
+        ctx: AutogradContext, q: Float8Tensor, k: Float8Tensor, v: Float8Tensor,
+        window: tuple[int, int, int], scale: float,
+    ) -> Tensor:  # fmt: skip
         for x in (q, k, v):
             x._refresh()
-        out, lse = fp8_attention_op(*_operands(q, k, v), *settings, q.dtype)
+        out, lse = fp8_attention_op(*_operands(q, k, v), window, scale, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = settings
+        ctx.settings = window, scale
         return out
 
     @staticmethod
@@ -90,7 +84,8 @@ class _Attention(Float8Function):
         *operands, out, lse = ctx.saved_tensors
         saved, needs = (*_operands(*operands), out, lse), ctx.needs_input_grad[:3]
         gradients = fp8_attention_backward_op(decoded(dout), *saved, *ctx.settings)
-        return (*(g if need else None for g, need in zip(gradients, needs, strict=True)), None)
+        given = [g if need else None for g, need in zip(gradients, needs, strict=True)]
+        return *given, None, None
 
 
 def _operands(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ quantized to match its partner; a pair that does not fit is dequantized.
 from __future__ import annotations
 
 from types import NotImplementedType
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from float8lab.formats import E8M0, HIGH_PRECISION_DTYPES, gemm_support, scales_by_column
 from float8lab.ops import Groups, scaled_mm_op, transpose_op
+from float8lab.ops.operand import BlockOperand
 from float8lab.tensor.blocks import quantize_blocks, refine_scale, with_block
 from float8lab.tensor.dispatch import implements, implements_composite
 from float8lab.tensor.float8_tensor import PLAIN, Float8Tensor
@@ -31,14 +32,6 @@ aten = torch.ops.aten
 _Block = tuple[int, int]
 _Result = Tensor | NotImplementedType
 """The output of a GEMM in FP8; ``NotImplemented`` if none does it."""
-
-
-class _Operand(NamedTuple):
-    """An operand as the GEMM ops take it: ``[rows, K]``, or ``[B, rows, K]`` of a batch."""
-
-    data: Tensor
-    scale: Tensor
-    block: _Block
 
 
 def _gemm_block(x: Tensor, transposed: bool) -> _Block | None:
@@ -72,14 +65,14 @@ def _partner_block(block: _Block | None) -> _Block | None:
     return (1, 128) if block == (128, 128) else block
 
 
-def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Operand:
+def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> BlockOperand:
     """An operand in [rows, K] or [B, rows, K] form; a matrix as GEMMs read it from memory."""
     batch = x.ndim - 2
     if not isinstance(x, Float8Tensor):
         stored = cast("Float8Tensor", partner)  # one operand at least is
         spec = with_block(stored.spec, (*(1,) * batch, *block))
         q, scale, _ = quantize_blocks(x.mT if transposed else x, spec)
-        return _Operand(q, scale, block)
+        return BlockOperand(q, scale, block)
     q, scale, rows = x.qdata, x.scale, x.spec.block[batch + transposed]
     if batch:
         scale = refine_scale(scale, x.shape[0], x.spec.block[0], 1, 0)
@@ -88,11 +81,11 @@ def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> _Op
     if rows != block[0]:
         scale = refine_scale(scale, q.shape[batch], rows, block[0], batch)
     if batch:
-        return _Operand(q, scale, block)
+        return BlockOperand(q, scale, block)
     if not q.is_contiguous():
         q = transpose_op(q.t(), 1) if q.t().is_contiguous() else q.contiguous()
     by_column = scales_by_column(block)
-    return _Operand(q, scale.t().contiguous().t() if by_column else scale.contiguous(), block)
+    return BlockOperand(q, scale.t().contiguous().t() if by_column else scale.contiguous(), block)
 
 
 def _fp8_mm(
@@ -177,5 +170,5 @@ if hasattr(aten, "_grouped_mm"):  # not every torch has it
         else:
             spec = with_block(cast("Float8Tensor", b).spec, block)
             q, scale = quantize(Groups("", (a,), a.dtype, offs), spec).rowwise
-            left = _Operand(q[:, : a.shape[1]], scale, block)
+            left = BlockOperand(q[:, : a.shape[1]], scale, block)
         return scaled_mm_op(*left, *right, None, a.dtype, False, offs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from float8lab.inspect.selfcheck.gemms import GEMM_BOUND, ExactGemm
 from float8lab.inspect.selfcheck.grid import format_of, given, name_of, with_infinities
 from float8lab.inspect.selfcheck.harness import BF16, FP32, REFERENCE, Cases, checks
 from float8lab.ops import reference
+from float8lab.ops.operand import BlockOperand
 from float8lab.ops.reference import ALIGN, SPAN, round_up
 from float8lab.ops.reference.grouped import bounds_of
 
@@ -126,14 +127,6 @@ def _check_plan_groups(cases: Cases) -> None:
             cases.agree("plan_groups_op", _offsets(sizes, index), sum(sizes) + more)
 
 
-class _Operand(NamedTuple):
-    """A cast of rows or weights in one orientation, on the CPU."""
-
-    data: Tensor
-    scale: Tensor
-    block: tuple[int, int]
-
-
 @checks("gemms", GEMM_BOUND, "scaled_mm_op", name="grouped_mm")
 def _check_grouped_mm(cases: Cases) -> None:
     many = {"many groups": _MANY} if cases.device.type == "cuda" else {}
@@ -144,7 +137,7 @@ def _check_grouped_mm(cases: Cases) -> None:
             offs = _offsets(sizes, index)
             beyond = 60 * SPAN if name in many else 9
             x, dy = (_rows(cases, sizes, columns, FP32, beyond) for columns in (144, 272))
-            operands: dict[str, _Operand] = {}
+            operands: dict[str, BlockOperand] = {}
             for key, matrix, fp8_dtype, blocks in (
                 ("x", x, E4M3, block),
                 ("dy", dy, FP8_DTYPES[index % 2], block),
@@ -153,8 +146,8 @@ def _check_grouped_mm(cases: Cases) -> None:
                 options = (fp8_dtype, blocks, rule, 0.0, ALIGN, True, True)
                 groups = None if key == "w" else offs
                 q, scale, _, q_t, scale_t, _ = _cast(*given(matrix), *options, offs=groups)
-                operands[key] = _Operand(q, scale, blocks)
-                operands[f"{key}'"] = _Operand(q_t, scale_t, blocks)
+                operands[key] = BlockOperand(q, scale, blocks)
+                operands[f"{key}'"] = BlockOperand(q_t, scale_t, blocks)
             bias = None if index % 2 else cases.normal(len(sizes), 272)
             kinds = (BF16, False), (BF16, True), (FP32, False)
             for out_dtype, fast in kinds[:1] if name in many else kinds:
@@ -171,7 +164,7 @@ def _check_grouped_mm(cases: Cases) -> None:
 
 
 def _compare_groups(
-    cases: Cases, got: Tensor, a: _Operand, b: _Operand, offs: Tensor, bias: Tensor | None,
+    cases: Cases, got: Tensor, a: BlockOperand, b: BlockOperand, offs: Tensor, bias: Tensor | None,
     out_dtype: torch.dtype, native: bool,
 ) -> None:  # fmt: skip
     """Compare a grouped GEMM group by group."""
@@ -191,11 +184,11 @@ def _compare_groups(
         cases.same(got[end:], torch.zeros_like(got[end:], device="cpu"))
 
 
-def _of_group(operand: _Operand, index: int, columns: slice) -> _Operand:
+def _of_group(operand: BlockOperand, index: int, columns: slice) -> BlockOperand:
     """The columns of a transpose that a group has, with their scales."""
     data, scale, block = operand
     if block[1] != -1:
         scale = scale[:, columns.start // block[1] : columns.stop // block[1]]
     elif scale.ndim == 3:
         scale = scale[index]
-    return _Operand(data[:, columns], scale, block)
+    return BlockOperand(data[:, columns], scale, block)

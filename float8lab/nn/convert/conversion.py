@@ -259,7 +259,8 @@ def to_high_precision(model: _Model) -> _Model:
     arguments.check_module("model", model)
     modules = list(model.modules())
     layers = [m for m in modules if isinstance(m, (Linear, OtherLinear, OtherExperts))]
-    if not all(map(_has_plain_class, layers)):
+    linears = [m for m in layers if isinstance(m, Linear)]
+    if any(m.return_bias or m._split is not None or m.tp_size > 1 for m in linears):
         raise NotImplementedError(
             "to_high_precision must find layers that torch.nn.Linear can express; got one with "
             "return_bias or parameters_split, or of several tensor-parallel ranks. Run it "
@@ -282,13 +283,6 @@ def to_high_precision(model: _Model) -> _Model:
     run_layers_of_encoders(modules)
     forget_conversion(model)
     return model
-
-
-def _has_plain_class(layer: nn.Module) -> bool:
-    """Whether there is a class in high precision that does what a converted layer does."""
-    if not isinstance(layer, Linear):
-        return True
-    return not layer.return_bias and layer._split is None and layer.tp_size == 1
 
 
 def _dequantize_parameters(module: nn.Module) -> None:

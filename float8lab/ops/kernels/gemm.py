@@ -8,7 +8,6 @@ multiplied in ``hopper_gemm.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from float8lab.ops.kernels.dequantize import dequantize, transpose
 from float8lab.ops.kernels.few_rows_gemm import multiply_few_rows
 from float8lab.ops.kernels.grouped_gemm import grouped_mm
 from float8lab.ops.kernels.hopper_gemm import multiply_tiles
+from float8lab.ops.operand import BlockOperand
 from float8lab.ops.reference import ALIGN, round_up
 
 _SCALING_TYPE: dict[tuple[int, ...], ScalingType] = {
@@ -30,14 +30,6 @@ _SCALING_TYPE: dict[tuple[int, ...], ScalingType] = {
     (1, 128): ScalingType.BlockWise1x128,
     (128, 128): ScalingType.BlockWise128x128,
 }
-
-
-class _Operand(NamedTuple):
-    """FP8 data with contiguous rows, their decode scales, and the block that shares one."""
-
-    data: Tensor
-    scale: Tensor
-    block: Sequence[int]
 
 
 @replayed
@@ -52,7 +44,7 @@ def scaled_mm(
         )
     if a_scale is None or b_scale is None:
         return reference.scaled_mm(a, a_scale, (), b, b_scale, (), bias, out_dtype, fast_accum)
-    left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
+    left, right = BlockOperand(a, a_scale, a_block), BlockOperand(b, b_scale, b_block)
     if a.ndim == 3:
         return _mm_batch(left, right, out_dtype)
     return _mm(left, right, bias, out_dtype, fast_accum, None)
@@ -63,15 +55,15 @@ def scaled_mm_into(
     b_block: Sequence[int], bias: Tensor | None, fast_accum: bool,
 ) -> None:  # fmt: skip
     """Copied are sizes that need padding, outputs that need a pass after the GEMM, and torch's."""
-    left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
+    left, right = BlockOperand(a, a_scale, a_block), BlockOperand(b, b_scale, b_block)
     y = _mm(left, right, bias, out.dtype, fast_accum, out)
     if y is not out:
         out.copy_(y)
 
 
 def _mm(
-    left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
-    into: Tensor | None,
+    left: BlockOperand, right: BlockOperand, bias: Tensor | None, out_dtype: torch.dtype,
+    fast_accum: bool, into: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The GEMM of two matrices: ``into``, if it can be written there at once."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
@@ -95,7 +87,7 @@ def _mm(
         # The sums over every 128 of K are summed in float32, however fast.
         wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         into = into if wide == out_dtype else None
-        padded = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
+        padded = BlockOperand(a, a_scale, a_block), BlockOperand(b, b_scale, b_block)
         out = _multiply_blocks(*padded, wide, into)
         out = (out if bias is None else out.add_(bias)).to(out_dtype)
     elif a_scale.numel() == b_scale.numel() == 1:
@@ -108,7 +100,7 @@ def _mm(
     return out if out.shape == (M, N) else out[:M, :N].contiguous()
 
 
-def _mm_batch(left: _Operand, right: _Operand, out_dtype: torch.dtype) -> Tensor:
+def _mm_batch(left: BlockOperand, right: BlockOperand, out_dtype: torch.dtype) -> Tensor:
     """One GEMM a matrix: torch._scaled_grouped_mm has a scale a row and bfloat16 alone."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     options = (b_block, None, out_dtype, False)
@@ -127,7 +119,9 @@ def _by_row(q: Tensor) -> Tensor:
     return q.contiguous()
 
 
-def _dequantized(a: _Operand, b: _Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _dequantized(
+    a: BlockOperand, b: BlockOperand, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     left, right = dequantize(*a, dtype), dequantize(*b, dtype).t()
     if bias is None:
@@ -175,7 +169,7 @@ def _multiply_rows(
 
 
 def _multiply_blocks(
-    left: _Operand, right: _Operand, out_dtype: torch.dtype, into: Tensor | None
+    left: BlockOperand, right: BlockOperand, out_dtype: torch.dtype, into: Tensor | None
 ) -> Tensor:
     """In bfloat16 or float32, by cuBLASLt or, for blocks that it lacks, by our kernel."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
