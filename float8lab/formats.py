@@ -230,8 +230,7 @@ class Spec:
     """The patch whose amax must be known before any of its elements is cast."""
 
     def __post_init__(self) -> None:
-        dtypes = (*FP8_DTYPES, E2M1)
-        if not isinstance(self.fp8_dtype, torch.dtype) or self.fp8_dtype not in dtypes:
+        if not isinstance(self.fp8_dtype, torch.dtype) or self.fp8_dtype not in (*FP8_DTYPES, E2M1):
             raise ValueError(
                 "fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
                 f"{shown(self.fp8_dtype)}. Choose one."

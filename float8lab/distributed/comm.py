@@ -458,8 +458,7 @@ class TokenShard:
     def gather(self) -> Operand:
         """The operand of all tokens."""
         if self.gathered is None:
-            gather = self.parallel.gather_operand
-            self.gathered = gather(self.operand, self.block, self.tokens, 1)
+            self.gathered = self.parallel.gather_operand(self.operand, self.block, self.tokens, 1)
             _set_gathered(self.operand.data, self.gathered)
         return self.gathered
 

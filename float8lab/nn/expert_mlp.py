@@ -85,8 +85,7 @@ class ExpertsBase(MovedInPlace):
 
     def _held_experts(self) -> range | None:
         """Which experts this rank holds; None: all of them."""
-        stacks = (p for p in self.parameters() if p.ndim == 3)
-        return held_experts(next(stacks, None))
+        return held_experts(next((p for p in self.parameters() if p.ndim == 3), None))
 
     def _begin_layer(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None

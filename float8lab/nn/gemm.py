@@ -630,8 +630,7 @@ def _gradients_of_cast(
     context = shape, call.recipe, call if call.watched else None, offsets, call.comm
     run: Any = functools.partial(_run_of_cast(dy, call), dy.high_precision)
     dx, of_weight = None, _Gradients(None, None, None)
-    casts_x = call.plan.wgrad and for_dw and for_dw.is_matrix
-    wgrad_first = casts_x and torch.compiler.is_compiling()
+    wgrad_first = call.plan.wgrad and for_dw and for_dw.is_matrix and torch.compiler.is_compiling()
     if wgrad_first:  # else Inductor recomputes x in the loop that takes dx, and holds both
         cast_dy = Quantized(None, dy.columnwise, None, dy.dbias)
         of_weight = run(cast_dy, None, None, for_dw, db_dtype, *context)
@@ -847,8 +846,7 @@ def _recast(
 
     if scales.are_given:  # each layer has its own
         return cast()
-    pointer = None if scale is None else scale.data_ptr()
-    return shared.operand((call.recipe, pointer), cast)
+    return shared.operand((call.recipe, None if scale is None else scale.data_ptr()), cast)
 
 
 class LinearFunction(Float8Function):

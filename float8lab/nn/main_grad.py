@@ -45,8 +45,7 @@ def accumulate(
     for w in marked:
         if not w.grad_added_to_main_grad:  # which no graph of torch.compile can set
             w.grad_added_to_main_grad = True
-    zero = any(getattr(w, "zero_out_wgrad", False) for w in marked)
-    make = torch.zeros if zero else torch.empty
+    make = torch.zeros if any(getattr(w, "zero_out_wgrad", False) for w in marked) else torch.empty
     return make(dw.shape, dtype=marked[0].dtype, device=dw.device)
 
 

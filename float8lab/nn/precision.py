@@ -302,8 +302,7 @@ class Precision:
                 float(plan.epsilon), parallel, delayed, record=record, experts=options.experts,
                 is_empty_everywhere=tokens is None or tokens.unsharded_rows == 0,
             )  # fmt: skip
-        is_region = record and STATE.region is None
-        return Call(recipe, self, scales, comm, options, is_region=is_region)
+        return Call(recipe, self, scales, comm, options, is_region=record and STATE.region is None)
 
     def _begin_in_graph(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""

@@ -59,8 +59,7 @@ def load_launcher(path: str) -> Callable[..., Any]:
     """The function that ``path`` names, ``"module:function"`` in ``ops/kernels``."""
     module_name, function_name = path.split(":")
     module = importlib.import_module(f"float8lab.ops.kernels.{module_name}")
-    launcher: Callable[..., Any] = getattr(module, function_name)
-    return launcher
+    return getattr(module, function_name)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

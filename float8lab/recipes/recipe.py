@@ -264,8 +264,7 @@ def _check_float8(recipe: Recipe) -> None:
     """Check a recipe whose GEMMs take e4m3 and e5m2."""
     epsilon: Any = getattr(recipe, "amax_epsilon", 0.0)
     number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
-    valid = number and 0 <= epsilon < float("inf")
-    recipe._require(valid, "amax_epsilon", "a finite number >= 0")
+    recipe._require(number and 0 <= epsilon < float("inf"), "amax_epsilon", "a finite number >= 0")
     formats = "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)"
     recipe._require(recipe.fp8_format is not Format.E5M2, "fp8_format", formats)
 

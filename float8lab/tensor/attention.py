@@ -84,8 +84,7 @@ class _Attention(Float8Function):
         *operands, out, lse = ctx.saved_tensors
         saved, needs = (*_operands(*operands), out, lse), ctx.needs_input_grad[:3]
         gradients = fp8_attention_backward_op(decoded(dout), *saved, *ctx.settings)
-        given = [g if need else None for g, need in zip(gradients, needs, strict=True)]
-        return *given, None, None
+        return *[g if need else None for g, need in zip(gradients, needs, strict=True)], None, None
 
 
 def _operands(*tensors: Tensor) -> tuple[Tensor, ...]:

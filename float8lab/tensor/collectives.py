@@ -70,8 +70,7 @@ def _with_rows(x: AnyTensor) -> AnyTensor:
 
 def _width(x: Float8Tensor) -> int:
     """Bytes of a row."""
-    scales = x.spec.scale_shape(tuple(x.shape))
-    return math.prod(x.shape[1:]) + 2 * 4 * math.prod(scales[1:])
+    return math.prod(x.shape[1:]) + 2 * 4 * math.prod(x.spec.scale_shape(tuple(x.shape))[1:])
 
 
 def _pack(x: Float8Tensor) -> Tensor:
@@ -392,8 +391,7 @@ def _reduce_scatter_list(
     op: OpOverload, outputs: Tensors, inputs: list[Tensors], group: ScriptObject, *args: object
 ) -> tuple[Tensors, ScriptObject]:
     _, world = _rank_and_size(group)
-    expected = _written(_value(outputs[0]), *outputs)
-    _agree(group, list(map(_value, inputs[0])), [expected] * world)
+    _agree(group, list(map(_value, inputs[0])), [_written(_value(outputs[0]), *outputs)] * world)
     return outputs, _reduce_values(op, (group, *args), outputs, outputs, inputs)
 
 
@@ -458,8 +456,7 @@ def _buffer_like(x: Float8Tensor) -> Float8Tensor:
     scale = x.scale.new_empty(_in_stored_order(x.scale, x.spec).shape)
     if blocks.stores_scales_by_column(x.spec):
         scale = scale.movedim(0, -1)
-    qdata = x.qdata.new_empty(x.shape)
-    return Float8Tensor(qdata, scale, torch.empty_like(scale), x.spec, x.dtype)
+    return Float8Tensor(x.qdata.new_empty(x.shape), scale, torch.empty_like(scale), x.spec, x.dtype)
 
 
 def _arriving(tensors: Tensors, group: ScriptObject) -> tuple[list[Tensor], Callable[[], None]]:

@@ -80,8 +80,7 @@ def _overwrite(op: OpOverload, x: Tensor, *args: object, **kwargs: object) -> Te
     args = tuple(decoded(a) if isinstance(a, Tensor) else a for a in args)
     if not isinstance(x, Float8Tensor):
         return op(x, *args, **kwargs)
-    value = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return x.requantize_(op(value, *args, **kwargs))
+    return x.requantize_(op(torch.zeros(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs))
 
 
 @implements(aten.zero_.default)

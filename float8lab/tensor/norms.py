@@ -29,8 +29,7 @@ def _rows(x: Tensor, shape: Sequence[int]) -> Tensor:
     """``x`` as [M, K], where a norm over the last dimensions, ``shape``, is a norm of each row."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         x = decoded(x)
-    leading = x.shape[: x.ndim - len(shape)]
-    return x.reshape(math.prod(leading), math.prod(shape))
+    return x.reshape(math.prod(x.shape[: x.ndim - len(shape)]), math.prod(shape))
 
 
 def _vector(x: Tensor | None, K: int, like: Tensor, default: float) -> Tensor:

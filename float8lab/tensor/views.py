@@ -135,8 +135,7 @@ def _expand(
     op: OpOverload, x: Float8Tensor, size: Sequence[int], *, implicit: bool = False
 ) -> Float8Tensor:
     q = op(x.qdata, size, implicit=implicit)
-    lead = (-1 if x.spec.per_tensor else 1,) * (q.ndim - x.ndim)
-    block = lead + x.spec.block
+    block = (-1 if x.spec.per_tensor else 1,) * (q.ndim - x.ndim) + x.spec.block
     scales = replace(x.spec, block=block).scale_shape(tuple(q.shape))
     tensors = (q, x.scale.expand(scales), x.amax.expand(scales))
     return view_of(x, tensors, block, Step(op, (size,), {}), partial=q.shape != x.shape)

@@ -84,8 +84,7 @@ class ConversionReport:
         )
 
     def __str__(self) -> str:
-        lines = aligned([_HEADINGS, *self._rows()], left=4)
-        return "\n".join([*lines, *self._remarks()])
+        return "\n".join([*aligned([_HEADINGS, *self._rows()], left=4), *self._remarks()])
 
     def __repr__(self) -> str:
         return f"<ConversionReport: {self.summary}>"

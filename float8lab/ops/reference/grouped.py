@@ -142,8 +142,7 @@ def _cast_each(
         factor = None
         if given is not None:
             factor = given.reshape(-1)[index if given.numel() > 1 else 0]
-        group = x.narrow(dim, start, end - start)
-        data, scales, amaxes = quantize(group, *options, given=factor)
+        data, scales, amaxes = quantize(x.narrow(dim, start, end - start), *options, given=factor)
         q.narrow(dim, start, end - start).copy_(data)
         if scale is not None and amax is not None:
             scale[index], amax[index] = scales, amaxes

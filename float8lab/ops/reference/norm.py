@@ -81,8 +81,7 @@ def norm_backward(
     dweight = (g * xhat).sum(0)
     dbias = g.sum(0) if center else None
     g = g * weight.to(g.dtype)
-    along = _mean(g * xhat)[:, None]
-    dx = g - xhat * along
+    dx = g - xhat * _mean(g * xhat)[:, None]
     if center:
         dx = dx - _mean(g)[:, None]
     return (dx * rstd[:, None]).to(dtype).contiguous().view(shape), dweight, dbias

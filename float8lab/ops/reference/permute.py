@@ -161,8 +161,7 @@ def scatter_outputs(of: Any) -> tuple[Tensor | None, ...]:
         row_values = of.probs.new_empty((of.rows,) if of.merged is None else of.probs.shape)
     if of.scale is not None:
         scale, amax = (of.scale.new_empty((of.scale.shape[1], of.rows)).t() for _ in range(2))
-    y = of.x.new_empty((of.rows, of.x.shape[1]))
-    return ScatteredRows(y, row_values, scale, amax)
+    return ScatteredRows(of.x.new_empty((of.rows, of.x.shape[1])), row_values, scale, amax)
 
 
 def _gather_outputs(of: Any) -> tuple[Tensor | None, ...]:
