@@ -236,8 +236,7 @@ class Spec:
                 f"{shown(self.fp8_dtype)}. Choose one."
             )
         check_choice("scale_rule", self.scale_rule, SCALE_RULES)
-        allowed = (E4M3, E2M1) if self.scale_rule in E2M1_RULES else FP8_DTYPES
-        if self.fp8_dtype not in allowed:
+        if self.fp8_dtype not in ((E4M3, E2M1) if self.scale_rule in E2M1_RULES else FP8_DTYPES):
             raise ValueError(
                 f"scale_rule must be a rule for {self.fp8_dtype}; got {self.scale_rule!r}. "
                 "Elements in e2m1 are held in torch.float8_e4m3fn, or packed."

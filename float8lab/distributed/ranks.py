@@ -53,8 +53,7 @@ def all_reduced(x: Tensor, operation: str, name: str) -> Tensor:
 def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The values that the first rank of a group has, on all of them."""
     ops = torch.ops._c10d_functional
-    received: Tensor = ops.wait_tensor(ops.broadcast(x.view(torch.uint8), 0, group.group_name))
-    return received.view(x.dtype)
+    return ops.wait_tensor(ops.broadcast(x.view(torch.uint8), 0, group.group_name)).view(x.dtype)
 
 
 def tensors_of_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

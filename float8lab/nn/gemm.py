@@ -826,8 +826,7 @@ def _cast_input(x: _WgradInput, spec: Spec, epsilon: float, offsets: Offsets | N
 def output_dtype(x: Tensor) -> torch.dtype:
     """The dtype of torch.autocast if that is active, else of ``x``; float64 stays so, as there."""
     # torch.autocast does not know the meta device.
-    active = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    if active and x.dtype != torch.float64:
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 

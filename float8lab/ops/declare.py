@@ -58,8 +58,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 def load_launcher(path: str) -> Callable[..., Any]:
     """The function that ``path`` names, ``"module:function"`` in ``ops/kernels``."""
     module_name, function_name = path.split(":")
-    module = importlib.import_module(f"float8lab.ops.kernels.{module_name}")
-    return getattr(module, function_name)
+    return getattr(importlib.import_module(f"float8lab.ops.kernels.{module_name}"), function_name)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

@@ -252,10 +252,6 @@ def _stays_packed(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
     return NotImplemented if handler is None else handler(op, x, *args[1:], **kwargs)
 
 
-def _each_part(op: OpOverload, x: Float4Tensor, *args: object, **kwargs: object) -> Float4Tensor:
-    return x.map(lambda t: op(t, *args, **kwargs))
-
-
 def _copy(op: OpOverload, x: Float4Tensor, source: Tensor, non_blocking: bool = False) -> _Result:
     if not isinstance(source, Float4Tensor) or (x.spec, x.shape) != (source.spec, source.shape):
         return NotImplemented
@@ -316,7 +312,7 @@ def _index(op: OpOverload, x: Float4Tensor, indices: Sequence[Tensor | None]) ->
 _HANDLERS: dict[OpOverload, Callable[..., object]] = {
     **dict.fromkeys(
         (aten.detach.default, aten.alias.default, aten.clone.default, aten._pin_memory.default),
-        _each_part,
+        lambda op, x, *args, **kwargs: x.map(lambda t: op(t, *args, **kwargs)),
     ),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _permute),
     aten.copy_.default: _copy,

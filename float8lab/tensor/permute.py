@@ -313,9 +313,6 @@ def _sort_chunks(
     return scatter_rows(inp, row_map, inp.shape[0], probs)
 
 
-# Checks.
-
-
 def are_sizes(sizes: list[int], tokens: int) -> bool:
     """Whether so many tokens can be cut into parts of these sizes."""
     return min(sizes, default=0) >= 0 and sum(sizes) <= tokens
@@ -342,9 +339,6 @@ def check_probs(name: str, probs: Tensor, shape: tuple[int, ...]) -> None:
     arguments.check_floating(name, probs, "Convert it.")
     advice = "Reshape it, as inp and routing_map or row_id_map say."
     arguments.check_shape(name, probs, shape, advice)
-
-
-# Row maps.
 
 
 def _row_map(
@@ -426,9 +420,6 @@ def map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
     row_map[:, 0] = torch.where(chunk < len(sizes), token + shift[chunk], -1)
     row_map[:, 1] = sizes.sum()
     return row_map
-
-
-# Autograd.
 
 
 def scatter_rows(

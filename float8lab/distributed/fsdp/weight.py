@@ -58,8 +58,7 @@ def shard_mesh(parameter: DTensor, tp_dims: int = 0) -> DeviceMesh:
     ``tp_dims``: how many dimensions of the mesh are those of tensor parallelism; they come last.
     """
     mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    return mesh if mesh.ndim == 1 else mesh[names[-1 - tp_dims]]
+    return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1 - tp_dims]]
 
 
 class RowShard(NamedTuple):

@@ -324,8 +324,7 @@ def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
         dtypes = {p.dtype for p in layer.parameters()}.difference(HIGH_PRECISION_DTYPES)
         wrong = f"its weights are {dtypes.pop()}" if dtypes else None
         return wrong or candidate.experts_class.obstacle(layer)
-    linear = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
-    dtype = linear.weight.dtype
+    dtype = (layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer).weight.dtype
     return None if dtype in HIGH_PRECISION_DTYPES else f"its weight is {dtype}"
 
 

@@ -182,8 +182,7 @@ def _new_operation(sizes: _Sizes) -> c_void_p:
 
 
 def _new_layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
-    sizes = c_uint64(rows), c_uint64(columns), c_int64(rows)
-    return _created("MatrixLayout", _TYPES[dtype], *sizes)
+    return _created("MatrixLayout", _TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(rows))
 
 
 def _created(kind: str, *args: object) -> c_void_p:
@@ -225,9 +224,8 @@ def _library() -> ctypes.CDLL:
     """The cuBLASLt that torch has loaded."""
     major = (torch.version.cuda or "").partition(".")[0]
     library = ctypes.CDLL(f"libcublasLt.so.{major}")
-    pointer = c_void_p
-    library.cublasLtMatmul.argtypes = [*[pointer] * 14, c_size_t, pointer]
-    library.cublasLtMatmulDescSetAttribute.argtypes = [pointer, c_int, pointer, c_size_t]
+    library.cublasLtMatmul.argtypes = [*[c_void_p] * 14, c_size_t, c_void_p]
+    library.cublasLtMatmulDescSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
     return library
 
 

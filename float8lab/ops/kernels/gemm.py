@@ -184,7 +184,11 @@ def _multiply_blocks(
     if not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
         b_scale = b_scale if b_block[0] == 128 else _per_block(b_scale, b_block, columns)
         mode = "rows" if b_scale.shape[0] == columns else "block"
-        return multiply_tiles(mode, a, _each_row(a_scale, a_block, rows), b, b_scale, None, y)
+        if a_block[0] == 128:  # the kernel reads a scale for each row
+            a_scale = a_scale.t().repeat_interleave(128, dim=1)[:, :rows].t()
+        else:
+            a_scale = _per_block(a_scale, a_block, rows)
+        return multiply_tiles(mode, a, a_scale, b, b_scale, None, y)
     scales = _per_block(a_scale, a_block, rows), _per_block(b_scale, b_block, columns)
     kinds = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
     if cublaslt.multiply(a, b, *scales, None, y, scalings=kinds, fast_accum=False):
@@ -246,13 +250,6 @@ def _per_block(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
     padded = scale.new_zeros((scale.shape[0], columns))
     padded[:, : scale.shape[1]] = scale
     return padded.t()
-
-
-def _each_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
-    """[rows, K / 128] with neighbours in a column, of 1x128 or 128x128 blocks."""
-    if block[0] == 1:
-        return _per_block(scale, block, rows)
-    return scale.t().repeat_interleave(128, dim=1)[:, :rows].t()
 
 
 def _aligned(x: Tensor) -> bool:

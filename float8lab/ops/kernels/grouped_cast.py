@@ -526,8 +526,7 @@ def _factors(
     else:
         tensors, constants = prologues.arguments_of(*matrix, _AMAX_TILE)
         rows = M if offs is None else padded_rows(M, E)
-        width = prologues.width_of_tiles(K, constants)
-        (tiles,) = _common.grid_of((rows, width), _AMAX_TILE)
+        (tiles,) = _common.grid_of((rows, prologues.width_of_tiles(K, constants)), _AMAX_TILE)
         count = min(tiles, _common.ceil_div(prologues.AMAX_PROGRAMS, E if offs is None else 1))
         partial = first.new_empty(E * count, dtype=torch.float32)
         strides = (count, 1) if offs is None else (1, E)

@@ -303,8 +303,10 @@ def arguments_of(
         function, gated = ACTIVATIONS[prologue.removesuffix("_backward")]
     backward = prologue.endswith("_backward")
     is_split = backward and gated and function != "clamped"
-    if function == "clamped" and not _has_words(first):
-        first = first.clone(memory_format=torch.contiguous_format)
+    if function == "clamped":  # each pair of neighbours in a row is read as one word
+        has_words = first.stride(1) == 1 and first.stride(0) % 2 == 0
+        if not has_words or first.data_ptr() % (2 * first.element_size()):
+            first = first.clone(memory_format=torch.contiguous_format)
     # x, rstd, weight, mean, bias: all but x are dense vectors. Or x and token, or h and dy.
     second = inputs[1] if len(inputs) > 1 else None
     vectors = [v.contiguous() for v in inputs[2:]]
@@ -323,12 +325,6 @@ def arguments_of(
 def width_of_tiles(columns: int, constants: dict[str, Any]) -> int:
     """The columns that programs are made for: half where each has a tile of both halves."""
     return columns // 2 if constants["VALUES"].halves else columns
-
-
-def _has_words(x: Tensor) -> bool:
-    """Whether every pair of neighbours in a row is one word in memory."""
-    dense = x.stride(1) == 1 and x.stride(0) % 2 == 0
-    return dense and x.data_ptr() % (2 * x.element_size()) == 0
 
 
 def tile_for(prologue: str, *, words: bool = False) -> _common.Tile:

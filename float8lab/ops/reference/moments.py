@@ -70,5 +70,4 @@ def round_stochastically(x: Tensor, dropped: int, step: int, place: Tensor | int
         random ^= random >> 15
         random *= constant
     random = random >> (32 - dropped) & ((1 << dropped) - 1)
-    rounded = ((bits + random) & -(1 << dropped)).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x)
+    return torch.where(x.isfinite(), ((bits + random) & -(1 << dropped)).view(torch.float32), x)

@@ -51,8 +51,5 @@ def _shards(of: Any) -> Any:
 
 
 rotate_op = declare(
-    rotate,
-    cuda="rotary:rotate",
-    outputs=lambda of: of.t.new_empty(of.t.shape),
-    sharding=_shards,
+    rotate, cuda="rotary:rotate", outputs=lambda of: of.t.new_empty(of.t.shape), sharding=_shards
 )

@@ -135,10 +135,7 @@ def route_outputs(of: Any) -> tuple[Tensor, Tensor]:
 
 
 route_op = declare(
-    route,
-    cuda="router:route",
-    outputs=route_outputs,
-    sharding=lambda of: [((0, 0), {"logits": 0})],
+    route, cuda="router:route", outputs=route_outputs, sharding=lambda of: [((0, 0), {"logits": 0})]
 )
 route_backward_op = declare(
     route_backward,
