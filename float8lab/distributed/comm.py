@@ -289,8 +289,7 @@ class TensorParallel:
         if size == -1:  # all ranks know the scales of all
             return Operand(data.contiguous(), scale)
         scale = self.gather(scale, tokens.blocks(size), dim)
-        missing = -(-data.shape[dim] // size) - scale.shape[dim]
-        if missing:
+        if missing := -(-data.shape[dim] // size) - scale.shape[dim]:
             scale = F.pad(scale, _after(missing, dim), value=1.0)
         if scales_by_column(block):
             scale = scale.t().contiguous().t()
@@ -774,8 +773,7 @@ def mark_sequence_parallel(module: nn.Module, sequence_parallel: bool, *names: s
     if sequence_parallel:
         setattr(module, _PARTIAL_GRADIENTS, (*getattr(module, _PARTIAL_GRADIENTS, ()), *names))
     for name in names:
-        parameter = getattr(module, name, None)
-        if parameter is not None:
+        if (parameter := getattr(module, name, None)) is not None:
             parameter.sequence_parallel = sequence_parallel
 
 

@@ -297,8 +297,7 @@ def _gather_mm(
         tensors.append((scale.t() if by_column else scale).contiguous())
     early = len(tensors)
     tensors += extras
-    window = window_of(ranks, q.device, _window_bytes(tensors))
-    if window is None:
+    if (window := window_of(ranks, q.device, _window_bytes(tensors))) is None:
         arrivals = _CollectiveGather(tensors, ranks)
     else:
         window.begin(q.device)

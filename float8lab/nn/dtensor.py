@@ -225,12 +225,9 @@ def _place(
         return tuple(placement if i == axis else p for i, p in enumerate(around))
 
     on_axis = _placements_on_axis(mode, Shard(last), None if tokens is None else shared)
-    x_placed, y_placed, dx_placed = (placed(p) for p in on_axis[:3])
-    dw_placed, db_placed = (placed(p, data) for p in on_axis[3:])
-    return _Placements(
-        x_placed, y_placed, dx_placed, dw_placed, db_placed, tokens, (*y_shape[:-1], N),
-        (*unsharded[:-1], K),
-    )  # fmt: skip
+    of_tokens, of_weight = map(placed, on_axis[:3]), (placed(p, data) for p in on_axis[3:])
+    shapes = (*y_shape[:-1], N), (*unsharded[:-1], K)
+    return _Placements._make((*of_tokens, *of_weight, tokens, *shapes))
 
 
 def _placements_on_axis(
@@ -318,6 +315,6 @@ def _made(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """A contiguous DTensor of a shape."""
-    stride = torch._prims_common.make_contiguous_strides_for(shape)
     size = torch.Size(shape)
+    stride = torch._prims_common.make_contiguous_strides_for(size)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)

@@ -343,8 +343,7 @@ class _Graphed:
             return replay(*replayed)
         if not isinstance(self.function, nn.Module):
             return self.function(*args, **kwargs)
-        forward = self.given.get("forward")
-        if forward is not None:
+        if (forward := self.given.get("forward")) is not None:
             return forward(*args, **kwargs)
         return type(self.function).forward(self.function, *args, **kwargs)
 
@@ -364,8 +363,7 @@ class _Graphed:
         if described is None:
             return None
         key, tensors = described
-        recorded = self._recorded_for(key)
-        if recorded is not None:
+        if (recorded := self._recorded_for(key)) is not None:
             lacks_gradients = torch.is_grad_enabled() and not recorded.with_gradients
             return None if lacks_gradients or recorded.is_pending() else (recorded, tensors)
         if not self._is_due(key, tensors, structure):

@@ -492,8 +492,7 @@ def _of_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
 
 def _as_dtensor(name: str, local: DTensor, unsharded: Tensor) -> DTensor:
     """This rank's shard of a tensor, as a DTensor like ``local``."""
-    shard = _shard_of_dtensor(name, local)
-    if shard is not None:
+    if (shard := _shard_of_dtensor(name, local)) is not None:
         shard = shard._replace(rank=local.device_mesh.get_local_rank())
         unsharded = _take_shard(name, shard, unsharded)
     return cast("DTensor", with_local(local, unsharded.to(local.device)))
@@ -501,8 +500,7 @@ def _as_dtensor(name: str, local: DTensor, unsharded: Tensor) -> DTensor:
 
 def _checked(name: str, states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
     """The parts of a parameter in the state dicts of all ranks."""
-    lacking = [str(rank) for rank, state in enumerate(states) if name not in state]
-    if lacking:
+    if lacking := [str(rank) for rank, state in enumerate(states) if name not in state]:
         raise ValueError(
             f"state_dict must have the same names on all ranks; got no {name} in "
             f"{', '.join(lacking)}. Pass the state dicts of one checkpoint."

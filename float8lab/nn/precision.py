@@ -241,8 +241,7 @@ class Precision:
             return self._begin_in_graph(x, training, options)
         recordings = CHECKPOINTS.recordings
         recording = CHECKPOINTS.replay
-        hooks = saved_tensors_hooks(True)
-        if hooks is not None:
+        if (hooks := saved_tensors_hooks(True)) is not None:
             made, followed = _torch_recordings(hooks)
             recordings += made
             recording = recording or followed
@@ -496,8 +495,7 @@ _warn_of_misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse_dtensor(x: Tensor) -> None:
-    placements = getattr(x, "placements", None)
-    if placements is not None:
+    if (placements := getattr(x, "placements", None)) is not None:
         raise NotImplementedError(
             f"inp must not be a DTensor where the weight of a module in FP8 is none; got one with "
             f"placements {placements}. Give torch.nn.Linear a style of parallelize_module, or "

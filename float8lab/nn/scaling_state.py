@@ -58,8 +58,7 @@ class ScalingState:
         """All slots' tensors, by module name and recipe."""
         slots_by_key = list(self._slots())
         for group in dict.fromkeys(slots.pack.group for _, slots in slots_by_key):
-            channel = channel_of(group)
-            if channel is not None:
+            if (channel := channel_of(group)) is not None:
                 for _, slots in slots_by_key:
                     if slots.pack.group is group and slots.pack.recipe.reduce_amax:
                         channel[1].add(slots)
@@ -88,11 +87,10 @@ class ScalingState:
                 f"state must be a mapping of names to tensors; got {type(state).__name__}. Pass "
                 "what state_dict() returned."
             )
-        slots_by_key = list(self._slots())
         missing, different = [], []
         expected: set[str] = set()
         values = {}
-        for key, slots in slots_by_key:
+        for key, slots in list(self._slots()):
             expected.update(f"{key}/{name}" for name in (*_NAMES, "seeded"))
             has_encode = f"{key}/encode" in state  # else it is 1 over the scale
             names = [name for name in (*_NAMES, "seeded") if has_encode or name != "encode"]

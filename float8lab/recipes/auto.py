@@ -92,8 +92,7 @@ def explain(prediction: Prediction, chosen: Recipe | None) -> str:
         return f"{chosen!r}: {_show_parts(prediction[chosen])}, bfloat16 {_show(bf16.gpu)}"
     if len(prediction) == 1:
         return "bfloat16: no recipe has FP8 GEMMs on its device"
-    recipe = _fastest(prediction)
-    if recipe is not None:
+    if (recipe := _fastest(prediction)) is not None:
         saved, cost = bf16.gpu - prediction[recipe].gpu, prediction[recipe].cpu - bf16.cpu
         return (
             f"bfloat16: {type(recipe).__name__} saves {_show(saved)} GPU, costs {_show(cost)} CPU"

@@ -220,8 +220,7 @@ def _as_strided(
     offset = 0 if storage_offset is None else storage_offset - int(x.storage_offset())
     if offset == 0 and (size, stride) == (tuple(x.shape), x.stride()):
         return _alias(aten.alias.default, x)
-    box = _box(x, size, stride, offset)
-    if box is not None:
+    if (box := _box(x, size, stride, offset)) is not None:
         for d, (start, length) in enumerate(zip(box.starts, box.lengths, strict=True)):
             x = _slice(aten.slice.Tensor, x, d, start, start + length)
         order = [*box.order, *(d for d in range(x.ndim) if d not in box.order)]

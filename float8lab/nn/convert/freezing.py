@@ -43,8 +43,7 @@ class Freezing:
                 self._leave(candidate, "it is parametrized")
             if candidate.experts_class is not None and not layer._parameters:
                 self._leave(candidate, "it is in a module below")
-            reason = _reason_to_leave(layer)
-            if reason is not None:
+            if (reason := _reason_to_leave(layer)) is not None:
                 self._leave(candidate, reason)
                 continue
             for name, weight in layer._parameters.items():

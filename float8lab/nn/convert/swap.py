@@ -110,9 +110,9 @@ def plain_class(converted: type) -> type:
     """The class that a converted layer had before."""
     # A layer that was unpickled may have an FP8 class that nothing has asked for yet.
     originals = {float8: original for original, float8 in _CLASSES.items()}
-    of_other_library = issubclass(converted, (OtherLinear, OtherExperts))
-    float8: Any = converted
-    default: type = float8.original if of_other_library else converted
+    default = converted
+    if issubclass(converted, (OtherLinear, OtherExperts)):
+        default = converted.original
     return originals.get(converted, default)
 
 

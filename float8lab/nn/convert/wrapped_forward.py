@@ -18,8 +18,7 @@ __all__ = ["rebind_forward", "wrapped_forward"]
 
 def rebind_forward(layer: nn.Module) -> None:
     """Have the wrapper around a layer's forward, if there is one, call that of its class now."""
-    wrapped = wrapped_forward(layer)
-    if wrapped is not None:
+    if (wrapped := wrapped_forward(layer)) is not None:
         wrapped.cell_contents = type(layer).forward.__get__(layer)
 
 
