@@ -128,6 +128,4 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
 
 def _placed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    if isinstance(x, DTensor):
-        return x
-    return DTensor.from_local(x, mesh, placements, run_check=False)
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, placements, run_check=False)

@@ -40,9 +40,7 @@ def layers_here(layers: tuple[Layer, Layer]) -> tuple[Layer, Layer]:
 
 def like(y: Tensor, x: Tensor) -> Tensor:
     """A matrix with the dimensions of ``x``; no view, on which FSDP2 refuses ops in place."""
-    if x.ndim == 2:
-        return y
-    return torch.ops.aten._unsafe_view.default(y, x.shape)
+    return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, x.shape)
 
 
 class ExpertsBase(MovedInPlace):

@@ -262,9 +262,7 @@ def forward(
     specs = casts.specs
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
-    value = matrix
-    if comm.gathers_x_first and any(specs):
-        value = comm.gather(value_of(matrix))
+    value = comm.gather(value_of(matrix)) if comm.gathers_x_first and any(specs) else matrix
 
     # Whatever depends on the state of the module comes before the GEMM, or after it.
     amaxes = amaxes_of_shards(value, weight, call) if comm.is_sharded else (None, None)
@@ -281,9 +279,7 @@ def forward(
         remember_input(*source.shared, done.x)
     if call.watched or WEIGHT_CASTS.outlive_step is not None:
         _show_forward(value, specs, weight, done, call)
-    y = done.y
-    if y is None:
-        y = _in_high_precision(matrix, weight, bias, dtype, comm)
+    y = _in_high_precision(matrix, weight, bias, dtype, comm) if done.y is None else done.y
     return y, _saved(policy, x, weight, done, plan, has_origin=has_origin)
 
 
@@ -400,9 +396,7 @@ def recompute_forward(
         if call.watched:
             show_gemm("fprop", call, None, None)
         return _in_high_precision(x, _saved_value(saved.weight), bias, x.dtype, call.comm)
-    value: Tensor | Prologue = x
-    if call.comm.gathers_x_first:
-        value = call.comm.gather(x.value())
+    value: Matrix = call.comm.gather(x.value()) if call.comm.gathers_x_first else x
     scales = call.scales
     x_params = scales.requant_params(saved.x_scale, saved.x_requant)
     x_quantized = quantize(value, plan.fprop.left, None, x_params, scales.epsilon)

@@ -108,9 +108,7 @@ class Call:
 
     def repetition(self, options: CallOptions) -> Call:
         """A recomputation of this call by activation checkpointing."""
-        scales = self.scales
-        if isinstance(scales, DelayedScales):
-            scales = scales.repetition()
+        scales = self.scales.repetition() if isinstance(self.scales, DelayedScales) else self.scales
         return Call(self.recipe, self.precision, scales, self.comm, options)
 
 

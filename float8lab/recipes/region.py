@@ -119,9 +119,7 @@ def capturing() -> bool:
 
 def current_backward() -> int:
     """Torch's number of the autograd backward pass that runs on this thread."""
-    if torch.compiler.is_compiling():
-        return NO_BACKWARD
-    return torch._C._current_graph_task_id()
+    return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:

@@ -104,6 +104,4 @@ def _stored(layer: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
     is_transposed = isinstance(layer, OtherExperts) and all(
         parameter.transposed for parameter in layer.weights(layer).values()
     )
-    if is_transposed:
-        return stored_for(weight.mT, recipe).mT
-    return stored_for(weight, recipe)
+    return stored_for(weight.mT, recipe).mT if is_transposed else stored_for(weight, recipe)

@@ -127,9 +127,7 @@ def apply_norm(
     x: Tensor, rstd: Tensor, weight: Tensor, mean: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """``(x - mean) * rstd * weight + bias``, not rounded; without mean and bias for RMSNorm."""
-    wide = widen(x)
-    if mean is not None:
-        wide = wide - mean[:, None]
+    wide = widen(x) if mean is None else widen(x) - mean[:, None]
     wide = wide * rstd[:, None] * weight.to(wide.dtype)
     return wide if bias is None else wide + bias.to(wide.dtype)
 
