@@ -64,7 +64,14 @@ def _as_stack(parameters: Sequence[Tensor]) -> Tensor | None:
     """Parameters of one shape that follow each other in memory, as one tensor; else None."""
     parameter = parameters[0]
     if isinstance(parameter, Float8Tensor):
-        return _as_stored_stack(parameter, parameters)
+        spec = parameter.spec
+        if any(type(p) is not type(parameter) or p.spec != spec for p in parameters):
+            return None
+        buffers = [_as_stack([*map(buffer, parameters)]) for buffer in _BUFFERS]
+        if any(buffer is None for buffer in buffers):
+            return None
+        qdata, scale, amax = cast("list[Tensor]", buffers)
+        return Float8Tensor(qdata, scale, amax, spec_of_experts(spec), parameter.dtype)
     storage = parameter.untyped_storage().data_ptr()
     if not parameter.numel() or any(p.untyped_storage().data_ptr() != storage for p in parameters):
         return None
@@ -72,17 +79,6 @@ def _as_stack(parameters: Sequence[Tensor]) -> Tensor | None:
     # Not a view of any of them, whose version counter would be its own.
     stack = parameter.detach().as_strided(shape, (parameter.numel(), *parameter.stride()))
     return stack if _is_stack(stack, parameters) else None
-
-
-def _as_stored_stack(parameter: Float8Tensor, parameters: Sequence[Tensor]) -> Float8Tensor | None:
-    """``_as_stack`` of weights that are stored in FP8."""
-    if any(type(p) is not type(parameter) or p.spec != parameter.spec for p in parameters):
-        return None
-    buffers = [_as_stack([*map(buffer, parameters)]) for buffer in _BUFFERS]
-    if any(buffer is None for buffer in buffers):
-        return None
-    qdata, scale, amax = cast("list[Tensor]", buffers)
-    return Float8Tensor(qdata, scale, amax, spec_of_experts(parameter.spec), parameter.dtype)
 
 
 _BUFFERS = tuple(map(operator.attrgetter, ("qdata", "scale", "amax")))

@@ -310,14 +310,9 @@ def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
         rows = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
         given = "decode"
     params = QuantParams(Factors(None, factor), None, spec.rule_of(given))  # type: ignore[arg-type]
-    if rows.ndim == 3:
-        return _cast_experts(rows, factor, params, spec)
-    return quantize(rows, spec, None, params, align=1).rowwise.data
-
-
-def _cast_experts(rows: Tensor, factor: Tensor, params: QuantParams, spec: Float8Spec) -> Tensor:
-    """FP8 data of some experts' weights in high precision."""
-    (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])
+    if rows.ndim == 2:
+        return quantize(rows, spec, None, params, align=1).rowwise.data
+    (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])  # of experts' weights
     if inner.per_tensor:
         return quantize(rows, inner, None, params).rowwise.data[:, :N, :K].contiguous()
     matrices = _as_matrices(rows, spec.block)
