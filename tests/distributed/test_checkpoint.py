@@ -47,16 +47,16 @@ def meshes(ranks: Ranks) -> dict[int, DeviceMesh]:
     return {n: DeviceMesh(ranks.device.type, list(range(n))) for n in sizes}
 
 
-def save(state: Any, path: Any, group: Any) -> None:
+def save(state: Any, path: Any, group: Any, function: Any = dcp.save) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its formats
-        dcp.save(state, checkpoint_id=path, process_group=group)
+        return function(state, checkpoint_id=path, process_group=group)
 
 
-def load(state: Any, path: Any, group: Any) -> None:
+def load(state: Any, path: Any, group: Any, **options: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=path, process_group=group)
+        dcp.load(state, checkpoint_id=path, process_group=group, **options)
 
 
 def assert_equal_states(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -87,13 +87,7 @@ def check_stored_weights_on_other_numbers_of_ranks(ranks: Ranks) -> None:
             assert_equal_states(ModelState(model).state_dict(), whole)
         if ranks.rank == 0:
             single = make_stored(ranks, recipe, 3)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                dcp.load(
-                    {"model": ModelState(single)},
-                    checkpoint_id=ranks.tmp_path / f"{i}",
-                    no_dist=True,
-                )
+            load({"model": ModelState(single)}, ranks.tmp_path / f"{i}", None, no_dist=True)
             assert_equal_states(ModelState(single).state_dict(), whole)
         dist.barrier()
 
@@ -147,14 +141,7 @@ def check_async_save(ranks: Ranks) -> None:
     recipe = Float8BlockScaling()
     whole = ModelState(make_stored(ranks, recipe, 0)).state_dict()
     model = shard(make_stored(ranks, recipe, 0), ranks.mesh())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        future: Any = dcp.async_save(
-            {"model": ModelState(model)},
-            checkpoint_id=ranks.tmp_path / "async",
-            process_group=group,
-        )
-        future.result()
+    save({"model": ModelState(model)}, ranks.tmp_path / "async", group, dcp.async_save).result()
     other = shard(make_stored(ranks, recipe, 1), ranks.mesh())
     load({"model": ModelState(other)}, ranks.tmp_path / "async", None)
     assert_equal_states(ModelState(other).state_dict(), whole)
@@ -233,42 +220,8 @@ def check_shards_of_columns_have_fp8_moments_where_they_cut_no_block(ranks: Rank
             assert torch.equal(full, one.state[whole][name]), name
 
 
-def check_the_lines_of_the_page(ranks: Ranks) -> None:
-    """Those of docs/many_gpus.md, "Resume on another mesh"; the optimizer has a state."""
-
-    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(64, 96, device=ranks.device))
-        float8lab.convert_to_float8(model, DelayedScaling())
-        shard(model, ranks.mesh())
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def step(model: nn.Module, optimizer: Any) -> None:
-        model(torch.ones(8, 64, device=ranks.device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    path, models = ranks.tmp_path / "page", []
-    for seed in (0, 1):
-        model, optimizer = make(seed)
-        if seed == 0:
-            step(model, optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, about its formats
-            state: dict[str, Any]
-            state = {"model": ModelState(model), "scaling": ScalingState(model)}
-            state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-            if seed == 0:
-                dcp.save(state, checkpoint_id=path)
-            else:
-                dcp.load(state, checkpoint_id=path)
-                set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        step(model, optimizer)
-        models.append(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
-    assert_equal_states(*models)
-
-
 def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
+    """By the lines of docs/many_gpus.md, "Resume on another mesh"; the optimizer has a state."""
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="max")
 
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -278,7 +231,7 @@ def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
         )
         float8lab.convert_to_float8(model, recipe)
         shard(model, ranks.mesh())
-        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def step(model: nn.Module, optimizer: Any, i: int) -> torch.Tensor:
         torch.manual_seed(100 * i + ranks.rank)
@@ -289,19 +242,25 @@ def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
         optimizer.zero_grad()
         return loss.detach()
 
+    def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": ModelState(model), "scaling": ScalingState(model)}
+        return {**state, "optimizer": get_optimizer_state_dict(model, optimizer)}
+
     first, optimizer = make(0)
     for i in range(3):
         step(first, optimizer, i)
     path = ranks.tmp_path / "resume"
-    save({"model": first.state_dict(), "scaling": ScalingState(first)}, path, None)
+    save(state_of(first, optimizer), path, None)
     expected = [step(first, optimizer, i) for i in range(3, 6)]
 
     second, optimizer = make(1)
-    state = {"model": second.state_dict(), "scaling": ScalingState(second)}
+    state = state_of(second, optimizer)
     load(state, path, None)
-    second.load_state_dict(state["model"])
+    set_optimizer_state_dict(second, optimizer, state["optimizer"])
     resumed = [step(second, optimizer, i) for i in range(3, 6)]
     assert torch.equal(torch.stack(expected), torch.stack(resumed)), (expected, resumed)
+    whole = StateDictOptions(full_state_dict=True)
+    assert_equal_states(*(get_model_state_dict(m, options=whole) for m in (first, second)))
 
     # Without it the model loads as strictly, and trains on.
     third, optimizer = make(2)

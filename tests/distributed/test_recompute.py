@@ -18,7 +18,11 @@ from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import operands as door
 from tests.nn.models import DELAYED, RECIPES, each_recipe
 
+THEIRS = torch.utils.checkpoint.checkpoint
 each_mode = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non"])
+own_and_torchs = pytest.mark.parametrize(
+    "function", [float8lab.checkpoint, THEIRS], ids=["own", "torch"]
+)
 
 
 class Feed(nn.Module):
@@ -64,13 +68,13 @@ def assert_same(a, b):
     torch.testing.assert_close(state_of(a), state_of(b), rtol=0, atol=0)
 
 
-def both_ways(make_step, make_model=Feed, steps=3):
-    """Run a training step with ``direct`` and with ``checkpoint`` and compare everything."""
+def both_ways(make_step, make_model=Feed, steps=3, function=float8lab.checkpoint):
+    """Run a training step with ``direct`` and with a checkpoint and compare everything."""
     plain = make_model()
     saving = copy.deepcopy(plain)
     for seed in range(steps):
         results = []
-        for model, run in ((plain, direct), (saving, float8lab.checkpoint)):
+        for model, run in ((plain, direct), (saving, function)):
             torch.manual_seed(seed)
             model.zero_grad()  # reentrant backward adds to .grad one by one: another rounding
             inputs = [leaf(4, 32, seed=10 * seed + i) for i in range(4)]
@@ -98,14 +102,15 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
+@own_and_torchs
 @each_mode
-def test_numbers_and_state_of_every_region(region, use_reentrant):
+def test_numbers_and_state_of_every_region(region, function, use_reentrant):
     def step(model, run, x, *_):
         with region():
             y = run(model, x, use_reentrant=use_reentrant)
         return y.float().square().sum()
 
-    both_ways(step)
+    both_ways(step, function=function)
 
 
 @each_mode
@@ -141,8 +146,9 @@ def test_a_converted_model_whose_layers_advance_with_each_call(use_reentrant):
     both_ways(step, make_model)
 
 
+@own_and_torchs
 @each_mode
-def test_regions_inside_the_function_in_several_precisions(use_reentrant):
+def test_regions_inside_the_function_in_several_precisions(function, use_reentrant):
     def mixed(model, x):
         with float8lab.autocast(recipe=DELAYED):
             x = model(x)
@@ -154,7 +160,7 @@ def test_regions_inside_the_function_in_several_precisions(use_reentrant):
     def step(model, run, x, *_):
         return run(mixed, model, x, use_reentrant=use_reentrant).square().sum()
 
-    both_ways(step)
+    both_ways(step, function=function)
 
 
 @each_recipe
@@ -193,7 +199,6 @@ def test_torch_checkpoints_inside(use_reentrant, theirs):
     both_ways(step)
 
 
-THEIRS = torch.utils.checkpoint.checkpoint
 CHECKPOINT_FUNCTIONS = {
     f"{whose}{kind}": partial(function, use_reentrant=kind == "reentrant")
     for whose, function in (("torch-", THEIRS), ("", float8lab.checkpoint))
@@ -354,20 +359,23 @@ def test_a_bias_that_is_returned_stays_a_leaf(use_reentrant):
     assert layer.bias.grad.tolist() == [8] * 16
 
 
+@own_and_torchs
 @each_mode
-def test_backward_inside_another_autocast(use_reentrant):
+@pytest.mark.parametrize("enabled", [True, False])
+def test_backward_inside_another_autocast(enabled, function, use_reentrant):
     model = Feed()
     saving = copy.deepcopy(model)
     results = []
-    for m, run in ((model, direct), (saving, float8lab.checkpoint)):
+    for m, run in ((model, direct), (saving, function)):
         torch.manual_seed(0)
         x = leaf(4, 32)
         with float8lab.autocast(recipe=DELAYED):
             y = run(m, x, use_reentrant=use_reentrant)
-        with float8lab.autocast(recipe=recipes.Float8BlockScaling()):
+        with float8lab.autocast(enabled, recipe=recipes.Float8BlockScaling()):
             y.sum().backward()
             results.append((y, x.grad))
             assert STATE.autocast.recipe == recipes.Float8BlockScaling()  # as it was
+            assert STATE.autocast.enabled == enabled
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert_same(model, saving)
     assert CHECKPOINTS.replay is None

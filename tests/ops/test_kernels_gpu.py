@@ -99,20 +99,6 @@ def test_quantize(
             arguments = (fp8_dtype, block, rule, eps, align)
             got = forms.quantize(ops.cast_op, x, *arguments)
             all_same(got, reference.quantize(x.cpu(), *arguments))
-
-
-@each_layout
-@each_recipe
-@each_fp8_dtype
-@each_dtype
-def test_quantize_pair(
-    dtype: torch.dtype, fp8_dtype: torch.dtype, recipe: tuple[Any, ...], layout: Any
-) -> None:
-    block, rule, eps = recipe
-    for shape in SHAPES.values():
-        for align in (1, 16):
-            x = layout(matrix(shape, dtype))
-            arguments = (fp8_dtype, block, rule, eps, align)
             *got, sums = forms.quantize_pair(ops.cast_op, x, *arguments, align == 16)
             all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *arguments, False)[:4])
             sums_close(sums, x if align == 16 else x[:, :0])

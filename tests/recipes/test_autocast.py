@@ -1,7 +1,6 @@
 """autocast, regions and delayed-scaling state: what advances, when, and what never does."""
 
 import concurrent.futures
-import contextlib
 import copy
 import pickle
 import threading
@@ -15,7 +14,7 @@ from float8lab import recipes
 from float8lab.recipes.delayed import RECORDED
 from float8lab.recipes.region import STATE, Region
 from tests.near_ties import by_multiplying, near_ties
-from tests.nn.models import gemms_of, same_gradients
+from tests.nn.models import gemms_of
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 CURRENT = recipes.Float8CurrentScaling()
@@ -396,47 +395,6 @@ def test_calibration_with_weights_stored_in_fp8():
     assert history(m)[0, :2].tolist() == [3.0, m.weight.dequantize().abs().max().item()]
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT, recipes.Float8BlockScaling()], ids=str)
-def test_checkpointing_gives_the_same_numbers_and_advances_once(recipe, use_reentrant):
-    plain = torch.nn.Sequential(layer(32, 32), torch.nn.GELU(), layer(32, 32))
-    saving = copy.deepcopy(plain)
-    for step in range(3):
-        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step), requires_grad=True)
-        x2 = x.detach().clone().requires_grad_()
-        with float8lab.autocast(recipe=recipe):
-            y = plain(x)
-        with float8lab.autocast(recipe=recipe):
-            y2 = checkpoint(saving, x2, use_reentrant=use_reentrant)
-        (y * y).sum().backward()
-        (y2 * y2).sum().backward()
-        assert torch.equal(y, y2)
-        assert torch.equal(x.grad, x2.grad)
-        assert same_gradients(plain, saving)
-    if recipe is DELAYED:
-        assert steps(saving[0]) == [3, 3, 2]
-        for i in (0, 2):
-            assert torch.equal(history(plain[i]), history(saving[i]))
-            assert torch.equal(scales(plain[i]), scales(saving[i]))
-
-
-def test_autocast_inside_the_checkpointed_function():
-    m, m2 = layer(), layer()
-    m2.load_state_dict(m.state_dict())
-
-    def run(module, x):
-        with float8lab.autocast(recipe=DELAYED):
-            return module(x)
-
-    for _ in range(2):
-        x = torch.randn(4, 32, requires_grad=True)
-        run(m, x).sum().backward()
-        checkpoint(run, m2, x, use_reentrant=False).sum().backward()
-    assert torch.equal(m.weight.grad, m2.weight.grad)
-    assert torch.equal(history(m), history(m2))
-    assert steps(m2)[0] == 2
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copied_module_has_equal_but_separate_state(duplicate):
     m = layer()
@@ -726,22 +684,6 @@ def test_models_that_two_threads_train_at_once_get_the_losses_they_get_alone():
     with concurrent.futures.ThreadPoolExecutor(2) as executor:
         together = executor.map(lambda seed: train(seed, barrier.wait), (1, 2))
     assert list(together) == alone
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_backward_inside_another_region_recomputes_as_the_forward_ran(use_reentrant):
-    x = torch.randn(4, 32, requires_grad=True)
-    m = layer()
-    gradients = []
-    for around in (contextlib.nullcontext(), float8lab.autocast(enabled=False)):
-        with float8lab.autocast(recipe=CURRENT):
-            y = checkpoint(m, x, use_reentrant=use_reentrant)
-        with around, float8lab.count_gemms() as counts:
-            y.square().sum().backward()
-        assert counts.high_precision == 0
-        gradients.append(m.weight.grad)
-        m.weight.grad = None
-    assert torch.equal(*gradients)
 
 
 def test_a_decorator_of_models_may_run_on_several_threads():
