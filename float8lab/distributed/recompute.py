@@ -6,8 +6,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -104,34 +105,26 @@ def _checkpoint_in_eager(
         return torch_checkpoint.checkpoint(run, *values, use_reentrant=use_reentrant)
 
 
-class _SavedShard(NamedTuple):
-    """The elements of a tensor that this rank keeps, as bytes."""
-
-    local: Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def _sharded_over(group: dist.ProcessGroup | None, x: Tensor) -> saved_tensors_hooks:
     """Inside the context, each rank of a group keeps a shard of autograd's saved ``x``."""
     rank, ranks = rank_and_size(group)
     name = (group or dist.distributed_c10d._get_default_group()).group_name
     sharded = weakref.ref(x)  # autograd keeps both functions, and must not keep x
 
-    def pack(saved: Tensor) -> Tensor | _SavedShard:
+    def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
         if saved is not sharded():
             return saved
         flat = saved.detach().reshape(-1)
         shards = ShardMap.of(flat.numel(), ranks, rank)
         local, padding = shards.shard(flat, 0), shards.chunk - shards.length
         local = F.pad(local, (0, padding)) if padding else local.clone()
-        return _SavedShard(local.view(torch.uint8), saved.shape, saved.dtype)
+        return partial(gather, local.view(torch.uint8), saved.shape, saved.dtype)
 
-    def unpack(saved: Tensor | _SavedShard) -> Tensor:
-        if not isinstance(saved, _SavedShard):
-            return saved
-        flat = all_gathered(saved.local, ranks, name).view(saved.dtype)
-        return flat[: saved.shape.numel()].view(saved.shape)
+    def gather(local: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return all_gathered(local, ranks, name).view(dtype)[: shape.numel()].view(shape)
+
+    def unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved()
 
     return saved_tensors_hooks(pack, unpack)
 

@@ -71,8 +71,7 @@ def moe_permute(
     arguments.check_size("max_token_num", max_token_num, minimum=-1)
     arguments.check_choice("map_type", map_type, ("mask", "index"))
     row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, map_type)
-    y, _ = scatter_rows(inp, row_map, rows)
-    return y, row_map
+    return scatter_rows(inp, row_map, rows)[0], row_map
 
 
 def moe_permute_with_probs(

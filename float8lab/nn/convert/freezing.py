@@ -51,8 +51,7 @@ class Freezing:
                     continue
                 visited.add(id(weight))
                 places = users[id(weight)]
-                obstacle = _obstacle(weight, places, recipe, recipes)
-                if obstacle is None:
+                if (obstacle := _obstacle(weight, places, recipe, recipes)) is None:
                     self._weights.append((places, recipe))
                 else:
                     self._leave(candidate, obstacle)
