@@ -160,8 +160,7 @@ class Linear(GemmModule, nn.Linear):
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         parallel = self._fp8.parallel
         tokens = None if parallel is None else parallel.tokens_of(x)
-        call = self._begin(self._fp8, x, weight, is_first_microbatch, tokens)
-        if call is None:
+        if (call := self._begin(self._fp8, x, weight, is_first_microbatch, tokens)) is None:
             if x.dtype not in PARAMETER_DTYPES:
                 check_input("inp", x, (self.in_features,), "in_features")
             plain = plain_weight(self, weight, is_first_microbatch)

@@ -448,8 +448,7 @@ class Precision:
         if isinstance(recipe, DelayedScaling):
             group = STATE.autocast.group if group is None else group
             slots = self._slots(recipe, device, group)
-            group_and_channel = channel_of(group)
-            if group_and_channel is not None and recipe.reduce_amax:
+            if recipe.reduce_amax and (group_and_channel := channel_of(group)) is not None:
                 group_and_channel[1].add(slots)
 
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,14 +38,8 @@ __all__ = [
 
 _Key = tuple[Any, ...]
 _Places = Tensor | slice
-
-
-class _Plan(NamedTuple):
-    """The places of a pack's slots on the wire, and in its own amaxes."""
-
-    pack: ScalePack
-    on_wire: _Places
-    in_pack: _Places
+_Plan = tuple[ScalePack, _Places, _Places]
+"""A pack, and the places of its slots on the wire and in its own amaxes."""
 
 
 class AmaxChannel:
@@ -109,9 +103,10 @@ class AmaxChannel:
             self._agree(group)
         # Modules that were deleted leave nothing to reduce, but their place.
         plan = self._plan_now()
+        packs = [pack for pack, _, _ in plan]
         device = torch.device("cpu")
-        if plan:
-            device = plan[0].pack.amax.device
+        if packs:
+            device = packs[0].amax.device
         elif torch.cuda.is_available() and "nccl" in dist.get_backend(group):
             device = torch.device("cuda", torch.cuda.current_device())
         length = 1 + sum(self._wire.values())
@@ -124,7 +119,7 @@ class AmaxChannel:
         for pack, on_wire, in_pack in plan:
             pack.amax[in_pack] = wire[on_wire].to(pack.amax.device)
         self._send_news(wire[:1])
-        return [pack for pack, _, _ in plan]
+        return packs
 
     def _plan_now(self) -> list[_Plan]:
         """Where the slots of each pack of this rank are on the wire."""
@@ -132,8 +127,7 @@ class AmaxChannel:
         offset = 1
         for key, count in self._wire.items():
             ref = self._known.get(key)
-            slots = ref() if ref is not None else None
-            if slots is not None:
+            if ref is not None and (slots := ref()) is not None:
                 columns.append((slots, offset))
             offset += count
         now = tuple((slots.pack, slots.start, offset) for slots, offset in columns)
@@ -146,7 +140,7 @@ class AmaxChannel:
                 in_pack += range(slots.start, slots.start + width)
             device = next(iter(places)).amax.device if places else None
             plans = [
-                _Plan(p, _indices(on_wire, device), _indices(in_pack, p.amax.device))
+                (p, _indices(on_wire, device), _indices(in_pack, p.amax.device))
                 for p, (on_wire, in_pack) in places.items()
             ]
             self._plan = now, plans
@@ -165,12 +159,11 @@ class AmaxChannel:
         if not news.is_cuda:
             self._news = news.clone()
         elif not torch.cuda.is_current_stream_capturing():
-            if self._news is None:
+            if self._news is None or self._news_arrived is None:
                 self._news = torch.zeros(1, dtype=torch.float32, pin_memory=True)
                 self._news_arrived = torch.cuda.Event()
             self._news.copy_(news, non_blocking=True)
-            if self._news_arrived is not None:
-                self._news_arrived.record()
+            self._news_arrived.record()
 
     def _agree(self, group: dist.ProcessGroup) -> None:
         local_keys = [self._keys[slots] for slots in self.waiting()]

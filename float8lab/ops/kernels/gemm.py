@@ -124,9 +124,8 @@ def _dequantized(
 ) -> Tensor:
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     left, right = dequantize(*a, dtype), dequantize(*b, dtype).t()
-    if bias is None:
-        return torch.mm(left, right).to(out_dtype)
-    return torch.addmm(bias.to(dtype), left, right).to(out_dtype)
+    y = torch.mm(left, right) if bias is None else torch.addmm(bias.to(dtype), left, right)
+    return y.to(out_dtype)
 
 
 def _multiply(
@@ -134,22 +133,19 @@ def _multiply(
     out_dtype: torch.dtype, fast_accum: bool, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Scales of one element each, or [M, 1] and [N, 1]."""
-    epilogue = after = None
-    if bias is not None and out_dtype == torch.float32:
-        after = bias  # cuBLASLt has no epilogue that adds a bias to float32
-    elif bias is not None:
-        epilogue = bias.to(out_dtype)
+    # cuBLASLt has no epilogue that adds a bias to float32.
+    epilogue = None if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
     kind = ScalingType.TensorWise if b_scale.numel() == 1 else ScalingType.RowWise
     y = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype) if into is None else into
-    if cublaslt.multiply(
+    if not cublaslt.multiply(
         a, b, a_scale, b_scale, epilogue, y, scalings=(kind, kind), fast_accum=fast_accum
     ):
-        return y if after is None else y.add_(after)
-    b_scale = b_scale if b_scale.numel() == 1 else b_scale.t()
-    out = torch._scaled_mm(
-        a, b.t(), a_scale, b_scale, bias=epilogue, out_dtype=out_dtype, use_fast_accum=fast_accum
-    )
-    return out if after is None else out.add_(after)
+        b_scale = b_scale if b_scale.numel() == 1 else b_scale.t()
+        y = torch._scaled_mm(
+            a, b.t(), a_scale, b_scale, bias=epilogue, out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )  # fmt: skip
+    return y if bias is None or epilogue is not None else y.add_(bias)
 
 
 def _multiply_rows(
@@ -157,8 +153,7 @@ def _multiply_rows(
     out_dtype: torch.dtype, fast_accum: bool, into: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Scales [M, 1] and [N, 1]; bfloat16 is the one output that every GPU and version supports."""
-    y = multiply_few_rows(a, b, a_scale, b_scale, bias, out_dtype, into)
-    if y is not None:
+    if (y := multiply_few_rows(a, b, a_scale, b_scale, bias, out_dtype, into)) is not None:
         return y
     if out_dtype == torch.bfloat16:
         return _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)
