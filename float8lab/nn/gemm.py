@@ -391,13 +391,12 @@ def recompute_forward(
     x: Prologue, bias: Tensor | None, saved: Saved, call: Call, features: int
 ) -> Tensor:
     """In backward, the bytes that ``forward`` gave of a prologue."""
-    plan = call.plan
+    plan, scales = call.plan, call.scales
     if plan.fprop is None:
         if call.watched:
             show_gemm("fprop", call, None, None)
         return _in_high_precision(x, _saved_value(saved.weight), bias, x.dtype, call.comm)
     value: Matrix = call.comm.gather(x.value()) if call.comm.gathers_x_first else x
-    scales = call.scales
     x_params = scales.requant_params(saved.x_scale, saved.x_requant)
     x_quantized = quantize(value, plan.fprop.left, None, x_params, scales.epsilon)
     if saved.w is not None and saved.w_scale is not None:

@@ -104,10 +104,8 @@ class AmaxChannel:
         # Modules that were deleted leave nothing to reduce, but their place.
         plan = self._plan_now()
         packs = [pack for pack, _, _ in plan]
-        device = torch.device("cpu")
-        if packs:
-            device = packs[0].amax.device
-        elif torch.cuda.is_available() and "nccl" in dist.get_backend(group):
+        device = packs[0].amax.device if packs else torch.device("cpu")
+        if not packs and torch.cuda.is_available() and "nccl" in dist.get_backend(group):
             device = torch.device("cuda", torch.cuda.current_device())
         length = 1 + sum(self._wire.values())
         wire = torch.full((length,), NO_DATA, dtype=torch.float32, device=device)
