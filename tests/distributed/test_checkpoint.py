@@ -208,8 +208,8 @@ def check_shards_of_columns_have_fp8_moments_where_they_cut_no_block(ranks: Rank
     for columns, is_quantized in ((128 * ranks.world, True), (64 * ranks.world, False)):
         whole = nn.Parameter(torch.ones(70, columns, device=ranks.device))
         p = nn.Parameter(distribute_tensor(whole.detach(), ranks.mesh(), [Shard(1)]))
-        whole.grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0))
-        whole.grad = whole.grad.to(ranks.device)
+        grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0))
+        whole.grad = grad.to(ranks.device)
         p.grad = distribute_tensor(whole.grad, ranks.mesh(), [Shard(1)])
         one, many = (MasterWeights([x], torch.optim.AdamW, fp8_moments=True) for x in (whole, p))
         one.step()

@@ -17,7 +17,7 @@ from float8lab.ops.reference.rotary import rotate
 from float8lab.tensor.differentiation import AutogradContext
 
 __all__ = [
-    "RotaryPositionEmbedding", "apply_rotary_pos_emb", "check_angles", "check_positions",
+    "RotaryPositionEmbedding", "Waves", "apply_rotary_pos_emb", "check_angles", "check_positions",
     "rotate_heads", "waves_of",
 ]  # fmt: skip
 
