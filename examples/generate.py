@@ -121,7 +121,7 @@ def generate(
     found = [steps.next_logits(prompt)]
     for i in range(count - 1):
         read = found[-1].argmax(-1) if forced is None else forced[:, i]
-        with meter if i > 1 or count < 4 else nullcontext():  # kernels and graphs are made before
+        with meter:
             cache.pre_step(dict.fromkeys(range(len(prompt)), 1))
             found.append(steps.next_logits(read[:, None]))
     logits = torch.stack(found, dim=1)
