@@ -55,6 +55,17 @@ def mend_interpreter() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    def read_mask_as_bool(name: str, place: int) -> None:
+        access = getattr(interpreter.InterpreterBuilder, name)
+
+        def masked(*args: Any) -> Any:  # Triton 3.9: integers, of a tensor and a scalar's truth
+            args[place].data = args[place].data.astype(bool)
+            return access(*args)
+
+        setattr(interpreter.InterpreterBuilder, name, masked)
+
+    read_mask_as_bool("create_masked_load", 2)
+    read_mask_as_bool("create_masked_store", 3)
     interpreter._patch_lang_tensor = patch_and_fix
     # Each call of a function in a kernel looks for what to patch: two fifths of the time.
     interpreter._patch_lang = functools.cache(lambda function: type(patch(function))())

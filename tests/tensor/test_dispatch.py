@@ -200,6 +200,7 @@ def test_refused_with_the_reason(call):
         call(make((4, 4), (1, -1)))
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
 @pytest.mark.parametrize("shape", [(), (1,), (0,)], ids=str)
 def test_a_result_of_another_size_is_refused_and_nothing_is_written(shape):
     """Torch resizes the tensor; some ops that write in place do so, too."""
