@@ -201,11 +201,13 @@ def stored_as(weight: Tensor, spec: Spec) -> TypeGuard[Float8Tensor]:
 
 def joined(weights: Sequence[Tensor]) -> Tensor:
     """Weights below each other; stored in FP8 if they are and no block of rows has two of them."""
-    specs = {weight.spec if isinstance(weight, Float8Tensor) else None for weight in weights}
-    spec = None if torch.compiler.is_compiling() else specs.pop()
-    rows = -1 if spec is None or specs else spec.block[0]
-    if rows > 0 and all(weight.shape[0] % rows == 0 for weight in weights):
-        return torch.cat(list(weights))
+    first = weights[0]
+    # In a graph the format of a tensor that the graph computes is not known.
+    if isinstance(first, Float8Tensor) and not torch.compiler.is_compiling():
+        rows = first.spec.block[0]
+        alike = all(isinstance(w, Float8Tensor) and w.spec == first.spec for w in weights)
+        if alike and rows > 0 and all(w.shape[0] % rows == 0 for w in weights):
+            return torch.cat(list(weights))
     return torch.cat([plain(weight) for weight in weights])
 
 

@@ -372,7 +372,9 @@ class _Graphed:
 
     def _current_structure(self) -> _Structure | None:
         """The module's structure; None if graphs cannot hold such a module.
-        The graphs of a module that has changed are forgotten."""
+
+        The graphs of a module that has changed are forgotten.
+        """
         structure = self.structure
         if structure is None or not structure.hold():
             if structure is not None:

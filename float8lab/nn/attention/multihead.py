@@ -14,19 +14,13 @@ from typing_extensions import Unpack
 from float8lab import arguments
 from float8lab.distributed.context_parallel import ONE_RANK
 from float8lab.nn import parallel
+from float8lab.nn.attention import rotary
 from float8lab.nn.attention.arguments import Given, Lengths, Rules
 from float8lab.nn.attention.bias import BiasArguments
 from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
 from float8lab.nn.attention.inference import InferenceParams, positions_reached
 from float8lab.nn.attention.layout import QKV_FORMATS, sizes_of
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
-from float8lab.nn.attention.rotary import (
-    Waves,
-    check_angles,
-    check_positions,
-    rotate_heads,
-    waves_of,
-)
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear
@@ -442,10 +436,10 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         given = Given(rules, attention_mask, lengths, bias, inference_params)
         self.core_attention.check_arguments(given, known_sizes, mask_name)
         for freqs, tokens in zip(angles or (), sizes[1:], strict=False):
-            check_angles("rotary_pos_emb", freqs, self.kv_channels)
+            rotary.check_angles("rotary_pos_emb", freqs, self.kv_channels)
             if known_sizes is not None and self.qkv_format != "thd":
                 reached = positions_reached(tokens, inference_params)
-                check_positions("rotary_pos_emb", freqs, reached)
+                rotary.check_positions("rotary_pos_emb", freqs, reached)
 
     def _check_encoder_output(self, hidden_states: Tensor, encoder_output: Tensor | None) -> Tensor:
         """The tensor that keys and values are made of."""
@@ -502,7 +496,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
     def _waves_of(
         self, x: Tensor, angles: Tensor, inference_params: InferenceParams | None,
         cu_seqlens: Tensor | None,
-    ) -> Waves:  # fmt: skip
+    ) -> rotary.Waves:  # fmt: skip
         start, context = None, self.context_parallel
         is_packed = self.qkv_format == "thd"
         if inference_params is not None:
@@ -512,11 +506,12 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             else:
                 start = sequences[1]
                 cu_seqlens = F.pad(sequences[2].cumsum(0), (1, 0)).int() if is_packed else None
-        return waves_of(
+        return rotary.waves_of(
             x, angles, self.qkv_format, start_positions=start, name="rotary_pos_emb",
             cu_seqlens=cu_seqlens if is_packed else None,
             ranks=ONE_RANK if context is None else context.ranks,
         )  # fmt: skip
 
-    def _rotate(self, x: Tensor, waves: Waves) -> Tensor:
-        return rotate_heads(x, waves, self.qkv_format, interleaved=self.rotary_pos_interleaved)
+    def _rotate(self, x: Tensor, waves: rotary.Waves) -> Tensor:
+        interleaved = self.rotary_pos_interleaved
+        return rotary.rotate_heads(x, waves, self.qkv_format, interleaved=interleaved)

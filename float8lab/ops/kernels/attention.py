@@ -341,10 +341,15 @@ def _next_number(numbers, q_full, pass_index):
 
 
 @gluon.jit
+def _max_of_eighths(x):
+    """Reduce a tile to eight columns; a thread has all that it compares."""
+    # In four chains a thread and row, since a warp has no other work while it waits for one.
+    return gl.max(gl.max(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8]), 2), 1)
+
+
+@gluon.jit
 def _row_max(x, like):
-    """In four chains a thread and row, since a warp has no other work while it waits for one."""
-    halves = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8])
-    return gl.convert_layout(gl.max(gl.max(gl.max(halves, 2), 1), 1), like.type.layout)
+    return gl.convert_layout(gl.max(_max_of_eighths(x), 1), like.type.layout)
 
 
 @gluon.jit

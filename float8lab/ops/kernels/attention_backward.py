@@ -51,6 +51,7 @@ from float8lab.ops.kernels.attention import (
     _descriptor,
     _has_kernel,
     _loadable,
+    _max_of_eighths,
     _next_number,
     _store,
     _tell_number,
@@ -452,22 +453,13 @@ def _multiply_scores(s, dp, q, d, streamed, bars, count, present, STAGES: gl.con
 
 
 @gluon.jit
-def _largest_scores(x):
-    """Reduce a tile to eight columns, its rows' largest scores in every eighth column.
-
-    A thread has all that it compares; the eight are compared once a tile of queries.
-    """
-    return gl.max(gl.max(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8]), 2), 1)
-
-
-@gluon.jit
 def _add_keys(
     s, dp, dq, top, q, d, streamed, bars, count, factor, lse, delta, last_key, key, more,
     MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add one block of keys, whose scores are there, and compute the scores of the next.
 
-    ``top`` has the largest logarithms of probabilities so far, as ``_largest_scores`` gives them.
+    ``top`` has the largest logarithms of probabilities so far, by ``_max_of_eighths``.
     """
     empty, half_full = bars[1], bars[2]
     stage = count % STAGES
@@ -482,7 +474,7 @@ def _add_keys(
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dq.type.layout, 2), assert_trivial=True)
     mbarrier.wait(half_full.index(stage), (count // STAGES) & 1)
     dq = warpgroup_mma(ds, streamed[2].index(stage), dq, is_async=True)
-    top = gl.maximum(top, _largest_scores(x))
+    top = gl.maximum(top, _max_of_eighths(x))
     s, dp, dq = warpgroup_mma_wait(0, (s, dp, dq))
     mbarrier.arrive(empty.index(stage), count=1)
     return s, dp, dq, top, count + 1
@@ -516,7 +508,7 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
         zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
         s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
         s, dp = warpgroup_mma_wait(0, (s, dp))
-        top = _largest_scores(zeros) - float("inf")
+        top = _max_of_eighths(zeros) - float("inf")
         for block in range(start, between):
             s, dp, dq, top, count = _add_keys(
                 s, dp, dq, top, q, d, streamed, block_bars, count, factor, lse, delta, last_key,

@@ -13,9 +13,9 @@ from torch import Tensor
 from float8lab.ops.declare import capability_of
 from float8lab.ops.kernels._launch import launched
 
-__all__ = ["MOST_ROWS", "multiply_few_rows"]
+__all__ = ["multiply_few_rows"]
 
-MOST_ROWS = 32
+_MOST_ROWS = 32
 """With more, Triton uses instructions of Hopper whose sums of FP8 data are less precise."""
 _COLUMNS = 32
 
@@ -58,8 +58,8 @@ def multiply_few_rows(
         a_scale: contiguous ``[M, 1]``; ``b_scale`` is ``[N, 1]``.
     """
     (M, K), N = a.shape, b.shape[0]
-    is_hopper = capability_of(a.device)[0] == 9
-    if not is_hopper or M > MOST_ROWS or N % _COLUMNS or K % 256 or a.dtype != b.dtype:
+    fits = M <= _MOST_ROWS and N % _COLUMNS == K % 256 == 0 and a.dtype == b.dtype
+    if not fits or capability_of(a.device)[0] != 9:  # it was tried on Hopper alone
         return None
     out = a.new_empty((M, N), dtype=out_dtype) if into is None else into
     # Programs that fill a multiprocessor several times need fewer loads under way each.
