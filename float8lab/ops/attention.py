@@ -104,9 +104,10 @@ def has_linear_backward(Sq: int, Sk: int, window: Sequence[int], *, packed: bool
     )
 
 
-def _outputs(of: Any) -> tuple[Tensor, Tensor]:
+def _outputs(of: Any) -> tuple[Tensor, Tensor, Tensor]:
     out = reference.empty_by_token(of.q, (*of.q.shape[:3], of.v.shape[3]), of.out_dtype)
-    return out, of.q.new_empty(of.q.shape[:3], dtype=torch.float32)
+    lse = of.q.new_empty(of.q.shape[:3], dtype=torch.float32)
+    return out, lse, torch.empty_like(lse)
 
 
 def _whole_sequences(of: Any) -> range:
@@ -122,7 +123,7 @@ fp8_attention_op = declare(
     # Scores, and probabilities times values; like torch's formulas without regard to masks.
     flops=lambda q, k, v, *_, **__: 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3]),
     sharding=lambda of: [
-        ((dim, dim), dict.fromkeys(("q", "k", "v"), dim)) for dim in _whole_sequences(of)
+        ((dim,) * 3, dict.fromkeys(("q", "k", "v"), dim)) for dim in _whole_sequences(of)
     ],
 )
 fp8_attention_backward_op = declare(
@@ -134,7 +135,7 @@ fp8_attention_backward_op = declare(
     # Scores, recomputed, and the gradients of probabilities, values, queries and keys.
     flops=lambda _, q, k, v, *__, **___: 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3]),
     sharding=lambda of: [
-        ((dim,) * 3, dict.fromkeys(("dout", "q", "k", "v", "out", "lse"), dim))
+        ((dim,) * 3, dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "max_scores"), dim))
         for dim in _whole_sequences(of)
     ],
 )

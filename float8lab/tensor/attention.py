@@ -73,16 +73,16 @@ class _Attention(Float8Function):
     ) -> Tensor:  # fmt: skip
         for x in (q, k, v):
             x._refresh()
-        out, lse = fp8_attention_op(*_operands(q, k, v), window, scale, q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        of_queries = fp8_attention_op(*_operands(q, k, v), window, scale, q.dtype)
+        ctx.save_for_backward(q, k, v, *of_queries)
         ctx.settings = window, scale
-        return out
+        return of_queries[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *operands, out, lse = ctx.saved_tensors
-        saved, needs = (*_operands(*operands), out, lse), ctx.needs_input_grad[:3]
+        q, k, v, *of_queries = ctx.saved_tensors
+        saved, needs = (*_operands(q, k, v), *of_queries), ctx.needs_input_grad[:3]
         gradients = fp8_attention_backward_op(decoded(dout), *saved, *ctx.settings)
         return *[g if need else None for g, need in zip(gradients, needs, strict=True)], None, None
 

@@ -276,8 +276,10 @@ def check_prepared_gradients() -> None:
     for B, H, S in ((1, 4, 130), (2, 1, 64)):
         dout, out = (torch.randn(B, S, H, 128).transpose(1, 2) for _ in range(2))
         dout[0, 0, 3] = 0.0
-        lse = torch.randn(B, H, S)
-        d, transposed, rows, counters = attention_backward._prepare(dout, out, lse, v_scale)
+        lse, max_scores = torch.randn(2, B, H, S)
+        d, transposed, rows, weights, counters = attention_backward._prepare(
+            dout, out, lse, max_scores, v_scale
+        )
         assert counters.tolist() == [0, 0]
         turned = d.view(torch.uint8).mT.unflatten(3, (-1, 16))[..., ORDER].flatten(3)
         assert torch.equal(transposed.view(torch.uint8), turned)
@@ -288,6 +290,10 @@ def check_prepared_gradients() -> None:
         amax = dout.abs().amax(-1)
         want = (amax / 448).clamp(min=2.0**-100)
         assert torch.allclose(scale, want, rtol=1e-6)
+        of_blocks = ((max_scores - lse).exp() * scale).log2().split(64, -1)
+        most = torch.stack([x.amax(-1) for x in of_blocks], -1).flatten(0, 1)
+        assert torch.allclose(weights[:, : most.shape[1]], most, atol=1e-4)
+        assert (weights[:, most.shape[1] :] == -torch.inf).all()
         d = d[:, :, :S].float()
         assert torch.allclose(delta * 2**18, (d * out).sum(-1) / v_scale, rtol=1e-4, atol=1e-2)
         assert torch.allclose(logarithm, lse * 1.4426950408889634 - want.log2(), atol=1e-5)

@@ -57,21 +57,21 @@ def decoded(tensors, scales):
     return [x.double() * s.double().view(1) for x, s in zip(tensors, scales, strict=True)]
 
 
-def check_forward(out, lse, operands, settings, ends=(None, None)):
+def check_forward(of_queries, operands, settings, ends=(None, None)):
     """Within the rounding of the probabilities, less than 1/16 of each or 2 ** -18.
 
     The tensor cores keep about 13 bits of a sum; what that does to scores, they do to the logarithm
     of the probabilities.
     """
-    q64, k64, v64 = operands
+    (q64, k64, v64), (out, lse, max_scores) = operands, of_queries
     expected, p, scores = exact_attention(*operands, settings, ends)
     scale = settings[1]
     groups = q64.shape[1] // k64.shape[1]
     size = q64.abs() @ k64.abs().repeat_interleave(groups, 1).transpose(2, 3) * scale
     off = 2.0**-12 * size.amax(-1) * out.is_cuda
-    exact = scores.logsumexp(-1)
-    assert ((lse.double() - exact).abs() <= off + 1e-5)[exact > -torch.inf].all()
-    assert (lse == -torch.inf)[exact == -torch.inf].all()
+    for got, exact in ((lse, scores.logsumexp(-1)), (max_scores, scores.amax(-1))):
+        assert ((got.double() - exact).abs() <= off + 1e-5)[exact > -torch.inf].all()
+        assert (got == -torch.inf)[exact == -torch.inf].all()
     rounding = p * (1 / 16 + 2 * off.unsqueeze(-1) + 2.0**-9 * out.is_cuda) + 2.0**-18
     bound = rounding @ v64.abs().repeat_interleave(groups, 1)
     last_bit = torch.finfo(out.dtype).eps
@@ -109,18 +109,18 @@ LENGTHS = {
 def check_backward(shared, dout, settings, ends=(None, None)):
     """Against autograd in float64, and of the op's own output."""
     q, k, v, *scales = shared
-    out, lse = ops.fp8_attention_op(*shared, *settings, torch.float32, *ends)
+    of_queries = ops.fp8_attention_op(*shared, *settings, torch.float32, *ends)
     leaves = [x.requires_grad_() for x in decoded((q, k, v), scales)]
-    check_forward(out, lse, [x.detach() for x in leaves], settings, ends)
+    check_forward(of_queries, [x.detach() for x in leaves], settings, ends)
     expected, _, scores = exact_attention(*leaves, settings, ends)
-    saved = expected.detach().float(), scores.logsumexp(-1).detach().float()
+    saved = [x.detach().float() for x in (expected, scores.logsumexp(-1), scores.amax(-1))]
     more = (*ends, *(16 if end is None else int(end.diff().max()) for end in ends))
     grads = ops.fp8_attention_backward_op(dout, *shared, *saved, *settings, *more)
     exact = torch.autograd.grad(expected, leaves, dout.double())
     for got, want in zip(grads, exact, strict=True):
         # The kernel's backward rounds to 8 bits.
         assert (got - want).norm() <= (2.0**-7 if got.is_cuda else 1e-4) * want.norm() + 1e-4
-    own = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, *more)
+    own = ops.fp8_attention_backward_op(dout, *shared, *of_queries, *settings, *more)
     assert (own[0] - grads[0]).norm() <= 0.1 * grads[0].norm()  # of the rounded output
 
 
@@ -147,8 +147,8 @@ def test_opcheck(is_packed, device):
     utilities = tuple(u for u in torch.library._OPCHECK_DEFAULT_UTILS if u != "test_schema")
     arguments = (*shared, *settings, torch.bfloat16, *ends)
     torch.library.opcheck(ops.fp8_attention_op.overload, arguments, test_utils=utilities)
-    out, lse = ops.fp8_attention_op(*arguments)
-    arguments = (dout.bfloat16(), *shared, out, lse, *settings, *ends, 4, 4)
+    of_queries = ops.fp8_attention_op(*arguments)
+    arguments = (dout.bfloat16(), *shared, *of_queries, *settings, *ends, 4, 4)
     torch.library.opcheck(ops.fp8_attention_backward_op.overload, arguments, test_utils=utilities)
 
 
@@ -231,19 +231,18 @@ def check_kernel(sizes, fp8_dtype, settings, ends=(None, None), layouts=LAYOUTS)
     first = None
     for layout in layouts:
         shared = (*(arranged(x, layout) for x in tensors), *scales)
-        out, lse = ops.fp8_attention_op(*shared, *settings, torch.bfloat16, *ends)
+        of_queries = ops.fp8_attention_op(*shared, *settings, torch.bfloat16, *ends)
         if first is None:
-            first = out, lse
-            check_forward(out, lse, decoded(tensors, scales), settings, ends)
-        assert torch.equal(out, first[0])
-        assert torch.equal(lse, first[1])
-        dout = LAYOUTS[layout](torch.randn_like(out))
+            first = of_queries
+            check_forward(of_queries, decoded(tensors, scales), settings, ends)
+        assert all(map(torch.equal, of_queries, first))
+        dout = LAYOUTS[layout](torch.randn_like(of_queries[0]))
         want = reference.fp8_attention_backward(
-            dout, *shared, out, lse, *settings, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1]
+            dout, *shared, *of_queries, *settings, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1]
         )
         for deterministic in (True, False):  # flash attention's kernel, and cuDNN's if it fits
             torch.use_deterministic_algorithms(deterministic, warn_only=True)
-            got = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, *more)
+            got = ops.fp8_attention_backward_op(dout, *shared, *of_queries, *settings, *more)
             torch.use_deterministic_algorithms(True, warn_only=True)
             for a, b in zip(got, want, strict=True):
                 assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -301,10 +300,10 @@ def test_packed_sequences_see_nothing_of_each_other():
     pairs = [quantized((1, 2, 600, 128), E4M3, "cuda") for _ in range(3)]
     tensors, scales = [p[0] for p in pairs], [p[1] for p in pairs]
     settings = ((-1, 0, 0), 0.1, torch.bfloat16, ends, ends)
-    out, _ = ops.fp8_attention_op(*tensors, *scales, *settings)
+    out, *_ = ops.fp8_attention_op(*tensors, *scales, *settings)
     for x in tensors:
         x[:, :, :100] = x[:, :, 333:] = torch.nan
-    spoiled, _ = ops.fp8_attention_op(*tensors, *scales, *settings)
+    spoiled, *_ = ops.fp8_attention_op(*tensors, *scales, *settings)
     assert torch.equal(spoiled[:, :, 100:333], out[:, :, 100:333])
     assert spoiled[:, :, :100].isnan().all()
     assert not spoiled[:, :, 500:].any()
@@ -317,13 +316,13 @@ def test_kernel_dtypes_and_determinism(dtype, D):
     pairs = [quantized((2, 2, 256, D), E4M3, "cuda") for _ in range(3)]
     shared = (*(p[0] for p in pairs), *(p[1] for p in pairs))
     settings = ((-1, 0, 0), 0.125)
-    out, lse = ops.fp8_attention_op(*shared, *settings, dtype)
-    check_forward(out, lse, decoded(*zip(*pairs, strict=True)), settings)
-    dout = torch.randn_like(out)
-    want = reference.fp8_attention_backward(dout, *shared, out, lse, *settings)
+    of_queries = ops.fp8_attention_op(*shared, *settings, dtype)
+    check_forward(of_queries, decoded(*zip(*pairs, strict=True)), settings)
+    arguments = (torch.randn_like(of_queries[0]), *shared, *of_queries, *settings)
+    want = reference.fp8_attention_backward(*arguments)
     torch.use_deterministic_algorithms(True)
     try:
-        runs = [ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings) for _ in range(2)]
+        runs = [ops.fp8_attention_backward_op(*arguments) for _ in range(2)]
     finally:
         torch.use_deterministic_algorithms(False)
     for a, again, b in zip(*runs, want, strict=True):
@@ -341,9 +340,9 @@ def test_fp8_backward_of_long_sequences(S, causal):
     tensors = [torch.randn(1, 2, S, 128, device="cuda").mul(64).to(E4M3) for _ in range(3)]
     one = torch.tensor(2.0**-6, device="cuda")
     settings = ((-1, 0 if causal else -1, 0), 128**-0.5)
-    out, lse = ops.fp8_attention_op(*tensors, one, one, one, *settings, torch.bfloat16)
-    dout = torch.randn_like(out) * torch.rand(S, 1, device="cuda")
-    got = ops.fp8_attention_backward_op(dout, *tensors, one, one, one, out, lse, *settings)
+    of_queries = ops.fp8_attention_op(*tensors, one, one, one, *settings, torch.bfloat16)
+    dout = torch.randn_like(of_queries[0]) * torch.rand(S, 1, device="cuda")
+    got = ops.fp8_attention_backward_op(dout, *tensors, one, one, one, *of_queries, *settings)
     exact = [(x.bfloat16() * one).requires_grad_() for x in tensors]
     F.scaled_dot_product_attention(*exact, is_causal=causal).backward(dout)
     for ours, x in zip(got, exact, strict=True):
@@ -358,12 +357,12 @@ def test_fp8_backward_shows_what_is_not_finite():
     pairs = [quantized((1, 2, 200, 128), E4M3, "cuda") for _ in range(3)]
     shared = (*(p[0] for p in pairs), *(p[1] for p in pairs))
     settings = ((-1, 0, 0), 0.1)
-    out, lse = ops.fp8_attention_op(*shared, *settings, torch.bfloat16)
+    of_queries = ops.fp8_attention_op(*shared, *settings, torch.bfloat16)
     for value in (torch.inf, torch.nan):
-        dout = torch.randn_like(out)
+        dout = torch.randn_like(of_queries[0])
         dout[0, 1, 130, 5] = value
         dout[0, 0] = 0.0
-        dq, dk, dv = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings)
+        dq, dk, dv = ops.fp8_attention_backward_op(dout, *shared, *of_queries, *settings)
         for x, rows in ((dq, slice(130, 131)), (dk, slice(131)), (dv, slice(131))):
             assert not x[:, 0].any()
             assert not x[0, 1, rows].isfinite().all(-1).any()
@@ -374,8 +373,8 @@ def test_more_heads_than_a_grid_has_rows():
     pairs = [quantized((1100, 60, 2, 16), E4M3, "cuda") for _ in range(3)]
     tensors, scales = zip(*pairs, strict=True)
     settings = ((-1, 0, 0), 0.25)
-    out, lse = ops.fp8_attention_op(*tensors, *scales, *settings, torch.bfloat16)
-    check_forward(out, lse, decoded(tensors, scales), settings)
+    of_queries = ops.fp8_attention_op(*tensors, *scales, *settings, torch.bfloat16)
+    check_forward(of_queries, decoded(tensors, scales), settings)
 
 
 @pytest.mark.gpu
@@ -386,8 +385,8 @@ def test_kernel_holds_no_scores(mask):
     shared = (*(p[0] for p in pairs), *(p[1] for p in pairs))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out, lse = ops.fp8_attention_op(*shared, *settings, torch.bfloat16)
-    ops.fp8_attention_backward_op(out, *shared, out, lse, *settings)
+    out, *others = ops.fp8_attention_op(*shared, *settings, torch.bfloat16)
+    ops.fp8_attention_backward_op(out, *shared, out, *others, *settings)
     assert torch.cuda.max_memory_allocated() - before < 2**28
     assert out.isfinite().all()
 
@@ -399,8 +398,10 @@ def test_small_probabilities_survive(device):
         torch.full((1, 1, size, 4), value, device=device).to(E4M3)
         for size, value in ((1, 0.0), (2048, 0.0), (2048, 1.5))
     )
-    out, lse = ops.fp8_attention_op(q, k, v, one, one, one, (-1, -1, 0), 1.0, torch.float32)
-    assert out.tolist() == [[[[1.5] * 4]]]
+    out, lse, max_scores = ops.fp8_attention_op(
+        q, k, v, one, one, one, (-1, -1, 0), 1.0, torch.float32
+    )
+    assert (out.tolist(), max_scores.tolist()) == ([[[[1.5] * 4]]], [[[0.0]]])
     assert lse.item() == pytest.approx(11 * torch.tensor(2.0).log().item())
     assert reference.P_SCALE * 448 > 1
 
@@ -411,11 +412,11 @@ def test_nan_and_large_scores(device):
     k = torch.stack([torch.full((1, 1, 4), s * 448.0, device=device) for s in (1, -1)], 2).to(E4M3)
     v = torch.tensor([1.0, 2.0], device=device).view(1, 1, 2, 1).to(E4M3)
     arguments = ((-1, -1, 0), 1.0, torch.float32)
-    out, _ = ops.fp8_attention_op(q, k, v, one, one, one, *arguments)
+    out, *_ = ops.fp8_attention_op(q, k, v, one, one, one, *arguments)
     # The other key's weight underflows. Scores this large lose their last bits in the kernel, and
     # the first key's is then next to 1 and rounded.
     assert (out.cpu() - 1).abs().max() <= (1 / 16 if out.is_cuda else 0)
     q = q.float()
     q[0, 0, 0, 0] = torch.nan
-    out, _ = ops.fp8_attention_op(q.to(E4M3), k, v, one, one, one, *arguments)
+    out, *_ = ops.fp8_attention_op(q.to(E4M3), k, v, one, one, one, *arguments)
     assert out.isnan().flatten().tolist() == [True, False]

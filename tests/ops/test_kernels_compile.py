@@ -481,7 +481,7 @@ def attended_backward(
     q, out = torch.zeros(1, 2, 256, 128).to(E4M3), torch.zeros(1, 2, 256, 128, dtype=dtype)
     k, lse = torch.zeros(1, G, SK, 128).to(E4M3), torch.zeros(1, 2, 256)
     return lambda: attention_backward.fp8_attention_backward(
-        out, q, k, k, one, one, one, out, lse, mask, 0.1
+        out, q, k, k, one, one, one, out, lse, lse, mask, 0.1
     )
 
 
@@ -494,7 +494,7 @@ ATTENTION_BACKWARD: dict[str, Callable[[], Any]] = {
 }
 
 SPILLED = {
-    "attention-window-float32": 24,
+    "attention-window-float32": 32,
     "attention-packed-window": 24,
     "attention-192-128": 24,
     "attention-192-128-window-packed-float32": 56,

@@ -67,7 +67,7 @@ def test_fp8_attention_and_its_gradients(case, dtype, device):
 def test_against_the_op():
     q, k, v = operands()
     scales = [t.scale.view(1) for t in (q, k, v)]
-    out, _ = torch.ops.float8lab.fp8_attention(
+    out, *_ = torch.ops.float8lab.fp8_attention(
         q.qdata, k.qdata, v.qdata, *scales, (-1, 0, 40 - 56), 0.3, torch.float32
     )
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)

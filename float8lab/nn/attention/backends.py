@@ -38,7 +38,7 @@ from float8lab.tensor.differentiation import is_exporting
 
 __all__ = [
     "BACKENDS", "MOST_SCORES", "Attended", "Explanation", "Problem", "attend", "explain",
-    "reference_attention", "why_a_matrix",
+    "largest_of_heads", "reference_attention", "why_a_matrix",
 ]  # fmt: skip
 
 MOST_SCORES = 2**25
@@ -168,7 +168,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> At
         allowed, blind = problem.visible(Sq, Sk, q.device)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
-        largest = _largest(scores, blind) if problem.wants_max else None
+        largest = largest_of_heads(scores, blind) if problem.wants_max else None
         if problem.sink is None:
             p = scores.softmax(-1)
         else:
@@ -179,7 +179,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> At
         return _zero_blind(out, blind).to(q.dtype), largest
 
 
-def _largest(scores: Tensor, blind: Tensor | None) -> Tensor:
+def largest_of_heads(scores: Tensor, blind: Tensor | None = None) -> Tensor:
     """The largest of ``[B, H, Sq, ...]`` scores for each head; -inf where no query sees a key."""
     scores = scores.detach().float()
     if not scores.numel():
@@ -368,7 +368,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         share_of_keys = torch.sigmoid(statistics.lse - sink.view(-1, 1))
         out = (out * share_of_keys.unsqueeze(-1)).to(q.dtype)
     scores = statistics.max_scores.unsqueeze(-1) if problem.wants_max else None
-    return _zero_blind(out, blind), None if scores is None else _largest(scores, blind)
+    return _zero_blind(out, blind), None if scores is None else largest_of_heads(scores, blind)
 
 
 _FLEX_BLOCK = 128

@@ -425,14 +425,14 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             if call is None and why is None:
                 self._fp8.calibrate(q, k, v)
             if problem.context is not None and problem.context.share_tokens.size > 1:
-                out = ring_attention(q, k, v, problem, problem.context, call)
+                out, largest = ring_attention(q, k, v, problem, problem.context, call), None
             elif call is None:
                 return self._attend(q, k, v, problem)
             else:
-                out = fp8_attention(q, k, v, problem, call)
+                out, largest = fp8_attention(q, k, v, problem, call)
         if call is not None and call.is_region:
             self._fp8.end(call)
-        return out, None
+        return out, largest
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         """Attention in high precision, by one of the backends."""

@@ -3,19 +3,19 @@
 A recipe with ``fp8_dpa`` (or ``fp8_mha``) asks for it. q, k, v are cast to the recipe's forward
 format, each with one scale per tensor, delayed under ``DelayedScaling``, else from the tensor
 itself by the recipe's scale rule, whatever blocks the recipe gives to linear layers. q, k, v in
-FP8, the output and one float32 per query are saved for backward, whose precision the op chooses.
+FP8, the output and two float32 per query are saved for backward, whose precision the op chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8lab import ops
-from float8lab.nn.attention.backends import Problem
+from float8lab.nn.attention.backends import Attended, Problem, largest_of_heads
 from float8lab.nn.casts import show_cast
 from float8lab.nn.precision import Call, Precision
 from float8lab.recipes.delayed import own_amax
@@ -78,7 +78,6 @@ def _why_not_problem(problem: Problem) -> str | None:
     for name, given in (
         ("dropout", problem.dropout or None),
         ("softcap", problem.softcap or None),
-        ("largest scores", problem.wants_max or None),
         ("core_attention_bias", problem.bias),
         ("ALiBi", problem.alibi),
         ("arbitrary mask", mask.arbitrary),
@@ -113,17 +112,18 @@ def _window_of(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int, int]:
     return left, right, diagonal if Sq == Sk else diagonal - (Sk - Sq)
 
 
-def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Tensor:
+def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Attended:
     """Attention with FP8 GEMMs, for a call that ``why_not_fp8`` has no reason against."""
     cu_seqlens: tuple[Tensor | None, ...] = (None, None)
     if problem.packed is not None:
         cu_seqlens = tuple(x.cu_seqlens for x in problem.packed)
         if cu_seqlens[0] is cu_seqlens[1]:
             cu_seqlens = cu_seqlens[0], None  # Dynamo gives a function no tensor twice
-    settings = (_window_of(q, k, problem), problem.scale)
-    return _Attention.run(
-        q, k, v, problem.sink, *cu_seqlens, (settings, _lengths(q, k, problem)), call
+    settings = _Settings(
+        (_window_of(q, k, problem), problem.scale), _lengths(q, k, problem), problem.wants_max
     )
+    result = _Attention.run(q, k, v, problem.sink, *cu_seqlens, settings, call)
+    return result if problem.wants_max else (result, None)
 
 
 def amaxes_over_ranks(call: Call, *tensors: Tensor) -> Sequence[Tensor | None]:
@@ -162,8 +162,11 @@ def _rows(x: Tensor) -> tuple[Tensor, torch.Size, tuple[int, ...]]:
     return y.reshape(y.shape[0] * y.shape[1], y.shape[2] * y.shape[3]), y.shape, back
 
 
-_Settings = tuple[tuple[tuple[int, int, int], float], tuple[int, int]]
-"""The op's window and scale, and the most queries and keys of a sequence."""
+class _Settings(NamedTuple):
+    window_and_scale: tuple[tuple[int, int, int], float]
+    longest: tuple[int, int]
+    """The most queries and keys of a sequence."""
+    wants_max: bool
 
 
 class _Attention(Float8Function):
@@ -171,7 +174,7 @@ class _Attention(Float8Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
         cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, settings: _Settings, call: Call,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor | Attended:  # fmt: skip
         amaxes = amaxes_over_ranks(call, q, k, v)
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
             cast_operand(x, index, call, amaxes[index]) for index, x in ((Q, q), (K, k), (V, v))
@@ -180,22 +183,27 @@ class _Attention(Float8Function):
         if cu_seqlens_q is not None:
             cu_seqlens_k = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).int()
             cu_seqlens_q = cu_seqlens_q.int()
-        out, lse = ops.fp8_attention_op(
-            *operands, *settings[0], q.dtype, cu_seqlens_q, cu_seqlens_k
+        out, lse, max_scores = ops.fp8_attention_op(
+            *operands, *settings.window_and_scale, q.dtype, cu_seqlens_q, cu_seqlens_k
         )
         if sink is not None:  # each query sees one more key, of the head's score and the value 0
             lse_of_keys, lse = lse, torch.logaddexp(lse, sink.view(-1, 1))
             out = (out * (lse_of_keys - lse).exp().unsqueeze(-1)).to(out.dtype)
         if any(ctx.needs_input_grad[:4]):
-            ctx.save_for_backward(*operands, out, lse, sink, cu_seqlens_q, cu_seqlens_k)
+            saved = (*operands, out, lse, max_scores, sink, cu_seqlens_q, cu_seqlens_k)
+            ctx.save_for_backward(*saved)
         ctx.settings = settings
-        return out
+        if not settings.wants_max:
+            return out
+        largest = largest_of_heads(max_scores)
+        ctx.mark_non_differentiable(largest)
+        return out, largest
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         *saved, sink, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        window_and_scale, longest = ctx.settings
+        window_and_scale, longest, _ = ctx.settings
         gradients = ops.fp8_attention_backward_op(
             dout, *saved, *window_and_scale, cu_seqlens_q, cu_seqlens_k, *longest
         )
@@ -204,6 +212,6 @@ class _Attention(Float8Function):
         of_sink = None
         if ctx.needs_input_grad[3]:
             # Its probability's gradient is 0, as its value is; a softmax's subtracts dout @ out.
-            out, lse = saved[-2:]
+            out, lse, _ = saved[-3:]
             of_sink = -((sink.view(-1, 1) - lse).exp() * (dout.float() * out).sum(-1)).sum((0, 2))
         return (*grads, of_sink, *[None] * 4)

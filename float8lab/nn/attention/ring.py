@@ -148,6 +148,7 @@ class _Attention(Float8Function):
         ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, call: Call | None
     ) -> Tensor:
         scales: tuple[Tensor, ...] = ()
+        max_scores: list[Tensor] = []  # in FP8, of each pair
         result_dtype, dtype = q.dtype, ring.sum_dtype(q.dtype)
         if call is not None:
             amaxes = amaxes_over_ranks(call, q, k, v)
@@ -161,33 +162,36 @@ class _Attention(Float8Function):
                 continue
             operands = q[:, :, queries], kv[0, :, :, keys], kv[1, :, :, keys]
             seen = _attend_pair(*operands, scales, ring.causal and step == 0, ring.scale, dtype)
+            max_scores += seen[2:]
             if step == 0:
                 out, lse = _as_dtype(seen[0], dtype), seen[1]
             elif torch.compiler.is_compiling():
-                reference.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen)
+                reference.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen[:2])
             else:
-                ops.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen)
+                ops.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen[:2])
         out = _as_dtype(out, result_dtype)
         if any(ctx.needs_input_grad[:3]):
-            ctx.save_for_backward(q, k, v, *scales, out, lse)
+            ctx.save_for_backward(q, k, v, out, lse, *scales, *max_scores)
         ctx.ring = ring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *scales, out, lse = ctx.saved_tensors
-        ring = ctx.ring
+        q, k, v, out, lse, *of_fp8 = ctx.saved_tensors
+        ring, scales, max_scores = ctx.ring, of_fp8[:3], of_fp8[3:]
         # PyTorch 2.11 remembers cuDNN's backward by the strides of q, k and v alone.
         dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
         sums: list[Tensor] = []  # gradients of q, k and v
         pending: list[tuple[Tensor, int]] = []  # those of k and v by another rank, of some tokens
         for step, (kv, queries, keys) in enumerate(ring.visits(k, v)):
             operands = dout[:, :, queries], q[:, :, queries], kv[0, :, :, keys], kv[1, :, :, keys]
-            seen = out[:, :, queries], lse[:, :, queries].contiguous()
+            seen = out[:, :, queries], lse[:, :, queries].contiguous(), *max_scores[:1]
             gradients = _pair_gradients(
-                *operands, scales, *seen, ring.causal and step == 0, ring.scale
+                *operands, scales, seen, ring.causal and step == 0, ring.scale
             )
+            if keys.stop:
+                del max_scores[:1]
             if step == 0:
                 sums = [x.to(ring.sum_dtype(dout.dtype)) for x in gradients]
                 continue
@@ -225,8 +229,11 @@ def _let_begin(kv: Tensor) -> None:
 def _attend_pair(
     q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor], causal: bool, scale: float,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output of a pair, of ``dtype`` in FP8, and the logarithms of the sums of exponentials."""
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The output of a pair and the logarithms of the sums of exponentials.
+
+    In FP8 the output is of ``dtype``, and the queries' largest scores come with it.
+    """
     if scales:
         window = (-1, 0 if causal else -1, 0)
         return ops.fp8_attention_op(q, k, v, *scales, window, scale, dtype)
@@ -242,15 +249,20 @@ def _attend_pair(
 
 
 def _pair_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor], out: Tensor,
-    lse: Tensor, causal: bool, scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor],
+    seen: Sequence[Tensor], causal: bool, scale: float,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Gradients of q, k and v by a pair; ``out`` and ``lse`` are of all that its queries see."""
+    """Gradients of q, k and v by a pair.
+
+    ``seen`` is the output and the logarithms of all that its queries see, and in FP8 the largest
+    scores of this pair.
+    """
     if k.shape[2] == 0:
         return [torch.empty_like(x, dtype=dout.dtype) for x in (q, k, v)]
     if scales:
         window = (-1, 0 if causal else -1, 0)
-        return ops.fp8_attention_backward_op(dout, q, k, v, *scales, out, lse, window, scale)
+        return ops.fp8_attention_backward_op(dout, q, k, v, *scales, *seen, window, scale)
+    out, lse = seen
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, scale=scale

@@ -341,15 +341,10 @@ def _next_number(numbers, q_full, pass_index):
 
 
 @gluon.jit
-def _max_of_eighths(x):
-    """Reduce a tile to eight columns; a thread has all that it compares."""
-    # In four chains a thread and row, since a warp has no other work while it waits for one.
-    return gl.max(gl.max(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8]), 2), 1)
-
-
-@gluon.jit
 def _row_max(x, like):
-    return gl.convert_layout(gl.max(_max_of_eighths(x), 1), like.type.layout)
+    # In four chains a thread and row, since a warp has no other work while it waits for one.
+    eighths = gl.max(gl.max(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8]), 2), 1)
+    return gl.convert_layout(gl.max(eighths, 1), like.type.layout)
 
 
 @gluon.jit
@@ -445,8 +440,8 @@ def _attend(  # noqa: PLR0915
 ):  # fmt: skip
     """A group of four warps: its queries of every tile, all the keys."""
     (
-        tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, plan_ptr, DV, stride_ob, stride_oh,
-        stride_os,
+        tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, plan_ptr, DV, stride_ob,
+        stride_oh, stride_os,
     ) = arguments  # fmt: skip
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -515,9 +510,12 @@ def _attend(  # noqa: PLR0915
         of_head = out_ptr + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
         of_head += gl.cast(q_start, gl.int64) * stride_os
         _store(of_head, out, first + ROWS * group, SQ, DV, stride_os)
-        lse = (largest * factor - P_BITS) * LN_2 + gl.log(exp_sum)
-        of_row = lse_ptr + row_of_lse.to(gl.int64) * sizes[3] + q_start
-        gl.store(of_row + rows, lse, mask=rows < SQ)
+        max_score = largest * factor * LN_2
+        lse = max_score - P_BITS * LN_2 + gl.log(exp_sum)
+        of_row = row_of_lse.to(gl.int64) * sizes[3] + q_start + rows
+        gl.store(lse_ptr + of_row, lse, mask=rows < SQ)
+        max_score = gl.where(exp_sum == 0, -float("inf"), max_score)
+        gl.store(max_ptr + of_row, max_score, mask=rows < SQ)
         number = _next_number(numbers, q_full, pass_index)
 
 
@@ -551,6 +549,7 @@ def _attention_kernel(
     v_scale_ptr,  # [1] fp32
     out_ptr,  # [B, H, SQ, DV]
     lse_ptr,  # [B, H, SQ] fp32
+    max_ptr,  # [B, H, SQ] fp32
     counter_ptr,  # [1] int32, zero
     plan_ptr,  # of _plan_kernel; None: one sequence in each of the batch
     B, H, G, SQ, SK,
@@ -582,7 +581,7 @@ def _attention_kernel(
     sizes = (B, H, G, SQ, SK, EARLIEST, LATEST)
     loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr, plan_ptr)
     sums = (
-        tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, plan_ptr, DV,
+        tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, max_ptr, plan_ptr, DV,
         stride_ob, stride_oh, stride_os,
     )  # fmt: skip
     gl.warp_specialize(
@@ -626,7 +625,7 @@ def fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
     window: Sequence[int], scale: float, out_dtype: torch.dtype,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not _has_kernel(q, v, scale, cu_seqlens_q):
         return plain.fp8_attention(
             q, k, v, q_scale, k_scale, v_scale, window, scale, out_dtype, cu_seqlens_q,
@@ -641,7 +640,7 @@ def fp8_attention(
     keys, stages = (64, 4) if dv_tile > 128 else (128, 3)
     stages -= d_tile > 128
     out = plain.empty_by_token(q, (B, H, SQ, DV), out_dtype)
-    lse = q.new_empty((B, H, SQ), dtype=torch.float32)
+    lse, max_scores = (q.new_empty((B, H, SQ), dtype=torch.float32) for _ in range(2))
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     v_desc = _descriptor(_turn(v, counter, cu_seqlens_k), dv_tile, _PART)
     q_desc = _descriptor(_loadable(q), _GROUP, d_tile)
@@ -653,19 +652,20 @@ def fp8_attention(
         plan = _plan(cu_seqlens_q, cu_seqlens_k, tiles)
         out.zero_()  # of tokens of no sequence, as below
         lse.fill_(-torch.inf)
+        max_scores.fill_(-torch.inf)
     else:
         diagonal += SK - SQ
     is_square = plan is None and keys == _QUERIES and diagonal + right == 0
     programs = min(_common.multiprocessors(q.device), tiles * H)
     _attention_kernel[(programs,)](
-        q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, counter, plan, B, H, G, SQ,
-        SK, diagonal - left, diagonal + right, DV, *out.stride()[:3], scale, GROUP=_GROUP,
+        q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, max_scores, counter, plan, B,
+        H, G, SQ, SK, diagonal - left, diagonal + right, DV, *out.stride()[:3], scale, GROUP=_GROUP,
         KEYS=keys, STAGES=stages, D_TILE=d_tile, DV_TILE=dv_tile, PART=_PART,
         QK_LAYOUT=_of_rank_2(q_desc), V_LAYOUT=_of_rank_2(v_desc), LEFT=left >= 0,
         RIGHT=0 if right < 0 else 1 + is_square, CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return out, lse
+    return out, lse, max_scores
 
 
 def _plan(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tiles: int) -> Tensor:

@@ -11,11 +11,11 @@ would have two GEMMs less, but would add 64 KB of the queries' gradients in memo
 
 The gradients of the values are an FP8 GEMM of the probabilities, each times its query's scale and
 relative to the largest such weight of all queries that see a tile of keys: relative to 1, those of
-long sequences would be less than e4m3 holds. ``_queries_kernel``, which runs first, tells these
-weights. The gradients of the scores are rounded to float16, in whose range
-``DS_SCALE`` keeps them, and multiplied by keys and queries in float16, which holds FP8 data as it
-is: a group of four warps converts each block in shared memory. Persistent tiles, two groups of
-consumers and a loading warp are as in ``attention.py``.
+long sequences would be less than e4m3 holds. The forward's largest scores tell these weights. The
+gradients of the scores are rounded to float16, in whose range ``DS_SCALE`` keeps them, and
+multiplied by keys and queries in float16, which holds FP8 data as it is: a group of four warps
+converts each block in shared memory. Persistent tiles, two groups of consumers and a loading warp
+are as in ``attention.py``.
 
 For what these kernels do not take, cuDNN (or flash attention, where PyTorch is asked to be
 deterministic) computes in 16 bits, on the dequantized operands. Both ways use the forward's output
@@ -51,7 +51,6 @@ from float8lab.ops.kernels.attention import (
     _descriptor,
     _has_kernel,
     _loadable,
-    _max_of_eighths,
     _next_number,
     _store,
     _tell_number,
@@ -86,10 +85,12 @@ def _prepare_kernel(
     dout_ptr,  # [B, H, S, D]
     out_ptr,  # [B, H, S, D]
     lse_ptr,  # [B, H, S] fp32
+    max_ptr,  # [B, H, S] fp32
     v_scale_ptr,  # [1] fp32
     d_ptr,  # [B, H, PADDED, D] fp8
     transposed_ptr,  # [B, H, D, PADDED / 4] int32: bytes of four queries each
     rows_ptr,  # [3, B * H, PADDED] fp32: see _prepare
+    weights_ptr,  # [B * H, PADDED / ROWS] fp32: see _prepare
     counters_ptr,  # [2] int32, set to zero
     H, S, PADDED, stride_db, stride_dh, stride_ds, stride_ob, stride_oh, stride_os,
 ):  # fmt: skip
@@ -115,10 +116,12 @@ def _prepare_kernel(
     tl.debug_barrier()
     d = tl.load(d_ptrs)
     delta = tl.sum(d.to(tl.float32) * out, 1) * (DS_SCALE / tl.load(v_scale_ptr))
-    lse = tl.load(lse_ptr + head * S + rows, mask=inside, other=1e30) * 1.4426950408889634
+    lse = tl.load(lse_ptr + head * S + rows, mask=inside, other=1e30) * LOG2_E - tl.log2(scale)
+    max_score = tl.load(max_ptr + head * S + rows, mask=inside, other=-float("inf"))
+    tl.store(weights_ptr + program, tl.max(max_score * LOG2_E - lse, 0))
     plane = (tl.num_programs(0) // tiles).to(tl.int64) * PADDED
     of_row = rows_ptr + head * PADDED + rows
-    tl.store(of_row, lse - tl.log2(scale))
+    tl.store(of_row, lse)
     tl.store(of_row + plane, delta)
     tl.store(of_row + 2 * plane, scale)
     # Row 16 a + 8 b + 2 c + e is byte 2 b + e of word 4 a + c, as in attention.py's _turn_kernel.
@@ -134,28 +137,30 @@ def _prepare_kernel(
 
 
 def _prepare(
-    dout: Tensor, out: Tensor, lse: Tensor, v_scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, v_scale: Tensor
+) -> tuple[Tensor, ...]:
     """Cast the output's gradient for both kernels, its rows padded to whole tiles.
 
     Returns:
         The FP8 data, the same transposed with queries in the order of the forward's keys, float32
-        ``[3, B * H, PADDED]`` of each query, and two counters that are zero. The three numbers of a
-        query are the logarithm (of two) of its sum of exponentials less that of its scale, what
-        softmax subtracts from the gradient of a probability (over the scales of query and values,
-        times DS_SCALE), and its scale.
+        ``[3, B * H, PADDED]`` of each query, of each block of queries the logarithm of the largest
+        weight (a probability times its query's scale), ``[B * H, PADDED / ROWS]``, and two counters
+        that are zero. The three numbers of a query are the logarithm (of two) of its sum of
+        exponentials less that of its scale, what softmax subtracts from the gradient of a
+        probability (over the scales of query and values, times DS_SCALE), and its scale.
     """
     B, H, S, D = dout.shape
     padded = round_up(S, 2 * ROWS.value)
     d = torch.empty((B, H, padded, D), dtype=E4M3, device=dout.device)
     transposed = torch.empty((B, H, D, padded), dtype=E4M3, device=dout.device)
     rows = lse.new_empty((3, B * H, padded))
+    weights = lse.new_empty((B * H, padded // ROWS.value))
     counters = torch.empty(2, dtype=torch.int32, device=dout.device)
     _prepare_kernel[(padded // ROWS.value * B * H,)](
-        dout, out, lse, v_scale, d, transposed.view(torch.int32), rows, counters, H, S, padded,
-        *dout.stride()[:3], *out.stride()[:3], num_warps=4,
+        dout, out, lse, max_scores, v_scale, d, transposed.view(torch.int32), rows, weights,
+        counters, H, S, padded, *dout.stride()[:3], *out.stride()[:3], num_warps=4,
     )  # fmt: skip
-    return d, transposed, rows, counters
+    return d, transposed, rows, weights, counters
 
 
 @gluon.jit
@@ -454,13 +459,10 @@ def _multiply_scores(s, dp, q, d, streamed, bars, count, present, STAGES: gl.con
 
 @gluon.jit
 def _add_keys(
-    s, dp, dq, top, q, d, streamed, bars, count, factor, lse, delta, last_key, key, more,
+    s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, last_key, key, more,
     MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add one block of keys, whose scores are there, and compute the scores of the next.
-
-    ``top`` has the largest logarithms of probabilities so far, by ``_max_of_eighths``.
-    """
+    """Add one block of keys, whose scores are there, and compute the scores of the next."""
     empty, half_full = bars[1], bars[2]
     stage = count % STAGES
     x = s * factor - gl.expand_dims(lse, 1)
@@ -474,10 +476,9 @@ def _add_keys(
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dq.type.layout, 2), assert_trivial=True)
     mbarrier.wait(half_full.index(stage), (count // STAGES) & 1)
     dq = warpgroup_mma(ds, streamed[2].index(stage), dq, is_async=True)
-    top = gl.maximum(top, _max_of_eighths(x))
     s, dp, dq = warpgroup_mma_wait(0, (s, dp, dq))
     mbarrier.arrive(empty.index(stage), count=1)
-    return s, dp, dq, top, count + 1
+    return s, dp, dq, count + 1
 
 
 @gluon.jit
@@ -486,7 +487,7 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
     q_tiles, d_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
     fixed_full, fixed_empty, full, empty, half_full = bars
     block_bars = full, empty, half_full
-    factor, q_factor, rows_ptr, weights_ptr = scales
+    factor, q_factor, rows_ptr = scales
     dq_ptr, stride_b, stride_h, stride_s, PADDED = outs
     B, H, _, SQ, SK = sizes
     end = _tiles_in_all(sizes, False)
@@ -508,22 +509,18 @@ def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: g
         zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
         s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
         s, dp = warpgroup_mma_wait(0, (s, dp))
-        top = _max_of_eighths(zeros) - float("inf")
         for block in range(start, between):
-            s, dp, dq, top, count = _add_keys(
-                s, dp, dq, top, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
+            s, dp, dq, count = _add_keys(
+                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
                 block, True, False, STAGES,
             )  # fmt: skip
         for block in range(between, stop):
-            s, dp, dq, top, count = _add_keys(
-                s, dp, dq, top, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
+            s, dp, dq, count = _add_keys(
+                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
                 block * ROWS, block < stop - 1, True, STAGES,
             )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
-        weight = gl.convert_layout(gl.max(top, 1), row_scale.type.layout) + gl.log2(row_scale)
-        at = row.to(gl.int64) * (PADDED // ROWS) + first // ROWS
-        gl.store(weights_ptr + at, gl.max(weight, 0) - P_BITS)
         decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, HALF_SUMS))
         of_head = (row // H).to(gl.int64) * stride_b + (row % H).to(gl.int64) * stride_h
         _store(dq_ptr + of_head, dq * gl.expand_dims(decode, 1), first, SQ, D_HEAD, stride_s)
@@ -538,7 +535,6 @@ def _queries_kernel(
     v_desc,  # [B, G, SK, D] fp8
     q_scale_ptr, k_scale_ptr, v_scale_ptr,  # [1] fp32
     rows_ptr,  # [3, B * H, PADDED] fp32, of _prepare
-    weights_ptr,  # [B * H, PADDED / ROWS] fp32, for _largest_kernel
     dq_ptr,  # [B, H, SQ, D]
     counter_ptr,  # [1] int32, zero
     B, H, G, SQ, SK, PADDED, stride_b, stride_h, stride_s, scale,
@@ -557,7 +553,7 @@ def _queries_kernel(
     sizes = B, H, G, SQ, SK
     sums = (
         q_tiles, d_tiles, (k_tiles, v_tiles, half_tiles), numbers, bars, sizes,
-        (scales[0], scales[1], rows_ptr, weights_ptr),
+        (scales[0], scales[1], rows_ptr),
         (dq_ptr, stride_b, stride_h, stride_s, PADDED),
     )  # fmt: skip
     fixed = q_desc, d_desc, q_tiles, d_tiles
@@ -577,13 +573,14 @@ def _queries_kernel(
 
 def _fp8_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
-    v_scale: Tensor, out: Tensor, lse: Tensor, scale: float, *, causal: bool,
+    v_scale: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, scale: float, *, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of q, k and v by the kernels above."""
     (B, H, SQ, _), (G, SK) = q.shape, k.shape[1:3]
     dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
-    d, transposed, rows, counters = _prepare(dout, out, lse.contiguous(), v_scale)
-    weights = rows.new_empty((B * H, rows.shape[2] // ROWS.value))
+    d, transposed, rows, weights, counters = _prepare(
+        dout, out, lse.contiguous(), max_scores.contiguous(), v_scale
+    )
     dq, dk, dv = (plain.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
     q_desc, k_desc, v_desc, d_desc = (
         _descriptor(_loadable(x), ROWS.value, D_HEAD.value) for x in (q, k, v, d)
@@ -594,8 +591,8 @@ def _fp8_backward(
     settings = {"CAUSAL": causal, "num_warps": 4, "enable_fp_fusion": True}
     multiprocessors = _common.multiprocessors(q.device)
     _queries_kernel[(min(multiprocessors, _common.ceil_div(SQ, 2 * ROWS.value) * B * H),)](
-        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, weights, dq, counters[1:],
-        B, H, G, SQ, SK, rows.shape[2], *dq.stride()[:3], scale, STAGES=4, **settings,
+        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], B, H,
+        G, SQ, SK, rows.shape[2], *dq.stride()[:3], scale, STAGES=4, **settings,
     )  # fmt: skip
     tiles = _common.ceil_div(SK, 2 * ROWS.value) * B * G
     largest = weights.new_empty(tiles)
@@ -613,8 +610,8 @@ def _fp8_backward(
 @_common.on_device_of_first
 def fp8_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
-    v_scale: Tensor, out: Tensor, lse: Tensor, window: Sequence[int], scale: float,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    v_scale: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, window: Sequence[int],
+    scale: float, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0, max_seqlen_k: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (SQ, D), (SK, DV) = q.shape[2:], v.shape[2:]
@@ -626,11 +623,12 @@ def fp8_attention_backward(
     fits = _has_kernel(q, v, scale, cu_seqlens_q) and (packed or min(SQ, SK) > 1)
     if fits and attention.has_fp8_backward(q, k, v, window, packed=packed):
         return _fp8_backward(
-            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, scale, causal=window[1] == 0
-        )
+            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, max_scores, scale,
+            causal=window[1] == 0,
+        )  # fmt: skip
     if not fits or not (uses_cudnn or of_flash is not None):
         return plain.fp8_attention_backward(
-            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, window, scale,
+            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, max_scores, window, scale,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         )  # fmt: skip
     dtype = torch.bfloat16 if dout.dtype == torch.float32 else dout.dtype

@@ -93,7 +93,7 @@ def fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
     window: Sequence[int | torch.SymInt], scale: float, out_dtype: torch.dtype,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention of FP8 operands.
 
     Under the window ``(left, right, diagonal)`` query i stands at key ``i + Sk - Sq + diagonal``
@@ -113,21 +113,23 @@ def fp8_attention(
         cu_seqlens_k: the same of keys and values; both or neither are None.
 
     Returns:
-        ``[B, H, Sq, Dv]`` (in memory by token), and the logarithm of each query's sum of
-        exponentials, ``[B, H, Sq]`` float32. Of a query that sees no key they are 0 and -inf.
+        ``[B, H, Sq, Dv]`` (in memory by token), the logarithm of each query's sum of exponentials,
+        and its largest score, ``[B, H, Sq]`` float32. Of a query that sees no key they are 0, -inf
+        and -inf.
     """
     seen = _visible(q, k, window, cu_seqlens_q, cu_seqlens_k)
     scores = _scores(q, k, q_scale, k_scale, scale, seen)
     if not scores.numel():
         out = empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype).zero_()
-        return out, scores.new_full(scores.shape[:3], -torch.inf)
-    largest = _finite(scores.amax(-1, keepdim=True))
+        return out, *(scores.new_full(scores.shape[:3], -torch.inf) for _ in range(2))
+    max_scores = scores.amax(-1)
+    largest = _finite(max_scores).unsqueeze(-1)
     p = (scores - largest).exp()
     exp_sum = p.sum(-1, keepdim=True)
     p8 = (p / P_SCALE).to(E4M3).float()
     decode = v_scale.view(1) * P_SCALE / exp_sum
     out = (p8 @ _repeat(v, q.shape[1])) * decode.masked_fill(exp_sum == 0, 0.0)
-    return by_token(out.to(out_dtype)), (largest + exp_sum.log()).squeeze(-1)
+    return by_token(out.to(out_dtype)), (largest + exp_sum.log()).squeeze(-1), max_scores
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -137,8 +139,9 @@ def _finite(x: Tensor) -> Tensor:
 
 def fp8_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
-    v_scale: Tensor, out: Tensor, lse: Tensor, window: Sequence[int | torch.SymInt], scale: float,
-    *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    v_scale: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor,
+    window: Sequence[int | torch.SymInt], scale: float, *,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | torch.SymInt = 0, max_seqlen_k: int | torch.SymInt = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, the rounding of the probabilities taken as the identity.
@@ -147,7 +150,9 @@ def fp8_attention_backward(
 
     Args:
         dout: ``[B, H, Sq, Dv]`` high precision.
-        out: from the forward, as ``lse``; the other arguments are the forward's own.
+        out: from the forward, as ``lse`` and ``max_scores``, by which Hopper's kernel scales its
+            probabilities. If each key is in one of several calls, ``out`` and ``lse`` are of all of
+            them, and ``max_scores`` of this one's keys. The other arguments are the forward's own.
         max_seqlen_q: the most queries of a sequence, or more, where ``cu_seqlens_q`` is given.
         max_seqlen_k: the same of keys.
     """
