@@ -18,7 +18,7 @@ from float8lab.ops.cast import Prologue, amax_op, cast_many_op, cast_op, transpo
 from float8lab.ops.declare import announce, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_into, scaled_mm_op
 from float8lab.ops.grouped import Groups, Offsets, plan_groups_op
-from float8lab.ops.paged_attention import has_paged_attention, paged_attention
+from float8lab.ops.paged_attention import has_paged_attention, paged_attention, write_pages_
 from float8lab.ops.reference import (
     ACTIVATIONS,
     NO_DATA,
@@ -48,7 +48,7 @@ __all__ = [
     "norm_backward_op", "norm_op", "paged_attention", "plan_groups_op", "prologue_shape",
     "rotate_op", "round_to_fp8", "round_up", "route_backward_op", "route_op", "row_map_op",
     "scaled_mm_into", "scaled_mm_op", "scatter_rows_op", "transpose_op", "update_scales_op",
-    "value_of_op",
+    "value_of_op", "write_pages_",
 ]  # fmt: skip
 
 announce()

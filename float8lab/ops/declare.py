@@ -453,10 +453,12 @@ def _direct(
 
 
 def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any]:
-    """A function that nothing traces, as in ops and optimizers: a launcher, or its reference."""
+    """A launcher, or its reference, which alone can be traced; as in ops and optimizers."""
     for_gpus = functools.cache(lambda: _for_gpus(cuda, reference))
 
     def call(x: Tensor, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return reference(x, *args)
         return _exact(for_gpus() if x.is_cuda else reference, x.device.type)(x, *args)
 
     return call

@@ -1,6 +1,6 @@
-"""Attention to a paged key/value cache; ``reference/paged_attention.py`` specifies it.
+"""A paged key/value cache, and attention to it; ``reference/paged_attention.py`` specifies both.
 
-It is for generation outside of graphs, and no op: nothing traces it, and it has no gradient.
+They are for generation, and no ops: they have no gradients.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from float8lab.ops.declare import called_by_ops
 from float8lab.ops.reference import paged_attention as reference
 
-__all__ = ["has_paged_attention", "paged_attention"]
+__all__ = ["has_paged_attention", "paged_attention", "write_pages_"]
 
 _MOST_ROWS, _LARGEST_HEAD = 64, 256
 
@@ -22,3 +22,4 @@ def has_paged_attention(rows: int, *heads: int) -> bool:
 
 
 paged_attention = called_by_ops(reference.paged_attention, cuda="paged_attention:paged_attention")
+write_pages_ = called_by_ops(reference.write_pages_, cuda="paged_attention:write_pages_")

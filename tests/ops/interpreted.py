@@ -363,6 +363,24 @@ def check_paged_attention() -> None:
             assert (got - want).norm() <= limit * want.norm()
 
 
+def check_writes_to_pages() -> None:
+    """Of some of a call's tokens, in another order."""
+    for B, G, S, D, P in ((2, 3, 4, 20, 5), (3, 8, 1, 128, 16), (1, 1, 3, 2, 2)):
+        x = torch.randn(B, S, G, D).transpose(1, 2) * torch.logspace(-8, 8, G)[:, None, None]
+        x[-1, -1, -1] = 0.0
+        row, token = torch.arange(B * S).flip(0).unsqueeze(1).expand(-1, 2).T
+        tokens = torch.stack((row // S, token % S, torch.randperm(B * S), row % P))[:, : B * S - 1]
+        for dtype, cache in ((FP32, FP32), (BF16, BF16), (FP32, E4M3), (BF16, E5M2)):
+            runs = []
+            for of in (paged_attention, paged_attention.plain):
+                data, scale = torch.zeros(B * S, G, P, D).to(cache), torch.zeros(B * S, G, P, 1)
+                of.write_pages_(
+                    x.to(dtype), data, scale if cache.itemsize == 1 else None, tokens.contiguous()
+                )
+                runs.append((data, scale))
+            all_same(*runs)
+
+
 def check_merge_attention() -> None:
     """Of ranges of queries, in several layouts, and with queries that have seen no key."""
     for B, H, S, D in ((2, 3, 21, 20), (1, 1, 64, 128), (2, 5, 1, 8)):

@@ -61,7 +61,8 @@ def check_forward(of_queries, operands, settings, ends=(None, None)):
     """Within the rounding of the probabilities, less than 1/16 of each or 2 ** -18.
 
     The tensor cores keep about 13 bits of a sum; what that does to scores, they do to the logarithm
-    of the probabilities.
+    of the probabilities. A single score is off by more than the logarithm of all: up to 2 ** -11.6
+    of its terms' sizes was seen on an H100.
     """
     (q64, k64, v64), (out, lse, max_scores) = operands, of_queries
     expected, p, scores = exact_attention(*operands, settings, ends)
@@ -69,8 +70,8 @@ def check_forward(of_queries, operands, settings, ends=(None, None)):
     groups = q64.shape[1] // k64.shape[1]
     size = q64.abs() @ k64.abs().repeat_interleave(groups, 1).transpose(2, 3) * scale
     off = 2.0**-12 * size.amax(-1) * out.is_cuda
-    for got, exact in ((lse, scores.logsumexp(-1)), (max_scores, scores.amax(-1))):
-        assert ((got.double() - exact).abs() <= off + 1e-5)[exact > -torch.inf].all()
+    for got, exact, times in ((lse, scores.logsumexp(-1), 1), (max_scores, scores.amax(-1), 4)):
+        assert ((got.double() - exact).abs() <= times * off + 1e-5)[exact > -torch.inf].all()
         assert (got == -torch.inf)[exact == -torch.inf].all()
     rounding = p * (1 / 16 + 2 * off.unsqueeze(-1) + 2.0**-9 * out.is_cuda) + 2.0**-18
     bound = rounding @ v64.abs().repeat_interleave(groups, 1)

@@ -561,6 +561,13 @@ def attended_in_pages(cache: torch.dtype, D: int = 128, S: int = 1) -> Any:
     )
 
 
+def written_to_pages(cache: torch.dtype) -> Any:
+    x, data = torch.zeros(4, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(20, 8, 128, 128)
+    scale = torch.ones(20, 8, 128, 1) if cache.itemsize == 1 else None
+    tokens = torch.zeros(4, 4, dtype=torch.int64)
+    return lambda: paged_attention.write_pages_(x, data.to(cache), scale, tokens)
+
+
 def merged() -> Any:
     x, lse = torch.zeros(1, 64, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 32, 64)
     return attention.merge_attention_(x.transpose(1, 2), lse, x.transpose(1, 2), lse)
@@ -571,6 +578,9 @@ PAGED: dict[str, Callable[[], Any]] = {
     "pages": attended_in_pages(torch.bfloat16),
     "pages-fp8": attended_in_pages(E4M3),
     "pages-e5m2-192": attended_in_pages(E5M2, D=192, S=4),
+    "pages-written": written_to_pages(torch.bfloat16),
+    "pages-written-fp8": written_to_pages(E4M3),
+    "pages-written-e5m2": written_to_pages(E5M2),
 }
 
 PORTABLE = (

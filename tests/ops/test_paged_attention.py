@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from float8lab import ops
-from float8lab.formats import E4M3, E5M2
+from float8lab.formats import E4M3, E5M2, Spec
+from float8lab.tensor.operands import quantize
 
 CACHES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -111,3 +112,28 @@ def test_without_sequences_or_pages(device):
     part[1:] = 0  # no key at all
     out = ops.paged_attention(q[:1], k, v, k_scale, v_scale, table, part, -1, 0, 1.0)
     assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 20, 5), (3, 8, 1, 128, 16), (1, 40, 3, 256, 2)])
+def test_pages_hold_what_a_cast_by_rows_gives(shape, cache, device):
+    """Bit for bit, with special values, for the tokens that are named, and nothing elsewhere."""
+    (B, G, S, D, P), (dtype, cache_dtype) = shape, cache
+    x = torch.randn(B, S, G, D) * torch.logspace(-9, 9, G)[:, None]
+    x[0, 0, 0, :2], x[-1, -1, -1] = torch.tensor([torch.inf, torch.nan]), 0.0
+    x, number = x.to(dtype), torch.arange(B * S - 1).flip(0)
+    tokens = torch.stack((number // S, number % S, torch.randperm(B * S)[1:], number % P))
+    data = torch.full((B * S, G, P, D), -1.0).to(cache_dtype)
+    scale = torch.full((B * S, G, P, 1), -1.0) if cache_dtype.itemsize == 1 else None
+    written = [None if t is None else t.to(device, copy=True) for t in (data, scale)]
+    ops.write_pages_(x.to(device).transpose(1, 2), *written, tokens.to(device))
+    for row, token, page, position in tokens.T.tolist():
+        vectors = x[row, token].to(device)
+        if scale is not None:
+            vectors, of_rows = quantize(vectors, Spec(cache_dtype, (1, -1)), align=1).rowwise
+            scale[page, :, position] = of_rows.cpu()
+        data[page, :, position] = vectors.to(cache_dtype).cpu()
+    for got, want in zip(written, (data, scale), strict=True):
+        if got is not None:
+            got, want = got.float().cpu(), want.float()
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

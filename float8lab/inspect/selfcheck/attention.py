@@ -101,7 +101,7 @@ def _check_attention(cases: Cases) -> None:
         # In float32: sums of up to 2**7 terms, and a logarithm.
         off = off + (size.amax(-1) + 2) * 2.0**-17
         cases.within(lse, scores.logsumexp(-1), off)
-        cases.within(max_scores, scores.amax(-1), off)
+        cases.within(max_scores, scores.amax(-1), 4 * off)  # a single one
         added = 0.0 if case.why else 2.0**-9
         rounding = p * (1 / 16 + 2 * off.unsqueeze(-1) + added) + 2.0**-10 * P_SCALE
         bound = rounding @ v.abs().repeat_interleave(groups, 1)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from float8lab import ops
-from float8lab.formats import FP8_DTYPES, Spec
-from float8lab.tensor.operands import quantize
+from float8lab.formats import FP8_DTYPES
 
 __all__ = ["Cached", "Pages", "Places", "Step", "Store"]
 
@@ -65,18 +64,7 @@ class Store:
 
     def write(self, places: Places, x: Tensor) -> None:
         """Put the head vectors of a call's tokens, of ``[B, G, S, D]``, where they belong."""
-        row, token, page, position = places.tokens
-        if len(row) == x.shape[0] * x.shape[2]:  # all of them, in this order
-            x = x.transpose(1, 2).flatten(0, 1)
-        else:
-            x = x[row, :, token]  # indices on both sides of a slice: their dimension comes first
-        index = page, slice(None), position
-        if self.scale is None:
-            self.data[index] = x.to(self.dtype)
-            return
-        q, scale = quantize(x.reshape(-1, x.shape[-1]), Spec(self.dtype, (1, -1)), align=1).rowwise
-        self._words[index] = q.view(torch.uint8).view(x.shape)
-        self.scale[index] = scale.view(*x.shape[:-1], 1)
+        ops.write_pages_(x, self.data, self.scale, places.tokens)
 
     def read(self, pages: slice | Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """The first positions of sequences, ``[B, G, length, D]``.

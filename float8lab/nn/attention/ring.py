@@ -29,7 +29,6 @@ from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.fp8 import K, Q, V, amaxes_over_ranks, cast_operand
 from float8lab.nn.attention.layout import Sizes
 from float8lab.nn.precision import Call
-from float8lab.ops.reference import attention as reference
 from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 
 __all__ = ["ring_attention", "takes_ring"]
@@ -165,8 +164,6 @@ class _Attention(Float8Function):
             max_scores += seen[2:]
             if step == 0:
                 out, lse = _as_dtype(seen[0], dtype), seen[1]
-            elif torch.compiler.is_compiling():
-                reference.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen[:2])
             else:
                 ops.merge_attention_(out[:, :, queries], lse[:, :, queries], *seen[:2])
         out = _as_dtype(out, result_dtype)

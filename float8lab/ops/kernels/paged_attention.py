@@ -1,9 +1,11 @@
-"""Attention of a few queries to a paged cache.  B sequences, H heads, G key/value heads, S queries.
+"""A paged cache.  B sequences, H heads, G key/value heads, S queries of each.
 
-The time is that of reading the cache once, so its keys are split among programs: each takes a part
-of one sequence's keys and one key/value head, with all queries that share that head, and writes a
-partial output in float32 with the largest score and the sum of exponentials. A second kernel merges
-the parts. Sizes that change from step to step are read from memory, so that a CUDA graph of a step
+Attention of a few queries takes the time of reading the cache once, so its keys are split among
+programs: each takes a part of one sequence's keys and one key/value head, with all queries that
+share that head, and writes a partial output in float32 with the largest score and the sum of
+exponentials. A second kernel merges the parts. One kernel casts keys, or values, and writes them.
+
+Sizes and places that change from step to step are read from memory, so that a CUDA graph of a step
 serves all later ones.
 """
 
@@ -15,7 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.ops.kernels import _common
-from float8lab.ops.kernels._common import INTERPRETED
+from float8lab.ops.kernels._common import (
+    INTERPRETED,
+    abs_bits,
+    nan_for_infinity,
+    saturate,
+    scale_from_amax,
+)
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.paged_attention import has_paged_attention
 from float8lab.ops.reference import paged_attention as plain
@@ -237,3 +245,45 @@ def paged_attention(
         PARTS_TILE=_common.next_power_of_2(parts), DV_TILE=dv_tile, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@launched
+def _write_kernel(
+    x_ptr,  # [B, G, S, D]
+    data_ptr,  # [pages, G, P, D]
+    scale_ptr,  # [pages, G, P] fp32, None without FP8
+    tokens_ptr,  # [4, T] int64: row and position in the call, page, position there
+    T, G, P, D, stride_b, stride_g, stride_s, stride_d,
+    LIMIT: tl.constexpr, HEADS: tl.constexpr, D_TILE: tl.constexpr,
+):  # fmt: skip
+    tokens_ptr += tl.program_id(0)
+    head, columns = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, D_TILE)[None, :]
+    inside = (head < G)[:, None] & (columns < D)
+    x_ptr += tl.load(tokens_ptr) * stride_b + tl.load(tokens_ptr + T) * stride_s
+    x_ptrs = x_ptr + head.to(tl.int64)[:, None] * stride_g + columns * stride_d
+    vector = (tl.load(tokens_ptr + 2 * T) * G + head) * P + tl.load(tokens_ptr + 3 * T)
+    DTYPE: tl.constexpr = data_ptr.dtype.element_ty
+    x = tl.load(x_ptrs, mask=inside, other=0.0)
+    if scale_ptr is not None:
+        x = x.to(tl.float32)
+        amax = tl.max(abs_bits(x), 1).to(tl.float32, bitcast=True)
+        scale, encode = scale_from_amax(amax, 0.0, LIMIT, "fp32")
+        tl.store(scale_ptr + vector, scale, mask=head < G)
+        y = nan_for_infinity(x, DTYPE) * encode[:, None]
+        x = saturate(y, y, DTYPE)
+    tl.store(data_ptr + vector[:, None] * D + columns, x.to(DTYPE), mask=inside)
+
+
+@_common.on_device_of_first
+def write_pages_(x: Tensor, data: Tensor, scale: Tensor | None, tokens: Tensor) -> None:
+    (_, G, P, D), T = data.shape, tokens.shape[1]
+    if x.dtype == torch.float64:
+        return plain.write_pages_(x, data, scale, tokens)
+    d_tile = _common.next_power_of_2(D)
+    heads = max(1, min(_common.next_power_of_2(G), 4096 // d_tile))
+    if T:
+        _write_kernel[(T, _common.ceil_div(G, heads))](
+            x, data, scale, tokens, T, G, P, D, *x.stride(),
+            LIMIT=torch.finfo(data.dtype).max, HEADS=heads, D_TILE=d_tile, num_warps=4,
+        )  # fmt: skip
+    return None

@@ -1,10 +1,10 @@
-"""Attention of a few new queries to a paged key/value cache, in plain PyTorch.
+"""A paged key/value cache, and attention of a few new queries to it, in plain PyTorch.
 
 B sequences, H heads, G key/value heads, S queries of each, P positions of a page, D head size.
 
-The specification of the op in ``ops/paged_attention.py``, its oracle, and its implementation on the
-CPU. A sequence's keys lie in the pages that its row of the table names, in order. Keys and values
-in FP8 have a scale for each vector of D elements.
+The specification of ``ops/paged_attention.py``, its oracle, and its implementation on the CPU. A
+sequence's keys lie in the pages that its row of the table names, in order. Keys and values in FP8
+have a scale for each vector of D elements.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from float8lab.ops.reference.attention import by_token
+from float8lab.ops.reference.cast import cast
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "write_pages_"]
 
 
 def paged_attention(
@@ -74,3 +75,24 @@ def _gathered(x: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
     if scale is not None:
         vectors = vectors * scale[pages]
     return vectors.transpose(1, 2).flatten(2, 3)
+
+
+def write_pages_(x: Tensor, data: Tensor, scale: Tensor | None, tokens: Tensor) -> None:
+    """Put the vectors of a call's tokens where they belong, in place.
+
+    Args:
+        x: ``[B, G, S, D]`` high precision.
+        data: ``[pages, G, P, D]``, to whose dtype they are cast.
+        scale: ``[pages, G, P, 1]`` float32, for the decode scales of FP8; else None.
+        tokens: ``[4, T]`` int64: each token's row and position in the call, its page, its position
+            there.
+    """
+    row, token, page, position = tokens
+    x = x[row, :, token]  # indices on both sides of a slice: their dimension comes first
+    if scale is None:
+        data[page, :, position] = x.to(data.dtype)
+        return
+    flat = x.reshape(-1, x.shape[-1])
+    q, q_scale = cast("", (flat,), x.dtype, data.dtype, (1, -1), "fp32", 0.0, 1)[:2]
+    data.view(torch.uint8)[page, :, position] = q.view(torch.uint8).view(x.shape)
+    scale[page, :, position] = q_scale.view(*x.shape[:-1], 1)
