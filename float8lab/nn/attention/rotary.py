@@ -257,7 +257,9 @@ def waves_of(
             table = table[_tokens_of_rank(None, S, ranks, t.device)] if several else table[:S]
             angles = table[None, :, None]
         else:
-            index = start_positions.view(-1, 1) + _tokens_of_rank(None, S, ranks, t.device)
+            index = start_positions.view(-1, 1)
+            if S > 1 or ranks.size > 1:  # a step of generation has a token, in every layer
+                index = index + _tokens_of_rank(None, S, ranks, t.device)
             angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
         angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
     return Waves(angles.cos(), angles.sin())
