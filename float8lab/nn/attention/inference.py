@@ -178,8 +178,10 @@ class InferenceParams:
         if self._placed.get(key) == step:
             return self._places[key]
         rows, before, lengths = (torch.tensor(x, dtype=torch.long, device="cpu") for x in step)
-        row = torch.arange(key[1], device="cpu").repeat_interleave(lengths)
-        token = torch.arange(key[2], device="cpu") - (lengths.cumsum(0) - lengths)[row]
+        number, stops = torch.arange(key[2], device="cpu"), lengths.cumsum(0)
+        # Not repeat_interleave: it wakes all threads of a CPU, which has taken 4 ms.
+        row = torch.bucketize(number, stops, right=True)
+        token = number - (stops - lengths)[row]
         position = before[row] + token
         page = self._pages.table[rows[row], position // self.page_size]
         tokens = torch.stack((row, token, page.long(), position % self.page_size))
