@@ -20,8 +20,8 @@ BEYOND = {
     ("8 layers, 1 x 8192 tokens, width 4096, MLP 14336", "TransformerLayer, delayed, eager"),
     (LAYER, "TransformerLayer, block, FP8 attention, compile"),
 }
-"""Rows of a host that, as RESULTS.md or the GPU's clock there says, took longer to issue a step than
-the GPUs to run it; memory from before layers computed casts again in place of keeping them; a step
+"""Rows of a host that, as RESULTS.md or the GPU's clock there says, took longer to issue a step
+than the GPUs to run it; memory from before layers computed casts again in place of keeping them; a step
 that is off by 10.02 %; and a layer from before the backward of attention ran in FP8."""
 
 
