@@ -121,7 +121,8 @@ def fp8_attention(
     scores = _scores(q, k, q_scale, k_scale, scale, seen)
     if not scores.numel():
         out = empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype).zero_()
-        return out, *(scores.new_full(scores.shape[:3], -torch.inf) for _ in range(2))
+        lse = scores.new_full(scores.shape[:3], -torch.inf)
+        return out, lse, lse.clone()
     max_scores = scores.amax(-1)
     largest = _finite(max_scores).unsqueeze(-1)
     p = (scores - largest).exp()

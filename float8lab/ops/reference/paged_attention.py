@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from float8lab.ops.reference.attention import by_token
-from float8lab.ops.reference.cast import cast
+from float8lab.ops.reference.blocks import quantize
 
 __all__ = ["paged_attention", "write_pages_"]
 
@@ -92,7 +92,6 @@ def write_pages_(x: Tensor, data: Tensor, scale: Tensor | None, tokens: Tensor) 
     if scale is None:
         data[page, :, position] = x.to(data.dtype)
         return
-    flat = x.reshape(-1, x.shape[-1])
-    q, q_scale = cast("", (flat,), x.dtype, data.dtype, (1, -1), "fp32", 0.0, 1)[:2]
+    q, q_scale, _ = quantize(x.reshape(-1, x.shape[-1]), data.dtype, (1, -1), "fp32")
     data.view(torch.uint8)[page, :, position] = q.view(torch.uint8).view(x.shape)
     scale[page, :, position] = q_scale.view(*x.shape[:-1], 1)
