@@ -169,9 +169,11 @@ def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> N
     show_cast(weight.detach().reshape(E * N, K), rows, below, W, call)
 
 
-def show_gemm(kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
+def show_gemm(
+    kind: str, call: Call | None, a: Operand | None = None, b: Operand | None = None
+) -> None:
     """``fprop``, ``dgrad`` or ``wgrad`` runs, of these operands or in high precision."""
-    if PROCESS.observer is not None:
+    if call is not None and call.watched and PROCESS.observer is not None:
         PROCESS.observer.saw_gemm(kind, call, a, b)
 
 

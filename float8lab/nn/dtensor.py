@@ -225,9 +225,12 @@ def _place(
         return tuple(placement if i == axis else p for i, p in enumerate(around))
 
     on_axis = _placements_on_axis(mode, Shard(last), None if tokens is None else shared)
-    of_tokens, of_weight = map(placed, on_axis[:3]), (placed(p, data) for p in on_axis[3:])
-    shapes = (*y_shape[:-1], N), (*unsharded[:-1], K)
-    return _Placements._make((*of_tokens, *of_weight, tokens, *shapes))
+    x_on_axis, y_on_axis, dx_on_axis, dw_on_axis, db_on_axis = on_axis
+    return _Placements(
+        x=placed(x_on_axis), y=placed(y_on_axis), dx=placed(dx_on_axis),
+        dw=placed(dw_on_axis, data), db=placed(db_on_axis, data), tokens=tokens,
+        shape_of_y=(*y_shape[:-1], N), shape_of_dx=(*unsharded[:-1], K),
+    )  # fmt: skip
 
 
 def _placements_on_axis(

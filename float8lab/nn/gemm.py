@@ -300,9 +300,9 @@ def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, 
         show_quantized(x, specs, done.x, X, call)
     if done.w.rowwise is not None:
         note_weight(weight, done.w, call)
-    if call.watched and call.plan.fprop is None:
-        show_gemm("fprop", call, None, None)
-    elif call.watched:
+    if call.plan.fprop is None:
+        show_gemm("fprop", call)
+    else:
         show_gemm("fprop", call, done.gathered or done.x.rowwise, done.w.rowwise)
 
 
@@ -393,8 +393,7 @@ def recompute_forward(
     """In backward, the bytes that ``forward`` gave of a prologue."""
     plan, scales = call.plan, call.scales
     if plan.fprop is None:
-        if call.watched:
-            show_gemm("fprop", call, None, None)
+        show_gemm("fprop", call)
         return _in_high_precision(x, _saved_value(saved.weight), bias, x.dtype, call.comm)
     value: Matrix = call.comm.gather(x.value()) if call.comm.gathers_x_first else x
     x_params = scales.requant_params(saved.x_scale, saved.x_requant)
@@ -409,8 +408,7 @@ def recompute_forward(
     done = _fprop(
         value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm, call.watched
     )
-    if call.watched:
-        show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
+    show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
     return _saved_value(done.y)
 
 
@@ -748,8 +746,7 @@ def _dgrad(
     plan, value, dgrad = recipe.linear, weight.high_precision, recipe.linear.dgrad
     if dgrad is None:
         value = _saved_value(value)
-        if watching is not None:
-            show_gemm("dgrad", watching, None, None)
+        show_gemm("dgrad", watching)
         dy = comm.gather(dy, backward=True)
         if offsets is not None:
             return Gemm(_mm_in_groups(dy, value.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
@@ -769,8 +766,7 @@ def _dgrad(
     task = GemmTask(dgrad, shape, weight.dtype, offsets, weight.after)
     keep = keep or watching is not None
     gemm = comm.mm(dy, operand, task, backward=True, companion=companion, keep=keep)
-    if watching is not None:
-        show_gemm("dgrad", watching, gemm.left, operand)
+    show_gemm("dgrad", watching, gemm.left, operand)
     return gemm
 
 
@@ -782,8 +778,7 @@ def _wgrad(
     plan, wgrad = recipe.linear, recipe.linear.wgrad
     if wgrad is None:
         value = _saved_value(x.data) if x.prologue is None else x.prologue.value()
-        if watching is not None:
-            show_gemm("wgrad", watching, None, None)
+        show_gemm("wgrad", watching)
         dy, value = comm.gather(dy, backward=True), comm.gather(value)
         if offsets is not None:
             return _mm_in_groups(dy.t(), value.to(dy.dtype).t(), offsets.offs, x.dtype)
@@ -797,8 +792,7 @@ def _wgrad(
         dy = dy.gather()
     if isinstance(operand, TokenShard):
         operand = operand.gather()
-    if watching is not None:
-        show_gemm("wgrad", watching, dy, operand)
+    show_gemm("wgrad", watching, dy, operand)
     return comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype, offsets))
 
 

@@ -353,8 +353,9 @@ class _Graphed:
         """A graph that does what the call would do, and the tensors to replay it with."""
         if not (self.recorded or self.limit) or _is_observed():
             return None
-        structure = self._current_structure()
-        if structure is None:
+        self._renew_structure()
+        structure = self.structure
+        if structure is None or not structure.fit or any(structure.hooks):
             return None
         if self.ignored:
             kwargs = {name: value for name, value in kwargs.items() if name not in self.ignored}
@@ -370,23 +371,18 @@ class _Graphed:
             return None
         return self._record(key, leaves, spec, tensors)
 
-    def _current_structure(self) -> _Structure | None:
-        """The module's structure; None if graphs cannot hold such a module.
-
-        The graphs of a module that has changed are forgotten.
-        """
-        structure = self.structure
-        if structure is None or not structure.hold():
-            if structure is not None:
-                self.recorded.clear()
-                self.refused.clear()
-                self.seen.clear()
-                self.changes += 1
-            if self.limit == 0 or self.changes > 8:  # they change all the time
+    def _renew_structure(self) -> None:
+        """Forget the graphs of a module that has changed, and read its structure if one is due."""
+        if self.structure is not None and not self.structure.hold():
+            self.structure = None
+            self.recorded.clear()
+            self.refused.clear()
+            self.seen.clear()
+            self.changes += 1
+            if self.changes > 8:  # it changes all the time
                 self.limit = 0
-                return None
-            structure = self.structure = _Structure(self.function)
-        return structure if structure.fit and not any(structure.hooks) else None
+        if self.structure is None and self.limit:
+            self.structure = _Structure(self.function)
 
     def _recorded_for(self, key: _Key) -> Recorded | None:
         """The recording for calls of this key, unless its scales have moved since."""

@@ -30,7 +30,7 @@ from float8lab.ops import Groups, Prologue, as_matrix
 from float8lab.recipes.delayed import RECORDED, DelayedSlots, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.recording import CHECKPOINTS, NO_BACKWARD, Recording
-from float8lab.recipes.reduction import channel_of, name_of_group
+from float8lab.recipes.reduction import channel, name_of_group, reducing_group
 from float8lab.recipes.region import (
     DEFAULT_RECIPE,
     PROCESS,
@@ -236,7 +236,7 @@ class Precision:
         if options.first_microbatch is not None:
             check_flags(is_first_microbatch=options.first_microbatch)
         if torch.compiler.is_compiling():
-            return self._begin_in_graph(x, training, options)
+            return self._begin_forward(x, training, options)
         recordings = CHECKPOINTS.recordings
         recording = CHECKPOINTS.replay
         if (hooks := saved_tensors_hooks(True)) is not None:
@@ -261,6 +261,9 @@ class Precision:
             return None
         if type(x) is not Tensor:
             _refuse_dtensor(x)
+        record = training or STATE.autocast.calibrating
+        if torch.compiler.is_compiling():
+            return self._begin_in_graph(recipe, options, record)
         region = STATE.region
         if region is not None:
             region.fp8_calls += 1
@@ -272,7 +275,6 @@ class Precision:
             call = self._new_call(recipe, options)
             self._shared = call if options is NO_OPTIONS else None
             return call
-        record = training or STATE.autocast.calibrating
         call = self._new_call(recipe, options, self._slots(recipe, x.device), record=record)
         if record and region is not None:
             region.packs[call.scales.slots.pack] = None  # type: ignore[attr-defined]
@@ -301,16 +303,10 @@ class Precision:
             )  # fmt: skip
         return Call(recipe, self, scales, comm, options, is_region=record and STATE.region is None)
 
-    def _begin_in_graph(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
+    def _begin_in_graph(self, recipe: Recipe, options: CallOptions, record: bool) -> Call:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
-        recipe = self.active_recipe()
-        if recipe is None:
-            return None
-        if type(x) is not Tensor:
-            _refuse_dtensor(x)
         if not recipe.linear.delayed:
             return self._new_call(recipe, options)
-        record = training or STATE.autocast.calibrating
         state = GraphState(
             self.handle, recipe.number, name_of_group(STATE.autocast.group), record,
             self.slot_formats(recipe.linear)[1],
@@ -448,8 +444,8 @@ class Precision:
         if isinstance(recipe, DelayedScaling):
             group = STATE.autocast.group if group is None else group
             slots = self._slots(recipe, device, group)
-            if recipe.reduce_amax and (group_and_channel := channel_of(group)) is not None:
-                group_and_channel[1].add(slots)
+            if recipe.reduce_amax and (ranks := reducing_group(group)) is not None:
+                channel(ranks).add(slots)
 
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
         group = STATE.autocast.group if group is _HERE else group

@@ -13,7 +13,7 @@ from float8lab.arguments import check_flags, check_group, check_module
 from float8lab.nn.precision import precisions
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import Recipe, check_recipe
-from float8lab.recipes.reduction import channel_of
+from float8lab.recipes.reduction import channel, reducing_group
 
 __all__ = ["ScalingState"]
 
@@ -58,11 +58,11 @@ class ScalingState:
         """All slots' tensors, by module name and recipe."""
         slots_by_key = list(self._slots())
         for group in dict.fromkeys(slots.pack.group for _, slots in slots_by_key):
-            if (channel := channel_of(group)) is not None:
+            if (ranks := reducing_group(group)) is not None:
                 for _, slots in slots_by_key:
                     if slots.pack.group is group and slots.pack.recipe.reduce_amax:
-                        channel[1].add(slots)
-                channel[1].reduce(channel[0], agree=True)
+                        channel(ranks).add(slots)
+                channel(ranks).reduce(ranks, agree=True)
         state = {}
         for key, slots in slots_by_key:
             tensors = slots.tensors()

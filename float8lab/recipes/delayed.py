@@ -45,7 +45,8 @@ from float8lab.recipes.recipe import DelayedScaling
 from float8lab.recipes.recording import NO_BACKWARD
 
 __all__ = [
-    "RECORDED", "DelayedSlots", "Factors", "QuantParams", "ScalePack", "merge_packs", "own_amax",
+    "RECORDED", "Answer", "DelayedSlots", "Factors", "QuantParams", "ScalePack", "merge_packs",
+    "own_amax",
 ]  # fmt: skip
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
@@ -361,7 +362,7 @@ class DelayedSlots:
         limits = self._by_column([torch.finfo(dtype).max for dtype in fp8_dtypes])
         # For each tensor: whether the host knows that all its slots have a scale.
         self.seeded = [False] * len(fp8_dtypes)
-        self._asked: dict[int, _Answer] = {}
+        self._asked: dict[int, Answer] = {}
 
         def new_tensors() -> dict[str, Tensor]:
             full = functools.partial(torch.full, dtype=torch.float32, device=device)
@@ -467,7 +468,7 @@ class DelayedSlots:
         pack.set_factors(columns, torch.where(has_rows, factors.view(2, -1), old), has_rows)
         is_captured = pack.factors.is_cuda and torch.cuda.is_current_stream_capturing()
         if index not in self._asked and not is_captured:
-            self._asked[index] = _Answer(pack.has_scale()[columns].all())
+            self._asked[index] = Answer(pack.has_scale()[columns].all())
 
     def _keep_scales(self, seeded: list[bool]) -> None:
         """Keep the scales that the slots have been given, whatever is interrupted."""
@@ -659,20 +660,26 @@ def _of_each_expert(value: Tensor, experts: int) -> Tensor:
     return torch.cat((x.expand_as(w), w, dy.expand_as(w)), dim=-1)
 
 
-class _Answer:
-    """A bool of a device, which the host reads once it has arrived, without waiting."""
+class Answer:
+    """Whether a number of a device is other than 0, which the host reads once it has arrived."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
         self._arrived: torch.cuda.Event | None = None
         if value.is_cuda:
-            self._value = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True)
             self._value.copy_(value, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(value.device))
 
+    def wait(self) -> bool:
+        """The answer, for which the host waits."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._value)
+
     def get(self) -> bool | None:
-        """The value; None if it has not arrived."""
+        """The answer; None if it has not arrived."""
         # A graph that is being captured allows no question about an event.
         is_capturing = self._arrived is not None and torch.cuda.is_current_stream_capturing()
         if self._arrived is not None and (is_capturing or not self._arrived.query()):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,17 +29,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.ops import NO_DATA
-from float8lab.recipes.delayed import DelayedSlots, ScalePack
+from float8lab.recipes.delayed import Answer, DelayedSlots, ScalePack
 
 __all__ = [
-    "AmaxChannel", "amax_over_ranks", "channel", "channel_of", "group_named", "has_ranks",
-    "includes_shards", "name_of_group",
+    "AmaxChannel", "amax_over_ranks", "channel", "group_named", "has_ranks", "includes_shards",
+    "name_of_group", "reducing_group",
 ]  # fmt: skip
 
 _Key = tuple[Any, ...]
-_Places = Tensor | slice
-_Plan = tuple[ScalePack, _Places, _Places]
-"""A pack, and the places of its slots on the wire and in its own amaxes."""
+
+
+class _Transfer(NamedTuple):
+    """A pack, and the places of its slots on the wire and in its own amaxes."""
+
+    pack: ScalePack
+    on_wire: Tensor | slice
+    in_pack: Tensor | slice
 
 
 class AmaxChannel:
@@ -61,9 +66,9 @@ class AmaxChannel:
         self._known: dict[_Key, weakref.ref[DelayedSlots]] = {}
         self._keys: WeakKeyDictionary[DelayedSlots, _Key] = WeakKeyDictionary()
         self._used: Counter[_Key] = Counter()
-        self._news: Tensor | None = None  # > 0: some rank used a module that is not on the wire
-        self._news_arrived: torch.cuda.Event | None = None
-        self._plan: tuple[tuple[object, ...], list[_Plan]] | None = None
+        self._news: Answer | None = None  # whether a rank used a module that is not on the wire
+        self._columns: tuple[object, ...] = ()  # of the slots that ``_transfers`` are for
+        self._transfers: list[_Transfer] = []
         self._host: dist.ProcessGroup | None = None
 
     def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -102,25 +107,26 @@ class AmaxChannel:
         if self._has_news() or agree:
             self._agree(group)
         # Modules that were deleted leave nothing to reduce, but their place.
-        plan = self._plan_now()
-        packs = [pack for pack, _, _ in plan]
+        self._plan_transfers()
+        packs = [transfer.pack for transfer in self._transfers]
         device = packs[0].amax.device if packs else torch.device("cpu")
         if not packs and torch.cuda.is_available() and "nccl" in dist.get_backend(group):
             device = torch.device("cuda", torch.cuda.current_device())
         length = 1 + sum(self._wire.values())
         wire = torch.full((length,), NO_DATA, dtype=torch.float32, device=device)
         wire[:1].fill_(len(self.waiting()))
-        for pack, on_wire, in_pack in plan:
+        for pack, on_wire, in_pack in self._transfers:
             pack.forget_interrupted_backward()
             wire[on_wire] = pack.amax[in_pack].to(device)
         wire = amax_over_ranks(wire, group)
-        for pack, on_wire, in_pack in plan:
+        for pack, on_wire, in_pack in self._transfers:
             pack.amax[in_pack] = wire[on_wire].to(pack.amax.device)
-        self._send_news(wire[:1])
+        if not (wire.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._news = Answer(wire[:1])
         return packs
 
-    def _plan_now(self) -> list[_Plan]:
-        """Where the slots of each pack of this rank are on the wire."""
+    def _plan_transfers(self) -> None:
+        """Find where the slots of each pack of this rank are on the wire, if any have moved."""
         columns: list[tuple[DelayedSlots, int]] = []
         offset = 1
         for key, count in self._wire.items():
@@ -129,39 +135,26 @@ class AmaxChannel:
                 columns.append((slots, offset))
             offset += count
         now = tuple((slots.pack, slots.start, offset) for slots, offset in columns)
-        if self._plan is None or self._plan[0] != now:
-            places: dict[ScalePack, tuple[list[int], list[int]]] = {}
-            for slots, offset in columns:
-                on_wire, in_pack = places.setdefault(slots.pack, ([], []))
-                width = sum(slots.widths)
-                on_wire += range(offset, offset + width)
-                in_pack += range(slots.start, slots.start + width)
-            device = next(iter(places)).amax.device if places else None
-            plans = [
-                (p, _indices(on_wire, device), _indices(in_pack, p.amax.device))
-                for p, (on_wire, in_pack) in places.items()
-            ]
-            self._plan = now, plans
-        return self._plan[1]
+        if self._columns == now:
+            return
+        places: dict[ScalePack, tuple[list[int], list[int]]] = {}
+        for slots, offset in columns:
+            on_wire, in_pack = places.setdefault(slots.pack, ([], []))
+            width = sum(slots.widths)
+            on_wire += range(offset, offset + width)
+            in_pack += range(slots.start, slots.start + width)
+        device = columns[0][0].pack.amax.device if columns else None
+        self._columns = now
+        self._transfers = [
+            _Transfer(pack, _indices(on_wire, device), _indices(in_pack, pack.amax.device))
+            for pack, (on_wire, in_pack) in places.items()
+        ]
 
     def _has_news(self) -> bool:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False  # a CUDA graph cannot wait, and its replays could not agree on anything
-        if self._news is None:
-            return not self._wire  # the channel's first region
-        if self._news_arrived is not None:
-            self._news_arrived.synchronize()
-        return bool(self._news.item() > 0)
-
-    def _send_news(self, news: Tensor) -> None:
-        if not news.is_cuda:
-            self._news = news.clone()
-        elif not torch.cuda.is_current_stream_capturing():
-            if self._news is None or self._news_arrived is None:
-                self._news = torch.zeros(1, dtype=torch.float32, pin_memory=True)
-                self._news_arrived = torch.cuda.Event()
-            self._news.copy_(news, non_blocking=True)
-            self._news_arrived.record()
+        # No news yet: the channel's first region.
+        return not self._wire if self._news is None else self._news.wait()
 
     def _agree(self, group: dist.ProcessGroup) -> None:
         local_keys = [self._keys[slots] for slots in self.waiting()]
@@ -171,7 +164,7 @@ class AmaxChannel:
             self._wire.setdefault(key, key[2])
 
 
-def _indices(places: list[int], device: torch.device | None) -> _Places:
+def _indices(places: list[int], device: torch.device | None) -> Tensor | slice:
     """Elements of a vector: a slice, which needs no kernel, where they follow each other."""
     start = places[0]
     if places == list(range(start, start + len(places))):
@@ -203,29 +196,27 @@ def has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def channel_of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, AmaxChannel] | None:
-    """The process group meant by ``group`` (None: the default one) and its channel.
-    None if there is nothing to reduce over."""
+def reducing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The process group meant by ``group`` (None: the default one); None: it reduces nothing."""
     if not has_ranks():
         return None
     group = dist.group.WORLD if group is None else group
     no_member: object = dist.GroupMember.NON_GROUP_MEMBER
     if group is None or group is no_member or dist.get_world_size(group) == 1:
         return None
-    return group, channel(group)
+    return group
 
 
 def includes_shards(pack: ScalePack) -> bool:
     """Whether the reduction of a pack's amaxes takes in all its tensor-parallel ranks."""
-    group_and_channel = channel_of(pack.group) if pack.recipe.reduce_amax else None
-    if group_and_channel is None or pack.parallel.scale_groups:
+    group = reducing_group(pack.group) if pack.recipe.reduce_amax else None
+    if group is None or pack.parallel.scale_groups:
         return False
-    (group, _), ranks = group_and_channel, dist.get_process_group_ranks
-    shards = pack.parallel.group
+    name, shards, ranks_of = group.group_name, pack.parallel.group, dist.get_process_group_ranks
     within = channel(shards).within
-    if group.group_name not in within:
-        within[group.group_name] = {*ranks(shards)} <= {*ranks(group)}
-    return within[group.group_name]
+    if name not in within:
+        within[name] = {*ranks_of(shards)} <= {*ranks_of(group)}
+    return within[name]
 
 
 def name_of_group(group: dist.ProcessGroup | None) -> str:

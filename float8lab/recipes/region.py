@@ -220,10 +220,10 @@ def _reduce(
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
-        group_and_channel = reduction.channel_of(named)
-        if group_and_channel is None:
+        group = reduction.reducing_group(named)
+        if group is None:
             continue
-        group, channel = group_and_channel
+        channel = reduction.channel(group)
         for pack in reducing:
             if pack.group is named:
                 for slots in pack.slots():
