@@ -38,11 +38,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8lab.arguments import check_group, check_module
 from float8lab.distributed.overlap import gather_mm, is_worth_it, mm_scatter, sees_others
-from float8lab.distributed.ranks import all_gathered, all_reduced, rank_and_size
+from float8lab.distributed.ranks import all_gathered, all_reduced, rank_and_size, reduce_scattered
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec, scales_by_column
-from float8lab.ops import Offsets, amax_op, as_matrix, scaled_mm_op
+from float8lab.ops import Offsets, as_matrix, scaled_mm_op
 from float8lab.ops.declare import planned
+from float8lab.ops.grouped import amaxes_of_blocks
 from float8lab.ops.operand import Operand
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.recipe import GemmPlan, LinearPlan
@@ -242,16 +243,14 @@ class TensorParallel:
 
     def scatter(self, partial: Tensor, tokens: ShardMap) -> Tensor:
         """This rank's rows of the sum over ranks: ``[M, ...]`` to its shard."""
-        ops, size, outer = torch.ops._c10d_functional, tokens.chunk * tokens.inner, tokens.outer
+        size, outer = tokens.chunk * tokens.inner, tokens.outer
         padded = size * self.size
         if partial.shape[0] != padded * outer:
             by_outer = partial.unflatten(0, (outer, tokens.size * tokens.inner))
             partial = F.pad(by_outer, (0, 0, 0, padded - by_outer.shape[1])).flatten(0, 1)
         if outer > 1:
             partial = partial.unflatten(0, (outer, self.size, size)).transpose(0, 1).flatten(0, 2)
-        shard: Tensor = ops.wait_tensor(
-            ops.reduce_scatter_tensor(partial.contiguous(), "sum", self.size, self.name)
-        )
+        shard = reduce_scattered(partial, self.size, self.name)
         count = tokens.rows_per_outer
         if count == size:
             return shard
@@ -554,9 +553,7 @@ class Sharded(OneGpu):
     def __init__(self, parallel: TensorParallel, tokens: ShardMap | None, plan: LinearPlan) -> None:
         """``tokens`` are the layer's, under sequence parallelism."""
         self.parallel, self.tokens = parallel, tokens
-        crosses = tokens is not None and any(
-            tokens.block_crosses_shards(block) for block in plan.token_blocks
-        )
+        crosses = tokens is not None and any(map(tokens.block_crosses_shards, plan.token_blocks))
         self.gathers_x_first = crosses and parallel.gathers
         self.gathers_dy_first = crosses and parallel.scatters
         self.transposes_gathered = parallel.scatters and plan.dy.block == (-1, -1)
@@ -730,18 +727,11 @@ def shared_amaxes(
     groups: dict[TensorParallel | NoGroup, dict[int, Tensor]] = {}
     for i, (shard, value, spec) in enumerate(weights):
         if spec.amax_block[shard.dim - 2] == -1:
-            groups.setdefault(shard.parallel, {})[i] = _amaxes(value, spec.amax_block)
+            groups.setdefault(shard.parallel, {})[i] = amaxes_of_blocks(value, spec.amax_block)
     for parallel, local in groups.items():
         shared = parallel.amax(torch.cat([amax.reshape(-1) for amax in local.values()]))
         amaxes |= zip(local, _unflatten_dense_tensors(shared, list(local.values())), strict=True)
     return [amaxes.get(i) for i in range(len(weights))]
-
-
-def _amaxes(value: Tensor, block: Sequence[int]) -> Tensor:
-    """The amaxes of the blocks of a matrix, or of each of a batch of them."""
-    if value.ndim == 2:
-        return amax_op("", (value,), value.dtype, block)
-    return torch.stack([_amaxes(matrix, block[1:]) for matrix in value])
 
 
 def _side_by_side(shards: Tensor, dim: int) -> Tensor:

@@ -309,22 +309,20 @@ def get_batch_on_this_cp_rank(
     (tensor([0, 1, 2, 3]), None, tensor([0, 1, 2, 3]))
     """
     arguments.check_choice("qvk_format", qvk_format, ("thd", "bshd", "sbhd"))
-    is_packed, shards = qvk_format == "thd", []
-    starts = None
+    is_packed, starts = qvk_format == "thd", None
     if is_packed:
         starts = arguments.check_lengths("cu_seqlens_padded", cu_seqlens_padded, why="thd")
     group = dist.group.WORLD if cp_group is None and rank_and_size()[1] > 1 else cp_group
-    for name, x in (
-        ("input_ids_padded", input_ids_padded),
-        ("labels_padded", labels_padded),
-        ("position_ids_padded", position_ids_padded),
-    ):
+
+    def shard(name: str, x: Tensor | None) -> Tensor | None:
         arguments.check_tensor(name, x, optional=True)
-        if x is not None:
-            has_batch = x.ndim > 1 and (x.shape[0] == 1 if is_packed else qvk_format == "bshd")
-            x = _shard_of(name, x, group, int(has_batch), starts, load_balancing_strategy)
-        shards.append(x)
-    return shards[0], shards[1], shards[2]
+        if x is None:
+            return None
+        has_batch = x.ndim > 1 and (x.shape[0] == 1 if is_packed else qvk_format == "bshd")
+        return _shard_of(name, x, group, int(has_batch), starts, load_balancing_strategy)
+
+    ids, labels = shard("input_ids_padded", input_ids_padded), shard("labels_padded", labels_padded)
+    return ids, labels, shard("position_ids_padded", position_ids_padded)
 
 
 def shard_sequence(

@@ -48,7 +48,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from float8lab.distributed.ranks import all_gathered, all_objects
+from float8lab.distributed.ranks import all_gathered, all_objects, reduce_scattered
 from float8lab.ops import round_up, scaled_mm_into
 from float8lab.ops.declare import declare
 from float8lab.ops.operand import Operand
@@ -350,7 +350,8 @@ def _mm_scatter(
     if window is None:
         partial_sum = q.new_empty((M, N), dtype=out_dtype)
         mm_from(0, partial_sum)
-        return _reduce_scatter(partial_sum, ranks), *_pair([_all_gather(x, ranks) for x in extras])
+        shard = reduce_scattered(partial_sum, size, group)
+        return shard, *_pair([_all_gather(x, ranks) for x in extras])
     window.begin(q.device)
     gathered = _WindowGather(window, extras, 0).gathered if extras else []
     landing = window.view(window.rank, offset, (size, rows, N), out_dtype).unbind()
@@ -379,12 +380,6 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[R, *shape]``, by a collective."""
     size = group.size()
     return all_gathered(x, size, group.group_name).view(size, *x.shape)
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of the sum, by a collective."""
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
 
 
 def _pair(gathered: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:

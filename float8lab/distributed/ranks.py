@@ -13,7 +13,7 @@ from float8lab.tensor import Float8Tensor
 
 __all__ = [
     "all_gathered", "all_objects", "all_reduced", "exchanged", "from_first_rank", "rank_and_size",
-    "tensors_of_ranks",
+    "reduce_scattered", "tensors_of_ranks",
 ]  # fmt: skip
 
 
@@ -48,6 +48,12 @@ def all_reduced(x: Tensor, operation: str, name: str) -> Tensor:
     """The ``"sum"`` or ``"max"`` of the tensors of all ranks of the group of that name."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, name))
+
+
+def reduce_scattered(x: Tensor, size: int, name: str) -> Tensor:
+    """This rank's rows of the sum over ``size`` ranks, R: ``[R * n, ...]`` to ``[n, ...]``."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", size, name))
 
 
 def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:

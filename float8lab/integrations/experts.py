@@ -300,8 +300,7 @@ class TitanGroupedMM(OtherExperts):
         x = plain(A)
         call = self._begin_layer(precision, x, weight, None)
         y: Tensor = self._apply_experts(precision, x, offs, (weight, None), call, None)
-        if call is not None and call.is_region:
-            precision.end(call)
+        precision.end(call)
         return y
 
 

@@ -103,9 +103,8 @@ def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple
 class _SharedCast(threading.local):
     """The last input of a layer that was cast for training on a thread."""
 
-    def __init__(self) -> None:
-        self.last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantized] | None = None
-        """The input, the key of its cast, and the cast."""
+    last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantized] | None = None
+    """The input, the key of its cast, and the cast."""
 
 
 SHARED_CAST = _SharedCast()
@@ -152,9 +151,9 @@ def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
 
 def show_quantized(x: Matrix, specs: Orientations, made: Quantized, index: int, call: Call) -> None:
     """A layer's input, or its gradient, was cast."""
-    if specs.rowwise:
+    if call.watched and specs.rowwise:
         show_cast(x, made.rowwise, specs.rowwise, index, call)
-    elif specs.columnwise and isinstance(x, Tensor):  # groups are laid out in another way
+    elif call.watched and specs.columnwise and isinstance(x, Tensor):  # groups lie in another way
         show_cast(x.t(), made.columnwise, specs.columnwise, index, call)
 
 

@@ -163,8 +163,7 @@ class WeightPlacement:
         if call is None:
             return self._run_in_high_precision(layer, x, weight, bias)
         y = _Linear.run(x, weight, bias, call, placed)
-        if call.is_region:
-            layer._fp8.end(call)
+        layer._fp8.end(call)
         return y
 
     def _run_in_high_precision(

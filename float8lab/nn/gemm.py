@@ -296,8 +296,7 @@ def _requantizes_input(x: Tensor | Prologue, call: Call, offsets: Offsets | None
 
 def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, call: Call) -> None:
     """Tell an observer, and CPU offload, of what forward has cast."""
-    if call.watched:
-        show_quantized(x, specs, done.x, X, call)
+    show_quantized(x, specs, done.x, X, call)
     if done.w.rowwise is not None:
         note_weight(weight, done.w, call)
     if call.plan.fprop is None:
@@ -459,8 +458,7 @@ class Gradient:
             block = specs.columnwise.block
             self.columnwise = call.comm.token_operand(made.columnwise, block, backward=True)
         self.dbias = made.dbias if wants_dbias else self.dbias
-        if call.watched:
-            show_quantized(x, specs, made, DY, call)
+        show_quantized(x, specs, made, DY, call)
 
 
 def _gradient_specs(plan: LinearPlan, *, needs_dx: bool, needs_dw: bool) -> Orientations:

@@ -130,6 +130,8 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
     return_bias = False
     fuse_wgrad_accumulation = False
     parallel_mode: str | None = None
+    _split: dict[str, int] | None = None
+    """The rows of each parameter, by name, where the weight is split into several."""
 
     _shown: ClassVar[tuple[str, ...]] = ()
     """The attributes that the module's repr shows."""
@@ -144,21 +146,25 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         for name, flag in flags.items():
             setattr(self, name, bool(flag))
 
-    def _split_gemm(
-        self, sizes: Mapping[str, int] | None, out_features: int, in_features: int,
-        init_method: InitMethod | None,
+    def _set_features(
+        self, in_features: int, out_features: int, parallel_mode: str | None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None, init_method: InitMethod | None,
     ) -> GemmDef:  # fmt: skip
-        """The definition of the only GEMM, whose weight may be split into parameters.
+        """Set the features that this rank has; returns the definition of the module's only GEMM.
 
-        ``sizes``: rows of each parameter, by name; features are those of all ranks together.
+        The arguments are those of the constructor: the features of all ranks together.
         """
+        in_features = arguments.check_size("in_features", in_features)
+        out_features = arguments.check_size("out_features", out_features)
+        self._split = sizes = parameters.sizes_of_split(parameters_split, out_features)
+        self.parallel_mode = mode = parallel_mode and parallel_mode.lower()
         named = {"out_features": out_features}
         if sizes is not None:
             named = {f"parameters_split[{name!r}]": size for name, size in sizes.items()}
-        mode, ranks = self.parallel_mode, self.tp_size
-        columns = ranks if mode == "column" else 1
+        columns, down = (self.tp_size if mode == kind else 1 for kind in ("column", "row"))
         rows = tuple(parallel.share_of(name, size, columns) for name, size in named.items())
-        K = parallel.share_of("in_features", in_features, ranks if mode == "row" else 1)
+        K = parallel.share_of("in_features", in_features, down)
+        self.out_features, self.in_features = sum(rows), K
         prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
         weights, biases = (tuple(f"{p}{kind}" for p in prefixes) for kind in ("weight", "bias"))
         bias_shapes = tuple((N,) for N in rows) if self.use_bias else ()
@@ -287,6 +293,8 @@ class NormGemmModule(GemmModule):
     normalization: str
     eps: float
     zero_centered_gamma: bool
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
     _norm: NormKind
     gathers_fp8 = False
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from float8lab.arguments import check_size
 from float8lab.nn import parameters
 from float8lab.nn.fused_function import NormFront, NormLinearCall, NormLinearFunction
 from float8lab.nn.gemm import LinearFunction
@@ -60,8 +59,6 @@ class LayerNormLinear(NormGemmModule):
     torch.Size([3, 96])
     """
 
-    return_layernorm_output: bool
-    return_layernorm_output_gathered: bool
     _fp8: Precision
     _shown = ("in_features", "out_features", "normalization", "eps")
 
@@ -98,14 +95,10 @@ class LayerNormLinear(NormGemmModule):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, return_bias=return_bias,
             sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma,
         )  # fmt: skip
-        self.parallel_mode = parallel_mode and parallel_mode.lower()
-        in_features = check_size("in_features", in_features)
-        out_features = check_size("out_features", out_features)
         self._set_norm(normalization, eps)
         init = parameters.draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
-        sizes = parameters.sizes_of_split(parameters_split, out_features)
-        gemm = self._split_gemm(sizes, out_features, in_features, init)
-        self.out_features, self.in_features = gemm.shape
+        features = in_features, out_features
+        gemm = self._set_features(*features, parallel_mode, parameters_split, init)
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
@@ -142,8 +135,7 @@ class LayerNormLinear(NormGemmModule):
             norm = self.layer_norm_weight, self.layer_norm_bias
             y = NormLinearFunction.run(x, *norm, weight, added, NormLinearCall(front, call))
             y, normed = y if self.return_layernorm_output else (y, None)
-        if call is not None and call.is_region:
-            self._fp8.end(call)
+        self._fp8.end(call)
         if by_features:
             parallel.remember_tokens(y, tokens)
         if not self.return_layernorm_output:

@@ -76,8 +76,6 @@ class LayerNormMLP(NormGemmModule):
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
-    return_layernorm_output: bool
-    return_layernorm_output_gathered: bool
     checkpoint: bool
     fp8_activation_input: bool
     _fp8_fc1: Precision
@@ -174,10 +172,8 @@ class LayerNormMLP(NormGemmModule):
                 self.fc2_weight, added, call,
             )  # fmt: skip
             results = y if front.return_norm else (y, None)
-            if fc1.is_region:
-                self._fp8_fc1.end(fc1)
-            if fc2.is_region:
-                self._fp8_fc2.end(fc2)
+            self._fp8_fc1.end(fc1)
+            self._fp8_fc2.end(fc2)
         elif self.checkpoint and torch.is_grad_enabled():
             results = run_checkpointed(
                 self._forward_in_high_precision, x, added, is_first_microbatch, tokens,

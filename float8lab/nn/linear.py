@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from float8lab.arguments import PARAMETER_DTYPES, check_input, check_size
+from float8lab.arguments import PARAMETER_DTYPES, check_input
 from float8lab.nn import parameters
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import GemmDef, GemmModule, describe_fp8, linear_in_high_precision
@@ -79,7 +79,6 @@ class Linear(GemmModule, nn.Linear):
     # Defaults for layers that convert_to_float8 made a Linear without calling __init__.
     gemms = (GemmDef(("weight",), ("bias",), ()),)
     _fp8: Precision
-    _split: dict[str, int] | None = None
     output_layout: Placement | None = None  # of a DTensor, which Float8RowwiseParallel asks for
 
     def __init__(  # the signature is the interface that users' code is written for
@@ -108,13 +107,9 @@ class Linear(GemmModule, nn.Linear):
             bias=bias, return_bias=return_bias, sequence_parallel=sequence_parallel,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )  # fmt: skip
-        self.parallel_mode = parallel_mode and parallel_mode.lower()
-        in_features = check_size("in_features", in_features)
-        out_features = check_size("out_features", out_features)
-        self._split = parameters.sizes_of_split(parameters_split, out_features)
         init = parameters.draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
-        gemm = self._split_gemm(self._split, out_features, in_features, init)
-        self.out_features, self.in_features = gemm.shape
+        features = in_features, out_features
+        gemm = self._set_features(*features, parallel_mode, parameters_split, init)
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 
     def reset_parameters(self) -> None:
@@ -145,11 +140,7 @@ class Linear(GemmModule, nn.Linear):
             the bias.
         """
         placement = self._placement
-        weight, bias = (
-            (self.weight, self.bias)
-            if self._split is None
-            else self._weight_and_bias(self.gemms[0])
-        )
+        weight, bias = self._weight_and_bias(self.gemms[0])
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
@@ -167,8 +158,7 @@ class Linear(GemmModule, nn.Linear):
             y = linear_in_high_precision(self._fp8, x, plain, added, tokens)
         else:
             y = LinearFunction.run(x, weight, added, call)
-            if call.is_region:
-                self._fp8.end(call)
+            self._fp8.end(call)
         if parallel is not None and parallel.scatters:
             parallel.remember_tokens(y, tokens)
         return (y, bias) if self.return_bias else y

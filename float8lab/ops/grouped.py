@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from float8lab.ops import reference
-from float8lab.ops.cast import Prologue, cast_op
+from float8lab.ops.cast import Prologue, amax_op, cast_op
 from float8lab.ops.declare import declare
 
-__all__ = ["Groups", "Offsets", "amax_of_batch", "groups_of_rows", "plan_groups_op"]
+__all__ = [
+    "Groups", "Offsets", "amax_of_batch", "amaxes_of_blocks", "groups_of_rows",
+    "matrices_of_blocks", "plan_groups_op",
+]  # fmt: skip
 
 
 def _plan_outputs(of: Any) -> Tensor:
@@ -63,6 +66,22 @@ def _amax(
 def amax_of_batch(x: Tensor) -> Tensor:
     """The largest absolute value of each matrix of a batch, ``[E, 1, 1]``."""
     return _amax("", (x,), x.dtype)
+
+
+def amaxes_of_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
+    """The largest absolute value of each block of a matrix, or of a batch of matrices."""
+    if x.ndim == 2:
+        return amax_op("", (x,), x.dtype, block)
+    if tuple(block) == (1, -1, -1):
+        return amax_of_batch(x)
+    amaxes = [amax_op("", (m,), m.dtype, block[1:]) for m in matrices_of_blocks(x, block)]
+    return torch.stack(amaxes).view(x.shape[0], -1, amaxes[0].shape[1])
+
+
+def matrices_of_blocks(x: Tensor, block: Sequence[int]) -> Sequence[Tensor]:
+    """A batch ``[E, N, K]`` as matrices of whole blocks, as few as there can be."""
+    E, N, K = x.shape
+    return x.unbind() if N % block[1] else [x.reshape(E * N, K)]
 
 
 class Groups(NamedTuple):

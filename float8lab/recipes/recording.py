@@ -68,12 +68,10 @@ class _Checkpoints(threading.local):
 
     of_torch: ClassVar[weakref.WeakKeyDictionary[object, Recording]] = weakref.WeakKeyDictionary()
     """The recordings of torch's checkpoints, by their frame or ctx; all threads share them."""
-
-    def __init__(self) -> None:
-        self.recordings: tuple[Recording, ...] = ()
-        """Those in progress, the innermost last."""
-        self.replay: Recording | None = None
-        """The one that a recomputation follows."""
+    recordings: tuple[Recording, ...] = ()
+    """Those in progress, the innermost last."""
+    replay: Recording | None = None
+    """The one that a recomputation follows."""
 
 
 CHECKPOINTS = _Checkpoints()

@@ -19,10 +19,9 @@ list of slots that travel, the *wire*, in an order on which the ranks have agree
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from typing import Any, ClassVar, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -63,7 +62,7 @@ class AmaxChannel:
         self.filling: Any = None
         self.within: dict[str, bool] = {}
         self._wire: dict[_Key, int] = {}  # agreed: number of slots of each key, in order
-        self._known: dict[_Key, weakref.ref[DelayedSlots]] = {}
+        self._known: WeakValueDictionary[_Key, DelayedSlots] = WeakValueDictionary()
         self._keys: WeakKeyDictionary[DelayedSlots, _Key] = WeakKeyDictionary()
         self._used: Counter[_Key] = Counter()
         self._news: Answer | None = None  # whether a rank used a module that is not on the wire
@@ -92,7 +91,7 @@ class AmaxChannel:
         # Deleted ones count, too: garbage is collected at another time on each rank.
         self._used[base] += 1
         self._keys[slots] = key = (*base, self._used[base])
-        self._known[key] = weakref.ref(slots)
+        self._known[key] = slots
 
     def waiting(self) -> list[DelayedSlots]:
         """Slots that are not on the wire yet."""
@@ -130,8 +129,7 @@ class AmaxChannel:
         columns: list[tuple[DelayedSlots, int]] = []
         offset = 1
         for key, count in self._wire.items():
-            ref = self._known.get(key)
-            if ref is not None and (slots := ref()) is not None:
+            if (slots := self._known.get(key)) is not None:
                 columns.append((slots, offset))
             offset += count
         now = tuple((slots.pack, slots.start, offset) for slots, offset in columns)

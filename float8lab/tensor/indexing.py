@@ -67,10 +67,10 @@ def _index(op: OpOverload, x: Tensor, indices: Sequence[Tensor | None]) -> objec
     if isinstance(x, Float8Tensor) and len(given) == 1:
         dim, index = given[0]
         lead = [None] * dim
+        if index.dtype == torch.bool and index.ndim == 1:
+            index = index.nonzero().squeeze(1)
         if not isinstance(index, Float8Tensor) and index.dtype in (torch.int64, torch.int32):
             return _pick(x, dim, index.long(), lambda t, i: op(t, [*lead, i]))
-        if index.dtype == torch.bool and index.ndim == 1:
-            return _pick(x, dim, index.nonzero().squeeze(1), lambda t, i: op(t, [*lead, i]))
     return NotImplemented
 
 

@@ -28,8 +28,8 @@ from torch._utils import _unflatten_dense_tensors
 from float8lab.arguments import check_instance, check_shape, check_tensor
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_op, cast_many_op, factors_from_amax, round_up
-from float8lab.ops.grouped import amax_of_batch
+from float8lab.ops import cast_many_op, factors_from_amax, round_up
+from float8lab.ops.grouped import amaxes_of_blocks, matrices_of_blocks
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.reduction import AmaxChannel, amax_over_ranks, channel
 from float8lab.recipes.region import in_backward
@@ -274,23 +274,7 @@ def _shard_amaxes(shard: Tensor, row_shard: RowShard) -> list[Tensor]:
         is_one_segment = shard._window is None and len(row_shard.segments) == 1
         segments = [shard] if is_one_segment else [shard[rows] for rows, _ in row_shard.segments]
         return [_largest_scales(cast(Float8Tensor, segment), block) for segment in segments]
-    if shard.ndim == 3:
-        return [_amaxes_of_experts(shard[rows], block) for rows, _ in row_shard.segments]
-    return [amax_op("", (shard[rows],), shard.dtype, block) for rows, _ in row_shard.segments]
-
-
-def _amaxes_of_experts(weights: Tensor, block: tuple[int, ...]) -> Tensor:
-    """The amax of each block of some experts' weights."""
-    if block == (1, -1, -1):
-        return amax_of_batch(weights)
-    amaxes = [amax_op("", (w,), w.dtype, block[1:]) for w in _as_matrices(weights, block)]
-    return torch.stack(amaxes).view(weights.shape[0], -1, amaxes[0].shape[1])
-
-
-def _as_matrices(weights: Tensor, block: tuple[int, ...]) -> Sequence[Tensor]:
-    """Experts' weights: matrices of whole blocks, as few as there can be."""
-    E, N, K = weights.shape
-    return weights.unbind() if N % block[1] else [weights.reshape(E * N, K)]
+    return [amaxes_of_blocks(shard[rows], block) for rows, _ in row_shard.segments]
 
 
 def _largest_scales(rows: Float8Tensor, block: tuple[int, ...]) -> Tensor:
@@ -315,7 +299,7 @@ def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
     (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])  # of experts' weights
     if inner.per_tensor:
         return quantize(rows, inner, None, params).rowwise.data[:, :N, :K].contiguous()
-    matrices = _as_matrices(rows, spec.block)
+    matrices = matrices_of_blocks(rows, spec.block)
     factors = factor.reshape(len(matrices), -1, factor.shape[-1])
     data = [cast_rows(w, encode, inner) for w, encode in zip(matrices, factors, strict=True)]
     return torch.stack(data).view(E, N, K)
@@ -351,17 +335,15 @@ def requantize_shards_(parameters: Sequence[Tensor], values: Sequence[Tensor]) -
             f"values must be as many as parameters, {len(parameters)}; got {len(values)}. Pass one "
             "for each."
         )
+    meshes: dict[DeviceMesh, list[_Write]] = {}
     for parameter, value in zip(parameters, values, strict=True):
-        local = cast(Tensor, getattr(parameter, "_local_tensor", None))
+        local = cast(Float8Tensor, getattr(parameter, "_local_tensor", None))
         check_instance("parameters", local, Float8Tensor, "DTensors of Float8Tensors")
         check_tensor("values", value)
         check_shape("values", value, local.shape, "Pass this rank's rows.")
-    meshes: dict[DeviceMesh, list[_Write]] = {}
-    for parameter, value in zip(parameters, values, strict=True):
         row_shard = row_shard_of(parameter)
         weight = ShardedWeight(row_shard, WeightCast(row_shard.spec))
-        write = _Write(weight, cast(Float8Tensor, local_of(parameter)), value)
-        meshes.setdefault(row_shard.mesh, []).append(write)
+        meshes.setdefault(row_shard.mesh, []).append(_Write(weight, local, value))
     with torch.no_grad():
         for mesh, writes in meshes.items():
             plain = [write.value for write in writes]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction
-from float8lab.nn.layer import describe_fp8
+from float8lab.nn.layer import describe_fp8, linear_in_high_precision
 from float8lab.nn.parameters import MovedInPlace
 from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor
@@ -74,12 +74,9 @@ class OtherLinear(MovedInPlace):
         """``x @ weight.T + bias``; in high precision, and its amaxes if asked for, without call."""
         x = x.dequantize() if isinstance(x, Float8Tensor) else x
         if call is None:
-            weight = plain(weight)
-            precision.calibrate(x, weight)
-            return nn.functional.linear(x, weight, bias)
+            return linear_in_high_precision(precision, x, plain(weight), bias, None)
         y: Tensor = LinearFunction.run(x, weight, bias, call)
-        if call.is_region:
-            precision.end(call)
+        precision.end(call)
         return y
 
     def extra_repr(self) -> str:
