@@ -84,7 +84,7 @@ def input_source(
             return InputSource(quantized=last[2])
     if call.cast_parallel is not None:
         return InputSource(None, call.scales.quantize(x, X, *specs, amax=amax), shared)
-    return InputSource(call.scales.params(X, x) if call.scales.are_given else None, None, shared)
+    return InputSource(call.scales.params(X, x), None, shared)
 
 
 def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple[Any, ...] | None:
@@ -276,8 +276,7 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
     if call.in_graph or (call.cast_parallel is not None and call.first_microbatch is None):
         return WeightSource(quantized=call.scales.quantize(weight, W, call.plan.w, amax=amax))
     if call.first_microbatch is None:
-        scales = call.scales
-        return WeightSource(weight, scales.params(W, weight) if scales.are_given else None)
+        return WeightSource(weight, call.scales.params(W, weight))
     return WeightSource(quantized=Quantized(_kept_weight(weight, call)))
 
 

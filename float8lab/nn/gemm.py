@@ -178,38 +178,31 @@ class _FpropCasts:
 _fprop_casts_once = functools.lru_cache(maxsize=1024)(_FpropCasts)
 
 
-class _Decisions(NamedTuple):
-    """The decisions of a forward: the casts of its operands, and the forms that are saved."""
-
-    policy: SavePolicy
-    casts: _FpropCasts
-    casts_weight: bool
-
-
 def _decide(
     recipe: Recipe, needs: tuple[bool, bool], is_prologue: bool, recomputes: bool,
     requantizes_weight: bool, keeps_gathered: bool, gathers_before_cast: bool,
     requantizes_x: bool = False, *, make_casts: Callable[..., _FpropCasts] = _FpropCasts,
-) -> _Decisions:  # fmt: skip
-    """Decide how ``forward`` casts and saves; the arguments are those of ``save_policy``."""
+) -> tuple[SavePolicy, _FpropCasts]:  # fmt: skip
+    """Decide how ``forward`` saves and casts; the arguments are those of ``save_policy``."""
     plan = recipe.linear
     policy = save_policy(
         plan, needs, is_prologue=is_prologue, recomputes=recomputes, requantizes_x=requantizes_x,
         requantizes_weight=requantizes_weight, keeps_gathered=keeps_gathered,
         gathers_before_cast=gathers_before_cast,
     )  # fmt: skip
-    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     if is_prologue:
         rowwise, columnwise = plan.x if plan.fprop or policy.x is Keep.REQUANTIZE else None, None
     else:
         rowwise = None if plan.fprop is None else plan.fprop.left
         columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
-    casts = make_casts(recipe, Orientations(rowwise, columnwise), policy.x is Keep.GATHERED)
-    return _Decisions(policy, casts, casts_weight)
+    specs = Orientations(rowwise, columnwise)
+    return policy, make_casts(recipe, specs, policy.x is Keep.GATHERED)
 
 
 @functools.lru_cache(maxsize=1024)
-def _decide_once(recipe: int, needs: tuple[bool, bool], *flags: bool) -> _Decisions:
+def _decide_once(
+    recipe: int, needs: tuple[bool, bool], *flags: bool
+) -> tuple[SavePolicy, _FpropCasts]:
     """``_decide`` in eager mode, once for every recipe, by the number that it has."""
     return _decide(recipe_numbered(recipe), needs, *flags, make_casts=_fprop_casts_once)
 
@@ -256,10 +249,11 @@ def forward(
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
         requantizes_x = _requantizes_input(x, call, offsets)
-        policy, casts, casts_weight = _decide(call.recipe, needs, *flags, requantizes_x)
+        policy, casts = _decide(call.recipe, needs, *flags, requantizes_x)
     else:
-        policy, casts, casts_weight = _decide_once(call.recipe.number, needs, *flags, has_origin)
+        policy, casts = _decide_once(call.recipe.number, needs, *flags, has_origin)
     specs = casts.specs
+    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = comm.gather(value_of(matrix)) if comm.gathers_x_first and any(specs) else matrix
@@ -269,8 +263,8 @@ def forward(
     source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
     w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
     run: Any = _fprop
-    if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda:
-        run = _fprop if comm.is_sharded or call.watched else _planned_fprop
+    if weight.is_cuda and not (comm.is_sharded or call.watched):
+        run = _planned_fprop
     done: _Fprop = run(
         value, casts, source.params, source.quantized, w_source, bias, weight.shape[-2],
         dtype, comm, call.watched,
@@ -851,10 +845,9 @@ class LinearFunction(Float8Function):
         N, K = weight.shape
         needs = ctx.needs_input_grad[:2]
         origin = None
-        if needs[1] and x.numel() >= call.plan.recast_size and call.plan.wgrad is not None:
-            # An input that is cast once more; a graph finds its origin itself.
-            is_eager = not torch.compiler.is_compiling()
-            origin = origin_of(x) if is_eager and _requantizes_input(x, call, None) else None
+        is_eager = not torch.compiler.is_compiling()  # a graph finds the origin itself
+        if is_eager and needs[1] and call.plan.wgrad and _requantizes_input(x, call, None):
+            origin = origin_of(x)
         y, saved = forward(
             rows, weight, bias, call,
             needs=needs, dtype=output_dtype(x), inp=x, has_origin=origin is not None,

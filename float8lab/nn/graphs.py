@@ -365,8 +365,7 @@ class _Graphed:
             return None
         key, tensors = described
         if (recorded := self._recorded_for(key)) is not None:
-            lacks_gradients = torch.is_grad_enabled() and not recorded.with_gradients
-            return None if lacks_gradients or recorded.is_pending() else (recorded, tensors)
+            return (recorded, tensors) if recorded.is_ready() else None
         if not self._is_due(key, tensors, structure):
             return None
         return self._record(key, leaves, spec, tensors)

@@ -17,9 +17,9 @@ from float8lab.distributed.expert_parallel import held_experts, local_experts
 from float8lab.nn.casts import plain
 from float8lab.nn.expert_parameters import ExpertMemory, expert_names, fit_state_dict, lay_together
 from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
-from float8lab.nn.layer import GemmDef, GemmModule
+from float8lab.nn.layer import GemmModule
 from float8lab.nn.main_grad import fused_weight, plain_weight
-from float8lab.nn.parallel import OverlapArguments, parallel_size, share_of
+from float8lab.nn.parallel import OverlapArguments, parallel_size
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, draw_from_tracker
 from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
 from float8lab.ops import as_matrix
@@ -121,25 +121,16 @@ class GroupedLinear(GemmModule):
             bias=bias, return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
         )  # fmt: skip
-        init_method = draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
+        init = draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
         self.num_gemms = E = arguments.check_size("num_gemms", num_gemms, minimum=1)
-        in_features = arguments.check_size("in_features", in_features)
-        out_features = arguments.check_size("out_features", out_features)
-        self.parallel_mode = parallel_mode and parallel_mode.lower()
-        if self.parallel_mode == "column":
-            out_features = share_of("out_features", out_features, self.tp_size)
-        elif self.parallel_mode == "row":
-            in_features = share_of("in_features", in_features, self.tp_size)
-        self.in_features, self.out_features = in_features, out_features
-        matrix: tuple[int, ...] = (out_features, in_features)
-        biases = ((E, out_features),) if self.single_grouped_bias else (matrix[:1],) * E
-        gemm = GemmDef(
-            expert_names("weight", E, single=self.single_grouped_weight),
-            expert_names("bias", E, single=self.single_grouped_bias) if bias else (),
-            ((E, *matrix),) if self.single_grouped_weight else (matrix,) * E,
-            biases if bias else (),
-            features=matrix[:1] if self.parallel_mode == "column" else matrix[1:],
-            init_method=init_method, mode=self.parallel_mode, experts=E,
+        gemm = self._set_features(in_features, out_features, parallel_mode, None, init)
+        (matrix,) = gemm.shapes
+        biases = ((E, *matrix[:1]),) if self.single_grouped_bias else (matrix[:1],) * E
+        gemm = gemm._replace(
+            weights=expert_names("weight", E, single=self.single_grouped_weight),
+            biases=expert_names("bias", E, single=self.single_grouped_bias) if bias else (),
+            shapes=((E, *matrix),) if self.single_grouped_weight else (matrix,) * E,
+            bias_shapes=biases if bias else (), experts=E,
         )  # fmt: skip
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
         self._lay_together()

@@ -97,8 +97,7 @@ class LayerNormLinear(NormGemmModule):
         )  # fmt: skip
         self._set_norm(normalization, eps)
         init = parameters.draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
-        features = in_features, out_features
-        gemm = self._set_features(*features, parallel_mode, parameters_split, init)
+        gemm = self._set_features(in_features, out_features, parallel_mode, parameters_split, init)
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:

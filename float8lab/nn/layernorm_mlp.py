@@ -123,7 +123,6 @@ class LayerNormMLP(NormGemmModule):
             zero_centered_gamma=zero_centered_gamma,
         )  # fmt: skip
         self.tp_size = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
-        check_callables(("weight",), init_method=init_method)
         check_callables(("weight",), output_layer_init_method=output_layer_init_method)
         check_size("seq_length", seq_length, minimum=1, optional=True)
         check_size("micro_batch_size", micro_batch_size, minimum=1, optional=True)

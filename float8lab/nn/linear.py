@@ -108,8 +108,7 @@ class Linear(GemmModule, nn.Linear):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )  # fmt: skip
         init = parameters.draw_from_tracker(init_method, get_rng_state_tracker, rng_tracker_name)
-        features = in_features, out_features
-        gemm = self._set_features(*features, parallel_mode, parameters_split, init)
+        gemm = self._set_features(in_features, out_features, parallel_mode, parameters_split, init)
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
 
     def reset_parameters(self) -> None:

@@ -247,11 +247,10 @@ class Precision:
             call = self._begin_recomputation(recording, x.device, training, options)
         else:
             call = self._last = self._begin_forward(x, training, options)
+        if training and not torch.is_grad_enabled():
+            recordings = (*recordings, *_reentrant_recordings())
         for checkpoint in recordings:
             checkpoint.add(self, call)
-        if training and not torch.is_grad_enabled():
-            for checkpoint in _reentrant_recordings():
-                checkpoint.add(self, call)
         return call
 
     def _begin_forward(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
@@ -268,12 +267,11 @@ class Precision:
         if region is not None:
             region.fp8_calls += 1
         if not recipe.linear.delayed:
-            call = self._shared  # calls that have nothing of their own are one
-            can_share = options is NO_OPTIONS and call is not None and call.recipe is recipe
-            if can_share and call.watched == (PROCESS.observer is not None):  # type: ignore[union-attr]
-                return call
-            call = self._new_call(recipe, options)
-            self._shared = call if options is NO_OPTIONS else None
+            if options is not NO_OPTIONS:
+                return self._new_call(recipe, options)
+            call, is_watched = self._shared, PROCESS.observer is not None
+            if call is None or call.recipe is not recipe or call.watched != is_watched:
+                call = self._shared = self._new_call(recipe, options)
             return call
         call = self._new_call(recipe, options, self._slots(recipe, x.device), record=record)
         if record and region is not None:

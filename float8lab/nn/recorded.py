@@ -5,7 +5,7 @@ delayed scales, which it reads where the modules keep them, and records amaxes t
 hold the end of the region: whoever calls advances the scales, as in eager mode.
 
 A forward saves in the graphs' own memory what its backward needs, and the next replay overwrites
-it. So a replay notes its autograd node: ``is_pending`` says whether the backward of that node is
+it. So a replay notes its autograd node. Nothing ``is_ready`` while the backward of that node is
 still to come, and a backward whose memory was overwritten raises.
 """
 
@@ -160,9 +160,10 @@ class Recorded:
             return gradients, None
         return gradients[: len(self.inputs)], torch.cat([g.reshape(-1) for g in present])
 
-    def is_pending(self) -> bool:
-        """Whether the last forward may yet have its backward."""
-        return self.node is not None and self.node() is not None
+    def is_ready(self) -> bool:
+        """Whether a call may replay it: no backward is to come, and it has the gradients wanted."""
+        lacks_gradients = torch.is_grad_enabled() and not self.with_gradients
+        return not lacks_gradients and (self.node is None or self.node() is None)
 
     def __call__(self, *tensors: Tensor) -> object:
         """Replay, with gradients as they were recorded."""

@@ -78,13 +78,12 @@ class Shard(_Tensor):
     ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
         """Return the bytes that this rank sends, uint8 ``[padded rows, K]``; scales and amaxes."""
         shard = self if isinstance(self, Shard) else _first_shard(self, mesh, module)
-        is_stored = isinstance(shard, Float8Tensor)
         if isinstance(shard, Float8Tensor) and shard._window is not None:
             detach_window(shard)
         weight = shard.weight
         weight.prepare(shard, mesh)
         row_shard, chunks = weight.row_shard, []
-        is_one_segment = is_stored and len(row_shard.segments) == 1
+        is_one_segment = isinstance(shard, Float8Tensor) and len(row_shard.segments) == 1
         for rows, blocks in row_shard.segments:
             segment = shard if is_one_segment else shard[rows]
             qdata = cast_rows(segment, weight.factor[blocks], row_shard.spec)
