@@ -23,6 +23,7 @@ from float8lab.arguments import (
     check_number,
     check_size,
 )
+from float8lab.formats import Float8Spec
 from tests.public_calls import CALLS, H, S
 from tests.wrong_calls import admits, cases, complaint, parameters
 
@@ -142,6 +143,7 @@ def test_the_calls_themselves_work(name: str, tmp_path: Path) -> None:
     call.use(call.function(*owner, **call.arguments(tmp_path)))
 
 
+X, MAP = torch.ones(S, H), torch.eye(S, dtype=torch.bool)
 INT, COMPLEX = torch.ones(2, H).int(), torch.ones(2, H, dtype=torch.complex64)
 Q = torch.linspace(-1, 1, S * 2 * 2 * 8).view(S, 2, 2, 8)  # as the call's queries
 REFUSED: tuple[tuple[str, str, Any, type[Exception]], ...] = (
@@ -178,6 +180,49 @@ REFUSED: tuple[tuple[str, str, Any, type[Exception]], ...] = (
     ("Float8Tensor", "amax", None, TypeError),
     ("inspect.sensitivity", "loss_fn", lambda output: output.sum(), TypeError),
     ("Linear.forward", "is_first_microbatch", "yes", TypeError),
+    ("autocast", "amax_reduction_group", [1], TypeError),
+    ("autocast", "amax_reduction_group", "world", TypeError),
+    ("autocast", "recipe", [1], TypeError),
+    ("autocast", "recipe", "world", TypeError),
+    ("fp8_autocast", "fp8_group", [1], TypeError),
+    ("fp8_autocast", "fp8_group", "world", TypeError),
+    ("fp8_autocast", "fp8_recipe", [1], TypeError),
+    ("fp8_autocast", "fp8_recipe", "world", TypeError),
+    ("checkpoint", "function", X, TypeError),
+    ("checkpoint", "get_rng_state_tracker", 5, TypeError),
+    ("graphed", "module", 3, TypeError),
+    ("graphed", "max_graphs", 0, ValueError),
+    ("graphed", "enabled", "x", TypeError),
+    ("parallel_cross_entropy", "inp", X.int(), TypeError),
+    ("parallel_cross_entropy", "inp", X[0, 0], ValueError),
+    ("parallel_cross_entropy", "target", X[:, 0], TypeError),
+    ("parallel_cross_entropy", "target", torch.arange(2), ValueError),
+    ("parallel_cross_entropy", "label_smoothing", 1.5, ValueError),
+    ("parallel_cross_entropy", "dist_process_group", 2, TypeError),
+    ("moe_dispatch", "probs", X, ValueError),
+    ("moe_dispatch", "group", 3, TypeError),
+    ("moe_dispatch", "gradient", Float8Spec(), ValueError),
+    ("moe_combine", "out", X[:2], ValueError),
+    ("moe_permute", "inp", X.to(torch.float8_e4m3fn), TypeError),
+    ("moe_permute", "inp", X[None], ValueError),
+    ("moe_permute", "routing_map", MAP.float(), TypeError),
+    ("moe_permute", "routing_map", MAP[1:], ValueError),
+    ("moe_permute", "num_out_tokens", -2, ValueError),
+    ("moe_permute", "map_type", "x", ValueError),
+    ("moe_permute_with_probs", "probs", X, ValueError),
+    ("moe_permute_and_pad_with_probs", "tokens_per_expert", MAP[0].int(), ValueError),
+    ("moe_unpermute", "row_id_map", MAP, ValueError),
+    ("moe_unpermute", "restore_shape", (1, 2), ValueError),
+    ("moe_unpermute", "probs", MAP.float(), ValueError),
+    ("moe_sort_chunks_by_index", "split_sizes", torch.tensor([2, 2]), ValueError),
+    ("moe_sort_chunks_by_index", "split_sizes", torch.tensor([4, -1]), ValueError),
+    ("moe_sort_chunks_by_index", "sorted_index", torch.tensor([1]), ValueError),
+    ("router.fused_topk_with_score_function", "topk", 9, ValueError),
+    ("router.fused_topk_with_score_function", "score_function", "relu", ValueError),
+    ("router.fused_topk_with_score_function", "num_groups", 3, ValueError),
+    ("router.fused_compute_score_for_moe_aux_loss", "logits", X.int(), TypeError),
+    ("router.fused_moe_aux_loss", "probs", X[0, 1:], ValueError),
+    ("router.fused_moe_aux_loss", "total_num_tokens", X[0], TypeError),
 )
 """The wrong argument of a call, and the error."""
 

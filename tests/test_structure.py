@@ -46,8 +46,8 @@ LOCAL_IMPORTS = {
 
 # Files that call collectives; everything else calls functions of these. Tensor parallelism has two.
 COLLECTIVES = {
-    "distributed/broadcast.py", "distributed/comm.py", "distributed/overlap.py",
-    "distributed/ranks.py", "recipes/reduction.py", "tensor/collectives.py", "tensor/statistics.py",
+    "distributed/broadcast.py", "distributed/comm.py", "distributed/ranks.py",
+    "recipes/reduction.py", "tensor/collectives.py", "tensor/statistics.py",
 }  # fmt: skip
 
 # Never imported by `import float8lab`.

@@ -61,7 +61,7 @@ class ScaleSource:
 
     def uses_amax(self, index: int) -> bool:
         """Whether a cast of tensor ``index`` will look at the amax of all values first."""
-        return True
+        return not self.are_given
 
     def quantize(
         self, x: Matrix, index: int, rowwise: Spec | None, columnwise: Spec | None = None, *,
@@ -246,9 +246,6 @@ class GraphScales(ScaleSource):
     def __init__(self, epsilon: float, parallel: TensorParallel | None, state: GraphState) -> None:
         super().__init__(epsilon, parallel)
         self.state = state
-
-    def uses_amax(self, index: int) -> bool:
-        return False
 
     def quantize(
         self, x: Matrix, index: int, rowwise: Spec | None, columnwise: Spec | None = None, *,

@@ -69,22 +69,6 @@ def test_compiled(device: torch.device) -> None:
     assert torch.equal(gradient(eager, logits), gradient(again, logits))
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "integers": (lambda f, x, t: f(x.int(), t), TypeError, "inp"),
-    "scalar": (lambda f, x, t: f(x[0, 0], t[0]), ValueError, "inp"),
-    "floats": (lambda f, x, t: f(x, t.float()), TypeError, "target"),
-    "shape": (lambda f, x, t: f(x, t[:2]), ValueError, "target"),
-    "smoothing": (lambda f, x, t: f(x, t, 1.5), ValueError, "label_smoothing"),
-    "group": (lambda f, x, t: f(x, t, dist_process_group=2), TypeError, "dist_process_group"),
-}
-
-
-@pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)
-def test_wrong_arguments_are_named(call: Any, kind: type[Exception], name: str) -> None:
-    with pytest.raises(kind, match=f"^{name} must "):
-        call(float8lab.parallel_cross_entropy, torch.ones(4, 8), torch.ones(4, dtype=torch.int64))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_are_as_good_as_torch(dtype: torch.dtype) -> None:

@@ -235,23 +235,3 @@ def test_one_process_is_a_permutation() -> None:
     gradients = torch.autograd.grad(y, leaves, (y * 1.7).cos().detach())
     want = [rows, beside, routing_map.sum(0), y, *gradients]
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "probs": (lambda x, m: float8lab.moe_dispatch(x, x, m), ValueError, "probs"),
-    "group": (lambda x, m: float8lab.moe_dispatch(x, m.float(), m, 3), TypeError, "group"),
-    "gradient": (
-        lambda x, m: float8lab.moe_dispatch(x, m.float(), m, gradient=Float8Spec()), ValueError,
-        "gradient",
-    ),
-    "out": (
-        lambda x, m: float8lab.moe_combine(x, float8lab.moe_dispatch(x, m.float(), m)[-1]),
-        ValueError, "out",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)
-def test_wrong_arguments_are_named(call: Any, kind: type[Exception], name: str) -> None:
-    with pytest.raises(kind, match=f"^{name} must "):
-        call(torch.ones(4, 8), torch.ones(4, 3, dtype=torch.bool))

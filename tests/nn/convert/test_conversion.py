@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn.convert import matches, swap, walk
 from float8lab.nn.convert import report as reports
+from float8lab.nn.convert import swap, walk
 from float8lab.tensor import Float8Tensor
 from tests.nn.models import gemms_of, report_of
 
@@ -256,7 +256,6 @@ def test_subclasses_without_a_forward_are_converted_and_keep_their_methods():
     assert gemms_of(layer, torch.randn(2, 8)) == (1, 0)
     layer.reset_parameters()
     assert torch.equal(layer.weight, torch.ones(8, 8))
-    assert repr(layer) == "WithoutForward(mine, recipe=Float8CurrentScaling())"
     float8lab.to_high_precision(layer)
     assert type(layer) is WithoutForward
 
@@ -405,10 +404,6 @@ def test_exclude_matches_components_or_globs(pattern, expected):
     report = report_of(model, exclude=[pattern])
     assert {layer.name for layer in report.skipped} == expected
     assert report.unmatched == (() if expected else (pattern,))
-
-
-def test_a_number_is_not_a_prefix():
-    assert not matches("blocks.10.attn", "blocks.1")
 
 
 def test_filter_fn_gets_layer_and_name():
