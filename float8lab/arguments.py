@@ -352,12 +352,10 @@ def check_state(name: str, value: object) -> None:
 
 def check_names(name: str, value: object) -> tuple[str, ...]:
     """Check for a sequence of strings, or a single one; return a tuple."""
-    if isinstance(value, str):
-        return (value,)
-    names: tuple[object, ...] | None = None
-    if isinstance(value, Iterable) and not isinstance(value, (bytes, torch.Tensor)):
+    names: tuple[object, ...] = (value,)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, torch.Tensor)):
         names = tuple(value)
-    if names is None or not all(isinstance(n, str) for n in names):
+    if not all(isinstance(n, str) for n in names):
         raise TypeError(
             f"{name} must be a string or a sequence of strings; got {shown(value)}. Pass a list."
         )

@@ -346,8 +346,7 @@ def _mm_scatter(
         run = slice(start, start + out.shape[0])
         mm_into(out, q[run], scale if a_block[0] == -1 else scale[run])
 
-    window = window_of(ranks, q.device, offset + M * N * out_dtype.itemsize)
-    if window is None:
+    if (window := window_of(ranks, q.device, offset + M * N * out_dtype.itemsize)) is None:
         partial_sum = q.new_empty((M, N), dtype=out_dtype)
         mm_from(0, partial_sum)
         shard = reduce_scattered(partial_sum, size, group)

@@ -21,13 +21,12 @@ from float8lab.tensor.dispatch import overloads
 __all__ = ["GEMM_OPS", "GemmCounts", "count_gemms"]
 
 
-_HIGH_PRECISION = overloads(
+_SCALED = overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+_FP8 = frozenset((torch.ops.float8lab.scaled_mm.default,))
+GEMM_OPS = _SCALED | _FP8 | overloads(
     "mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "matmul", "linear",
     "_grouped_mm",
 )  # fmt: skip
-_SCALED = overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
-_FP8 = frozenset((torch.ops.float8lab.scaled_mm.default,))
-GEMM_OPS = _HIGH_PRECISION | _SCALED | _FP8
 """The overloads that count as a GEMM."""
 
 

@@ -292,10 +292,9 @@ class ExpertMLP(ExpertsBase, GemmModule):
         arguments.check_input("inp", inp, (self.hidden_size,), "hidden_size")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         x = x.to(output_dtype(x))  # before it is copied to each expert
-        if isinstance(routing_map, Tensor) and routing_map.dtype != torch.bool:
-            row_map, rows, offs = routed(routing_map, x.shape[0], self.num_experts)
-        else:
-            row_map, rows, offs = routed(routing_map, x.shape[0], None, num_out_tokens)
+        is_mask = not isinstance(routing_map, Tensor) or routing_map.dtype == torch.bool
+        experts = None if is_mask else self.num_experts
+        row_map, rows, offs = routed(routing_map, x.shape[0], experts, num_out_tokens)
         check_probs("probs", probs, tuple(routing_map.shape))
         y = self._run_experts(
             x, offs, self._layers(), self.activation, is_first_microbatch, (row_map, rows)

@@ -539,10 +539,7 @@ def _is_plain(x: object) -> TypeGuard[Tensor]:
 
 def _place(x: object, tensors: Sequence[Tensor]) -> int | None:
     """Where among some tensors this one is."""
-    for place, tensor in enumerate(tensors):
-        if tensor is x:
-            return place
-    return None
+    return next((place for place, tensor in enumerate(tensors) if tensor is x), None)
 
 
 def _static(x: Tensor) -> Tensor:

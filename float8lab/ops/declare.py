@@ -372,11 +372,7 @@ def tell_when_imported(name: str, tell: Callable[[ModuleType], None]) -> None:
 
 
 def _tell_counter(counter: ModuleType) -> None:
-    formulas = {
-        overload.overloadpacket: declared.flops
-        for overload, declared in OPS.declared.items()
-        if declared.flops is not None
-    }
+    formulas = {op.overloadpacket: OPS.declared[op].flops for op in compute_intensive_ops()}
     for packet, formula in formulas.items():
         counter.register_flop_formula(packet)(formula)
     # A counter that is active already has a copy of the registry.
@@ -411,7 +407,6 @@ def _direct(
     reference: Callable[..., Any],
 ) -> Any:  # fmt: skip
     """``overload``, past the dispatcher where that would do nothing but find the implementation."""
-    launcher: Callable[..., Any] | None = None
 
     def dispatch(*args: Any) -> Any:
         if not torch.compiler.is_compiling() and OPS.untold:
@@ -419,7 +414,6 @@ def _direct(
         return overload(*args)
 
     def call(*args: Any) -> Any:
-        nonlocal launcher
         if (
             torch.compiler.is_compiling()
             or (is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None)
@@ -442,9 +436,7 @@ def _direct(
         if requires_grad or x.is_neg():
             return overload(*args)
         if x.is_cuda:
-            if launcher is None:
-                launcher = for_gpus()
-            return launcher(*args)
+            return for_gpus()(*args)
         if x.is_cpu and not torch.is_autocast_enabled("cpu"):
             return reference(*args)
         return overload(*args)

@@ -23,7 +23,7 @@ __all__ = ["DEQUANTIZE_INSIDE"]
 
 aten = torch.ops.aten
 
-_NAMES = (
+DEQUANTIZE_INSIDE = dispatch.overloads(
     "_scaled_dot_product_attention_math",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
@@ -35,9 +35,6 @@ _NAMES = (
     "_local_scalar_dense", "abs", "allclose", "equal", "isinf", "isnan",
     "eq", "ge", "gt", "le", "lt", "ne",
 )  # fmt: skip
-
-
-DEQUANTIZE_INSIDE = dispatch.overloads(*_NAMES)
 """Overloads of this torch that dequantize by intent; the documentation's table names them."""
 
 
