@@ -21,8 +21,8 @@ BEYOND = {
     (LAYER, "TransformerLayer, block, FP8 attention, compile"),
 }
 """Rows of a host that, as RESULTS.md or the GPU's clock there says, took longer to issue a step
-than the GPUs to run it; memory from before layers computed casts again in place of keeping them; a step
-that is off by 10.02 %; and a layer from before the backward of attention ran in FP8."""
+than the GPUs to run it; memory from before layers computed casts again in place of keeping them; a
+step that is off by 10.02 %; and a layer from before the backward of attention ran in FP8."""
 
 
 @pytest.fixture(scope="module")
