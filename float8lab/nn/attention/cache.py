@@ -38,7 +38,7 @@ class Step(NamedTuple):
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence after this call."""
-        return max(self.totals, default=0)
+        return max((0, *self.totals))  # no default: a graph would break there
 
 
 class Store:

@@ -205,7 +205,7 @@ class InferenceParams:
         """Where the sequences lie in the tokens of a thd call, which follows ``pre_step``."""
         step = self.step or Step((), (), ())
         lengths = self._places_on(device, step).sequences[2].long()
-        return Packed(lengths.cumsum(0) - lengths, lengths, max(step.lengths, default=0), None)
+        return Packed(lengths.cumsum(0) - lengths, lengths, max((0, *step.lengths)), None)
 
     def swap_key_value_dict(self, batch_indices: Tensor | Sequence[int]) -> None:
         """Reorder the rows of all caches, for beam search: row i becomes ``batch_indices[i]``.
@@ -310,7 +310,7 @@ class InferenceParams:
         """Raise unless a call of so many rows and positions fits; return how many keys it sees."""
         end = positions_reached(positions, self)
         if self.step is not None:
-            most = max(self.step.lengths, default=0)
+            most = max((0, *self.step.lengths))
             if rows != len(self.step.slots) or positions < most:
                 raise ValueError(
                     f"the batch must have {len(self.step.slots)} rows of {most} positions, as "

@@ -394,3 +394,18 @@ def test_prompts_attend_in_fp8():
             y = attention(q, k, v, inference_params=InferenceParams(2, 300))
         assert "float8lab.fp8_attention" in " ".join(ops.names)
         assert torch.equal(y, attention(q, k, v))
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
+def test_steps_with_a_cache_are_compiled_without_graph_breaks(cache_dtype):
+    module = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", layer_number=1)
+    tensors = [[torch.randn(2, n, heads, 16) for heads in (4, 2, 2)] for n in (5, 1)]
+    outputs = []
+    for attend in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        cache = InferenceParams(2, 8, cache_dtype=cache_dtype)
+        for qkv in tensors:
+            cache.pre_step(dict.fromkeys(range(2), qkv[0].shape[1]))
+            with torch.no_grad():
+                outputs.append(attend(*qkv, inference_params=cache))
+    for eager, compiled in zip(outputs[:2], outputs[2:], strict=True):
+        torch.testing.assert_close(compiled, eager)
