@@ -84,7 +84,7 @@ def input_source(
             return InputSource(quantized=last[2])
     if call.cast_parallel is not None:
         return InputSource(None, call.scales.quantize(x, X, *specs, amax=amax), shared)
-    return InputSource(call.scales.params(X, x), None, shared)
+    return InputSource(call.scales.params(X, x) if call.scales.are_given else None, None, shared)
 
 
 def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple[Any, ...] | None:
@@ -151,9 +151,9 @@ def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
 
 def show_quantized(x: Matrix, specs: Orientations, made: Quantized, index: int, call: Call) -> None:
     """A layer's input, or its gradient, was cast."""
-    if call.watched and specs.rowwise:
+    if specs.rowwise:
         show_cast(x, made.rowwise, specs.rowwise, index, call)
-    elif call.watched and specs.columnwise and isinstance(x, Tensor):  # groups lie in another way
+    elif specs.columnwise and isinstance(x, Tensor):  # groups are laid out in another way
         show_cast(x.t(), made.columnwise, specs.columnwise, index, call)
 
 
@@ -168,11 +168,9 @@ def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> N
     show_cast(weight.detach().reshape(E * N, K), rows, below, W, call)
 
 
-def show_gemm(
-    kind: str, call: Call | None, a: Operand | None = None, b: Operand | None = None
-) -> None:
+def show_gemm(kind: str, call: Call, a: Operand | None = None, b: Operand | None = None) -> None:
     """``fprop``, ``dgrad`` or ``wgrad`` runs, of these operands or in high precision."""
-    if call is not None and call.watched and PROCESS.observer is not None:
+    if PROCESS.observer is not None:
         PROCESS.observer.saw_gemm(kind, call, a, b)
 
 
@@ -276,7 +274,8 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
     if call.in_graph or (call.cast_parallel is not None and call.first_microbatch is None):
         return WeightSource(quantized=call.scales.quantize(weight, W, call.plan.w, amax=amax))
     if call.first_microbatch is None:
-        return WeightSource(weight, call.scales.params(W, weight))
+        scales = call.scales
+        return WeightSource(weight, scales.params(W, weight) if scales.are_given else None)
     return WeightSource(quantized=Quantized(_kept_weight(weight, call)))
 
 

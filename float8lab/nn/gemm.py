@@ -182,8 +182,8 @@ def _decide(
     recipe: Recipe, needs: tuple[bool, bool], is_prologue: bool, recomputes: bool,
     requantizes_weight: bool, keeps_gathered: bool, gathers_before_cast: bool,
     requantizes_x: bool = False, *, make_casts: Callable[..., _FpropCasts] = _FpropCasts,
-) -> tuple[SavePolicy, _FpropCasts]:  # fmt: skip
-    """Decide how ``forward`` saves and casts; the arguments are those of ``save_policy``."""
+) -> tuple[SavePolicy, _FpropCasts, bool]:  # fmt: skip
+    """Decide, told as ``save_policy`` is: what is saved, how x is cast, whether the weight is."""
     plan = recipe.linear
     policy = save_policy(
         plan, needs, is_prologue=is_prologue, recomputes=recomputes, requantizes_x=requantizes_x,
@@ -196,13 +196,14 @@ def _decide(
         rowwise = None if plan.fprop is None else plan.fprop.left
         columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
     specs = Orientations(rowwise, columnwise)
-    return policy, make_casts(recipe, specs, policy.x is Keep.GATHERED)
+    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
+    return policy, make_casts(recipe, specs, policy.x is Keep.GATHERED), casts_weight
 
 
 @functools.lru_cache(maxsize=1024)
 def _decide_once(
     recipe: int, needs: tuple[bool, bool], *flags: bool
-) -> tuple[SavePolicy, _FpropCasts]:
+) -> tuple[SavePolicy, _FpropCasts, bool]:
     """``_decide`` in eager mode, once for every recipe, by the number that it has."""
     return _decide(recipe_numbered(recipe), needs, *flags, make_casts=_fprop_casts_once)
 
@@ -249,11 +250,10 @@ def forward(
     flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
     if torch.compiler.is_compiling():
         requantizes_x = _requantizes_input(x, call, offsets)
-        policy, casts = _decide(call.recipe, needs, *flags, requantizes_x)
+        policy, casts, casts_weight = _decide(call.recipe, needs, *flags, requantizes_x)
     else:
-        policy, casts = _decide_once(call.recipe.number, needs, *flags, has_origin)
+        policy, casts, casts_weight = _decide_once(call.recipe.number, needs, *flags, has_origin)
     specs = casts.specs
-    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     computed = inp if is_prologue and inp is not None else x
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = comm.gather(value_of(matrix)) if comm.gathers_x_first and any(specs) else matrix
@@ -263,8 +263,8 @@ def forward(
     source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
     w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
     run: Any = _fprop
-    if weight.is_cuda and not (comm.is_sharded or call.watched):
-        run = _planned_fprop
+    if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda:
+        run = _fprop if comm.is_sharded or call.watched else _planned_fprop
     done: _Fprop = run(
         value, casts, source.params, source.quantized, w_source, bias, weight.shape[-2],
         dtype, comm, call.watched,
@@ -290,12 +290,13 @@ def _requantizes_input(x: Tensor | Prologue, call: Call, offsets: Offsets | None
 
 def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, call: Call) -> None:
     """Tell an observer, and CPU offload, of what forward has cast."""
-    show_quantized(x, specs, done.x, X, call)
+    if call.watched:
+        show_quantized(x, specs, done.x, X, call)
     if done.w.rowwise is not None:
         note_weight(weight, done.w, call)
-    if call.plan.fprop is None:
+    if call.watched and call.plan.fprop is None:
         show_gemm("fprop", call)
-    else:
+    elif call.watched:
         show_gemm("fprop", call, done.gathered or done.x.rowwise, done.w.rowwise)
 
 
@@ -386,7 +387,8 @@ def recompute_forward(
     """In backward, the bytes that ``forward`` gave of a prologue."""
     plan, scales = call.plan, call.scales
     if plan.fprop is None:
-        show_gemm("fprop", call)
+        if call.watched:
+            show_gemm("fprop", call)
         return _in_high_precision(x, _saved_value(saved.weight), bias, x.dtype, call.comm)
     value: Matrix = call.comm.gather(x.value()) if call.comm.gathers_x_first else x
     x_params = scales.requant_params(saved.x_scale, saved.x_requant)
@@ -401,7 +403,8 @@ def recompute_forward(
     done = _fprop(
         value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm, call.watched
     )
-    show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
+    if call.watched:
+        show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
     return _saved_value(done.y)
 
 
@@ -452,7 +455,8 @@ class Gradient:
             block = specs.columnwise.block
             self.columnwise = call.comm.token_operand(made.columnwise, block, backward=True)
         self.dbias = made.dbias if wants_dbias else self.dbias
-        show_quantized(x, specs, made, DY, call)
+        if call.watched:
+            show_quantized(x, specs, made, DY, call)
 
 
 def _gradient_specs(plan: LinearPlan, *, needs_dx: bool, needs_dw: bool) -> Orientations:
@@ -738,7 +742,8 @@ def _dgrad(
     plan, value, dgrad = recipe.linear, weight.high_precision, recipe.linear.dgrad
     if dgrad is None:
         value = _saved_value(value)
-        show_gemm("dgrad", watching)
+        if watching is not None:
+            show_gemm("dgrad", watching)
         dy = comm.gather(dy, backward=True)
         if offsets is not None:
             return Gemm(_mm_in_groups(dy, value.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
@@ -758,7 +763,8 @@ def _dgrad(
     task = GemmTask(dgrad, shape, weight.dtype, offsets, weight.after)
     keep = keep or watching is not None
     gemm = comm.mm(dy, operand, task, backward=True, companion=companion, keep=keep)
-    show_gemm("dgrad", watching, gemm.left, operand)
+    if watching is not None:
+        show_gemm("dgrad", watching, gemm.left, operand)
     return gemm
 
 
@@ -770,7 +776,8 @@ def _wgrad(
     plan, wgrad = recipe.linear, recipe.linear.wgrad
     if wgrad is None:
         value = _saved_value(x.data) if x.prologue is None else x.prologue.value()
-        show_gemm("wgrad", watching)
+        if watching is not None:
+            show_gemm("wgrad", watching)
         dy, value = comm.gather(dy, backward=True), comm.gather(value)
         if offsets is not None:
             return _mm_in_groups(dy.t(), value.to(dy.dtype).t(), offsets.offs, x.dtype)
@@ -784,7 +791,8 @@ def _wgrad(
         dy = dy.gather()
     if isinstance(operand, TokenShard):
         operand = operand.gather()
-    show_gemm("wgrad", watching, dy, operand)
+    if watching is not None:
+        show_gemm("wgrad", watching, dy, operand)
     return comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype, offsets))
 
 
@@ -845,9 +853,9 @@ class LinearFunction(Float8Function):
         N, K = weight.shape
         needs = ctx.needs_input_grad[:2]
         origin = None
-        is_eager = not torch.compiler.is_compiling()  # a graph finds the origin itself
-        if is_eager and needs[1] and call.plan.wgrad and _requantizes_input(x, call, None):
-            origin = origin_of(x)
+        is_large = needs[1] and x.numel() >= call.plan.recast_size and call.plan.wgrad is not None
+        if is_large and not torch.compiler.is_compiling() and _requantizes_input(x, call, None):
+            origin = origin_of(x)  # which a graph finds by itself
         y, saved = forward(
             rows, weight, bias, call,
             needs=needs, dtype=output_dtype(x), inp=x, has_origin=origin is not None,

@@ -134,7 +134,8 @@ class LayerNormLinear(NormGemmModule):
             norm = self.layer_norm_weight, self.layer_norm_bias
             y = NormLinearFunction.run(x, *norm, weight, added, NormLinearCall(front, call))
             y, normed = y if self.return_layernorm_output else (y, None)
-        self._fp8.end(call)
+        if call is not None and call.is_region:
+            self._fp8.end(call)
         if by_features:
             parallel.remember_tokens(y, tokens)
         if not self.return_layernorm_output:

@@ -139,7 +139,10 @@ class Linear(GemmModule, nn.Linear):
             the bias.
         """
         placement = self._placement
-        weight, bias = self._weight_and_bias(self.gemms[0])
+        if self._split is None:
+            weight, bias = self.weight, self.bias
+        else:
+            weight, bias = self._weight_and_bias(self.gemms[0])
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
@@ -157,7 +160,8 @@ class Linear(GemmModule, nn.Linear):
             y = linear_in_high_precision(self._fp8, x, plain, added, tokens)
         else:
             y = LinearFunction.run(x, weight, added, call)
-            self._fp8.end(call)
+            if call.is_region:
+                self._fp8.end(call)
         if parallel is not None and parallel.scatters:
             parallel.remember_tokens(y, tokens)
         return (y, bias) if self.return_bias else y

@@ -176,10 +176,8 @@ class _Attention(Float8Function):
         cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, settings: _Settings, call: Call,
     ) -> Tensor | Attended:  # fmt: skip
         amaxes = amaxes_over_ranks(call, q, k, v)
-        (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
-            cast_operand(x, index, call, amaxes[index]) for index, x in ((Q, q), (K, k), (V, v))
-        )
-        operands = (q8, k8, v8, q_scale, k_scale, v_scale)
+        casts = [cast_operand(x, i, call, amaxes[i]) for i, x in ((Q, q), (K, k), (V, v))]
+        operands = (*[data for data, _ in casts], *[scale for _, scale in casts])
         if cu_seqlens_q is not None:
             cu_seqlens_k = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).int()
             cu_seqlens_q = cu_seqlens_q.int()
@@ -190,8 +188,7 @@ class _Attention(Float8Function):
             lse_of_keys, lse = lse, torch.logaddexp(lse, sink.view(-1, 1))
             out = (out * (lse_of_keys - lse).exp().unsqueeze(-1)).to(out.dtype)
         if any(ctx.needs_input_grad[:4]):
-            saved = (*operands, out, lse, max_scores, sink, cu_seqlens_q, cu_seqlens_k)
-            ctx.save_for_backward(*saved)
+            ctx.save_for_backward(*operands, out, lse, max_scores, sink, cu_seqlens_q, cu_seqlens_k)
         ctx.settings = settings
         if not settings.wants_max:
             return out

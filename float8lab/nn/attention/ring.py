@@ -227,10 +227,7 @@ def _attend_pair(
     q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor], causal: bool, scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The output of a pair and the logarithms of the sums of exponentials.
-
-    In FP8 the output is of ``dtype``, and the queries' largest scores come with it.
-    """
+    """The output of a pair (of ``dtype`` in FP8), logarithms of sums, and in FP8 largest scores."""
     if scales:
         window = (-1, 0 if causal else -1, 0)
         return ops.fp8_attention_op(q, k, v, *scales, window, scale, dtype)
@@ -249,11 +246,7 @@ def _pair_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor],
     seen: Sequence[Tensor], causal: bool, scale: float,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Gradients of q, k and v by a pair.
-
-    ``seen`` is the output and the logarithms of all that its queries see, and in FP8 the largest
-    scores of this pair.
-    """
+    """Gradients by a pair; ``seen`` tells what its queries see, and in FP8 its largest scores."""
     if k.shape[2] == 0:
         return [torch.empty_like(x, dtype=dout.dtype) for x in (q, k, v)]
     if scales:

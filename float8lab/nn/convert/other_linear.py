@@ -76,7 +76,8 @@ class OtherLinear(MovedInPlace):
         if call is None:
             return linear_in_high_precision(precision, x, plain(weight), bias, None)
         y: Tensor = LinearFunction.run(x, weight, bias, call)
-        precision.end(call)
+        if call.is_region:
+            precision.end(call)
         return y
 
     def extra_repr(self) -> str:

@@ -17,13 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.ops.kernels import _common
-from float8lab.ops.kernels._common import (
-    INTERPRETED,
-    abs_bits,
-    nan_for_infinity,
-    saturate,
-    scale_from_amax,
-)
+from float8lab.ops.kernels._common import INTERPRETED
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.paged_attention import has_paged_attention
 from float8lab.ops.reference import paged_attention as plain
@@ -266,24 +260,23 @@ def _write_kernel(
     x = tl.load(x_ptrs, mask=inside, other=0.0)
     if scale_ptr is not None:
         x = x.to(tl.float32)
-        amax = tl.max(abs_bits(x), 1).to(tl.float32, bitcast=True)
-        scale, encode = scale_from_amax(amax, 0.0, LIMIT, "fp32")
+        amax = tl.max(_common.abs_bits(x), 1).to(tl.float32, bitcast=True)
+        scale, encode = _common.scale_from_amax(amax, 0.0, LIMIT, "fp32")
         tl.store(scale_ptr + vector, scale, mask=head < G)
-        y = nan_for_infinity(x, DTYPE) * encode[:, None]
-        x = saturate(y, y, DTYPE)
+        y = _common.nan_for_infinity(x, DTYPE) * encode[:, None]
+        x = _common.saturate(y, y, DTYPE)
     tl.store(data_ptr + vector[:, None] * D + columns, x.to(DTYPE), mask=inside)
 
 
 @_common.on_device_of_first
 def write_pages_(x: Tensor, data: Tensor, scale: Tensor | None, tokens: Tensor) -> None:
     (_, G, P, D), T = data.shape, tokens.shape[1]
-    if x.dtype == torch.float64:
-        return plain.write_pages_(x, data, scale, tokens)
     d_tile = _common.next_power_of_2(D)
     heads = max(1, min(_common.next_power_of_2(G), 4096 // d_tile))
-    if T:
+    if x.dtype == torch.float64:
+        plain.write_pages_(x, data, scale, tokens)
+    elif T:
         _write_kernel[(T, _common.ceil_div(G, heads))](
             x, data, scale, tokens, T, G, P, D, *x.stride(),
             LIMIT=torch.finfo(data.dtype).max, HEADS=heads, D_TILE=d_tile, num_warps=4,
         )  # fmt: skip
-    return None
