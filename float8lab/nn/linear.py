@@ -139,10 +139,10 @@ class Linear(GemmModule, nn.Linear):
             the bias.
         """
         placement = self._placement
-        if self._split is None:
-            weight, bias = self.weight, self.bias
-        else:
+        if self._split is not None:
             weight, bias = self._weight_and_bias(self.gemms[0])
+        else:
+            weight, bias = self.weight, self.bias
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
