@@ -188,7 +188,7 @@ class _Attention(Float8Function):
                 *operands, scales, seen, ring.causal and step == 0, ring.scale
             )
             if keys.stop:
-                del max_scores[:1]
+                max_scores = max_scores[1:]
             if step == 0:
                 sums = [x.to(ring.sum_dtype(dout.dtype)) for x in gradients]
                 continue

@@ -396,6 +396,7 @@ def test_prompts_attend_in_fp8():
         assert torch.equal(y, attention(q, k, v))
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
 def test_steps_with_a_cache_are_compiled_without_graph_breaks(cache_dtype):
     module = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", layer_number=1)
