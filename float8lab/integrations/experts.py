@@ -300,7 +300,8 @@ class TitanGroupedMM(OtherExperts):
         x = plain(A)
         call = self._begin_layer(precision, x, weight, None)
         y: Tensor = self._apply_experts(precision, x, offs, (weight, None), call, None)
-        precision.end(call)
+        if call is not None and call.is_region:
+            precision.end(call)
         return y
 
 

@@ -163,7 +163,8 @@ class WeightPlacement:
         if call is None:
             return self._run_in_high_precision(layer, x, weight, bias)
         y = _Linear.run(x, weight, bias, call, placed)
-        layer._fp8.end(call)
+        if call.is_region:
+            layer._fp8.end(call)
         return y
 
     def _run_in_high_precision(

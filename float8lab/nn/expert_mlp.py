@@ -77,7 +77,8 @@ class ExpertsBase(MovedInPlace):
             a = activate(h, activation) if isinstance(activation, str) else activation(h)
             y = self._apply_experts(precisions[1], a, offs, layers[1], fc2, first_microbatch)
         for precision, call in zip(precisions, calls, strict=True):
-            precision.end(call)
+            if call is not None and call.is_region:
+                precision.end(call)
         return y
 
     def _held_experts(self) -> range | None:

@@ -183,7 +183,7 @@ def _decide(
     requantizes_weight: bool, keeps_gathered: bool, gathers_before_cast: bool,
     requantizes_x: bool = False, *, make_casts: Callable[..., _FpropCasts] = _FpropCasts,
 ) -> tuple[SavePolicy, _FpropCasts, bool]:  # fmt: skip
-    """Decide, told as ``save_policy`` is: what is saved, how x is cast, whether the weight is."""
+    """Decide what is saved, how x is cast, and whether the weight is, by ``save_policy``."""
     plan = recipe.linear
     policy = save_policy(
         plan, needs, is_prologue=is_prologue, recomputes=recomputes, requantizes_x=requantizes_x,

@@ -188,7 +188,8 @@ class GroupedLinear(GemmModule):
         y: Tensor = GroupedFunction.run(
             x, weight, bias, offs, call, False, len(parameters), *parameters, *bias_parameters
         )
-        self._fp8.end(call)
+        if call is not None and call.is_region:
+            self._fp8.end(call)
         if inp.ndim != 2:
             y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], self.out_features))
         y = y if out is None else out.copy_(y)

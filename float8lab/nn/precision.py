@@ -409,10 +409,8 @@ class Precision:
         if STATE.region is not None:
             STATE.region.packs[slots.pack] = None
 
-    def end(self, call: Call | None) -> None:
-        """Advance the scales after a call in FP8 that is a region of its own."""
-        if call is None or not call.is_region:
-            return
+    def end(self, call: Call) -> None:
+        """Advance the scales after a call that is a region of its own."""
         if torch.compiler.is_compiling():
             advance_in_graph(())
         elif isinstance(call.scales, DelayedScales):

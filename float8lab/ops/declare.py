@@ -445,7 +445,7 @@ def _direct(
 
 
 def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any]:
-    """A launcher, or its reference, which alone can be traced; as in ops and optimizers."""
+    """Make a function that calls a launcher on a GPU; elsewhere, and in graphs, its reference."""
     for_gpus = functools.cache(lambda: _for_gpus(cuda, reference))
 
     def call(x: Tensor, *args: Any) -> Any:

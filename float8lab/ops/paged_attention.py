@@ -1,6 +1,6 @@
 """A paged key/value cache, and attention to it; ``reference/paged_attention.py`` specifies both.
 
-They are for generation, and no ops: they have no gradients.
+They serve generation. They are functions rather than ops, and have no gradients.
 """
 
 from __future__ import annotations

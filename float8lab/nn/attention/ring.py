@@ -227,7 +227,7 @@ def _attend_pair(
     q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor], causal: bool, scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The output of a pair (of ``dtype`` in FP8), logarithms of sums, and in FP8 largest scores."""
+    """Return a pair's output, its logarithms of sums, and in FP8 the queries' largest scores."""
     if scales:
         window = (-1, 0 if causal else -1, 0)
         return ops.fp8_attention_op(q, k, v, *scales, window, scale, dtype)
@@ -246,7 +246,7 @@ def _pair_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor],
     seen: Sequence[Tensor], causal: bool, scale: float,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Gradients by a pair; ``seen`` tells what its queries see, and in FP8 its largest scores."""
+    """Return a pair's gradients of q, k, v; ``seen`` has its queries' output and statistics."""
     if k.shape[2] == 0:
         return [torch.empty_like(x, dtype=dout.dtype) for x in (q, k, v)]
     if scales:
