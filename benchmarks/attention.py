@@ -4,9 +4,10 @@
 
 Needs a CUDA GPU. 32 heads of 128 features. ``DotProductAttention`` is ours; in FP8 its inputs and
 the gradient of its output are bfloat16, and the times contain their casts. The baseline is cuDNN in
-bfloat16. All are compared with float32 arithmetic, head by head. FLOPs are those of two matrix
-products forward and five backward, half of them where it is causal. The floor is these FLOPs at the
-rate of the fastest GEMM of the same precision, and every tensor moved once.
+bfloat16; for windows and packed sequences, torch's flash attention, which has both. All are
+compared with float32 arithmetic, head by head. FLOPs are those of two matrix products forward and
+five backward, for the scores that a mask shows. The floor is these FLOPs at the rate of the fastest
+GEMM of the same precision, and every tensor moved once.
 
 B batch, S positions, H heads, D head size.
 """
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 import float8lab
 from benchmarks import common, report
@@ -50,22 +52,54 @@ class AttentionSize(NamedTuple):
     H: int = 32
     D: int = 128
     causal: bool = True
+    window: int | None = None
+    """How many keys before its own a query sees; None for all. Only under a causal mask."""
+    packed: bool = False
+    """Whether the sequences lie behind each other, with their lengths in ``cu_seqlens``."""
 
     def describe(self) -> str:
         """As tables name it."""
+        batch = f"{self.B} packed sequences" if self.packed else f"batch {self.B}"
         mask = "causal" if self.causal else "full"
-        return f"batch {self.B}, {self.S} positions, {mask}, {self.H} heads of {self.D}"
+        if self.window is not None:
+            mask = f"window of {self.window}"
+        return f"{batch}, {self.S} positions, {mask}, {self.H} heads of {self.D}"
 
     def flops(self) -> float:
         """Of the forward."""
-        return attention_flops(self.B, self.H, self.S, self.D, causal=self.causal)
+        flops = attention_flops(self.B, self.H, self.S, self.D, causal=self.causal)
+        if self.window is None:
+            return flops
+        hidden = max(self.S - self.window, 0)  # keys, of the last query
+        return flops - attention_flops(self.B, self.H, hidden, self.D, causal=True)
+
+    def hidden(self, device: torch.device) -> Tensor | None:
+        """Which keys a query does not see, ``[S, S]``; None if it sees all."""
+        if not self.causal:
+            return None
+        hidden = torch.ones(self.S, self.S, dtype=torch.bool, device=device).triu(1)
+        if self.window is not None:
+            hidden |= torch.ones_like(hidden).tril_(-self.window - 1)
+        return hidden
+
+    def ends(self, device: torch.device) -> Tensor:
+        """``cu_seqlens`` of the sequences, ``[B + 1]``."""
+        stop = self.B * self.S + 1
+        return torch.arange(0, stop, self.S, dtype=torch.int32, device=device)
 
 
-SIZES = (AttentionSize(4, 4096), AttentionSize(4, 4096, causal=False), AttentionSize(1, 16384))
+SIZES = (
+    AttentionSize(4, 4096),
+    AttentionSize(4, 4096, causal=False),
+    AttentionSize(1, 16384),
+    AttentionSize(1, 32768, window=1024),
+    AttentionSize(1, 32768, window=4096),
+    AttentionSize(8, 4096, packed=True),
+)
 _BOUNDS = ((620.0, 600.0), (800.0, 720.0), (850.0, 700.0))
 TARGETS = {
     size: (Target(FORWARD_RATE, ">=", forward), Target("TFLOP/s", ">=", both))
-    for size, (forward, both) in zip(SIZES, _BOUNDS, strict=True)
+    for size, (forward, both) in zip(SIZES, _BOUNDS, strict=False)
 }
 """Of FP8."""
 
@@ -88,17 +122,16 @@ class Problem(NamedTuple):
         )
 
 
-def exact(problem: Problem, *, causal: bool) -> dict[str, Tensor]:
+def exact(problem: Problem, hidden: Tensor | None) -> dict[str, Tensor]:
     """Output and gradients in float32, ``[B, S, H, D]``."""
-    B, S, H, D = problem.q.shape
+    B, _, H, D = problem.q.shape
     results = {name: torch.empty_like(problem.q, dtype=torch.float32) for name in NAMES}
     scale = D**-0.5
-    hidden = torch.ones(S, S, dtype=torch.bool, device=problem.q.device).triu(1)
     for b in range(B):
         for h in range(H):
             q, k, v, dout = (x[b, :, h].float() for x in problem)
             scores = q @ k.t() * scale
-            if causal:
+            if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
             p = scores.softmax(-1)
             del scores
@@ -117,24 +150,67 @@ NAMES = ("y", "dq", "dk", "dv")
 class Sdpa(nn.Module):
     """One backend of torch."""
 
-    def __init__(self, backend: SDPBackend, *, causal: bool) -> None:
+    def __init__(self, backend: SDPBackend, size: AttentionSize) -> None:
         super().__init__()
-        self.backend, self.causal = backend, causal
+        self.backend, self.causal = backend, size.causal and size.window is None
+        hidden = size.hidden(torch.device("cpu")) if size.window is not None else None
+        self.seen = None if hidden is None else ~hidden
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(self.backend):
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=self.seen, is_causal=self.causal
+            )
         return out.transpose(1, 2).flatten(2)
 
 
-def ours(size: AttentionSize, recipe: Recipe | None = None) -> InContext:
+class Packed(nn.Module):
+    """Attention of packed sequences, for a batch of equal ones."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = self.attend(*(x.flatten(0, 1) for x in (q, k, v)))
+        return out.view(*q.shape[:2], -1)
+
+
+def flash(size: AttentionSize, device: torch.device) -> nn.Module:
+    """Torch's flash attention of packed sequences, which has windows."""
+    ends, left = size.ends(device), -1 if size.window is None else size.window
+    return Packed(
+        partial(
+            varlen_attn, cu_seq_q=ends, cu_seq_k=ends, max_q=size.S, max_k=size.S,
+            window_size=(left, 0 if size.causal else -1),
+        )
+    )  # fmt: skip
+
+
+def ours(size: AttentionSize, recipe: Recipe | None, device: torch.device) -> nn.Module:
     """``DotProductAttention``; with a recipe in FP8."""
     mask = "causal" if size.causal else "no_mask"
-    module = float8lab.DotProductAttention(size.H, size.D, qkv_format="bshd", attn_mask_type=mask)
+    if size.packed:
+        mask = "padding_causal" if size.causal else "padding"
+    module = float8lab.DotProductAttention(
+        size.H,
+        size.D,
+        qkv_format="thd" if size.packed else "bshd",
+        attn_mask_type=mask,
+        window_size=None if size.window is None else (size.window, 0),
+    )
     if recipe is not None:
         recipe = replace(recipe, fp8_dpa=True)
-    return InContext(module, our_context(recipe))
+    context, ends = our_context(recipe), size.ends(device)
+    if not size.packed:
+        return InContext(module, context)
+    return Packed(
+        InContext(
+            module, context, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=size.S,
+            max_seqlen_kv=size.S,
+        )
+    )  # fmt: skip
 
 
 def floor_ms(floor: Floor, size: AttentionSize, recipe: Recipe | None, *, fp8: bool) -> float:
@@ -164,31 +240,34 @@ class Candidate(NamedTuple):
 
 def candidates(setting: Setting, size: AttentionSize) -> Iterator[Candidate]:
     """Torch's backends, ours, and other libraries'."""
-    backends = {
+    device, is_cpu = setting.device, setting.device.type == "cpu"
+    backends = {"math bfloat16": SDPBackend.MATH} if is_cpu else {
         "cuDNN bfloat16": SDPBackend.CUDNN_ATTENTION,
         "flash bfloat16": SDPBackend.FLASH_ATTENTION,
-    }
-    if setting.device.type == "cpu":
-        backends = {"math bfloat16": SDPBackend.MATH}
+    }  # fmt: skip
+    if not is_cpu and (size.packed or size.window is not None):
+        yield Candidate("flash bfloat16", partial(flash, size, device), baseline=True)
+        backends = {}
     for index, (name, backend) in enumerate(backends.items()):
-        make = partial(Sdpa, backend, causal=size.causal)
-        yield Candidate(name, make, baseline=index == 0)
+        yield Candidate(name, partial(Sdpa, backend, size), baseline=index == 0)
     for mode in setting.modes:
         compiled = mode == "compile"
         suffix = ", compile" if compiled else ""
         bf16 = f"DotProductAttention, bfloat16{suffix}"
-        yield Candidate(bf16, partial(ours, size), compiled=compiled)
+        yield Candidate(bf16, partial(ours, size, None, device), compiled=compiled)
         # How attention is cast depends on whether scales are delayed, not on a recipe's blocks.
         for name in setting.recipes:
             if name in ("delayed", "current"):
                 recipe = RECIPES[name]()
                 yield Candidate(
                     f"DotProductAttention, FP8 {name}{suffix}",
-                    partial(ours, size, recipe),
+                    partial(ours, size, recipe, device),
                     fp8=True,
                     recipe=recipe,
                     compiled=compiled,
                 )
+    if size.packed or size.window is not None:
+        return
     for name, is_fp8, make_peer in attention_peers(size.H, size.D, causal=size.causal):
         yield Candidate(name, make_peer, fp8=is_fp8, peer=True)
 
@@ -243,7 +322,7 @@ def rows(setting: Setting, sizes: Sequence[AttentionSize] = SIZES) -> Iterator[R
     """All candidates on every size."""
     for size in sizes:
         problem = Problem.make(size, setting.generator())
-        right = exact(problem, causal=size.causal)
+        right = exact(problem, size.hidden(setting.device))
         for candidate in candidates(setting, size):
             run = partial(measure, setting, size, candidate, problem, right)
             yield setting.attempt(size.describe(), candidate.name, run)
@@ -251,7 +330,10 @@ def rows(setting: Setting, sizes: Sequence[AttentionSize] = SIZES) -> Iterator[R
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shape", nargs=3, metavar=("B", "S", "MASK"), help="one shape; MASK is causal or full"
+        "--shape",
+        nargs=3,
+        metavar=("B", "S", "MASK"),
+        help="one shape; MASK is causal, full, packed, or the number of keys of a causal window",
     )
 
 
@@ -259,7 +341,9 @@ def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
     if options.shape is None:
         return rows(setting)
     B, S, mask = options.shape
-    return rows(setting, [AttentionSize(int(B), int(S), causal=mask == "causal")])
+    window = int(mask) if mask.isdecimal() else None
+    size = AttentionSize(int(B), int(S), causal=mask != "full", window=window)
+    return rows(setting, [size._replace(packed=mask == "packed")])
 
 
 SUBJECT = Subject(

@@ -72,18 +72,15 @@ def is_for_cudnn(Sq: int, Sk: int, window: Sequence[int], *, packed: bool) -> bo
     return not packed and left < 0 and (right < 0 or (right == 0 and diagonal == Sq - Sk))
 
 
-def has_fp8_backward(
-    q: Tensor, k: Tensor, v: Tensor, window: Sequence[int], *, packed: bool
-) -> bool:
+def has_fp8_backward(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether Hopper computes gradients by FP8 GEMMs, not in 16 bits on dequantized operands.
 
     Where a query sees one key alone, its gradient is the rounding of a difference that is zero. So
     a single query, or key, is left to the reference.
     """
-    Sq, Sk = q.shape[2], k.shape[2]
     is_e4m3 = q.dtype == k.dtype == v.dtype == E4M3
     has_heads = q.shape[3] == v.shape[3] == FP8_BACKWARD_HEAD
-    return is_e4m3 and has_heads and min(Sq, Sk) > 1 and is_for_cudnn(Sq, Sk, window, packed=packed)
+    return is_e4m3 and has_heads and min(q.shape[2], k.shape[2]) > 1
 
 
 def cudnn_heads(D: int, DV: int) -> tuple[int, int]:

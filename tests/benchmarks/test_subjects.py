@@ -241,17 +241,25 @@ def test_mlp(setting, activation):
     assert {f"LayerNormMLP, {name}, eager" for name in RECIPES} < names(rows)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_attention(few, causal):
+@pytest.mark.parametrize(
+    ("fields", "scores"),
+    [
+        ({}, 800), ({"causal": False}, 1600), ({"packed": True}, 800), ({"window": 10}, 350),
+        ({"window": 50, "packed": True}, 800),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attention(few, fields, scores):
     few.recipes = ("delayed", "current", "block")
-    size = attention.AttentionSize(2, 40, H=2, D=16, causal=causal)
+    size = attention.AttentionSize(2, 40, H=2, D=16, **fields)
     rows = list(attention.rows(few, [size]))
     check(attention.SUBJECT, rows)
     assert names(rows) == {
         "math bfloat16", "DotProductAttention, bfloat16",
         "DotProductAttention, FP8 delayed", "DotProductAttention, FP8 current",
     }  # fmt: skip
-    assert rows[0].flops == 3.5 * 4 * 2 * 2 * 40 * 40 * 16 * (0.5 if causal else 1.0)
+    assert rows[0].flops == 3.5 * 4 * 2 * 2 * 16 * scores
+    assert not any(row.refusal for row in rows)
 
 
 def test_compiled_attention(few, monkeypatch):
@@ -266,14 +274,14 @@ def test_compiled_attention(few, monkeypatch):
 
 
 def test_exact_attention_is_autograds():
-    size = attention.AttentionSize(2, 24, H=3, D=8)
+    size = attention.AttentionSize(2, 24, H=3, D=8, window=5)
     problem = attention.Problem.make(size, torch.Generator().manual_seed(0))
     q, k, v = (x.double().requires_grad_() for x in problem[:3])
-    out = attention.Sdpa(torch.nn.attention.SDPBackend.MATH, causal=True)(q, k, v)
+    out = attention.Sdpa(torch.nn.attention.SDPBackend.MATH, size)(q, k, v)
     out.backward(problem.dout.double().flatten(2))
     right = {"y": out.view(2, 24, 3, 8), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     gate = common.Gate({name: t.detach() for name, t in right.items()}, 100.0)
-    assert gate.admits(attention.exact(problem, causal=True))
+    assert gate.admits(attention.exact(problem, size.hidden(torch.device("cpu"))))
 
 
 def test_layer(few):

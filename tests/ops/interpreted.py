@@ -273,45 +273,86 @@ def check_turned_values() -> None:
 def check_prepared_gradients() -> None:
     """A scale a query, the FP8 data twice, and numbers that are of these data; then padding."""
     v_scale = torch.tensor([0.25])
-    for B, H, S in ((1, 4, 130), (2, 1, 64)):
+    for B, H, S, ends in ((1, 4, 130, None), (2, 1, 64, None), (1, 2, 210, [0, 70, 70, 200])):
         dout, out = (torch.randn(B, S, H, 128).transpose(1, 2) for _ in range(2))
         dout[0, 0, 3] = 0.0
         lse, max_scores = torch.randn(2, B, H, S)
+        lse[0, 0, 4] = max_scores[0, 0, 4] = -torch.inf  # it sees no key
+        cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
         d, transposed, rows, weights, counters = attention_backward._prepare(
-            dout, out, lse, max_scores, v_scale
+            dout, out, lse, max_scores, v_scale, cu_seqlens
         )
         assert counters.tolist() == [0, 0]
         turned = d.view(torch.uint8).mT.unflatten(3, (-1, 16))[..., ORDER].flatten(3)
         assert torch.equal(transposed.view(torch.uint8), turned)
-        assert not d[:, :, S:].float().any()
+        # Each sequence begins at a multiple of 128 behind the one before it.
+        of_token = torch.arange(S) if ends is None else torch.full((S,), -1)
+        for number, (start, stop) in enumerate(itertools.pairwise(ends or [])):
+            of_token[start:stop] = start // 128 * 128 + number * 128 + torch.arange(stop - start)
+        inside, at = of_token >= 0, of_token[of_token >= 0]
+        dout, out, lse, max_scores = (x[:, :, inside] for x in (dout, out, lse, max_scores))
+        padding = torch.ones(d.shape[2], dtype=torch.bool).index_fill(0, at, False)
+        assert not d[:, :, padding].float().any()
         logarithm, delta, scale = rows.view(3, B, H, -1)
-        assert (logarithm[..., S:] > 1e30).all()
-        logarithm, delta, scale = (x[..., :S] for x in (logarithm, delta, scale))
+        logarithm[..., at][lse == -torch.inf] = -torch.inf
+        assert (logarithm[..., padding] > 1e30).all()
+        logarithm, delta, scale = (x[..., at] for x in (logarithm, delta, scale))
+        blind = lse == -torch.inf
+        assert (logarithm[blind] > 1e30).all()
         amax = dout.abs().amax(-1)
         want = (amax / 448).clamp(min=2.0**-100)
         assert torch.allclose(scale, want, rtol=1e-6)
-        of_blocks = ((max_scores - lse).exp() * scale).log2().split(64, -1)
-        most = torch.stack([x.amax(-1) for x in of_blocks], -1).flatten(0, 1)
-        assert torch.allclose(weights[:, : most.shape[1]], most, atol=1e-4)
-        assert (weights[:, most.shape[1] :] == -torch.inf).all()
-        d = d[:, :, :S].float()
+        of_blocks = torch.full((B, H, d.shape[2]), -torch.inf)
+        of_blocks[..., at] = (
+            ((max_scores - lse).exp() * scale).log2().masked_fill(blind, -torch.inf)
+        )
+        most = of_blocks.unflatten(2, (-1, 64)).amax(-1).flatten(0, 1)
+        assert torch.equal(weights.isinf(), most.isinf())
+        assert torch.allclose(weights, most, atol=1e-4)
+        d = d[:, :, at].float()
         assert torch.allclose(delta * 2**18, (d * out).sum(-1) / v_scale, rtol=1e-4, atol=1e-2)
-        assert torch.allclose(logarithm, lse * 1.4426950408889634 - want.log2(), atol=1e-5)
+        exact = lse * 1.4426950408889634 - want.log2()
+        assert torch.allclose(logarithm[~blind], exact[~blind], atol=1e-5)
         values_close(d, dout / want.unsqueeze(-1))
 
 
 def check_largest_weights() -> None:
-    """Of the queries from a tile's first key on, or of all, in all heads that share the keys."""
-    for G, heads, blocks, tiles in ((2, 3, 6, 5), (1, 1, 2, 1), (3, 2, 40, 20)):
-        weights, largest = torch.randn(G * heads, blocks) * 9, torch.empty(G * tiles)
-        for causal in (True, False):
-            attention_backward._largest_kernel[(G * tiles,)](
-                weights, largest, heads, blocks, tiles, CAUSAL=causal, WIDTH=16, num_warps=4
-            )
-            for row, tile in itertools.product(range(G), range(tiles)):
-                seen = weights[row * heads : (row + 1) * heads, 2 * tile if causal else 0 :]
-                want = seen.amax().ceil() if seen.numel() else -torch.inf
-                assert largest[row * tiles + tile] == want
+    """Of the blocks of queries that see a tile's keys, in all heads that share the keys."""
+    lengths = ([300, 0, 90], [130, 7, 400])
+    ends = [torch.tensor([0, *side], dtype=torch.int32).cumsum(0).int() for side in lengths]
+    sequences = list(zip(*lengths, ends[0].tolist(), strict=False))
+    for G, heads, is_packed in ((2, 3, False), (1, 1, True), (3, 2, True)):
+        SQ, SK = (490, 537) if is_packed else (500, 700)
+        key_tiles = -(-SK // 128) + 2 * is_packed
+        plan = attention._plan(*ends[::-1], key_tiles, last_first=False) if is_packed else None
+        padded = attention._padded_size(SQ, ends[0] if is_packed else None)
+        weights = torch.randn(G * heads, padded // 64) * 9
+        for left, right in ((-1, -1), (-1, 0), (70, 30), (64, -1)):
+            largest = torch.full((G * key_tiles,), torch.nan)
+            diagonal = 0 if is_packed else SK - SQ
+            attention_backward._largest_kernel[(G * key_tiles,)](
+                weights, largest, plan, 1, G, heads, SK, SQ, -diagonal - right, left - diagonal,
+                weights.shape[1], LEFT=right >= 0, RIGHT=left >= 0, WIDTH=16, num_warps=4,
+            )  # fmt: skip
+            want = []
+            for number, (queries, keys, start) in enumerate(
+                sequences if is_packed else [(SQ, SK, 0)]
+            ):
+                base = (start // 128 + number) * 2 if is_packed else 0
+                i = torch.arange(queries).view(-1, 1) + keys - queries
+                j = torch.arange(keys)
+                seen = ((j - i <= right) | (right < 0)) & ((i - j <= left) | (left < 0))
+                for tile in seen.split(128, 1):
+                    blocks = [base + n for n, x in enumerate(tile.split(64)) if x.any()]
+                    want.append(weights[:, blocks].view(G, heads * len(blocks)))
+            if left >= 0 and not is_packed:
+                want.reverse()  # the last tile comes first
+            tiles = len(want)
+            got = largest[: G * tiles].view(G, tiles)
+            for tile, of_tile in enumerate(want):
+                if of_tile.numel():  # else nothing is multiplied by it
+                    assert torch.equal(got[:, tile], of_tile.amax(1).ceil())
+            assert largest[G * tiles :].isnan().all()
 
 
 def values_close(data: Tensor, exact: Tensor) -> None:

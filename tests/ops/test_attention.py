@@ -1,5 +1,7 @@
 """The FP8 attention ops: against dequantized operands in float64, opcheck, special values."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,14 +184,11 @@ def test_which_masks_have_a_linear_backward():
 
 def test_which_calls_have_a_backward_in_fp8():
     q, k, wide = (torch.zeros(1, 2, *size).to(E4M3) for size in ((5, 128), (7, 128), (7, 192)))
-    assert has_fp8_backward(q, k, k, (-1, -1, 0), packed=False)
-    assert has_fp8_backward(q, k, k, (-1, 0, -2), packed=False)
-    assert not has_fp8_backward(q, k, k, (-1, 0, 0), packed=False)
-    assert not has_fp8_backward(q, k, k, (-1, -1, 0), packed=True)
-    assert not has_fp8_backward(q, k, wide, (-1, -1, 0), packed=False)
-    assert not has_fp8_backward(q.to(E5M2), k, k, (-1, -1, 0), packed=False)
-    assert not has_fp8_backward(q[:, :, :1], k, k, (-1, -1, 0), packed=False)
-    assert not has_fp8_backward(q, k[:, :, :1], k[:, :, :1], (-1, -1, 0), packed=False)
+    assert has_fp8_backward(q, k, k)
+    assert not has_fp8_backward(q, k, wide)
+    assert not has_fp8_backward(q.to(E5M2), k, k)
+    assert not has_fp8_backward(q[:, :, :1], k, k)
+    assert not has_fp8_backward(q, k[:, :, :1], k[:, :, :1])
 
 
 # B, H, G, Sq, Sk, D, Dv
@@ -228,7 +227,7 @@ def check_kernel(sizes, fp8_dtype, settings, ends=(None, None), layouts=LAYOUTS)
     pairs = [quantized(size, fp8_dtype, "cuda") for size in sizes]
     tensors, scales = [p[0] for p in pairs], [p[1] for p in pairs]
     more = (*ends, *(0 if end is None else int(end.diff().max()) for end in ends))
-    is_fp8 = has_fp8_backward(*tensors, settings[0], packed=ends[0] is not None)
+    is_fp8 = has_fp8_backward(*tensors)
     first = None
     for layout in layouts:
         shared = (*(arranged(x, layout) for x in tensors), *scales)
@@ -300,14 +299,53 @@ def test_packed_sequences_see_nothing_of_each_other():
     ends = torch.tensor([0, 100, 333, 500], dtype=torch.int32, device="cuda")
     pairs = [quantized((1, 2, 600, 128), E4M3, "cuda") for _ in range(3)]
     tensors, scales = [p[0] for p in pairs], [p[1] for p in pairs]
-    settings = ((-1, 0, 0), 0.1, torch.bfloat16, ends, ends)
-    out, *_ = ops.fp8_attention_op(*tensors, *scales, *settings)
-    for x in tensors:
+    dout = torch.randn(1, 2, 600, 128, device="cuda", dtype=torch.bfloat16)
+    settings = (-1, 0, 0), 0.1
+
+    def run():
+        forward = ops.fp8_attention_op(*tensors, *scales, *settings, torch.bfloat16, ends, ends)
+        backward = ops.fp8_attention_backward_op(
+            dout, *tensors, *scales, *forward, *settings, ends, ends, 233, 233
+        )
+        return forward[0], *backward
+
+    results = run()
+    for x in (*tensors, dout):
         x[:, :, :100] = x[:, :, 333:] = torch.nan
-    spoiled, *_ = ops.fp8_attention_op(*tensors, *scales, *settings)
-    assert torch.equal(spoiled[:, :, 100:333], out[:, :, 100:333])
-    assert spoiled[:, :, :100].isnan().all()
-    assert not spoiled[:, :, 500:].any()
+    for x, spoiled in zip(results, run(), strict=True):
+        assert torch.equal(spoiled[:, :, 100:333], x[:, :, 100:333])
+        assert spoiled[:, :, :100].isnan().all()
+        assert not spoiled[:, :, 500:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (200, 0), (70, 30), (90, -1)])
+def test_fp8_backward_of_packed_sequences_is_that_of_each(left, right):
+    """Bit for bit; and a window that hides nothing is none."""
+    lengths = [(300, 420), (2, 2), (129, 64), (1000, 1000), (64, 700)]
+    ends = [
+        torch.tensor([0, *side], device="cuda").cumsum(0).int()
+        for side in zip(*lengths, strict=True)
+    ]
+    pairs = [quantized((1, H, int(end[-1]), 128), E4M3, "cuda")
+             for H, end in ((4, ends[0]), (2, ends[1]), (2, ends[1]))]  # fmt: skip
+    tensors, scales = [p[0] for p in pairs], [p[1] for p in pairs]
+    dout = torch.randn(1, 4, int(ends[0][-1]), 128, device="cuda", dtype=torch.bfloat16)
+
+    def run(dout, tensors, window, *packed):
+        forward = ops.fp8_attention_op(*tensors, *scales, window, 0.1, dout.dtype, *packed[:2])
+        arguments = (dout, *tensors, *scales, *forward, window, 0.1, *packed)
+        return forward[0], *ops.fp8_attention_backward_op(*arguments)
+
+    together = run(dout, tensors, (left, right, 0), *ends, 1000, 1000)
+    spans = [[slice(*pair) for pair in itertools.pairwise(end.tolist())] for end in ends]
+    for q_rows, k_rows in zip(*spans, strict=True):
+        own = [x[:, :, rows] for x, rows in zip(tensors, (q_rows, k_rows, k_rows), strict=True)]
+        alone = run(dout[:, :, q_rows], own, (left, right, 0))
+        for x, y, rows in zip(together, alone, (q_rows, q_rows, k_rows, k_rows), strict=True):
+            assert torch.equal(x[:, :, rows], y)
+        wide = [2000 if limit < 0 else limit for limit in (left, right)]
+        assert all(map(torch.equal, alone, run(dout[:, :, q_rows], own, (*wide, 0))))
 
 
 @pytest.mark.gpu

@@ -476,12 +476,14 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 
 
 def attended_backward(
-    mask: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, G: int = 2, SK: int = 256
-) -> Any:
+    mask: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, G: int = 2, SK: int = 256,
+    packed: bool = False,
+) -> Any:  # fmt: skip
     q, out = torch.zeros(1, 2, 256, 128).to(E4M3), torch.zeros(1, 2, 256, 128, dtype=dtype)
     k, lse = torch.zeros(1, G, SK, 128).to(E4M3), torch.zeros(1, 2, 256)
+    ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed else []
     return lambda: attention_backward.fp8_attention_backward(
-        out, q, k, k, one, one, one, out, lse, lse, mask, 0.1
+        out, q, k, k, one, one, one, out, lse, lse, mask, 0.1, *ends
     )
 
 
@@ -490,6 +492,13 @@ ATTENTION_BACKWARD: dict[str, Callable[[], Any]] = {
     "attention-backward-causal": attended_backward(CAUSAL),
     "attention-backward-grouped-two-keys-float32": attended_backward(
         (-1, -1, 0), torch.float32, G=1, SK=2
+    ),
+    "attention-backward-window": attended_backward((64, 64, 0)),
+    "attention-backward-window-left": attended_backward((64, -1, 0)),
+    "attention-backward-packed": attended_backward((-1, -1, 0), packed=True),
+    "attention-backward-packed-causal": attended_backward(CAUSAL, packed=True),
+    "attention-backward-packed-window-float32": attended_backward(
+        WINDOW, torch.float32, packed=True
     ),
 }
 

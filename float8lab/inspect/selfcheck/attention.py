@@ -126,7 +126,7 @@ def _check_attention_backward(cases: Cases) -> None:
             dout, *case.tensors, *case.scales, *saved, *case.settings
         )
         q8, k8, v8 = case.tensors
-        is_fp8 = has_fp8_backward(q8, k8, v8, case.settings[0], packed=False)
+        is_fp8 = has_fp8_backward(q8, k8, v8)
         rounded = 10 ** (-24 / 20) if is_fp8 else 2.0**-7
         terms = _gradient_terms(case, expected.detach(), scores.detach(), dout.double())
         for result, want, term in zip(got, exact, terms, strict=True):

@@ -45,9 +45,9 @@ _GROUP = 64
 _QUERIES = 2 * _GROUP
 _PART = 64
 """Keys of a GEMM of probabilities and values."""
-_ALIGNMENT = 128
+ALIGNMENT = tl.constexpr(128)
 """Transposed values of every sequence begin at a multiple of it, and end in zeros up to one."""
-_CHUNK = 128
+CHUNK = tl.constexpr(128)
 """Sequences, or tiles, that a plan looks at in one step."""
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
@@ -72,6 +72,7 @@ def _plan_kernel(
     plan_ptr,  # [1 + tiles, FIELDS] int32: how many tiles there are, then each tile's
     B,
     QUERIES: tl.constexpr, ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr,
+    LAST_FIRST: tl.constexpr,  # whether a sequence's last queries come before its first
 ):  # fmt: skip
     sequence = tl.program_id(0)
     before = 0
@@ -89,18 +90,94 @@ def _plan_kernel(
     for chunk in range(0, tiles, CHUNK):
         tile = chunk + tl.arange(0, CHUNK)
         entry = plan_ptr + (1 + before + tile) * FIELDS
-        tl.store(entry, (tiles - 1 - tile) * QUERIES, mask=tile < tiles)  # the longest first
+        first = ((tiles - 1 - tile) if LAST_FIRST else tile) * QUERIES
+        tl.store(entry, first, mask=tile < tiles)
         tl.store(entry + 1, q_start, mask=tile < tiles)
-        tl.store(entry + 2, queries, mask=tile < tiles)
-        tl.store(entry + 3, k_start, mask=tile < tiles)
-        tl.store(entry + 4, keys, mask=tile < tiles)
-        tl.store(entry + 5, _transposed_start(k_start, sequence, ALIGNMENT), mask=tile < tiles)
+        tl.store(entry + 2, _padded_start(q_start, sequence, ALIGNMENT), mask=tile < tiles)
+        tl.store(entry + 3, queries, mask=tile < tiles)
+        tl.store(entry + 4, k_start, mask=tile < tiles)
+        tl.store(entry + 5, _padded_start(k_start, sequence, ALIGNMENT), mask=tile < tiles)
+        tl.store(entry + 6, keys, mask=tile < tiles)
 
 
 @triton.jit
-def _transposed_start(k_start, sequence, ALIGNMENT: tl.constexpr):
-    """Where the transposed values of a sequence begin: behind those of the one before it."""
-    return k_start // ALIGNMENT * ALIGNMENT + sequence * ALIGNMENT
+def _padded_start(start, sequence, ALIGNMENT: tl.constexpr):
+    """Where a sequence begins among sequences that are padded: behind the one before it."""
+    return start // ALIGNMENT * ALIGNMENT + sequence * ALIGNMENT
+
+
+@triton.jit
+def _sequence_at(position, cu_seqlens_ptr, SEQUENCES, ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr):
+    """A sequence that has a position if padded: its start, its start if padded, its tokens."""
+    sequence = -1
+    for chunk in range(0, SEQUENCES, CHUNK):
+        numbers = chunk + tl.arange(0, CHUNK)
+        starts = tl.load(cu_seqlens_ptr + numbers, mask=numbers < SEQUENCES, other=0)
+        begun = _padded_start(starts, numbers, ALIGNMENT) <= position
+        sequence += tl.sum((begun & (numbers < SEQUENCES)).to(tl.int32))
+    start = tl.load(cu_seqlens_ptr + sequence)
+    size = tl.load(cu_seqlens_ptr + sequence + 1) - start
+    return start, _padded_start(start, sequence, ALIGNMENT), size
+
+
+def _padded_size(S: int, cu_seqlens: Tensor | None) -> int:
+    """How many tokens there are at most if each sequence is padded."""
+    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return round_up(S, ALIGNMENT.value) + sequences * ALIGNMENT.value
+
+
+@triton.jit
+def _place(
+    number, sizes, plan_ptr, QUERIES: tl.constexpr, KEYS: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Find the heads, sequences, first query and keys of a tile.
+
+    Heads are the batch, the head of queries, that of keys, and the row of both batch and head. The
+    queries, then the keys of its sequence: where they begin, where if padded, how many they are.
+    The last are blocks of keys: the first, up to which and from which on one may need a mask, where
+    they stop; and the first and last key that query 0 sees.
+    """
+    _, H, G, SQ, SK, earliest, latest = sizes
+    if plan_ptr is not None:
+        tiles = tl.load(plan_ptr)
+        entry = plan_ptr + (1 + number % tiles) * FIELDS
+        first = tl.load(entry)
+        queries = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        keys = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
+        earliest += keys[2] - queries[2]
+        latest += keys[2] - queries[2]
+    else:
+        tiles = tl.cdiv(SQ, QUERIES)
+        tile = number % tiles
+        if RIGHT:
+            tile = tiles - 1 - tile  # the longest first
+        first, queries, keys = tile * QUERIES, (0, 0, SQ), (0, 0, SK)
+    row = number // tiles
+    head = row % H
+    start, stop, seen_by_all = 0, tl.cdiv(keys[2], KEYS), keys[2]
+    if RIGHT:
+        stop = tl.minimum(stop, tl.cdiv(first + latest + QUERIES, KEYS))
+        seen_by_all = tl.minimum(seen_by_all, first + latest + 1)
+    # A block is there even if nothing is seen of it.
+    stop = tl.maximum(stop, 1)
+    masked_to = 0
+    if LEFT:
+        start = tl.minimum(tl.maximum(first + earliest, 0) // KEYS, stop - 1)
+        masked_to = tl.cdiv(tl.maximum(first + earliest + QUERIES - 1, 0), KEYS)
+        masked_to = tl.minimum(masked_to, stop)
+    masked_from = tl.maximum(seen_by_all // KEYS, masked_to)
+    blocks = start, masked_to, masked_from, stop, earliest, latest
+    return (row // H, head, head // (H // G), row), queries, keys, first, blocks
+
+
+@triton.jit
+def _tiles_in_all(sizes, plan_ptr, QUERIES: tl.constexpr):
+    B, H, _, SQ, _, _, _ = sizes
+    tiles = B * tl.cdiv(SQ, QUERIES)
+    if plan_ptr is not None:
+        tiles = tl.load(plan_ptr)
+    return H * tiles
 
 
 # Values, transposed.
@@ -124,18 +201,12 @@ def _turn_kernel(
     v_ptr += (head // G) * stride_b + (head % G) * stride_g
     out_ptr += head * DV * (PADDED // 4)
     if cu_seqlens_k_ptr is not None:
-        sequence = -1
-        for chunk in range(0, SEQUENCES, CHUNK):
-            numbers = chunk + tl.arange(0, CHUNK)
-            starts = tl.load(cu_seqlens_k_ptr + numbers, mask=numbers < SEQUENCES, other=0)
-            begun = _transposed_start(starts, numbers, TILE_K) <= tile * TILE_K
-            sequence += tl.sum((begun & (numbers < SEQUENCES)).to(tl.int32))
-        k_start = tl.load(cu_seqlens_k_ptr + sequence)
-        SK = tl.load(cu_seqlens_k_ptr + sequence + 1) - k_start
-        transposed = _transposed_start(k_start, sequence, TILE_K)
+        k_start, padded, SK = _sequence_at(
+            tile * TILE_K, cu_seqlens_k_ptr, SEQUENCES, TILE_K, CHUNK
+        )
         v_ptr += k_start.to(tl.int64) * stride_s
-        out_ptr += transposed // 4
-        tile -= transposed // TILE_K
+        out_ptr += padded // 4
+        tile -= padded // TILE_K
     words = tile * (TILE_K // 4) + tl.arange(0, TILE_K // 4)
     # Of every 16 keys, the words of keys 0 1 8 9, then 2 3 10 11, and so on.
     keys = (words // 4) * 16 + (words % 4) * 2
@@ -159,11 +230,11 @@ def _turn(v: Tensor, counter: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     """
     B, G, SK, DV = v.shape
     sequences = 0 if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1
-    padded = round_up(SK, _ALIGNMENT) + sequences * _ALIGNMENT
+    padded = _padded_size(SK, cu_seqlens_k)
     out = torch.empty((B, G, DV, padded), dtype=v.dtype, device=v.device)
-    _turn_kernel[(padded // _ALIGNMENT * B * G,)](
+    _turn_kernel[(padded // ALIGNMENT.value * B * G,)](
         v.view(torch.uint8), out.view(torch.int32), counter, cu_seqlens_k, sequences, SK, padded,
-        DV, G, *v.stride(), TILE_K=_ALIGNMENT, TILE_D=_common.next_power_of_2(DV), CHUNK=_CHUNK,
+        DV, G, *v.stride(), TILE_K=ALIGNMENT, TILE_D=_common.next_power_of_2(DV), CHUNK=CHUNK,
         num_warps=8 if DV > 128 else 4,
     )  # fmt: skip
     return out
@@ -214,61 +285,9 @@ def merge_attention_(out: Tensor, lse: Tensor, seen: Tensor, seen_lse: Tensor) -
 
 
 @gluon.jit
-def _place(
-    number, sizes, plan_ptr, QUERIES: gl.constexpr, KEYS: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """A tile: its heads, its sequence's places in memory and sizes, its first query, its keys.
-
-    The last are the first block of keys, how many blocks there are, before which the first of them
-    that needs no mask and the next one that does come, and the first and last key of query 0.
-    """
-    _, H, G, SQ, SK, earliest, latest = sizes
-    if PACKED:
-        tiles = gl.load(plan_ptr)
-        entry = plan_ptr + (1 + number % tiles) * FIELDS
-        first, q_start, SQ = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-        k_start, SK, v_start = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
-        earliest += SK - SQ
-        latest += SK - SQ
-    else:
-        tiles = gl.cdiv(SQ, QUERIES)
-        tile = number % tiles
-        if RIGHT:
-            tile = tiles - 1 - tile  # the longest first
-        first, q_start, k_start, v_start = tile * QUERIES, 0, 0, 0
-    row_of_lse = number // tiles
-    head = row_of_lse % H
-    heads = (row_of_lse // H, head, head // (H // G), row_of_lse)
-    start, stop, seen_by_all = 0, gl.cdiv(SK, KEYS), SK
-    if RIGHT:
-        stop = gl.minimum(stop, gl.cdiv(first + latest + QUERIES, KEYS))
-        seen_by_all = gl.minimum(SK, first + latest + 1)
-    # A block is there even if nothing is seen of it.
-    stop = gl.maximum(stop, 1)
-    masked_to = 0
-    if LEFT:
-        start = gl.minimum(gl.maximum(first + earliest, 0) // KEYS, stop - 1)
-        masked_to = gl.cdiv(gl.maximum(first + earliest + QUERIES - 1, 0), KEYS) - start
-        masked_to = gl.minimum(masked_to, stop - start - 1)
-    masked_from = gl.maximum(seen_by_all // KEYS - start, masked_to)
-    keys = (start, stop - start, masked_to, masked_from, earliest, latest)
-    return heads, (q_start, k_start, v_start, SQ, SK), first, keys
-
-
-@gluon.jit
-def _tiles_in_all(sizes, plan_ptr, QUERIES: gl.constexpr, PACKED: gl.constexpr):
-    B, H, _, SQ, _, _, _ = sizes
-    tiles = B * gl.cdiv(SQ, QUERIES)
-    if PACKED:
-        tiles = gl.load(plan_ptr)
-    return H * tiles
-
-
-@gluon.jit
 def _load_tiles(
     arguments, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: take numbers of tiles, tell the groups, load what they need."""
     q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr, plan_ptr = arguments
@@ -276,27 +295,27 @@ def _load_tiles(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     PART: gl.constexpr = v_desc.block_type.shape[3]
     PARTS: gl.constexpr = KEYS // PART
-    end = _tiles_in_all(sizes, plan_ptr, 2 * GROUP, PACKED)
+    end = _tiles_in_all(sizes, plan_ptr, 2 * GROUP)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
         side = pass_index % 2
         _tell_number(numbers, number, q_empty, pass_index)
-        heads, sequence, first, keys = _place(
-            number, sizes, plan_ptr, 2 * GROUP, KEYS, LEFT, RIGHT, PACKED
+        heads, queries, keys, first, blocks = _place(
+            number, sizes, plan_ptr, 2 * GROUP, KEYS, LEFT, RIGHT
         )
         batch, head, kv_head, _ = heads
-        q_start, k_start, v_start, _, _ = sequence
-        start, blocks, _, _, _, _ = keys
+        k_start, v_start, _ = keys
+        start, _, _, stop, _, _ = blocks
         mbarrier.expect(q_full.index(side), 2 * q_desc.block_type.nbytes)
         for group in gl.static_range(2):
-            at = [batch, head, q_start + first + GROUP * group, 0]
+            at = [batch, head, queries[0] + first + GROUP * group, 0]
             async_load(q_desc, at, q_full.index(side), q_tiles.index(2 * side + group))
-        for block in range(blocks):
+        for block in range(start, stop):
             stage = count % STAGES
             phase = (count // STAGES) & 1
-            key = (start + block) * KEYS
+            key = block * KEYS
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             at = [batch, kv_head, k_start + key, 0]
@@ -363,14 +382,21 @@ def _exponents(s, largest, factor):
 
 
 @gluon.jit
-def _hide(s, key, rows, SK, earliest, latest, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Scores of keys from ``key`` on, -inf where a query does not see a key."""
+def _visible(s, key, rows, SK, earliest, latest, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Which of the keys from ``key`` on each query sees, for a tile like ``s``."""
     keys = gl.expand_dims(key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
     seen = keys < SK
     if RIGHT:
         seen = keys < gl.expand_dims(gl.minimum(rows + latest + 1, SK), 1)
     if LEFT:
         seen = seen & (keys >= gl.expand_dims(rows + earliest, 1))
+    return seen
+
+
+@gluon.jit
+def _hide(s, key, rows, SK, earliest, latest, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Scores of keys from ``key`` on, -inf where a query does not see a key."""
+    seen = _visible(s, key, rows, SK, earliest, latest, LEFT, RIGHT)
     return gl.where(seen, s, -float("inf"))
 
 
@@ -436,7 +462,7 @@ def _step(sums, q, k_tiles, v_tiles, bars, count, factor, STAGES: gl.constexpr):
 @gluon.jit
 def _attend(  # noqa: PLR0915
     arguments, group: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: its queries of every tile, all the keys."""
     (
@@ -452,17 +478,20 @@ def _attend(  # noqa: PLR0915
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
-    end = _tiles_in_all(sizes, plan_ptr, 2 * ROWS, PACKED)
+    end = _tiles_in_all(sizes, plan_ptr, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, q_full, pass_index)
     while number < end:
-        heads, sequence, first, keys = _place(
-            number, sizes, plan_ptr, 2 * ROWS, KEYS, LEFT, RIGHT, PACKED
+        heads, queries, keys, first, blocks = _place(
+            number, sizes, plan_ptr, 2 * ROWS, KEYS, LEFT, RIGHT
         )
         batch, head, _, row_of_lse = heads
-        q_start, _, _, SQ, SK = sequence
-        start, blocks, masked_to, masked_from, earliest, latest = keys
+        q_start, _, SQ = queries
+        SK = keys[2]
+        start, masked_to, masked_from, stop, earliest, latest = blocks
+        last = stop - 1 - start
+        masked_to = gl.minimum(masked_to - start, last)
         rows = first + ROWS * group + gl.arange(0, ROWS, S_ROWS)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         largest = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
@@ -481,20 +510,20 @@ def _attend(  # noqa: PLR0915
                 )
         # Only the last block of a square causal mask, and of none, has keys that are masked.
         SEVERAL: gl.constexpr = RIGHT == 1
-        between = gl.minimum(masked_from, blocks - 1) if SEVERAL else blocks - 1
+        between = gl.minimum(masked_from - start, last) if SEVERAL else last
         for _block in range(masked_to, between):
             s, largest, exp_sum, out, count = _step(
                 (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
             )
         if SEVERAL:
-            for block in range(between, blocks - 1):
+            for block in range(between, last):
                 s = _hide(s, (start + block) * KEYS, rows, SK, earliest, latest, False, RIGHT)
                 s, largest, exp_sum, out, count = _step(
                     (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
                 )
         mbarrier.arrive(q_empty.index(pass_index % 2), count=1)
 
-        s = _hide(s, (start + blocks - 1) * KEYS, rows, SK, earliest, latest, LEFT, RIGHT)
+        s = _hide(s, (start + last) * KEYS, rows, SK, earliest, latest, LEFT, RIGHT)
         x, rescale, largest = _exponents(s, largest, factor)
         stage = count % STAGES
         mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
@@ -562,7 +591,6 @@ def _attention_kernel(
     RIGHT: gl.constexpr,  # whether LATEST holds: 0, 1, or 2 where one block of a tile is masked
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    PACKED: gl.constexpr = plan_ptr is not None
     # Queries and numbers of two tiles.
     tiles = (
         gl.allocate_shared_memory(q_desc.dtype, [4, GROUP, D_TILE], QK_LAYOUT),
@@ -586,9 +614,9 @@ def _attention_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_attend, (sums, 0, KEYS, STAGES, LEFT, RIGHT, PACKED)),
-            (_attend, (sums, 1, KEYS, STAGES, LEFT, RIGHT, PACKED)),
-            (_load_tiles, (loads, GROUP, KEYS, STAGES, LEFT, RIGHT, PACKED)),
+            (_attend, (sums, 0, KEYS, STAGES, LEFT, RIGHT)),
+            (_attend, (sums, 1, KEYS, STAGES, LEFT, RIGHT)),
+            (_load_tiles, (loads, GROUP, KEYS, STAGES, LEFT, RIGHT)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -649,7 +677,7 @@ def fp8_attention(
     plan = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         tiles += cu_seqlens_q.shape[0] - 1
-        plan = _plan(cu_seqlens_q, cu_seqlens_k, tiles)
+        plan = _plan(cu_seqlens_q, cu_seqlens_k, tiles, last_first=True)
         out.zero_()  # of tokens of no sequence, as below
         lse.fill_(-torch.inf)
         max_scores.fill_(-torch.inf)
@@ -668,13 +696,13 @@ def fp8_attention(
     return out, lse, max_scores
 
 
-def _plan(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tiles: int) -> Tensor:
+def _plan(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tiles: int, *, last_first: bool) -> Tensor:
     """Where each tile's sequence lies; ``tiles`` is the most that there can be."""
     sequences = cu_seqlens_q.shape[0] - 1
     plan = cu_seqlens_q.new_empty((1 + tiles, FIELDS.value), dtype=torch.int32)
     _plan_kernel[(sequences,)](
-        cu_seqlens_q, cu_seqlens_k, plan, sequences, QUERIES=_QUERIES, ALIGNMENT=_ALIGNMENT,
-        CHUNK=_CHUNK,
+        cu_seqlens_q, cu_seqlens_k, plan, sequences, QUERIES=_QUERIES, ALIGNMENT=ALIGNMENT,
+        CHUNK=CHUNK, LAST_FIRST=last_first,
     )  # fmt: skip
     return plan
 

@@ -45,6 +45,8 @@ from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.kernels.attention import (
+    ALIGNMENT,
+    CHUNK,
     LOG2_E,
     P_BITS,
     _barriers,
@@ -52,8 +54,14 @@ from float8lab.ops.kernels.attention import (
     _has_kernel,
     _loadable,
     _next_number,
+    _padded_size,
+    _place,
+    _plan,
+    _sequence_at,
     _store,
     _tell_number,
+    _tiles_in_all,
+    _visible,
 )
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import attention as plain
@@ -92,7 +100,8 @@ def _prepare_kernel(
     rows_ptr,  # [3, B * H, PADDED] fp32: see _prepare
     weights_ptr,  # [B * H, PADDED / ROWS] fp32: see _prepare
     counters_ptr,  # [2] int32, set to zero
-    H, S, PADDED, stride_db, stride_dh, stride_ds, stride_ob, stride_oh, stride_os,
+    cu_seqlens_ptr,  # None, or [SEQUENCES + 1] int32
+    SEQUENCES, H, S, PADDED, stride_db, stride_dh, stride_ds, stride_ob, stride_oh, stride_os,
 ):  # fmt: skip
     program = tl.program_id(0)
     tiles = PADDED // ROWS
@@ -101,12 +110,18 @@ def _prepare_kernel(
     columns = tl.arange(0, D_HEAD)
     if program < 2:
         tl.store(counters_ptr + program, 0)
-    inside = rows < S
+    queries, end = rows, S
+    if cu_seqlens_ptr is not None:
+        start, padded_start, size = _sequence_at(
+            program % tiles * ROWS, cu_seqlens_ptr, SEQUENCES, ALIGNMENT, CHUNK
+        )
+        queries, end = rows - padded_start + start, start + size
+    inside = queries < end
     of_head = (head // H) * stride_db + (head % H) * stride_dh
-    at = rows.to(tl.int64)[:, None] * stride_ds + columns[None, :]
+    at = queries.to(tl.int64)[:, None] * stride_ds + columns[None, :]
     dout = tl.load(dout_ptr + of_head + at, mask=inside[:, None], other=0).to(tl.float32)
     of_head = (head // H) * stride_ob + (head % H) * stride_oh
-    at = rows.to(tl.int64)[:, None] * stride_os + columns[None, :]
+    at = queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
     out = tl.load(out_ptr + of_head + at, mask=inside[:, None], other=0).to(tl.float32)
     # A smaller scale would have no reciprocal in float32.
     scale = tl.maximum(tl.max(tl.abs(dout), 1) / 448.0, 2.0**-100)
@@ -116,8 +131,10 @@ def _prepare_kernel(
     tl.debug_barrier()
     d = tl.load(d_ptrs)
     delta = tl.sum(d.to(tl.float32) * out, 1) * (DS_SCALE / tl.load(v_scale_ptr))
-    lse = tl.load(lse_ptr + head * S + rows, mask=inside, other=1e30) * LOG2_E - tl.log2(scale)
-    max_score = tl.load(max_ptr + head * S + rows, mask=inside, other=-float("inf"))
+    lse = tl.load(lse_ptr + head * S + queries, mask=inside, other=-float("inf"))
+    # What sees no key has no probabilities, as what lies behind the last query.
+    lse = tl.where(lse == -float("inf"), 2e30, lse * LOG2_E - tl.log2(scale))
+    max_score = tl.load(max_ptr + head * S + queries, mask=inside, other=-float("inf"))
     tl.store(weights_ptr + program, tl.max(max_score * LOG2_E - lse, 0))
     plane = (tl.num_programs(0) // tiles).to(tl.int64) * PADDED
     of_row = rows_ptr + head * PADDED + rows
@@ -137,9 +154,10 @@ def _prepare_kernel(
 
 
 def _prepare(
-    dout: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, v_scale: Tensor
-) -> tuple[Tensor, ...]:
-    """Cast the output's gradient for both kernels, its rows padded to whole tiles.
+    dout: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, v_scale: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Cast the output's gradient for both kernels, each sequence's rows padded to whole tiles.
 
     Returns:
         The FP8 data, the same transposed with queries in the order of the forward's keys, float32
@@ -150,7 +168,8 @@ def _prepare(
         probability (over the scales of query and values, times DS_SCALE), and its scale.
     """
     B, H, S, D = dout.shape
-    padded = round_up(S, 2 * ROWS.value)
+    padded = _padded_size(S, cu_seqlens)
+    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     d = torch.empty((B, H, padded, D), dtype=E4M3, device=dout.device)
     transposed = torch.empty((B, H, D, padded), dtype=E4M3, device=dout.device)
     rows = lse.new_empty((3, B * H, padded))
@@ -158,93 +177,65 @@ def _prepare(
     counters = torch.empty(2, dtype=torch.int32, device=dout.device)
     _prepare_kernel[(padded // ROWS.value * B * H,)](
         dout, out, lse, max_scores, v_scale, d, transposed.view(torch.int32), rows, weights,
-        counters, H, S, padded, *dout.stride()[:3], *out.stride()[:3], num_warps=4,
+        counters, cu_seqlens, sequences, H, S, padded, *dout.stride()[:3], *out.stride()[:3],
+        num_warps=4,
     )  # fmt: skip
     return d, transposed, rows, weights, counters
 
 
 @gluon.jit
-def _place(number, sizes, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Find a tile's head, its rows, its blocks, and the block where the mask stops or starts.
-
-    A causal mask hides something in the first two blocks of queries that keys look at, and in the
-    last two blocks of keys; the keys' end hides something in the last block.
-    """
-    _, _, _, SQ, SK = sizes
-    if OF_KEYS:
-        tiles = gl.cdiv(SK, 2 * ROWS)
-        tile = number % tiles
-        start, stop = 0, gl.cdiv(SQ, ROWS)
-        if CAUSAL:
-            start = gl.minimum(2 * tile, stop)
-        between = gl.minimum(start + 2, stop)
-    else:
-        tiles = gl.cdiv(SQ, 2 * ROWS)
-        tile = number % tiles
-        start, stop = 0, gl.cdiv(SK, ROWS)
-        between = stop - 1
-        if CAUSAL:
-            tile = tiles - 1 - tile  # the longest first
-            stop = gl.minimum(stop, 2 * tile + 2)
-            between = gl.maximum(gl.minimum(stop - 1, 2 * tile), 0)
-    return number // tiles, 2 * ROWS * tile, start, between, stop
-
-
-@gluon.jit
-def _tiles_in_all(sizes, OF_KEYS: gl.constexpr):
-    B, H, G, SQ, SK = sizes
-    return B * G * gl.cdiv(SK, 2 * ROWS) if OF_KEYS else B * H * gl.cdiv(SQ, 2 * ROWS)
-
-
-@gluon.jit
-def _heads_in_turn(sizes, OF_KEYS: gl.constexpr):
-    """How many heads of queries a tile looks at, one after the other."""
-    return sizes[1] // sizes[2] if OF_KEYS else 1
-
-
-@gluon.jit
-def _load_tiles(arguments, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
+def _load_tiles(
+    arguments, OF_KEYS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr
+):
     """Run the loading warp: it takes numbers of tiles, tells the groups, and loads for them."""
     fixed, streamed, numbers, bars, sizes, counter_ptr = arguments
     a_desc, b_desc, a_tiles, b_tiles = fixed
     fixed_full, fixed_empty, full, empty, _half_full = bars
-    H, G = sizes[1], sizes[2]
-    end = _tiles_in_all(sizes, OF_KEYS)
-    heads = G if OF_KEYS else H
+    of_tiles, heads_in_turn, plan_ptr = sizes
+    end = _tiles_in_all(of_tiles, plan_ptr, 2 * ROWS)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
         _tell_number(numbers, number, fixed_empty, pass_index)
-        row, first, start, _between, stop = _place(number, sizes, OF_KEYS, CAUSAL)
-        batch, head = row // heads, row % heads
+        heads, own, others, first, blocks = _place(
+            number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
+        )
+        batch, head, other_head, _ = heads
+        start, padded_start, _ = others
         side = pass_index % 2
         bar = fixed_full.index(side)
         mbarrier.expect(bar, 4 * a_desc.block_type.nbytes)
         for group in gl.static_range(2):
-            at = [batch, head, first + ROWS * group, 0]
+            row = first + ROWS * group
+            at = [batch, head, own[0] + row, 0]
             async_load(a_desc, at, bar, a_tiles.index(2 * side + group))
+            if not OF_KEYS:
+                at = [batch, head, own[1] + row, 0]  # of gradients that are padded
             async_load(b_desc, at, bar, b_tiles.index(2 * side + group))
-        for index in range(_heads_in_turn(sizes, OF_KEYS)):
-            x_head = head * (H // G) + index if OF_KEYS else head // (H // G)
-            for block in range(start, stop):
+        for index in range(heads_in_turn):
+            x_head = other_head * heads_in_turn + index
+            for block in range(blocks[0], blocks[3]):
                 stage = count % STAGES
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
                 bar = full.index(stage)
-                at = [batch, x_head, block * ROWS, 0]
+                at = [batch, x_head, start + block * ROWS, 0]
                 if OF_KEYS:
                     x_desc, y_desc, t_desc, r_desc, x_tiles, y_tiles, t_tiles, r_tiles = streamed
                     rows_bytes: gl.constexpr = 2 * r_desc.block_type.nbytes
                     mbarrier.expect(bar, 3 * x_desc.block_type.nbytes + rows_bytes)
-                    async_load(t_desc, [batch, x_head, 0, block * ROWS], bar, t_tiles.index(stage))
+                    row = padded_start + block * ROWS
+                    async_load(t_desc, [batch, x_head, 0, row], bar, t_tiles.index(stage))
+                    of_head = batch * of_tiles[1] * heads_in_turn + x_head
                     for plane in gl.static_range(2):
-                        of_rows = [plane, batch * H + x_head, block * ROWS]
+                        of_rows = [plane, of_head, row]
                         async_load(r_desc, of_rows, bar, r_tiles.index(2 * stage + plane))
+                    async_load(y_desc, [batch, x_head, row, 0], bar, y_tiles.index(stage))
                 else:
                     x_desc, y_desc, x_tiles, y_tiles = streamed
                     mbarrier.expect(bar, 2 * x_desc.block_type.nbytes)
+                    async_load(y_desc, at, bar, y_tiles.index(stage))
                 async_load(x_desc, at, bar, x_tiles.index(stage))
-                async_load(y_desc, at, bar, y_tiles.index(stage))
                 count += 1
         pass_index += 1
         number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
@@ -255,25 +246,35 @@ def _load_tiles(arguments, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr, STAGES: 
 
 @gluon.jit
 def _convert_tiles(
-    x_tiles, half_tiles, numbers, bars, sizes, OF_KEYS: gl.constexpr, CAUSAL: gl.constexpr,
+    x_tiles, half_tiles, numbers, bars, sizes, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Run a group of four warps that converts blocks of FP8 data to float16."""
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     fixed_full, full, half_full = bars[0], bars[2], bars[4]
-    end = _tiles_in_all(sizes, OF_KEYS)
+    of_tiles, heads_in_turn, plan_ptr = sizes
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW))
+    end = _tiles_in_all(of_tiles, plan_ptr, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        _row, _first, start, _between, stop = _place(number, sizes, OF_KEYS, CAUSAL)
-        for _block in range(_heads_in_turn(sizes, OF_KEYS) * (stop - start)):
-            stage = count % STAGES
-            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            half_tiles.index(stage).store(x_tiles.index(stage).load(BY_ROW).to(gl.float16))
-            fence_async_shared()
-            mbarrier.arrive(half_full.index(stage), count=1)
-            count += 1
+        _heads, _own, others, _first, blocks = _place(
+            number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
+        )
+        for _head in range(heads_in_turn):
+            for block in range(blocks[0], blocks[3]):
+                stage = count % STAGES
+                mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+                x = x_tiles.index(stage).load(BY_ROW).to(gl.float16)
+                if plan_ptr is not None:
+                    # What lies behind a sequence may be NaN, which no probability of 0 hides.
+                    inside = gl.expand_dims(block * ROWS + rows < others[2], 1)
+                    x = gl.where(inside, x, 0.0)
+                half_tiles.index(stage).store(x)
+                fence_async_shared()
+                mbarrier.arrive(half_full.index(stage), count=1)
+                count += 1
         pass_index += 1
         number = _next_number(numbers, fixed_full, pass_index)
 
@@ -292,8 +293,8 @@ def _all_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _add_queries(
-    dk, dv, k, v, streamed, bars, count, factor, offset, keys, queries, MASKED: gl.constexpr,
-    STAGES: gl.constexpr,
+    dk, dv, k, v, streamed, bars, count, factor, offset, query, mask, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add one block of queries to the sums; scores are transposed, a key to a row."""
     q_tiles, d_tiles, t_tiles, r_tiles, half_tiles = streamed
@@ -309,7 +310,7 @@ def _add_queries(
     s = warpgroup_mma_wait(1, (s,))
     x = s * factor - lse
     if MASKED:
-        x = gl.where(gl.expand_dims(queries, 0) >= gl.expand_dims(keys, 1), x, -float("inf"))
+        x = gl.where(_visible(s, query, *mask, LEFT, RIGHT), x, -float("inf"))
     p = gl.exp2(x)
     # In the order of queries that _prepare_kernel has this moves nothing between threads.
     p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, ROWS // 16, 2, 4, 2])
@@ -331,70 +332,88 @@ def _add_queries(
 def _largest_kernel(
     weights_ptr,  # [B * H, BLOCKS] fp32: of blocks of queries, logarithms of the largest weights
     largest_ptr,  # [B * G, TILES] fp32: the largest of all queries that look at a tile of keys
-    HEADS, BLOCKS, TILES,
-    CAUSAL: tl.constexpr, WIDTH: tl.constexpr,
+    plan_ptr,  # of attention.py's _plan_kernel for tiles of keys; None: one sequence in each batch
+    B, G, HEADS, SK, SQ, EARLIEST, LATEST, BLOCKS,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    lanes = program % TILES * 2 * CAUSAL + tl.arange(0, WIDTH)
-    largest = tl.full([WIDTH], -float("inf"), tl.float32)
-    for head in range(HEADS):
-        of_head = weights_ptr + (program // TILES * HEADS + head).to(tl.int64) * BLOCKS
-        for first in range(0, BLOCKS, WIDTH):
-            seen = first + lanes < BLOCKS
-            weight = tl.load(of_head + first + lanes, mask=seen, other=-float("inf"))
-            largest = tl.maximum(largest, weight)
-    # A power of two, by which results are multiplied without rounding.
-    tl.store(largest_ptr + program, tl.ceil(tl.max(largest, 0)))
+    number = tl.program_id(0)
+    sizes = B, G, G, SK, SQ, EARLIEST, LATEST
+    if number < _tiles_in_all(sizes, plan_ptr, 2 * ROWS):
+        heads, _, queries, _, blocks = _place(number, sizes, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT)
+        lanes = tl.arange(0, WIDTH)
+        largest = tl.full([WIDTH], -float("inf"), tl.float32)
+        for head in range(HEADS):
+            of_head = weights_ptr + (heads[3] * HEADS + head).to(tl.int64) * BLOCKS
+            of_head += queries[1] // ROWS
+            for first in range(blocks[0], blocks[3], WIDTH):
+                seen = first + lanes < blocks[3]
+                weight = tl.load(of_head + first + lanes, mask=seen, other=-float("inf"))
+                largest = tl.maximum(largest, weight)
+        # A power of two, by which results are multiplied without rounding.
+        tl.store(largest_ptr + number, tl.ceil(tl.max(largest, 0)))
 
 
 @gluon.jit
-def _attend_queries(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
+def _attend_queries(
+    arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr
+):
     """Run a group of four warps: its keys of every tile look at all the queries."""
     k_tiles, v_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
     fixed_full, fixed_empty, full, empty, half_full = bars
     block_bars = full, empty, half_full
     factor, k_factor, largest_ptr = scales
     dk_ptr, dv_ptr, stride_b, stride_h, stride_s = outs
-    G, SK = sizes[2], sizes[4]
-    end = _tiles_in_all(sizes, True)
-    columns = gl.arange(0, ROWS, gl.SliceLayout(0, SCORES))
+    of_tiles, heads_in_turn, plan_ptr = sizes
+    end = _tiles_in_all(of_tiles, plan_ptr, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        row, first, start, between, stop = _place(number, sizes, True, CAUSAL)
+        heads, keys, queries, first, blocks = _place(
+            number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
+        )
+        start, masked_to, masked_from, stop, earliest, latest = blocks
         side = pass_index % 2
         k, v = k_tiles.index(2 * side + group), v_tiles.index(2 * side + group)
         first += ROWS * group
-        keys = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        mask = rows, queries[2], earliest, latest
         largest = gl.load(largest_ptr + number)
         offset = largest - P_BITS
         dk = gl.zeros([ROWS, D_HEAD], gl.float32, HALF_SUMS)
         dv = gl.zeros([ROWS, D_HEAD], gl.float32, FP8_SUMS)
-        for _head in range(_heads_in_turn(sizes, True)):
-            unmasked = start
-            if CAUSAL:
-                unmasked = between
-                for block in range(start, between):
-                    queries = block * ROWS + columns
+        # Gradients of queries behind a sequence are zeros; the queries themselves are in memory.
+        ENDS: gl.constexpr = RIGHT or plan_ptr is not None
+        between = gl.minimum(masked_from, stop) if ENDS else stop
+        for _head in range(heads_in_turn):
+            if LEFT:
+                for block in range(start, masked_to):
                     dk, dv, count = _add_queries(
-                        dk, dv, k, v, streamed, block_bars, count, factor, offset, keys, queries,
-                        True, STAGES,
+                        dk, dv, k, v, streamed, block_bars, count, factor, offset, block * ROWS,
+                        mask, LEFT, RIGHT, True, STAGES,
                     )  # fmt: skip
-            for _block in range(unmasked, stop):
+            for block in range(masked_to if LEFT else start, between):
                 dk, dv, count = _add_queries(
-                    dk, dv, k, v, streamed, block_bars, count, factor, offset, keys, columns,
-                    False, STAGES,
+                    dk, dv, k, v, streamed, block_bars, count, factor, offset, block * ROWS, mask,
+                    LEFT, RIGHT, False, STAGES,
                 )  # fmt: skip
+            if ENDS:
+                for block in range(between, stop):
+                    dk, dv, count = _add_queries(
+                        dk, dv, k, v, streamed, block_bars, count, factor, offset, block * ROWS,
+                        mask, LEFT, RIGHT, True, STAGES,
+                    )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
-        of_head = (row // G).to(gl.int64) * stride_b + (row % G).to(gl.int64) * stride_h
+        of_head = heads[0].to(gl.int64) * stride_b + heads[1].to(gl.int64) * stride_h
+        of_head += gl.cast(keys[0], gl.int64) * stride_s
+        SK = keys[2]
         _store(dv_ptr + of_head, dv * gl.exp2(offset), first, SK, D_HEAD, stride_s)
         _store(dk_ptr + of_head, dk * (gl.exp2(largest) * k_factor), first, SK, D_HEAD, stride_s)
         number = _next_number(numbers, fixed_full, pass_index)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "G", "SQ", "SK"])
+@gluon.jit(do_not_specialize=["B", "HEADS", "G", "SQ", "SK", "EARLIEST", "LATEST"])
 def _keys_kernel(
     k_desc,  # [B, G, SK, D] fp8, like all but the next two in tiles of [ROWS, D]
     v_desc,  # [B, G, SK, D] fp8
@@ -407,8 +426,9 @@ def _keys_kernel(
     dk_ptr,  # [B, G, SK, D]
     dv_ptr,  # [B, G, SK, D]
     counter_ptr,  # [1] int32, zero
-    B, H, G, SQ, SK, stride_b, stride_h, stride_s, scale,
-    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    plan_ptr,  # as in _largest_kernel, and what follows
+    B, G, HEADS, SK, SQ, EARLIEST, LATEST, stride_b, stride_h, stride_s, scale,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     fp8: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
@@ -422,7 +442,7 @@ def _keys_kernel(
     bars = _all_barriers(STAGES)
     scale = gl.load(q_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(k_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = B, H, G, SQ, SK
+    sizes = (B, G, G, SK, SQ, EARLIEST, LATEST), HEADS, plan_ptr
     sums = (
         k_tiles, v_tiles, (q_tiles, d_tiles, t_tiles, r_tiles, half_tiles), numbers, bars, sizes,
         (scales[0], scales[1], largest_ptr), (dk_ptr, dv_ptr, stride_b, stride_h, stride_s),
@@ -432,10 +452,10 @@ def _keys_kernel(
     loads = fixed, streamed, numbers, bars, sizes, counter_ptr
     gl.warp_specialize(
         [
-            (_attend_queries, (sums, 0, CAUSAL, STAGES)),
-            (_attend_queries, (sums, 1, CAUSAL, STAGES)),
-            (_convert_tiles, (q_tiles, half_tiles, numbers, bars, sizes, True, CAUSAL, STAGES)),
-            (_load_tiles, (loads, True, CAUSAL, STAGES)),
+            (_attend_queries, (sums, 0, LEFT, RIGHT, STAGES)),
+            (_attend_queries, (sums, 1, LEFT, RIGHT, STAGES)),
+            (_convert_tiles, (q_tiles, half_tiles, numbers, bars, sizes, LEFT, RIGHT, STAGES)),
+            (_load_tiles, (loads, True, LEFT, RIGHT, STAGES)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
@@ -459,8 +479,8 @@ def _multiply_scores(s, dp, q, d, streamed, bars, count, present, STAGES: gl.con
 
 @gluon.jit
 def _add_keys(
-    s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, last_key, key, more,
-    MASKED: gl.constexpr, STAGES: gl.constexpr,
+    s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, key, mask, more,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add one block of keys, whose scores are there, and compute the scores of the next."""
     empty, half_full = bars[1], bars[2]
@@ -468,8 +488,8 @@ def _add_keys(
     x = s * factor - gl.expand_dims(lse, 1)
     y = dp * DS_SCALE - gl.expand_dims(delta, 1)
     if MASKED:
-        keys = key + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
-        x = gl.where(gl.expand_dims(keys, 0) <= gl.expand_dims(last_key, 1), x, -float("inf"))
+        visible = _visible(s, key, *mask, LEFT, RIGHT)
+        x, y = gl.where(visible, x, -float("inf")), gl.where(visible, y, 0.0)
     # Into the registers of the last scores. Behind the last block, of whatever there is.
     s, dp = _multiply_scores(s, dp, q, d, streamed, bars, count + 1, more, STAGES)
     ds = (gl.exp2(x) * y).to(gl.float16)
@@ -482,52 +502,67 @@ def _add_keys(
 
 
 @gluon.jit
-def _attend_keys(arguments, group: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
+def _attend_keys(
+    arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr
+):
     """Run a group of four warps: its queries of every tile look at all the keys."""
     q_tiles, d_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
     fixed_full, fixed_empty, full, empty, half_full = bars
     block_bars = full, empty, half_full
     factor, q_factor, rows_ptr = scales
     dq_ptr, stride_b, stride_h, stride_s, PADDED = outs
-    B, H, _, SQ, SK = sizes
-    end = _tiles_in_all(sizes, False)
+    of_tiles, _, plan_ptr = sizes
+    end = _tiles_in_all(of_tiles, plan_ptr, 2 * ROWS)
+    plane = gl.cast(of_tiles[0] * of_tiles[1], gl.int64) * PADDED
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        row, first, start, between, stop = _place(number, sizes, False, CAUSAL)
+        heads, queries, keys, first, blocks = _place(
+            number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
+        )
+        start, masked_to, masked_from, stop, earliest, latest = blocks
         side = pass_index % 2
         q, d = q_tiles.index(2 * side + group), d_tiles.index(2 * side + group)
         first += ROWS * group
-        queries = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-        last_key = gl.minimum(queries, SK - 1) if CAUSAL else queries * 0 + SK - 1
-        plane = gl.cast(B * H, gl.int64) * PADDED
-        of_row = rows_ptr + row.to(gl.int64) * PADDED + queries
+        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        mask = rows, keys[2], earliest, latest
+        of_row = rows_ptr + heads[3].to(gl.int64) * PADDED + queries[1] + rows
         delta, row_scale = gl.load(of_row + plane), gl.load(of_row + 2 * plane)
         lse = gl.load(of_row) + gl.log2(row_scale) - P_BITS
         dq = gl.zeros([ROWS, D_HEAD], gl.float32, HALF_SUMS)
         zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
         s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
         s, dp = warpgroup_mma_wait(0, (s, dp))
+        if LEFT:
+            for block in range(start, masked_to):
+                s, dp, dq, count = _add_keys(
+                    s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta,
+                    block * ROWS, mask, block < stop - 1, LEFT, RIGHT, True, STAGES,
+                )  # fmt: skip
+            start = masked_to
+        between = gl.maximum(gl.minimum(masked_from, stop - 1), start)
         for block in range(start, between):
             s, dp, dq, count = _add_keys(
-                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
-                block, True, False, STAGES,
+                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, block * ROWS,
+                mask, True, LEFT, RIGHT, False, STAGES,
             )  # fmt: skip
         for block in range(between, stop):
             s, dp, dq, count = _add_keys(
-                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, last_key,
-                block * ROWS, block < stop - 1, True, STAGES,
+                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, block * ROWS,
+                mask, block < stop - 1, LEFT, RIGHT, True, STAGES,
             )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
         decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, HALF_SUMS))
-        of_head = (row // H).to(gl.int64) * stride_b + (row % H).to(gl.int64) * stride_h
-        _store(dq_ptr + of_head, dq * gl.expand_dims(decode, 1), first, SQ, D_HEAD, stride_s)
+        of_head = heads[0].to(gl.int64) * stride_b + heads[1].to(gl.int64) * stride_h
+        of_head += gl.cast(queries[0], gl.int64) * stride_s
+        dq = dq * gl.expand_dims(decode, 1)
+        _store(dq_ptr + of_head, dq, first, queries[2], D_HEAD, stride_s)
         number = _next_number(numbers, fixed_full, pass_index)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "G", "SQ", "SK"])
+@gluon.jit(do_not_specialize=["B", "H", "G", "SQ", "SK", "EARLIEST", "LATEST"])
 def _queries_kernel(
     q_desc,  # [B, H, SQ, D] fp8, like all in tiles of [ROWS, D]
     d_desc,  # [B, H, PADDED, D] fp8, of _prepare
@@ -537,8 +572,9 @@ def _queries_kernel(
     rows_ptr,  # [3, B * H, PADDED] fp32, of _prepare
     dq_ptr,  # [B, H, SQ, D]
     counter_ptr,  # [1] int32, zero
-    B, H, G, SQ, SK, PADDED, stride_b, stride_h, stride_s, scale,
-    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    plan_ptr,  # as in attention.py's _attention_kernel, and what follows
+    B, H, G, SQ, SK, EARLIEST, LATEST, PADDED, stride_b, stride_h, stride_s, scale,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     fp8: gl.constexpr = k_desc.dtype
     q_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
@@ -550,7 +586,7 @@ def _queries_kernel(
     bars = _all_barriers(STAGES)
     scale = gl.load(k_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(q_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = B, H, G, SQ, SK
+    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST), 1, plan_ptr
     sums = (
         q_tiles, d_tiles, (k_tiles, v_tiles, half_tiles), numbers, bars, sizes,
         (scales[0], scales[1], rows_ptr),
@@ -561,10 +597,10 @@ def _queries_kernel(
     loads = fixed, streamed, numbers, bars, sizes, counter_ptr
     gl.warp_specialize(
         [
-            (_attend_keys, (sums, 0, CAUSAL, STAGES)),
-            (_attend_keys, (sums, 1, CAUSAL, STAGES)),
-            (_convert_tiles, (k_tiles, half_tiles, numbers, bars, sizes, False, CAUSAL, STAGES)),
-            (_load_tiles, (loads, False, CAUSAL, STAGES)),
+            (_attend_keys, (sums, 0, LEFT, RIGHT, STAGES)),
+            (_attend_keys, (sums, 1, LEFT, RIGHT, STAGES)),
+            (_convert_tiles, (k_tiles, half_tiles, numbers, bars, sizes, LEFT, RIGHT, STAGES)),
+            (_load_tiles, (loads, False, LEFT, RIGHT, STAGES)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
@@ -573,36 +609,50 @@ def _queries_kernel(
 
 def _fp8_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
-    v_scale: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, scale: float, *, causal: bool,
+    v_scale: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, window: Sequence[int],
+    scale: float, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of q, k and v by the kernels above."""
     (B, H, SQ, _), (G, SK) = q.shape, k.shape[1:3]
+    left, right, diagonal = window
     dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
     d, transposed, rows, weights, counters = _prepare(
-        dout, out, lse.contiguous(), max_scores.contiguous(), v_scale
+        dout, out, lse.contiguous(), max_scores.contiguous(), v_scale, cu_seqlens_q
     )
     dq, dk, dv = (plain.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
+    tiles, key_tiles = (_common.ceil_div(S, 2 * ROWS.value) * B for S in (SQ, SK))
+    plan = key_plan = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        tiles, key_tiles = (n + cu_seqlens_q.shape[0] - 1 for n in (tiles, key_tiles))
+        plan = _plan(cu_seqlens_q, cu_seqlens_k, tiles, last_first=True)
+        key_plan = _plan(cu_seqlens_k, cu_seqlens_q, key_tiles, last_first=False)
+        for x in (dq, dk, dv):
+            x.zero_()  # of tokens of no sequence
+    else:
+        diagonal += SK - SQ
     q_desc, k_desc, v_desc, d_desc = (
         _descriptor(_loadable(x), ROWS.value, D_HEAD.value) for x in (q, k, v, d)
     )
     t_desc = _descriptor(transposed, D_HEAD.value, ROWS.value)
     r_layout = gl.NVMMASharedLayout(0, 32, rank=3)
     r_desc = TensorDescriptor.from_tensor(rows, [1, 1, ROWS.value], r_layout)
-    settings = {"CAUSAL": causal, "num_warps": 4, "enable_fp_fusion": True}
+    settings = {"num_warps": 4, "enable_fp_fusion": True}
     multiprocessors = _common.multiprocessors(q.device)
-    _queries_kernel[(min(multiprocessors, _common.ceil_div(SQ, 2 * ROWS.value) * B * H),)](
-        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], B, H,
-        G, SQ, SK, rows.shape[2], *dq.stride()[:3], scale, STAGES=4, **settings,
+    _queries_kernel[(min(multiprocessors, tiles * H),)](
+        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], plan, B,
+        H, G, SQ, SK, diagonal - left, diagonal + right, rows.shape[2], *dq.stride()[:3], scale,
+        LEFT=left >= 0, RIGHT=right >= 0, STAGES=4, **settings,
     )  # fmt: skip
-    tiles = _common.ceil_div(SK, 2 * ROWS.value) * B * G
-    largest = weights.new_empty(tiles)
-    _largest_kernel[(tiles,)](
-        weights, largest, H // G, weights.shape[1], tiles // (B * G), CAUSAL=causal, WIDTH=1024,
-        num_warps=4,
-    )  # fmt: skip
-    _keys_kernel[(min(multiprocessors, tiles),)](
+    # A key is seen by the queries from ``right`` before it to ``left`` after it.
+    of_keys = B, G, H // G, SK, SQ, -diagonal - right, left - diagonal
+    sides = {"LEFT": right >= 0, "RIGHT": left >= 0}
+    largest = weights.new_empty(key_tiles * G)
+    _largest_kernel[(key_tiles * G,)](
+        weights, largest, key_plan, *of_keys, weights.shape[1], WIDTH=1024, num_warps=4, **sides
+    )
+    _keys_kernel[(min(multiprocessors, key_tiles * G),)](
         k_desc, v_desc, t_desc, r_desc, q_desc, d_desc, q_scale, k_scale, v_scale, largest, dk, dv,
-        counters, B, H, G, SQ, SK, *dk.stride()[:3], scale, STAGES=3, **settings,
+        counters, key_plan, *of_keys, *dk.stride()[:3], scale, STAGES=3, **sides, **settings,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -621,10 +671,10 @@ def fp8_attention_backward(
     uses_cudnn = uses_cudnn and attention.is_for_cudnn(*sizes, window, packed=packed)
     of_flash = attention.flash_window(*sizes, window, packed=packed)
     fits = _has_kernel(q, v, scale, cu_seqlens_q) and (packed or min(SQ, SK) > 1)
-    if fits and attention.has_fp8_backward(q, k, v, window, packed=packed):
+    if fits and attention.has_fp8_backward(q, k, v):
         return _fp8_backward(
-            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, max_scores, scale,
-            causal=window[1] == 0,
+            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, max_scores, window, scale,
+            cu_seqlens_q, cu_seqlens_k,
         )  # fmt: skip
     if not fits or not (uses_cudnn or of_flash is not None):
         return plain.fp8_attention_backward(
