@@ -89,13 +89,6 @@ class Problem(NamedTuple):
             alibi = alibi._replace(diagonal=alibi.diagonal + start - first)
         return self._replace(mask=mask, bias=_corner(self.bias, queries, keys), alibi=alibi), keys
 
-    def rows(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with a sequence in each row of the batch, which packed ones have not yet."""
-        if self.packed is None:
-            return q, k, v
-        queries, keys = self.packed
-        return queries.unpack(q), keys.unpack(k), keys.unpack(v)
-
     def scores_bias(self, Sq: int, Sk: int) -> Tensor | None:
         """``bias`` and ``alibi`` together."""
         dense = None if self.alibi is None else self.alibi.dense(Sq, Sk)
@@ -280,58 +273,100 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(_flex_library().flex_attention)
 
 
+class _Places(NamedTuple):
+    """Where queries stand among the keys, each ``[B, Sq]`` or a number."""
+
+    sequence: Tensor
+    position: Tensor
+    """The key at which a query stands if the diagonal is 0."""
+    start: Tensor | int
+    """The first key of its sequence."""
+    stop: Tensor | int
+    """The key behind its sequence's last; 0 for a packed query of no sequence."""
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, packed: tuple[Packed, Packed] | None) -> _Places:
+        """Find them; packed sequences lie behind each other, others are rows of the batch."""
+        B, Sq = q.shape[0], q.shape[2]
+        if packed is None:
+            sequence = torch.arange(B, device=q.device).view(-1, 1).expand(B, Sq)
+            return cls(sequence, torch.arange(Sq, device=q.device).expand(B, Sq), 0, k.shape[2])
+        queries, keys = packed
+        sequence, position, outside = (x.unsqueeze(0) for x in queries.places(Sq))
+        start = keys.starts[sequence]
+        stop = (start + keys.lengths[sequence]).masked_fill(outside, 0)
+        return cls(sequence, position + start, start, stop)
+
+    def on(self, diagonal: int | Tensor) -> Tensor:
+        """The key at which each query stands; a diagonal may differ between sequences."""
+        differs = isinstance(diagonal, Tensor)
+        return self.position + (diagonal[self.sequence] if differs else diagonal)
+
+    def window(self, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+        """The first and the last key of each query's window."""
+        at = self.on(mask.diagonal)
+        first = at - mask.left if mask.left >= 0 else torch.zeros_like(at)
+        last = at + mask.right if mask.right >= 0 else torch.full_like(at, _UNLIMITED)
+        return first.clamp(min=self.start), last.clamp(max=self.stop - 1)
+
+
 def _flex_modifiers(
     q: Tensor, k: Tensor, problem: Problem
 ) -> tuple[Callable[..., Tensor] | None, BlockMask | None]:
     """FlexAttention's score_mod, the softcap of a scaled score, then ALiBi, and block_mask."""
     # Values that differ between calls, windows included, are in tensors: a number in a closure is
     # part of the compiled code, and Dynamo gives up compiling after 8 versions of it.
-    Sq, Sk = q.shape[2], k.shape[2]
-    mask, kv_padding = problem.mask, problem.mask.kv_padding
-    alibi, caps = problem.alibi, _per_batch(problem.softcap, q) if problem.softcap else None
-    if alibi is not None:
-        slopes = alibi.slopes.view(-1, q.shape[1]).expand(q.shape[0], -1)
-        diagonals = _per_batch(alibi.diagonal, q)
+    mask, alibi, packed = problem.mask, problem.alibi, problem.packed
+    caps = None
+    if problem.softcap:
+        caps = torch.full((q.shape[0],), problem.softcap, device=q.device)
+    places = _Places.of(q, k, packed)
     has_alibi = alibi is not None
+    if alibi is not None:
+        slopes, centres = alibi.slopes.view(-1, q.shape[1]), places.on(alibi.diagonal)
+        rows = places.sequence if slopes.shape[0] > 1 else torch.zeros_like(places.sequence)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if caps is not None:
             score = (score / caps[b]).tanh() * caps[b]
-        return score - slopes[b, h] * (i + diagonals[b] - j) if has_alibi else score
+        return score - slopes[rows[b, i], h] * (centres[b, i] - j) if has_alibi else score
 
     modifier = score_mod if has_alibi or caps is not None else None
-    if mask.lets_all:
+    if mask.lets_all and packed is None:
         return modifier, None
-    # Query i sees the keys from i + nearest[b] down to i + farthest[b].
-    farthest = _per_batch(mask.diagonal - mask.left if mask.left >= 0 else -_UNLIMITED, q)
-    nearest = _per_batch(mask.diagonal + mask.right if mask.right >= 0 else _UNLIMITED, q)
+    first, last = places.window(mask)
+    kv_padding = mask.kv_padding if packed is None else None
 
     def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        in_window = (j >= i + farthest[b]) & (j <= i + nearest[b])
+        in_window = (j >= first[b, i]) & (j <= last[b, i])
         return in_window if kv_padding is None else in_window & ~kv_padding[b, j]
 
-    return modifier, _block_mask(farthest, nearest, kv_padding, Sq, Sk, may_see)
+    return modifier, _block_mask(first, last, kv_padding, k.shape[2], may_see)
 
 
 def _block_mask(
-    farthest: Tensor, nearest: Tensor, kv_padding: Tensor | None, Sq: int, Sk: int,
-    may_see: Callable[..., Tensor],
-) -> BlockMask:  # fmt: skip
+    first: Tensor, last: Tensor, kv_padding: Tensor | None, Sk: int, may_see: Callable[..., Tensor]
+) -> BlockMask:
     """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
 
-    They are found from the blocks' first and last members: to look at each pair would take as much
-    memory as the scores.
+    They are found from the first and last key of each query in a block: to look at each pair would
+    take as much memory as the scores. A query that sees no key has its first behind its last.
     """
-    device = farthest.device
-    first_i = torch.arange(0, Sq, _FLEX_BLOCK, device=device).view(1, 1, -1, 1)
-    first_j = torch.arange(0, Sk, _FLEX_BLOCK, device=device).view(1, 1, 1, -1)
-    last_i = (first_i + _FLEX_BLOCK - 1).clamp(max=Sq - 1)
+    Sq = first.shape[1]
+    first, last = torch.where(first > last, Sk, first), torch.where(first > last, -1, last)
+    # Queries behind the end see no key.
+    first, last = (
+        F.pad(x, (0, -Sq % _FLEX_BLOCK), value=none).unflatten(1, (-1, _FLEX_BLOCK))
+        for x, none in ((first, Sk), (last, -1))
+    )
+    (least, latest_first), (earliest_last, most) = (
+        (x.view(*x.shape[:1], 1, -1, 1) for x in bounds.aminmax(dim=2)) for bounds in (first, last)
+    )
+    first_j = torch.arange(0, Sk, _FLEX_BLOCK, device=first.device)
     last_j = (first_j + _FLEX_BLOCK - 1).clamp(max=Sk - 1)
-    far, near = farthest.view(-1, 1, 1, 1), nearest.view(-1, 1, 1, 1)
-    seen = (last_j >= first_i + far) & (first_j <= last_i + near)
-    only = (first_j >= last_i + far) & (last_j <= first_i + near)
+    seen = (last_j >= least) & (first_j <= most)
     # FlexAttention applies no mask in a block that is seen whole, nor knows there where keys end.
-    only = only & (first_j + _FLEX_BLOCK <= Sk) & (first_i + _FLEX_BLOCK <= Sq)
+    only = (first_j >= latest_first) & (first_j + _FLEX_BLOCK - 1 <= earliest_last)
     if kv_padding is not None:
         missing = -Sk % _FLEX_BLOCK
         real = F.pad(~kv_padding, (0, missing)).unflatten(1, (-1, _FLEX_BLOCK))
@@ -347,6 +382,14 @@ def _block_mask(
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
+    blind = problem.mask.padded_queries
+    if problem.packed is not None:
+        blind, hidden = (
+            packed.places(x.shape[2])[2].view(-1, 1)
+            for packed, x in zip(problem.packed, (q, k), strict=True)
+        )
+        # Between sequences there may be anything, and 0 * inf is not 0.
+        q, k, v = (_zero_blind(x, of) for x, of in ((q, blind), (k, hidden), (v, hidden)))
     score_mod, block_mask = _flex_modifiers(q, k, problem)
     fused, sink = q.is_cuda and not torch.compiler.is_compiling(), problem.sink
     library: Any = _flex_library()
@@ -362,7 +405,6 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         return_aux=library.AuxRequest(sink is not None, problem.wants_max) if asks else None,
     )  # fmt: skip
     out, statistics = result if asks else (result, library.AuxOutput())
-    blind = problem.mask.padded_queries
     if sink is not None:
         # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).
         share_of_keys = torch.sigmoid(statistics.lse - sink.view(-1, 1))
@@ -374,12 +416,6 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
 _FLEX_BLOCK = 128
 _UNLIMITED = 2**30
 """A distance that is farther than any key lies."""
-
-
-def _per_batch(value: float | Tensor, q: Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.expand(q.shape[0])
-    return torch.full((q.shape[0],), value, device=q.device)
 
 
 def why_a_matrix(Sq: int, Sk: int, problem: Problem) -> str | None:
@@ -477,8 +513,14 @@ def explain(
         NotImplementedError: none of them can.
     """
     chosen, rejected = None, {}
+    tensors = dict.fromkeys(BACKENDS, (q, k, v))
+    if problem.packed is not None:  # flex alone takes packed sequences where they lie
+        queries, keys = problem.packed
+        rows = queries.shape_of_rows(q), keys.shape_of_rows(k), keys.shape_of_rows(v)
+        has_tokens = rows[0].numel() and rows[1].numel()
+        tensors = dict.fromkeys(BACKENDS, rows) | ({"flex": tensors["flex"]} if has_tokens else {})
     for name in backends:
-        reason = _why_not(name, q, k, v, problem)
+        reason = _why_not(name, *tensors[name], problem)
         if reason is None and name == "flex" and len(backends) > 1:
             reason = _flex_does_not_pay(q)
         if reason is not None:
@@ -487,13 +529,13 @@ def explain(
             chosen = name
     if chosen is None:
         candidates = [n for n in BACKENDS if n != "flex" or _flex_does_not_pay(q) is None]
-        able = [n for n in candidates if _why_not(n, q, k, v, problem) is None]
+        able = [n for n in candidates if _why_not(n, *tensors[n], problem) is None]
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
         raise NotImplementedError(
             f"backends must hold one that supports this call; got {tuple(backends)} ({reasons}). "
             f"Add {able[0]!r}."
         )
-    return Explanation(chosen, rejected, _block_of_queries(chosen, q, k, problem))
+    return Explanation(chosen, rejected, _block_of_queries(chosen, *tensors[chosen][:2], problem))
 
 
 _LEAST_QUERIES = 64
@@ -529,8 +571,16 @@ def _made_mask(q: Tensor, k: Tensor, problem: Problem) -> int:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, chosen: Explanation) -> Attended:
-    """Attention by the backend that ``explain`` chose; shapes as ``reference_attention``."""
-    run = _TABLE[chosen.backend][0]
+    """Attention by the backend that ``explain`` chose; shapes as ``reference_attention``.
+
+    Packed sequences become rows of a batch for all backends but flex, and their output is packed.
+    """
+    run, tokens, packed = _TABLE[chosen.backend][0], q.shape[2], problem.packed
+    makes_rows = packed is not None and chosen.backend != "flex"
+    if packed is not None and makes_rows:
+        q, k, v = packed[0].unpack(q), packed[1].unpack(k), packed[1].unpack(v)
     if chosen.block is None:
-        return run(q, k, v, problem)
-    return _in_blocks(run, chosen.block, q, k, v, problem)
+        out, largest = run(q, k, v, problem)
+    else:
+        out, largest = _in_blocks(run, chosen.block, q, k, v, problem)
+    return packed[0].pack(out, tokens) if packed is not None and makes_rows else out, largest

@@ -413,7 +413,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             why = why_not_fp8(q, k, v, problem)
         if why is None:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
-        reasons = explain(*problem.rows(q, k, v), problem, self.backends)
+        reasons = explain(q, k, v, problem, self.backends)
         return reasons._replace(rejected={"fp8": why, **reasons.rejected})
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
@@ -436,14 +436,10 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         """Attention in high precision, by one of the backends."""
-        tokens, (q, k, v) = q.shape[2], problem.rows(q, k, v)
         chosen = explain(q, k, v, problem, self.backends)
         if chosen.block is not None:
             self._say_blocks(chosen)
-        out, largest = attend(q, k, v, problem, chosen)
-        if problem.packed is not None:
-            out = problem.packed[0].pack(out, tokens)
-        return out, largest
+        return attend(q, k, v, problem, chosen)
 
     def _say_high_precision(self, why: str) -> None:
         """Warn, once, that a recipe asks for FP8 and this call does not run in it."""

@@ -89,6 +89,18 @@ class Packed(NamedTuple):
         """``[B, longest]`` bool, True behind the end of a sequence."""
         return padding_from_lengths(self.lengths, self.longest)
 
+    def places(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Each token's sequence, its position there, and whether it is of none, ``[tokens]``."""
+        token = torch.arange(tokens, device=self.starts.device)
+        ends = self.starts + self.lengths
+        sequence = torch.bucketize(token, ends, right=True).clamp(max=ends.shape[0] - 1)
+        position = token - self.starts[sequence]
+        return sequence, position, (position < 0) | (position >= self.lengths[sequence])
+
+    def shape_of_rows(self, x: Tensor) -> Tensor:
+        """A tensor like ``unpack(x)``, whose values are none."""
+        return x.new_empty(1).expand(self.starts.shape[0], x.shape[1], self.longest, x.shape[3])
+
     def unpack(self, x: Tensor) -> Tensor:
         """``[1, H, T, D]`` as ``[B, H, longest, D]``, 0 behind a sequence's end."""
         x = x[0].transpose(0, 1)

@@ -1,5 +1,8 @@
 """Every mask with every feature of attention: outputs and gradients against float64."""
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -172,6 +175,34 @@ def test_blocks_drop_the_same_probabilities_in_backward(kind, names, tiny_blocks
     (dv,) = torch.autograd.grad(p.flatten(2), v, dy.flatten(2))
     torch.testing.assert_close(dv, torch.einsum("bihj,bihd->bjhd", p, dy))
     assert 0.1 < (p == 0).sum() / p.numel() < 0.9
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention:UserWarning")  # uncompiled, as on the CPU
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in ("bias", "dropout")])
+@pytest.mark.parametrize("kind", [kind for kind, mask in MASKS.items() if "thd" in mask.lengths])
+def test_flex_takes_packed_sequences_where_they_lie(kind, feature, device):
+    """What rows give; on a GPU gradients, too. No row is as long as the longest sequence."""
+    on_gpu = device.type == "cuda"
+    if feature == "max logit" and not on_gpu:
+        pytest.skip("flex does not give the largest scores there")
+    torch._dynamo.reset()
+    mask, options = MASKS[kind], FEATURES[feature]
+    sizes = Sizes(3, 90, 90, 4, 2, 32, 16)
+    q, k, v = (torch.randn(3, 90, *size, device=device) for size in ((4, 32), (2, 32), (2, 16)))
+    call = arguments(mask, options, sizes, torch.randn, mask.window)
+    call = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in call.items()}
+    call["cu_seqlens_kv"] = call["cu_seqlens_q"]
+    results, dy = [], torch.randn(3, 90, 64, device=device)
+    for name in ("flex", "reference"):
+        module = build(mask, options, sizes, backends=(name,)).to(device)
+        inputs = oracle.leaves(q, k, v) if on_gpu else (q, k, v)
+        with mock.patch.object(backends.Packed, "unpack") if name == "flex" else nullcontext():
+            y, largest = run(module, mask, sizes, inputs, call)
+        grads = oracle.gradients(y, inputs, dy) if on_gpu else []
+        results.append([y, *grads, *([] if largest is None else [largest])])
+    for found, expected in zip(*results, strict=True):
+        bound = 2.0**-7 if found.is_cuda else 1e-6  # TF32
+        assert (found - expected).norm() <= bound * expected.norm()
 
 
 @pytest.mark.parametrize(

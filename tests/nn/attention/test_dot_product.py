@@ -19,6 +19,7 @@ from float8lab.nn.attention.backends import (
     _without_cudnn,
     reference_attention,
 )
+from float8lab.nn.attention.layout import Packed
 from float8lab.nn.attention.masks import make_mask, window_of
 from tests.nn.attention import oracle
 
@@ -697,23 +698,37 @@ def test_flex_is_compiled_for_kinds_of_masks_not_for_each():
     assert counter.frame_count <= 3  # 2 with torch 2.13: without padding and with it
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("lengths", ["", "padded", "packed"])
 @pytest.mark.parametrize("kind", ["causal", "no_mask"])
-def test_flex_knows_which_blocks_are_seen(kind, padded):
+def test_flex_knows_which_blocks_are_seen(kind, lengths):
     """Against all pairs. A block of padding and unseen keys may be looked at in vain."""
-    sq, sk = 300, 520
-    lengths = (padding_mask([300, 90], sq)[:, 0, 0], padding_mask([520, 256], sk)[:, 0, 0])
-    q, k = torch.empty(2, 1, sq, 4), torch.empty(2, 1, sk, 4)
+    sq, sk, packed, padding = 300, 520, None, None
+    if lengths == "padded":
+        padding = (padding_mask([300, 90], sq)[:, 0, 0], padding_mask([520, 256], sk)[:, 0, 0])
+    if lengths == "packed":  # with tokens between and behind them
+        sizes = [20, 0, 130, 140], [150, 40, 0, 300]
+        starts = [0, 30, 30, 160, sq], [0, 160, 200, 200, sk]
+        packed = [Packed.of(cumulative(n), torch.tensor(at), None)
+                  for n, at in zip(sizes, starts, strict=True)]  # fmt: skip
+        padding = [side.padding() for side in packed]
+    B = 1 if packed else 2
+    q, k = torch.empty(B, 1, sq, 4), torch.empty(B, 1, sk, 4)
     for window in [(200, 0), (130, 5), (-1, 140), (300, -1), (0, 0)]:
+        kind_of_padding = "padding_causal" if kind == "causal" else "padding"
+        longest = [side.longest for side in packed] if packed else (sq, sk)
         mask = make_mask(
-            "padding_causal" if padded and kind == "causal" else "padding" if padded else kind,
-            window_of(kind, window), sq, sk, padding=lengths if padded else None,
-        )  # fmt: skip
-        pairs = mask.allowed(sq, sk, q.device).expand(2, 1, sq, sk)
+            kind_of_padding if padding else kind, window_of(kind, window), *longest, padding=padding
+        )
+        pairs = mask.allowed(*longest, q.device).expand(len(sizes[0]) if packed else 2, 1, -1, -1)
+        if packed:
+            rows, pairs = pairs[:, 0], torch.zeros(1, 1, sq, sk, dtype=torch.bool)
+            places = zip(rows, starts[0], sizes[0], starts[1], sizes[1], strict=False)
+            for row, i, m, j, n in places:
+                pairs[0, 0, i : i + m, j : j + n] = row[:m, :n]
         pairs = torch.nn.functional.pad(pairs, (0, -sk % 128, 0, -sq % 128))
         blocks = pairs.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
         seen, whole = blocks.any(5).any(3), blocks.all(5).all(3)
-        _, found = _flex_modifiers(q, k, Problem(mask, 1.0))
+        _, found = _flex_modifiers(q, k, Problem(mask, 1.0, packed=packed))
         shape = found.kv_num_blocks.shape[0], 1, *seen.shape[2:]
         partly, fully = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
         for dense, counts, indices in (
@@ -725,7 +740,7 @@ def test_flex_knows_which_blocks_are_seen(kind, padded):
         assert not (partly & fully).any()
         assert torch.equal(fully.expand_as(whole), whole)
         assert (~seen | partly | fully).all()
-        assert padded or torch.equal((partly | fully).expand_as(seen), seen)
+        assert lengths or torch.equal((partly | fully).expand_as(seen), seen)
 
 
 @pytest.mark.gpu
