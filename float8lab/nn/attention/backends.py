@@ -268,9 +268,25 @@ def _flex_library() -> ModuleType:
     return flex_attention
 
 
+def _masked_flex(
+    q: Tensor, k: Tensor, v: Tensor, blind: Tensor | None, hidden: Tensor | None, **options: Any
+) -> tuple[Tensor, Any]:
+    """FlexAttention, with an output of 0 for ``blind`` queries, and its statistics.
+
+    Where there are ``hidden`` keys, in or behind packed sequences, these and the blind queries may
+    hold anything; and 0 * inf is not 0.
+    """
+    if hidden is not None:
+        q, k, v = _zero_blind(q, blind), _zero_blind(k, hidden), _zero_blind(v, hidden)
+    library: Any = _flex_library()
+    result = library.flex_attention(q, k, v, **options)
+    out, statistics = result if isinstance(result, tuple) else (result, library.AuxOutput())
+    return _zero_blind(out, blind), statistics
+
+
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(_flex_library().flex_attention)
+    return torch.compile(_masked_flex)
 
 
 class _Places(NamedTuple):
@@ -307,7 +323,7 @@ class _Places(NamedTuple):
         at = self.on(mask.diagonal)
         first = at - mask.left if mask.left >= 0 else torch.zeros_like(at)
         last = at + mask.right if mask.right >= 0 else torch.full_like(at, _UNLIMITED)
-        return first.clamp(min=self.start), last.clamp(max=self.stop - 1)
+        return first.clamp(min=self.start).int(), last.clamp(max=self.stop - 1).int()
 
 
 def _flex_modifiers(
@@ -382,35 +398,30 @@ def _block_mask(
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
-    blind = problem.mask.padded_queries
+    score_mod, block_mask = _flex_modifiers(q, k, problem)
+    blind, hidden, sink = problem.mask.padded_queries, None, problem.sink
     if problem.packed is not None:
         blind, hidden = (
             packed.places(x.shape[2])[2].view(-1, 1)
             for packed, x in zip(problem.packed, (q, k), strict=True)
         )
-        # Between sequences there may be anything, and 0 * inf is not 0.
-        q, k, v = (_zero_blind(x, of) for x, of in ((q, blind), (k, hidden), (v, hidden)))
-    score_mod, block_mask = _flex_modifiers(q, k, problem)
-    fused, sink = q.is_cuda and not torch.compiler.is_compiling(), problem.sink
-    library: Any = _flex_library()
-    run = _compiled_flex() if fused else library.flex_attention
-    asks = sink is not None or problem.wants_max
+    run = _compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else _masked_flex
     head, options = max(q.shape[3], v.shape[3]), None
     if head > 128:  # the tiles of torch's choice exceed a GPU's shared memory
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
         options = {**dict.fromkeys(names, 32 if head <= 256 else 16), "num_stages": 1}
-    result = run(
-        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
-        enable_gqa=q.shape[1] != k.shape[1], kernel_options=options,
-        return_aux=library.AuxRequest(sink is not None, problem.wants_max) if asks else None,
+    asks = sink is not None or problem.wants_max
+    request = _flex_library().AuxRequest(sink is not None, problem.wants_max) if asks else None
+    out, statistics = run(
+        q, k, v, blind, hidden, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
+        enable_gqa=q.shape[1] != k.shape[1], kernel_options=options, return_aux=request,
     )  # fmt: skip
-    out, statistics = result if asks else (result, library.AuxOutput())
     if sink is not None:
         # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).
         share_of_keys = torch.sigmoid(statistics.lse - sink.view(-1, 1))
         out = (out * share_of_keys.unsqueeze(-1)).to(q.dtype)
     scores = statistics.max_scores.unsqueeze(-1) if problem.wants_max else None
-    return _zero_blind(out, blind), None if scores is None else largest_of_heads(scores, blind)
+    return out, None if scores is None else largest_of_heads(scores, blind)
 
 
 _FLEX_BLOCK = 128
