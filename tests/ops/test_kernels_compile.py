@@ -511,9 +511,14 @@ SPILLED = {
     "attention-backward": 80,
     "attention-backward-causal": 80,
     "attention-backward-grouped-two-keys-float32": 80,
+    "attention-backward-window": 104,
+    "attention-backward-window-left": 72,
+    "attention-backward-packed": 80,
+    "attention-backward-packed-causal": 96,
+    "attention-backward-packed-window-float32": 112,
     "pages-fp8": 64,  # 128 keys in FP8 are faster than 64, which spill nothing
 }
-"""Bytes a thread, written and read once a tile."""
+"""Bytes a thread, nearly all written and read once a tile."""
 
 
 def product_of_blocks(out_dtype: torch.dtype, b_block: int, a_dtype: torch.dtype = E4M3) -> Any:
@@ -853,7 +858,7 @@ def check_conversions_read_what_was_written(folder: Path) -> str:
 @pytest.mark.parametrize("name", ATTENTION_BACKWARD)
 def test_attention_backward_compiles_for_hopper(name: str, tmp_path: Path) -> None:
     """Few registers spill, and ptxas does not wait for each GEMM by itself."""
-    prepare, queries, largest, keys = launches(ATTENTION_BACKWARD[name])
+    prepare, *_, queries, largest, keys = launches(ATTENTION_BACKWARD[name])
     for launch in (largest, prepare):
         assert resources(compile_launch(launch, 90), tmp_path)["STACK"] == 0
     check_conversions_read_what_was_written(tmp_path)
