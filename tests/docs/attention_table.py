@@ -134,7 +134,10 @@ def arguments(
             if "thd" in mask.lengths:
                 call[f"max_seqlen_{side}"] = longest
             if "gaps" in mask.lengths:
-                call[f"cu_seqlens_{side}_padded"] = torch.arange(sizes.B + 1).int() * longest
+                spread = torch.arange(sizes.B + 1).int() * longest
+                call[f"cu_seqlens_{side}_padded"] = (
+                    call["cu_seqlens_q_padded"] if shared else spread
+                )
     return call
 
 

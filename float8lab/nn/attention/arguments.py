@@ -63,10 +63,11 @@ class Lengths(NamedTuple):
     def packed(self) -> tuple[Packed, Packed]:
         """Where the sequences of queries, and of keys, lie in a thd call."""
         queries, keys = (cast(Tensor, x) for x in (self.cu_seqlens_q, self.cu_seqlens_of_keys))
-        return (
-            Packed.of(queries, self.cu_seqlens_q_padded, self.max_seqlen_q),
-            Packed.of(keys, self.cu_seqlens_kv_padded, self.max_seqlen_kv),
-        )
+        packed = Packed.of(queries, self.cu_seqlens_q_padded, self.max_seqlen_q)
+        padded, longest = self.cu_seqlens_kv_padded, self.max_seqlen_kv
+        if keys is not queries or padded is not self.cu_seqlens_q_padded:
+            return packed, Packed.of(keys, padded, longest)
+        return packed, packed if longest is None else packed._replace(longest=longest)
 
 
 class Given(NamedTuple):
@@ -339,7 +340,9 @@ def _padding_of(given: Given, attention_type: str, sizes: Sizes) -> tuple[Tensor
     queries, keys = given.lengths.cu_seqlens_q, given.lengths.cu_seqlens_of_keys
     B, Sq, Sk = sizes
     if queries is not None and keys is not None:
-        return padding_from_lengths(queries.diff(), Sq), padding_from_lengths(keys.diff(), Sk)
+        padding = padding_from_lengths(queries.diff(), Sq)
+        is_shared = queries is keys and Sq == Sk
+        return padding, padding if is_shared else padding_from_lengths(keys.diff(), Sk)
     if given.inference_params is not None and isinstance(given.attention_mask, Tensor):
         mask, _ = masks.split_padding_mask(given.attention_mask, "self", Sizes(B, Sk, Sk))
         return mask[:, Sk - Sq :], mask

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab import ops
 from float8lab.nn.attention.backends import Attended, Problem, largest_of_heads
+from float8lab.nn.attention.layout import Packed
 from float8lab.nn.casts import show_cast
 from float8lab.nn.precision import Call, Precision
 from float8lab.recipes.delayed import own_amax
@@ -66,8 +68,9 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
     if not ops.has_fp8_attention(q.device):
         return "it needs a Hopper GPU (SM90)"
     why = _why_not_problem(problem)
-    (Sq, Sk), window, packed = _lengths(q, k, problem), _window_of(q, k, problem), problem.packed
-    if why is None and not ops.has_linear_backward(Sq, Sk, window, packed=packed is not None):
+    (Sq, Sk), window = _lengths(q, k, problem), _window_of(q, k, problem)
+    packed = problem.packed is not None or problem.mask.kv_padding is not None
+    if why is None and not ops.has_linear_backward(Sq, Sk, window, packed=packed):
         return f"its backward has no such window for {Sq} queries and {Sk} keys"
     return why
 
@@ -81,16 +84,16 @@ def _why_not_problem(problem: Problem) -> str | None:
         ("core_attention_bias", problem.bias),
         ("ALiBi", problem.alibi),
         ("arbitrary mask", mask.arbitrary),
-        ("padding mask", mask.kv_padding if packed is None else None),
     ):
         if given is not None:
             return f"it has no {name}"
     if packed is None:
-        return None
-    if packed[0].cu_seqlens is None or packed[1].cu_seqlens is None:
-        return "there are tokens between its packed sequences"
+        is_causal = mask.left < 0 and mask.right <= 0 and mask.q_padding is mask.kv_padding
+        if mask.kv_padding is None or is_causal or not mask.has_window:
+            return None
+        return "it does not count padding, so that a window or a cross mask would be another"
     is_top_left = mask.has_window and not isinstance(mask.diagonal, Tensor)
-    if is_top_left and packed[0].cu_seqlens is not packed[1].cu_seqlens:
+    if is_top_left and packed[0].lengths is not packed[1].lengths:
         return "of packed keys with lengths of their own, it aligns a mask at the last one"
     return None
 
@@ -105,7 +108,8 @@ def _lengths(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int]:
 def _window_of(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int, int]:
     """The limits of a mask as the op has them, relative to the last query and the last key."""
     left, right, diagonal = problem.mask[:3]
-    if problem.packed is not None or isinstance(diagonal, Tensor) or not problem.mask.has_window:
+    is_packed = problem.packed is not None or problem.mask.kv_padding is not None
+    if is_packed or isinstance(diagonal, Tensor) or not problem.mask.has_window:
         return left, right, 0
     # A branch: a compiled graph's sizes would make the difference symbolic.
     Sq, Sk = q.shape[2], k.shape[2]
@@ -114,16 +118,60 @@ def _window_of(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int, int]:
 
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Attended:
     """Attention with FP8 GEMMs, for a call that ``why_not_fp8`` has no reason against."""
-    cu_seqlens: tuple[Tensor | None, ...] = (None, None)
-    if problem.packed is not None:
-        cu_seqlens = tuple(x.cu_seqlens for x in problem.packed)
-        if cu_seqlens[0] is cu_seqlens[1]:
-            cu_seqlens = cu_seqlens[0], None  # Dynamo gives a function no tensor twice
+    queries, keys = problem.packed or (None, None)
+    padding, kv_padding = problem.mask.q_padding, problem.mask.kv_padding
+    of_queries = of_keys = _NOT_PACKED
+    if padding is not None:
+        of_queries = _packing(q, queries, padding)
+        # Dynamo gives a function no tensor twice: what is None is that of the queries.
+        if kv_padding is not padding and (queries is None or keys.lengths is not queries.lengths):
+            of_keys = _packing(k, keys, kv_padding)
     settings = _Settings(
         (_window_of(q, k, problem), problem.scale), _lengths(q, k, problem), problem.wants_max
     )
-    result = _Attention.run(q, k, v, problem.sink, *cu_seqlens, settings, call)
+    result = _Attention.run(q, k, v, problem.sink, *of_queries, *of_keys, settings, call)
     return result if problem.wants_max else (result, None)
+
+
+_NOT_PACKED = None, None
+
+
+def _packing(x: Tensor, packed: Packed | None, padding: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``cu_seqlens`` of sequences without padding, and in which order their tokens are packed.
+
+    The order is None for tokens that lie so. Those of no sequence come last.
+    """
+    if packed is not None and packed.cu_seqlens is not None:
+        return packed.cu_seqlens.int(), None
+    if packed is not None:
+        outside, lengths = packed.places(x.shape[2])[2], packed.lengths
+    else:
+        outside = padding.expand(x.shape[0], -1).flatten()
+        lengths = (~padding).sum(1).expand(x.shape[0])
+    order = outside.to(torch.int8).argsort(stable=True)
+    return F.pad(lengths.cumsum(0), (1, 0)).int(), order
+
+
+def _gathered(x: Tensor, order: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The tokens of ``[B, H, S, D]``, packed in an order, if any, as ``[1, H, B * S, D]``.
+
+    Behind them is the first one, again and again: padding may hold anything, and has no say in
+    scales.
+    """
+    if order is None or cu_seqlens is None:
+        return x
+    place = torch.arange(order.shape[0], device=order.device)
+    return _reordered(x, torch.where(place < cu_seqlens[-1], order, order[:1]), 1)
+
+
+def _scattered(x: Tensor, order: Tensor | None, rows: int) -> Tensor:
+    """The inverse, ``[rows, H, S, D]``; what lies behind the packed tokens is for padding."""
+    return x if order is None else _reordered(x, order.argsort(), rows)
+
+
+def _reordered(x: Tensor, order: Tensor, rows: int) -> Tensor:
+    tokens = x.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, order)
+    return tokens.unflatten(1, (x.shape[1], -1)).unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def amaxes_over_ranks(call: Call, *tensors: Tensor) -> Sequence[Tensor | None]:
@@ -173,14 +221,17 @@ class _Attention(Float8Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, settings: _Settings, call: Call,
+        cu_seqlens_q: Tensor | None, q_order: Tensor | None, cu_seqlens_k: Tensor | None,
+        k_order: Tensor | None, settings: _Settings, call: Call,
     ) -> Tensor | Attended:  # fmt: skip
+        B = q.shape[0]
+        if cu_seqlens_k is None:
+            cu_seqlens_k, k_order = cu_seqlens_q, q_order
+        q = _gathered(q, q_order, cu_seqlens_q)
+        k, v = (_gathered(x, k_order, cu_seqlens_k) for x in (k, v))
         amaxes = amaxes_over_ranks(call, q, k, v)
         casts = [cast_operand(x, i, call, amaxes[i]) for i, x in ((Q, q), (K, k), (V, v))]
         operands = (*[data for data, _ in casts], *[scale for _, scale in casts])
-        if cu_seqlens_q is not None:
-            cu_seqlens_k = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).int()
-            cu_seqlens_q = cu_seqlens_q.int()
         out, lse, max_scores = ops.fp8_attention_op(
             *operands, *settings.window_and_scale, q.dtype, cu_seqlens_q, cu_seqlens_k
         )
@@ -188,8 +239,11 @@ class _Attention(Float8Function):
             lse_of_keys, lse = lse, torch.logaddexp(lse, sink.view(-1, 1))
             out = (out * (lse_of_keys - lse).exp().unsqueeze(-1)).to(out.dtype)
         if any(ctx.needs_input_grad[:4]):
-            ctx.save_for_backward(*operands, out, lse, max_scores, sink, cu_seqlens_q, cu_seqlens_k)
-        ctx.settings = settings
+            ctx.save_for_backward(
+                *operands, out, lse, max_scores, sink, q_order, k_order, cu_seqlens_q, cu_seqlens_k
+            )
+        ctx.settings, ctx.B = settings, B
+        out = _scattered(out, q_order, B)
         if not settings.wants_max:
             return out
         largest = largest_of_heads(max_scores)
@@ -199,16 +253,17 @@ class _Attention(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-        *saved, sink, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        *saved, sink, q_order, k_order, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         window_and_scale, longest, _ = ctx.settings
+        dout = _gathered(dout, q_order, cu_seqlens_q)
         gradients = ops.fp8_attention_backward_op(
             dout, *saved, *window_and_scale, cu_seqlens_q, cu_seqlens_k, *longest
         )
-        needs = ctx.needs_input_grad[:3]
-        grads = (g if need else None for g, need in zip(gradients, needs, strict=True))
+        needs = zip(gradients, (q_order, k_order, k_order), ctx.needs_input_grad, strict=False)
+        grads = (_scattered(g, order, ctx.B) if need else None for g, order, need in needs)
         of_sink = None
         if ctx.needs_input_grad[3]:
             # Its probability's gradient is 0, as its value is; a softmax's subtracts dout @ out.
             out, lse, _ = saved[-3:]
             of_sink = -((sink.view(-1, 1) - lse).exp() * (dout.float() * out).sum(-1)).sum((0, 2))
-        return (*grads, of_sink, *[None] * 4)
+        return (*grads, of_sink, *[None] * 6)

@@ -174,13 +174,16 @@ def split_padding_mask(
                 f"{name} must be [B, 1, 1, {size}] for the {side} of B = {B}; got shape "
                 f"{tuple(mask.shape)}. For attention over another sequence pass a pair of masks."
             )
-    return masks[0].reshape(masks[0].shape[0], Sq), masks[1].reshape(masks[1].shape[0], Sk)
+    queries = masks[0].reshape(masks[0].shape[0], Sq)
+    is_shared = masks[0] is masks[1]
+    return queries, queries if is_shared else masks[1].reshape(masks[1].shape[0], Sk)
 
 
 def _is_padding_mask(mask: Tensor, B: int, size: int) -> bool:
     """Whether a mask has the shape ``[B, 1, 1, size]``, or one row for all sequences."""
     fits = mask.ndim > 1 and mask.shape[-1] == size and mask.numel() == mask.shape[0] * size
-    return fits and mask.shape[0] in (1, B)
+    # Dynamo does not find a number among sizes that are symbols.
+    return fits and (mask.shape[0] == 1 or mask.shape[0] == B)
 
 
 def check_arbitrary(name: str, mask: MaskArgument, scores: Sequence[int]) -> Tensor:

@@ -75,7 +75,17 @@ TAKEN = {
     "blind": (160, 96, {"attn_mask_type": "causal_bottom_right"}),
     "cross": (96, 160, {"attn_mask_type": "no_mask"}),
     "cross-window": (96, 160, {"attn_mask_type": "causal_bottom_right", "window_size": (40, 0)}),
+    "padding": (96, 96, {"attn_mask_type": "padding"}),
+    "padding-causal": (96, 96, {"attn_mask_type": "padding_causal"}),
+    "padding-cross": (96, 160, {"attn_mask_type": "padding"}),
 }
+
+
+def padding_of(size, device):
+    """Padding in front, in between and behind; the second row is whole."""
+    hidden = torch.zeros(2, 1, 1, size, dtype=torch.bool, device=device)
+    hidden[0, ..., :7] = hidden[0, ..., 20:30] = hidden[0, ..., 80:] = True
+    return hidden
 
 
 @pytest.mark.parametrize("heads", [(64, 64), (192, 128)], ids=str)
@@ -85,7 +95,17 @@ def test_masks_of_the_kernel(case, heads, device):
     D, Dv = heads
     module = DotProductAttention(2, heads, num_gqa_groups=1, qkv_format="bshd", **options)
     shapes = (2, Sq, 2, D), (2, Sk, 1, D), (2, Sk, 1, Dv), (2, Sq, 2 * Dv)
-    check_fp8(module, [torch.randn(shape, device=device) for shape in shapes])
+    tensors, how = [torch.randn(shape, device=device) for shape in shapes], {}
+    if "padding" in case:
+        queries, keys = padding_of(Sq, device), padding_of(Sk, device)
+        how = {"attention_mask": queries if Sq == Sk else (queries, keys)}
+        module.attention_type = "self" if Sq == Sk else "cross"
+        for x, hidden in zip(tensors, (queries, keys, keys), strict=False):
+            x.masked_fill_(hidden.view(2, -1, 1, 1), 1e30)  # which no scale has to hold
+    results = check_fp8(module, tensors, **how)
+    if how:
+        for x, hidden in zip(results, (queries, queries, keys, keys), strict=True):
+            assert not x[hidden[:, 0, 0]].any()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +129,30 @@ def test_packed_sequences(Sk, mask, window, device):
     assert not any(x[sum(Sk or lengths) :].any() for x in results[2:])
 
 
-@pytest.mark.parametrize("case", ["window", "packed"])
+@pytest.mark.parametrize("longest", [None, 70])
+def test_tokens_between_packed_sequences(longest, device):
+    """They may be NaN; results are those of the sequences alone, bit for bit on a GPU."""
+    starts, lengths, recipe = [0, 60, 60, 130], [50, 0, 61, 20], RECIPES["current"]
+    module = DotProductAttention(4, 64, qkv_format="thd", attn_mask_type="padding_causal")
+    at = torch.cat([start + torch.arange(n) for start, n in zip(starts, lengths, strict=True)])
+    compact = [torch.randn(131, 4, 64, device=device) for _ in range(3)]
+    compact.append(torch.randn(131, 256, device=device))
+    how = {"cu_seqlens_q": ends_of(lengths, device)}
+    if longest is not None:
+        how.update(max_seqlen_q=longest, max_seqlen_kv=longest + 1)
+    expected = run(module, compact, recipe, **how)
+    spread = [x.new_full((160, *x.shape[1:]), torch.nan).index_copy(0, at.to(device), x)
+              for x in compact]  # fmt: skip
+    padded = torch.tensor([*starts, 155], dtype=torch.int32, device=device)
+    how.update(cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+    for found, x in zip(run(module, spread, recipe, **how), expected, strict=True):
+        # A CPU adds scores of keys that are not seen, in another order.
+        assert torch.equal(found[at], x) or not found.is_cuda
+        assert (found[at] - x).norm() <= 2e-3 * x.norm()
+        assert not found.index_fill(0, at.to(device), 0.0).any()
+
+
+@pytest.mark.parametrize("case", ["window", "packed", "padding"])
 def test_compiled_without_graph_breaks(case):
     recipe, how = RECIPES["current"], {}
     if case == "packed":
@@ -118,6 +161,11 @@ def test_compiled_without_graph_breaks(case):
             4, 64, qkv_format="thd", attn_mask_type="padding_causal", return_max_logit=True
         )
         tensors = [torch.randn(50, 4, 64) for _ in range(3)]
+    elif case == "padding":
+        module = DotProductAttention(4, 64, qkv_format="bshd", attn_mask_type="padding_causal")
+        tensors, how = [torch.randn(2, 96, 4, 64) for _ in range(3)], {
+            "attention_mask": padding_of(96, "cpu")
+        }  # fmt: skip
     else:
         module = DotProductAttention(4, 64, qkv_format="bshd", window_size=(16, 0))
         tensors = [torch.randn(2, 50, 4, 64) for _ in range(3)]
@@ -132,15 +180,11 @@ def test_packed_sequences_that_the_kernel_does_not_take():
     q = k = v = torch.randn(10, 4, 64)
     module = DotProductAttention(4, 64, qkv_format="thd", attn_mask_type="padding_causal")
     ends = ends_of([4, 4], "cpu")
-    for how, reason in (
-        ({"cu_seqlens_q_padded": ends + 1, "cu_seqlens_kv_padded": ends + 1}, "between"),
-        ({"cu_seqlens_kv": ends_of([5, 5], "cpu")}, "at the last one"),
-    ):
-        with float8lab.autocast(recipe=RECIPES["current"]):
-            assert reason in module.explain(q, k, v, cu_seqlens_q=ends, **how).rejected["fp8"]
-            with pytest.warns(UserWarning, match=reason):
-                module(q, k, v, cu_seqlens_q=ends, **how)
-        module._warned = False
+    how = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends_of([5, 5], "cpu")}
+    with float8lab.autocast(recipe=RECIPES["current"]):
+        assert "at the last one" in module.explain(q, k, v, **how).rejected["fp8"]
+        with pytest.warns(UserWarning, match="at the last one"):
+            module(q, k, v, **how)
 
 
 def ends_of(lengths, device):
@@ -164,10 +208,10 @@ def check_fp8(module, tensors, **how):
 ELSEWHERE = {
     "padding": (
         {
-            "attn_mask_type": "padding_causal",
+            "attn_mask_type": "padding_causal", "window_size": (9, 0),
             "attention_mask": (torch.arange(96) >= torch.tensor([[70], [96]]))[:, None, None],
         },
-        "padding mask",
+        "does not count padding",
     ),
     "arbitrary": (
         {
