@@ -506,7 +506,7 @@ SPILLED = {
     "attention-window-float32": 32,
     "attention-packed-window": 24,
     "attention-192-128": 24,
-    "attention-192-128-window-packed-float32": 56,
+    "attention-192-128-window-packed-float32": 64,
     "attention-256-window-packed-float32": 8,
     "attention-backward": 80,
     "attention-backward-causal": 80,

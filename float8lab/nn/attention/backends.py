@@ -372,8 +372,8 @@ def _block_mask(
     first, last = torch.where(first > last, Sk, first), torch.where(first > last, -1, last)
     # Queries behind the end see no key.
     first, last = (
-        F.pad(x, (0, -Sq % _FLEX_BLOCK), value=none).unflatten(1, (-1, _FLEX_BLOCK))
-        for x, none in ((first, Sk), (last, -1))
+        F.pad(x, (0, -Sq % _FLEX_BLOCK), value=beyond).unflatten(1, (-1, _FLEX_BLOCK))
+        for x, beyond in ((first, Sk), (last, -1))
     )
     (least, latest_first), (earliest_last, most) = (
         (x.view(*x.shape[:1], 1, -1, 1) for x in bounds.aminmax(dim=2)) for bounds in (first, last)
@@ -523,13 +523,7 @@ def explain(
     Raises:
         NotImplementedError: none of them can.
     """
-    chosen, rejected = None, {}
-    tensors = dict.fromkeys(BACKENDS, (q, k, v))
-    if problem.packed is not None:  # flex alone takes packed sequences where they lie
-        queries, keys = problem.packed
-        rows = queries.shape_of_rows(q), keys.shape_of_rows(k), keys.shape_of_rows(v)
-        has_tokens = rows[0].numel() and rows[1].numel()
-        tensors = dict.fromkeys(BACKENDS, rows) | ({"flex": tensors["flex"]} if has_tokens else {})
+    chosen, rejected, tensors = None, {}, _tensors_of_backends(q, k, v, problem)
     for name in backends:
         reason = _why_not(name, *tensors[name], problem)
         if reason is None and name == "flex" and len(backends) > 1:
@@ -547,6 +541,18 @@ def explain(
             f"Add {able[0]!r}."
         )
     return Explanation(chosen, rejected, _block_of_queries(chosen, *tensors[chosen][:2], problem))
+
+
+def _tensors_of_backends(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """The shapes of what each backend is given: flex alone takes packed sequences as they lie."""
+    if problem.packed is None:
+        return dict.fromkeys(BACKENDS, (q, k, v))
+    queries, keys = problem.packed
+    rows = queries.shape_of_rows(q), keys.shape_of_rows(k), keys.shape_of_rows(v)
+    has_tokens = rows[0].numel() and rows[1].numel()
+    return {**dict.fromkeys(BACKENDS, rows), "flex": (q, k, v) if has_tokens else rows}
 
 
 _LEAST_QUERIES = 64

@@ -87,13 +87,14 @@ def _why_not_problem(problem: Problem) -> str | None:
     ):
         if given is not None:
             return f"it has no {name}"
+    if not mask.has_window:
+        return None
     if packed is None:
-        is_causal = mask.left < 0 and mask.right <= 0 and mask.q_padding is mask.kv_padding
-        if mask.kv_padding is None or is_causal or not mask.has_window:
+        is_plain = mask.left < 0 and mask.right == 0 and mask.q_padding is mask.kv_padding
+        if mask.kv_padding is None or is_plain:
             return None
-        return "it does not count padding, so that a window or a cross mask would be another"
-    is_top_left = mask.has_window and not isinstance(mask.diagonal, Tensor)
-    if is_top_left and packed[0].lengths is not packed[1].lengths:
+        return "it packs what is not padding, by which a window or a cross mask would be another"
+    if not isinstance(mask.diagonal, Tensor) and packed[0].lengths is not packed[1].lengths:
         return "of packed keys with lengths of their own, it aligns a mask at the last one"
     return None
 
@@ -155,8 +156,7 @@ def _packing(x: Tensor, packed: Packed | None, padding: Tensor) -> tuple[Tensor,
 def _gathered(x: Tensor, order: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """The tokens of ``[B, H, S, D]``, packed in an order, if any, as ``[1, H, B * S, D]``.
 
-    Behind them is the first one, again and again: padding may hold anything, and has no say in
-    scales.
+    The places behind them repeat the first: padding may hold anything, and has no say in scales.
     """
     if order is None or cu_seqlens is None:
         return x

@@ -92,8 +92,8 @@ class Packed(NamedTuple):
     def places(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Each token's sequence, its position there, and whether it is of none, ``[tokens]``."""
         token = torch.arange(tokens, device=self.starts.device)
-        ends = self.starts + self.lengths
-        sequence = torch.bucketize(token, ends, right=True).clamp(max=ends.shape[0] - 1)
+        stops = self.starts + self.lengths
+        sequence = torch.bucketize(token, stops, right=True).clamp(max=stops.shape[0] - 1)
         position = token - self.starts[sequence]
         return sequence, position, (position < 0) | (position >= self.lengths[sequence])
 

@@ -491,7 +491,7 @@ def _attend(  # noqa: PLR0915
         SK = keys[2]
         start, masked_to, masked_from, stop, earliest, latest = blocks
         last = stop - 1 - start
-        masked_to = gl.minimum(masked_to - start, last)
+        masked_to = gl.minimum(masked_to - start, last) if LEFT else 0
         rows = first + ROWS * group + gl.arange(0, ROWS, S_ROWS)
         out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
         largest = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
@@ -502,22 +502,14 @@ def _attend(  # noqa: PLR0915
         s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), s, use_acc=False)
         mbarrier.arrive(k_empty.index(stage), count=1)
-        if LEFT:
-            for block in range(masked_to):
-                s = _hide(s, (start + block) * KEYS, rows, SK, earliest, latest, LEFT, RIGHT)
-                s, largest, exp_sum, out, count = _step(
-                    (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
-                )
         # Only the last block of a square causal mask, and of none, has keys that are masked.
-        SEVERAL: gl.constexpr = RIGHT == 1
-        between = gl.minimum(masked_from - start, last) if SEVERAL else last
-        for _block in range(masked_to, between):
-            s, largest, exp_sum, out, count = _step(
-                (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
-            )
-        if SEVERAL:
-            for block in range(between, last):
-                s = _hide(s, (start + block) * KEYS, rows, SK, earliest, latest, False, RIGHT)
+        between = gl.minimum(masked_from - start, last) if RIGHT == 1 else last
+        bounds = 0, masked_to, between, last
+        for part in gl.static_range(3):
+            for block in range(bounds[part], bounds[part + 1]):
+                if part != 1:
+                    key = (start + block) * KEYS
+                    s = _hide(s, key, rows, SK, earliest, latest, LEFT and part == 0, RIGHT)
                 s, largest, exp_sum, out, count = _step(
                     (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
                 )

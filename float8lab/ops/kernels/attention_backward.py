@@ -198,23 +198,23 @@ def _load_tiles(
     count = 0
     while number < end:
         _tell_number(numbers, number, fixed_empty, pass_index)
-        heads, own, others, first, blocks = _place(
+        heads, rows, columns, first, blocks = _place(
             number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
         )
-        batch, head, other_head, _ = heads
-        start, padded_start, _ = others
+        batch, head, column_head, _ = heads
+        start, padded_start, _ = columns
         side = pass_index % 2
         bar = fixed_full.index(side)
         mbarrier.expect(bar, 4 * a_desc.block_type.nbytes)
         for group in gl.static_range(2):
             row = first + ROWS * group
-            at = [batch, head, own[0] + row, 0]
+            at = [batch, head, rows[0] + row, 0]
             async_load(a_desc, at, bar, a_tiles.index(2 * side + group))
             if not OF_KEYS:
-                at = [batch, head, own[1] + row, 0]  # of gradients that are padded
+                at = [batch, head, rows[1] + row, 0]  # of gradients that are padded
             async_load(b_desc, at, bar, b_tiles.index(2 * side + group))
         for index in range(heads_in_turn):
-            x_head = other_head * heads_in_turn + index
+            x_head = column_head * heads_in_turn + index
             for block in range(blocks[0], blocks[3]):
                 stage = count % STAGES
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -259,7 +259,7 @@ def _convert_tiles(
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        _heads, _own, others, _first, blocks = _place(
+        _heads, _rows, columns, _first, blocks = _place(
             number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
         )
         for _head in range(heads_in_turn):
@@ -269,7 +269,7 @@ def _convert_tiles(
                 x = x_tiles.index(stage).load(BY_ROW).to(gl.float16)
                 if plan_ptr is not None:
                     # What lies behind a sequence may be NaN, which no probability of 0 hides.
-                    inside = gl.expand_dims(block * ROWS + rows < others[2], 1)
+                    inside = gl.expand_dims(block * ROWS + rows < columns[2], 1)
                     x = gl.where(inside, x, 0.0)
                 half_tiles.index(stage).store(x)
                 fence_async_shared()
@@ -382,26 +382,16 @@ def _attend_queries(
         offset = largest - P_BITS
         dk = gl.zeros([ROWS, D_HEAD], gl.float32, HALF_SUMS)
         dv = gl.zeros([ROWS, D_HEAD], gl.float32, FP8_SUMS)
-        # Gradients of queries behind a sequence are zeros; the queries themselves are in memory.
-        ENDS: gl.constexpr = RIGHT or plan_ptr is not None
-        between = gl.minimum(masked_from, stop) if ENDS else stop
+        # Behind the last query there are zeros, but for the queries of the next sequence.
+        MASKS_END: gl.constexpr = RIGHT or plan_ptr is not None
+        between = gl.minimum(masked_from, stop) if MASKS_END else stop
+        bounds = start, masked_to, between, stop
         for _head in range(heads_in_turn):
-            if LEFT:
-                for block in range(start, masked_to):
+            for part in gl.static_range(3):
+                for block in range(bounds[part], bounds[part + 1]):
                     dk, dv, count = _add_queries(
                         dk, dv, k, v, streamed, block_bars, count, factor, offset, block * ROWS,
-                        mask, LEFT, RIGHT, True, STAGES,
-                    )  # fmt: skip
-            for block in range(masked_to if LEFT else start, between):
-                dk, dv, count = _add_queries(
-                    dk, dv, k, v, streamed, block_bars, count, factor, offset, block * ROWS, mask,
-                    LEFT, RIGHT, False, STAGES,
-                )  # fmt: skip
-            if ENDS:
-                for block in range(between, stop):
-                    dk, dv, count = _add_queries(
-                        dk, dv, k, v, streamed, block_bars, count, factor, offset, block * ROWS,
-                        mask, LEFT, RIGHT, True, STAGES,
+                        mask, LEFT, RIGHT, part != 1, STAGES,
                     )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
@@ -534,24 +524,13 @@ def _attend_keys(
         zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
         s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
         s, dp = warpgroup_mma_wait(0, (s, dp))
-        if LEFT:
-            for block in range(start, masked_to):
+        bounds = start, masked_to, gl.maximum(gl.minimum(masked_from, stop - 1), masked_to), stop
+        for part in gl.static_range(3):
+            for block in range(bounds[part], bounds[part + 1]):
                 s, dp, dq, count = _add_keys(
-                    s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta,
-                    block * ROWS, mask, block < stop - 1, LEFT, RIGHT, True, STAGES,
+                    s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, block * ROWS,
+                    mask, part == 1 or block < stop - 1, LEFT, RIGHT, part != 1, STAGES,
                 )  # fmt: skip
-            start = masked_to
-        between = gl.maximum(gl.minimum(masked_from, stop - 1), start)
-        for block in range(start, between):
-            s, dp, dq, count = _add_keys(
-                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, block * ROWS,
-                mask, True, LEFT, RIGHT, False, STAGES,
-            )  # fmt: skip
-        for block in range(between, stop):
-            s, dp, dq, count = _add_keys(
-                s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, block * ROWS,
-                mask, block < stop - 1, LEFT, RIGHT, True, STAGES,
-            )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
         decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, HALF_SUMS))

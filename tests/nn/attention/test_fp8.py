@@ -211,7 +211,7 @@ ELSEWHERE = {
             "attn_mask_type": "padding_causal", "window_size": (9, 0),
             "attention_mask": (torch.arange(96) >= torch.tensor([[70], [96]]))[:, None, None],
         },
-        "does not count padding",
+        "packs what is not padding",
     ),
     "arbitrary": (
         {
