@@ -18,7 +18,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -168,12 +168,12 @@ class Sdpa(nn.Module):
 class Packed(nn.Module):
     """Attention of packed sequences, for a batch of equal ones."""
 
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()
         self.attend = attend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = self.attend(*(x.flatten(0, 1) for x in (q, k, v)))
+        out: Tensor = self.attend(*(x.flatten(0, 1) for x in (q, k, v)))
         return out.view(*q.shape[:2], -1)
 
 

@@ -33,7 +33,7 @@ from float8lab.nn.attention.layout import Packed
 from float8lab.nn.attention.masks import AttentionMask
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 from float8lab.tensor.differentiation import is_exporting
 
 __all__ = [
@@ -269,8 +269,8 @@ def _flex_library() -> ModuleType:
 
 
 def _masked_flex(
-    q: Tensor, k: Tensor, v: Tensor, blind: Tensor | None, hidden: Tensor | None, **options: Any
-) -> tuple[Tensor, Any]:
+    q: Tensor, k: Tensor, v: Tensor, blind: Tensor | None, hidden: Tensor | None, **options: object
+) -> tuple[Tensor, AuxOutput]:
     """FlexAttention, with an output of 0 for ``blind`` queries, and its statistics.
 
     Where there are ``hidden`` keys, in or behind packed sequences, these and the blind queries may
@@ -315,8 +315,9 @@ class _Places(NamedTuple):
 
     def on(self, diagonal: int | Tensor) -> Tensor:
         """The key at which each query stands; a diagonal may differ between sequences."""
-        differs = isinstance(diagonal, Tensor)
-        return self.position + (diagonal[self.sequence] if differs else diagonal)
+        if isinstance(diagonal, Tensor):
+            diagonal = diagonal[self.sequence]
+        return self.position + diagonal
 
     def window(self, mask: AttentionMask) -> tuple[Tensor, Tensor]:
         """The first and the last key of each query's window."""
@@ -416,12 +417,12 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         q, k, v, blind, hidden, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1], kernel_options=options, return_aux=request,
     )  # fmt: skip
-    if sink is not None:
+    if sink is not None and statistics.lse is not None:
         # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).
         share_of_keys = torch.sigmoid(statistics.lse - sink.view(-1, 1))
         out = (out * share_of_keys.unsqueeze(-1)).to(q.dtype)
-    scores = statistics.max_scores.unsqueeze(-1) if problem.wants_max else None
-    return out, None if scores is None else largest_of_heads(scores, blind)
+    scores = statistics.max_scores
+    return out, None if scores is None else largest_of_heads(scores.unsqueeze(-1), blind)
 
 
 _FLEX_BLOCK = 128

@@ -9,7 +9,7 @@ FP8, the output and two float32 per query are saved for backward, whose precisio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -119,38 +119,47 @@ def _window_of(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int, int]:
 
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Attended:
     """Attention with FP8 GEMMs, for a call that ``why_not_fp8`` has no reason against."""
-    queries, keys = problem.packed or (None, None)
-    padding, kv_padding = problem.mask.q_padding, problem.mask.kv_padding
-    of_queries = of_keys = _NOT_PACKED
-    if padding is not None:
-        of_queries = _packing(q, queries, padding)
-        # Dynamo gives a function no tensor twice: what is None is that of the queries.
-        if kv_padding is not padding and (queries is None or keys.lengths is not queries.lengths):
-            of_keys = _packing(k, keys, kv_padding)
     settings = _Settings(
         (_window_of(q, k, problem), problem.scale), _lengths(q, k, problem), problem.wants_max
     )
-    result = _Attention.run(q, k, v, problem.sink, *of_queries, *of_keys, settings, call)
+    packings = _packings(q, k, problem)
+    result = _Attention.run(q, k, v, problem.sink, *packings, settings, call)
     return result if problem.wants_max else (result, None)
 
 
-_NOT_PACKED = None, None
+_Packing: TypeAlias = tuple[Tensor | None, Tensor | None]
+"""``cu_seqlens``, and in which order tokens are to be packed; None if they lie so."""
 
 
-def _packing(x: Tensor, packed: Packed | None, padding: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``cu_seqlens`` of sequences without padding, and in which order their tokens are packed.
-
-    The order is None for tokens that lie so. Those of no sequence come last.
-    """
-    if packed is not None and packed.cu_seqlens is not None:
-        return packed.cu_seqlens.int(), None
+def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ...]:
+    """Those of queries and of keys; of keys they are None if they are those of the queries."""
+    packed, padding, kv_padding = problem.packed, problem.mask.q_padding, problem.mask.kv_padding
+    queries: _Packing = (None, None)
+    keys = queries  # Dynamo gives a function no tensor twice
     if packed is not None:
-        outside, lengths = packed.places(x.shape[2])[2], packed.lengths
-    else:
-        outside = padding.expand(x.shape[0], -1).flatten()
-        lengths = (~padding).sum(1).expand(x.shape[0])
-    order = outside.to(torch.int8).argsort(stable=True)
-    return F.pad(lengths.cumsum(0), (1, 0)).int(), order
+        queries = _packing_of_sequences(packed[0], q.shape[2])
+        if packed[1].lengths is not packed[0].lengths:
+            keys = _packing_of_sequences(packed[1], k.shape[2])
+    elif padding is not None and kv_padding is not None:
+        queries = _packing_of_rows(padding.expand(q.shape[0], -1))
+        if kv_padding is not padding:
+            keys = _packing_of_rows(kv_padding.expand(k.shape[0], -1))
+    return (*queries, *keys)
+
+
+def _packing_of_sequences(packed: Packed, tokens: int) -> _Packing:
+    if packed.cu_seqlens is not None:
+        return packed.cu_seqlens.int(), None
+    return _packing(packed.places(tokens)[2], packed.lengths)
+
+
+def _packing_of_rows(padding: Tensor) -> _Packing:
+    return _packing(padding.flatten(), (~padding).sum(1))
+
+
+def _packing(is_padding: Tensor, lengths: Tensor) -> _Packing:
+    """That of tokens, of which padding comes last."""
+    return F.pad(lengths.cumsum(0), (1, 0)).int(), is_padding.to(torch.int8).argsort(stable=True)
 
 
 def _gathered(x: Tensor, order: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

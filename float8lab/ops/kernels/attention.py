@@ -505,11 +505,11 @@ def _attend(  # noqa: PLR0915
         # Only the last block of a square causal mask, and of none, has keys that are masked.
         between = gl.minimum(masked_from - start, last) if RIGHT == 1 else last
         bounds = 0, masked_to, between, last
-        for part in gl.static_range(3):
-            for block in range(bounds[part], bounds[part + 1]):
-                if part != 1:
+        for section in gl.static_range(3):
+            for block in range(bounds[section], bounds[section + 1]):
+                if section != 1:
                     key = (start + block) * KEYS
-                    s = _hide(s, key, rows, SK, earliest, latest, LEFT and part == 0, RIGHT)
+                    s = _hide(s, key, rows, SK, earliest, latest, LEFT and section == 0, RIGHT)
                 s, largest, exp_sum, out, count = _step(
                     (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
                 )

@@ -387,11 +387,11 @@ def _attend_queries(
         between = gl.minimum(masked_from, stop) if MASKS_END else stop
         bounds = start, masked_to, between, stop
         for _head in range(heads_in_turn):
-            for part in gl.static_range(3):
-                for block in range(bounds[part], bounds[part + 1]):
+            for section in gl.static_range(3):
+                for block in range(bounds[section], bounds[section + 1]):
                     dk, dv, count = _add_queries(
                         dk, dv, k, v, streamed, block_bars, count, factor, offset, block * ROWS,
-                        mask, LEFT, RIGHT, part != 1, STAGES,
+                        mask, LEFT, RIGHT, section != 1, STAGES,
                     )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
@@ -525,11 +525,11 @@ def _attend_keys(
         s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
         s, dp = warpgroup_mma_wait(0, (s, dp))
         bounds = start, masked_to, gl.maximum(gl.minimum(masked_from, stop - 1), masked_to), stop
-        for part in gl.static_range(3):
-            for block in range(bounds[part], bounds[part + 1]):
+        for section in gl.static_range(3):
+            for block in range(bounds[section], bounds[section + 1]):
                 s, dp, dq, count = _add_keys(
                     s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, block * ROWS,
-                    mask, part == 1 or block < stop - 1, LEFT, RIGHT, part != 1, STAGES,
+                    mask, section == 1 or block < stop - 1, LEFT, RIGHT, section != 1, STAGES,
                 )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
