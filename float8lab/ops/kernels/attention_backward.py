@@ -1,10 +1,12 @@
 """Backward of FP8 attention on Hopper.  B batch, H heads, G key/value heads, S sequence, D head.
 
-Heads of 128 in e4m3, under a causal mask from the first key or none, have kernels of their own.
+Heads of 128 in e4m3 have kernels of their own, for windows and packed sequences as in forward.
 None holds scores in memory or adds with atomics, so gradients are equal in every bit whenever they
 are computed. ``_prepare_kernel`` casts the output's gradient to e4m3 with a scale for each query,
 also transposed, and computes what the softmax's gradient subtracts. ``_keys_kernel`` has 128 keys a
-tile and looks at all queries; ``_queries_kernel`` has 128 queries and looks at all keys. Both
+tile and looks at the queries that see them; ``_queries_kernel`` has 128 queries and looks at the
+keys that they see. Forward's ``_place`` finds both: with the sides exchanged, keys see queries. In
+what both kernels share, a tile has rows, and its blocks are of columns. Both
 recompute the scores, and the gradients of the probabilities, by FP8 GEMMs. One kernel for both
 would have two GEMMs less, but would add 64 KB of the queries' gradients in memory for every 128 x
 128 scores, and the order of these sums would be chance.
