@@ -14,7 +14,8 @@ Outputs and gradients lie in memory by token, ``[B, S, H, D]``, as the layers ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,34 +52,23 @@ def _sum_groups(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2)
 
 
-def _visible(
-    q: Tensor, k: Tensor, window: Sequence[int | torch.SymInt], cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-) -> Tensor | None:  # fmt: skip
+def _visible(q: Tensor, k: Tensor, window: Sequence[int | torch.SymInt]) -> Tensor | None:
     """Which keys each query sees, ``[Sq, Sk]`` bool; None for all of them."""
     left, right, diagonal = map(int, window)
-    if left < 0 and right < 0 and cu_seqlens_q is None:
+    if left < 0 and right < 0:
         return None
-    i, of_query, queries = _places(q, cu_seqlens_q)
-    j, of_key, keys = _places(k, cu_seqlens_k)
-    distance = j - (i + (keys - queries)[of_query] + diagonal).view(-1, 1)
-    seen = (of_query.view(-1, 1) == of_key) & (of_key < keys.shape[0] - 1)
-    if left >= 0:
-        seen = seen & (distance >= -left)
-    return seen & (distance <= right) if right >= 0 else seen
+    Sq, Sk = q.shape[2], k.shape[2]
+    position = torch.arange(Sq, device=q.device).view(-1, 1) + Sk - Sq + diagonal
+    distance = torch.arange(Sk, device=q.device) - position
+    seen = distance <= right if right >= 0 else torch.ones_like(distance, dtype=torch.bool)
+    return seen & (distance >= -left) if left >= 0 else seen
 
 
-def _places(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's position in its sequence, which sequence that is, and the lengths of all.
-
-    Tokens behind the last sequence are of one more, of length 0.
-    """
-    token = torch.arange(x.shape[2], device=x.device)
-    if cu_seqlens is None:
-        cu_seqlens = token.new_tensor([0, x.shape[2]])
-    sequence = torch.bucketize(token, cu_seqlens[1:], right=True)
-    lengths = torch.nn.functional.pad(cu_seqlens.diff(), (0, 1))
-    return token - cu_seqlens[sequence], sequence, lengths
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The queries and the keys of each packed sequence."""
+    places = (itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
+    for queries, keys in zip(*places, strict=True):
+        yield slice(*queries), slice(*keys)
 
 
 def _scores(
@@ -117,12 +107,17 @@ def fp8_attention(
         and its largest score, ``[B, H, Sq]`` float32. Of a query that sees no key they are 0, -inf
         and -inf.
     """
-    seen = _visible(q, k, window, cu_seqlens_q, cu_seqlens_k)
-    scores = _scores(q, k, q_scale, k_scale, scale, seen)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        results = _blind(q, v, out_dtype)
+        for queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+            operands = q[:, :, queries], k[:, :, keys], v[:, :, keys], q_scale, k_scale, v_scale
+            outputs = fp8_attention(*operands, window, scale, out_dtype)
+            for x, output in zip(results, outputs, strict=True):
+                x[:, :, queries] = output
+        return results
+    scores = _scores(q, k, q_scale, k_scale, scale, _visible(q, k, window))
     if not scores.numel():
-        out = empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype).zero_()
-        lse = scores.new_full(scores.shape[:3], -torch.inf)
-        return out, lse, lse.clone()
+        return _blind(q, v, out_dtype)
     max_scores = scores.amax(-1)
     largest = _finite(max_scores).unsqueeze(-1)
     p = (scores - largest).exp()
@@ -131,6 +126,13 @@ def fp8_attention(
     decode = v_scale.view(1) * P_SCALE / exp_sum
     out = (p8 @ _repeat(v, q.shape[1])) * decode.masked_fill(exp_sum == 0, 0.0)
     return by_token(out.to(out_dtype)), (largest + exp_sum.log()).squeeze(-1), max_scores
+
+
+def _blind(q: Tensor, v: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of queries that see no key."""
+    out = empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype).zero_()
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    return out, lse, lse.clone()
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -157,9 +159,18 @@ def fp8_attention_backward(
         max_seqlen_q: the most queries of a sequence, or more, where ``cu_seqlens_q`` is given.
         max_seqlen_k: the same of keys.
     """
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        grads = [empty_by_token(x, x.shape, dout.dtype).zero_() for x in (q, k, v)]
+        scales = q_scale, k_scale, v_scale
+        for queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
+            of_queries = (x[:, :, queries] for x in (out, lse, max_scores))
+            operands = dout[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], *scales
+            gradients = fp8_attention_backward(*operands, *of_queries, window, scale)
+            for x, rows, gradient in zip(grads, (queries, keys, keys), gradients, strict=True):
+                x[:, :, rows] = gradient
+        return grads[0], grads[1], grads[2]
     H, G = q.shape[1], k.shape[1]
-    seen = _visible(q, k, window, cu_seqlens_q, cu_seqlens_k)
-    scores = _scores(q, k, q_scale, k_scale, scale, seen)
+    scores = _scores(q, k, q_scale, k_scale, scale, _visible(q, k, window))
     p = (scores - _finite(lse).unsqueeze(-1)).exp()
     gradient = dout.float()
     dp = gradient @ _repeat(v, H).transpose(2, 3) * v_scale.view(1)
