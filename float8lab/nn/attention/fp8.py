@@ -175,7 +175,10 @@ def _gathered(x: Tensor, order: Tensor | None, cu_seqlens: Tensor | None) -> Ten
 
 def _scattered(x: Tensor, order: Tensor | None, rows: int) -> Tensor:
     """The inverse, ``[rows, H, S, D]``; what lies behind the packed tokens is for padding."""
-    return x if order is None else _reordered(x, order.argsort(), rows)
+    if order is None:
+        return x
+    place = torch.arange(order.shape[0], device=order.device)
+    return _reordered(x, torch.empty_like(order).scatter_(0, order, place), rows)
 
 
 def _reordered(x: Tensor, order: Tensor, rows: int) -> Tensor:
