@@ -163,9 +163,10 @@ def fp8_attention_backward(
         grads = [empty_by_token(x, x.shape, dout.dtype).zero_() for x in (q, k, v)]
         scales = q_scale, k_scale, v_scale
         for queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
-            of_queries = (x[:, :, queries] for x in (out, lse, max_scores))
-            operands = dout[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], *scales
-            gradients = fp8_attention_backward(*operands, *of_queries, window, scale)
+            gradients = fp8_attention_backward(
+                dout[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], *scales,
+                out[:, :, queries], lse[:, :, queries], max_scores[:, :, queries], window, scale,
+            )  # fmt: skip
             for x, rows, gradient in zip(grads, (queries, keys, keys), gradients, strict=True):
                 x[:, :, rows] = gradient
         return grads[0], grads[1], grads[2]
