@@ -96,8 +96,11 @@ class Storage:
         state: dict[Tensor, _Moments] = optimizer.state
         try:
             for p in [p for p in copies if p in state]:
-                state[copies[p]] = state.pop(p)
-                _dequantize_moments(copies[p], state[copies[p]])
+                entry = state[copies[p]] = state.pop(p)
+                if copies[p] is not p:  # Adagrad's constructor makes states, in bfloat16
+                    tensors = [(name, x) for name, x in entry.items() if torch.is_tensor(x)]
+                    entry.update({name: x.float() for name, x in tensors if x.dtype == p.dtype})
+                _dequantize_moments(copies[p], entry)
             optimizer.step()
             for p, copy in copies.items():
                 if copy in state and self._quantizes(p):
@@ -135,8 +138,8 @@ class Storage:
     ) -> None:  # fmt: skip
         """Let an optimizer load a state without its masters, for parameters by their indices.
 
-        Alone it would cast quantized moments, and the float32 states of bfloat16 parameters. The
-        next step quantizes the moments that are not.
+        Alone it would cast quantized moments, the float32 states of bfloat16 parameters and
+        numbers such as NAdam's ``mu_product``. The next step quantizes the moments that are not.
         """
         state = dict(cast("dict[int, _Moments]", state_dict["state"]))
         exact: dict[Tensor, _Moments] = {}
@@ -144,16 +147,18 @@ class Storage:
             entry = {**state.pop(index, {})}
             entry.pop(MASTER, None)
             suffixes = ("",) if self._rounds(p) else (QDATA, SCALE)
-            names = [name for name in entry if name.endswith(suffixes) and name != "step"]
-            exact[p] = {name: entry.pop(name) for name in names if torch.is_tensor(entry[name])}
+            tensors = [(k, x) for k, x in entry.items() if torch.is_tensor(x) and k != "step"]
+            exact[p] = {k: x for k, x in tensors if not x.ndim or k.endswith(suffixes)}
+            # The numbers are loaded, too, for some optimizers ask for them there.
+            entry = {k: x for k, x in entry.items() if k not in exact[p] or not x.ndim}
             if entry:
                 state[index] = entry
         optimizer.load_state_dict({**state_dict, "state": state})
         for p, tensors in exact.items():
             for name, x in tensors.items():
-                dtype = torch.float32 if x.is_floating_point() else x.dtype
+                dtype = torch.float32 if x.is_floating_point() and x.ndim else x.dtype
                 optimizer.state[p][name] = x.to(p.device, dtype, copy=True)
-            if tensors and not self._quantizes(p):
+            if not self._quantizes(p):
                 _dequantize_moments(p, optimizer.state[p])
                 for name in _quantized(tensors):
                     del optimizer.state[p][name + QDATA], optimizer.state[p][name + SCALE]

@@ -360,7 +360,9 @@ def test_states_of_rounded_parameters_are_those_of_float32():
     assert {master.dtype for master in masters.masters.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    "optimizer_class", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad]
+)
 @each_way
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(kind, storage, optimizer_class):
     model = make_model(kind)
