@@ -157,6 +157,11 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         in_features = arguments.check_size("in_features", in_features)
         out_features = arguments.check_size("out_features", out_features)
         self._split = sizes = parameters.sizes_of_split(parameters_split, out_features)
+        if self.fuse_wgrad_accumulation and len(sizes or ()) > 1:
+            raise ValueError(
+                "fuse_wgrad_accumulation must be False where parameters_split has several names; "
+                "got True. The weight gradient is of one parameter: leave parameters_split out."
+            )
         self.parallel_mode = mode = parallel_mode and parallel_mode.lower()
         named = {"out_features": out_features}
         if sizes is not None:

@@ -106,10 +106,10 @@ class MasterWeights(torch.optim.Optimizer):
         check_instance(
             "optimizer_class", optimizer_class, Callable, "a class such as torch.optim.AdamW"
         )
-        dtypes = HIGH_PRECISION_DTYPES[: 2 if stochastic_rounding else 3]
-        check_dtype("master_dtype", master_dtype, dtypes, optional=False)
         check_flags(also_16_bit=also_16_bit, fp8_moments=fp8_moments)
         check_flags(stochastic_rounding=stochastic_rounding)
+        dtypes = HIGH_PRECISION_DTYPES[: 2 if stochastic_rounding else 3]
+        check_dtype("master_dtype", master_dtype, dtypes, optional=False)
         self.masters = {}
         self._storage = Storage(bool(fp8_moments), bool(stochastic_rounding))
         self._master_dtype, self._also_16_bit = master_dtype, also_16_bit

@@ -159,8 +159,10 @@ def test_hooks_and_attributes_survive():
     layer.register_full_backward_hook(lambda m, gi, go: calls.append("backward"))
     layer.note = "mine"
     float8lab.convert_to_float8(layer)
-    layer(torch.randn(2, 16, requires_grad=True)).sum().backward()
+    x = torch.randn(2, 16, requires_grad=True)
+    layer(x).sum().backward()
     assert calls == ["forward", "backward"]
+    assert torch.equal(layer.forward(input=x), layer(x))  # by torch's name
     assert layer.note == "mine"
     assert isinstance(layer, float8lab.Linear)  # a model may itself be a linear layer
 
