@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from float8lab.arguments import PARAMETER_DTYPES, check_input, shown
+from float8lab.arguments import PARAMETER_DTYPES, check_input
 from float8lab.nn import parameters
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import GemmDef, GemmModule, describe_fp8, linear_in_high_precision
@@ -123,12 +123,9 @@ class Linear(GemmModule, nn.Linear):
         nn.Linear.reset_parameters(self)
 
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
-        self,
-        inp: Tensor = None,  # type: ignore[assignment]  # it is given, or ``input`` is
-        is_first_microbatch: bool | None = None,
-        *,
-        input: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        self, inp: Tensor = None,  # type: ignore[assignment]  # or ``input`` is given
+        is_first_microbatch: bool | None = None, *, input: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
         """Apply the layer.
 
         Args:
@@ -145,10 +142,7 @@ class Linear(GemmModule, nn.Linear):
         """
         if input is not None:
             if inp is not None:
-                raise TypeError(
-                    "input must be None where inp is given, of which it is another name; got "
-                    f"{shown(input)}. Pass one of the two."
-                )
+                raise TypeError("input must be None where inp is given; got both. Pass one.")
             inp = input
         placement = self._placement
         if self._split is not None:
@@ -157,8 +151,8 @@ class Linear(GemmModule, nn.Linear):
             weight, bias = self.weight, self.bias
         is_tensor = isinstance(inp, Tensor) and inp.dtype in PARAMETER_DTYPES
         if not is_tensor or inp.shape[-1:] != weight.shape[1:]:
-            name = "inp" if input is None else "input"
-            check_input(name, inp, (weight.shape[1],), "in_features")
+            argument = "inp" if input is None else "input"
+            check_input(argument, inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
         # In inference Transformers gives the layer its local shards: plain tensors.
         if placement is not None and is_dtensor(weight):

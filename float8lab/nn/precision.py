@@ -191,8 +191,7 @@ class Precision:
         """The recipe, or None if its blocks of features cross shards; then it warns once."""
         if recipe is None or not isinstance(self.parallel, TensorParallel):
             return recipe  # the group may come later
-        reason = misfit(self.parallel.features, recipe.linear)
-        if reason is None:
+        if (reason := misfit(self.parallel.features, recipe.linear)) is None:
             return recipe
         if STATE.region is not None and not torch.compiler.is_compiling():
             STATE.region.fp8_calls += 1  # it does not warn that nothing ran in FP8
@@ -513,8 +512,7 @@ def _torch_recordings(hooks: Any) -> tuple[tuple[Recording, ...], Recording | No
     its saved-tensor hooks hold one, the frame, in their closure on both occasions.
     """
     pack = inspect.unwrap(hooks[0])
-    code = getattr(pack, "__code__", None)
-    if code is None:
+    if (code := getattr(pack, "__code__", None)) is None:
         return (), None
     cells = dict(zip(code.co_freevars, pack.__closure__ or (), strict=False))
     if "frame" in cells:

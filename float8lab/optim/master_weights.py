@@ -303,8 +303,7 @@ class MasterWeights(torch.optim.Optimizer):
         Between two steps anyone may have changed options, replaced or unfrozen parameters of a
         group, or written to a parameter.
         """
-        inner = self.inner
-        if inner is None:
+        if (inner := self.inner) is None:
             raise RuntimeError("MasterWeights must be constructed before it is used.")
         _copy_options(self.param_groups, inner.param_groups)
         self._match_groups(inner, needed or set())

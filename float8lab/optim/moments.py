@@ -144,24 +144,26 @@ class Storage:
         state = dict(cast("dict[int, _Moments]", state_dict["state"]))
         exact: dict[Tensor, _Moments] = {}
         for index, p in parameters.items():
-            entry = {**state.pop(index, {})}
-            entry.pop(MASTER, None)
-            suffixes = ("",) if self._rounds(p) else (QDATA, SCALE)
-            tensors = [(k, x) for k, x in entry.items() if torch.is_tensor(x) and k != "step"]
-            exact[p] = {k: x for k, x in tensors if not x.ndim or k.endswith(suffixes)}
-            # The numbers are loaded, too, for some optimizers ask for them there.
-            entry = {k: x for k, x in entry.items() if k not in exact[p] or not x.ndim}
-            if entry:
+            entry = {k: x for k, x in state.pop(index, {}).items() if k != MASTER}
+            exact[p] = self._states_to_keep(p, entry)
+            # Torch gets the numbers, too: some optimizers ask for them in a state that they load.
+            if entry := {k: x for k, x in entry.items() if k not in exact[p] or not x.ndim}:
                 state[index] = entry
         optimizer.load_state_dict({**state_dict, "state": state})
         for p, tensors in exact.items():
             for name, x in tensors.items():
-                dtype = torch.float32 if x.is_floating_point() and x.ndim else x.dtype
+                dtype = torch.float32 if x.is_floating_point() else x.dtype
                 optimizer.state[p][name] = x.to(p.device, dtype, copy=True)
-            if not self._quantizes(p):
+            if tensors and not self._quantizes(p):
                 _dequantize_moments(p, optimizer.state[p])
                 for name in _quantized(tensors):
                     del optimizer.state[p][name + QDATA], optimizer.state[p][name + SCALE]
+
+    def _states_to_keep(self, p: Tensor, entry: _Moments) -> _Moments:
+        """The tensors of a saved state that keep their dtype, whatever the parameter's."""
+        suffixes = ("",) if self._rounds(p) else (QDATA, SCALE)
+        tensors = [(k, x) for k, x in entry.items() if torch.is_tensor(x) and k != "step"]
+        return {k: x for k, x in tensors if k.endswith(suffixes) or not x.ndim}
 
 
 def _chunks(parameters: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -212,8 +212,7 @@ def quantize_blocks_(
     copies: list[tuple[Tensor, Tensor]] = []
     for value, spec, target in zip(values, specs, targets, strict=True):
         for x, matrix_spec, stored in _matrices(value, spec, target):
-            block = _matrix_block(matrix_spec, x.ndim)
-            if block is None:
+            if (block := _matrix_block(matrix_spec, x.ndim)) is None:
                 copies += zip(stored, _by_arithmetic(x, matrix_spec, None, 0.0), strict=True)
                 continue
             matrices = [_as_matrix(tensor) for tensor in (x, *stored)]

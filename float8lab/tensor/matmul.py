@@ -159,8 +159,7 @@ if hasattr(aten, "_grouped_mm"):  # not every torch has it
         by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
         if offs is None or not by_rows or (a.shape[1], offs.shape) != (b.shape[1], b.shape[:1]):
             return NotImplemented  # torch has messages for sizes that do not fit
-        blocks = _gemm_blocks(a, b, True)
-        if blocks is None:
+        if (blocks := _gemm_blocks(a, b, True)) is None:
             return NotImplemented
         (rows, columns), weight_block = blocks
         block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several

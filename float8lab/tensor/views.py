@@ -200,8 +200,7 @@ def _select(op: OpOverload, x: Float8Tensor, dim: int, index: int) -> Float8Tens
 def _split(
     op: OpOverload, x: Float8Tensor, sizes: int | Sequence[int], dim: int = 0
 ) -> list[Float8Tensor]:
-    stops = accumulate(q.shape[dim] for q in op(x.qdata, sizes, dim))
-    bounds = pairwise((0, *stops))
+    bounds = pairwise((0, *accumulate(q.shape[dim] for q in op(x.qdata, sizes, dim))))
     return [_slice(aten.slice.Tensor, x, dim, start, stop, 1) for start, stop in bounds]
 
 
