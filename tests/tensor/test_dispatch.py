@@ -254,6 +254,27 @@ def test_what_fp8_cannot_do_says_what_to_do_instead(call, message):
         call(quantize(torch.randn(4, 8)))
 
 
+@pytest.mark.parametrize("block", [(2, 2), (-1, -1)], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.cat([x, x], 2), lambda x: torch.stack([x, x], 4), lambda x: x.repeat(2),
+        lambda x: torch.cat([x, x[:, :0], x[:3, :0]], 1), lambda x: x[torch.tensor([-5])],
+        lambda x: x.index_select(0, torch.tensor([-1])), lambda x: x[torch.ones(3).bool()],
+        lambda x: x[0, 0].index_select(0, torch.tensor([0, 0])), lambda x: x[0, 0].squeeze(2),
+        lambda x: F.embedding(torch.tensor([-1]), x), lambda x: F.layer_norm(x[0], (8, 1)),
+        lambda x: F.layer_norm(x, (8,), torch.ones(2, 4)), lambda x: torch.bmm(x, x.mT),
+        lambda x: torch.mv(x[None], x[0]), lambda x: torch.ops.aten.slice(x, 2, 0, 1),
+    ],
+)  # fmt: skip
+def test_what_torch_refuses_is_refused(call, block):
+    x = quantize(torch.randn(4, 8), block=block)
+    with float8lab.fallback("silent"):
+        for tensor in (x.dequantize(), x):
+            with pytest.raises((IndexError, RuntimeError)):
+                call(tensor)
+
+
 COMPUTED_IN_STEPS = {
     "hinge_embedding_loss": lambda x, v: F.hinge_embedding_loss(x, -torch.ones(8, 8), margin=0.3),
     "lerp": lambda x, v: torch.lerp(v, 2 * v, x),
@@ -299,7 +320,9 @@ JOINS = {
     "index_select": lambda x, y: x.index_select(1, torch.tensor([3, 19])),
     "embedding": lambda x, y: F.embedding(torch.tensor([[1, 2, 9]]), x),
     "flip": lambda x, y: x.flip(0, 1),
+    "flip-scalar": lambda x, y: x[0, 0].flip(0),
     "roll": lambda x, y: x.roll((3, 8), (0, 1)),
+    "roll-twice": lambda x, y: x.roll((4, 5), (1, -1)),
     "repeat": lambda x, y: x.repeat(2, 2, 3),
     "neg": lambda x, y: -x,
     "clone": lambda x, y: x.t().clone(memory_format=torch.contiguous_format),
