@@ -254,16 +254,14 @@ class Precision:
 
     def _begin_forward(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
         """The call of a forward that repeats no other."""
-        recipe = self.active_recipe()
-        if recipe is None:
+        if (recipe := self.active_recipe()) is None:
             return None
         if type(x) is not Tensor:
             _refuse_dtensor(x)
         record = training or STATE.autocast.calibrating
         if torch.compiler.is_compiling():
             return self._begin_in_graph(recipe, options, record)
-        region = STATE.region
-        if region is not None:
+        if (region := STATE.region) is not None:
             region.fp8_calls += 1
         if not recipe.linear.delayed:
             if options is not NO_OPTIONS:
@@ -447,8 +445,7 @@ class Precision:
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
         group = STATE.autocast.group if group is _HERE else group
         key = (recipe, group)
-        slots = self.slots.get(key)
-        if slots is None:
+        if (slots := self.slots.get(key)) is None:
             fp8_dtypes, forward = self.slot_formats(recipe.linear)
             slots = self.slots[key] = DelayedSlots(
                 recipe, group, fp8_dtypes=fp8_dtypes, forward=forward, device=device, key=self.key,

@@ -166,8 +166,7 @@ class Float8Tensor(StoredTensor):
             return NotImplemented
         _refresh_views(args)
         kwargs = kwargs or {}
-        handler = table.get(op)
-        if handler is None:
+        if (handler := table.get(op)) is None:
             # Autograd has split composite ops, but inference mode and handlers run without it.
             result = op.decompose(*args, **kwargs)
             if result is not NotImplemented:

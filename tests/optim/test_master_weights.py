@@ -346,8 +346,7 @@ def test_master_dtype(model, dtype):
 
 def test_16_bit_parameters_get_masters_on_request():
     model = make_model(dtype=torch.bfloat16)
-    plain = MasterWeights(model.parameters(), torch.optim.SGD, lr=2**-12)
-    assert len(plain.masters) == 2
+    assert len(MasterWeights(model.parameters(), torch.optim.SGD, lr=2**-12).masters) == 2
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=2**-12, also_16_bit=True)
     assert len(optimizer.masters) == len(list(model.parameters()))
     norm = model[1].weight

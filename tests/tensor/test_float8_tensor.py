@@ -300,8 +300,7 @@ def test_gradients_flow_through_products():
 
 @pytest.fixture
 def fresh_warnings(monkeypatch):
-    policy = dispatch._Policy()
-    monkeypatch.setattr(dispatch, "_POLICY", policy)
+    monkeypatch.setattr(dispatch, "_POLICY", dispatch._Policy())
 
 
 @pytest.mark.usefixtures("fresh_warnings")
