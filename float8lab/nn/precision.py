@@ -314,8 +314,7 @@ class Precision:
         experts: range | None, *, shares_launch: bool,
     ) -> QuantParams:  # fmt: skip
         """``DelayedSlots.params_in_graph``, when a compiled graph casts ``x``."""
-        inner = x if isinstance(x, Tensor) else x.inputs[0]
-        slots = self._slots(recipe, inner.device, group)
+        slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device, group)
         pack = slots.pack
         pack.keeps_previous = True
         if pack.is_recorded():

@@ -180,8 +180,7 @@ class MasterWeights(torch.optim.Optimizer):
         if self.inner is not None:
             inner_state = self.inner.state
             for p in chain.from_iterable(group["params"] for group in self.param_groups):
-                master = self.masters.get(p, p)
-                if master in inner_state:
+                if (master := self.masters.get(p, p)) in inner_state:
                     state[p] = inner_state[master]
         return state
 
@@ -342,8 +341,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _hand_over_gradients(self) -> None:
         for p, master in self.masters.items():
-            gradient = p.grad
-            if gradient is not None:
+            if (gradient := p.grad) is not None:
                 gradient = with_local(gradient, decoded(local_of(gradient))).to(master.dtype)
             master.grad = gradient
 

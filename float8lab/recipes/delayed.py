@@ -179,8 +179,7 @@ class ScalePack:
         not, for the copies for other casts would outlive the graph, in its memory.
         """
         source, unused = (self.factors, self.previous)[previous], self._unused[previous]
-        rows = unused.pop(start, None) if shares_launch else None
-        if rows is None:
+        if (rows := unused.pop(start, None) if shares_launch else None) is None:
             # Where few tensors are cast many times, most of a copy is left. Gradients are a third.
             if not shares_launch or 4 * len(unused) > 3 * len(self.widths):
                 return _copied(source[:, slots])

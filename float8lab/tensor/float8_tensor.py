@@ -168,8 +168,7 @@ class Float8Tensor(StoredTensor):
         kwargs = kwargs or {}
         if (handler := table.get(op)) is None:
             # Autograd has split composite ops, but inference mode and handlers run without it.
-            result = op.decompose(*args, **kwargs)
-            if result is not NotImplemented:
+            if (result := op.decompose(*args, **kwargs)) is not NotImplemented:
                 return result
             if not op.is_view:
                 return run_fallback(Float8Tensor, op, args, kwargs)
