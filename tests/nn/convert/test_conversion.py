@@ -143,10 +143,11 @@ def test_to_high_precision_undoes_it():
 
 def test_to_high_precision_dequantizes_stored_weights():
     with float8lab.fp8_model_init():
-        model = nn.Sequential(float8lab.Linear(16, 16, device="cpu"))
-    value = model[0].weight.dequantize()
+        model = nn.Sequential(*(float8lab.Linear(16, 16, device="cpu") for _ in range(2)))
+    model[1].weight, value = model[0].weight, model[0].weight.dequantize()
     float8lab.to_high_precision(model)
     assert type(model[0]) is nn.Linear
+    assert model[1].weight is model[0].weight
     assert type(model[0].weight) is nn.Parameter
     assert torch.equal(model[0].weight, value)
 
