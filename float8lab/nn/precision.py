@@ -326,8 +326,7 @@ class Precision:
         )
         if forward and not recomputes:
             pack.advanced = False
-            region = STATE.region or STATE.in_graph
-            if region is None:
+            if (region := STATE.region or STATE.in_graph) is None:
                 region = STATE.in_graph = Region()
             region.fp8_calls += 1
             if record:

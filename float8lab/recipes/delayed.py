@@ -145,8 +145,7 @@ class ScalePack:
         if self.is_recorded():
             return None
         if self._live is None:
-            copy = self._copy
-            if copy is None:
+            if (copy := self._copy) is None:
                 with torch.inference_mode(False):  # training's casts get views of the same tensor
                     copy = self._copy = _copied(self.factors)
             if len(self.widths) == copy.shape[0]:
