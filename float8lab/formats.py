@@ -317,8 +317,7 @@ class Spec:
         >>> Spec(block=(1, 128)).expand(3).block, Spec().expand(3).block
         ((1, 1, 128), (-1, -1, -1))
         """
-        extra = ndim - len(self.block)
-        if extra == 0:
+        if (extra := ndim - len(self.block)) == 0:
             return self
         if extra < 0:
             return replace(self, block=self.block[-ndim:] if ndim else ())

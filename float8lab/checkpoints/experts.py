@@ -184,8 +184,7 @@ def stack_experts(items: Sequence[Item], names: Container[str]) -> list[Item]:
         numbers = range(len(kinds[0]))
         if all(sorted(by_expert) == list(numbers) for by_expert in kinds):
             experts = [[by_expert[number] for by_expert in kinds] for number in numbers]
-            stack = _stack(name, experts)
-            if stack is not None:
+            if (stack := _stack(name, experts)) is not None:
                 made[experts[0][0].name] = stack
     taken = {item.name for stack in made.values() for item in stack.matrices} - made.keys()
     return [made.get(item.name) or item for item in items if item.name not in taken]

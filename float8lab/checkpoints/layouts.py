@@ -72,8 +72,7 @@ def recognize(source: CheckpointSource) -> list[Item]:
     configured = _configured_block(source.config)
     weights = {}
     for entry in source.entries:
-        packed = find_packed(entry, entries)
-        if packed is not None:
+        if (packed := find_packed(entry, entries)) is not None:
             weights[entry.name] = packed
         elif entry.name.endswith(".qdata") and entry.dtype in (torch.uint8, *FP8_DTYPES):
             weights[entry.name] = _stored(entry, entries)
@@ -148,8 +147,7 @@ def _with_scale(
     if scale.dtype not in _SCALE_DTYPES:
         wrong = Finding("bad-scale", f"its scale {scale.name} is {scale.dtype_name}")
         return replace(item, extras=(scale,), findings=(wrong,))
-    block = _block(entry.shape, scale.shape, expected)
-    if block is None:
+    if (block := _block(entry.shape, scale.shape, expected)) is None:
         text = f"scale of shape {sizes(scale.shape)} fits no blocks of {sizes(entry.shape)}"
         return replace(item, extras=(scale,), findings=(Finding("scale-shape", text),))
     rule = "e8m0" if scale.dtype in (torch.float8_e8m0fnu, torch.uint8) else "fp32"

@@ -178,8 +178,7 @@ def _item(packed: _Packed) -> Item:
         usable, extras = None, tuple(filter(None, (scale, tensor_scale)))
         spec = replace(spec, block=(1,) * (len(data.shape) - 1) + spec.block[-1:])
     elif spec.tensor_scale and tensor_scale is not None:
-        factor = packed.factor()
-        if factor is None:
+        if (factor := packed.factor()) is None:
             shape = sizes(tensor_scale.shape)
             text = f"its scale {tensor_scale.name} is {tensor_scale.dtype_name} of shape {shape}"
             findings.append(Finding("bad-scale", text))

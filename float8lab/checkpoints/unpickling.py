@@ -139,8 +139,7 @@ _ANY_NAME = AllowedNames(
 def _restricted_unpickler(allowed: AllowedNames, subject: str) -> type[pickle.Unpickler]:
     class RestrictedUnpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> object:
-            value = allowed.find(module, name)
-            if value is None:
+            if (value := allowed.find(module, name)) is None:
                 raise CheckpointError(
                     f"{subject} must hold {allowed.contents}; it names {module}.{name}, and "
                     f"loading that can run code. {allowed.advice}"

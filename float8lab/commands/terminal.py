@@ -33,8 +33,7 @@ def program_name() -> str:
 
 def show(summary: str, grids: Sequence[Grid]) -> None:
     """Print a summary and tables to standard output."""
-    rich = _rich() if sys.stdout.isatty() else None
-    if rich is None:
+    if (rich := _rich() if sys.stdout.isatty() else None) is None:
         print("\n\n".join([summary, *map(str, grids)]))
         return
     console = rich.console.Console(highlight=False)
@@ -125,8 +124,7 @@ def progress_bar(title: str) -> Iterator[Any]:
     """Show a bar on standard error while the block runs, by rich and on a terminal.
     The block is given a function of the bytes done, the bytes in all and a name; None where there
     is no bar."""
-    rich = _rich() if sys.stderr.isatty() else None
-    if rich is None:
+    if (rich := _rich() if sys.stderr.isatty() else None) is None:
         yield None
         return
     progress, console = rich.progress, rich.console.Console(stderr=True)

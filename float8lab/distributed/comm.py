@@ -251,8 +251,7 @@ class TensorParallel:
         if outer > 1:
             partial = partial.unflatten(0, (outer, self.size, size)).transpose(0, 1).flatten(0, 2)
         shard = reduce_scattered(partial, self.size, self.name)
-        count = tokens.rows_per_outer
-        if count == size:
+        if (count := tokens.rows_per_outer) == size:
             return shard
         return shard.unflatten(0, (outer, size))[:, :count].flatten(0, 1)
 

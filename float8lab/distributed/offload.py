@@ -148,8 +148,7 @@ class _Moved:
         self.on_device = None
 
     def load(self) -> Tensor:
-        on_device = self.on_device
-        if on_device is None:
+        if (on_device := self.on_device) is None:
             on_device, self.arrival = self.lanes.load(self.host)
             self.on_device, self.seen = on_device, False
         return on_device

@@ -441,8 +441,7 @@ def _compare(
     b: tuple[Tensor, Float8Spec],
 ) -> Tensor:  # fmt: skip
     """Record the effect of FP8 on ``a @ b.T``; return the error of the result."""
-    epsilon = recipe.linear.amax_epsilon
-    a_cast, b_cast = (_cast(value, spec, epsilon) for value, spec in (a, b))
+    a_cast, b_cast = (_cast(x, spec, recipe.linear.amax_epsilon) for x, spec in (a, b))
     exact = a[0] @ b[0].t()
     error = a_cast @ b_cast.t() - exact
     alone = (a_cast - a[0]) @ b[0].t(), a[0] @ (b_cast - b[0]).t()

@@ -263,8 +263,7 @@ class _Look:
             if not x.requires_grad or type(x) is not Tensor:
                 return x
             alias = x.view_as(x)
-            label = name, f"gradient of input {index}"
-            alias.register_hook(partial(self._at_gradient, label))
+            alias.register_hook(partial(self._at_gradient, (name, f"gradient of input {index}")))
             return alias
 
         return tree_map(own, args), tree_map(own, kwargs)

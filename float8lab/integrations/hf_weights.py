@@ -126,8 +126,7 @@ def _by_layer(
     outside: dict[str, Tensor] = {}
     pattern = re.compile(re.escape(prefix) + r"(\d+)\.(.+)")
     for key, value in state.items():
-        match = pattern.fullmatch(key)
-        if match is None:
+        if (match := pattern.fullmatch(key)) is None:
             outside[key] = value
         else:
             layers.setdefault(int(match[1]), {})[match[2]] = value

@@ -124,8 +124,7 @@ class Float8Callback(ConversionArguments, TrainerCallback):
             print(f"Float8Callback:\n{conversion_report(model)}")
 
     def _load(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
-        saved = state.stateful_callbacks.get(_KEY)
-        if saved is None:
+        if (saved := state.stateful_callbacks.get(_KEY)) is None:
             if state.is_world_process_zero:
                 print("Float8Callback: the checkpoint has no scales; they start from the tensors")
             return

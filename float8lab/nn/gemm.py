@@ -747,8 +747,7 @@ def _dgrad(
         dy = comm.gather(dy, backward=True)
         if offsets is not None:
             return Gemm(_mm_in_groups(dy, value.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
-        dx = (dy @ value.to(dy.dtype)).to(weight.dtype)
-        return Gemm(comm.reduce(dx, backward=True), dy)
+        return Gemm(comm.reduce((dy @ value.to(dy.dtype)).to(weight.dtype), backward=True), dy)
     operand = weight.columnwise
     if operand is None and weight.data is not None and weight.scale is not None:
         scale = weight.scale

@@ -360,8 +360,7 @@ class _Graphed:
         if self.ignored:
             kwargs = {name: value for name, value in kwargs.items() if name not in self.ignored}
         leaves, spec = _leaves(args, kwargs)
-        described = self.describe(leaves, spec, structure)
-        if described is None:
+        if (described := self.describe(leaves, spec, structure)) is None:
             return None
         key, tensors = described
         if (recorded := self._recorded_for(key)) is not None:
@@ -398,8 +397,7 @@ class _Graphed:
         if key not in self.seen:
             self.seen.append(key)
             return False
-        device = tensors[0].device
-        return all(t.device == device for t in (*tensors, *structure.tensors))
+        return len({t.device for t in (*tensors, *structure.tensors)}) == 1
 
     def describe(
         self, leaves: Sequence[object], spec: TreeSpec | _Flat, structure: _Structure
@@ -428,8 +426,7 @@ class _Graphed:
                 key += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
                 if exact:
                     key.append(leaf.stride())
-        stream = _stream(tensors[0]) if tensors else None
-        if stream is None:
+        if (stream := _stream(tensors[0]) if tensors else None) is None:
             return None
         if exact:
             key += (

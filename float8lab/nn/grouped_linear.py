@@ -163,7 +163,8 @@ class GroupedLinear(GemmModule):
             ValueError: ``m_splits`` are not ``num_gemms`` numbers, one is negative, or their sum is
                 too large.
         """
-        if not isinstance(inp, Tensor) or inp.shape[-1:] != (self.in_features,):
+        is_tensor = isinstance(inp, Tensor) and inp.dtype in arguments.PARAMETER_DTYPES
+        if not is_tensor or inp.shape[-1:] != (self.in_features,):
             arguments.check_input("inp", inp, (self.in_features,), "in_features")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         weights, biases = self._expert_parameters()

@@ -157,6 +157,11 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         in_features = arguments.check_size("in_features", in_features)
         out_features = arguments.check_size("out_features", out_features)
         self._split = sizes = parameters.sizes_of_split(parameters_split, out_features)
+        if self.fuse_wgrad_accumulation and len(sizes or ()) > 1:
+            raise ValueError(
+                "fuse_wgrad_accumulation must be False where parameters_split has several names; "
+                "got True. The weight gradient is of one parameter: leave parameters_split out."
+            )
         self.parallel_mode = mode = parallel_mode and parallel_mode.lower()
         named = {"out_features": out_features}
         if sizes is not None:
@@ -208,13 +213,11 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         keep = self._keeps_initial_values
         for gemm in self.gemms:
             weights = [getattr(self, name) for name in gemm.weights]
-            pieces = gemm.features if len(weights) == 1 else ()
-            shard = self._shard(gemm.shard_dim - 2, pieces)
+            shard = self._shard(gemm.shard_dim - 2, gemm.features if len(weights) == 1 else ())
             for together in [[w] for w in weights] if gemm.experts else [weights]:
                 parameters.initialise(together, gemm.init_method, keep=keep, shard=shard)
             for name in gemm.biases:
-                bias = getattr(self, name)
-                if bias is not None:
+                if (bias := getattr(self, name)) is not None:
                     nn.init.zeros_(bias)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -356,8 +359,7 @@ def linear_in_high_precision(
     precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
 ) -> Tensor:
     """``x @ weight.T + bias`` without FP8, on one rank or several, and its amaxes if asked for."""
-    sharing = precision.parallel
-    if sharing is None:
+    if (sharing := precision.parallel) is None:
         precision.calibrate(x, weight)
         return nn.functional.linear(x, weight, bias)
     x = sharing.enter(x, tokens)

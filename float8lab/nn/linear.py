@@ -67,8 +67,8 @@ class Linear(GemmModule, nn.Linear):
             switches it off. Numbers are the same.
 
     Raises:
-        ValueError: ``parameters_split`` does not add up to ``out_features``; sizes that the ranks
-            cannot share equally.
+        ValueError: ``parameters_split`` does not add up to ``out_features``, or is given with
+            ``fuse_wgrad_accumulation``; sizes that the ranks cannot share equally.
 
     >>> layer = float8lab.Linear(64, 32, device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -123,8 +123,9 @@ class Linear(GemmModule, nn.Linear):
         nn.Linear.reset_parameters(self)
 
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
-        self, inp: Tensor, is_first_microbatch: bool | None = None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        self, inp: Tensor = None,  # type: ignore[assignment]  # or ``input`` is given
+        is_first_microbatch: bool | None = None, *, input: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
         """Apply the layer.
 
         Args:
@@ -133,18 +134,25 @@ class Linear(GemmModule, nn.Linear):
                 say so only if the weight did not change in between. True also makes
                 ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead of adding to it. None
                 casts the weight every time.
+            input: ``inp``, under its name in ``torch.nn.Linear``.
 
         Returns:
             ``[..., out_features]``; with ``return_bias``, a tuple of the output without bias, and
             the bias.
         """
+        if input is not None:
+            if inp is not None:
+                raise TypeError("input must be None where inp is given; got both. Pass one.")
+            inp = input
         placement = self._placement
         if self._split is not None:
             weight, bias = self._weight_and_bias(self.gemms[0])
         else:
             weight, bias = self.weight, self.bias
-        if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
-            check_input("inp", inp, (weight.shape[1],), "in_features")
+        is_tensor = isinstance(inp, Tensor) and inp.dtype in PARAMETER_DTYPES
+        if not is_tensor or inp.shape[-1:] != weight.shape[1:]:
+            argument = "inp" if input is None else "input"
+            check_input(argument, inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
         # In inference Transformers gives the layer its local shards: plain tensors.
         if placement is not None and is_dtensor(weight):
@@ -154,8 +162,6 @@ class Linear(GemmModule, nn.Linear):
         parallel = self._fp8.parallel
         tokens = None if parallel is None else parallel.tokens_of(x)
         if (call := self._begin(self._fp8, x, weight, is_first_microbatch, tokens)) is None:
-            if x.dtype not in PARAMETER_DTYPES:
-                check_input("inp", x, (self.in_features,), "in_features")
             plain = plain_weight(self, weight, is_first_microbatch)
             y = linear_in_high_precision(self._fp8, x, plain, added, tokens)
         else:

@@ -479,8 +479,7 @@ def _shard_of_dtensor(name: str, x: Any) -> ParameterShard | None:
 
 def _of_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
     """The unsharded tensor of a DTensor, whose shards the state dicts of all its ranks have."""
-    shard = _shard_of_dtensor(name, shards[0])
-    if shard is None:
+    if (shard := _shard_of_dtensor(name, shards[0])) is None:
         return local_of(shards[0])
     if len(shards) != shard.ranks:
         raise ValueError(
@@ -554,8 +553,7 @@ def _full(name: str, x: DTensor) -> Tensor:
     """The unsharded tensor; DTensor's own method would give one stored in FP8 other blocks."""
     if type(local_of(x)) is not Float8Tensor:  # FSDP2's shards know how to be gathered
         return x.full_tensor()
-    shard = _shard_of_dtensor(name, x)
-    if shard is None:
+    if (shard := _shard_of_dtensor(name, x)) is None:
         return local_of(x)
     shards = all_objects(local_of(x).detach().cpu(), x.device_mesh.get_group())
     return _unshard(name, shard, shards).to(x.device)

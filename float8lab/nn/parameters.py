@@ -192,8 +192,7 @@ def store_in_fp8(
     ``sharing`` says how ranks share them, if they do. Returns whether they are to keep their
     initial values in high precision.
     """
-    init = STATE.init
-    if init is None:
+    if (init := STATE.init) is None:
         return False
     for name in names:
         value = getattr(module, name).detach()

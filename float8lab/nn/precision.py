@@ -191,8 +191,7 @@ class Precision:
         """The recipe, or None if its blocks of features cross shards; then it warns once."""
         if recipe is None or not isinstance(self.parallel, TensorParallel):
             return recipe  # the group may come later
-        reason = misfit(self.parallel.features, recipe.linear)
-        if reason is None:
+        if (reason := misfit(self.parallel.features, recipe.linear)) is None:
             return recipe
         if STATE.region is not None and not torch.compiler.is_compiling():
             STATE.region.fp8_calls += 1  # it does not warn that nothing ran in FP8
@@ -255,16 +254,14 @@ class Precision:
 
     def _begin_forward(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
         """The call of a forward that repeats no other."""
-        recipe = self.active_recipe()
-        if recipe is None:
+        if (recipe := self.active_recipe()) is None:
             return None
         if type(x) is not Tensor:
             _refuse_dtensor(x)
         record = training or STATE.autocast.calibrating
         if torch.compiler.is_compiling():
             return self._begin_in_graph(recipe, options, record)
-        region = STATE.region
-        if region is not None:
+        if (region := STATE.region) is not None:
             region.fp8_calls += 1
         if not recipe.linear.delayed:
             if options is not NO_OPTIONS:
@@ -317,8 +314,7 @@ class Precision:
         experts: range | None, *, shares_launch: bool,
     ) -> QuantParams:  # fmt: skip
         """``DelayedSlots.params_in_graph``, when a compiled graph casts ``x``."""
-        inner = x if isinstance(x, Tensor) else x.inputs[0]
-        slots = self._slots(recipe, inner.device, group)
+        slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device, group)
         pack = slots.pack
         pack.keeps_previous = True
         if pack.is_recorded():
@@ -330,8 +326,7 @@ class Precision:
         )
         if forward and not recomputes:
             pack.advanced = False
-            region = STATE.region or STATE.in_graph
-            if region is None:
+            if (region := STATE.region or STATE.in_graph) is None:
                 region = STATE.in_graph = Region()
             region.fp8_calls += 1
             if record:
@@ -448,8 +443,7 @@ class Precision:
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
         group = STATE.autocast.group if group is _HERE else group
         key = (recipe, group)
-        slots = self.slots.get(key)
-        if slots is None:
+        if (slots := self.slots.get(key)) is None:
             fp8_dtypes, forward = self.slot_formats(recipe.linear)
             slots = self.slots[key] = DelayedSlots(
                 recipe, group, fp8_dtypes=fp8_dtypes, forward=forward, device=device, key=self.key,
@@ -513,8 +507,7 @@ def _torch_recordings(hooks: Any) -> tuple[tuple[Recording, ...], Recording | No
     its saved-tensor hooks hold one, the frame, in their closure on both occasions.
     """
     pack = inspect.unwrap(hooks[0])
-    code = getattr(pack, "__code__", None)
-    if code is None:
+    if (code := getattr(pack, "__code__", None)) is None:
         return (), None
     cells = dict(zip(code.co_freevars, pack.__closure__ or (), strict=False))
     if "frame" in cells:

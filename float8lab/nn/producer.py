@@ -67,8 +67,7 @@ class Origin(NamedTuple):
 
     def recast(self, x: Tensor) -> Recast:
         """The cast of x in backward, one for all layers that have it one after the other."""
-        cast = _LAST.cast() if _LAST.input() is x else None
-        if cast is None:
+        if (cast := _LAST.cast() if _LAST.input() is x else None) is None:
             cast = Recast()
             _LAST.input, _LAST.cast = weakref.ref(x), weakref.ref(cast)
         cast.layers += 1

@@ -252,8 +252,7 @@ def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> object:
     own_region = Region() if region is None and recorded.packs else None
     with inside(own_region) if own_region is not None else nullcontext():
         result = recorded(*tensors)
-        region = STATE.region
-        if region is not None:
+        if (region := STATE.region) is not None:
             region.fp8_calls += 1
             region.packs.update(dict.fromkeys(recorded.packs))
     if own_region is not None:

@@ -211,8 +211,7 @@ class DelayedScales(ScaleSource):
 
         The slots' answer in a forward holds for the rest of the call.
         """
-        params = self.known_params[index]
-        if params is not None:
+        if (params := self.known_params[index]) is not None:
             return params
         params = self.slots.scale_for(
             index, x, record=self.record, is_empty_everywhere=self.is_empty_everywhere,

@@ -106,10 +106,10 @@ class MasterWeights(torch.optim.Optimizer):
         check_instance(
             "optimizer_class", optimizer_class, Callable, "a class such as torch.optim.AdamW"
         )
-        dtypes = HIGH_PRECISION_DTYPES[: 2 if stochastic_rounding else 3]
-        check_dtype("master_dtype", master_dtype, dtypes, optional=False)
         check_flags(also_16_bit=also_16_bit, fp8_moments=fp8_moments)
         check_flags(stochastic_rounding=stochastic_rounding)
+        dtypes = HIGH_PRECISION_DTYPES[: 2 if stochastic_rounding else 3]
+        check_dtype("master_dtype", master_dtype, dtypes, optional=False)
         self.masters = {}
         self._storage = Storage(bool(fp8_moments), bool(stochastic_rounding))
         self._master_dtype, self._also_16_bit = master_dtype, also_16_bit
@@ -180,8 +180,7 @@ class MasterWeights(torch.optim.Optimizer):
         if self.inner is not None:
             inner_state = self.inner.state
             for p in chain.from_iterable(group["params"] for group in self.param_groups):
-                master = self.masters.get(p, p)
-                if master in inner_state:
+                if (master := self.masters.get(p, p)) in inner_state:
                     state[p] = inner_state[master]
         return state
 
@@ -303,8 +302,7 @@ class MasterWeights(torch.optim.Optimizer):
         Between two steps anyone may have changed options, replaced or unfrozen parameters of a
         group, or written to a parameter.
         """
-        inner = self.inner
-        if inner is None:
+        if (inner := self.inner) is None:
             raise RuntimeError("MasterWeights must be constructed before it is used.")
         _copy_options(self.param_groups, inner.param_groups)
         self._match_groups(inner, needed or set())
@@ -343,8 +341,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _hand_over_gradients(self) -> None:
         for p, master in self.masters.items():
-            gradient = p.grad
-            if gradient is not None:
+            if (gradient := p.grad) is not None:
                 gradient = with_local(gradient, decoded(local_of(gradient))).to(master.dtype)
             master.grad = gradient
 

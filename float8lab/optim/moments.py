@@ -96,8 +96,11 @@ class Storage:
         state: dict[Tensor, _Moments] = optimizer.state
         try:
             for p in [p for p in copies if p in state]:
-                state[copies[p]] = state.pop(p)
-                _dequantize_moments(copies[p], state[copies[p]])
+                entry = state[copies[p]] = state.pop(p)
+                if copies[p] is not p:  # Adagrad's constructor makes states, in bfloat16
+                    tensors = [(name, x) for name, x in entry.items() if torch.is_tensor(x)]
+                    entry.update({name: x.float() for name, x in tensors if x.dtype == p.dtype})
+                _dequantize_moments(copies[p], entry)
             optimizer.step()
             for p, copy in copies.items():
                 if copy in state and self._quantizes(p):
@@ -135,18 +138,16 @@ class Storage:
     ) -> None:  # fmt: skip
         """Let an optimizer load a state without its masters, for parameters by their indices.
 
-        Alone it would cast quantized moments, and the float32 states of bfloat16 parameters. The
-        next step quantizes the moments that are not.
+        Alone it would cast quantized moments, the float32 states of bfloat16 parameters and
+        numbers such as NAdam's ``mu_product``. The next step quantizes the moments that are not.
         """
         state = dict(cast("dict[int, _Moments]", state_dict["state"]))
         exact: dict[Tensor, _Moments] = {}
         for index, p in parameters.items():
-            entry = {**state.pop(index, {})}
-            entry.pop(MASTER, None)
-            suffixes = ("",) if self._rounds(p) else (QDATA, SCALE)
-            names = [name for name in entry if name.endswith(suffixes) and name != "step"]
-            exact[p] = {name: entry.pop(name) for name in names if torch.is_tensor(entry[name])}
-            if entry:
+            entry = {k: x for k, x in state.pop(index, {}).items() if k != MASTER}
+            exact[p] = self._states_to_keep(p, entry)
+            # Torch gets the numbers, too: some optimizers ask for them in a state that they load.
+            if entry := {k: x for k, x in entry.items() if k not in exact[p] or not x.ndim}:
                 state[index] = entry
         optimizer.load_state_dict({**state_dict, "state": state})
         for p, tensors in exact.items():
@@ -157,6 +158,12 @@ class Storage:
                 _dequantize_moments(p, optimizer.state[p])
                 for name in _quantized(tensors):
                     del optimizer.state[p][name + QDATA], optimizer.state[p][name + SCALE]
+
+    def _states_to_keep(self, p: Tensor, entry: _Moments) -> _Moments:
+        """The tensors of a saved state that keep their dtype, whatever the parameter's."""
+        suffixes = ("",) if self._rounds(p) else (QDATA, SCALE)
+        tensors = [(k, x) for k, x in entry.items() if torch.is_tensor(x) and k != "step"]
+        return {k: x for k, x in tensors if k.endswith(suffixes) or not x.ndim}
 
 
 def _chunks(parameters: Sequence[Tensor]) -> list[list[Tensor]]:

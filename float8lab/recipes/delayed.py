@@ -145,8 +145,7 @@ class ScalePack:
         if self.is_recorded():
             return None
         if self._live is None:
-            copy = self._copy
-            if copy is None:
+            if (copy := self._copy) is None:
                 with torch.inference_mode(False):  # training's casts get views of the same tensor
                     copy = self._copy = _copied(self.factors)
             if len(self.widths) == copy.shape[0]:
@@ -179,8 +178,7 @@ class ScalePack:
         not, for the copies for other casts would outlive the graph, in its memory.
         """
         source, unused = (self.factors, self.previous)[previous], self._unused[previous]
-        rows = unused.pop(start, None) if shares_launch else None
-        if rows is None:
+        if (rows := unused.pop(start, None) if shares_launch else None) is None:
             # Where few tensors are cast many times, most of a copy is left. Gradients are a third.
             if not shares_launch or 4 * len(unused) > 3 * len(self.widths):
                 return _copied(source[:, slots])

@@ -75,8 +75,7 @@ class AmaxChannel:
         # It carries nothing else: a rank that waits here for another, which has gone on to its
         # data, gets an error at the group's timeout, and never data that it takes for something
         # else.
-        host = self._host
-        if host is None:
+        if (host := self._host) is None:
             timeout = group._get_backend(group._device_types[0]).options._timeout
             ranks = dist.get_process_group_ranks(group)
             made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)

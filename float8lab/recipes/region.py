@@ -220,8 +220,7 @@ def _reduce(
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
-        group = reduction.reducing_group(named)
-        if group is None:
+        if (group := reduction.reducing_group(named)) is None:
             continue
         channel = reduction.channel(group)
         for pack in reducing:

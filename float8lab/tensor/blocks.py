@@ -212,8 +212,7 @@ def quantize_blocks_(
     copies: list[tuple[Tensor, Tensor]] = []
     for value, spec, target in zip(values, specs, targets, strict=True):
         for x, matrix_spec, stored in _matrices(value, spec, target):
-            block = _matrix_block(matrix_spec, x.ndim)
-            if block is None:
+            if (block := _matrix_block(matrix_spec, x.ndim)) is None:
                 copies += zip(stored, _by_arithmetic(x, matrix_spec, None, 0.0), strict=True)
                 continue
             matrices = [_as_matrix(tensor) for tensor in (x, *stored)]
@@ -320,10 +319,9 @@ def _regroup(
     fitting = _split(run, new)
     while fitting is None:  # halving keeps the common powers of two, and a run of 1 fits
         run = run // 2 if run % 2 == 0 else 1
-        fitting = _split(run, new)
-        refined = _split(run, old) or [1] * len(old)
-        refined = [n if r == -1 else r for n, r in zip(old, refined, strict=True)]
-        if any(b % r for b, r in zip(blocks, refined, strict=True)):
+        fitting, cut = _split(run, new), _split(run, old)
+        refined = [n if r == -1 else r for n, r in zip(old, cut or old, strict=True)]
+        if cut is None or any(b % r for b, r in zip(blocks, refined, strict=True)):
             fitting = None
     return fitting, refined
 

@@ -166,11 +166,9 @@ class Float8Tensor(StoredTensor):
             return NotImplemented
         _refresh_views(args)
         kwargs = kwargs or {}
-        handler = table.get(op)
-        if handler is None:
+        if (handler := table.get(op)) is None:
             # Autograd has split composite ops, but inference mode and handlers run without it.
-            result = op.decompose(*args, **kwargs)
-            if result is not NotImplemented:
+            if (result := op.decompose(*args, **kwargs)) is not NotImplemented:
                 return result
             if not op.is_view:
                 return run_fallback(Float8Tensor, op, args, kwargs)

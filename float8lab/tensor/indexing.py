@@ -48,15 +48,15 @@ def _pick(x: Float8Tensor, dim: int, index: Tensor, take: Callable[..., Tensor])
         nowhere = torch.zeros((1,) * index.ndim, dtype=torch.long, device=index.device)
         block = _at(x.spec.block, dim, *(-1,) * index.ndim)
         return _fresh(x, lambda t: take(t, index), lambda t: take(t, nowhere), block)
-    index = torch.where(index < 0, index + x.shape[dim], index)
     block = _at(x.spec.block, dim, *(1,) * index.ndim)
-    return _fresh(x, lambda t: take(t, index), lambda t: take(t, index // b), block)
+    blocks = torch.where(index < 0, index + x.shape[dim], index) // b
+    return _fresh(x, lambda t: take(t, index), lambda t: take(t, blocks), block)
 
 
 @implements(aten.index_select.default)
 def _index_select(op: OpOverload, x: Float8Tensor, dim: int, index: Tensor) -> Float8Tensor:
     if not x.ndim:
-        return x.map(torch.clone)
+        return _fresh(x, lambda t: op(t, dim, index), lambda t: t, ())
     index = index.reshape(-1)
     return _pick(x, dim % x.ndim, index, lambda t, i: op(t, dim, i))
 
@@ -67,7 +67,7 @@ def _index(op: OpOverload, x: Tensor, indices: Sequence[Tensor | None]) -> objec
     if isinstance(x, Float8Tensor) and len(given) == 1:
         dim, index = given[0]
         lead = [None] * dim
-        if index.dtype == torch.bool and index.ndim == 1:
+        if index.dtype == torch.bool and index.shape == x.shape[dim : dim + 1]:
             index = index.nonzero().squeeze(1)
         if not isinstance(index, Float8Tensor) and index.dtype in (torch.int64, torch.int32):
             return _pick(x, dim, index.long(), lambda t, i: op(t, [*lead, i]))
@@ -76,14 +76,14 @@ def _index(op: OpOverload, x: Tensor, indices: Sequence[Tensor | None]) -> objec
 
 @implements(aten.embedding.default)
 def _embedding(op: OpOverload, weight: Float8Tensor, index: Tensor, *args: object) -> Float8Tensor:
-    return _pick(weight, 0, index, lambda t, i: aten.index.Tensor(t, [i]))
+    return _pick(weight, 0, index, op)
 
 
 @implements(aten.flip.default)
 def _flip(op: OpOverload, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
     block = list(x.spec.block)
     for d in dims:
-        if block[d] > 1:
+        if x.ndim and block[d] > 1:
             block[d] = math.gcd(block[d], x.shape[d])
     x = cut(x, tuple(block))
     return _fresh(x, lambda t: op(t, dims), lambda t: op(t, dims), block)
@@ -97,17 +97,20 @@ def _roll(
         if not x.spec.per_tensor:
             return NotImplemented
         return _fresh(x, lambda t: op(t, shifts), lambda t: t, x.spec.block)
-    block, block_shifts = list(x.spec.block), list(shifts)
-    for i, (shift, d) in enumerate(zip(shifts, dims, strict=True)):
+    block = list(x.spec.block)
+    for shift, d in zip(shifts, dims, strict=True):
         if block[d] > 1:
             block[d] = math.gcd(block[d], x.shape[d], shift)
-        block_shifts[i] = 0 if block[d] == -1 else shift // block[d]
+    sizes = [(shift, block[d]) for shift, d in zip(shifts, dims, strict=True)]
+    block_shifts = [0 if size == -1 else shift // size for shift, size in sizes]
     x = cut(x, tuple(block))
     return _fresh(x, lambda t: op(t, shifts, dims), lambda t: op(t, block_shifts, dims), block)
 
 
 @implements(aten.repeat.default)
-def _repeat(op: OpOverload, x: Float8Tensor, repeats: Sequence[int]) -> Float8Tensor:
+def _repeat(op: OpOverload, x: Float8Tensor, repeats: Sequence[int]) -> object:
+    if len(repeats) < x.ndim:
+        return NotImplemented  # torch has a message
     lead = (len(repeats) - x.ndim) * (-1 if x.spec.per_tensor else 1,)
     sizes = zip(x.spec.block, x.shape, repeats[len(lead) :], strict=True)
     x = cut(x, tuple(math.gcd(b, n) if b > 1 and times > 1 else b for b, n, times in sizes))
@@ -131,20 +134,24 @@ def _common_block(tensors: Sequence[Float8Tensor]) -> tuple[int, ...]:
     return tuple(block)
 
 
+def _join_data(op: OpOverload, tensors: Sequence[Float8Tensor], dim: int) -> Tensor:
+    data = op([x.qdata.view(torch.uint8) for x in tensors], dim)  # raises if sizes do not fit
+    return data.view(tensors[0].qdata.dtype)
+
+
 def _join(
-    op: OpOverload, tensors: Sequence[Float8Tensor], dim: int, block: Sequence[int]
+    op: OpOverload, qdata: Tensor, tensors: Sequence[Float8Tensor], dim: int, block: Sequence[int]
 ) -> Float8Tensor:
-    q = op([x.qdata.view(torch.uint8) for x in tensors], dim).view(tensors[0].qdata.dtype)
     scale, amax = op([x.scale for x in tensors], dim), op([x.amax for x in tensors], dim)
-    return tensors[0].replace(
-        qdata=q, scale=scale, amax=amax, spec=replace(tensors[0].spec, block=tuple(block))
-    )
+    spec = replace(tensors[0].spec, block=tuple(block))
+    return tensors[0].replace(qdata=qdata, scale=scale, amax=amax, spec=spec)
 
 
 @implements(aten.cat.default)
 def _cat(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     if not _joinable(tensors) or tensors[0].ndim == 0:
         return NotImplemented
+    qdata = _join_data(op, tensors, dim)
     dim %= tensors[0].ndim
     joined = [x for x in tensors if x.shape[dim]] or list(tensors[:1])
     if len(joined) == 1:
@@ -157,13 +164,15 @@ def _cat(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     elif b > 1:
         b = math.gcd(b, *lengths[:-1])  # the last block may end early
     block = _at(block, dim, b)
-    return _join(op, [cut(x, block) for x in joined], dim, block)
+    return _join(op, qdata, [cut(x, block) for x in joined], dim, block)
 
 
 @implements(aten.stack.default)
 def _stack(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     if not _joinable(tensors):
         return NotImplemented
+    qdata = _join_data(op, tensors, dim)
     dim %= tensors[0].ndim + 1
     block = _common_block(tensors)
-    return _join(op, [cut(x, block) for x in tensors], dim, (*block[:dim], 1, *block[dim:]))
+    joined = [cut(x, block) for x in tensors]
+    return _join(op, qdata, joined, dim, (*block[:dim], 1, *block[dim:]))

@@ -89,11 +89,11 @@ def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> Blo
 
 
 def _fp8_mm(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+    a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False, ndim: int = 2
 ) -> _Result:
-    """``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if ``transposed``."""
+    """``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if ``transposed``, of so many dimensions."""
     blocks = None if isinstance(bias, Float8Tensor) else _gemm_blocks(a, b, transposed)
-    if blocks is None:
+    if blocks is None or not a.ndim == b.ndim == ndim:  # of which torch has a message
         return NotImplemented
     left, right = _operand(a, blocks[0], b, False), _operand(b, blocks[1], a, transposed)
     return scaled_mm_op(*left, *right, bias, a.dtype, False)
@@ -121,7 +121,7 @@ def _needs_no_autograd(x: Tensor) -> bool:
 
 @implements(aten.mm.default, aten.bmm.default)
 def _mm(op: OpOverload, a: Tensor, b: Tensor) -> _Result:
-    return _fp8_mm(a, b, transposed=True)
+    return _fp8_mm(a, b, transposed=True, ndim=3 if op is aten.bmm.default else 2)
 
 
 @implements(aten.mv.default)
@@ -142,7 +142,9 @@ def _addmm(
 def _baddbmm(
     op: OpOverload, bias: Tensor, a: Tensor, b: Tensor, *, beta: complex = 1, alpha: complex = 1
 ) -> _Result:
-    out = NotImplemented if isinstance(bias, Float8Tensor) else _fp8_mm(a, b, transposed=True)
+    out: _Result = NotImplemented
+    if not isinstance(bias, Float8Tensor):
+        out = _fp8_mm(a, b, transposed=True, ndim=3)
     if not isinstance(out, Tensor):
         return out
     scaled = torch.mul(out, alpha)
@@ -159,8 +161,7 @@ if hasattr(aten, "_grouped_mm"):  # not every torch has it
         by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
         if offs is None or not by_rows or (a.shape[1], offs.shape) != (b.shape[1], b.shape[:1]):
             return NotImplemented  # torch has messages for sizes that do not fit
-        blocks = _gemm_blocks(a, b, True)
-        if blocks is None:
+        if (blocks := _gemm_blocks(a, b, True)) is None:
             return NotImplemented
         (rows, columns), weight_block = blocks
         block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several

@@ -32,6 +32,12 @@ def _rows(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.reshape(math.prod(x.shape[: x.ndim - len(shape)]), math.prod(shape))
 
 
+def _fits(x: Tensor, shape: Sequence[int], *vectors: Tensor | None) -> bool:
+    """Whether sizes are those that torch's norms take; torch has a message for each other."""
+    sizes = [x.shape[x.ndim - len(shape) :], *(v.shape for v in vectors if v is not None)]
+    return len(shape) > 0 and all(list(size) == list(shape) for size in sizes)
+
+
 def _vector(x: Tensor | None, K: int, like: Tensor, default: float) -> Tensor:
     if x is None:
         return torch.full((K,), default, dtype=like.dtype, device=like.device)
@@ -80,7 +86,9 @@ def _backward(  # noqa: PLR0913  # torch's arguments
 def _layer_norm(
     op: OpOverload, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> object:  # fmt: skip
+    if not _fits(x, shape, weight, bias):
+        return NotImplemented
     return _forward(x, shape, weight, bias, eps, center=True)
 
 
@@ -118,11 +126,9 @@ def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     eps: float | None = None,
 ) -> object:  # fmt: skip
-    x, shape = input, list(normalized_shape)
-    sizes = [x.shape[x.ndim - len(shape) :], shape if weight is None else weight.shape]
-    if any(list(size) != shape for size in sizes) or not x.is_floating_point():
-        return NotImplemented  # torch has a message for each
-    return _RMSNorm.run(x, weight, normalized_shape, _rms_eps(x, eps))
+    if not (_fits(input, normalized_shape, weight) and input.is_floating_point()):
+        return NotImplemented
+    return _RMSNorm.run(input, weight, normalized_shape, _rms_eps(input, eps))
 
 
 class _RMSNorm(Float8Function):

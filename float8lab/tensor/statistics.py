@@ -520,9 +520,8 @@ def _original(x: Any, original: Tensor | None) -> Tensor | None:
 
 def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> TensorStats:
     scale, amax = shard.scale.detach(), shard.amax.detach()
-    data = shard.qdata.detach().view(torch.uint8).reshape(-1)
     # Sums and maxima, each in one float64 tensor: exact up to 2**53 elements.
-    sums = [torch.bincount(data, minlength=256)]
+    sums = [torch.bincount(shard.qdata.detach().view(torch.uint8).reshape(-1), minlength=256)]
     extremes = [-scale, scale, amax]
     if source is not None:
         errors = Errors.of(shard.qdata.detach(), scale, shard.spec, source)

@@ -123,6 +123,7 @@ def _unsqueeze(op: OpOverload, x: Float8Tensor, dim: int) -> Float8Tensor:
 
 @implements(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(op: OpOverload, x: Float8Tensor, *dims: int | Sequence[int]) -> Float8Tensor:
+    op(x.qdata, *dims)  # raises where there is no such dimension
     given = [range(x.ndim)] if not dims else [(d,) if isinstance(d, int) else d for d in dims]
     removed = sorted({d % x.ndim for ds in given for d in ds if x.ndim and x.shape[d] == 1})
     block = tuple(b for d, b in enumerate(x.spec.block) if d not in removed)
@@ -146,10 +147,9 @@ def _slice(
     op: OpOverload, x: Float8Tensor, dim: int = 0, start: int | None = None, end: int | None = None,
     step: int = 1,
 ) -> Float8Tensor:  # fmt: skip
-    dim %= x.ndim
-    size, block = x.shape[dim], x.spec.block[dim]
     q = op(x.qdata, dim, start, end, step)
-    count = q.shape[dim]
+    dim %= x.ndim
+    size, block, count = x.shape[dim], x.spec.block[dim], q.shape[dim]
     record = Step(op, (dim, start, end, step), {})
     if block == -1:
         return view_of(x, (q, x.scale, x.amax), x.spec.block, record, partial=count != size)
@@ -200,8 +200,7 @@ def _select(op: OpOverload, x: Float8Tensor, dim: int, index: int) -> Float8Tens
 def _split(
     op: OpOverload, x: Float8Tensor, sizes: int | Sequence[int], dim: int = 0
 ) -> list[Float8Tensor]:
-    stops = accumulate(q.shape[dim] for q in op(x.qdata, sizes, dim))
-    bounds = pairwise((0, *stops))
+    bounds = pairwise((0, *accumulate(q.shape[dim] for q in op(x.qdata, sizes, dim))))
     return [_slice(aten.slice.Tensor, x, dim, start, stop, 1) for start, stop in bounds]
 
 

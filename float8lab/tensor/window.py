@@ -78,8 +78,7 @@ class Window:
         Raises:
             RuntimeError: the base is unknown.
         """
-        base = self.base
-        if base is None:
+        if (base := self.base) is None:
             raise RuntimeError(
                 "the tensor written to must own its blocks; got a view that shares a block with "
                 "elements outside it and has lost its base (it was passed into or out of a "

@@ -398,11 +398,13 @@ def test_split_parameters_stored_in_fp8_are_not_rounded_again(recipe):
     assert torch.equal(grads["key_weight"], grads2["weight"][128:256])
 
 
-def test_parameters_split_must_add_up():
+def test_parameters_split_that_is_refused():
     with pytest.raises(ValueError, match="must add up to out_features 24; got"):
         float8lab.Linear(16, 24, parameters_split={"a": 8, "b": 8}, device="cpu")
     with pytest.raises(ValueError, match="divides out_features 25; got 2 names"):
         float8lab.Linear(16, 25, parameters_split=("a", "b"), device="cpu")
+    with pytest.raises(ValueError, match="fuse_wgrad_accumulation must be False where parameters"):
+        float8lab.Linear(16, 24, parameters_split=("a", "b"), fuse_wgrad_accumulation=True)
 
 
 def test_a_layer_for_several_tensor_parallel_ranks_wants_their_group():

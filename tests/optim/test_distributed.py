@@ -65,8 +65,7 @@ def test_a_sharded_parameter_steps_like_its_shard(mesh, optimizer_class, options
         sharded.grad = DTensor.from_local(local.grad.clone(), mesh, sharded.placements)
         plain.grad = DTensor.from_local(torch.ones(140), mesh, plain.placements)
         for optimizer in (one, many):
-            p = optimizer.param_groups[0]["params"]
-            nn.utils.clip_grad_norm_(p[:1], 1.0)
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"][:1], 1.0)
             optimizer.step()
         assert_same_bytes(sharded._local_tensor, local)
         assert torch.equal(master._local_tensor, one.masters[local])

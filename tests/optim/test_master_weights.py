@@ -219,8 +219,7 @@ def test_writing_has_as_many_ops_for_many_parameters_as_for_few():
             write_parameters_(params, masters)
         assert_written(params, masters)
         counts.append(Counter(ops.names))
-    expected = {"float8lab.cast.many_": 4, "aten._foreach_copy_.default": 1}
-    assert counts == [expected] * 2
+    assert counts == [{"float8lab.cast.many_": 4, "aten._foreach_copy_.default": 1}] * 2
 
 
 def test_a_step_has_as_many_ops_for_many_parameters_as_for_few():
@@ -347,8 +346,7 @@ def test_master_dtype(model, dtype):
 
 def test_16_bit_parameters_get_masters_on_request():
     model = make_model(dtype=torch.bfloat16)
-    plain = MasterWeights(model.parameters(), torch.optim.SGD, lr=2**-12)
-    assert len(plain.masters) == 2
+    assert len(MasterWeights(model.parameters(), torch.optim.SGD, lr=2**-12).masters) == 2
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=2**-12, also_16_bit=True)
     assert len(optimizer.masters) == len(list(model.parameters()))
     norm = model[1].weight

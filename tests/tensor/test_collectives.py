@@ -128,8 +128,7 @@ def check_one_tensor(ranks: Ranks) -> None:
         stacked = quantize(zeros, block=block, scale_rule=rule_of(block))
         _all_gather(stacked, mine)
         if block[0] != -1 and mine.shape[0] % block[0] == 0:
-            expected = torch.stack([x.dequantize() for x in all_])
-            assert torch.equal(stacked.dequantize(), expected)
+            assert torch.equal(stacked.dequantize(), torch.stack([x.dequantize() for x in all_]))
 
         out = empty(mine)
         dist.all_to_all_single(out, mine)

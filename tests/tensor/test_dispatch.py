@@ -65,12 +65,10 @@ def random_view(x, rng):
 
 
 WRITES = {
-    "zero_": lambda x, v, v8: x.zero_(),
-    "fill_": lambda x, v, v8: x.fill_(7.0),
-    "mul_": lambda x, v, v8: x.mul_(3.0),
-    "copy_": lambda x, v, v8: x.copy_(v),
+    "zero_": lambda x, v, v8: x.zero_(), "fill_": lambda x, v, v8: x.fill_(7.0),
+    "mul_": lambda x, v, v8: x.mul_(3.0), "copy_": lambda x, v, v8: x.copy_(v),
     "copy_ fp8": lambda x, v, v8: x.copy_(v8 if isinstance(x, Float8Tensor) else v8.dequantize()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
@@ -254,10 +252,30 @@ def test_what_fp8_cannot_do_says_what_to_do_instead(call, message):
         call(quantize(torch.randn(4, 8)))
 
 
+@pytest.mark.parametrize("block", [(2, 2), (-1, -1)], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.cat([x, x], 2), lambda x: torch.stack([x, x], 4), lambda x: x.repeat(2),
+        lambda x: torch.cat([x, x[:, :0], x[:3, :0]], 1), lambda x: x[torch.tensor([-5])],
+        lambda x: x.index_select(0, torch.tensor([-1])), lambda x: x[torch.ones(3).bool()],
+        lambda x: x[0, 0].index_select(0, torch.tensor([0, 0])), lambda x: x[0, 0].squeeze(2),
+        lambda x: F.embedding(torch.tensor([-1]), x), lambda x: F.layer_norm(x[0], (8, 1)),
+        lambda x: F.layer_norm(x, (8,), torch.ones(2, 4)), lambda x: torch.bmm(x, x.mT),
+        lambda x: torch.mv(x[None], x[0]), lambda x: torch.ops.aten.slice(x, 2, 0, 1),
+    ],
+)  # fmt: skip
+def test_what_torch_refuses_is_refused(call, block):
+    x = quantize(torch.randn(4, 8), block=block)
+    with float8lab.fallback("silent"):
+        for tensor in (x.dequantize(), x):
+            with pytest.raises((IndexError, RuntimeError)):
+                call(tensor)
+
+
 COMPUTED_IN_STEPS = {
     "hinge_embedding_loss": lambda x, v: F.hinge_embedding_loss(x, -torch.ones(8, 8), margin=0.3),
-    "lerp": lambda x, v: torch.lerp(v, 2 * v, x),
-    "addcdiv": lambda x, v: torch.addcdiv(v, v, x),
+    "lerp": lambda x, v: torch.lerp(v, 2 * v, x), "addcdiv": lambda x, v: torch.addcdiv(v, v, x),
     "vector_norm": lambda x, v: torch.linalg.vector_norm(x, 3.5, dim=1),
     "rrelu": lambda x, v: F.rrelu(x, training=True),
     "gumbel_softmax": lambda x, v: F.gumbel_softmax(x),
@@ -266,7 +284,7 @@ COMPUTED_IN_STEPS = {
     "cholesky_inverse": lambda x, v: torch.cholesky_inverse(x),
     "lstsq": lambda x, v: torch.linalg.lstsq(x, v).solution,
     "pinv": lambda x, v: torch.linalg.pinv(x),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("function", COMPUTED_IN_STEPS.values(), ids=COMPUTED_IN_STEPS)
@@ -287,25 +305,22 @@ def test_what_torch_computes_in_steps_is_not_rounded_between_them(function):
 
 
 JOINS = {
-    "cat": lambda x, y: torch.cat([x, y]),
-    "cat-1": lambda x, y: torch.cat([x, y], 1),
+    "cat": lambda x, y: torch.cat([x, y]), "cat-1": lambda x, y: torch.cat([x, y], 1),
     "cat-uneven": lambda x, y: torch.cat([x[:5], y, x[3:7]]),
-    "cat-empty": lambda x, y: torch.cat([x[:0], y]),
-    "stack": lambda x, y: torch.stack([x, y]),
+    "cat-empty": lambda x, y: torch.cat([x[:0], y]), "stack": lambda x, y: torch.stack([x, y]),
     "stack-last": lambda x, y: torch.stack([x, y], -1),
     "index": lambda x, y: x[torch.tensor([[3, -1], [0, 3]])],
     "index-column": lambda x, y: x[:, torch.tensor([3, 11])],
     "index-mask": lambda x, y: x[torch.arange(12) % 2 == 0],
     "index_select": lambda x, y: x.index_select(1, torch.tensor([3, 19])),
     "embedding": lambda x, y: F.embedding(torch.tensor([[1, 2, 9]]), x),
-    "flip": lambda x, y: x.flip(0, 1),
-    "roll": lambda x, y: x.roll((3, 8), (0, 1)),
-    "repeat": lambda x, y: x.repeat(2, 2, 3),
-    "neg": lambda x, y: -x,
+    "flip": lambda x, y: x.flip(0, 1), "flip-scalar": lambda x, y: x[0, 0].flip(0),
+    "roll": lambda x, y: x.roll((3, 8), (0, 1)), "roll-twice": lambda x, y: x.roll((4, 5), (1, -1)),
+    "repeat": lambda x, y: x.repeat(2, 2, 3), "neg": lambda x, y: -x,
     "clone": lambda x, y: x.t().clone(memory_format=torch.contiguous_format),
     "contiguous": lambda x, y: x.t().contiguous(),
     "to": lambda x, y: x.to(torch.float32, copy=True),
-}
+}  # fmt: skip
 
 
 @each_block
@@ -443,13 +458,12 @@ def test_joined_per_tensor_weights_still_multiply_in_fp8():
 INFERENCE = {
     "linear": lambda t: F.linear(t, t),
     "linear of views": lambda t: F.linear(t.view(2, 8, 16), t, torch.ones(16)),
-    "matmul": lambda t: t @ t.mT,
-    "layer_norm": lambda t: F.layer_norm(t, (16,)),
+    "matmul": lambda t: t @ t.mT, "layer_norm": lambda t: F.layer_norm(t, (16,)),
     "rms_norm": lambda t: F.rms_norm(t, (16,)),
     "attention": lambda t: F.scaled_dot_product_attention(*[t.view(1, 2, 8, 16)] * 3),
     "view": lambda t: t.t().reshape(4, 64)[1:3].detach(),
     "chunk": lambda t: torch.cat(t.chunk(3)[:2]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", INFERENCE.values(), ids=INFERENCE.keys())
@@ -555,8 +569,7 @@ def test_a_product_at_once_is_the_one_that_torch_splits():
     x, w, b = make((8, 16), (1, -1)), make((4, 16), (-1, -1), 1), torch.randn(4)
     for bias in (None, b):
         at_once = F.linear(x, w, bias)
-        leaf = x.detach().requires_grad_()
-        split = F.linear(leaf, w, bias)
+        split = F.linear(x.detach().requires_grad_(), w, bias)
         assert split.requires_grad
         assert torch.equal(at_once, split)
         with torch.autocast("cpu", torch.bfloat16):
@@ -587,8 +600,7 @@ def test_vmap_and_grad_agree_with_the_dequantized():
     t = make((4, 8), (1, -1))
     with float8lab.fallback("silent"):
         assert torch.equal(torch.vmap(torch.sin)(t), t.dequantize().sin())
-        grad = torch.func.grad(lambda x: (x * x).sum())(t)
-        assert torch.equal(grad, 2 * t.dequantize())
+        assert torch.equal(torch.func.grad(lambda x: (x * x).sum())(t), 2 * t.dequantize())
 
 
 @each_block

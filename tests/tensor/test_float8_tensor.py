@@ -226,11 +226,10 @@ def test_a_subclass_pickles():
 @pytest.mark.parametrize("block", [(-1, 1), (128, 128)], ids=str)
 def test_a_view_across_blocks_regroups_or_cuts_them(block):
     t = quantize(torch.randn(256, 256), block=block)
-    result = t.view(64, 4, 256)
-    assert result.spec.block == {(-1, 1): (-1, -1, 1), (128, 128): (32, -1, 128)}[block]
-    assert torch.equal(result.dequantize(), t.dequantize().view(64, 4, 256))
-    cut = t.view(128, 512)
-    assert torch.equal(cut.dequantize(), t.dequantize().view(128, 512))
+    assert t.view(64, 4, 256).spec.block == {(-1, 1): (-1, -1, 1), (128, 128): (32, -1, 128)}[block]
+    odd = quantize(torch.randn(9, 4), block=(3, 4))  # half of its blocks fits neither shape
+    for x, size in ((t, (64, 4, 256)), (t, (128, 512)), (odd, (4, 9))):
+        assert torch.equal(x.view(size).dequantize(), x.dequantize().view(size))
 
 
 @each_block
@@ -301,8 +300,7 @@ def test_gradients_flow_through_products():
 
 @pytest.fixture
 def fresh_warnings(monkeypatch):
-    policy = dispatch._Policy()
-    monkeypatch.setattr(dispatch, "_POLICY", policy)
+    monkeypatch.setattr(dispatch, "_POLICY", dispatch._Policy())
 
 
 @pytest.mark.usefixtures("fresh_warnings")

@@ -269,8 +269,7 @@ def _compared(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]
         if alike:
             changed += _changed(_raw(a, box), _raw(b, box))
         if same_blocks:
-            scales = (item.scales(box).view(torch.int32) for item in (a, b))
-            changed_scales += _changed(*scales)
+            changed_scales += _changed(*(x.scales(box).view(torch.int32) for x in (a, b)))
         x, y = a.values(box), b.values(box)
         deviation.add(x, y, y if reference_is_b else x)
         step(row.name, share * x.numel())

@@ -11,7 +11,7 @@ from float8lab.inspect.html import filled, page_of, sections
 from float8lab.inspect.report.data import embed, losses
 from float8lab.inspect.watch.findings import diagnose
 from float8lab.inspect.watch.records import Log
-from float8lab.inspect.watch.runs import compare
+from float8lab.inspect.watch.runs import check_names_of_runs, compare
 
 __all__ = ["report"]
 
@@ -50,7 +50,7 @@ def report(
     check_path("path", path)
     check_instance("title", title, str, "a string")
     check_instance("baseline", baseline, Log, "the log of a watch", optional=True)
-    check_instance("names", names, tuple, "the names of both runs", optional=True)
+    check_names_of_runs(names)
     (meta, columns), comparison = embed(log), ""
     if baseline is not None:
         runs = compare(baseline, log, names=names)

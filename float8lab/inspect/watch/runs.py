@@ -9,12 +9,12 @@ from typing import NamedTuple, cast, overload
 
 from torch import Tensor
 
-from float8lab.arguments import check_instance, check_size
+from float8lab.arguments import check_instance, check_names, check_size, shown
 from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.watch.records import Log, Record, evenly_chosen
 from float8lab.tensor import statistics
 
-__all__ = ["OperandOfRuns", "Quality", "RunComparison", "compare"]
+__all__ = ["OperandOfRuns", "Quality", "RunComparison", "check_names_of_runs", "compare"]
 
 
 class Quality(NamedTuple):
@@ -112,6 +112,12 @@ class RunComparison(Printed):
         return {"runs": named, "gap": self.gap, "losses": losses, "operands": operands}
 
 
+def check_names_of_runs(names: object) -> None:
+    """Check for the names of two runs, or None."""
+    if names is not None and len(check_names("names", names)) != 2:
+        raise ValueError(f"names must be those of both runs; got {shown(names)}. Give two strings.")
+
+
 @overload
 def compare(x: Tensor, original: Tensor, *, local: bool = ...) -> statistics.Comparison: ...
 @overload
@@ -139,7 +145,7 @@ def compare(
     >>> float8lab.inspect.compare(float8lab.quantize(x, scale=1.0), x).max_error
     0.03125
     """
-    check_instance("names", names, tuple, "the names of both runs", optional=True)
+    check_names_of_runs(names)
     if not isinstance(x, Log):
         return statistics.compare(x, cast(Tensor, original), local=local)
     check_instance("original", original, Log, "the log of a watch, as x is")

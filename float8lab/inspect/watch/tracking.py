@@ -135,7 +135,7 @@ def _name(of: Record | Finding, quantity: str) -> str:
 def _destination(to: Destination) -> tuple[SendMetrics, SendAlert]:
     if isinstance(to, TensorBoardWriter):
         return _tensorboard(to)
-    if not isinstance(to, (str, Path)):
+    if not isinstance(to, (str, Path, type(None))):
         check_callables(("metrics", "step"), to=to)
         return to, lambda text, step: None
     tracker = "tensorboard" if isinstance(to, Path) else to

@@ -60,5 +60,4 @@ def to_pandas(log: Log) -> Any:
 
     losses = {step.step: step.loss for step in log.steps}
     rows = [{**asdict(record), "loss": losses.get(record.step)} for record in log.records]
-    names = [*Record.__dataclass_fields__, "loss"]
-    return pandas.DataFrame(rows, columns=names)
+    return pandas.DataFrame(rows, columns=[*Record.__dataclass_fields__, "loss"])

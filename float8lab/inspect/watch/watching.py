@@ -298,8 +298,7 @@ class watch:
             return
         # Checkpointing that selects ops by a mode must not take these for ops of the forward.
         with torch.no_grad(), _disable_current_modes():
-            measurement = self._measure(x, operand, spec, call)
-            if measurement is None:
+            if (measurement := self._measure(x, operand, spec, call)) is None:
                 return
             self._recipes[call.recipe] = None
             key = (owner, index, spec.fp8_dtype, measurement.stored)
@@ -310,8 +309,7 @@ class watch:
 
     def saw_gemm(self, kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
         """Record that a GEMM of ``kind`` ran, on these operands or in high precision."""
-        owner = self._owner_of(call)
-        if owner is None:
+        if (owner := self._owner_of(call)) is None:
             return
         if kind == "fprop" and in_backward():
             kind = "fprop, recomputed"

@@ -344,8 +344,7 @@ def _config_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, objec
         fields["architectures"] = [type(model).__name__]
     if not fields.get("dtype") and not fields.get("torch_dtype") and dtypes:
         fields["dtype"] = max(dict.fromkeys(dtypes), key=dtypes.count)
-    dtype_names = {k: dtype_name(v) for k, v in fields.items() if isinstance(v, torch.dtype)}
-    return fields | dtype_names
+    return fields | {k: dtype_name(v) for k, v in fields.items() if isinstance(v, torch.dtype)}
 
 
 def _notes(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> Iterator[str]:

@@ -181,8 +181,7 @@ def _stacks_of_grouped(name: str, module: GroupedLinear, read: Read) -> Iterator
 
 def _stacks_of_experts(name: str, module: nn.Module, read: Read) -> Iterator[GemmWeight]:
     """The weights of experts, converted or not, and other stacks that are stored in FP8."""
-    kind = experts_class(module)
-    if kind is not None:
+    if (kind := experts_class(module)) is not None:
         weights = kind.weights(module)
     elif isinstance(module, ExpertsBase):
         weights = {f"{layer}_weight": ExpertWeight(layer) for layer in module.layer_names}

@@ -259,16 +259,17 @@ def to_high_precision(model: _Model) -> _Model:
     arguments.check_module("model", model)
     modules = list(model.modules())
     layers = [m for m in modules if isinstance(m, (Linear, OtherLinear, OtherExperts))]
-    linears = [m for m in layers if isinstance(m, Linear)]
+    linears = (m for m in layers if isinstance(m, Linear))
     if any(any((m.return_bias, m._split, m.tp_size > 1)) for m in linears):
         raise NotImplementedError(
             "to_high_precision must find layers that torch.nn.Linear can express; got one with "
             "return_bias or parameters_split, or of several tensor-parallel ranks. Run it "
             "under autocast(enabled=False) instead."
         )
+    users = users_of(modules)
     for module in modules:
         if isinstance(module, CONVERTED):
-            _dequantize_parameters(module)
+            _dequantize_parameters(module, users)
         if isinstance(module, (GemmModule, DotProductAttention)):
             for _, precision in precisions(module):
                 precision.recipe, precision.pinned = None, False
@@ -285,8 +286,9 @@ def to_high_precision(model: _Model) -> _Model:
     return model
 
 
-def _dequantize_parameters(module: nn.Module) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
+def _dequantize_parameters(module: nn.Module, users: ParameterUsers) -> None:
+    for parameter in list(module._parameters.values()):
         if isinstance(parameter, Float8Tensor):
             plain = nn.Parameter(parameter.detach().dequantize(), parameter.requires_grad)
-            setattr(module, name, plain)
+            for place in users[id(parameter)]:  # tied weights stay tied
+                setattr(*place, plain)

@@ -114,8 +114,7 @@ def test_experts_as_torchtitan_has_them(kind, recipe):
 
 def test_rows_are_cast_once_for_two_products():
     """w1's and w3's input is saved once in FP8, and no FP8 data of weights; of other groups not."""
-    recipe = recipes.Float8CurrentScaling()
-    model = float8lab.convert_to_float8(SeamExperts(), recipe)
+    model = float8lab.convert_to_float8(SeamExperts(), recipes.Float8CurrentScaling())
     x = torch.randn(sum(COUNTS), D, requires_grad=True) * 1
     saved: dict[int, Tensor] = {}
 

@@ -181,8 +181,7 @@ def test_compiles_without_a_break():
     _, layer = twins()
     float8lab.convert_to_float8(layer)
     x = torch.randn(4, 13)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), layer(x))
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
 def test_the_recipe_auto_predicts_it():
