@@ -165,6 +165,7 @@ class InferenceParams:
         step = Step(tuple(slots), tuple(before), tuple(tokens.values()))
         finished = set(range(self.max_batch_size)) - taken if self.is_paged else set()
         self._pages.take(self._pages.missing("tokens", step, finished), finished)
+        self._placed.clear()  # an equal step before may have had other pages
         self.step = step
         self._slots = dict(zip(tokens, zip(slots, step.totals, strict=True), strict=True))
         for device, *sizes in list(self._places):

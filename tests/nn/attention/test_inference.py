@@ -123,12 +123,14 @@ def test_ragged_continuous_batching(qkv_format, window, cache, backends):
         **({} if backends is None else {"backends": backends}),
     )  # fmt: skip
     alone = DotProductAttention(H, D, G, qkv_format="bshd", window_size=window)
-    lengths = {"a": 9, "b": 5, "c": 7, "d": 6, "e": 3}
+    lengths = {"a": 9, "b": 5, "c": 7, "d": 6, "e": 3, "f": 1, "g": 5, "h": 1, "i": 3}
     data = {n: [torch.randn(1, s, h, D) for h in (H, G, G)] for n, s in lengths.items()}
     expected = {name: alone(*qkv)[0] for name, qkv in data.items()}
     steps = [
         {"a": 4, "b": 2}, {"a": 1, "b": 3}, {"c": 5, "a": 1}, {"a": 1, "c": 1, "d": 6},
         {"a": 2, "c": 0}, {"c": 1}, {"e": 3},
+        # The first of i is a step as that of f, in other pages.
+        {"f": 1}, {"g": 5, "f": 0, "h": 1}, {"i": 1}, {"i": 2},
     ]  # fmt: skip
     params = InferenceParams(3, 9, **cache)
     done = dict.fromkeys(lengths, 0)
