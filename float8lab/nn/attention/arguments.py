@@ -54,17 +54,25 @@ class Lengths(NamedTuple):
         """The cumulative lengths of the keys' sequences, which may be those of the queries'."""
         return self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
 
+    @property
+    def padded_of_keys(self) -> Tensor | None:
+        """Where the keys' sequences start, if there are tokens between them."""
+        are_of_queries = self.cu_seqlens_kv is None and self.cu_seqlens_kv_padded is None
+        return self.cu_seqlens_q_padded if are_of_queries else self.cu_seqlens_kv_padded
+
     def starts(self) -> tuple[Tensor | None, Tensor | None]:
         """Where the sequences of queries, and of keys, start in a thd call."""
-        pairs = zip(self[:2], self[2:4], strict=True)
-        queries, keys = (n if padded is None else padded for n, padded in pairs)
-        return queries, queries if keys is None else keys
+        queries, keys = self.cu_seqlens_q_padded, self.padded_of_keys
+        return (
+            self.cu_seqlens_q if queries is None else queries,
+            self.cu_seqlens_of_keys if keys is None else keys,
+        )
 
     def packed(self) -> tuple[Packed, Packed]:
         """Where the sequences of queries, and of keys, lie in a thd call."""
         queries, keys = (cast(Tensor, x) for x in (self.cu_seqlens_q, self.cu_seqlens_of_keys))
         packed = Packed.of(queries, self.cu_seqlens_q_padded, self.max_seqlen_q)
-        padded, longest = self.cu_seqlens_kv_padded, self.max_seqlen_kv
+        padded, longest = self.padded_of_keys, self.max_seqlen_kv
         if keys is not queries or padded is not self.cu_seqlens_q_padded:
             return packed, Packed.of(keys, padded, longest)
         return packed, packed if longest is None else packed._replace(longest=longest)
@@ -188,7 +196,7 @@ def check_masking(
     """
     rules, attention_mask, lengths, _, inference_params = given
     masks.check_mask_types(name, attention_mask)
-    mask_type, has_lengths = rules.mask_type, lengths.cu_seqlens_q is not None
+    mask_type, has_lengths = rules.mask_type, any(x is not None for x in lengths[:4])
     step = None if inference_params is None else inference_params.step
     if step is not None and (mask_type == "arbitrary" or attention_mask is not None or has_lengths):
         raise NotImplementedError(
@@ -205,7 +213,7 @@ def check_masking(
                 f"qkv_format='thd', as many tokens as there are; got {step}. Call pre_step first."
             )
         return
-    if any(x is not None for x in lengths[:4]):
+    if has_lengths:
         _check_lengths_beside_shapes(rules, attention_type, sizes, lengths)
     if sizes is None or step is not None or has_lengths:  # which only a padding mask type takes
         return
@@ -238,8 +246,11 @@ def _check_packed(
         counts.append(offsets.shape[0])
         check_lengths(name, offsets, why=why, tokens=tokens)
         if padded is not None:
-            check_lengths(f"{name}_padded", padded, why="padding", tokens=tokens)
+            check_lengths(
+                f"{name}_padded", padded, why="padding", tokens=tokens, may_start_late=True
+            )
             counts.append(padded.shape[0])
+            _check_room(name, offsets, padded)
         if longest is not None and has_values(offsets) and offsets.shape[0] > 1:
             longest_sequence = int(offsets.diff().max())
             if longest_sequence > longest:
@@ -252,6 +263,18 @@ def _check_packed(
             "cu_seqlens_q, cu_seqlens_kv and those of padding must be of the same number of "
             f"sequences; got {', '.join(str(count - 1) for count in counts)}. Each sequence of "
             "queries attends to one of keys."
+        )
+
+
+def _check_room(name: str, offsets: Tensor, padded: Tensor) -> None:
+    """Raise if a sequence is longer than from its start to that of the next one."""
+    if padded.shape != offsets.shape or not (has_values(padded) and has_values(offsets)):
+        return
+    lengths, rooms = offsets.diff(), padded.diff()
+    if bool((lengths > rooms).any()):
+        raise ValueError(
+            f"{name}_padded must leave room for sequences of {shown(lengths.tolist())} tokens, as "
+            f"in {name}; got {shown(rooms.tolist())} from start to start. Add up padded lengths."
         )
 
 
@@ -313,7 +336,6 @@ def mask_of(
     if packed is not None:
         padding = (packed[0].padding(), packed[1].padding())
         (B, Sq), Sk = padding[0].shape, padding[1].shape[1]
-        check_bias_shape(*given.bias[1:], (B, heads, Sq, Sk))
     elif sequences is not None:
         _, diagonal, added = sequences
         padding = (padding_from_lengths(added, Sq), padding_from_lengths(diagonal + added, Sk))
@@ -327,6 +349,8 @@ def mask_of(
             "padding mask type or 'arbitrary' to use it.",
             stacklevel=2,
         )
+    if given.rules.qkv_format == "thd":  # whose sequences are known now
+        check_bias_shape(*given.bias[1:], (B, heads, Sq, Sk))
     mask = masks.make_mask(
         mask_type, window, Sq, Sk, padding=padding, arbitrary=arbitrary, diagonal=diagonal
     )

@@ -318,7 +318,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
                 over all it holds.
             cu_seqlens_q_padded: ``[B + 1]``, for thd with unused tokens after each sequence: where
                 the sequences start.
-            cu_seqlens_kv_padded: the same for key and value.
+            cu_seqlens_kv_padded: the same for key and value; if it and ``cu_seqlens_kv`` are None,
+                ``cu_seqlens_q_padded``.
             pad_between_seqs: whether there are unused tokens between the sequences of thd; None
                 and False look at ``cu_seqlens_*_padded``, True also requires them.
             softcap: scaled scores become ``softcap * tanh(scores / softcap)``, before a bias is
@@ -338,11 +339,6 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill,
             pad_between_seqs=pad_between_seqs is not None and pad_between_seqs,
         )  # fmt: skip
-        if pad_between_seqs and cu_seqlens_q_padded is None:
-            raise ValueError(
-                "cu_seqlens_q_padded must be given with pad_between_seqs=True; got None. It says "
-                "where the sequences of qkv_format='thd' start."
-            )
         rules = self.rules_of_call(qkv_format, attn_mask_type, window_size)
         qkv = arguments.unpacked(
             (query_layer, key_layer, value_layer), qkv_layer, kv_layer, qkv_interleave_dim
@@ -351,6 +347,13 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
         )  # fmt: skip
+        starts = cu_seqlens_q_padded, lengths.padded_of_keys
+        if pad_between_seqs and any(x is None for x in starts):
+            side = "q" if cu_seqlens_q_padded is None else "kv"
+            raise ValueError(
+                f"cu_seqlens_{side}_padded must be given with pad_between_seqs=True; got None. It "
+                "says where the sequences of qkv_format='thd' start."
+            )
         bias = core_attention_bias_type, core_attention_bias, alibi_slopes
         given = arguments.Given(rules, attention_mask, lengths, bias, inference_params)
         request = self._resolve(qkv, given, softcap)

@@ -319,12 +319,14 @@ class InferenceParams:
                     "pre_step before each call of the model."
                 )
             return end
-        last = self.batch_size_offset + rows
-        if last > self.max_batch_size or end > self.max_sequence_length:
+        last, first = self.batch_size_offset + rows, self.sequence_len_offset
+        beyond = last > self.max_batch_size or end > self.max_sequence_length
+        if beyond or first < 0 or self.batch_size_offset < 0:
             raise ValueError(
-                f"inference_params must have room for rows up to {last} and positions up to {end}; "
-                f"got max_batch_size={self.max_batch_size} and max_sequence_length="
-                f"{self.max_sequence_length}. Make a larger cache, or reset the offsets."
+                f"inference_params must have room for rows {self.batch_size_offset} to {last} and "
+                f"positions {first} to {end}; got max_batch_size={self.max_batch_size} and "
+                f"max_sequence_length={self.max_sequence_length}. Make a larger cache, or reset "
+                "batch_size_offset and sequence_len_offset."
             )
         self._pages.missing("inference_params", self._step_of_rows(rows, positions))
         return end

@@ -155,20 +155,19 @@ def apply_rotary_pos_emb(
             f"{tensor_format!r}; got {arguments.shown(t)}. Give the heads a dimension."
         )
     check_angles("freqs", freqs, t.shape[-1])
-    if tensor_format == "thd" or cu_seqlens is not None:
+    is_packed, sequence = tensor_format == "thd", int(tensor_format == "bshd")
+    rows, tokens = t.shape[1 - sequence], t.shape[sequence] * cp_size
+    if is_packed or cu_seqlens is not None:
         # TransformerEngine's modules pass lengths in every format.
-        why = f"tensor_format={tensor_format!r}"
-        cu_seqlens = arguments.check_lengths("cu_seqlens", cu_seqlens, why=why)
-    if tensor_format == "thd" and cu_seqlens is not None:
-        rows, tokens = cu_seqlens.shape[0] - 1, None
-    else:
-        cu_seqlens, sequence = None, int(tensor_format == "bshd")
-        rows, tokens = t.shape[1 - sequence], t.shape[sequence] * cp_size
+        why, most = f"tensor_format={tensor_format!r}", tokens if is_packed else None
+        cu_seqlens = arguments.check_lengths("cu_seqlens", cu_seqlens, why=why, tokens=most)
+        rows, tokens = (cu_seqlens.shape[0] - 1, 0) if is_packed else (rows, tokens)
     if start_positions is not None:
         _check_starts(start_positions, rows, tokens, freqs)
-    elif tokens is not None:
+    else:
         of = " of cp_size ranks" if cp_size > 1 else ""
         check_positions("freqs", freqs, tokens, of)
+    cu_seqlens = cu_seqlens if is_packed else None
     ranks = TokenRanks(cp_size, cp_rank)
     waves = waves_of(
         t, freqs, tensor_format, start_positions=start_positions, cu_seqlens=cu_seqlens, ranks=ranks
@@ -176,20 +175,20 @@ def apply_rotary_pos_emb(
     return rotate_heads(t, waves, tensor_format, interleaved=interleaved)
 
 
-def _check_starts(starts: Tensor, rows: int, tokens: int | None, freqs: Tensor) -> None:
-    """Raise unless ``rows`` sequences, each of ``tokens`` if that is known, can start there."""
+def _check_starts(starts: Tensor, rows: int, tokens: int, freqs: Tensor) -> None:
+    """Raise unless ``rows`` sequences, each of at least ``tokens``, can start there."""
     arguments.check_tensor("start_positions", starts)
     if starts.shape != (rows,) or starts.dtype not in arguments.INTEGER_DTYPES:
         raise ValueError(
             f"start_positions must be [{rows}] integers, one for each sequence; got "
             f"{arguments.shown(starts)}. Give the position of each one's first token."
         )
-    if tokens is not None and arguments.has_values(starts) and rows:
+    if arguments.has_values(starts) and rows:
         first, last = starts.min().item(), starts.max().item()
         if first < 0 or last + tokens > freqs.shape[0]:
             raise ValueError(
                 f"start_positions must be in [0, {freqs.shape[0] - tokens}], for "
-                f"{tokens} tokens and {freqs.shape[0]} angles in freqs; got "
+                f"{tokens} tokens or more and {freqs.shape[0]} angles in freqs; got "
                 f"{first} to {last}. Make freqs for the longest sequence."
             )
 

@@ -305,10 +305,15 @@ def test_a_model_of_layers_generates(ragged, cache_dtype):
 def test_what_does_not_fit_is_refused():
     q, k, v = make()
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
-    with pytest.raises(ValueError, match="room for rows up to 3 and positions up to 9"):
+    with pytest.raises(ValueError, match="room for rows 0 to 3 and positions 0 to 9"):
         attention(q, k, v, inference_params=InferenceParams(3, 8))
-    with pytest.raises(ValueError, match="room for rows up to 3"):
+    with pytest.raises(ValueError, match="room for rows 0 to 3"):
         attention(q, k, v, inference_params=InferenceParams(2, 9))
+    for name, message in ("batch_size", "rows -1 to 2 and"), ("sequence_len", "positions -1 to 8;"):
+        params = InferenceParams(3, 9)
+        setattr(params, f"{name}_offset", -1)
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, v, inference_params=params)
     params = InferenceParams(2, 4)
     with pytest.raises(ValueError, match="at most 2 sequences"):
         params.pre_step({"a": 1, "b": 1, "c": 1})
@@ -357,6 +362,13 @@ def test_pages_that_are_not_there_are_refused_and_nothing_is_lost():
     call = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "inference_params": params}
     with pytest.raises(ValueError, match="must be told the lengths of sequences by pre_step"):
         attention(*packed, **call)
+    params.pre_step({"a": 5, "b": 1})
+    call["core_attention_bias_type"] = "post_scale_bias"
+    with pytest.raises(ValueError, match=rf"core_attention_bias .*, \[2, {H}, 5, 5\]; got"):
+        attention(*packed, core_attention_bias=torch.zeros(S, S), **call)
+    del call["core_attention_bias_type"]
+    with pytest.raises(NotImplementedError, match="cu_seqlens must be None"):
+        attention(*packed, cu_seqlens_q_padded=torch.tensor([0, 5, S]), **call)
 
 
 @pytest.mark.gpu

@@ -103,6 +103,11 @@ def test_wrong_arguments_are_refused():
         apply_rotary_pos_emb(x[..., :4], rope(S))
     with pytest.raises(ValueError, match="cu_seqlens must be given"):
         apply_rotary_pos_emb(x[:, 0], rope(S), "thd")
+    ends, starts = torch.tensor([0, 2, S]), torch.tensor([0, -1])
+    with pytest.raises(ValueError, match=r"cu_seqlens must be .*, 5 at most; got \[0, 2, 6\]"):
+        apply_rotary_pos_emb(x[:5, 0], rope(S), "thd", cu_seqlens=ends)
+    with pytest.raises(ValueError, match=r"start_positions must be in \[0, 6\], .*; got -1 to 0"):
+        apply_rotary_pos_emb(x[:, 0], rope(S), "thd", cu_seqlens=ends, start_positions=starts)
     with pytest.raises(ValueError, match="cp_rank must be below cp_size 2; got 2"):
         apply_rotary_pos_emb(x, rope(S), fused=True, cp_size=2, cp_rank=2)
     with pytest.raises(
