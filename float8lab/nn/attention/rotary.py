@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class RotaryPositionEmbedding(nn.Module):
         rotary_base: base of the frequencies.
         interleaved: rotate neighbours ``(0, 1), (2, 3) ...`` instead of halves
             ``(0, R / 2), (1, R / 2 + 1) ...``.
-        device: of the frequencies, as in ``Linear``.
+        device: of the frequencies, as in ``Linear``. They stay float32 in a model of another dtype.
 
     Source: RoFormer, arXiv:2104.09864; position interpolation, arXiv:2306.15595.
 
@@ -68,8 +68,8 @@ class RotaryPositionEmbedding(nn.Module):
         rotary_base = arguments.check_number("rotary_base", rotary_base, above=0)
         arguments.check_flags(interleaved=interleaved)
         target = arguments.check_device("device", device) or default_device()
-        rotated = int(dim * percent)
-        if rotated < 2 or rotated % 2:
+        self.rotary_base, self.rotated = rotary_base, int(dim * percent)
+        if self.rotated < 2 or self.rotated % 2:
             raise ValueError(
                 f"dim * rotary_percent must be even and at least 2; got {dim * percent}. "
                 "Change rotary_percent."
@@ -77,8 +77,19 @@ class RotaryPositionEmbedding(nn.Module):
         self.seq_len_interpolation_factor = factor
         self.pretrained_max_position_embeddings = trained
         self.interleaved = interleaved
-        powers = torch.arange(0, rotated, 2, dtype=torch.float32, device=target) / rotated
-        self.register_buffer("inv_freq", rotary_base**-powers, persistent=False)
+        self.register_buffer("inv_freq", self._frequencies(target), persistent=False)
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        powers = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=device)
+        return self.rotary_base ** -(powers / self.rotated)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        exact = self.inv_freq
+        result = super()._apply(fn, recurse)
+        # A model in bfloat16 would round the frequencies, and be radians off after 1000 positions.
+        device = self.inv_freq.device
+        self.inv_freq = self._frequencies(device) if exact.is_meta else exact.to(device)
+        return result
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of ``max_seq_len`` positions from ``offset`` on, ``[S, 1, 1, R]`` float32."""
@@ -92,7 +103,7 @@ class RotaryPositionEmbedding(nn.Module):
             if trained is not None and max_seq_len > trained * factor:
                 divisor = max_seq_len / trained
             positions = positions / divisor
-        angles = torch.outer(positions, self.inv_freq.float())
+        angles = torch.outer(positions, self.inv_freq)
         if self.interleaved:
             angles = angles.repeat_interleave(2, dim=1)
         else:
