@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8lab import arguments
@@ -250,12 +251,13 @@ def waves_of(
     table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
     if cu_seqlens is not None:
         token = _tokens_of_rank(cu_seqlens, t.shape[0], ranks, cu_seqlens.device)
-        # Tokens behind the last sequence count on from its start; no caller reads them.
         sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
-        sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
-        index = token - cu_seqlens[sequence]
+        starts = cu_seqlens
         if start_positions is not None:
-            index = index + start_positions[sequence]
+            starts = cu_seqlens - F.pad(start_positions, (0, 1))
+        # Tokens behind the last sequence need not have an angle; no caller reads them.
+        is_behind = sequence == cu_seqlens.shape[0] - 1
+        index = (token - starts[sequence]).masked_fill(is_behind, 0)
         if arguments.has_values(index) and index.numel():
             check_positions(name, freqs, int(index.max()) + 1)
         angles = table[index][:, None]

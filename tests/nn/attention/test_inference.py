@@ -216,15 +216,16 @@ def test_fp8_cache_is_attention_to_rounded_keys_and_values(cache):
     assert not torch.allclose(held[0], k[:, 2:8], atol=1e-6)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("cache_dtype", "per_vector"),
     [(None, 4 * D), (torch.bfloat16, 2 * D), (torch.float8_e5m2, D + 4)],
     ids=["float32", "bfloat16", "e5m2"],
 )
-def test_nbytes_counts_all_layers_and_scales(cache_dtype, per_vector):
+def test_nbytes_counts_all_layers_and_scales(cache_dtype, per_vector, device):
     params = InferenceParams(B, S, cache_dtype=cache_dtype)
     assert params.nbytes == 0
-    _, k, v = (x.transpose(1, 2) for x in make())
+    _, k, v = (x.transpose(1, 2).to(device) for x in make())
     for number in (1, 2):
         params.append(number, k, v)
     assert params.nbytes == 2 * 2 * B * G * S * per_vector

@@ -61,6 +61,19 @@ def test_formats_and_gradient(interleaved, percent, tensor_format, started):
     assert torch.allclose(dx.double(), exact, atol=1e-5)
 
 
+@pytest.mark.parametrize("starts", [None, torch.tensor([1, 2])], ids=["", "start"])
+def test_tokens_behind_the_last_sequence_need_no_angles(starts):
+    x = torch.randn(20, H, D)
+    angles = RotaryPositionEmbedding(D, device="cpu")(4 if starts is None else 6)
+    ends = torch.tensor([0, 2, 6])
+    call = {"cu_seqlens": ends, "start_positions": starts}
+    y = apply_rotary_pos_emb(x, angles, "thd", **call)
+    assert torch.equal(y[:6], apply_rotary_pos_emb(x[:6], angles, "thd", **call))
+    none = None if starts is None else starts[:0]
+    call = {"cu_seqlens": ends[:1], "start_positions": none}
+    assert apply_rotary_pos_emb(x, angles, "thd", **call).shape == x.shape
+
+
 def test_base_offset_and_interpolation():
     x = torch.randn(S, 1, 1, D)
     positions = torch.arange(S).view(S, 1, 1, 1)
