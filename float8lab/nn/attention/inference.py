@@ -20,6 +20,7 @@ from float8lab.arguments import (
 from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.cache import Cached, Pages, Places, Step, Store
 from float8lab.nn.attention.layout import Packed
+from float8lab.recipes.region import capturing
 
 __all__ = ["InferenceParams", "Step", "positions_reached"]
 
@@ -116,7 +117,8 @@ class InferenceParams:
         for name, size in self._heads.items():
             check_size(name, size, minimum=1, optional=True)
         self.key_value_memory_dict: dict[int, tuple[Store, Store]] = {}
-        self._places: dict[tuple[torch.device, int, int], Places] = {}
+        self._places: dict[tuple[torch.device, int, int], Places] = {}  # by sizes
+        self._sizes_in_graphs: set[tuple[torch.device, int, int]] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -124,7 +126,7 @@ class InferenceParams:
         self.sequence_len_offset = self.batch_size_offset = 0
         self.step: Step | None = None
         self._slots: dict[Hashable, tuple[int, int]] = {}  # row and tokens in it, by name
-        self._placed: dict[tuple[torch.device, int, int], Step] = {}
+        self._placed: dict[torch.device, Step] = {}  # the step that the places are of
         rows, longest = self.max_batch_size, self.max_sequence_length
         self._pages = Pages(rows, longest, self.page_size, self.total_num_pages)
         if not self.is_paged:  # row i has page i
@@ -165,18 +167,17 @@ class InferenceParams:
         step = Step(tuple(slots), tuple(before), tuple(tokens.values()))
         finished = set(range(self.max_batch_size)) - taken if self.is_paged else set()
         self._pages.take(self._pages.missing("tokens", step, finished), finished)
-        self._placed.clear()  # an equal step before may have had other pages
         self.step = step
         self._slots = dict(zip(tokens, zip(slots, step.totals, strict=True), strict=True))
-        for device, *sizes in list(self._places):
-            if sizes == [len(slots), sum(step.lengths)]:
-                self._places_on(device, step)
+        self._placed.clear()  # an equal step before may have had other pages
+        for device in {device for device, *_ in self._places}:
+            self._places_on(device, step)
         return step
 
     def _places_on(self, device: torch.device, step: Step) -> Places:
-        """Where a step's sequences and tokens lie, in tensors that are the same for its sizes."""
+        """Where a step's sequences and tokens lie, in tensors that CUDA graphs of its sizes read."""
         key = device, len(step.slots), sum(step.lengths)
-        if self._placed.get(key) == step:
+        if self._placed.get(device) == step:
             return self._places[key]
         rows, before, lengths = (torch.tensor(x, dtype=torch.long, device="cpu") for x in step)
         number, stops = torch.arange(key[2], device="cpu"), lengths.cumsum(0)
@@ -190,9 +191,12 @@ class InferenceParams:
         if key in self._places:
             self._places[key].copy_(places)
         else:
+            for sizes in list(self._places):
+                if sizes[0] == device and sizes not in self._sizes_in_graphs:
+                    del self._places[sizes]
             with torch.inference_mode(False):
                 self._places[key] = places.to(device)
-        self._placed[key] = step
+        self._placed[device] = step
         return self._places[key]
 
     def sequences(self, device: torch.device) -> Tensor | None:
@@ -272,6 +276,8 @@ class InferenceParams:
                 size = self.total_num_pages, self.page_size, self.cache_dtype
                 self.key_value_memory_dict[layer_number] = Store(k, *size), Store(v, *size)
             stores = self.key_value_memory_dict[layer_number]
+            if not torch.compiler.is_compiling() and capturing():
+                self._sizes_in_graphs.add((k.device, len(step.slots), sum(step.lengths)))
             cached = Cached(*stores, self._places_on(k.device, step), step, self.is_paged)
             cached.keys.write(cached.places, k.detach())
             cached.values.write(cached.places, v.detach())

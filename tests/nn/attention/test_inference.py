@@ -5,7 +5,7 @@ import torch
 
 import float8lab
 from float8lab.nn import DotProductAttention, InferenceParams, RotaryPositionEmbedding
-from float8lab.nn.attention import BACKENDS
+from float8lab.nn.attention import BACKENDS, inference
 from tests.recorder import Ops
 
 B, S, H, G, D = 3, 9, 4, 2, 8
@@ -229,6 +229,19 @@ def test_nbytes_counts_all_layers_and_scales(cache_dtype, per_vector, device):
     for number in (1, 2):
         params.append(number, k, v)
     assert params.nbytes == 2 * 2 * B * G * S * per_vector
+
+
+def test_what_is_kept_of_steps_does_not_grow_but_for_cuda_graphs(monkeypatch):
+    params = InferenceParams(1, S)
+    places = []
+    for tokens in (2, 3, 4, 2):  # the first call of 2 is captured
+        monkeypatch.setattr(inference, "capturing", lambda first=not places: first)
+        params.pre_step({tokens: tokens})
+        params.append(1, *torch.randn(2, 1, G, tokens, D))
+        places.append(params.sequences(torch.device("cpu")))
+        assert len(params._places) == min(len(places), 2)
+    assert places[3] is places[0]
+    assert places[1] is not places[2]
 
 
 def test_batch_offset_and_beam_search():
