@@ -175,7 +175,7 @@ class InferenceParams:
         return step
 
     def _places_on(self, device: torch.device, step: Step) -> Places:
-        """Where a step's sequences and tokens lie, in tensors that CUDA graphs of its sizes read."""
+        """Where a step's sequences and tokens lie, in tensors that graphs of its sizes read."""
         key = device, len(step.slots), sum(step.lengths)
         if self._placed.get(device) == step:
             return self._places[key]
