@@ -363,11 +363,10 @@ def check_names(name: str, value: object) -> tuple[str, ...]:
 
 
 def check_lengths(
-    name: str, cu_seqlens: torch.Tensor | None, *, why: str, tokens: int | None = None,
-    may_start_late: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    name: str, cu_seqlens: torch.Tensor | None, *, why: str, tokens: int | None = None
+) -> torch.Tensor:
     """``cu_seqlens``; raise unless they are cumulative lengths, which ``why`` needs.
-    Their values are looked at on a CPU only: they are to lie in ``tokens`` tokens, from 0 on."""
+    Their values are looked at on a CPU only: they are to lie in ``tokens`` tokens."""
     if cu_seqlens is None:
         raise ValueError(
             f"{name} must be given for {why}; got None. Pass the cumulative lengths of the "
@@ -383,11 +382,10 @@ def check_lengths(
     if has_values(cu_seqlens):
         values = cu_seqlens.tolist()
         most = values[-1] if tokens is None else tokens
-        first = max(values[0], 0) if may_start_late else 0
-        if values != sorted(values) or values[0] != first or values[-1] > most:
+        if values != sorted(values) or values[0] != 0 or values[-1] > most:
             limit = "" if tokens is None else f", {tokens} at most"
             raise ValueError(
-                f"{name} must be cumulative lengths from {first} on, none less than the one before"
-                f"{limit}; got {shown(values)}. Begin with {first}, and add up the lengths."
+                f"{name} must be cumulative lengths from 0 on, none less than the one before"
+                f"{limit}; got {shown(values)}. Begin with 0, and add up the lengths."
             )
     return cu_seqlens

@@ -450,9 +450,8 @@ def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any
     for_gpus = functools.cache(lambda: _exact(_for_gpus(cuda, reference), "cuda"))
 
     def call(x: Tensor, *args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return reference(x, *args)
-        return (for_gpus() if x.is_cuda else exact)(x, *args)
+        in_graph = torch.compiler.is_compiling()
+        return (reference if in_graph else for_gpus() if x.is_cuda else exact)(x, *args)
 
     return call
 

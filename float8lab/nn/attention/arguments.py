@@ -62,11 +62,10 @@ class Lengths(NamedTuple):
 
     def starts(self) -> tuple[Tensor | None, Tensor | None]:
         """Where the sequences of queries, and of keys, start in a thd call."""
-        queries, keys = self.cu_seqlens_q_padded, self.padded_of_keys
-        return (
-            self.cu_seqlens_q if queries is None else queries,
-            self.cu_seqlens_of_keys if keys is None else keys,
-        )
+        lengths = self.cu_seqlens_q, self.cu_seqlens_of_keys
+        pairs = zip(lengths, (self.cu_seqlens_q_padded, self.padded_of_keys), strict=True)
+        queries, keys = (n if padded is None else padded for n, padded in pairs)
+        return queries, keys
 
     def packed(self) -> tuple[Packed, Packed]:
         """Where the sequences of queries, and of keys, lie in a thd call."""
@@ -246,9 +245,7 @@ def _check_packed(
         counts.append(offsets.shape[0])
         check_lengths(name, offsets, why=why, tokens=tokens)
         if padded is not None:
-            check_lengths(
-                f"{name}_padded", padded, why="padding", tokens=tokens, may_start_late=True
-            )
+            check_lengths(f"{name}_padded", padded, why="padding", tokens=tokens)
             counts.append(padded.shape[0])
             _check_room(name, offsets, padded)
         if longest is not None and has_values(offsets) and offsets.shape[0] > 1:
@@ -282,45 +279,31 @@ def _check_lengths_beside_shapes(
     rules: Rules, attention_type: str, sizes: Sizes | None, lengths: Lengths
 ) -> None:
     """Raise for lengths that a call of sbhd or bshd, whose shape has them too, does not take."""
-    names = Lengths._fields
-    for dim, (name, given) in enumerate(zip(names[:2], lengths[:2], strict=True), start=1):
-        if given is None:
-            continue
-        check_lengths(name, given, why="this mask type")
-        if "padding" not in rules.mask_type:
+    for name, given in zip(Lengths._fields[:4], lengths[:4], strict=True):
+        is_padded, takes_lengths = name.endswith("_padded"), "padding" in rules.mask_type
+        check_tensor(name, given, optional=True)
+        if given is not None and (is_padded or not takes_lengths):
             raise ValueError(
                 f"{name} must be None for qkv_format={rules.qkv_format!r} and the mask type "
-                f"{rules.mask_type!r}; got {shown(given)}. Set a padding mask type to use it."
+                f"{rules.mask_type!r}; got {shown(given)}. "
+                f"{'Leave it out' if is_padded else 'Set a padding mask type to use it'}."
             )
+    keys = lengths.cu_seqlens_of_keys if attention_type == "self" else lengths.cu_seqlens_kv
+    sides = zip(Lengths._fields[:2], (lengths.cu_seqlens_q, keys), strict=True)
+    for dim, (name, given) in enumerate(sides, start=1):
+        offsets = check_lengths(name, given, why="the lengths of both sides, queries and keys")
         if sizes is None:
             continue
-        if given.shape[0] != sizes.B + 1:
+        if offsets.shape[0] != sizes.B + 1:
             raise ValueError(
-                f"{name} must be [B + 1], {sizes.B + 1} cumulative lengths; got {shown(given)}. "
+                f"{name} must be [B + 1], {sizes.B + 1} cumulative lengths; got {shown(offsets)}. "
                 "Give one for each sequence of the batch."
             )
-        if has_values(given) and max(given.diff().tolist(), default=0) > sizes[dim]:
+        if has_values(offsets) and max(offsets.diff().tolist(), default=0) > sizes[dim]:
             raise ValueError(
                 f"{name} must be of sequences of at most {sizes[dim]} tokens, as the tensors have; "
-                f"got {shown(given.tolist())}. Begin with 0, and add up the lengths."
+                f"got {shown(offsets.tolist())}. Begin with 0, and add up the lengths."
             )
-    for name, given in zip(names[2:4], lengths[2:4], strict=True):
-        if given is not None:
-            check_tensor(name, given)
-            raise ValueError(
-                f"{name} must be None for qkv_format={rules.qkv_format!r}; got {shown(given)}. The "
-                "shape says where sequences start: leave it out."
-            )
-    if lengths.cu_seqlens_q is None:
-        raise ValueError(
-            "cu_seqlens_q must be given with cu_seqlens_kv; got None. Pass the cumulative lengths "
-            "of the queries' sequences."
-        )
-    if lengths.cu_seqlens_kv is None and attention_type == "cross":
-        raise ValueError(
-            "cu_seqlens_kv must be given with cu_seqlens_q in cross attention; got None. "
-            "Pass the cumulative lengths of the other sequences."
-        )
 
 
 def mask_of(

@@ -20,6 +20,7 @@ from float8lab.arguments import (
     check_choice,
     check_flags,
     check_instance,
+    check_lengths,
     check_names,
     check_number,
     check_size,
@@ -347,13 +348,10 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
         )  # fmt: skip
-        starts = cu_seqlens_q_padded, lengths.padded_of_keys
-        if pad_between_seqs and any(x is None for x in starts):
-            side = "q" if cu_seqlens_q_padded is None else "kv"
-            raise ValueError(
-                f"cu_seqlens_{side}_padded must be given with pad_between_seqs=True; got None. It "
-                "says where the sequences of qkv_format='thd' start."
-            )
+        if pad_between_seqs:
+            why = "pad_between_seqs=True"
+            check_lengths("cu_seqlens_q_padded", cu_seqlens_q_padded, why=why)
+            check_lengths("cu_seqlens_kv_padded", lengths.padded_of_keys, why=why)
         bias = core_attention_bias_type, core_attention_bias, alibi_slopes
         given = arguments.Given(rules, attention_mask, lengths, bias, inference_params)
         request = self._resolve(qkv, given, softcap)
@@ -569,9 +567,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         """The format, the mask type and the window of a call; raises for ones that do not exist."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_choice("qkv_format", qkv_format, layout.QKV_FORMATS)
-        if mask_type is not None:
-            mask_type = masks.canonical_mask_type(mask_type)
-        mask_type = mask_type or self.attn_mask_type
+        own = self.attn_mask_type
+        mask_type = own if mask_type is None else masks.canonical_mask_type(mask_type)
         window_size = self.window_size if window_size is None else window_size
         return arguments.Rules(qkv_format, mask_type, masks.window_of(mask_type, window_size))
 
@@ -594,7 +591,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         check_size("max_seqlen_q", lengths.max_seqlen_q, optional=True)
         check_size("max_seqlen_kv", lengths.max_seqlen_kv, optional=True)
         heads = self.num_attention_heads_per_partition
-        check_bias(*bias, heads)
+        check_bias(*bias)
         if inference_params is not None and self.context_parallel is not None:
             raise NotImplementedError(
                 "inference_params must be None with a context-parallel group; got a cache. Call "

@@ -113,9 +113,9 @@ class InferenceParams:
         if not is_paged:
             self.page_size, self.total_num_pages = max_sequence_length, max_batch_size
         sizes = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
-        self._heads = sizes
-        for name, size in self._heads.items():
+        for name, size in sizes.items():
             check_size(name, size, minimum=1, optional=True)
+        self._heads = sizes
         self.key_value_memory_dict: dict[int, tuple[Store, Store]] = {}
         self._places: dict[tuple[torch.device, int, int], Places] = {}  # by sizes
         self._sizes_in_graphs: set[tuple[torch.device, int, int]] = set()
@@ -195,7 +195,7 @@ class InferenceParams:
                 if sizes[0] == device and sizes not in self._sizes_in_graphs:
                     del self._places[sizes]
             with torch.inference_mode(False):
-                self._places[key] = places.to(device)
+                self._places[key] = Places(*(x.to(device, copy=True) for x in places))
         self._placed[device] = step
         return self._places[key]
 

@@ -558,7 +558,7 @@ CALLS = {
     "slopes without alibi": ({"alibi_slopes": torch.ones(4)}, ValueError, "alibi_slopes must be N"),
     "slopes of other heads": (
         {"alibi_slopes": torch.ones(3), "core_attention_bias_type": "alibi"},
-        ValueError, r"alibi_slopes must be \[4\]",
+        ValueError, r"alibi_slopes must be \[4\] or \[2, 4\]",
     ),
     "no query": ({"query_layer": None}, ValueError, "query_layer, key_layer and .*; got key"),
     "packed and not": (
@@ -582,7 +582,7 @@ CALLS = {
         },
         ValueError, "qkv_interleave_dim must be -3 or -2",
     ),
-    "gaps": ({"pad_between_seqs": True}, ValueError, "cu_seqlens_q_padded must be given with pad"),
+    "gaps": ({"pad_between_seqs": True}, ValueError, "cu_seqlens_q_padded must be given for pad"),
     "softcap and a bias before it": (
         {
             "softcap": 3.0, "core_attention_bias_type": "pre_scale_bias",
@@ -642,7 +642,7 @@ def test_wrong_heads_and_thd_lengths_are_refused():
         ({"cu_seqlens_kv_padded": lengths - 1}, r"cu_seqlens_kv_padded must be .* none less than"),
         (
             {"cu_seqlens_kv": lengths, "cu_seqlens_q_padded": lengths, "pad_between_seqs": True},
-            "cu_seqlens_kv_padded must be given with pad_between_seqs=True",
+            "cu_seqlens_kv_padded must be given for pad_between_seqs=True",
         ),
     ):
         call = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": lengths, **wrong}

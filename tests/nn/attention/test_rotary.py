@@ -126,13 +126,11 @@ def test_wrong_arguments_are_refused():
     ends, starts = torch.tensor([0, 2, S]), torch.tensor([0, -1])
     with pytest.raises(ValueError, match=r"cu_seqlens must be .*, 5 at most; got \[0, 2, 6\]"):
         apply_rotary_pos_emb(x[:5, 0], rope(S), "thd", cu_seqlens=ends)
-    with pytest.raises(ValueError, match=r"start_positions must be in \[0, 6\], .*; got -1 to 0"):
+    with pytest.raises(ValueError, match=r"start_positions must be in \[0, 6\], .*; got \[0, -1\]"):
         apply_rotary_pos_emb(x[:, 0], rope(S), "thd", cu_seqlens=ends, start_positions=starts)
     with pytest.raises(ValueError, match="cp_rank must be below cp_size 2; got 2"):
         apply_rotary_pos_emb(x, rope(S), fused=True, cp_size=2, cp_rank=2)
-    with pytest.raises(
-        ValueError, match="freqs must have at least 12 positions of cp_size ranks; got 6"
-    ):
+    with pytest.raises(ValueError, match=r"freqs must have at least 12 positions; got 6.*all cont"):
         apply_rotary_pos_emb(x, rope(S), cp_size=2, cp_rank=1)
     with pytest.raises(ValueError, match="t must have sequences whose lengths are multiples of 4"):
         apply_rotary_pos_emb(x[:5], rope(12), cp_size=2, cp_rank=1)
