@@ -567,8 +567,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         """The format, the mask type and the window of a call; raises for ones that do not exist."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_choice("qkv_format", qkv_format, layout.QKV_FORMATS)
-        own = self.attn_mask_type
-        mask_type = own if mask_type is None else masks.canonical_mask_type(mask_type)
+        default = self.attn_mask_type
+        mask_type = default if mask_type is None else masks.canonical_mask_type(mask_type)
         window_size = self.window_size if window_size is None else window_size
         return arguments.Rules(qkv_format, mask_type, masks.window_of(mask_type, window_size))
 

@@ -69,8 +69,7 @@ def test_tokens_behind_the_last_sequence_need_no_angles(starts):
     call = {"cu_seqlens": ends, "start_positions": starts}
     y = apply_rotary_pos_emb(x, angles, "thd", **call)
     assert torch.equal(y[:6], apply_rotary_pos_emb(x[:6], angles, "thd", **call))
-    none = None if starts is None else starts[:0]
-    call = {"cu_seqlens": ends[:1], "start_positions": none}
+    call = {"cu_seqlens": ends[:1], "start_positions": None if starts is None else starts[:0]}
     assert apply_rotary_pos_emb(x, angles, "thd", **call).shape == x.shape
 
 
