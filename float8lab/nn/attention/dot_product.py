@@ -664,10 +664,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         """The score of a key without a value that the softmax has, for this rank's heads."""
         if self.softmax_type == "vanilla":
             return None
-        if self.softmax_offset is None:
-            sink = torch.zeros(self.num_attention_heads_per_partition, device=device)
-        else:
-            sink = self.softmax_offset.float()
+        offset, heads = self.softmax_offset, self.num_attention_heads_per_partition
+        sink = torch.zeros(heads, device=device) if offset is None else offset.float()
         return sink if context is None else context.local_heads(sink, -1)
 
     def _required_layer_number(self) -> int:

@@ -191,9 +191,8 @@ class InferenceParams:
         if key in self._places:
             self._places[key].copy_(places)
         else:
-            for sizes in list(self._places):
-                if sizes[0] == device and sizes not in self._sizes_in_graphs:
-                    del self._places[sizes]
+            in_use = {k for k in self._places if k in self._sizes_in_graphs or k[0] != device}
+            self._places = {k: self._places[k] for k in in_use}
             with torch.inference_mode(False):
                 self._places[key] = Places(*(x.to(device, copy=True) for x in places))
         self._placed[device] = step

@@ -277,9 +277,8 @@ def _takes_op(t: Tensor, cos: Tensor) -> bool:
     """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated."""
     # It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
     # be recomputed for every head.
-    if torch._C._are_functorch_transforms_active():
-        return False
     plain = type(t) in (Tensor, nn.Parameter) and not cos.requires_grad
+    plain = plain and not torch._C._are_functorch_transforms_active()
     return plain and t.is_cuda and t.dtype in HIGH_PRECISION_DTYPES
 
 
