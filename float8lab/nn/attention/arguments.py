@@ -235,26 +235,23 @@ def _check_packed(
             "attn_mask_type must be padding, padding_causal or padding_causal_bottom_right for "
             f"qkv_format='thd'; got {mask_type!r}. Sequences of several lengths lie in it."
         )
-    is_self, why, counts = attention_type == "self", "qkv_format='thd'", []
-    keys = lengths.cu_seqlens_of_keys if is_self else lengths.cu_seqlens_kv
-    queries = check_lengths("cu_seqlens_q", lengths.cu_seqlens_q, why=why)
-    sides = (queries, check_lengths("cu_seqlens_kv", keys, why=why))
+    keys = lengths.cu_seqlens_of_keys if attention_type == "self" else lengths.cu_seqlens_kv
+    counts, sides = [], (lengths.cu_seqlens_q, keys)
     columns = zip(("q", "kv"), sides, lengths[2:4], lengths[4:], strict=True)
-    for i, (side, offsets, padded, longest) in enumerate(columns, start=1):
+    for i, (side, given, padded, longest) in enumerate(columns, start=1):
         name, tokens = f"cu_seqlens_{side}", None if sizes is None else sizes[i]
+        offsets = check_lengths(name, given, why="qkv_format='thd'", tokens=tokens)
         counts.append(offsets.shape[0])
-        check_lengths(name, offsets, why=why, tokens=tokens)
         if padded is not None:
             check_lengths(f"{name}_padded", padded, why="padding", tokens=tokens)
             counts.append(padded.shape[0])
             _check_room(name, offsets, padded)
-        if longest is not None and has_values(offsets) and offsets.shape[0] > 1:
-            longest_sequence = int(offsets.diff().max())
-            if longest_sequence > longest:
-                raise ValueError(
-                    f"max_seqlen_{side} must be the longest of the sequences in {name}, "
-                    f"{longest_sequence} at least; got {longest}. Leave it out to have it computed."
-                )
+        most = max((0, *offsets.diff().tolist())) if has_values(offsets) else 0
+        if longest is not None and most > longest:
+            raise ValueError(
+                f"max_seqlen_{side} must be the longest of the sequences in {name}, {most} at "
+                f"least; got {longest}. Leave it out to have it computed."
+            )
     if len(set(counts)) > 1:
         raise ValueError(
             "cu_seqlens_q, cu_seqlens_kv and those of padding must be of the same number of "

@@ -214,6 +214,8 @@ class InferenceParams:
     def swap_key_value_dict(self, batch_indices: Tensor | Sequence[int]) -> None:
         """Reorder the rows of all caches, for beam search: row i becomes ``batch_indices[i]``.
 
+        It takes the length of that sequence, too, where ``pre_step`` was told of several lengths.
+
         Raises:
             TypeError: ``batch_indices`` are no integers.
             ValueError: there are more of them than rows, or some are no rows; of a tensor on a GPU
@@ -225,12 +227,9 @@ class InferenceParams:
                 raise TypeError(
                     f"batch_indices must be a sequence of rows; got {shown(rows)}. Pass a list."
                 )
-            numbers = [check_size("batch_indices", row) for row in rows]
-            rows = torch.tensor(numbers, dtype=torch.long)
+            rows = torch.tensor([check_size("batch_indices", n) for n in rows], dtype=torch.long)
         if rows.dtype not in INTEGER_DTYPES:
-            raise TypeError(
-                f"batch_indices must be integers; got {shown(rows)}. Pass the rows' numbers."
-            )
+            raise TypeError(f"batch_indices must be integers; got {shown(rows)}. Pass row numbers.")
         outside = has_values(rows) and bool(((rows < 0) | (rows >= self.max_batch_size)).any())
         if rows.ndim != 1 or rows.shape[0] > self.max_batch_size or outside:
             raise ValueError(
@@ -249,6 +248,10 @@ class InferenceParams:
             for store in stores:
                 table = pages.table[:, : min(held, default=0)].long().to(store.data.device)
                 store.copy_pages(table[rows.to(store.data.device)], table[:count])
+        lengths = dict(self._slots.values())
+        if len(set(lengths.values())) > 1:  # else a GPU need not be asked for the rows
+            lengths |= {row: lengths.get(n, 0) for row, n in enumerate(rows.tolist())}
+            self._slots = {name: (row, lengths[row]) for name, (row, _) in self._slots.items()}
 
     def append(self, layer_number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add a call's keys and values to a layer's cache, and return what it now holds.

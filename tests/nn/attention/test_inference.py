@@ -241,7 +241,6 @@ def test_what_is_kept_of_steps_does_not_grow_but_for_cuda_graphs(monkeypatch):
         places.append(params.sequences(torch.device("cpu")))
         assert len(params._places) == min(len(places), 2)
     assert places[3] is places[0]
-    assert places[1] is not places[2]
 
 
 def test_batch_offset_and_beam_search():
@@ -259,6 +258,13 @@ def test_batch_offset_and_beam_search():
     assert torch.allclose(y, attention(q, k, v)[order, 8:], atol=1e-6)
     params.reset()
     assert (params.sequence_len_offset, params.step) == (0, None)
+    params.pre_step({"a": 2, "b": 5})
+    attention(*(x[:2, :5] for x in (q, k, v)), inference_params=params)
+    params.swap_key_value_dict([1])
+    assert params.pre_step({"a": 1, "b": 1}).before == (5, 5)
+    y = attention(*(x[:2, 5:6] for x in (q, k, v)), inference_params=params)
+    keys, values = (torch.cat((x[1:2, :5], x[:1, 5:6]), 1) for x in (k, v))
+    assert torch.allclose(y[:1], attention(q[:1, 5:6], keys, values, attn_mask_type="no_mask"))
 
 
 def test_no_gradients_in_the_cache():
@@ -323,10 +329,10 @@ def test_what_does_not_fit_is_refused():
         attention(q, k, v, inference_params=InferenceParams(3, 8))
     with pytest.raises(ValueError, match="room for rows 0 to 3"):
         attention(q, k, v, inference_params=InferenceParams(2, 9))
-    for name, message in ("batch_size", "rows -1 to 2 and"), ("sequence_len", "positions -1 to 8;"):
-        params = InferenceParams(3, 9)
-        setattr(params, f"{name}_offset", -1)
-        with pytest.raises(ValueError, match=message):
+    params = InferenceParams(3, 9)
+    for offset in ("batch_size_offset", "sequence_len_offset"):
+        setattr(params, offset, -1)
+        with pytest.raises(ValueError, match=r"rows -1 to 2 and positions (0 to 9|-1 to 8); got"):
             attention(q, k, v, inference_params=params)
     params = InferenceParams(2, 4)
     with pytest.raises(ValueError, match="at most 2 sequences"):
@@ -377,12 +383,11 @@ def test_pages_that_are_not_there_are_refused_and_nothing_is_lost():
     with pytest.raises(ValueError, match="must be told the lengths of sequences by pre_step"):
         attention(*packed, **call)
     params.pre_step({"a": 5, "b": 1})
-    call["core_attention_bias_type"] = "post_scale_bias"
-    with pytest.raises(ValueError, match=rf"core_attention_bias .*, \[2, {H}, 5, 5\]; got"):
-        attention(*packed, core_attention_bias=torch.zeros(S, S), **call)
-    del call["core_attention_bias_type"]
     with pytest.raises(NotImplementedError, match="cu_seqlens must be None"):
         attention(*packed, cu_seqlens_q_padded=torch.tensor([0, 5, S]), **call)
+    call |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": q[0, 0]}
+    with pytest.raises(ValueError, match=rf"core_attention_bias .*, \[2, {H}, 5, 5\]; got"):
+        attention(*packed, **call)
 
 
 @pytest.mark.gpu
