@@ -436,7 +436,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         self.core_attention.check_arguments(given, known_sizes, mask_name)
         for freqs, tokens in zip(angles or (), sizes[1:], strict=False):
             rotary.check_angles("rotary_pos_emb", freqs, self.kv_channels)
-            if known_sizes is not None and (self.qkv_format != "thd" or inference_params):
+            if known_sizes is not None and (self.qkv_format, inference_params) != ("thd", None):
                 reached = positions_reached(tokens, inference_params)
                 rotary.check_positions("rotary_pos_emb", freqs, reached)
 

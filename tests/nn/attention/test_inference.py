@@ -259,12 +259,8 @@ def test_batch_offset_and_beam_search():
     params.reset()
     assert (params.sequence_len_offset, params.step) == (0, None)
     params.pre_step({"a": 2, "b": 5})
-    attention(*(x[:2, :5] for x in (q, k, v)), inference_params=params)
     params.swap_key_value_dict([1])
     assert params.pre_step({"a": 1, "b": 1}).before == (5, 5)
-    y = attention(*(x[:2, 5:6] for x in (q, k, v)), inference_params=params)
-    keys, values = (torch.cat((x[1:2, :5], x[:1, 5:6]), 1) for x in (k, v))
-    assert torch.allclose(y[:1], attention(q[:1, 5:6], keys, values, attn_mask_type="no_mask"))
 
 
 def test_no_gradients_in_the_cache():
@@ -351,6 +347,11 @@ def test_what_does_not_fit_is_refused():
         InferenceParams(0, 4)
     with pytest.raises(ValueError, match="dtype must be None beside cache_dtype"):
         InferenceParams(2, 4, cache_dtype=torch.float16, dtype=torch.float16)
+    params.pre_step({"c": 4})
+    thd = {"qkv_format": "thd", "attn_mask_type": "padding", "layer_number": 1, "device": "meta"}
+    layer, x = float8lab.MultiheadAttention(8, 2, **thd), torch.zeros(4, 8, device="meta")
+    with pytest.raises(ValueError, match="rotary_pos_emb must have at least 4 positions; got 3"):
+        layer(x, inference_params=params, rotary_pos_emb=x[:3, :4])
     with pytest.raises(
         ValueError, match="head_dim_v must be that of the layers, 8 in layer 1; got 9"
     ):
