@@ -515,7 +515,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         if context is not None:
             qkv, leave = self._exchange(context, qkv, given, asks)
             bias_type, bias, alibi_slopes = given.bias
-            given = given._replace(bias=(bias_type, context.local_heads(bias, -3), alibi_slopes))
+            local = context.local_heads(bias, -3), context.local_heads(alibi_slopes, -1)
+            given = given._replace(bias=(bias_type, *local))
             if rules.mask_type == "arbitrary":
                 given = given._replace(attention_mask=context.local_heads(given.attention_mask, -3))
         q, k, v = (layout.to_heads_first(x, rules.qkv_format) for x in qkv)
@@ -651,13 +652,12 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     def _slopes(
         self, given: Tensor | None, context: ContextParallel | None, device: torch.device
     ) -> Tensor:
-        """The slopes of ALiBi, for the heads of this rank."""
+        """The slopes of ALiBi, for the heads of this rank, as those that are ``given``."""
         if given is not None:
-            slopes = given.to(device, torch.float32)
-        else:
-            sharing: Any = self._fp8.parallel
-            slopes = alibi_slopes(self.num_attention_heads, device)
-            slopes = slopes.chunk(self.tp_size)[sharing.rank if self.tp_size > 1 else 0]
+            return given.to(device, torch.float32)
+        sharing: Any = self._fp8.parallel
+        slopes = alibi_slopes(self.num_attention_heads, device)
+        slopes = slopes.chunk(self.tp_size)[sharing.rank if self.tp_size > 1 else 0]
         return slopes if context is None else context.local_heads(slopes, -1)
 
     def _sink(self, context: ContextParallel | None, device: torch.device) -> Tensor | None:
