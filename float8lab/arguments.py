@@ -382,10 +382,10 @@ def check_lengths(
     if has_values(cu_seqlens):
         values = cu_seqlens.tolist()
         most = values[-1] if tokens is None else tokens
-        if values != sorted(values) or values[0] < 0 or values[-1] > most:
+        if values != sorted(values) or values[0] != 0 or values[-1] > most:
             limit = "" if tokens is None else f", {tokens} at most"
             raise ValueError(
-                f"{name} must be cumulative lengths, none less than the one before{limit}; got "
-                f"{shown(values)}. Begin with 0, and add up the lengths."
+                f"{name} must be cumulative lengths from 0 on, none less than the one before"
+                f"{limit}; got {shown(values)}. Begin with 0, and add up the lengths."
             )
     return cu_seqlens

@@ -446,12 +446,12 @@ def _direct(
 
 def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any]:
     """Make a function that calls a launcher on a GPU; elsewhere, and in graphs, its reference."""
-    for_gpus = functools.cache(lambda: _for_gpus(cuda, reference))
+    exact = _exact(reference)
+    for_gpus = functools.cache(lambda: _exact(_for_gpus(cuda, reference), "cuda"))
 
     def call(x: Tensor, *args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return reference(x, *args)
-        return _exact(for_gpus() if x.is_cuda else reference, x.device.type)(x, *args)
+        in_graph = torch.compiler.is_compiling()
+        return (reference if in_graph else for_gpus() if x.is_cuda else exact)(x, *args)
 
     return call
 

@@ -129,11 +129,10 @@ def cases_of(ranks: Ranks) -> dict[str, Case]:
     ]
     starts = LENGTHS.to(ranks.device)
     ends = torch.tensor([0, 13, 13, 21, 30], device=ranks.device)
-    padded = {
-        "cu_seqlens_q": ends, "cu_seqlens_kv": ends,
-        "cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts,
-    }  # fmt: skip
-    packed = [{"cu_seqlens_q": starts}, padded, {**padded, "window_size": (5, 0)}]
+    padded = {"cu_seqlens_q": ends, "cu_seqlens_q_padded": starts}
+    slopes = torch.rand(len(LENGTHS) - 1, H).to(ranks.device)
+    alibi = {**padded, "core_attention_bias_type": "alibi", "alibi_slopes": slopes}
+    packed = [{"cu_seqlens_q": starts}, padded, {**padded, "window_size": (5, 0)}, alibi]
 
     def qkv(*shape: int, groups: int, keys: int = 1, channels: int = D) -> list[Tensor]:
         tokens = [shape, *[tuple(n * keys if n == S else n for n in shape)] * 2]

@@ -189,7 +189,7 @@ def test_rotary_biases_and_recomputation_reach_the_attention():
     for call in (
         {"rotary_pos_emb": rope},
         {"rotary_pos_emb": (rope, rope)},
-        {"core_attention_bias_type": "alibi"},
+        {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(H)},
         {
             "core_attention_bias_type": "post_scale_bias",
             "core_attention_bias": torch.randn(1, H, S, S),
@@ -205,12 +205,15 @@ def test_formats(attn_input_format):
     layer = build(self_attn_mask_type="padding_causal", attn_input_format=attn_input_format)
     layer.load_state_dict(bshd.state_dict())
     x, lengths = torch.randn(B, S, HIDDEN), [4, 6]
-    cu = torch.tensor([0, 4, 10], dtype=torch.int32)
-    expected = bshd(x, cu_seqlens_q=cu)
+    call = {
+        "cu_seqlens_q": torch.tensor([0, 4, 10], dtype=torch.int32), "max_seqlen_q": S,
+        "rotary_pos_emb": RotaryPositionEmbedding(HIDDEN // H, device="cpu")(S),
+    }  # fmt: skip
+    expected = bshd(x, **call)
     if attn_input_format == "sbhd":
-        y = layer(x.transpose(0, 1), cu_seqlens_q=cu).transpose(0, 1)
+        y = layer(x.transpose(0, 1), **call).transpose(0, 1)
     else:
-        y = layer(torch.cat([x[b, :n] for b, n in enumerate(lengths)]), cu_seqlens_q=cu)
+        y = layer(torch.cat([x[b, :n] for b, n in enumerate(lengths)]), **call)
         expected = torch.cat([expected[b, :n] for b, n in enumerate(lengths)])
     assert torch.allclose(y, expected, atol=1e-6)
 

@@ -54,17 +54,24 @@ class Lengths(NamedTuple):
         """The cumulative lengths of the keys' sequences, which may be those of the queries'."""
         return self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
 
+    @property
+    def padded_of_keys(self) -> Tensor | None:
+        """Where the keys' sequences start, if there are tokens between them."""
+        are_of_queries = self.cu_seqlens_kv is None and self.cu_seqlens_kv_padded is None
+        return self.cu_seqlens_q_padded if are_of_queries else self.cu_seqlens_kv_padded
+
     def starts(self) -> tuple[Tensor | None, Tensor | None]:
         """Where the sequences of queries, and of keys, start in a thd call."""
-        pairs = zip(self[:2], self[2:4], strict=True)
+        lengths = self.cu_seqlens_q, self.cu_seqlens_of_keys
+        pairs = zip(lengths, (self.cu_seqlens_q_padded, self.padded_of_keys), strict=True)
         queries, keys = (n if padded is None else padded for n, padded in pairs)
-        return queries, queries if keys is None else keys
+        return queries, keys
 
     def packed(self) -> tuple[Packed, Packed]:
         """Where the sequences of queries, and of keys, lie in a thd call."""
         queries, keys = (cast(Tensor, x) for x in (self.cu_seqlens_q, self.cu_seqlens_of_keys))
         packed = Packed.of(queries, self.cu_seqlens_q_padded, self.max_seqlen_q)
-        padded, longest = self.cu_seqlens_kv_padded, self.max_seqlen_kv
+        padded, longest = self.padded_of_keys, self.max_seqlen_kv
         if keys is not queries or padded is not self.cu_seqlens_q_padded:
             return packed, Packed.of(keys, padded, longest)
         return packed, packed if longest is None else packed._replace(longest=longest)
@@ -188,7 +195,7 @@ def check_masking(
     """
     rules, attention_mask, lengths, _, inference_params = given
     masks.check_mask_types(name, attention_mask)
-    mask_type, has_lengths = rules.mask_type, lengths.cu_seqlens_q is not None
+    mask_type, has_lengths = rules.mask_type, any(x is not None for x in lengths[:4])
     step = None if inference_params is None else inference_params.step
     if step is not None and (mask_type == "arbitrary" or attention_mask is not None or has_lengths):
         raise NotImplementedError(
@@ -205,7 +212,7 @@ def check_masking(
                 f"qkv_format='thd', as many tokens as there are; got {step}. Call pre_step first."
             )
         return
-    if any(x is not None for x in lengths[:4]):
+    if has_lengths:
         _check_lengths_beside_shapes(rules, attention_type, sizes, lengths)
     if sizes is None or step is not None or has_lengths:  # which only a padding mask type takes
         return
@@ -228,25 +235,23 @@ def _check_packed(
             "attn_mask_type must be padding, padding_causal or padding_causal_bottom_right for "
             f"qkv_format='thd'; got {mask_type!r}. Sequences of several lengths lie in it."
         )
-    is_self, why, counts = attention_type == "self", "qkv_format='thd'", []
-    keys = lengths.cu_seqlens_of_keys if is_self else lengths.cu_seqlens_kv
-    queries = check_lengths("cu_seqlens_q", lengths.cu_seqlens_q, why=why)
-    sides = (queries, check_lengths("cu_seqlens_kv", keys, why=why))
+    keys = lengths.cu_seqlens_of_keys if attention_type == "self" else lengths.cu_seqlens_kv
+    counts, sides = [], (lengths.cu_seqlens_q, keys)
     columns = zip(("q", "kv"), sides, lengths[2:4], lengths[4:], strict=True)
-    for i, (side, offsets, padded, longest) in enumerate(columns, start=1):
+    for i, (side, given, padded, longest) in enumerate(columns, start=1):
         name, tokens = f"cu_seqlens_{side}", None if sizes is None else sizes[i]
+        offsets = check_lengths(name, given, why="qkv_format='thd'", tokens=tokens)
         counts.append(offsets.shape[0])
-        check_lengths(name, offsets, why=why, tokens=tokens)
         if padded is not None:
             check_lengths(f"{name}_padded", padded, why="padding", tokens=tokens)
             counts.append(padded.shape[0])
-        if longest is not None and has_values(offsets) and offsets.shape[0] > 1:
-            longest_sequence = int(offsets.diff().max())
-            if longest_sequence > longest:
-                raise ValueError(
-                    f"max_seqlen_{side} must be the longest of the sequences in {name}, "
-                    f"{longest_sequence} at least; got {longest}. Leave it out to have it computed."
-                )
+            _check_room(name, offsets, padded)
+        most = max((0, *offsets.diff().tolist())) if has_values(offsets) else 0
+        if longest is not None and most > longest:
+            raise ValueError(
+                f"max_seqlen_{side} must be the longest of the sequences in {name}, {most} at "
+                f"least; got {longest}. Leave it out to have it computed."
+            )
     if len(set(counts)) > 1:
         raise ValueError(
             "cu_seqlens_q, cu_seqlens_kv and those of padding must be of the same number of "
@@ -255,49 +260,47 @@ def _check_packed(
         )
 
 
+def _check_room(name: str, offsets: Tensor, padded: Tensor) -> None:
+    """Raise if a sequence is longer than from its start to that of the next one."""
+    if padded.shape != offsets.shape or not (has_values(padded) and has_values(offsets)):
+        return
+    lengths, rooms = offsets.diff(), padded.diff()
+    if bool((lengths > rooms).any()):
+        raise ValueError(
+            f"{name}_padded must leave room for sequences of {shown(lengths.tolist())} tokens, as "
+            f"in {name}; got {shown(rooms.tolist())} from start to start. Add up padded lengths."
+        )
+
+
 def _check_lengths_beside_shapes(
     rules: Rules, attention_type: str, sizes: Sizes | None, lengths: Lengths
 ) -> None:
     """Raise for lengths that a call of sbhd or bshd, whose shape has them too, does not take."""
-    names = Lengths._fields
-    for dim, (name, given) in enumerate(zip(names[:2], lengths[:2], strict=True), start=1):
-        if given is None:
-            continue
-        check_lengths(name, given, why="this mask type")
-        if "padding" not in rules.mask_type:
+    for name, given in zip(Lengths._fields[:4], lengths[:4], strict=True):
+        is_padded, takes_lengths = name.endswith("_padded"), "padding" in rules.mask_type
+        check_tensor(name, given, optional=True)
+        if given is not None and (is_padded or not takes_lengths):
             raise ValueError(
                 f"{name} must be None for qkv_format={rules.qkv_format!r} and the mask type "
-                f"{rules.mask_type!r}; got {shown(given)}. Set a padding mask type to use it."
+                f"{rules.mask_type!r}; got {shown(given)}. "
+                f"{'Leave it out' if is_padded else 'Set a padding mask type to use it'}."
             )
+    keys = lengths.cu_seqlens_of_keys if attention_type == "self" else lengths.cu_seqlens_kv
+    sides = zip(Lengths._fields[:2], (lengths.cu_seqlens_q, keys), strict=True)
+    for dim, (name, given) in enumerate(sides, start=1):
+        offsets = check_lengths(name, given, why="the lengths of both sides, queries and keys")
         if sizes is None:
             continue
-        if given.shape[0] != sizes.B + 1:
+        if offsets.shape[0] != sizes.B + 1:
             raise ValueError(
-                f"{name} must be [B + 1], {sizes.B + 1} cumulative lengths; got {shown(given)}. "
+                f"{name} must be [B + 1], {sizes.B + 1} cumulative lengths; got {shown(offsets)}. "
                 "Give one for each sequence of the batch."
             )
-        if has_values(given) and max(given.diff().tolist(), default=0) > sizes[dim]:
+        if has_values(offsets) and max(offsets.diff().tolist(), default=0) > sizes[dim]:
             raise ValueError(
                 f"{name} must be of sequences of at most {sizes[dim]} tokens, as the tensors have; "
-                f"got {shown(given.tolist())}. Begin with 0, and add up the lengths."
+                f"got {shown(offsets.tolist())}. Begin with 0, and add up the lengths."
             )
-    for name, given in zip(names[2:4], lengths[2:4], strict=True):
-        if given is not None:
-            check_tensor(name, given)
-            raise ValueError(
-                f"{name} must be None for qkv_format={rules.qkv_format!r}; got {shown(given)}. The "
-                "shape says where sequences start: leave it out."
-            )
-    if lengths.cu_seqlens_q is None:
-        raise ValueError(
-            "cu_seqlens_q must be given with cu_seqlens_kv; got None. Pass the cumulative lengths "
-            "of the queries' sequences."
-        )
-    if lengths.cu_seqlens_kv is None and attention_type == "cross":
-        raise ValueError(
-            "cu_seqlens_kv must be given with cu_seqlens_q in cross attention; got None. "
-            "Pass the cumulative lengths of the other sequences."
-        )
 
 
 def mask_of(
@@ -313,7 +316,6 @@ def mask_of(
     if packed is not None:
         padding = (packed[0].padding(), packed[1].padding())
         (B, Sq), Sk = padding[0].shape, padding[1].shape[1]
-        check_bias_shape(*given.bias[1:], (B, heads, Sq, Sk))
     elif sequences is not None:
         _, diagonal, added = sequences
         padding = (padding_from_lengths(added, Sq), padding_from_lengths(diagonal + added, Sk))
@@ -327,6 +329,8 @@ def mask_of(
             "padding mask type or 'arbitrary' to use it.",
             stacklevel=2,
         )
+    if given.rules.qkv_format == "thd":  # whose sequences are known now
+        check_bias_shape(*given.bias[1:], (B, heads, Sq, Sk))
     mask = masks.make_mask(
         mask_type, window, Sq, Sk, padding=padding, arbitrary=arbitrary, diagonal=diagonal
     )

@@ -54,7 +54,7 @@ class Alibi(NamedTuple):
         return -slopes * distances(self.diagonal, Sq, Sk, slopes.device)
 
 
-def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads: int) -> None:
+def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None) -> None:
     """Raise unless the three arguments of a bias belong together."""
     if bias_type == "no_bias" and bias is None and slopes is None:
         return
@@ -69,17 +69,11 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads
             f"core_attention_bias_type={bias_type!r}; got "
             f"{'None' if bias is None else tuple(bias.shape)}. Change one of the two."
         )
-    if slopes is not None:
-        if bias_type != "alibi":
-            raise ValueError(
-                f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
-                f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
-            )
-        if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
-            raise ValueError(
-                f"alibi_slopes must be [{heads}] or [B, {heads}]; got shape "
-                f"{tuple(slopes.shape)}. Give one slope per head."
-            )
+    if slopes is not None and bias_type != "alibi":
+        raise ValueError(
+            f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
+            f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
+        )
 
 
 def check_softcap(softcap: float, bias_type: str) -> float:
@@ -102,8 +96,9 @@ def check_bias_shape(bias: Tensor | None, slopes: Tensor | None, scores: Sequenc
             f"core_attention_bias must broadcast to [B, H, Sq, Sk], {list(scores)}; got shape "
             f"{tuple(bias.shape)}. Reshape it."
         )
-    if slopes is not None and slopes.ndim == 2 and not broadcasts(slopes.shape, scores[:2]):
+    B, H = scores[:2]
+    if slopes is not None and slopes.shape not in ((H,), (1, H), (B, H)):
         raise ValueError(
-            f"alibi_slopes must be [H] or [B, H], {list(scores[:2])}; got shape "
-            f"{tuple(slopes.shape)}. Give each sequence its slopes."
+            f"alibi_slopes must be [{H}] or [{B}, {H}], a slope for each head, or for those of "
+            f"each sequence; got shape {tuple(slopes.shape)}. Reshape them."
         )

@@ -108,10 +108,6 @@ class Places(NamedTuple):
         for x, y in zip(self, other, strict=True):
             x.copy_(y, non_blocking=True)
 
-    def to(self, device: torch.device) -> Places:
-        """A copy on a device."""
-        return Places(*(x.to(device, copy=True) for x in self))
-
 
 class Cached(NamedTuple):
     """The contents of a layer's cache for the sequences of a call."""

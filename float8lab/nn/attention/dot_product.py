@@ -20,6 +20,7 @@ from float8lab.arguments import (
     check_choice,
     check_flags,
     check_instance,
+    check_lengths,
     check_names,
     check_number,
     check_size,
@@ -318,7 +319,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
                 over all it holds.
             cu_seqlens_q_padded: ``[B + 1]``, for thd with unused tokens after each sequence: where
                 the sequences start.
-            cu_seqlens_kv_padded: the same for key and value.
+            cu_seqlens_kv_padded: the same for key and value; if it and ``cu_seqlens_kv`` are None,
+                ``cu_seqlens_q_padded``.
             pad_between_seqs: whether there are unused tokens between the sequences of thd; None
                 and False look at ``cu_seqlens_*_padded``, True also requires them.
             softcap: scaled scores become ``softcap * tanh(scores / softcap)``, before a bias is
@@ -338,11 +340,6 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill,
             pad_between_seqs=pad_between_seqs is not None and pad_between_seqs,
         )  # fmt: skip
-        if pad_between_seqs and cu_seqlens_q_padded is None:
-            raise ValueError(
-                "cu_seqlens_q_padded must be given with pad_between_seqs=True; got None. It says "
-                "where the sequences of qkv_format='thd' start."
-            )
         rules = self.rules_of_call(qkv_format, attn_mask_type, window_size)
         qkv = arguments.unpacked(
             (query_layer, key_layer, value_layer), qkv_layer, kv_layer, qkv_interleave_dim
@@ -351,6 +348,10 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
         )  # fmt: skip
+        if pad_between_seqs:
+            why = "pad_between_seqs=True"
+            check_lengths("cu_seqlens_q_padded", cu_seqlens_q_padded, why=why)
+            check_lengths("cu_seqlens_kv_padded", lengths.padded_of_keys, why=why)
         bias = core_attention_bias_type, core_attention_bias, alibi_slopes
         given = arguments.Given(rules, attention_mask, lengths, bias, inference_params)
         request = self._resolve(qkv, given, softcap)
@@ -514,7 +515,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         if context is not None:
             qkv, leave = self._exchange(context, qkv, given, asks)
             bias_type, bias, alibi_slopes = given.bias
-            given = given._replace(bias=(bias_type, context.local_heads(bias, -3), alibi_slopes))
+            local = context.local_heads(bias, -3), context.local_heads(alibi_slopes, -1)
+            given = given._replace(bias=(bias_type, *local))
             if rules.mask_type == "arbitrary":
                 given = given._replace(attention_mask=context.local_heads(given.attention_mask, -3))
         q, k, v = (layout.to_heads_first(x, rules.qkv_format) for x in qkv)
@@ -566,9 +568,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         """The format, the mask type and the window of a call; raises for ones that do not exist."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_choice("qkv_format", qkv_format, layout.QKV_FORMATS)
-        if mask_type is not None:
-            mask_type = masks.canonical_mask_type(mask_type)
-        mask_type = mask_type or self.attn_mask_type
+        default = self.attn_mask_type
+        mask_type = default if mask_type is None else masks.canonical_mask_type(mask_type)
         window_size = self.window_size if window_size is None else window_size
         return arguments.Rules(qkv_format, mask_type, masks.window_of(mask_type, window_size))
 
@@ -591,7 +592,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         check_size("max_seqlen_q", lengths.max_seqlen_q, optional=True)
         check_size("max_seqlen_kv", lengths.max_seqlen_kv, optional=True)
         heads = self.num_attention_heads_per_partition
-        check_bias(*bias, heads)
+        check_bias(*bias)
         if inference_params is not None and self.context_parallel is not None:
             raise NotImplementedError(
                 "inference_params must be None with a context-parallel group; got a cache. Call "
@@ -651,23 +652,20 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     def _slopes(
         self, given: Tensor | None, context: ContextParallel | None, device: torch.device
     ) -> Tensor:
-        """The slopes of ALiBi, for the heads of this rank."""
+        """The slopes of ALiBi, for the heads of this rank, as those that are ``given``."""
         if given is not None:
-            slopes = given.to(device, torch.float32)
-        else:
-            sharing: Any = self._fp8.parallel
-            slopes = alibi_slopes(self.num_attention_heads, device)
-            slopes = slopes.chunk(self.tp_size)[sharing.rank if self.tp_size > 1 else 0]
+            return given.to(device, torch.float32)
+        sharing: Any = self._fp8.parallel
+        slopes = alibi_slopes(self.num_attention_heads, device)
+        slopes = slopes.chunk(self.tp_size)[sharing.rank if self.tp_size > 1 else 0]
         return slopes if context is None else context.local_heads(slopes, -1)
 
     def _sink(self, context: ContextParallel | None, device: torch.device) -> Tensor | None:
         """The score of a key without a value that the softmax has, for this rank's heads."""
         if self.softmax_type == "vanilla":
             return None
-        if self.softmax_offset is None:
-            sink = torch.zeros(self.num_attention_heads_per_partition, device=device)
-        else:
-            sink = self.softmax_offset.float()
+        offset, heads = self.softmax_offset, self.num_attention_heads_per_partition
+        sink = torch.zeros(heads, device=device) if offset is None else offset.float()
         return sink if context is None else context.local_heads(sink, -1)
 
     def _required_layer_number(self) -> int:

@@ -71,7 +71,7 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
     (Sq, Sk), window = _lengths(q, k, problem), _window_of(q, k, problem)
     packed = problem.packed is not None or problem.mask.kv_padding is not None
     if why is None and not ops.has_linear_backward(Sq, Sk, window, packed=packed):
-        return f"its backward has no such window for {Sq} queries and {Sk} keys"
+        return "its backward has no such window for so many queries and keys"
     return why
 
 
@@ -170,20 +170,21 @@ def _gathered(x: Tensor, order: Tensor | None, cu_seqlens: Tensor | None) -> Ten
     if order is None or cu_seqlens is None:
         return x
     place = torch.arange(order.shape[0], device=order.device)
-    return _reordered(x, torch.where(place < cu_seqlens[-1], order, order[:1]), 1)
+    return _reordered(x, torch.where(place < cu_seqlens[-1], order, order[:1]), 1, len(order))
 
 
-def _scattered(x: Tensor, order: Tensor | None, rows: int) -> Tensor:
-    """The inverse, ``[rows, H, S, D]``; what lies behind the packed tokens is for padding."""
+def _scattered(x: Tensor, order: Tensor | None, B: int, S: int) -> Tensor:
+    """The inverse, ``[B, H, S, D]``; what lies behind the packed tokens is for padding."""
     if order is None:
         return x
     place = torch.arange(order.shape[0], device=order.device)
-    return _reordered(x, torch.empty_like(order).scatter_(0, order, place), rows)
+    return _reordered(x, torch.empty_like(order).scatter_(0, order, place), B, S)
 
 
-def _reordered(x: Tensor, order: Tensor, rows: int) -> Tensor:
-    tokens = x.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, order)
-    return tokens.unflatten(1, (x.shape[1], -1)).unflatten(0, (rows, -1)).transpose(1, 2)
+def _reordered(x: Tensor, order: Tensor, B: int, S: int) -> Tensor:
+    heads, D = x.shape[1], x.shape[3]
+    tokens = x.transpose(1, 2).reshape(B * S, heads * D).index_select(0, order)
+    return tokens.view(B, S, heads, D).transpose(1, 2)
 
 
 def amaxes_over_ranks(call: Call, *tensors: Tensor) -> Sequence[Tensor | None]:
@@ -236,7 +237,7 @@ class _Attention(Float8Function):
         cu_seqlens_q: Tensor | None, q_order: Tensor | None, cu_seqlens_k: Tensor | None,
         k_order: Tensor | None, settings: _Settings, call: Call,
     ) -> Tensor | Attended:  # fmt: skip
-        B = q.shape[0]
+        B, Sq, Sk = q.shape[0], q.shape[2], k.shape[2]
         if cu_seqlens_k is None:
             cu_seqlens_k, k_order = cu_seqlens_q, q_order
         q = _gathered(q, q_order, cu_seqlens_q)
@@ -254,8 +255,8 @@ class _Attention(Float8Function):
             ctx.save_for_backward(
                 *operands, out, lse, max_scores, sink, q_order, k_order, cu_seqlens_q, cu_seqlens_k
             )
-        ctx.settings, ctx.B = settings, B
-        out = _scattered(out, q_order, B)
+        ctx.settings, ctx.sizes = settings, (B, Sq, Sk)
+        out = _scattered(out, q_order, B, Sq)
         if not settings.wants_max:
             return out
         largest = largest_of_heads(max_scores)
@@ -271,8 +272,10 @@ class _Attention(Float8Function):
         gradients = ops.fp8_attention_backward_op(
             dout, *saved, *window_and_scale, cu_seqlens_q, cu_seqlens_k, *longest
         )
-        needs = zip(gradients, (q_order, k_order, k_order), ctx.needs_input_grad, strict=False)
-        grads = (_scattered(g, order, ctx.B) if need else None for g, order, need in needs)
+        (B, Sq, Sk), needs = ctx.sizes, ctx.needs_input_grad
+        orders = (q_order, Sq), (k_order, Sk), (k_order, Sk)
+        columns = zip(gradients, orders, needs, strict=False)
+        grads = (_scattered(g, order, B, S) if need else None for g, (order, S), need in columns)
         of_sink = None
         if ctx.needs_input_grad[3]:
             # Its probability's gradient is 0, as its value is; a softmax's subtracts dout @ out.

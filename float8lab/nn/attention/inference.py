@@ -20,6 +20,7 @@ from float8lab.arguments import (
 from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.cache import Cached, Pages, Places, Step, Store
 from float8lab.nn.attention.layout import Packed
+from float8lab.recipes.region import capturing
 
 __all__ = ["InferenceParams", "Step", "positions_reached"]
 
@@ -112,11 +113,12 @@ class InferenceParams:
         if not is_paged:
             self.page_size, self.total_num_pages = max_sequence_length, max_batch_size
         sizes = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
-        self._heads = sizes
-        for name, size in self._heads.items():
+        for name, size in sizes.items():
             check_size(name, size, minimum=1, optional=True)
+        self._heads = sizes
         self.key_value_memory_dict: dict[int, tuple[Store, Store]] = {}
-        self._places: dict[tuple[torch.device, int, int], Places] = {}
+        self._places: dict[tuple[torch.device, int, int], Places] = {}  # by sizes
+        self._sizes_in_graphs: set[tuple[torch.device, int, int]] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -124,7 +126,7 @@ class InferenceParams:
         self.sequence_len_offset = self.batch_size_offset = 0
         self.step: Step | None = None
         self._slots: dict[Hashable, tuple[int, int]] = {}  # row and tokens in it, by name
-        self._placed: dict[tuple[torch.device, int, int], Step] = {}
+        self._placed: dict[torch.device, Step] = {}  # the step that the places are of
         rows, longest = self.max_batch_size, self.max_sequence_length
         self._pages = Pages(rows, longest, self.page_size, self.total_num_pages)
         if not self.is_paged:  # row i has page i
@@ -167,15 +169,15 @@ class InferenceParams:
         self._pages.take(self._pages.missing("tokens", step, finished), finished)
         self.step = step
         self._slots = dict(zip(tokens, zip(slots, step.totals, strict=True), strict=True))
-        for device, *sizes in list(self._places):
-            if sizes == [len(slots), sum(step.lengths)]:
-                self._places_on(device, step)
+        self._placed.clear()  # an equal step before may have had other pages
+        for device in {device for device, *_ in self._places}:
+            self._places_on(device, step)
         return step
 
     def _places_on(self, device: torch.device, step: Step) -> Places:
-        """Where a step's sequences and tokens lie, in tensors that are the same for its sizes."""
+        """Where a step's sequences and tokens lie, in tensors that graphs of its sizes read."""
         key = device, len(step.slots), sum(step.lengths)
-        if self._placed.get(key) == step:
+        if self._placed.get(device) == step:
             return self._places[key]
         rows, before, lengths = (torch.tensor(x, dtype=torch.long, device="cpu") for x in step)
         number, stops = torch.arange(key[2], device="cpu"), lengths.cumsum(0)
@@ -189,9 +191,11 @@ class InferenceParams:
         if key in self._places:
             self._places[key].copy_(places)
         else:
+            in_use = {k for k in self._places if k in self._sizes_in_graphs or k[0] != device}
+            self._places = {k: self._places[k] for k in in_use}
             with torch.inference_mode(False):
-                self._places[key] = places.to(device)
-        self._placed[key] = step
+                self._places[key] = Places(*(x.to(device, copy=True) for x in places))
+        self._placed[device] = step
         return self._places[key]
 
     def sequences(self, device: torch.device) -> Tensor | None:
@@ -210,6 +214,8 @@ class InferenceParams:
     def swap_key_value_dict(self, batch_indices: Tensor | Sequence[int]) -> None:
         """Reorder the rows of all caches, for beam search: row i becomes ``batch_indices[i]``.
 
+        It takes the length of that sequence, too, where ``pre_step`` was told of several lengths.
+
         Raises:
             TypeError: ``batch_indices`` are no integers.
             ValueError: there are more of them than rows, or some are no rows; of a tensor on a GPU
@@ -221,12 +227,9 @@ class InferenceParams:
                 raise TypeError(
                     f"batch_indices must be a sequence of rows; got {shown(rows)}. Pass a list."
                 )
-            numbers = [check_size("batch_indices", row) for row in rows]
-            rows = torch.tensor(numbers, dtype=torch.long)
+            rows = torch.tensor([check_size("batch_indices", n) for n in rows], dtype=torch.long)
         if rows.dtype not in INTEGER_DTYPES:
-            raise TypeError(
-                f"batch_indices must be integers; got {shown(rows)}. Pass the rows' numbers."
-            )
+            raise TypeError(f"batch_indices must be integers; got {shown(rows)}. Pass row numbers.")
         outside = has_values(rows) and bool(((rows < 0) | (rows >= self.max_batch_size)).any())
         if rows.ndim != 1 or rows.shape[0] > self.max_batch_size or outside:
             raise ValueError(
@@ -245,6 +248,10 @@ class InferenceParams:
             for store in stores:
                 table = pages.table[:, : min(held, default=0)].long().to(store.data.device)
                 store.copy_pages(table[rows.to(store.data.device)], table[:count])
+        lengths = dict(self._slots.values())
+        if len(set(lengths.values())) > 1:  # else a GPU need not be asked for the rows
+            lengths |= {row: lengths.get(n, 0) for row, n in enumerate(rows.tolist())}
+            self._slots = {name: (row, lengths[row]) for name, (row, _) in self._slots.items()}
 
     def append(self, layer_number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add a call's keys and values to a layer's cache, and return what it now holds.
@@ -271,6 +278,8 @@ class InferenceParams:
                 size = self.total_num_pages, self.page_size, self.cache_dtype
                 self.key_value_memory_dict[layer_number] = Store(k, *size), Store(v, *size)
             stores = self.key_value_memory_dict[layer_number]
+            if not torch.compiler.is_compiling() and capturing():
+                self._sizes_in_graphs.add((k.device, len(step.slots), sum(step.lengths)))
             cached = Cached(*stores, self._places_on(k.device, step), step, self.is_paged)
             cached.keys.write(cached.places, k.detach())
             cached.values.write(cached.places, v.detach())
@@ -318,12 +327,14 @@ class InferenceParams:
                     "pre_step before each call of the model."
                 )
             return end
-        last = self.batch_size_offset + rows
-        if last > self.max_batch_size or end > self.max_sequence_length:
+        last, first = self.batch_size_offset + rows, self.sequence_len_offset
+        beyond = last > self.max_batch_size or end > self.max_sequence_length
+        if beyond or first < 0 or self.batch_size_offset < 0:
             raise ValueError(
-                f"inference_params must have room for rows up to {last} and positions up to {end}; "
-                f"got max_batch_size={self.max_batch_size} and max_sequence_length="
-                f"{self.max_sequence_length}. Make a larger cache, or reset the offsets."
+                f"inference_params must have room for rows {self.batch_size_offset} to {last} and "
+                f"positions {first} to {end}; got max_batch_size={self.max_batch_size} and "
+                f"max_sequence_length={self.max_sequence_length}. Make a larger cache, or reset "
+                "batch_size_offset and sequence_len_offset."
             )
         self._pages.missing("inference_params", self._step_of_rows(rows, positions))
         return end

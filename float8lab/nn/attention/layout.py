@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
@@ -106,8 +107,8 @@ class Packed(NamedTuple):
         x = x[0].transpose(0, 1)
         positions = torch.arange(self.longest, device=x.device)
         index = (self.starts.view(-1, 1) + positions).clamp(max=max(x.shape[0] - 1, 0))
-        if not x.shape[0]:
-            return x.new_zeros(index.shape[0], x.shape[1], self.longest, x.shape[2])
+        if not x.shape[0]:  # a row for the indices; a result without a graph has no backward
+            x = F.pad(x, (0, 0, 0, 0, 0, 1))
         # There may be anything, and 0 * inf is not 0.
         return x[index].masked_fill(self.padding()[:, :, None, None], 0.0).transpose(1, 2)
 

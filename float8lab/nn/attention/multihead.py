@@ -58,14 +58,13 @@ def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
     """The angles of queries and of keys, if there are any."""
     if rotary_pos_emb is None:
         return None
-    if not isinstance(rotary_pos_emb, tuple):
-        return rotary_pos_emb, rotary_pos_emb
-    if len(rotary_pos_emb) != 2:
+    pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+    if len(pair) != 2:
         raise ValueError(
             "rotary_pos_emb must be angles, or those of queries and of keys; got "
-            f"{len(rotary_pos_emb)} values. Pass a tensor or a pair of them."
+            f"{len(pair)} values. Pass a tensor or a pair of them."
         )
-    return rotary_pos_emb
+    return pair
 
 
 def _rank_by_rank(
@@ -437,7 +436,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         self.core_attention.check_arguments(given, known_sizes, mask_name)
         for freqs, tokens in zip(angles or (), sizes[1:], strict=False):
             rotary.check_angles("rotary_pos_emb", freqs, self.kv_channels)
-            if known_sizes is not None and self.qkv_format != "thd":
+            if known_sizes is not None and (self.qkv_format, inference_params) != ("thd", None):
                 reached = positions_reached(tokens, inference_params)
                 rotary.check_positions("rotary_pos_emb", freqs, reached)
 

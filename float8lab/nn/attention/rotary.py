@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8lab import arguments
@@ -34,7 +36,7 @@ class RotaryPositionEmbedding(nn.Module):
         rotary_base: base of the frequencies.
         interleaved: rotate neighbours ``(0, 1), (2, 3) ...`` instead of halves
             ``(0, R / 2), (1, R / 2 + 1) ...``.
-        device: of the frequencies, as in ``Linear``.
+        device: of the frequencies, as in ``Linear``. They stay float32 in a model of another dtype.
 
     Source: RoFormer, arXiv:2104.09864; position interpolation, arXiv:2306.15595.
 
@@ -58,27 +60,36 @@ class RotaryPositionEmbedding(nn.Module):
         super().__init__()
         dim = arguments.check_size("dim", dim, minimum=2)
         percent = arguments.check_number("rotary_percent", rotary_percent, above=0, maximum=1)
-        factor, trained = seq_len_interpolation_factor, pretrained_max_position_embeddings
-        factor = arguments.check_number(
-            "seq_len_interpolation_factor", factor, above=0, optional=True
+        self.seq_len_interpolation_factor = arguments.check_number(
+            "seq_len_interpolation_factor", seq_len_interpolation_factor, above=0, optional=True
         )
-        trained = arguments.check_size(
-            "pretrained_max_position_embeddings", trained, minimum=1, optional=True
-        )
+        self.pretrained_max_position_embeddings = arguments.check_size(
+            "pretrained_max_position_embeddings", pretrained_max_position_embeddings, minimum=1,
+            optional=True,
+        )  # fmt: skip
         rotary_base = arguments.check_number("rotary_base", rotary_base, above=0)
         arguments.check_flags(interleaved=interleaved)
         target = arguments.check_device("device", device) or default_device()
-        rotated = int(dim * percent)
-        if rotated < 2 or rotated % 2:
+        self.rotary_base, self.rotated = rotary_base, int(dim * percent)
+        if self.rotated < 2 or self.rotated % 2:
             raise ValueError(
                 f"dim * rotary_percent must be even and at least 2; got {dim * percent}. "
                 "Change rotary_percent."
             )
-        self.seq_len_interpolation_factor = factor
-        self.pretrained_max_position_embeddings = trained
         self.interleaved = interleaved
-        powers = torch.arange(0, rotated, 2, dtype=torch.float32, device=target) / rotated
-        self.register_buffer("inv_freq", rotary_base**-powers, persistent=False)
+        self.register_buffer("inv_freq", self._frequencies(target), persistent=False)
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        powers = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=device)
+        return self.rotary_base ** -(powers / self.rotated)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        # A model in bfloat16 would round the frequencies, and be radians off after 1000 positions.
+        device = self.inv_freq.device
+        self.inv_freq = self._frequencies(device) if exact.is_meta else exact.to(device)
+        return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of ``max_seq_len`` positions from ``offset`` on, ``[S, 1, 1, R]`` float32."""
@@ -88,15 +99,9 @@ class RotaryPositionEmbedding(nn.Module):
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None:
-            divisor = factor
-            if trained is not None and max_seq_len > trained * factor:
-                divisor = max_seq_len / trained
-            positions = positions / divisor
-        angles = torch.outer(positions, self.inv_freq.float())
-        if self.interleaved:
-            angles = angles.repeat_interleave(2, dim=1)
-        else:
-            angles = torch.cat((angles, angles), dim=1)
+            positions = positions / max(factor, max_seq_len / trained if trained else 0)
+        angles = torch.outer(positions, self.inv_freq)
+        angles = angles.repeat_interleave(2, 1) if self.interleaved else angles.repeat(1, 2)
         return angles[:, None, None, :]
 
 
@@ -155,67 +160,58 @@ def apply_rotary_pos_emb(
             f"{tensor_format!r}; got {arguments.shown(t)}. Give the heads a dimension."
         )
     check_angles("freqs", freqs, t.shape[-1])
-    if tensor_format == "thd" or cu_seqlens is not None:
+    is_packed, sequence = tensor_format == "thd", int(tensor_format == "bshd")
+    rows, tokens = t.shape[1 - sequence], t.shape[sequence] * cp_size
+    if is_packed or cu_seqlens is not None:
         # TransformerEngine's modules pass lengths in every format.
-        why = f"tensor_format={tensor_format!r}"
-        cu_seqlens = arguments.check_lengths("cu_seqlens", cu_seqlens, why=why)
-    if tensor_format == "thd" and cu_seqlens is not None:
-        rows, tokens = cu_seqlens.shape[0] - 1, None
-    else:
-        cu_seqlens, sequence = None, int(tensor_format == "bshd")
-        rows, tokens = t.shape[1 - sequence], t.shape[sequence] * cp_size
+        why, most = f"tensor_format={tensor_format!r}", tokens if is_packed else None
+        cu_seqlens = arguments.check_lengths("cu_seqlens", cu_seqlens, why=why, tokens=most)
+        rows, tokens = (cu_seqlens.shape[0] - 1, 0) if is_packed else (rows, tokens)
     if start_positions is not None:
         _check_starts(start_positions, rows, tokens, freqs)
-    elif tokens is not None:
-        of = " of cp_size ranks" if cp_size > 1 else ""
-        check_positions("freqs", freqs, tokens, of)
-    ranks = TokenRanks(cp_size, cp_rank)
     waves = waves_of(
-        t, freqs, tensor_format, start_positions=start_positions, cu_seqlens=cu_seqlens, ranks=ranks
-    )
+        t, freqs, tensor_format, start_positions=start_positions,
+        cu_seqlens=cu_seqlens if is_packed else None, ranks=TokenRanks(cp_size, cp_rank),
+    )  # fmt: skip
     return rotate_heads(t, waves, tensor_format, interleaved=interleaved)
 
 
-def _check_starts(starts: Tensor, rows: int, tokens: int | None, freqs: Tensor) -> None:
-    """Raise unless ``rows`` sequences, each of ``tokens`` if that is known, can start there."""
+def _check_starts(starts: Tensor, rows: int, tokens: int, freqs: Tensor) -> None:
+    """Raise unless ``rows`` sequences, each of at least ``tokens``, can start there."""
     arguments.check_tensor("start_positions", starts)
     if starts.shape != (rows,) or starts.dtype not in arguments.INTEGER_DTYPES:
         raise ValueError(
             f"start_positions must be [{rows}] integers, one for each sequence; got "
             f"{arguments.shown(starts)}. Give the position of each one's first token."
         )
-    if tokens is not None and arguments.has_values(starts) and rows:
-        first, last = starts.min().item(), starts.max().item()
-        if first < 0 or last + tokens > freqs.shape[0]:
-            raise ValueError(
-                f"start_positions must be in [0, {freqs.shape[0] - tokens}], for "
-                f"{tokens} tokens and {freqs.shape[0]} angles in freqs; got "
-                f"{first} to {last}. Make freqs for the longest sequence."
-            )
+    last, values = freqs.shape[0] - tokens, starts.tolist() if arguments.has_values(starts) else []
+    if any(not 0 <= start <= last for start in values):
+        raise ValueError(
+            f"start_positions must be in [0, {last}], for {tokens} tokens or more and "
+            f"{freqs.shape[0]} angles in freqs; got {arguments.shown(values)}. Make freqs for the "
+            "longest sequence."
+        )
 
 
 def check_angles(name: str, freqs: Tensor, head_size: int) -> None:
     """Raise unless ``freqs`` are angles for heads of that size."""
     arguments.check_tensor(name, freqs)
-    if freqs.ndim < 2 or any(n != 1 for n in freqs.shape[1:-1]) or not freqs.is_floating_point():
-        raise ValueError(
-            f"{name} must be angles, [positions, 1, 1, head size]; got {arguments.shown(freqs)}. "
-            "Make them by RotaryPositionEmbedding."
-        )
-    rotated = freqs.shape[-1]
+    are_angles = freqs.ndim > 1 and all(n == 1 for n in freqs.shape[1:-1])
+    rotated = freqs.shape[-1] if are_angles and freqs.is_floating_point() else 1
     if rotated > head_size or rotated % 2:
         raise ValueError(
-            f"{name} must be even and at most the head size {head_size} in the last dimension; "
-            f"got {rotated}. Make them by RotaryPositionEmbedding of that head size."
+            f"{name} must be angles, [positions, 1, 1, R], R even and at most the head size "
+            f"{head_size}; got {arguments.shown(freqs)}. Make them by RotaryPositionEmbedding of "
+            "that head size."
         )
 
 
-def check_positions(name: str, freqs: Tensor, count: int, of: str = "") -> None:
-    """Raise unless ``freqs`` are angles of at least so many positions, ``of`` something."""
+def check_positions(name: str, freqs: Tensor, count: int) -> None:
+    """Raise unless ``freqs`` are angles of at least so many positions."""
     if freqs.shape[0] < count:
         raise ValueError(
-            f"{name} must have at least {count} positions{of}; got {freqs.shape[0]}. Make them for "
-            "the longest sequence."
+            f"{name} must have at least {count} positions; got {freqs.shape[0]}. Make them for the "
+            "longest sequence, with the tokens of all context-parallel ranks."
         )
 
 
@@ -240,12 +236,13 @@ def waves_of(
     table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
     if cu_seqlens is not None:
         token = _tokens_of_rank(cu_seqlens, t.shape[0], ranks, cu_seqlens.device)
-        # Tokens behind the last sequence count on from its start; no caller reads them.
         sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
-        sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
-        index = token - cu_seqlens[sequence]
+        starts = cu_seqlens
         if start_positions is not None:
-            index = index + start_positions[sequence]
+            starts = cu_seqlens - F.pad(start_positions, (0, 1))
+        # Tokens behind the last sequence need not have an angle; no caller reads them.
+        is_behind = sequence == cu_seqlens.shape[0] - 1
+        index = (token - starts[sequence]).masked_fill(is_behind, 0)
         if arguments.has_values(index) and index.numel():
             check_positions(name, freqs, int(index.max()) + 1)
         angles = table[index][:, None]
@@ -280,9 +277,8 @@ def _takes_op(t: Tensor, cos: Tensor) -> bool:
     """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated."""
     # It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
     # be recomputed for every head.
-    if torch._C._are_functorch_transforms_active():
-        return False
     plain = type(t) in (Tensor, nn.Parameter) and not cos.requires_grad
+    plain = plain and not torch._C._are_functorch_transforms_active()
     return plain and t.is_cuda and t.dtype in HIGH_PRECISION_DTYPES
 
 

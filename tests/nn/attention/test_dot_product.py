@@ -160,24 +160,24 @@ def test_formats_and_cu_seqlens(mask_type, qkv_format):
     oracle.assert_close([y, *grads], [expected, *expected_grads], torch.float32)
 
 
+@pytest.mark.parametrize("names", [("q", "kv"), ("q",)], ids=["", "those-of-queries"])
 @pytest.mark.parametrize("pad_between_seqs", [None, True])
-def test_thd_with_unused_tokens_and_given_longest(pad_between_seqs):
+def test_thd_with_unused_tokens_and_given_longest(pad_between_seqs, names):
     """cu_seqlens_*_padded: sequences start at these; max_seqlen_* spares a look at the lengths."""
     q, k, v, _ = make(5, 5)
     starts, lengths = [0, 4], [3, 2]
     module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="thd",
-                                 attn_mask_type="padding_causal")  # fmt: skip
+                                 attn_mask_type="padding,causal")  # fmt: skip
     compact = [torch.cat([x[0, :3], x[1, :2]]) for x in (q, k, v)]
-    expected = module(*compact, cu_seqlens_q=cumulative(lengths))
+    call = {"cu_seqlens_q": cumulative(lengths), "attn_mask_type": "causal,padding"}
+    expected = module(*compact, **call)
     spread = [torch.full((7, *x.shape[2:]), torch.nan) for x in (q, k, v)]
     for x, c in zip(spread, compact, strict=True):
         x[0:3], x[4:6] = c[:3], c[3:]
     padded = torch.tensor([*starts, 7], dtype=torch.int32)
-    y = module(
-        *spread, cu_seqlens_q=cumulative(lengths), cu_seqlens_kv=cumulative(lengths),
-        cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
-        max_seqlen_q=4, max_seqlen_kv=4, pad_between_seqs=pad_between_seqs,
-    )  # fmt: skip
+    call = {f"cu_seqlens_{name}": cumulative(lengths) for name in names}
+    call |= {f"cu_seqlens_{name}_padded": padded for name in names}
+    y = module(*spread, **call, max_seqlen_q=4, max_seqlen_kv=4, pad_between_seqs=pad_between_seqs)
     assert torch.allclose(torch.cat([y[0:3], y[4:6]]), expected, atol=1e-6)
     assert torch.equal(y[[3, 6]], torch.zeros(2, H * D))
 
@@ -212,21 +212,6 @@ def test_packed_inputs_are_views_of_one_tensor(qkv_format, dim, compiled):
         assert len(grads) == 1 or torch.equal(grads[0], wanted[0])
 
 
-@pytest.mark.parametrize("spelling", ["padding,causal", "causal,padding", "padding_causal"])
-def test_spellings_of_padding_causal(spelling):
-    q, k, v, _ = make(5, 5)
-    mask = padding_mask([3, 5], 5)
-    module = bshd_attention()
-    y = module(q, k, v, attn_mask_type=spelling, attention_mask=mask)
-    inside = oracle.visible_window(-1, 0, 0)
-    lengths = [3, 5]
-    expected = oracle.attend(
-        q, k, v, lambda b, h, i, j: max(i, j) < lengths[b] and inside(b, h, i, j)
-    )
-    assert torch.allclose(y, expected, atol=1e-6)
-    assert torch.equal(y[0, 3:], torch.zeros(2, H * D))  # padding queries
-
-
 @pytest.mark.parametrize("shape", [(SQ, SK), (1, 1, SK), (B, 1, SQ, SK), (B, H, SQ, SK)], ids=str)
 def test_arbitrary_mask(shape):
     masked = torch.rand(shape) < 0.4
@@ -245,10 +230,8 @@ def test_bias_and_its_gradient(mask_type, bias_type, shape):
     q, k, v, dy = make()
     scale = 0.5
     bias = torch.randn(shape)
-    mine, exact = (
-        oracle.leaves(q, k, v, bias),
-        oracle.leaves(*(t.double() for t in (q, k, v, bias))),
-    )
+    mine = oracle.leaves(q, k, v, bias)
+    exact = oracle.leaves(*(t.double() for t in (q, k, v, bias)))
     module = bshd_attention(attn_mask_type=mask_type, attention_type="cross", softmax_scale=scale)
     y = module(
         *mine[:3], masks_of(mask_type),
@@ -327,12 +310,18 @@ def test_edge_lengths(sq, sk, mask_type, device):
     check(module, make(sq, sk, device=device), visible_of(mask_type, None, sq, sk))
 
 
-def test_no_batch(device):
+@pytest.mark.parametrize("ends", [None, [0], [0, 0, 0]], ids=["sbhd", "thd", "thd-of-empty"])
+def test_no_batch(ends, device):
+    call = {}
+    if ends is not None:
+        ends = torch.tensor(ends, device=device)
+        call = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": ends}
+    shape = (5, 0) if ends is None else (0,)
     module = DotProductAttention(2, 4)
-    q, k, v = oracle.leaves(*torch.randn(3, 5, 0, 2, 4, device=device))
-    y = module(q, k, v)
-    assert y.shape == (5, 0, 8)
-    dy = torch.randn(5, 0, 8, device=device)
+    q, k, v = oracle.leaves(*torch.randn(3, *shape, 2, 4, device=device))
+    y = module(q, k, v, **call)
+    assert y.shape == (*shape, 8)
+    dy = torch.randn(*shape, 8, device=device)
     assert all(g.shape == q.shape for g in oracle.gradients(y, [q, k, v], dy))
 
 
@@ -553,7 +542,7 @@ CALLS = {
     "slopes without alibi": ({"alibi_slopes": torch.ones(4)}, ValueError, "alibi_slopes must be N"),
     "slopes of other heads": (
         {"alibi_slopes": torch.ones(3), "core_attention_bias_type": "alibi"},
-        ValueError, r"alibi_slopes must be \[4\]",
+        ValueError, r"alibi_slopes must be \[4\] or \[2, 4\]",
     ),
     "no query": ({"query_layer": None}, ValueError, "query_layer, key_layer and .*; got key"),
     "packed and not": (
@@ -577,7 +566,7 @@ CALLS = {
         },
         ValueError, "qkv_interleave_dim must be -3 or -2",
     ),
-    "gaps": ({"pad_between_seqs": True}, ValueError, "cu_seqlens_q_padded must be given with pad"),
+    "gaps": ({"pad_between_seqs": True}, ValueError, "cu_seqlens_q_padded must be given for pad"),
     "softcap and a bias before it": (
         {
             "softcap": 3.0, "core_attention_bias_type": "pre_scale_bias",
@@ -630,6 +619,19 @@ def test_wrong_heads_and_thd_lengths_are_refused():
         module(*flat, qkv_format="thd")
     with pytest.raises(ValueError, match="cu_seqlens_q must be given"):
         module(*flat, qkv_format="thd", attn_mask_type="padding")
+    lengths = torch.tensor([0, 4, 8])
+    for wrong, message in (
+        ({"cu_seqlens_q": lengths[1:]}, r"cu_seqlens_q must be .* from 0 on, .*got \[4, 8\]"),
+        ({"cu_seqlens_q_padded": torch.tensor([0, 3, 8])}, r"q_padded must leave .*; got \[3, 5\]"),
+        ({"cu_seqlens_kv_padded": lengths - 1}, r"cu_seqlens_kv_padded must be .* none less than"),
+        (
+            {"cu_seqlens_kv": lengths, "cu_seqlens_q_padded": lengths, "pad_between_seqs": True},
+            "cu_seqlens_kv_padded must be given for pad_between_seqs=True",
+        ),
+    ):
+        call = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": lengths, **wrong}
+        with pytest.raises(ValueError, match=message):
+            module(*flat, **call)
 
 
 def test_arguments_without_effect_on_one_rank():

@@ -5,7 +5,7 @@ import torch
 
 import float8lab
 from float8lab.nn import DotProductAttention, InferenceParams, RotaryPositionEmbedding
-from float8lab.nn.attention import BACKENDS
+from float8lab.nn.attention import BACKENDS, inference
 from tests.recorder import Ops
 
 B, S, H, G, D = 3, 9, 4, 2, 8
@@ -123,12 +123,14 @@ def test_ragged_continuous_batching(qkv_format, window, cache, backends):
         **({} if backends is None else {"backends": backends}),
     )  # fmt: skip
     alone = DotProductAttention(H, D, G, qkv_format="bshd", window_size=window)
-    lengths = {"a": 9, "b": 5, "c": 7, "d": 6, "e": 3}
+    lengths = {"a": 9, "b": 5, "c": 7, "d": 6, "e": 3, "f": 1, "g": 5, "h": 1, "i": 3}
     data = {n: [torch.randn(1, s, h, D) for h in (H, G, G)] for n, s in lengths.items()}
     expected = {name: alone(*qkv)[0] for name, qkv in data.items()}
     steps = [
         {"a": 4, "b": 2}, {"a": 1, "b": 3}, {"c": 5, "a": 1}, {"a": 1, "c": 1, "d": 6},
         {"a": 2, "c": 0}, {"c": 1}, {"e": 3},
+        # The first of i is a step as that of f, in other pages.
+        {"f": 1}, {"g": 5, "f": 0, "h": 1}, {"i": 1}, {"i": 2},
     ]  # fmt: skip
     params = InferenceParams(3, 9, **cache)
     done = dict.fromkeys(lengths, 0)
@@ -214,18 +216,31 @@ def test_fp8_cache_is_attention_to_rounded_keys_and_values(cache):
     assert not torch.allclose(held[0], k[:, 2:8], atol=1e-6)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("cache_dtype", "per_vector"),
     [(None, 4 * D), (torch.bfloat16, 2 * D), (torch.float8_e5m2, D + 4)],
     ids=["float32", "bfloat16", "e5m2"],
 )
-def test_nbytes_counts_all_layers_and_scales(cache_dtype, per_vector):
+def test_nbytes_counts_all_layers_and_scales(cache_dtype, per_vector, device):
     params = InferenceParams(B, S, cache_dtype=cache_dtype)
     assert params.nbytes == 0
-    _, k, v = (x.transpose(1, 2) for x in make())
+    _, k, v = (x.transpose(1, 2).to(device) for x in make())
     for number in (1, 2):
         params.append(number, k, v)
     assert params.nbytes == 2 * 2 * B * G * S * per_vector
+
+
+def test_what_is_kept_of_steps_does_not_grow_but_for_cuda_graphs(monkeypatch):
+    params = InferenceParams(1, S)
+    places = []
+    for tokens in (2, 3, 4, 2):  # the first call of 2 is captured
+        monkeypatch.setattr(inference, "capturing", lambda first=not places: first)
+        params.pre_step({tokens: tokens})
+        params.append(1, *torch.randn(2, 1, G, tokens, D))
+        places.append(params.sequences(torch.device("cpu")))
+        assert len(params._places) == min(len(places), 2)
+    assert places[3] is places[0]
 
 
 def test_batch_offset_and_beam_search():
@@ -243,6 +258,9 @@ def test_batch_offset_and_beam_search():
     assert torch.allclose(y, attention(q, k, v)[order, 8:], atol=1e-6)
     params.reset()
     assert (params.sequence_len_offset, params.step) == (0, None)
+    params.pre_step({"a": 2, "b": 5})
+    params.swap_key_value_dict([1])
+    assert params.pre_step({"a": 1, "b": 1}).before == (5, 5)
 
 
 def test_no_gradients_in_the_cache():
@@ -303,10 +321,15 @@ def test_a_model_of_layers_generates(ragged, cache_dtype):
 def test_what_does_not_fit_is_refused():
     q, k, v = make()
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
-    with pytest.raises(ValueError, match="room for rows up to 3 and positions up to 9"):
+    with pytest.raises(ValueError, match="room for rows 0 to 3 and positions 0 to 9"):
         attention(q, k, v, inference_params=InferenceParams(3, 8))
-    with pytest.raises(ValueError, match="room for rows up to 3"):
+    with pytest.raises(ValueError, match="room for rows 0 to 3"):
         attention(q, k, v, inference_params=InferenceParams(2, 9))
+    params = InferenceParams(3, 9)
+    for offset in ("batch_size_offset", "sequence_len_offset"):
+        setattr(params, offset, -1)
+        with pytest.raises(ValueError, match=r"rows -1 to 2 and positions (0 to 9|-1 to 8); got"):
+            attention(q, k, v, inference_params=params)
     params = InferenceParams(2, 4)
     with pytest.raises(ValueError, match="at most 2 sequences"):
         params.pre_step({"a": 1, "b": 1, "c": 1})
@@ -324,6 +347,11 @@ def test_what_does_not_fit_is_refused():
         InferenceParams(0, 4)
     with pytest.raises(ValueError, match="dtype must be None beside cache_dtype"):
         InferenceParams(2, 4, cache_dtype=torch.float16, dtype=torch.float16)
+    params.pre_step({"c": 4})
+    thd = {"qkv_format": "thd", "attn_mask_type": "padding", "layer_number": 1, "device": "meta"}
+    layer, x = float8lab.MultiheadAttention(8, 2, **thd), torch.zeros(4, 8, device="meta")
+    with pytest.raises(ValueError, match="rotary_pos_emb must have at least 4 positions; got 3"):
+        layer(x, inference_params=params, rotary_pos_emb=x[:3, :4])
     with pytest.raises(
         ValueError, match="head_dim_v must be that of the layers, 8 in layer 1; got 9"
     ):
@@ -354,6 +382,12 @@ def test_pages_that_are_not_there_are_refused_and_nothing_is_lost():
     packed = [x[0] for x in (q, k, v)]
     call = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "inference_params": params}
     with pytest.raises(ValueError, match="must be told the lengths of sequences by pre_step"):
+        attention(*packed, **call)
+    params.pre_step({"a": 5, "b": 1})
+    with pytest.raises(NotImplementedError, match="cu_seqlens must be None"):
+        attention(*packed, cu_seqlens_q_padded=torch.tensor([0, 5, S]), **call)
+    call |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": q[0, 0]}
+    with pytest.raises(ValueError, match=rf"core_attention_bias .*, \[2, {H}, 5, 5\]; got"):
         attention(*packed, **call)
 
 

