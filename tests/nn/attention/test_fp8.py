@@ -150,6 +150,20 @@ def test_tokens_between_packed_sequences(longest, device):
         assert not found.index_fill(0, at.to(device), 0.0).any()
 
 
+@pytest.mark.parametrize("B", [0, 3])
+def test_padding_without_any_token(B, device):
+    module = DotProductAttention(4, 64, qkv_format="bshd", attn_mask_type="padding_causal")
+    tensors = [torch.randn(B, 5, *size, device=device) for size in ((4, 64),) * 3 + ((256,),)]
+    how = {"cu_seqlens_q": torch.zeros(B + 1, dtype=torch.int32, device=device)}
+    with float8lab.autocast(recipe=RECIPES["current"]):
+        assert module.explain(*tensors[:3], **how).backend == "fp8"
+    for x, like in zip(
+        run(module, tensors, RECIPES["current"], **how), tensors[3:] + tensors, strict=False
+    ):
+        assert x.shape == like.shape
+        assert not x.any()
+
+
 @pytest.mark.parametrize("case", ["window", "packed", "padding"])
 def test_compiled_without_graph_breaks(case):
     recipe, how = RECIPES["current"], {}
