@@ -8,7 +8,6 @@ Note: the nouns of this room; others are those of ``distributed/comm.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
@@ -559,60 +558,38 @@ def _full(name: str, x: DTensor) -> Tensor:
     return _unshard(name, shard, shards).to(x.device)
 
 
-# Tensors that are stored in FP8: their data are cut and joined like any tensor, and their scales
-# as if each of a few rows, or columns, had a scale of its own.
+# Tensors that are stored in FP8 are cut and joined like any tensor. Where an edge goes through a
+# block, that gives smaller ones, which make up a block if they have one scale.
 
 
 def _take_shard(name: str, shard: ParameterShard, unsharded: Tensor) -> Tensor:
     """A rank's shard of a tensor."""
-    if not isinstance(unsharded, Float8Tensor):
-        return shard.shard(unsharded)
-    dim, size = shard.dim, unsharded.shape[shard.dim]
-    qdata, block = shard.shard(unsharded.qdata), unsharded.spec.block[dim]
-    unit = _unit(shard, block, size)
-
-    def cut(scale: Tensor) -> Tensor:
-        refined = shard.shard(refine_scale(scale, size, block, unit, dim))
-        return _merged(name, refined, dim, block, qdata.shape[dim], unit)
-
-    return unsharded.replace(qdata=qdata, scale=cut(unsharded.scale), amax=cut(unsharded.amax))
+    return _in_blocks_of(unsharded, shard.shard(unsharded), name, shard.dim)
 
 
-def _unshard(name: str, shard: ParameterShard, shards: Sequence[Any]) -> Tensor:
+def _unshard(name: str, shard: ParameterShard, shards: Sequence[Tensor]) -> Tensor:
     """The unsharded tensor, from the shards of all ranks."""
-    local = shards[0]
-    if not isinstance(local, Float8Tensor):
-        return shard.unshard(shards)
-    dim, block = shard.dim, local.spec.block[shard.dim]
-    qdata = shard.unshard([x.qdata for x in shards])
-    unit = _unit(shard, block, qdata.shape[dim])
-
-    def join(scales: Sequence[Tensor]) -> Tensor:
-        pairs = zip(scales, shards, strict=True)
-        refined = [refine_scale(scale, x.shape[dim], block, unit, dim) for scale, x in pairs]
-        return _merged(name, shard.unshard(refined), dim, block, qdata.shape[dim], unit)
-
-    scale, amax = (join([getattr(x, name) for x in shards]) for name in ("scale", "amax"))
-    return local.replace(qdata=qdata, scale=scale, amax=amax)
+    return _in_blocks_of(shards[0], shard.unshard(shards), name, shard.dim)
 
 
-def _unit(shard: ParameterShard, block: int, size: int) -> int:
-    """The most rows that no boundary of a block, a piece or a rank's part of one goes through."""
-    pieces = shard.sizes(size)
-    edges = [ShardMap.of(piece, shard.ranks, shard.rank).chunk for piece in pieces]
-    return max(math.gcd(*edges, *pieces, *([] if block == -1 else [block])), 1)
+def _in_blocks_of(source: Tensor, x: Tensor, name: str, dim: int) -> Tensor:
+    """A tensor that was cut or joined along a dimension, in blocks as large as its source's."""
+    if not isinstance(x, Float8Tensor) or not isinstance(source, Float8Tensor):
+        return x
+    size, small, block = x.shape[dim], x.spec.block[dim], source.spec.block[dim]
 
+    def merge(scale: Tensor) -> Tensor:
+        step = 1 if small == block else (size if block == -1 else block) // small
+        index = torch.arange(0, scale.shape[dim], max(step, 1), device=scale.device)
+        merged = scale.index_select(dim, index)
+        repeated = refine_scale(merged, size, block, small, dim).contiguous()
+        if not torch.equal(repeated.view(torch.int32), scale.contiguous().view(torch.int32)):
+            raise ValueError(
+                f"{name} must have one scale for each block of {block} that a rank has; its "
+                f"{size} of dimension {dim} do not begin where a block does, or ranks have other "
+                "scales. Use a number of ranks that gives each whole blocks, or dequantize it "
+                "first."
+            )
+        return merged
 
-def _merged(name: str, refined: Tensor, dim: int, block: int, size: int, unit: int) -> Tensor:
-    """A scale for each block of a dimension of a ``size``, from those for each ``unit``."""
-    step = (size if block == -1 else block) // unit
-    index = torch.arange(0, refined.shape[dim], max(step, 1), device=refined.device)
-    merged = refined.index_select(dim, index)
-    repeated = refine_scale(merged, size, block, unit, dim).contiguous()
-    if not torch.equal(repeated.view(torch.int32), refined.contiguous().view(torch.int32)):
-        raise ValueError(
-            f"{name} must have one scale for each block of {block} that a rank has; its "
-            f"{size} of dimension {dim} do not begin where a block does, or ranks have other "
-            "scales. Use a number of ranks that gives each whole blocks, or dequantize it first."
-        )
-    return merged
+    return source.replace(qdata=x.qdata, scale=merge(x.scale), amax=merge(x.amax))
