@@ -183,12 +183,12 @@ def write_cast(
     x,  # [TILE_M, TILE_K] any float
     tile_m, tile_k, rows, columns,
     factor_ptr,  # one per block of BM x BK, or broadcast, fp32
-    slot_ptr,  # [1] fp32
+    slot_ptr,  # None or [1] fp32
     q_ptr,  # [ROWS, COLUMNS] fp8
     ROWS, COLUMNS, factor_rows, factor_columns, stride_fm, stride_fk,
     BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
     DIVIDE: tl.constexpr,  # factors are decode scales
-    HAS_SLOT: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile by given factors."""
     m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
@@ -203,10 +203,10 @@ def write_cast(
         factor = tl.load(factor_ptr + offsets, mask=mask, other=1.0)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     # At once for two values of 2 bytes, unless the amax needs the wide ones anyway.
-    visible = nan_for_infinity(x.to(tl.float32) if HAS_SLOT else x, dtype).to(tl.float32)
+    visible = nan_for_infinity(x if slot_ptr is None else x.to(tl.float32), dtype).to(tl.float32)
     y = tl.div_rn(visible, factor) if DIVIDE else visible * factor
     _common.store_tile(q_ptr, _common.saturate(y, visible, dtype), rows, columns, ROWS, COLUMNS)
-    if HAS_SLOT:
+    if slot_ptr is not None:
         _common.record_amax(slot_ptr, _common.abs_bits(x.to(tl.float32)))
 
 
@@ -214,12 +214,12 @@ def write_cast(
 def _cast_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     given_ptr,  # fp32: factors, one per block of BM x BK; or partial amaxes [programs], for RULE
-    slot_ptr,  # [1] fp32
+    slot_ptr,  # None or [1] fp32
     q_ptr,  # [ROWS, COLUMNS] fp8
     scale_ptr, amax_ptr,  # [1] fp32, to be made by RULE
     M, K, ROWS, COLUMNS, programs, eps, factor_rows, factor_columns, stride_fm, stride_fk,
     LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, DIVIDE: tl.constexpr, HAS_SLOT: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, DIVIDE: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     from_end: tl.constexpr = VALUES.function == "" and RULE != ""
@@ -235,8 +235,7 @@ def _cast_kernel(
     if RULE == "":
         write_cast(
             x, tile_m, tile_k, rows, columns, given_ptr, slot_ptr, q_ptr, ROWS, COLUMNS,
-            factor_rows, factor_columns, stride_fm, stride_fk, BM, BK, DIVIDE, HAS_SLOT,
-            TILE_M, TILE_K,
+            factor_rows, factor_columns, stride_fm, stride_fk, BM, BK, DIVIDE, TILE_M, TILE_K,
         )  # fmt: skip
     else:
         if VALUES.function == "":
@@ -263,7 +262,7 @@ def _cast(
         LIMIT=largest(q.dtype), RULE=rule if finds else "",
         PARTIALS=1 if programs == 1 else _PARTIALS,
         BM=0 if finds else block[0], BK=0 if finds else block[1],
-        DIVIDE=rule == "decode", HAS_SLOT=slot is not None, **constants,
+        DIVIDE=rule == "decode", **constants,
     )  # fmt: skip
 
 
@@ -453,7 +452,7 @@ def _cast_straight(
 @triton.jit
 def _write_words(
     x0, x1, x2, x3, encode, encode_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
-    PER_ROW: tl.constexpr, WRITE: tl.constexpr,
+    PER_ROW: tl.constexpr,
 ):  # fmt: skip
     """By one encode factor; or by those of rows, then of columns, at ``encode_ptr``."""
     dtype: tl.constexpr = q_t_ptr.dtype.element_ty
@@ -462,7 +461,7 @@ def _write_words(
     w0, w1 = widen(nan_for_infinity(x0, dtype)), widen(nan_for_infinity(x1, dtype))
     w2, w3 = widen(nan_for_infinity(x2, dtype)), widen(nan_for_infinity(x3, dtype))
     packed = _common.pack_scaled(w0, w1, w2, w3, encode, dtype)
-    if WRITE:
+    if q_ptr is not None:
         for row in tl.static_range(4):
             rows = 4 * words + row
             if PER_ROW:
@@ -478,14 +477,13 @@ def _cast_words_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     given_ptr,  # fp32: the encode factor [1], or those of rows and columns [ROWS + COLUMNS] if
     # PER_ROW, or the partial amaxes [programs] from which RULE makes scale and encode factor
-    slot_ptr,  # [1] fp32
-    q_ptr,  # [ROWS, COLUMNS] fp8
+    slot_ptr,  # None or [1] fp32
+    q_ptr,  # None or [ROWS, COLUMNS] fp8
     q_t_ptr,  # [COLUMNS, ROWS] fp8
     scale_ptr, scale_t_ptr,  # [1] fp32, to be made by RULE
-    sum_ptr,  # [row tiles, K] fp32
+    sum_ptr,  # None or [row tiles, K] fp32
     M, K, ROWS, COLUMNS, programs, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
-    HAS_SLOT: tl.constexpr, WRITE: tl.constexpr, COLUMN_SUM: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     from_end: tl.constexpr = VALUES.function == "" and RULE != ""
@@ -505,15 +503,15 @@ def _cast_words_kernel(
             columns += K // 2
         # Stores should not wait for the amax of the tile, but column sums leave no registers for
         # that.
-        if HAS_SLOT and COLUMN_SUM:
+        if slot_ptr is not None and sum_ptr is not None:
             _common.record_amax(slot_ptr, _common.largest_bits(x0, x1, x2, x3))
-        if COLUMN_SUM:
+        if sum_ptr is not None:
             _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
         _write_words(
             x0, x1, x2, x3, encode, given_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
-            PER_ROW, WRITE,
+            PER_ROW,
         )  # fmt: skip
-        if HAS_SLOT and not COLUMN_SUM:
+        if slot_ptr is not None and sum_ptr is None:
             _common.record_amax(slot_ptr, _common.largest_bits(x0, x1, x2, x3))
 
 
@@ -546,7 +544,7 @@ def _cast_words(
         *shape, rows, columns, given.numel(), eps,
         LIMIT=largest(fp8_dtype), RULE=rule if is_per_tensor else "",
         PARTIALS=1 if given.numel() == 1 else _PARTIALS, PER_ROW=block == (1, -1),
-        HAS_SLOT=slot is not None, WRITE=write, COLUMN_SUM=column_sum, **constants,
+        **constants,
     )  # fmt: skip
     return q, scale if write else None, amax, q_t, scale_t, None if sums is None else sums.sum(0)
 

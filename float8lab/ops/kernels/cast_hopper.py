@@ -207,16 +207,15 @@ def _sum_of_columns(pairs, sum_ptr, tile_m, tile_k, K, DTYPE: gl.constexpr):
 @launched(language=gluon)
 def _quantize_blocks_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    q_ptr,  # [ROWS, COLUMNS] fp8
+    q_ptr,  # None or [ROWS, COLUMNS] fp8
     q_t_ptr,  # [COLUMNS, ROWS] fp8
     scale_ptr,  # [ROWS, ceil COLUMNS / BLOCK] fp32
     scale_t_ptr,  # [COLUMNS, ceil ROWS / BLOCK] fp32
-    sum_ptr,  # [row tiles, K] fp32
+    sum_ptr,  # None or [row tiles, K] fp32
     plan_ptr,  # [E + 1 + row tiles, 4] int32, where the rows are in groups
     M, K, ROWS, COLUMNS, E, eps, stride_sm, stride_sk, stride_tk, stride_tm,
     LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr,
-    WRITE: gl.constexpr, COLUMN_SUM: gl.constexpr, AT_ONCE: gl.constexpr,
-    VALUES: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr,
+    AT_ONCE: gl.constexpr, VALUES: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(TILE_M == 128 and TILE_K == 128)
     WARPS: gl.constexpr = gl.num_warps()
@@ -258,14 +257,14 @@ def _quantize_blocks_kernel(
             y0, y1 = gl.split(gl.reshape(y, [AT_ONCE, 64, 2]))
             pairs = gl.convert_layout(_paired(y0, y1), BY_ROW, assert_trivial=True)
             tile.slice(first, AT_ONCE).store(pairs)
-        if WRITE:
+        if q_ptr is not None:
             pairs = tile.load(BY_ROW)
-    if WRITE:
+    if q_ptr is not None:
         _write_rows(
             pairs, row, tile_k, rows_left, columns_left, q_ptr, scale_ptr, COLUMNS, stride_sm,
             stride_sk, eps, LIMIT, RULE, BLOCK, VALUES.dtype,
         )  # fmt: skip
-    if COLUMN_SUM:
+    if sum_ptr is not None:
         _sum_of_columns(tile.load(BY_COLUMN), sum_ptr, tile_m, tile_k, K, VALUES.dtype)
     _write_columns(
         tile.load(BY_COLUMN), tile_m, tile_k, down_left, columns_left, q_t_ptr, scale_t_ptr, ROWS,
@@ -318,7 +317,7 @@ def cast_tiles(
     _quantize_blocks_kernel[_common.grid_of((across, columns), _TILE)](
         *tensors, q, q_t, scale, scale_t, sums, plan, M, K, across, columns, groups, eps,
         *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
-        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1], WRITE=write, COLUMN_SUM=column_sum,
-        AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows, maxnreg=_REGISTERS, **constants,
+        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1], maxnreg=_REGISTERS,
+        AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows, **constants,
     )  # fmt: skip
     return q, scale, None, q_t, scale_t, sums

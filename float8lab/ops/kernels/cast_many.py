@@ -97,8 +97,8 @@ def _cast_many_kernel(
             factor_rows = tl.cdiv(M, BM) if BM else 1
             factor_columns = tl.cdiv(K, BK) if BK else 1
             casts.write_cast(
-                x, tile_m, tile_k, rows, columns, scale_ptr, scale_ptr, q_ptr, M, K, factor_rows,
-                factor_columns, stride_sm, stride_sk, BM, BK, False, False, TILE_M, TILE_K,
+                x, tile_m, tile_k, rows, columns, scale_ptr, None, q_ptr, M, K, factor_rows,
+                factor_columns, stride_sm, stride_sk, BM, BK, False, TILE_M, TILE_K,
             )  # fmt: skip
         elif BM == 0:
             amax = tl.load(slots_ptr + matrix)

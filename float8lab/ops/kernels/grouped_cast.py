@@ -273,21 +273,20 @@ def _cast_groups_kernel(  # noqa: PLR0915
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     offs_ptr,  # [E] offsets of groups, int32 or int64; None for a batch
     given_ptr,  # fp32 encode factors: one, or one per group or matrix; PER_ROW: rows, then columns
-    slot_ptr,  # fp32: one per group or matrix
-    q_ptr,  # [ROWS, COLUMNS] fp8, or E of these
-    q_t_ptr,  # [COLUMNS, ACROSS] fp8, or E of these
+    slot_ptr,  # None or fp32: one per group or matrix
+    q_ptr,  # None or [ROWS, COLUMNS] fp8, or E of these
+    q_t_ptr,  # None or [COLUMNS, ACROSS] fp8, or E of these
     scale_ptr, scale_t_ptr,  # fp32, of blocks
-    sum_ptr,  # [row tiles, K] fp32
+    sum_ptr,  # None or [row tiles, K] fp32
     M, K, E, stride_ae, ROWS, COLUMNS, ACROSS, ALL_ROWS, given_stride,
     stride_sm, stride_sk, stride_tk, stride_tm, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr,
     BLOCK: tl.constexpr,  # columns of a block, 0 where factors are given
     SQUARE: tl.constexpr,  # 128 x 128
-    PER_ROW: tl.constexpr, HAS_SLOT: tl.constexpr, WRITE: tl.constexpr, TRANSPOSE: tl.constexpr,
-    COLUMN_SUM: tl.constexpr, FROM_END: tl.constexpr, COUNT: tl.constexpr,
+    PER_ROW: tl.constexpr, FROM_END: tl.constexpr, COUNT: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    fp8: tl.constexpr = q_t_ptr.dtype.element_ty if TRANSPOSE else q_ptr.dtype.element_ty
+    fp8: tl.constexpr = (q_ptr if q_t_ptr is None else q_t_ptr).dtype.element_ty
     tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, FROM_END, VALUES.halves)
     group, row, end, limit = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
     place, limit_t = tile_m * TILE_M, ACROSS
@@ -296,14 +295,14 @@ def _cast_groups_kernel(  # noqa: PLR0915
     if offs_ptr is None:
         a_ptr += group * stride_ae
         place = row
-        if WRITE:
+        if q_ptr is not None:
             q_ptr += group * ROWS * COLUMNS
-        if TRANSPOSE:
+        if q_t_ptr is not None:
             q_t_ptr += group * COLUMNS * ACROSS
         if BLOCK > 0:
-            if WRITE and not SQUARE:
+            if q_ptr is not None and not SQUARE:
                 scale_ptr += group * ROWS * stride_sm
-            if TRANSPOSE and not SQUARE:
+            if q_t_ptr is not None and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     columns, halves = load_words(inputs, row, tile_k, end, K, VALUES, TILE_M, TILE_K)
@@ -314,9 +313,9 @@ def _cast_groups_kernel(  # noqa: PLR0915
         if half == 1:
             columns += K // 2
             tile_k += K // 2 // TILE_K
-        if HAS_SLOT and row < end:
+        if slot_ptr is not None and row < end:
             _common.record_amax(slot_ptr + group, _common.largest_bits(x0, x1, x2, x3))
-        if COLUMN_SUM:
+        if sum_ptr is not None:
             _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
 
         encode = 1.0
@@ -325,9 +324,9 @@ def _cast_groups_kernel(  # noqa: PLR0915
             amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
             scale, encode = scale_from_amax(amax, eps, LIMIT, RULE)
             m = group * tl.cdiv(ROWS, 128) + row // 128
-            if WRITE:
+            if q_ptr is not None:
                 tl.store(scale_ptr + m * stride_sm + tile_k * stride_sk, scale)
-            if TRANSPOSE:
+            if q_t_ptr is not None:
                 k = group * tl.cdiv(COLUMNS, 128) + tile_k
                 tl.store(scale_t_ptr + k * stride_tk + row // 128 * stride_tm, scale)
         elif BLOCK == 0 and not PER_ROW:
@@ -337,7 +336,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
             # Wide, and once for both orientations: 2-byte values take up to 15 % longer here.
             x0, x1 = nan_for_infinity(widen(x0), fp8), nan_for_infinity(widen(x1), fp8)
             x2, x3 = nan_for_infinity(widen(x2), fp8), nan_for_infinity(widen(x3), fp8)
-        if WRITE:
+        if q_ptr is not None:
             for i in tl.static_range(4):
                 x, local = (x0, x1, x2, x3)[i], 4 * word + i
                 if BLOCK > 0 and not SQUARE:
@@ -352,7 +351,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
                         encode = tl.load(of_rows, mask=row + local < limit, other=1.0)[:, None]
                     q = saturate(x * encode, x, fp8)
                     _common.store_tile(q_ptr, q, row + local, columns, limit, COLUMNS)
-        if TRANSPOSE:
+        if q_t_ptr is not None:
             if BLOCK > 0 and not SQUARE:
                 encode = _column_factors(
                     _common.largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr,
@@ -478,8 +477,7 @@ def cast_groups(
         *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *layout[1:], rows, columns, across,
         rows * (E if batch else 1), given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
-        SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=rowwise,
-        TRANSPOSE=columnwise, COLUMN_SUM=dbias,
+        SQUARE=block == (128, 128), PER_ROW=per_row,
         # Of what the amax's kernel has just read, the last part is in the cache.
         FROM_END=rule in SCALE_RULES and not blocks and not prologue,
         COUNT=_common.next_power_of_2(E + 1), **constants,

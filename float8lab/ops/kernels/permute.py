@@ -142,26 +142,25 @@ def _keys(map_ptr, token, S, R, BLOCK_S: tl.constexpr):
 def _scatter_kernel(
     x_ptr,  # [T, H], columns contiguous
     map_ptr,  # [T, S + 1] int32
-    probs_ptr,  # [T, S] any float
-    merged_ptr,  # [R, H]
-    scale_ptr,  # [T, B] fp32
+    probs_ptr,  # None or [T, S] any float
+    merged_ptr,  # None or [R, H]
+    scale_ptr,  # None or [T, B] fp32
     amax_ptr,  # [T, B] fp32
     y_ptr,  # [R, H]
-    beside_ptr,  # [R]; [T, S] with MERGED
+    beside_ptr,  # [R]; [T, S] with ``merged_ptr``
     new_scale_ptr,  # [R, B], each column contiguous
     new_amax_ptr,  # [R, B], each column contiguous
     T, S, R, H, B, stride_xt, stride_st, stride_sb, stride_at, stride_ab,
-    HAS_PROBS: tl.constexpr, MERGED: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     keys = _keys(map_ptr, token, S, R, BLOCK_S)
     columns, blocks = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_B).to(tl.int64)
-    if HAS_SCALE:
+    if scale_ptr is not None:
         at = token * stride_st + blocks * stride_sb
         scale = tl.load(scale_ptr + at, mask=blocks < B)
         amax = tl.load(amax_ptr + token * stride_at + blocks * stride_ab, mask=blocks < B)
-    if MERGED:
+    if merged_ptr is not None:
         places = tl.arange(0, BLOCK_S)
         mask = (places < S) & (keys == _LAST)
         tl.store(beside_ptr + token * S + places, tl.zeros((BLOCK_S,), tl.float32), mask=mask)
@@ -170,25 +169,25 @@ def _scatter_kernel(
     while key != _LAST:
         keys = tl.where(keys == key, _LAST, keys)
         row, place = key & 0xFFFFFFFF, key >> 32
-        if HAS_PROBS:
+        if probs_ptr is not None:
             prob = tl.load(probs_ptr + token * S + place)
-        if MERGED:
+        if merged_ptr is not None:
             row_sum = tl.zeros((BLOCK_H,), dtype=tl.float32)
         for start in range(0, H, BLOCK_H):
             inside = start + columns < H
             x = tl.load(x_ptr + token * stride_xt + start + columns, mask=inside, other=0)
-            if MERGED:
+            if merged_ptr is not None:
                 x = x.to(tl.float32)
                 merged = tl.load(merged_ptr + row * H + start + columns, mask=inside, other=0)
                 row_sum += x * merged.to(tl.float32)
                 x *= prob.to(tl.float32)
             tl.store(y_ptr + row * H + start + columns, x.to(y_ptr.dtype.element_ty), mask=inside)
-        if MERGED:
+        if merged_ptr is not None:
             dot = tl.sum(row_sum)
             tl.store(beside_ptr + token * S + place, dot.to(beside_ptr.dtype.element_ty))
-        elif HAS_PROBS:
+        elif probs_ptr is not None:
             tl.store(beside_ptr + row, prob)
-        if HAS_SCALE:
+        if scale_ptr is not None:
             tl.store(new_scale_ptr + blocks * R + row, scale, mask=blocks < B)
             tl.store(new_amax_ptr + blocks * R + row, amax, mask=blocks < B)
         key = tl.min(keys)
@@ -198,9 +197,9 @@ def _scatter_kernel(
         for start in range(0, H, BLOCK_H):
             zero_row = tl.zeros((BLOCK_H,), dtype=y_ptr.dtype.element_ty)
             tl.store(y_ptr + row * H + start + columns, zero_row, mask=start + columns < H)
-        if HAS_PROBS and not MERGED:
+        if probs_ptr is not None and merged_ptr is None:
             tl.store(beside_ptr + row, 0.0)
-        if HAS_SCALE:
+        if scale_ptr is not None:
             zeros = tl.zeros((BLOCK_B,), dtype=tl.float32)
             tl.store(new_scale_ptr + blocks * R + row, zeros + 1, mask=blocks < B)
             tl.store(new_amax_ptr + blocks * R + row, zeros, mask=blocks < B)
@@ -231,7 +230,6 @@ def scatter_rows(
         x, row_map.contiguous(), probs if probs is None else probs.contiguous(),
         merged if merged is None else merged.contiguous(), scale, amax,
         y, row_values, new_scale, new_amax, T, S, rows, H, B, x.stride(0), *strides,
-        HAS_PROBS=probs is not None, MERGED=merged is not None, HAS_SCALE=scale is not None,
         BLOCK_S=next_power_of_2(S), BLOCK_B=next_power_of_2(B), **_part(H, x),
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -242,18 +240,17 @@ def scatter_rows(
 def _gather_kernel(
     y_ptr,  # [R, H], columns contiguous
     map_ptr,  # [T, S + 1] int32
-    probs_ptr,  # [T, S] any float
-    beside_ptr,  # [R]
-    scale_ptr,  # [R, B] fp32
+    probs_ptr,  # None or [T, S] any float
+    beside_ptr,  # None or [R]
+    scale_ptr,  # None or [R, B] fp32
     x_ptr,  # [T, H]
     back_ptr,  # [T, S]
     S, R, H, block, stride_yr, stride_sr, stride_sb,
-    HAS_PROBS: tl.constexpr, HAS_BESIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     keys = _keys(map_ptr, token, S, R, BLOCK_S)
-    if HAS_BESIDE:
+    if beside_ptr is not None:
         places, first = tl.arange(0, BLOCK_S), tl.program_id(1) == 0
         back = tl.load(beside_ptr + (keys & 0xFFFFFFFF), mask=first & (keys != _LAST), other=0.0)
         tl.store(back_ptr + token * S + places, back, mask=first & (places < S))
@@ -272,10 +269,10 @@ def _gather_kernel(
             y_ptr + at + columns, mask=inside & (following != _LAST), other=0.0
         )  # on its way while this one is added
         term = y.to(tl.float32)
-        if HAS_SCALE:
+        if scale_ptr is not None:
             scales = (key & 0xFFFFFFFF) * stride_sr + columns // block * stride_sb
             term *= tl.load(scale_ptr + scales, mask=inside, other=0.0)
-        if HAS_PROBS:
+        if probs_ptr is not None:
             term *= tl.load(probs_ptr + token * S + (key >> 32)).to(tl.float32)
         row_sum += term
         key, y = following, y_following
@@ -301,7 +298,6 @@ def gather_rows(
         y, row_map.contiguous(), probs if probs is None else probs.contiguous(),
         row_values if row_values is None else row_values.contiguous(), scale, x, back, S, R, H,
         block, y.stride(0), *((0, 0) if scale is None else scale.stride()),
-        HAS_PROBS=probs is not None, HAS_BESIDE=row_values is not None, HAS_SCALE=scale is not None,
         BLOCK_S=next_power_of_2(S), **tile, enable_fp_fusion=False,
     )  # fmt: skip
     return x, back

@@ -103,12 +103,12 @@ def _in_best_groups(
 @launched
 def _route_kernel(
     logits_ptr,  # [T, E] any float
-    bias_ptr,  # [E] any float
+    bias_ptr,  # None or [E] any float
     probs_ptr,  # [T, E]
     map_ptr,  # [T, E] uint8
     T, E, topk, groups, group_size, group_topk, best_of_group, scaling,
-    FUNCTION: tl.constexpr, OVER_ALL: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GROUPED: tl.constexpr, NORMALIZED: tl.constexpr, DENSE: tl.constexpr,
+    FUNCTION: tl.constexpr, OVER_ALL: tl.constexpr, GROUPED: tl.constexpr,
+    NORMALIZED: tl.constexpr, DENSE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -124,7 +124,7 @@ def _route_kernel(
         ranked = scores
     else:
         ranked = z
-    if HAS_BIAS:
+    if bias_ptr is not None:
         ranked += tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)
     keys = _keys(ranked, experts, valid)
 
@@ -173,8 +173,7 @@ def route(
         logits.contiguous(), expert_bias if expert_bias is None else expert_bias.contiguous(),
         probs, routing_map.view(torch.uint8), T, E, topk,
         groups, E // groups, group_topk, topk // max(group_topk, 1), scaling,
-        FUNCTION=score_function, OVER_ALL=pre_softmax or dense, HAS_BIAS=expert_bias is not None,
-        GROUPED=group_topk > 0, DENSE=dense,
+        FUNCTION=score_function, OVER_ALL=pre_softmax or dense, GROUPED=group_topk > 0, DENSE=dense,
         NORMALIZED=(topk > 1 or dense) and score_function != "softmax",
         BLOCK_G=next_power_of_2(groups), **tile, enable_fp_fusion=False,
     )  # fmt: skip
