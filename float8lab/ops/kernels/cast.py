@@ -344,10 +344,9 @@ def write_blocks(
     tile_m, tile_k, rows, columns,
     q_ptr,  # [ROWS, COLUMNS] fp8
     scale_ptr,  # [ceil ROWS / BM, ceil COLUMNS / BK] fp32
-    amax_ptr,  # shape and strides of scale, if AMAX
+    amax_ptr,  # None, or shape and strides of scale
     ROWS, COLUMNS, stride_sm, stride_sk, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    AMAX: tl.constexpr,
 ):  # fmt: skip
     """Quantize the blocks of a tile."""
     TILE_M: tl.constexpr = x.shape[0]
@@ -363,7 +362,7 @@ def write_blocks(
     offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
     mask = (m * BM < ROWS)[:, None] & (k * BK < COLUMNS)[None, :]
     tl.store(scale_ptr + offsets, scale, mask=mask)
-    if AMAX:
+    if amax_ptr is not None:
         tl.store(amax_ptr + offsets, amaxes, mask=mask)
 
 
@@ -381,7 +380,7 @@ def _quantize_blocks_kernel(
     x = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
     write_blocks(
         x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, ROWS, COLUMNS,
-        stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, VALUES.function == "",
+        stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK,
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def _cast_many_kernel(
         else:
             casts.write_blocks(
                 x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
-                stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, True,
+                stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK,
             )  # fmt: skip
 
 

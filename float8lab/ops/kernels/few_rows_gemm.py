@@ -13,8 +13,6 @@ from torch import Tensor
 from float8lab.ops.declare import capability_of
 from float8lab.ops.kernels._launch import launched
 
-__all__ = ["multiply_few_rows"]
-
 _MOST_ROWS = 32
 """With more, Triton uses instructions of Hopper whose sums of FP8 data are less precise."""
 _COLUMNS = 32

@@ -160,13 +160,9 @@ def _dequantized(
     left = dequantize(a, a_scale, a_block, out_dtype)
     if b.ndim == 3:
         E, N, K = b.shape
-        scale = b_scale.reshape(-1, b_scale.shape[-1])
-        if b_block[0] == -1:
-            scale, b_block = scale.repeat_interleave(N, 0), (1, b_block[1])
-        elif b_block[0] > 1:
-            scale = b_scale.repeat_interleave(b_block[0], 1)[:, :N].reshape(E * N, -1)
-            b_block = (1, b_block[1])
-        right = dequantize(b.reshape(E * N, K), scale, b_block, out_dtype).view(E, N, K)
+        rows_of_block = N if b_block[0] == -1 else b_block[0]
+        scale = b_scale.repeat_interleave(rows_of_block, 1)[:, :N].reshape(E * N, -1)
+        right = dequantize(b.reshape(E * N, K), scale, (1, b_block[1]), out_dtype).view(E, N, K)
         return _in_high_precision(left, right, bias, offs, out_dtype)
     right = dequantize(b, b_scale, b_block, out_dtype)
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
