@@ -186,7 +186,13 @@ class Recipe:
             )
 
     def _check(self) -> None:
-        """Check the fields of a subclass."""
+        """Check the fields of a recipe whose GEMMs take e4m3 and e5m2."""
+        epsilon: Any = getattr(self, "amax_epsilon", 0.0)
+        number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+        is_usable = number and 0 <= epsilon < float("inf")
+        self._require(is_usable, "amax_epsilon", "a finite number >= 0")
+        formats = "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)"
+        self._require(self.fp8_format is not Format.E5M2, "fp8_format", formats)
 
     def _plan(self) -> LinearPlan:
         raise NotImplementedError("construct one of the recipes in float8lab.recipes")
@@ -260,15 +266,6 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_float8(recipe: Recipe) -> None:
-    """Check a recipe whose GEMMs take e4m3 and e5m2."""
-    epsilon: Any = getattr(recipe, "amax_epsilon", 0.0)
-    number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
-    recipe._require(number and 0 <= epsilon < float("inf"), "amax_epsilon", "a finite number >= 0")
-    formats = "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)"
-    recipe._require(recipe.fp8_format is not Format.E5M2, "fp8_format", formats)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DelayedScaling(Recipe):
     """One scale per tensor, computed from the amaxes of earlier steps.
@@ -305,7 +302,7 @@ class DelayedScaling(Recipe):
         self._require(is_usable, "amax_compute_algo", '"max", "most_recent" or a callable')
         is_optional = factor is None or callable(factor)
         self._require(is_optional, "scaling_factor_compute_algo", "None or a callable")
-        _check_float8(self)
+        super()._check()
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(-1, -1), w=(-1, -1), delayed=True)
@@ -319,8 +316,6 @@ class Float8CurrentScaling(Recipe):
     """Round the encode scale down to a power of two."""
     amax_epsilon: float = 0.0
     """Amaxes are raised to at least this."""
-
-    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(-1, -1), w=(-1, -1))
@@ -337,8 +332,6 @@ class Float8RowwiseScaling(Recipe):
     """Amaxes are raised to at least this."""
     high_precision_wgrad: bool = False
     """Compute the weight gradient in high precision."""
-
-    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(1, -1), w=(1, -1), wgrad=not self.high_precision_wgrad)
@@ -358,8 +351,6 @@ class Float8BlockScaling(Recipe):
     amax_epsilon: float = 0.0
     """Amaxes are raised to at least this."""
 
-    _check = _check_float8
-
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(1, 128), w=(128, 128))
 
@@ -374,8 +365,6 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Format = Format.E4M3
     fast_accum: tuple[bool, bool, bool] = (False, False, False)
-
-    _check = _check_float8
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(1, 32), w=(1, 32), scale_rule="e8m0")
