@@ -47,7 +47,7 @@ LOCAL_IMPORTS = {
 # Files that call collectives; everything else calls functions of these. Tensor parallelism has two.
 COLLECTIVES = {
     "distributed/broadcast.py", "distributed/comm.py", "distributed/ranks.py",
-    "recipes/reduction.py", "tensor/collectives.py", "tensor/statistics.py",
+    "recipes/reduction.py", "tensor/collectives.py", "inspect/statistics.py",
 }  # fmt: skip
 
 # Never imported by `import float8lab`.

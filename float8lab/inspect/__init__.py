@@ -17,6 +17,7 @@ from float8lab.inspect.html import html
 from float8lab.inspect.nonfinite import NonFinite, find_nan
 from float8lab.inspect.plot import plot
 from float8lab.inspect.report import report
+from float8lab.inspect.statistics import blocks, histogram, stats
 from float8lab.inspect.text import bars, summary, table
 from float8lab.inspect.watch import watch
 from float8lab.inspect.watch.findings import Diagnosis, Finding, diagnose
@@ -27,10 +28,7 @@ from float8lab.tensor.statistics import (
     Comparison,
     Histogram,
     TensorStats,
-    blocks,
     health,
-    histogram,
-    stats,
 )
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from float8lab.arguments import check_instance, needs
 from float8lab.inspect.plot import plot
+from float8lab.inspect.statistics import stats
 from float8lab.inspect.text import Grid
 from float8lab.tables import html_table
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.statistics import stats
 
 __all__ = ["filled", "html", "page_of", "sections"]
 

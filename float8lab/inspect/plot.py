@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_flags, needs
+from float8lab.inspect.statistics import blocks, stats, stored
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.statistics import blocks, stats, stored
 
 __all__ = ["heat_cells", "new_figure", "plot"]
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from float8lab.arguments import check_instance, check_size, printable
+from float8lab.inspect.statistics import stats
 from float8lab.tables import aligned, html_table
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.statistics import Histogram, stats
+from float8lab.tensor.statistics import Histogram
 
 __all__ = [
     "FOLDED", "Grid", "Printed", "bars", "bytes_text", "finite", "shown", "summary", "table",

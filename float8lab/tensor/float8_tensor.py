@@ -327,7 +327,7 @@ class Float8Tensor(StoredTensor):
     # Views for people.
 
     _views: ClassVar[dict[str, Callable[..., Any]]] = {}
-    """Functions that draw a tensor, entered by ``float8lab.inspect``, a layer above this one."""
+    """Functions that count and draw tensors, entered by ``float8lab.inspect``, a layer above."""
 
     @overload
     def stats(
@@ -343,11 +343,11 @@ class Float8Tensor(StoredTensor):
         >>> float8lab.quantize(torch.tensor([448.0, 0.0])).stats().zero
         0.5
         """
-        return statistics.stats(self, original, per_block=per_block)
+        return self._views["stats"](self, original, per_block=per_block)
 
     def compare(self, original: Tensor) -> statistics.Comparison:
         """How far the tensor is from what was quantized: see ``float8lab.inspect.compare``."""
-        return statistics.compare(self, original)
+        return self._views["compare"](self, original)
 
     def histogram(self, by: str = "code") -> statistics.Histogram:  # type: ignore[override]  # hides torch's
         """Counts by ``"code"`` or ``"exponent"``: see ``float8lab.inspect.histogram``.
@@ -355,11 +355,11 @@ class Float8Tensor(StoredTensor):
         It hides torch's method, which counts values; for that, call
         ``torch.histogram(x.dequantize(), bins)``.
         """
-        return statistics.histogram(self, by)
+        return self._views["histogram"](self, by)
 
     def blocks(self) -> Tensor:
         """The scales as a matrix: see ``float8lab.inspect.blocks``."""
-        return statistics.blocks(self)
+        return self._views["blocks"](self)
 
     def plot(self) -> Figure:
         """A matplotlib figure: see ``float8lab.inspect.plot``. Needs the extra ``plot``."""
@@ -385,7 +385,7 @@ class Float8Tensor(StoredTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # stub
         facts, lines = [f"fp8={self.spec.describe()}"], []
         if self._has_data():
-            summary = statistics.stats(self)
+            summary = self.stats()
             facts.append(f"shape={tuple(self.shape)}")
             scales = f"amax={summary.amax:.6g}, scale={summary.scale_min:.6g}"
             if self.scale.numel() > 1:

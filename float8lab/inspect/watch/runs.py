@@ -10,9 +10,9 @@ from typing import NamedTuple, cast, overload
 from torch import Tensor
 
 from float8lab.arguments import check_instance, check_names, check_size, shown
+from float8lab.inspect import statistics
 from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.watch.records import Log, Record, evenly_chosen
-from float8lab.tensor import statistics
 
 __all__ = ["OperandOfRuns", "Quality", "RunComparison", "check_names_of_runs", "compare"]
 

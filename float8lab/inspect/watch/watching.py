@@ -29,6 +29,7 @@ from float8lab.distributed.fsdp.weight import ShardedWeight
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
+from float8lab.inspect.statistics import stored
 from float8lab.inspect.text import Grid
 from float8lab.inspect.watch import measure, views
 from float8lab.inspect.watch.findings import Finding, findings_of
@@ -46,7 +47,6 @@ from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.dtensor import local_of
-from float8lab.tensor.statistics import stored
 
 __all__ = ["Layers", "watch"]
 
