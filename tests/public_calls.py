@@ -104,12 +104,8 @@ def _use_norm(norm: Any) -> None:
     _train(_x(*([B] if len(norm.normalized_shape) < 3 else []), *norm.normalized_shape))(norm)
 
 
-def _use_linear(layer: Any) -> None:
-    _train(_x(B, layer.in_features))(layer)
-
-
-def _use_mlp(layer: Any) -> None:
-    _train(_x(B, layer.hidden_size))(layer)
+def _use_rows(layer: Any) -> None:
+    _train(_x(B, getattr(layer, "in_features", None) or layer.hidden_size))(layer)
 
 
 def _use_attention(module: Any) -> None:
@@ -164,11 +160,15 @@ def _assert(truth: bool) -> None:
     assert truth
 
 
-def _log() -> Any:
+def _watch() -> Any:
     model = _converted()
     with float8lab.inspect.watch(model) as watch:
         model(_x(B, H)).sum().backward()
-    return watch.log
+    return watch
+
+
+def _log() -> Any:
+    return _watch().log
 
 
 _GPT2 = SimpleNamespace(
@@ -211,15 +211,15 @@ def _forward_calls() -> dict[str, Callable[[str], Call]]:
     inputs = (x[..., :-1], x.long(), x[0, 0, 0])
     no_mask = ("x", (padding,), (padding,) * 3, ("x", "x"), torch.ones(5, 7), padding[..., :2])
     not_lengths = ([0, 3, 6], torch.tensor([0.0, 3.0, 6.0]), torch.tensor([0, 3]), ends[None])
+    too_long = torch.tensor([0, 3, 6])
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), (*not_lengths, too_long))
     mixed = {
         "query_layer": (q.half(), q[:, :1], q[..., :4]),
         "key_layer": (q.half(), q.double(), q[:, :1], q[:2], q.to("meta")),
         "value_layer": (q.half(), q.bfloat16(), q[:, :1], q[:2], q.to("meta")),
         "attention_mask": no_mask,
-        "cu_seqlens_q": (*not_lengths, torch.tensor([0, 3, 6])),
-        "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 3, 6])),
-        "cu_seqlens_q_padded": (*not_lengths, torch.tensor([0, 3, 6])),
-        "cu_seqlens_kv_padded": (*not_lengths, torch.tensor([0, 3, 6])),
+        **lengths,
+        **{f"{name}_padded": wrong for name, wrong in lengths.items()},
         "alibi_slopes": (torch.ones(2),),
         "core_attention_bias": (torch.ones(S, S),),
     }
@@ -229,8 +229,7 @@ def _forward_calls() -> dict[str, Callable[[str], Call]]:
         "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 4, 5])),
     }
     layers = {
-        "attention_mask": no_mask, "cu_seqlens_q": (*not_lengths, torch.tensor([0, 3, 6])),
-        "cu_seqlens_kv": (*not_lengths, torch.tensor([0, 3, 6])), "hidden_states": inputs,
+        "attention_mask": no_mask, **lengths, "hidden_states": inputs,
         "rotary_pos_emb": (angles[:2], angles[..., :7], (angles,)),
         "alibi_slopes": (torch.ones(4),), "core_attention_bias": (torch.ones(S, S),),
     }  # fmt: skip
@@ -389,13 +388,6 @@ def _sensitivity() -> Any:
 def _fork(tracker: float8lab.CudaRNGStatesTracker, name: str = "model-parallel-rng") -> None:
     with tracker.fork(name):
         torch.rand(1)
-
-
-def _watch() -> Any:
-    model = _converted()
-    with float8lab.inspect.watch(model) as watch:
-        model(_x(B, H)).sum().backward()
-    return watch
 
 
 def _step(watch: Any, loss: Any = None) -> None:
@@ -626,7 +618,7 @@ _TOKENS: dict[str, Any] = {"inp": _x(S, H), "routing_map": torch.eye(S, dtype=to
 _CHUNKS = {"split_sizes": torch.tensor([1, 2]), "sorted_index": torch.tensor([1, 0])}
 
 _BY_NAME: dict[str, Callable[[str], Call]] = {
-    "Linear": _call(_constant(**_LINEAR), _use_linear),
+    "Linear": _call(_constant(**_LINEAR), _use_rows),
     "LayerNorm": _call(_constant(hidden_size=H), _use_norm),
     "RMSNorm": _call(_constant(hidden_size=H), _use_norm),
     "GroupedLinear": _call(
@@ -639,8 +631,8 @@ _BY_NAME: dict[str, Callable[[str], Call]] = {
             _x(B, layer.hidden_size), torch.ones(B, 1), torch.zeros(B, 1, dtype=torch.long)
         )(layer),
     ),
-    "LayerNormLinear": _call(_constant(**_LINEAR), _use_linear),
-    "LayerNormMLP": _call(_constant(hidden_size=H, ffn_hidden_size=H), _use_mlp),
+    "LayerNormLinear": _call(_constant(**_LINEAR), _use_rows),
+    "LayerNormMLP": _call(_constant(hidden_size=H, ffn_hidden_size=H), _use_rows),
     "DotProductAttention": _call(
         _constant(num_attention_heads=2, kv_channels=8), _use_attention, skip=("cp_stream",),
         wrong={

@@ -54,10 +54,15 @@ def few(setting):
 
 
 @pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch):
-    # The baselines that are always compiled: Inductor takes seconds for each, and compiled layers
-    # have tests of their own.
-    monkeypatch.setattr(nn.Module, "compile", lambda self: None)
+def compiled(monkeypatch):
+    """The modules that were to be compiled, and are not.
+
+    Inductor takes seconds for each, also for baselines that are always compiled, and compiled
+    layers have tests of their own.
+    """
+    modules = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: modules.append(self))
+    return modules
 
 
 def check(subject, rows, *, timed=True):
@@ -178,16 +183,6 @@ def test_a_failing_candidate_is_a_row_that_says_so(setting):
     assert row.refusal == "failed: NotImplementedError: no such kernel"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_passes_the_gate_of_the_linear_benchmark(recipe):
-    problem = accuracy.make_problem(
-        "gaussian", 64, 48, 32, seed=0, dtype=torch.bfloat16, device="cpu"
-    )
-    gate = common.Gate(accuracy.linear_reference(problem), linear.FLOOR_DB)
-    layer = accuracy.convert(accuracy.make_linear(problem), RECIPES[recipe]())
-    assert gate.refusal(gate.measure(accuracy.linear_results(layer, problem, steps=3))) is None
-
-
 def test_saved_bytes_count_activations_and_not_parameters():
     layer = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
     x = torch.randn(64, 48, dtype=torch.bfloat16)
@@ -262,9 +257,7 @@ def test_attention(few, fields, scores):
     assert not any(row.refusal for row in rows)
 
 
-def test_compiled_attention(few, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+def test_compiled_attention(few, compiled):
     few.recipes, few.compile = ("delayed",), True
     rows = list(attention.rows(few, [attention.AttentionSize(2, 40, H=2, D=16)]))
     check(attention.SUBJECT, rows)
@@ -462,9 +455,7 @@ def test_memory(few):
     )
 
 
-def test_memory_of_compiled_layers(few, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+def test_memory_of_compiled_layers(few, compiled):
     few.recipes, few.compile = ("delayed",), True
     rows = [*memory.rows(few, LAYER), *memory.stack_rows(few, LAYER, layers=2)]
     check(memory.SUBJECT, rows, timed=False)
