@@ -8,18 +8,10 @@ from torch import nn
 
 import float8lab
 from float8lab import Float8Tensor
+from tests.nn.test_moves import MODULES
 
-SPLIT = {"q": 8, "kv": 24}
-MODULES = {
-    "linear": lambda **k: float8lab.Linear(16, 32, **k),
-    "linear-split": lambda **k: float8lab.Linear(16, 32, parameters_split=SPLIT, **k),
-    "norm-linear": lambda **k: float8lab.LayerNormLinear(16, 32, **k),
-    "norm-linear-split": lambda **k: float8lab.LayerNormLinear(16, 32, parameters_split=SPLIT, **k),
-    "mlp": lambda **k: float8lab.LayerNormMLP(16, 32, **k),
-    "attention": lambda **k: float8lab.MultiheadAttention(16, 2, input_layernorm=True, **k),
-    "transformer": lambda **k: float8lab.TransformerLayer(16, 32, 2, **k),
-}
-each_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+STORED = {name: make for name, make in MODULES.items() if name not in ("layernorm", "rmsnorm")}
+each_module = pytest.mark.parametrize("make", STORED.values(), ids=STORED)
 
 
 def made(make, *, stored=True, device="cpu", **kwargs):

@@ -10,12 +10,14 @@ from torch import nn
 import float8lab
 from float8lab import Float8Tensor, recipes
 
+SPLIT = {"q": 8, "kv": 24}
 MODULES = {
     "linear": lambda **k: float8lab.Linear(16, 32, **k),
-    "linear-split": lambda **k: float8lab.Linear(16, 32, parameters_split=("q", "k"), **k),
+    "linear-split": lambda **k: float8lab.Linear(16, 32, parameters_split=SPLIT, **k),
     "layernorm": lambda **k: float8lab.LayerNorm(16, **k),
     "rmsnorm": lambda **k: float8lab.RMSNorm(16, zero_centered_gamma=True, **k),
     "norm-linear": lambda **k: float8lab.LayerNormLinear(16, 32, **k),
+    "norm-linear-split": lambda **k: float8lab.LayerNormLinear(16, 32, parameters_split=SPLIT, **k),
     "mlp": lambda **k: float8lab.LayerNormMLP(16, 32, **k),
     "attention": lambda **k: float8lab.MultiheadAttention(
         16, 2, attention_dropout=0.0, input_layernorm=True, **k
