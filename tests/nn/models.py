@@ -1,5 +1,7 @@
 """Recipes and models of the tests of modules, and what they compare."""
 
+import concurrent.futures
+
 import pytest
 import torch
 from torch import nn
@@ -122,6 +124,12 @@ def gemms_of(call, *args, **kwargs):
     with float8lab.count_gemms() as counts:
         call(*args, **kwargs)
     return counts.fp8, counts.high_precision
+
+
+def in_thread(function):
+    """The result of ``function``, run on a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(function).result()
 
 
 def saved_bytes(module, x, recipe=None):

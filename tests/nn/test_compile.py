@@ -1,7 +1,6 @@
 """torch.compile: no graph breaks, few compilations, and the numbers of eager mode."""
 
 import collections
-import concurrent.futures
 import contextlib
 import copy
 import functools
@@ -21,7 +20,16 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn.in_graph import _Handles
 from float8lab.recipes import delayed
-from tests.nn.models import GPT, RECIPES, Block, Counted, each_recipe, same_gradients, states
+from tests.nn.models import (
+    GPT,
+    RECIPES,
+    Block,
+    Counted,
+    each_recipe,
+    in_thread,
+    same_gradients,
+    states,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -35,12 +43,6 @@ def train(model, batch):
     loss = model(batch).square().mean()
     loss.backward()
     return loss.detach()
-
-
-def in_thread(function):
-    """The result of ``function``, run on a thread of its own."""
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        return executor.submit(function).result()
 
 
 def compiled_twin(eager, recipe, **how):
@@ -331,21 +333,6 @@ def test_delayed_state_of_a_layer_in_no_region_and_of_several_calls():
             expected.square().sum().backward()
             assert torch.equal(mine.weight.grad, eager.weight.grad)
             assert states(mine) == states(eager)
-
-
-def test_accumulated_microbatches_under_delayed_scaling_equal_eager():
-    eager = GPT(checkpointed=[False])
-    float8lab.convert_to_float8(eager, RECIPES["delayed"])
-    model = copy.deepcopy(eager)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for m, call in ((eager, eager), (model, compiled)):
-        # Both forwards before both backwards: each backward has the scales of its forward.
-        losses = [call(tokens(8, seed=step)).square().mean() for step in range(2)]
-        for loss in losses:
-            loss.backward()
-        m(tokens(8)).square().mean().backward()
-    assert same_gradients(model, eager)
-    assert states(model) == states(eager)
 
 
 @pytest.mark.parametrize(("in_cuda_graph", "counts"), [(False, {1, 2}), (True, {9, 11})])

@@ -165,9 +165,14 @@ def test_autocasts_within_the_compiled_function():
     check_same(steps(compiled, model, recipe, within=True), expected)
 
 
-@pytest.mark.parametrize("name", ["norm-linear", "mlp"])
-def test_in_no_region_and_with_accumulated_microbatches(name):
-    eager = MODULES[name]()
+def converted():
+    layers = nn.Linear(HIDDEN, 48), nn.GELU(), nn.Linear(48, HIDDEN)
+    return float8lab.convert_to_float8(nn.Sequential(*layers), RECIPES["delayed"])
+
+
+@pytest.mark.parametrize("make", [MODULES["norm-linear"], MODULES["mlp"], converted])
+def test_in_no_region_and_with_accumulated_microbatches(make):
+    eager = make()
     for _, precision in precisions(eager):
         precision.recipe = RECIPES["delayed"]
     model = copy.deepcopy(eager)

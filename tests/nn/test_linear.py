@@ -467,12 +467,6 @@ def test_a_main_grad_that_holds_no_gradient(main_grad, got):
     assert layer.weight.grad is not None
 
 
-def test_wrong_input_is_refused_with_the_sizes():
-    layer = float8lab.Linear(16, 8, device="cpu")
-    with pytest.raises(ValueError, match=r"16 as its last dimension .* got shape \(2, 15\)"):
-        layer(torch.ones(2, 15))
-
-
 PRUNED = {
     "Linear": {"weight": 1},
     "LayerNormLinear": {"layer_norm_weight": 0, "layer_norm_bias": 0, "weight": 1},
@@ -501,7 +495,8 @@ def test_sizes_are_those_of_the_parameters(name):
         y.square().sum().backward()
         found.append((y, inp.grad, *(p.grad for p in module.parameters())))
     assert all(torch.equal(got, expected) for got, expected in zip(*found, strict=True))
-    with pytest.raises(ValueError, match=r"inp must have 16 as its last dimension"):
+    sizes = r"inp must have 16 as its last dimension .* got shape \(4, 32\)"
+    with pytest.raises(ValueError, match=sizes):
         layer(torch.randn(4, 32))
 
 

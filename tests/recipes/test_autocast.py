@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import copy
-import pickle
 import threading
 
 import pytest
@@ -14,7 +13,7 @@ from float8lab import recipes
 from float8lab.recipes.delayed import RECORDED
 from float8lab.recipes.region import STATE, Region
 from tests.near_ties import by_multiplying, near_ties
-from tests.nn.models import gemms_of
+from tests.nn.models import gemms_of, in_thread
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 CURRENT = recipes.Float8CurrentScaling()
@@ -60,12 +59,8 @@ def test_state_is_restored_on_exit_and_after_an_exception():
         assert STATE.autocast.enabled is True
     assert STATE.autocast.enabled is None
 
-    def boom():
-        with float8lab.autocast(recipe=CURRENT):
-            raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        boom()
+    with pytest.raises(KeyError), float8lab.autocast(recipe=CURRENT):
+        raise KeyError("x")
     assert STATE.autocast.enabled is None
     assert STATE.region is None
 
@@ -190,22 +185,16 @@ def test_a_call_uses_the_scale_of_the_previous_region():
 
 
 def test_n_calls_in_a_region_advance_once_with_the_largest_amax():
-    m = layer()
+    m, other = layer(), layer()
     with float8lab.autocast(recipe=DELAYED):
         for value in (1.0, 5.0, 2.0):
             m(torch.full((2, 32), value))
+            other(torch.ones(2, 32))
     assert steps(m) == [1, 1, 0]
     assert history(m)[:, 0].tolist() == [5.0, 0.0, 0.0, 0.0]
-
-
-def test_a_module_that_is_not_called_does_not_advance():
-    a, b = layer(), layer()
-    with float8lab.autocast(recipe=DELAYED):
-        a(torch.ones(2, 32))
-        b(torch.ones(2, 32))
-    call(a, 1)
-    assert steps(a)[0] == 2
-    assert steps(b)[0] == 1
+    call(other, 1)
+    assert steps(other) == [2, 2, 0]
+    assert steps(m) == [1, 1, 0]  # it was not called
 
 
 def test_all_modules_of_a_region_share_one_update(monkeypatch):
@@ -242,13 +231,9 @@ def test_an_exception_in_the_body_advances_nothing_and_is_forgotten():
         m(torch.full((2, 32), 2.0)).sum().backward()
     before = {k: v.clone() for k, v in slots_of(m).tensors().items() if k != "amax"}
 
-    def fail():
-        with float8lab.autocast(recipe=DELAYED):
-            m(torch.full((2, 32), 1000.0))
-            raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        fail()
+    with pytest.raises(KeyError), float8lab.autocast(recipe=DELAYED):  # noqa: PT012
+        m(torch.full((2, 32), 1000.0))
+        raise KeyError("x")
     after = slots_of(m).tensors()
     assert all(torch.equal(before[k], after[k]) for k in before)
     call(m, 4.0)
@@ -358,15 +343,6 @@ def test_eval_changes_no_state():
     assert torch.equal(scales(m), before)
 
 
-def test_first_tensor_is_scaled_by_its_own_amax():
-    m = layer()
-    x = torch.randn(8, 32) * 1e-6
-    with float8lab.autocast(recipe=DELAYED):
-        y = m(x)
-    error = (y - torch.nn.functional.linear(x, m.weight, m.bias)).norm() / y.norm()
-    assert error < 0.05  # at scale 1 every element would round to 0
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_calibration_keeps_the_history_of_all_batches_and_ends_usable(training):
     m = layer().train(training)
@@ -393,17 +369,6 @@ def test_calibration_with_weights_stored_in_fp8():
     ):
         m(torch.full((2, 32), 3.0))
     assert history(m)[0, :2].tolist() == [3.0, m.weight.dequantize().abs().max().item()]
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copied_module_has_equal_but_separate_state(duplicate):
-    m = layer()
-    call(m, 3.0)
-    twin = duplicate(m)
-    assert torch.equal(scales(twin), scales(m))
-    call(twin, 100.0)
-    assert steps(twin)[0] == 2
-    assert steps(m)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -616,12 +581,6 @@ def test_calls_in_inference_mode_leave_state_that_training_goes_on_with(make):
     expected = run(copy.deepcopy(first), torch.no_grad)
     got = run(first, torch.inference_mode)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-def in_thread(function):
-    """The result of ``function``, run on a thread of its own."""
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        return executor.submit(function).result()
 
 
 def test_a_region_is_in_force_on_its_own_thread_only():
