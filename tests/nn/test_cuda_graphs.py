@@ -56,6 +56,15 @@ def assert_equal_training(model, eager, shape=(32, 64), steps=3):
         assert states(model) == states(eager)
 
 
+def assert_equal_sums(model, eager):
+    """Gradients accumulate to the same."""
+    for m in (model, eager):
+        m.zero_grad()
+        for i in range(3):
+            m(batch(i).requires_grad_()).square().sum().backward()
+    assert same_gradients(model, eager)
+
+
 def test_make_graphed_callables_needs_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -213,6 +222,7 @@ def test_graphed_callables_equal_eager(recipe, used):
     assert same is model
     assert states(model) == before
     assert_equal_training(model, eager, steps=4)
+    assert_equal_sums(model, eager)
     # Whatever the graph was not recorded for runs without it.
     assert torch.equal(train(model, batch(5, (7, 64))), train(eager, batch(5, (7, 64))))
     with float8lab.autocast(enabled=False):
@@ -325,43 +335,6 @@ def test_graphed_weights_stored_in_fp8_and_keyword_arguments(recipe):
         assert states(model) == states(eager)
 
 
-@each_recipe_on_a_gpu
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
-def test_graphed_fused_modules_equal_eager(recipe, checkpoint):
-    how = {"device": "cuda", "params_dtype": torch.bfloat16}
-    eager = nn.Sequential(
-        float8lab.LayerNormLinear(64, 64, **how),
-        float8lab.LayerNormMLP(64, 96, activation="swiglu", checkpoint=checkpoint, **how),
-    )
-    float8lab.convert_to_float8(eager, recipe)
-    model = copy.deepcopy(eager)
-    float8lab.make_graphed_callables(model, (batch(0).requires_grad_(),))
-    assert_equal_training(model, eager)
-
-
-@each_recipe_on_a_gpu
-@pytest.mark.parametrize("kind", ["attention", "layer", "layer-dpa"])
-def test_graphed_attention_modules_equal_eager(recipe, kind):
-    if kind == "layer-dpa":
-        recipe = dataclasses.replace(recipe, fp8_dpa=True)
-    how = {"num_gqa_groups": 2, "attention_dropout": 0.0, "device": "cuda",
-           "params_dtype": torch.bfloat16}  # fmt: skip
-    if kind == "attention":
-        eager = float8lab.MultiheadAttention(64, 4, input_layernorm=True, **how)
-    else:
-        eager = float8lab.TransformerLayer(
-            64, 96, 4, normalization="RMSNorm", activation="swiglu", hidden_dropout=0.0, **how
-        )
-    for module in eager.modules():
-        if isinstance(module, float8lab.DotProductAttention):
-            # The others' backward may add in another order each time.
-            module.backends = ("reference",)
-    float8lab.convert_to_float8(eager, recipe)
-    model = copy.deepcopy(eager)
-    float8lab.make_graphed_callables(model, (batch(0, (24, 4, 64)).requires_grad_(),))
-    assert_equal_training(model, eager, (24, 4, 64))
-
-
 @pytest.mark.gpu
 def test_graphed_callables_refuse_what_does_not_fit():
     layer = nn.Linear(16, 16).cuda()
@@ -421,25 +394,8 @@ def test_graphed_training_equals_eager(recipe, fused):
 def test_graphed_results_last_and_gradients_accumulate(recipe):
     model, eager = pair(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(5)])
-    for m in (model, eager):
-        m.zero_grad()
-        for i in range(3):
-            m(batch(i).requires_grad_()).square().sum().backward()
-    assert same_gradients(model, eager)
+    assert_equal_sums(model, eager)
     assert len(recordings(model)) == 1
-
-
-@pytest.mark.gpu
-def test_gradients_of_graphed_callables_accumulate():
-    eager = make_mlp(RECIPES["current"])
-    model = copy.deepcopy(eager)
-    float8lab.make_graphed_callables(model, (batch(0).requires_grad_(),))
-    for m in (model, eager):
-        train(m, batch(9).requires_grad_())  # a converted model's first call is looked at
-        m.zero_grad()
-        for i in range(3):
-            m(batch(i).requires_grad_()).square().sum().backward()
-    assert same_gradients(model, eager)
 
 
 @each_recipe_on_a_gpu
@@ -548,17 +504,6 @@ def test_a_graphed_call_that_is_retained(recipe):
     assert same_gradients(model, eager)
 
 
-@pytest.mark.gpu
-def test_parameters_of_a_graphed_module_that_move_before_backward():
-    model, _ = pair(lambda: make_mlp(RECIPES["current"]))
-    for i in range(3):
-        step(model, batch(i))
-    loss = model(batch(3).requires_grad_()).sum()
-    model[0].weight.data = model[0].weight.data.clone()
-    with pytest.raises(RuntimeError, match="parameters of a module with CUDA graphs must stay"):
-        loss.backward()
-
-
 @each_recipe_on_a_gpu
 @pytest.mark.parametrize("inside", [False, True], ids=["each-layer", "whole"])
 def test_graphed_layers_in_an_autocast(recipe, inside):
@@ -598,7 +543,12 @@ def test_graphed_layers_in_an_autocast_of_torch():
 FUSED = {
     "norm-linear": lambda **how: float8lab.LayerNormLinear(64, 96, **how),
     "mlp": lambda **how: float8lab.LayerNormMLP(64, 96, activation="swiglu", **how),
-    "mlp-checkpoint": lambda **how: float8lab.LayerNormMLP(64, 96, checkpoint=True, **how),
+    "mlp-checkpoint": lambda **how: float8lab.LayerNormMLP(
+        64, 96, activation="swiglu", checkpoint=True, **how
+    ),
+    "attention": lambda **how: float8lab.MultiheadAttention(
+        64, 4, num_gqa_groups=2, input_layernorm=True, attention_dropout=0.0, **how
+    ),
     "transformer": lambda **how: float8lab.TransformerLayer(
         64, 96, 4, num_gqa_groups=2, normalization="RMSNorm", activation="swiglu",
         hidden_dropout=0.0, attention_dropout=0.0, **how
@@ -607,16 +557,24 @@ FUSED = {
 
 
 @each_recipe_on_a_gpu
-@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
-def test_graphed_modules_equal_eager(recipe, make):
-    eager = make(device="cuda", params_dtype=torch.bfloat16)
-    for module in eager.modules():
+@pytest.mark.parametrize(
+    ("name", "fp8_dpa"), [*((name, False) for name in FUSED), ("transformer", True)]
+)
+def test_graphed_modules_equal_eager(recipe, name, fp8_dpa):
+    """By ``graphed``, and by ``make_graphed_callables``."""
+    if fp8_dpa:
+        recipe = dataclasses.replace(recipe, fp8_dpa=True)
+    made, shape = FUSED[name](device="cuda", params_dtype=torch.bfloat16), (24, 4, 64)
+    for module in made.modules():
         if isinstance(module, float8lab.DotProductAttention):
             module.backends = ("reference",)  # others may add in another order each time
-    float8lab.convert_to_float8(eager, recipe)
-    model, eager = pair(lambda: eager)
-    assert_equal_steps(model, eager, [batch(i, (24, 4, 64)) for i in range(5)])
+    float8lab.convert_to_float8(made, recipe)
+    model, eager = pair(lambda: copy.deepcopy(made))
+    assert_equal_steps(model, eager, [batch(i, shape) for i in range(5)])
     assert len(recordings(model)) == 1
+    eager = copy.deepcopy(made)
+    float8lab.make_graphed_callables(made, (batch(0, shape).requires_grad_(),))
+    assert_equal_training(made, eager, shape)
 
 
 @each_recipe_on_a_gpu
