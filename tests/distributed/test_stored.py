@@ -59,6 +59,25 @@ def inputs(ranks: Ranks, step: int, width: int = 64) -> Tensor:
     return torch.randn(16, width, generator=generator).to(ranks.device)
 
 
+def assert_trains_as(
+    single: nn.Module, model: nn.Module, recipe: Any, ranks: Ranks, *arguments: Tensor
+) -> set[torch.dtype]:
+    """Assert equal steps of a sharded module and the same alone; returns what it gathers."""
+    for step in range(2):
+        results = []
+        for module in (single, model):
+            module.zero_grad()
+            with float8lab.autocast(recipe=recipe), Collectives() as collectives:
+                y = module(inputs(ranks, step), *arguments)
+            y.square().mean().backward()
+            results.append(y)
+        assert torch.equal(*results)
+        for name, parameter in model.named_parameters():
+            whole = single.get_parameter(name)
+            torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+    return {dtype for dtype, _ in collectives.of("allgather")}
+
+
 def check_experts_of_one_parameter(ranks: Ranks) -> None:
     """Ranks have some experts each, or none; every matrix is gathered in its own bytes."""
     cases = [(RECIPES[0], True, 1), (RECIPES[2], False, 5), *((r, True, 5) for r in RECIPES)]
@@ -71,18 +90,7 @@ def check_experts_of_one_parameter(ranks: Ranks) -> None:
         model = copy.deepcopy(single)
         fully_shard(model, mesh=ranks.mesh())
         splits = torch.tensor([16] if experts == 1 else [3, 0, 7, 5, 1], device=ranks.device)
-        for step in range(2):
-            results = []
-            for layer in (model, single):
-                layer.zero_grad()
-                with float8lab.autocast(recipe=recipe):
-                    y = layer(inputs(ranks, step), splits)
-                y.square().mean().backward()
-                results.append(y)
-            assert torch.equal(*results)
-            for name, parameter in model.named_parameters():
-                whole = single.get_parameter(name)
-                torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+        assert_trains_as(single, model, recipe, ranks, splits)
 
 
 def check_mlps_of_experts(ranks: Ranks) -> None:
@@ -97,20 +105,8 @@ def check_mlps_of_experts(ranks: Ranks) -> None:
         fully_shard(model, mesh=ranks.mesh())
         index = torch.arange(32, device=ranks.device).view(16, 2) % 5
         weights = torch.rand(16, 2, generator=torch.Generator().manual_seed(1)).to(ranks.device)
-        for step in range(2):
-            results = []
-            for mlp in (model, single):
-                mlp.zero_grad()
-                with float8lab.autocast(recipe=recipe), Collectives() as collectives:
-                    y = mlp(inputs(ranks, step), weights, index)
-                if mlp is model and ranks.world > 1:
-                    assert {dtype for dtype, _ in collectives.of("allgather")} == {torch.uint8}
-                y.square().mean().backward()
-                results.append(y)
-            assert torch.equal(*results)
-            for name, parameter in model.named_parameters():
-                whole = single.get_parameter(name)
-                torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+        sent = assert_trains_as(single, model, recipe, ranks, weights, index)
+        assert sent == ({torch.uint8} if ranks.world > 1 else set())
 
 
 @on_ranks(4)
