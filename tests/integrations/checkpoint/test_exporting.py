@@ -13,8 +13,8 @@ from float8lab import recipes
 from float8lab.inspect import checkpoint, diff
 from float8lab.integrations import export
 from float8lab.nn.precision import W
-from float8lab.recipes.region import PROCESS
 from float8lab.tensor import Float8Tensor
+from tests.recorder import observing
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
@@ -54,14 +54,10 @@ class Observer:
 
 def weights_of_a_forward(model, x, recipe=None):
     """The casts of a forward in evaluation, by module in order."""
-    was, PROCESS.observer = PROCESS.observer, Observer()
-    try:
-        model.eval()
-        with nullcontext() if recipe is None else float8lab.autocast(recipe=recipe):
-            model(x)
-        return PROCESS.observer.seen
-    finally:
-        PROCESS.observer = was
+    within = nullcontext() if recipe is None else float8lab.autocast(recipe=recipe)
+    with observing(Observer()) as observer, within:
+        model.eval()(x)
+    return observer.seen
 
 
 def train(model, x, recipe=None, steps=3):
@@ -283,26 +279,28 @@ def test_a_transformer_layer_keeps_its_names(tmp_path):
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        for name, factor in (("q_proj", 1.0), ("k_proj", 3.0), ("v_proj", 0.5), ("o_proj", 9.0)):
-            setattr(self, name, nn.Linear(64, 64, bias=False))
+        factors = {"q": 1.0, "k": 3.0, "v": 0.5, "o": 9.0, "gate": 2.0, "up": 5.0}
+        for name, factor in factors.items():
+            setattr(self, f"{name}_proj", nn.Linear(64, 64, bias=False))
             with torch.no_grad():
-                getattr(self, name).weight.mul_(factor)
+                getattr(self, f"{name}_proj").weight.mul_(factor)
 
 
 def test_siblings_share_the_largest_scale_when_asked(tmp_path):
     model = nn.ModuleDict({"a": Attention(), "b": Attention()})
-    tie = [("q_proj", "k_proj", "v_proj")]
+    tie = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]  # as readers fuse them
     recipe = recipes.Float8CurrentScaling()
     export(model, tmp_path / "out", "compressed-tensors", recipe=recipe, share_scales=tie)
     state = read(tmp_path / "out")
     for part in "ab":
-        scales = [state[f"{part}.{n}_proj.weight_scale"] for n in "qkvo"]
+        scales = [state[f"{part}.{n}_proj.weight_scale"] for n in (*"qkvo", "gate", "up")]
         weights = [getattr(model[part], f"{n}_proj").weight for n in "qkvo"]
         largest = torch.stack([w.abs().max() for w in weights[:3]]).max() / 448
         assert torch.equal(scales[0], scales[1])
         assert torch.equal(scales[0], scales[2])
         assert torch.allclose(scales[0], largest, rtol=1e-6)
-        assert not torch.equal(scales[0], scales[3])
+        assert torch.equal(scales[4], scales[5])
+        assert len({float(scale) for scale in scales}) == 3
         expected = float8lab.quantize(weights[0].detach(), scale=scales[0])
         assert same_bytes(state[f"{part}.q_proj.weight"], expected.qdata)
     assert not torch.equal(state["a.q_proj.weight_scale"], state["b.q_proj.weight_scale"])

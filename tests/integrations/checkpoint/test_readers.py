@@ -244,19 +244,6 @@ def test_a_deepseek_model(tmp_path):
     assert all(base.get_parameter(name).grad is None for name in loaded.fp8)
 
 
-def test_share_scales_as_readers_fuse(tmp_path):
-    model, _ = trained(recipes.Float8CurrentScaling())
-    export(model, tmp_path / "out", "compressed-tensors", share_scales=TIES)
-    scales = {}
-    for row in float8lab.inspect.checkpoint(tmp_path / "out").rows:
-        if row.fp8:
-            scales[row.name] = row.measured.stats.scale_min
-    for layer in range(2):
-        for group in TIES:
-            part = "self_attn" if "q_proj" in group else "mlp"
-            assert len({scales[f"model.layers.{layer}.{part}.{n}.weight"] for n in group}) == 1
-
-
 MOE = {
     "hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
