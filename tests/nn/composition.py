@@ -17,6 +17,14 @@ RECIPES = {
     "nvfp4": recipes.NVFP4BlockScaling(),
 }
 """One of each."""
+OF_ATTENTION = {
+    **RECIPES,
+    "delayed-dpa": recipes.DelayedScaling(
+        fp8_dpa=True, amax_history_len=3, amax_compute_algo="max"
+    ),
+    "current-dpa": recipes.Float8CurrentScaling(fp8_dpa=True),
+}
+"""And those that cast in attention."""
 
 
 class Composition(nn.Module):

@@ -12,20 +12,13 @@ import torch
 from torch import nn
 
 import float8lab
-from float8lab import recipes
-from tests.nn import composition, float64
+from tests.nn import float64
+from tests.nn.composition import OF_ATTENTION as RECIPES
 from tests.nn.float64 import EXACT, Rounding
 from tests.pairwise import pairwise
 
 HIDDEN, FFN, HEADS, GROUPS, B, S, SE = 64, 96, 4, 2, 4, 24, 20
 
-RECIPES = {
-    **composition.RECIPES,
-    "delayed-dpa": recipes.DelayedScaling(
-        fp8_dpa=True, amax_history_len=3, amax_compute_algo="max"
-    ),
-    "current-dpa": recipes.Float8CurrentScaling(fp8_dpa=True),
-}
 NAMES = {name: name for name in RECIPES}
 each_recipe = pytest.mark.parametrize("name", RECIPES)
 # What test_linear.py and test_fused_function.py prove of each module under every recipe.

@@ -148,16 +148,11 @@ def test_under_torch_autocast(recipe):
     assert dx.dtype == x.dtype
 
 
-def test_outside_autocast_it_is_exact():
+@pytest.mark.parametrize("recipe", [None, RECIPES["delayed"]], ids=["outside autocast", "delayed"])
+def test_float64_is_exact_and_leaves_no_state(recipe):
     layer, x, dy = experts(params_dtype=torch.float64), rows(K), rows(N)
-    got = step(layer, x.double(), dy.double())
+    got = step(layer, x.double(), dy.double(), recipe)
     torch.testing.assert_close(got, truth(layer, x, dy))
-
-
-def test_float64_weights_run_in_high_precision_and_leave_no_state():
-    layer = experts(params_dtype=torch.float64)
-    with float8lab.autocast(recipe=RECIPES["delayed"]):
-        layer(rows(K), SIZES)
     assert layer._fp8.slots == {}
 
 

@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import float8lab
-from float8lab import recipes
 from float8lab.nn import gemm
 from float8lab.nn.precision import Precision, precisions
-from tests.nn.composition import RECIPES, perturb
+from tests.nn.composition import OF_ATTENTION, RECIPES, perturb
 from tests.nn.models import states
 from tests.pairwise import pairwise
 from tests.recorder import hooked_as_by_megatron
@@ -109,13 +108,6 @@ ATTENTIONS = {
 GEMMS = {**ONE_GEMM, **MLPS, **EXPERTS}
 FUSED_ATTENTION = Subject(functools.partial(_attention, fuse_qkv_params=True))
 ALL = {"high": None, **RECIPES}
-OF_ATTENTION = {
-    **RECIPES,
-    "delayed-dpa": recipes.DelayedScaling(
-        fp8_dpa=True, amax_history_len=3, amax_compute_algo="max"
-    ),
-    "current-dpa": recipes.Float8CurrentScaling(fp8_dpa=True),
-}
 DENSE = {**ONE_GEMM, **MLPS}
 BY_NAME = {**ALL, **OF_ATTENTION}
 
