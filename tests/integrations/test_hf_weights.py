@@ -26,6 +26,10 @@ GPT2 = SimpleNamespace(
 )  # fmt: skip
 
 
+def changed(config, **fields):
+    return SimpleNamespace(**{**vars(config), **fields})
+
+
 class LlamaAttention(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -123,12 +127,8 @@ def run(layers, x, rope):
 
 CASES = {
     "llama": ("llama", LLAMA),
-    "llama with biases": (
-        "llama", SimpleNamespace(**{**vars(LLAMA), "attention_bias": True, "mlp_bias": True})
-    ),
-    "llama of wide heads": (
-        "llama", SimpleNamespace(**{**vars(LLAMA), "head_dim": 12, "num_key_value_heads": 1})
-    ),
+    "llama with biases": ("llama", changed(LLAMA, attention_bias=True, mlp_bias=True)),
+    "llama of wide heads": ("llama", changed(LLAMA, head_dim=12, num_key_value_heads=1)),
     "gpt2": ("gpt2", GPT2),
 }  # fmt: skip
 
@@ -185,10 +185,10 @@ def test_what_cannot_be_mapped_is_refused():
     with pytest.raises(ValueError, match="state must hold only parameters that a gpt2 layer has"):
         from_transformer_layers({"0.self_attention.q_norm": torch.ones(1)}, "gpt2")
     for config, style in (
-        (SimpleNamespace(**{**vars(LLAMA), "hidden_act": "gelu"}), "llama"),
-        (SimpleNamespace(**{**vars(LLAMA), "mlp_bias": True}), "llama"),
-        (SimpleNamespace(**{**vars(GPT2), "activation_function": "tanh"}), "gpt2"),
-        (SimpleNamespace(**{**vars(GPT2), "scale_attn_by_inverse_layer_idx": True}), "gpt2"),
+        (changed(LLAMA, hidden_act="gelu"), "llama"),
+        (changed(LLAMA, mlp_bias=True), "llama"),
+        (changed(GPT2, activation_function="tanh"), "gpt2"),
+        (changed(GPT2, scale_attn_by_inverse_layer_idx=True), "gpt2"),
     ):
         with pytest.raises(NotImplementedError, match="config"):
             transformer_layers(config, style)
@@ -213,7 +213,7 @@ def test_buffers_of_older_checkpoints_are_left_out():
 
 
 def test_configuration_and_overrides():
-    config = SimpleNamespace(**{**vars(GPT2), "scale_attn_weights": False, "resid_pdrop": 0.2})
+    config = changed(GPT2, scale_attn_weights=False, resid_pdrop=0.2)
     layers = transformer_layers(config, "gpt2", device="cpu", attn_input_format="sbhd")
     assert [layer.layer_number for layer in layers] == [1, 2]
     assert layers[0].self_attention.core_attention.softmax_scale == 1.0

@@ -326,13 +326,11 @@ def test_converted_models_give_these_modules_their_recipe(make: Any, name: str) 
 
 
 @each_module
-def test_float64_stays_in_high_precision(make: Any) -> None:
+def test_float64_is_computed_in_float64(make: Any) -> None:
     fused = made(make, params_dtype=torch.float64)
     x, dy = torch.randn(4, 40).double(), torch.randn(4, getattr(fused, "out_features", 40))
-    with float8lab.count_gemms() as counts:
-        (y,), gradients = step(fused, x, [dy.double()], RECIPES["current"])
+    (y,), gradients = step(fused, x, [dy.double()], RECIPES["current"])
     y64, gradients64 = exact(fused, x, dy)
-    assert counts.fp8 == 0
     torch.testing.assert_close(y, y64, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients, [*gradients64.values()], rtol=1e-11, atol=1e-11)
 

@@ -128,29 +128,3 @@ def test_function_transforms_are_refused(recipe):
     for transform in (torch.func.vmap, torch.func.grad, torch.func.jacrev, torch.func.hessian):
         with pytest.raises(NotImplementedError, match=r"torch\.func .*to_high_precision"):
             transform(lambda x: model(x).sum())(x)
-
-
-IN_FLOAT64 = {
-    "LayerNorm": (lambda **k: float8lab.LayerNorm(32, **k), ()),
-    "LayerNormLinear": (lambda **k: float8lab.LayerNormLinear(32, 48, **k), ()),
-    "LayerNormMLP": (lambda **k: float8lab.LayerNormMLP(32, 48, **k), ()),
-    "GroupedLinear": (lambda **k: float8lab.GroupedLinear(2, 32, 48, **k), ([3, 5],)),
-    "ExpertMLP": (
-        lambda **k: float8lab.ExpertMLP(2, 32, 48, **k),
-        (torch.ones(8, 1, dtype=torch.float64), torch.arange(8)[:, None] % 2),
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "others"), IN_FLOAT64.values(), ids=IN_FLOAT64)
-def test_torch_autocast_leaves_float64_alone(make, others):
-    layer = make(device="cpu", params_dtype=torch.float64)
-    x = torch.randn(8, 32, dtype=torch.float64, requires_grad=True)
-    found = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled):
-            y = layer(x, *others)
-        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
-    for got, want in zip(*found, strict=True):
-        assert got.dtype == torch.float64
-        assert torch.equal(got, want)

@@ -350,15 +350,19 @@ def test_double_backward_is_refused(subject: Subject, recipe: Any) -> None:
 
 @pytest.mark.parametrize("subject", GEMMS.values(), ids=GEMMS)
 def test_float64_stays_in_high_precision(subject: Subject) -> None:
+    """Under this library's autocast and under torch's."""
     module = subject.build(params_dtype=torch.float64)
     data = [x.double() for x in subject.data()]
     with float8lab.count_gemms() as counts:
         got = step(subject, module, module, data, RECIPES["current"])
-    module.zero_grad()
     assert (counts.fp8, counts.high_precision > 0) == (0, True)
-    for one, other in zip(got, step(subject, module, module, data, None), strict=True):
-        assert one.dtype == torch.float64
-        assert torch.equal(one, other)
+    for enabled in (False, True):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            want = step(subject, module, module, data, None)
+        for one, other in zip(got, want, strict=True):
+            assert one.dtype == torch.float64
+            assert torch.equal(one, other)
 
 
 ROPE = {"rotary_pos_emb": float8lab.RotaryPositionEmbedding(K // HEADS, device="cpu")(6)}

@@ -98,6 +98,10 @@ def test_under_torch_autocast_the_output_has_its_dtype(norm: Any) -> None:
     assert torch.equal(y, module(x).bfloat16())
     y.sum().backward()
     assert x.grad.dtype == module.weight.grad.dtype == torch.float32
+    wide, data = made(norm, 24, params_dtype=torch.float64, device="cpu"), torch.randn(2, 5, 24)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+        results = run(wide, *data.double())
+    assert all(map(torch.equal, results, run(wide, *data.double())))
 
 
 @each_norm
