@@ -214,8 +214,11 @@ def check_one_byte_an_element_and_one_reduction_a_step(ranks: Ranks) -> None:
                 train_step(model, batch(ranks, step)[1], optimizer)
             if step > 0:
                 assert len(collectives.of("allreduce")) == 1 + delayed, collectives.seen
-        padded = {n: -(-p.shape[0] // ranks.world) * p[0].numel() for n, p in _sharded(model)}
-        bytes_of = {n: count * (1 if n in _fp8_names(model) else 4) for n, count in padded.items()}
+        in_fp8 = {f"{name}.weight" for name in fp8_linears(model)}
+        padded = {
+            n: -(-p.shape[0] // ranks.world) * p[0].numel() for n, p in model.named_parameters()
+        }
+        bytes_of = {n: count * (1 if n in in_fp8 else 4) for n, count in padded.items()}
         gathers = collectives.of("allgather")
         assert all(dtype == torch.uint8 for dtype, _ in gathers), gathers
         # Forward and backward of every unit; the last stays unsharded in between.
@@ -226,14 +229,6 @@ def check_one_byte_an_element_and_one_reduction_a_step(ranks: Ranks) -> None:
         forward = [size for _, size in gathers[: len(model)]]
         assert forward == per_unit, (forward, per_unit)
         assert sum(size for _, size in gathers) <= 2 * sum(per_unit)
-
-
-def _sharded(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(n, p) for n, p in model.named_parameters()]
-
-
-def _fp8_names(model: nn.Module) -> set[str]:
-    return {f"{name}.weight" for name in fp8_linears(model)}
 
 
 def losses_follow_a_single_process(ranks: Ranks, which: list[Any]) -> None:

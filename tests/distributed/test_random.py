@@ -44,17 +44,7 @@ def test_dropout_inside_fork_repeats_and_leaves_the_default_alone(tracker, devic
         assert torch.equal(F.dropout(x, 0.5), second)
 
 
-def test_streams_are_those_of_their_seeds_and_continue(tracker, device):
-    for part in range(3):
-        for name, seed in (("model-parallel-rng", 7), ("other", 8)):
-            with tracker.fork(name):
-                values = torch.rand((), device=device)
-            generator = torch.Generator(device).manual_seed(seed)
-            wanted = [torch.rand((), device=device, generator=generator) for _ in range(part + 1)]
-            assert torch.equal(values, wanted[-1])
-
-
-def test_nested_forks(tracker, device):
+def test_streams_are_those_of_their_seeds_and_continue_also_in_nested_forks(tracker, device):
     def draw():
         return torch.rand((), device=device)
 
@@ -71,6 +61,9 @@ def test_nested_forks(tracker, device):
                 a.append(draw())
             b.append(draw())
         a.append(draw())
+    for name, drawn in (("other", b), ("model-parallel-rng", a)):
+        with tracker.fork(name):
+            drawn.append(draw())
     values.append(draw())
     for drawn, seed in ((a, 7), (b, 8)):
         generator = torch.Generator(device).manual_seed(seed)

@@ -12,7 +12,7 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
 from float8lab.ops.kernels import cast_many as many
 from tests.ops import forms
-from tests.ops.test_kernels_gpu import matrix
+from tests.ops.test_kernels_gpu import each_dtype, each_fp8_dtype, matrix
 from tests.recorder import launched
 
 pytestmark = pytest.mark.gpu
@@ -33,8 +33,6 @@ FUSED = {name: recipe for name, recipe in RECIPES.items() if "fallback" not in n
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 each_fused = pytest.mark.parametrize("recipe", FUSED.values(), ids=FUSED)
-each_dtype = pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
-each_fp8_dtype = pytest.mark.parametrize("fp8_dtype", FP8_DTYPES, ids=["e4m3", "e5m2"])
 
 Recipe = tuple[tuple[int, int], str, float]
 Stored = tuple[Tensor, ...]
