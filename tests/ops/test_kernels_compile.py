@@ -835,6 +835,15 @@ def check_pairs_of_e4m3(assembly: str) -> None:
     assert all(first != second for first, second in pairs)
 
 
+@counts_registers
+@pytest.mark.parametrize("name", ["", "relu", "swiglu"])
+def test_a_row_that_is_padded_compiles_for_hopper(name: str, tmp_path: Path) -> None:
+    x = torch.zeros(1, 320)
+    (launch,) = launches(lambda: cast(name, [x], x.dtype, E4M3, (1, -1), "fp32", 0.0, 16))
+    resources(compile_launch(launch, 90), tmp_path)
+    check_pairs_of_e4m3(check_conversions_read_what_was_written(tmp_path))
+
+
 def check_conversions_read_what_was_written(folder: Path) -> str:
     """ptxas of CUDA 12.8 took what it had converted to FP8 from registers that nothing wrote."""
     assembly = subprocess.run(
