@@ -21,13 +21,7 @@ from float8lab.formats import E4M3, Spec, largest
 from float8lab.tensor.blocks import by_block, expand_scale
 from float8lab.tensor.dtensor import is_dtensor, local_of
 from float8lab.tensor.float8_tensor import Float8Tensor
-from float8lab.tensor.statistics import (
-    BlockStats,
-    Comparison,
-    Histogram,
-    TensorStats,
-    kinds_of,
-)
+from float8lab.tensor.statistics import BlockStats, Comparison, Histogram, TensorStats, kinds_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
