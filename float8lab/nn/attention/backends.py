@@ -593,12 +593,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, chosen: Explanatio
 
     Packed sequences become rows of a batch for all backends but flex, and their output is packed.
     """
-    run, tokens, packed = _TABLE[chosen.backend][0], q.shape[2], problem.packed
-    makes_rows = packed is not None and chosen.backend != "flex"
-    if packed is not None and makes_rows:
+    run, tokens = _TABLE[chosen.backend][0], q.shape[2]
+    packed = None if chosen.backend == "flex" else problem.packed
+    if packed is not None:
         q, k, v = packed[0].unpack(q), packed[1].unpack(k), packed[1].unpack(v)
     if chosen.block is None:
         out, largest = run(q, k, v, problem)
     else:
         out, largest = _in_blocks(run, chosen.block, q, k, v, problem)
-    return packed[0].pack(out, tokens) if packed is not None and makes_rows else out, largest
+    return out if packed is None else packed[0].pack(out, tokens), largest

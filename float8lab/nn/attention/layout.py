@@ -99,7 +99,7 @@ class Packed(NamedTuple):
         return sequence, position, (position < 0) | (position >= self.lengths[sequence])
 
     def shape_of_rows(self, x: Tensor) -> Tensor:
-        """A tensor like ``unpack(x)``, whose values are none."""
+        """A tensor of the shape of ``unpack(x)``, for questions that need no values."""
         return x.new_empty(1).expand(self.starts.shape[0], x.shape[1], self.longest, x.shape[3])
 
     def unpack(self, x: Tensor) -> Tensor:
