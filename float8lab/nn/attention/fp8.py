@@ -132,7 +132,7 @@ _Packing: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
 def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ...]:
-    """Those of queries and of keys; of keys they are None if they are those of the queries."""
+    """How queries and keys are packed; None and None for keys that are packed as the queries."""
     packed, padding, kv_padding = problem.packed, problem.mask.q_padding, problem.mask.kv_padding
     queries: _Packing = (None, None)
     keys = queries  # Dynamo gives a function no tensor twice
@@ -158,7 +158,7 @@ def _packing_of_rows(padding: Tensor) -> _Packing:
 
 
 def _packing(is_padding: Tensor, lengths: Tensor) -> _Packing:
-    """That of tokens, of which padding comes last."""
+    """How to pack tokens of which some are padding: those come last."""
     return F.pad(lengths.cumsum(0), (1, 0)).int(), is_padding.to(torch.int8).argsort(stable=True)
 
 
@@ -182,6 +182,7 @@ def _scattered(x: Tensor, order: Tensor | None, B: int, S: int) -> Tensor:
 
 
 def _reordered(x: Tensor, order: Tensor, B: int, S: int) -> Tensor:
+    """All tokens of sequences, of whatever length, in an order: as ``[B, H, S, D]``."""
     heads, D = x.shape[1], x.shape[3]
     tokens = x.transpose(1, 2).reshape(B * S, heads * D).index_select(0, order)
     return tokens.view(B, S, heads, D).transpose(1, 2)
