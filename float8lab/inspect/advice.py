@@ -21,7 +21,7 @@ import math
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeGuard
 
@@ -248,12 +248,13 @@ def advise_by(
         for name, layer_cases in calls.items()
         if layer_cases
     )
-    prediction: list[Prediction] = [
+    predictions: list[Prediction] = [
         {None: Parts(0.0, a.high_gpu, a.high_cpu), recipe: Parts(a.quantize, a.gemm, a.cpu)}
         for a in layers
     ]
-    chosen = choose([*prediction, {None: Parts(0.0, *beyond_layers)}])[:-1]
-    choices = {layer.name: choice for layer, choice in zip(layers, chosen, strict=True)}
+    predictions.append({None: Parts(0.0, *beyond_layers)})
+    chosen = choose(predictions)
+    choices = {layer.name: choice for layer, choice in zip(layers, chosen[:-1], strict=True)}
     unconverted = {name: choice for name, choice in choices.items() if choice is None}
     return Advice(
         layers=layers,
@@ -261,9 +262,9 @@ def advise_by(
         measured=timer is not None,
         device="an H200, from rates measured there" if timer is None else _describe(model),
         step={
-            "high precision": _total(prediction, [None] * len(layers), beyond_layers),
-            "FP8": _total(prediction, [recipe] * len(layers), beyond_layers),
-            "advised": _total(prediction, chosen, beyond_layers),
+            "high precision": _total(predictions, [None] * len(predictions)),
+            "FP8": _total(predictions, [*[recipe] * len(layers), None]),
+            "advised": _total(predictions, chosen),
         },
         saved=saved_in_all,
         overrides=unambiguous(unconverted, {**dict.fromkeys(trial.skipped), **choices}),
@@ -287,14 +288,9 @@ def _calibrated(
     }
 
 
-def _total(
-    predictions: Sequence[Prediction], chosen: Sequence[Recipe | None], beyond_layers: Times
-) -> float:
+def _total(predictions: Sequence[Prediction], chosen: Sequence[Recipe | None]) -> float:
     times = [prediction[recipe] for prediction, recipe in zip(predictions, chosen, strict=True)]
-    return max(
-        beyond_layers.gpu + sum(layer.gpu for layer in times),
-        beyond_layers.cpu + sum(layer.cpu for layer in times),
-    )
+    return max(sum(part.gpu for part in times), sum(part.cpu for part in times))
 
 
 def _describe(model: nn.Module) -> str:
@@ -310,7 +306,8 @@ def _without_cpu(timer: Timer) -> Timer:
 # Cases: the layers and inputs of a step.
 
 
-class _Case(NamedTuple):
+@dataclass(frozen=True)
+class _Case:
     """Layers and inputs that take the same time; ``layer`` is one of these layers."""
 
     key: tuple[object, ...]
@@ -320,15 +317,9 @@ class _Case(NamedTuple):
     autocast: torch.dtype | None
     shares: bool
     """Whether the linear layer before it was given the same input, so that the two share a cast."""
-    layer: nn.Module
-    more_inputs: Sequence[object] = ()
+    layer: nn.Module = field(compare=False)
+    more_inputs: Sequence[object] = field(compare=False)
     """The layer's arguments beside its input: where experts' tokens go."""
-
-    def __eq__(self, case: object) -> bool:
-        return isinstance(case, _Case) and self[:-2] == case[:-2]
-
-    def __hash__(self) -> int:
-        return hash(self[:-2])
 
     @property
     def tokens(self) -> int:
@@ -350,7 +341,7 @@ class _Case(NamedTuple):
         """The same with fewer tokens, of which experts get the same shares."""
         arguments = [_shortened(value, self.tokens, tokens) for value in self.more_inputs]
         shape = (tokens, self.shape[-1])
-        return self._replace(shape=shape, shares=False, more_inputs=arguments)
+        return replace(self, shape=shape, shares=False, more_inputs=arguments)
 
 
 def _is_routing(x: object, tokens: int) -> TypeGuard[Tensor]:
@@ -503,7 +494,6 @@ class _Bench:
 
     def run(self, count: int | None = None) -> None:
         """Run forward and backward of the first ``count`` copies, or of all of them."""
-        count = self.count if count is None else count
         # The calls advance delayed scales together, as a converted model's do.
         region = Region() if self.recipe is not None and self.recipe.linear.delayed else None
         with inside(region):
@@ -514,7 +504,7 @@ class _Bench:
         if region is not None:
             region.close()
         if sources := [t for inputs in self.wanted[:count] for t in inputs]:
-            torch.autograd.grad(outputs, sources, [self.gradient] * count, allow_unused=True)
+            torch.autograd.grad(outputs, sources, [self.gradient] * len(outputs), allow_unused=True)
 
     def time(self, timer: Timer) -> Times:
         """Time of forward and backward of one layer."""

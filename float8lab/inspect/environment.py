@@ -14,13 +14,12 @@ import torch
 
 from float8lab.arguments import EXTRAS
 from float8lab.formats import E2M1, E4M3, Float8Spec, gemm_support
-from float8lab.inspect.text import Printed
+from float8lab.inspect.text import Grid, Printed
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
 from float8lab.ops.declare import capability_of, casts_by_kernel
 from float8lab.ops.gemm import may_multiply
 from float8lab.recipes import ALL, Recipe
-from float8lab.tables import aligned
 
 __all__ = [
     "Environment", "Support", "environment", "package_version", "why_attention_is_emulated",
@@ -100,17 +99,15 @@ class Environment(Printed):
     def summary(self) -> str:
         """All of it, as lines."""
         rows = [(kernel.name, kernel.status, kernel.reason) for kernel in self.support]
-        sections: list[tuple[str, Sequence[tuple[str, ...]]]] = [
-            ("versions", list(self.versions.items())),
-            ("GPUs", [(str(n), gpu) for n, gpu in enumerate(self.gpus)] or [("none", "")]),
-            (f"FP8 on {self.device}", rows),
-            ("extras", list(self.extras.items())),
-        ]
-        lines = [f"float8lab {self.versions['float8lab']} on {self.device}"]
-        for title, table in sections:
-            lines.append(title)
-            lines += [f"  {line}" for line in aligned(table, left=len(table[0]))]
-        return "\n".join(lines)
+        gpus = [(str(n), gpu) for n, gpu in enumerate(self.gpus)] or [("none", "")]
+        grids = (
+            Grid("versions", ("", ""), list(self.versions.items())),
+            Grid("GPUs", ("", ""), gpus),
+            Grid(f"FP8 on {self.device}", ("", "", ""), rows),
+            Grid("extras", ("", ""), list(self.extras.items())),
+        )
+        title = f"float8lab {self.versions['float8lab']} on {self.device}"
+        return "\n".join([title, *map(repr, grids)])
 
 
 def environment(device: torch.device | str | None = None) -> Environment:

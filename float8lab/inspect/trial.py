@@ -31,7 +31,7 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = [
-    "LossFn", "Trial", "as_before", "call", "hooked", "loss_of", "on_trial", "own_loss",
+    "LossFn", "Trial", "as_before", "call", "hooked", "on_trial", "own_loss",
     "refuse_dtensors", "start_anew", "tensors_in", "unambiguous", "without_reduction",
 ]  # fmt: skip
 
@@ -60,22 +60,6 @@ def call(model: nn.Module, batch: object) -> object:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def loss_of(model: nn.Module, batch: object, loss_fn: LossFn | None) -> Tensor:
-    """``loss_fn(model, batch)``; without it the output's ``loss``, or else the mean of its squares.
-
-    Raises:
-        ValueError: the loss is not one number that requires a gradient.
-    """
-    loss = _default_loss(call(model, batch)) if loss_fn is None else loss_fn(model, batch)
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"loss_fn must return one number that requires a gradient; got {got}. "
-            "Pass loss_fn(model, batch) that calls the model and returns the loss."
-        )
-    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def own_loss(output: object) -> object:
@@ -220,8 +204,20 @@ class Trial:
         return call(self.model, self.batch)
 
     def loss(self) -> Tensor:
-        """The loss, by ``loss_of``."""
-        return loss_of(self.model, self.batch, self.loss_fn)
+        """``loss_fn(model, batch)``; without it the output's ``loss``, or the mean of its squares.
+
+        Raises:
+            ValueError: the loss is not one number that requires a gradient.
+        """
+        model, batch = self.model, self.batch
+        loss = self.loss_fn(model, batch) if self.loss_fn else _default_loss(self.forward())
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_fn must return one number that requires a gradient; got {got}. "
+                "Pass loss_fn(model, batch) that calls the model and returns the loss."
+            )
+        return loss if loss.ndim == 0 else loss.reshape(())
 
     def step(self) -> tuple[Tensor, list[Tensor | None]]:
         """The loss and the gradients of ``parameters``, in a forward and a backward pass."""
@@ -310,23 +306,20 @@ def _kept(
     That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
     """
     reshard(model)  # what is kept are the shards
-    state, cast = {name: getattr(STATE, name) for name in _ISOLATED}, SHARED_CAST.last
+    state = [partial(setattr, owner, name, getattr(owner, name)) for owner, name in _ISOLATED]
     start = [_keep_values(model.buffers()), *_keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
-    restorers = [*map(_keep_contents, owners), *more(), *start]
+    restorers = [*map(_keep_contents, owners), *more(), *start, *state]
     try:
         yield start
     finally:
         reshard(model)
         for restore in restorers:
             restore()
-        for name in _ISOLATED:
-            setattr(STATE, name, state[name])
-        SHARED_CAST.last = cast
 
 
-_ISOLATED = ("autocast", "region", "in_graph")
-"""The fields of ``STATE`` that a trial changes."""
+_ISOLATED = ((STATE, "autocast"), (STATE, "region"), (STATE, "in_graph"), (SHARED_CAST, "last"))
+"""The state beside the model that a trial changes, as objects and the names of their fields."""
 
 
 def _isolate(model: nn.Module) -> None:
