@@ -210,26 +210,18 @@ def _prefix(names: dict[str, Item], targets: dict[str, Item]) -> str:
 
 
 def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float], None]) -> DiffRow:
-    if a is None or b is None:
-        return _row_of_one_side(name, a, b)
-    formats, shapes = (a.describe(), b.describe()), (a.entry.shape, b.entry.shape)
-    numel, nbytes = math.prod(a.entry.shape), a.nbytes + b.nbytes
+    sides = [item for item in (a, b) if item is not None]
+    formats = ("" if item is None else item.describe() for item in (a, b))
+    shapes = (None if item is None else item.entry.shape for item in (a, b))
+    numel, nbytes = math.prod(sides[0].entry.shape), sum(item.nbytes for item in sides)
     row = DiffRow(name, "shape", *formats, *shapes, numel, nbytes=nbytes)
+    if a is None or b is None:
+        return replace(row, status="only in A" if b is None else "only in B")
     if a.entry.shape != b.entry.shape:
         return row
     if a.entry.dtype is None or b.entry.dtype is None:
         return replace(row, status="differs")  # torch cannot read one of the dtypes
     return _compared(row, a, b, step)
-
-
-def _row_of_one_side(name: str, a: Item | None, b: Item | None) -> DiffRow:
-    item = a or b
-    assert item is not None, "a name comes from one of the two"
-    shape, text = item.entry.shape, item.describe()
-    row = DiffRow(name, "", numel=math.prod(shape), nbytes=item.nbytes)
-    if b is None:
-        return replace(row, status="only in A", a_format=text, a_shape=shape)
-    return replace(row, status="only in B", b_format=text, b_shape=shape)
 
 
 @dataclass

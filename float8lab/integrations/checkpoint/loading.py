@@ -330,15 +330,12 @@ def _check(
 
 def _named_as_in_the_model(items: Sequence[Item], targets: _Targets) -> list[Item]:
     """Items of a Transformers model under the model's names, where its checkpoints have others."""
-    names = targets.saved
-    if not names:
-        return list(items)
     scales = {
         f"{saved.removesuffix('weight')}input_scale": f"{name.removesuffix('weight')}input_scale"
-        for saved, name in names.items()
+        for saved, name in targets.saved.items()
     }
     taken = {item.name for item in items}
-    renamed = {saved: name for saved, name in (names | scales).items() if name not in taken}
+    renamed = {s: name for s, name in (targets.saved | scales).items() if name not in taken}
     return [replace(item, name=renamed.get(item.name, item.name)) for item in items]
 
 

@@ -147,16 +147,8 @@ def _matrices_of(name: str, module: nn.Module, read: Read) -> Iterator[GemmWeigh
     if is_projection or (not states and isinstance(module, nn.Linear)):
         states = {("weight",): None}
     for local_names, state in states.items():
-
-        def matrices(_: slice, local_names: tuple[str, ...] = local_names) -> Tensor:
-            values = [read(module, local) for local in local_names]
-            return values[0] if len(values) == 1 else torch.cat(values)
-
-        def lay_out(matrix: Tensor, local_names: tuple[str, ...] = local_names) -> Sequence[Tensor]:
-            rows = [_tensor(module, local).shape[0] for local in local_names]
-            return [matrix] if len(rows) == 1 else matrix.split(rows)
-
-        yield GemmWeight(module, name, local_names, state, (), matrices, lay_out)
+        matrix = _joined(name, module, local_names, None, read)
+        yield matrix._replace(precision=state)
 
 
 def _stack_of_linear(name: str, module: nn.Module, linear_class: type) -> GemmWeight:
@@ -175,7 +167,7 @@ def _stacks_of_grouped(name: str, module: GroupedLinear, read: Read) -> Iterator
     obstacle = "no other library has names for the weights of GroupedLinear"
     for index, local in enumerate(module.gemms[0].weights):
         shape = _tensor(module, local).shape
-        stack = _stack(name, module, (local,), shape[0] if len(shape) == 3 else 1, read)
+        stack = _joined(name, module, (local,), shape[0] if len(shape) == 3 else 1, read)
         yield stack._replace(precision=module._fp8, obstacle=obstacle, first=index)
 
 
@@ -197,38 +189,39 @@ def _stacks_of_experts(name: str, module: nn.Module, read: Read) -> Iterator[Gem
         joined = tuple(local for local, weight in weights.items() if weight.layer == layer)
         weight, count = weights[joined[0]], _tensor(module, joined[0]).shape[0]
         experts = count if kind is None else kind.shapes(module)[0][0]
-        stack = _stack(name, module, joined, experts, read, transposed=weight.transposed)
+        stack = _joined(name, module, joined, experts, read, transposed=weight.transposed)
         obstacle = _obstacle(module, joined[0], weight)
         yield stack._replace(precision=states.get(layer), obstacle=obstacle)
 
 
-def _stack(
-    name: str, module: nn.Module, local_names: tuple[str, ...], experts: int, read: Read, *,
+def _joined(
+    name: str, module: nn.Module, local_names: tuple[str, ...], experts: int | None, read: Read, *,
     transposed: bool = False,
 ) -> GemmWeight:  # fmt: skip
-    """A stack of parameters whose rows are joined, each ``[E, N, K]`` or ``[E * N, K]``."""
+    """Parameters whose rows are joined: matrices, or stacks ``[E, N, K]`` or ``[E * N, K]``."""
     shapes = [tuple(_tensor(module, local).shape) for local in local_names]
 
-    def stack_of(value: Tensor) -> Tensor:
-        value = value.view(experts, -1, value.shape[-1]) if value.ndim == 2 else value
+    def weight_of(value: Tensor) -> Tensor:
+        if experts is not None and value.ndim == 2:
+            value = value.view(experts, -1, value.shape[-1])
         return value.mT if transposed else value
 
-    sizes = [stack_of(torch.empty(shape, device="meta")).shape for shape in shapes]
-    counts = [rows for _, rows, _ in sizes]
+    sizes = [weight_of(torch.empty(shape, device="meta")).shape for shape in shapes]
+    counts = [size[-2] for size in sizes]
 
     def matrices(numbers: slice) -> Tensor:
-        stacks = [stack_of(read(module, local))[numbers] for local in local_names]
-        return stacks[0] if len(stacks) == 1 else torch.cat(stacks, 1)
+        weights = [weight_of(read(module, local))[numbers] for local in local_names]
+        return weights[0] if len(weights) == 1 else torch.cat(weights, -2)
 
-    def lay_out(stack: Tensor) -> Sequence[Tensor]:
-        stacks = [stack] if len(counts) == 1 else stack.split(counts, 1)
-        stacks = [rows.mT if transposed else rows for rows in stacks]
+    def lay_out(weight: Tensor) -> Sequence[Tensor]:
+        weights = [weight] if len(counts) == 1 else weight.split(counts, -2)
+        weights = [rows.mT if transposed else rows for rows in weights]
         return [
             rows if rows.shape == shape else rows.reshape(shape)
-            for rows, shape in zip(stacks, shapes, strict=True)
+            for rows, shape in zip(weights, shapes, strict=True)
         ]
 
-    shape = (experts, sum(counts), sizes[0][2])
+    shape = () if experts is None else (experts, sum(counts), sizes[0][-1])
     return GemmWeight(module, name, local_names, None, shape, matrices, lay_out)
 
 
