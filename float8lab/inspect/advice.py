@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from float8lab.arguments import check_callables, check_choice, check_module, check_names
+from float8lab.arguments import check_callables, check_choice, check_module
 from float8lab.inspect.memory import OUTPUT, saved_by_layer
 from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.timing import CudaTimer, Timer, Times
@@ -203,8 +203,6 @@ def advise(
     check_module("model", model)
     check_recipe("recipe", recipe)
     check_callables(("model", "batch"), loss_fn=loss_fn)
-    check_callables(("module", "name"), filter_fn=filter_fn)
-    exclude = check_names("exclude", exclude)
     check_choice("mode", mode, MODES)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     is_measured, recipe = device.type == "cuda", recipe or Float8CurrentScaling()
@@ -374,8 +372,7 @@ def _look(trial: Trial, recipe: Recipe) -> tuple[dict[str, list[_Case]], dict[st
     def look(name: str, layer: nn.Module, x: Tensor, y: Tensor) -> None:
         shared = False
         if isinstance(layer, Linear) and x.grad_fn is not None:
-            repeated_input = bool(last) and last[0][0] is x and last[0][1] == x._version
-            shared = shares and repeated_input
+            shared = shares and bool(last) and last[0][0] is x and last[0][1] == x._version
             last[:] = [(x, x._version)]
         kind = x.device.type
         has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)

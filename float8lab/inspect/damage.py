@@ -272,8 +272,6 @@ def sensitivity(
     """
     arguments.check_module("model", model)
     arguments.check_callables(("model", "batch"), loss_fn=loss_fn)
-    arguments.check_callables(("module", "name"), filter_fn=filter_fn)
-    exclude = arguments.check_names("exclude", exclude)
     arguments.check_size("runs", runs)
     given = (recipes,) if isinstance(recipes, Recipe) else recipes
     arguments.check_instance(
@@ -329,11 +327,8 @@ class _Bench:
             None if g is None or right is None else g.float() - right.float()
             for g, right in zip(gradients, self.gradients, strict=True)
         ]
-        squares = 0.0
-        for parameter, error, norm in zip(
-            self.parameters, _norms(differences), self.norms, strict=True
-        ):
-            squares += parameter.numel() * _relative(error, norm, most=1.0) ** 2
+        norms = zip(self.parameters, _norms(differences), self.norms, strict=True)
+        squares = sum(p.numel() * _relative(e, norm, most=1.0) ** 2 for p, e, norm in norms)
         gradient = math.sqrt(squares / max(self.elements, 1))
         loss = _relative(abs(loss - self.loss), abs(self.loss))
         return _Difference(math.hypot(loss, gradient), loss, gradient)
@@ -368,8 +363,7 @@ def _norms(tensors: Sequence[Tensor | None]) -> list[float]:
     """Euclidean norms of tensors; the norm of None is 0."""
     norms = [torch.linalg.vector_norm(t.float()) for t in tensors if t is not None]
     # One wait for the GPU, not one each.
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else ()
-    values = iter(stacked)
+    values = iter(torch.stack([n.to(norms[0].device) for n in norms]).tolist() if norms else ())
     return [0.0 if t is None else next(values) for t in tensors]
 
 

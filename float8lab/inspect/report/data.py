@@ -30,18 +30,12 @@ MOST_LOSSES = 10_000
 """Points of the loss curve, at even distances over the steps of a longer run."""
 
 FIELDS: dict[str, Callable[[float, float], float]] = {
-    "amax": max,
-    "scale_min": min,
-    "scale_max": max,
-    "saturated": max,
-    "flushed": max,
-    "subnormal": max,
-    "nan": max,
-    "inf": max,
-    "sqnr": min,
-    "staleness": max,
-    "elements": max,
-}
+    name: min if name in ("scale_min", "sqnr") else max
+    for name in (
+        "amax", "scale_min", "scale_max", "saturated", "flushed", "subnormal", "nan", "inf", "sqnr",
+        "staleness", "elements",
+    )
+}  # fmt: skip
 """The numeric fields of a record, with the function that picks the worse of two values."""
 
 

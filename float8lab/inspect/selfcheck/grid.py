@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from float8lab.checkpoints.source import dtype_name as name_of
 from float8lab.formats import E4M3, FP8_DTYPES, Float8Spec
 from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases
 from float8lab.ops import Prologue
 
 __all__ = [
-    "LAYOUTS", "NORMS", "RECIPES", "format_of", "given", "granularity", "matrices", "name_of",
-    "quantize_cases", "special", "with_infinities",
+    "LAYOUTS", "NORMS", "RECIPES", "QuantizeOptions", "format_of", "given", "granularity",
+    "matrices", "name_of", "quantize_cases", "special", "with_infinities",
 ]  # fmt: skip
 
 # The grid. Every combination of dtype, format, block and divisibility by 16 is a kernel to compile
@@ -88,10 +89,6 @@ def with_infinities(x: Tensor) -> Tensor:
 def special() -> Iterator[tuple[str, Tensor]]:
     for name, values in _SPECIAL.items():
         yield name, torch.tensor(values, dtype=FP32, device="cpu").repeat(3, 40)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def format_of(fp8_dtype: torch.dtype) -> str:

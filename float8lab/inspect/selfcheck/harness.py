@@ -71,10 +71,9 @@ class Report(Printed):
         """The verdict, and a line or more for each op."""
         counts = Counter(row.status for row in self.rows)
         verdict = "passed" if self.passed else "FAILED"
-        seconds = sum(self.seconds.values())
         lines = [
             f"float8lab selfcheck on {self.device}: {verdict}, "
-            f"{sum(row.cases for row in self.rows)} cases in {seconds:.1f} s",
+            f"{sum(row.cases for row in self.rows)} cases in {sum(self.seconds.values()):.1f} s",
             ", ".join(f"{counts[s]} {s}" for s in ("passed", "emulated", "unsupported", "failed")),
         ]
         width = max((len(row.name) for row in self.rows), default=0)

@@ -14,6 +14,7 @@ from float8lab.inspect.selfcheck.casts import compare_sums
 from float8lab.inspect.selfcheck.grid import (
     NORMS,
     RECIPES,
+    QuantizeOptions,
     format_of,
     given,
     name_of,
@@ -34,6 +35,7 @@ _SOME_KINDS = (
 )
 """Kinds that together cover every way in which the kernels load a prologue."""
 _SHAPES = ((63, 130), (300, 512), (0, 64))
+_RECIPES = ("per tensor", "per row", "1x128", "128x128", "1x32 e8m0")
 
 
 def _inputs(cases: Cases, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -82,9 +84,9 @@ def _check_value_of(cases: Cases) -> None:
 _COMPOSED = "the op of the written values, both on this device, bit for bit"
 
 
-def _prologues(cases: Cases) -> Iterator[tuple[ops.Prologue, Tensor, torch.dtype, int]]:
-    """Begin each case; yield a prologue and its values on the device, format and alignment."""
-    for kind, dtype in _SOME_KINDS:
+def _prologues(cases: Cases) -> Iterator[tuple[ops.Prologue, Tensor, QuantizeOptions]]:
+    """Begin each case; yield a prologue, its values on the device, and how to quantize them."""
+    for at, (kind, dtype) in enumerate(_SOME_KINDS):
         for number, shape in enumerate(_SHAPES):
             fp8_dtype, align = FP8_DTYPES[number % 2], (1, 16)[number % 2]
             cases.begin(f"{kind} {shape[0]}x{shape[1]} {name_of(dtype)} {format_of(fp8_dtype)}")
@@ -92,15 +94,8 @@ def _prologues(cases: Cases) -> Iterator[tuple[ops.Prologue, Tensor, torch.dtype
             if number == 1:
                 inputs[0] = with_infinities(inputs[0])
             prologue = ops.Prologue(kind, cases.on_device(inputs), dtype)
-            yield prologue, prologue.value(), fp8_dtype, align
-
-
-_RECIPES = ("per tensor", "per row", "1x128", "128x128", "1x32 e8m0")
-
-
-def _recipe(index: int, fp8_dtype: torch.dtype, align: int) -> tuple[object, ...]:
-    """Options of a cast by one of the recipes."""
-    return (fp8_dtype, *RECIPES[_RECIPES[index % len(_RECIPES)]], align)
+            recipe = RECIPES[_RECIPES[(at * len(_SHAPES) + number) % len(_RECIPES)]]
+            yield prologue, prologue.value(), (fp8_dtype, *recipe, align)
 
 
 def _cast(x: ops.Prologue | Tensor, *options: object) -> Sequence[Tensor]:
@@ -110,14 +105,14 @@ def _cast(x: ops.Prologue | Tensor, *options: object) -> Sequence[Tensor]:
 
 @checks("prologues", _COMPOSED, "amax_op", name="amax_of")
 def _check_amax_of(cases: Cases) -> None:
-    for prologue, value, _, _ in _prologues(cases):
+    for prologue, value, _ in _prologues(cases):
         cases.same(ops.amax_op(*given(prologue), (-1, -1)), ops.amax_op(*given(value), (-1, -1)))
 
 
 @checks("prologues", _COMPOSED, "cast_op", name="cast_of")
 def _check_cast_of(cases: Cases) -> None:
     encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
-    for prologue, value, fp8_dtype, align in _prologues(cases):
+    for prologue, value, (fp8_dtype, *_, align) in _prologues(cases):
         options = (fp8_dtype, (-1, -1), "encode", 0.0, align)
         for at, transposed in ((0, False), (3, True)):
             oriented = (*options, not transposed, transposed, False, encode)
@@ -132,7 +127,7 @@ def _check_cast_of(cases: Cases) -> None:
 @checks("prologues", f"{_COMPOSED}; column sums: float64", "cast_op", name="cast_pair_of")
 def _check_cast_pair_of(cases: Cases) -> None:
     encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
-    for prologue, value, fp8_dtype, align in _prologues(cases):
+    for prologue, value, (fp8_dtype, *_, align) in _prologues(cases):
         options = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, True, encode)
         got, want = _cast(prologue, *options), _cast(value, *options)
         cases.same((got[0], got[3]), (want[0], want[3]))
@@ -141,8 +136,7 @@ def _check_cast_pair_of(cases: Cases) -> None:
 
 @checks("prologues", _COMPOSED, "cast_op", name="quantize_of")
 def _check_quantize_of(cases: Cases) -> None:
-    for index, (prologue, value, fp8_dtype, align) in enumerate(_prologues(cases)):
-        options = _recipe(index, fp8_dtype, align)
+    for prologue, value, options in _prologues(cases):
         rowwise = _cast(prologue, *options, True, False, False)
         cases.same(rowwise[:2], _cast(value, *options, True, False, False)[:2])
         columnwise = _cast(prologue, *options, False, True, False)
@@ -156,8 +150,7 @@ def _check_quantize_of(cases: Cases) -> None:
 
 @checks("prologues", f"{_COMPOSED}; column sums: float64", "cast_op", name="quantize_pair_of")
 def _check_quantize_pair_of(cases: Cases) -> None:
-    for index, (prologue, value, fp8_dtype, align) in enumerate(_prologues(cases)):
-        options = _recipe(index, fp8_dtype, align)
+    for prologue, value, options in _prologues(cases):
         q, scale, _, *transposed, sums = _cast(prologue, *options, True, True, True)
         want = _cast(value, *options, True, True, False)
         cases.same((q, scale, *transposed), (*want[:2], *want[3:5]))
