@@ -38,7 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument(
             "--device", choices=("cpu", "cuda"), help="by default cuda, or cpu without a GPU"
         )
-        command.set_defaults(run=_about_the_machine, all=True)
+        command.set_defaults(run=present, all=True)
+    check.set_defaults(
+        make=lambda options: selfcheck(options.device, options.verbose),
+        is_bad=lambda _, report: not report.passed,
+    )
+    env.set_defaults(make=lambda options: environment(options.device))
     checkpoints.add_commands(commands)
     runs.add_commands(commands)
     scale.add_commands(commands)
@@ -47,16 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU; leave --device out or pass cpu")
     return _until_closed(options)
-
-
-def _about_the_machine(options: argparse.Namespace) -> int:
-    if options.command == "env":
-        return present(options, lambda: environment(options.device))
-    return present(
-        options,
-        lambda: selfcheck(options.device, options.verbose),
-        lambda report: not report.passed,
-    )
 
 
 def _until_closed(options: argparse.Namespace) -> int:

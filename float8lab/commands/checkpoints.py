@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from float8lab.checkpoints.replacing import write_text
-from float8lab.commands.terminal import add_output_options, present, progress_bar
+from float8lab.commands.terminal import add_output_options, progress_bar
 from float8lab.inspect.checkpoint.difference import CheckpointDiff, diff
 from float8lab.inspect.checkpoint.page import page
 from float8lab.inspect.checkpoint.report import CheckpointReport, checkpoint
@@ -41,7 +41,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     look.add_argument("path", metavar="PATH", help="file or directory")
     look.add_argument("--html", metavar="OUT", help="also write one self-contained page to OUT")
     look.add_argument("--strict", action="store_true", help="exit with 1 if one is suspicious")
-    look.set_defaults(run=_inspect)
+    look.set_defaults(make=_inspect, is_bad=lambda o, report: o.strict and report.suspicious)
     compare = commands.add_parser(
         "diff",
         help="compare two checkpoints, or one and its source",
@@ -51,26 +51,20 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     compare.add_argument("a", metavar="A", help="file or directory")
     compare.add_argument("b", metavar="B", help="file or directory")
-    compare.set_defaults(run=_diff)
+    compare.set_defaults(make=_diff, is_bad=lambda _, difference: not difference.equal)
     for command in (look, compare):
         command.add_argument("--layer", metavar="GLOB", action="append", default=[], help=_LAYER)
         add_output_options(command, limit=20)
 
 
-def _inspect(options: argparse.Namespace) -> int:
-    def look() -> CheckpointReport:
-        with progress_bar("reading") as progress:
-            report = checkpoint(options.path, layer=options.layer, progress=progress)
-        if options.html is not None:
-            write_text(options.html, page(report))
-        return report
-
-    return present(options, look, lambda report: options.strict and bool(report.suspicious))
+def _inspect(options: argparse.Namespace) -> CheckpointReport:
+    with progress_bar("reading") as progress:
+        report = checkpoint(options.path, layer=options.layer, progress=progress)
+    if options.html is not None:
+        write_text(options.html, page(report))
+    return report
 
 
-def _diff(options: argparse.Namespace) -> int:
-    def compare() -> CheckpointDiff:
-        with progress_bar("comparing") as progress:
-            return diff(options.a, options.b, layer=options.layer, progress=progress)
-
-    return present(options, compare, lambda difference: not difference.equal)
+def _diff(options: argparse.Namespace) -> CheckpointDiff:
+    with progress_bar("comparing") as progress:
+        return diff(options.a, options.b, layer=options.layer, progress=progress)

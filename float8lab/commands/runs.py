@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from float8lab.commands.terminal import add_output_options, present
+from float8lab.commands.terminal import add_output_options
 from float8lab.inspect.report import report
 from float8lab.inspect.watch.findings import Diagnosis, diagnose
 from float8lab.inspect.watch.records import Log
@@ -26,7 +26,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     of_one.add_argument("log", metavar="LOG", help=_LOG)
     of_one.add_argument("--strict", action="store_true", help="exit with 1 if something was found")
-    of_one.set_defaults(run=_report)
+    of_one.set_defaults(make=_report, is_bad=lambda o, found: o.strict and not found.is_healthy)
     of_two = commands.add_parser(
         "compare",
         help="compare two training runs",
@@ -36,28 +36,22 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     of_two.add_argument("a", metavar="A", help=_LOG)
     of_two.add_argument("b", metavar="B", help="another one")
-    of_two.set_defaults(run=_compare)
+    of_two.set_defaults(make=_compare)
     for command, page in ((of_one, "the report page"), (of_two, "the report page of B beside A")):
         command.add_argument("--html", metavar="OUT", help=f"also write {page} to OUT")
         add_output_options(command, limit=20)
 
 
-def _report(options: argparse.Namespace) -> int:
-    def look() -> Diagnosis:
-        log = Log.from_jsonl(options.log)
-        if options.html is not None:
-            report(log, options.html)
-        return diagnose(log)
-
-    return present(options, look, lambda diagnosis: options.strict and not diagnosis.is_healthy)
+def _report(options: argparse.Namespace) -> Diagnosis:
+    log = Log.from_jsonl(options.log)
+    if options.html is not None:
+        report(log, options.html)
+    return diagnose(log)
 
 
-def _compare(options: argparse.Namespace) -> int:
-    def look() -> RunComparison:
-        a, b = (Log.from_jsonl(path) for path in (options.a, options.b))
-        names = options.a, options.b
-        if options.html is not None:
-            report(b, options.html, baseline=a, names=names)
-        return compare(a, b, names=names)
-
-    return present(options, look)
+def _compare(options: argparse.Namespace) -> RunComparison:
+    a, b = (Log.from_jsonl(path) for path in (options.a, options.b))
+    names = options.a, options.b
+    if options.html is not None:
+        report(b, options.html, baseline=a, names=names)
+    return compare(a, b, names=names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from float8lab.checkpoints.replacing import write_text
-from float8lab.commands.terminal import add_output_options, count, present
+from float8lab.commands.terminal import add_output_options, count
 from float8lab.inspect.scale.mesh import Links, parse
 from float8lab.inspect.scale.predict import Job
 from float8lab.inspect.scale.report import Scale, scale
@@ -77,7 +77,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_output_options(command, limit=10)
     command.add_argument("--svg", metavar="OUT", help="also write the picture to OUT")
-    command.set_defaults(run=_scale)
+    command.set_defaults(make=_scale)
 
 
 def _part(text: str) -> float:
@@ -90,20 +90,17 @@ def _part(text: str) -> float:
     return fraction
 
 
-def _scale(options: argparse.Namespace) -> int:
-    def predict() -> Scale:
-        size = model_size(options.model)
-        mesh = parse(options.mesh, options.gpus) if options.mesh else None
-        gpus = mesh.gpus if mesh is not None else options.gpus or 8
-        network, nvlink = 1e9 * options.network, 1e9 * options.nvlink
-        links = Links(node=options.node, nvlink=nvlink, network=network)
-        told = {name: vars(options)[name] for name in _OF_JOB}
-        job = Job(batch=options.batch or gpus, memory=1e9 * options.memory, links=links, **told)
-        recipes = {name: RECIPES[name] for name in options.recipe or RECIPES}
-        layout = {"mesh": mesh, "micro": options.micro_batch, "recompute": options.recompute}
-        prediction = scale(size, gpus, recipes, job, **layout)
-        if options.svg is not None:
-            write_text(options.svg, prediction.picture())
-        return prediction
-
-    return present(options, predict)
+def _scale(options: argparse.Namespace) -> Scale:
+    size = model_size(options.model)
+    mesh = parse(options.mesh, options.gpus) if options.mesh else None
+    gpus = mesh.gpus if mesh is not None else options.gpus or 8
+    network, nvlink = 1e9 * options.network, 1e9 * options.nvlink
+    links = Links(node=options.node, nvlink=nvlink, network=network)
+    told = {name: vars(options)[name] for name in _OF_JOB}
+    job = Job(batch=options.batch or gpus, memory=1e9 * options.memory, links=links, **told)
+    recipes = {name: RECIPES[name] for name in options.recipe or RECIPES}
+    layout = {"mesh": mesh, "micro": options.micro_batch, "recompute": options.recompute}
+    prediction = scale(size, gpus, recipes, job, **layout)
+    if options.svg is not None:
+        write_text(options.svg, prediction.picture())
+    return prediction

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from float8lab.arguments import printable
 from float8lab.inspect.text import FOLDED, Grid
@@ -59,16 +59,6 @@ def _fitting(grid: Grid, width: int) -> Sequence[str]:
     return grid.columns
 
 
-class Presentable(Protocol):
-    """A result that a command prints."""
-
-    def to_json(self) -> dict[str, object]: ...
-
-    def summary(self) -> str: ...
-
-    def tables(self, limit: int | None) -> list[Grid]: ...
-
-
 def count(text: str) -> int:
     """A whole number from 1 on.
 
@@ -83,31 +73,26 @@ def count(text: str) -> int:
     return int(text)
 
 
-_Report = TypeVar("_Report", bound=Presentable)
-
-
 def add_output_options(command: argparse.ArgumentParser, limit: int) -> None:
-    """Add the options of how ``present`` prints."""
+    """Have a command run by ``present``; add the options of how that prints."""
     rows = command.add_mutually_exclusive_group()
     text = f"rows of each table (default: {limit})"
     rows.add_argument("--limit", metavar="N", type=count, default=limit, help=text)
     rows.add_argument("--all", action="store_true", help="all rows")
     command.add_argument("--json", action="store_true", help="for programs; has all rows")
+    command.set_defaults(run=present)
 
 
-def present(
-    options: argparse.Namespace,
-    make: Callable[[], _Report],
-    is_bad: Callable[[_Report], bool] = lambda report: False,
-) -> int:
-    """Make and print a command's result: JSON with all rows, or text with some of each table.
+def present(options: argparse.Namespace) -> int:
+    """Print the result of ``options.make(options)``: JSON with all rows, or text with some of each
+    table. Its class has ``to_json``, ``summary`` and ``tables``.
 
-    Returns the exit status: 1 of a result that ``is_bad``, else 0; or 2, after a one-line message,
-    if a file cannot be read or written.
+    Returns the exit status: 1 if there is an ``options.is_bad(options, result)`` and it is true,
+    else 0; or 2, after a one-line message, if a file cannot be read or written.
     """
     program = f"{program_name()} {options.command}"
     try:
-        report = make()
+        report = options.make(options)
     except ValueError as error:  # a CheckpointError, or a wrong argument
         return fail(program, error)
     except OSError as error:
@@ -116,7 +101,7 @@ def present(
         print(json.dumps(report.to_json(), indent=2))
     else:
         show(report.summary(), report.tables(None if options.all else options.limit))
-    return int(is_bad(report))
+    return 1 if "is_bad" in options and options.is_bad(options, report) else 0
 
 
 @contextmanager

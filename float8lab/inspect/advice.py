@@ -288,7 +288,7 @@ def _calibrated(
 
 def _total(predictions: Sequence[Prediction], chosen: Sequence[Recipe | None]) -> float:
     times = [prediction[recipe] for prediction, recipe in zip(predictions, chosen, strict=True)]
-    return max(sum(part.gpu for part in times), sum(part.cpu for part in times))
+    return max(sum(seconds.gpu for seconds in times), sum(seconds.cpu for seconds in times))
 
 
 def _describe(model: nn.Module) -> str:
