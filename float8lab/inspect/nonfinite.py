@@ -155,9 +155,7 @@ def _default_loss(output: object) -> Tensor:
             "loss_fn must be given where the model's output has no floating-point tensor; got "
             f"{type(output).__name__}. Pass a function of the output."
         )
-    loss = sum((leaf.float().sum() for leaf in leaves), leaves[0].new_zeros(()).float())
-    assert isinstance(loss, Tensor), "a sum of tensors"
-    return loss
+    return sum((leaf.float().sum() for leaf in leaves), leaves[0].new_zeros(()).float())
 
 
 def _is_number(x: object) -> TypeGuard[Tensor]:

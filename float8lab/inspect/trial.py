@@ -309,7 +309,7 @@ def _kept(
     state = [partial(setattr, owner, name, getattr(owner, name)) for owner, name in _ISOLATED]
     start = [_keep_values(model.buffers()), *_keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
-    restorers = [*map(_keep_contents, owners), *more(), *start, *state]
+    restorers: list[_Restore] = [*map(_keep_contents, owners), *more(), *start, *state]
     try:
         yield start
     finally:

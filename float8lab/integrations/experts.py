@@ -165,8 +165,7 @@ class LlamaExperts(OtherExperts):
 
     @staticmethod
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
-        first, second = ExpertWeight("fc1", True), ExpertWeight("fc2", True)
-        return {"gate_up_proj": first, "down_proj": second}
+        return {"gate_up_proj": ExpertWeight("fc1", True), "down_proj": ExpertWeight("fc2", True)}
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Apply to each of E equal parts of the rows its expert."""

@@ -211,8 +211,8 @@ def _prefix(names: dict[str, Item], targets: dict[str, Item]) -> str:
 
 def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float], None]) -> DiffRow:
     sides = [item for item in (a, b) if item is not None]
-    formats = ("" if item is None else item.describe() for item in (a, b))
-    shapes = (None if item is None else item.entry.shape for item in (a, b))
+    formats = a.describe() if a else "", b.describe() if b else ""
+    shapes = a.entry.shape if a else None, b.entry.shape if b else None
     numel, nbytes = math.prod(sides[0].entry.shape), sum(item.nbytes for item in sides)
     row = DiffRow(name, "shape", *formats, *shapes, numel, nbytes=nbytes)
     if a is None or b is None:

@@ -91,16 +91,14 @@ class Scale(Printed):
 
     def summary(self) -> str:
         """The result in a few lines, with the picture."""
-        mesh_label = "mesh"
         fits = any(step.fits for step in self.steps.values())
-        if self.chosen:
-            mesh_label = "fastest mesh" if fits else "mesh of the least memory"
+        searched = "fastest mesh" if fits else "mesh of the least memory"
         first, size, job = self.steps[self.recipe], self.size, self.steps[HIGH].job
         lines = [
             f"{size.name}: {size.parameters / 1e9:.1f} billion parameters, {size.layers} layers; "
             f"{job.batch} sequences of {job.sequence} tokens a step, {self.gpus} GPUs",
-            f"{mesh_label} {self.mesh}: {_show(first.seconds)} a step by {self.recipe} scaling, "
-            f"{self.gain(self.recipe):.2f}x of bfloat16",
+            f"{searched if self.chosen else 'mesh'} {self.mesh}: {_show(first.seconds)} a step by "
+            f"{self.recipe} scaling, {self.gain(self.recipe):.2f}x of bfloat16",
         ]
         if self.layouts and not self.chosen:
             step = self.layouts[0]

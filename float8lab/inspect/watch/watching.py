@@ -227,10 +227,8 @@ class watch:
         if not self._counts_by_optimizer or torch.compiler.is_compiling():
             return
         if self._optimizer is None or self._optimizer() is None:
-            parameter_ids = {id(p) for p in self._model.parameters()}
-            if any(
-                id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]
-            ):
+            changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not changed.isdisjoint(map(id, self._model.parameters())):
                 self._optimizer = weakref.ref(optimizer)
         if self._optimizer is not None and self._optimizer() is optimizer:
             self._ended = self._step

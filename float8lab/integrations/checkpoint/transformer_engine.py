@@ -143,10 +143,9 @@ def _unpickled(name: str, value: object) -> Mapping[str, object] | None:
         if isinstance(value, Tensor) and value.dtype == torch.uint8:
             value = io.BytesIO(bytes(value.cpu().reshape(-1).tolist()))
         if isinstance(value, io.BytesIO):
-            file = io.BytesIO(value.getvalue())
-            subject = f"{name or 'the module'}: {_KEY}"
-            is_empty = not file.getbuffer().nbytes
-            value = None if is_empty else load_restricted(file, TRANSFORMER_ENGINE_STATE, subject)
+            content, subject = value.getvalue(), f"{name or 'the module'}: {_KEY}"
+            file = io.BytesIO(content)
+            value = load_restricted(file, TRANSFORMER_ENGINE_STATE, subject) if content else None
     if value is None or (isinstance(value, dict) and "scale_fwd" not in value):
         return None  # of a module that did not run in FP8, or by another recipe
     if not isinstance(value, dict):
