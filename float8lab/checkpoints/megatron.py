@@ -164,8 +164,7 @@ def _files(path: Path) -> dict[tuple[int, int], Path]:
             )
         files[int(match[1]), int(match[2] or 0)] = file
     tp, pp = (1 + max((rank[i] for rank in files), default=0) for i in (0, 1))
-    missing = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in files]
-    if missing:
+    if missing := [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in files]:
         raise CheckpointError(
             f"{path} must have the files of all {tp} tensor-parallel and {pp} pipeline ranks; "
             f"that of rank {missing[0][0]} and {missing[0][1]} is missing. Copy it once more."
@@ -185,8 +184,7 @@ def _check_arguments(path: Path, arguments: Mapping[str, object], tp: int, pp: i
     if any(isinstance(n, int) and n != size for n, size in zip(said, (tp, pp), strict=True)):
         raise CheckpointError(
             f"{path} must have the folders of {said[0]} tensor-parallel and {said[1]} pipeline "
-            f"ranks, as its arguments say; it has those of {tp} and {pp}. Copy it once "
-            "more."
+            f"ranks, as its arguments say; it has those of {tp} and {pp}. Copy it once more."
         )
     groups = arguments.get("num_query_groups")
     if arguments.get("group_query_attention") and isinstance(groups, int) and groups < tp:

@@ -174,10 +174,12 @@ def _torch_load(
 
 
 @contextmanager
-def _checking_tensors() -> Iterator[None]:
-    """Have torch refuse sparse tensors with indices outside of their shape."""
-    # It would read them outside of their memory.
-    with torch.sparse.check_sparse_tensor_invariants(), warnings.catch_warnings():
+def _loading(subject: object) -> Iterator[None]:
+    """Refuse what is no file by ``torch.save``, and sparse tensors with indices out of bounds."""
+    problem = f"{subject} must be a file by torch.save; it is not one, or it is damaged"
+    # Torch would read such tensors outside of their memory.
+    invariants = torch.sparse.check_sparse_tensor_invariants()
+    with refusing(problem), invariants, warnings.catch_warnings():
         # Torch 2.15 checks by itself, and warns that it takes time.
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
         yield
@@ -186,15 +188,13 @@ def _checking_tensors() -> Iterator[None]:
 def load_opaquely(path: Path, *, mmap: bool) -> object:
     """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class.
     Nothing that the file names is imported or called, but for torch's makers of tensors."""
-    problem = f"{path} must be a file by torch.save; it is not one, or it is damaged"
-    with refusing(problem), _checking_tensors():
+    with _loading(path):
         return _torch_load(path, _restricted_unpickler(_ANY_NAME, str(path)), mmap=mmap)
 
 
 def load_safely(file: Path | IO[bytes], subject: str, *, mmap: bool = False) -> object:
     """``torch.load`` of tensors and plain data."""
-    problem = f"{subject} must be a file by torch.save; it is not one, or it is damaged"
-    with refusing(problem), _checking_tensors():
+    with _loading(subject):
         try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:

@@ -26,7 +26,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     of_one.add_argument("log", metavar="LOG", help=_LOG)
     of_one.add_argument("--strict", action="store_true", help="exit with 1 if something was found")
-    of_one.set_defaults(make=_report, is_bad=lambda o, found: o.strict and not found.is_healthy)
+    of_one.set_defaults(make=_report, is_bad=lambda o, result: o.strict and not result.is_healthy)
     of_two = commands.add_parser(
         "compare",
         help="compare two training runs",

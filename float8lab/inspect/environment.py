@@ -158,8 +158,7 @@ def _driver() -> str:
 
 def _support(recipe: Recipe, device: torch.device) -> Support:
     name = type(recipe).__name__
-    missing = why_casts_are_missing(device)
-    if missing:
+    if missing := why_casts_are_missing(device):
         return Support(name, "missing", missing)
     gemms = {name: gemm for name, gemm in recipe.linear.gemms().items() if gemm is not None}
     why = {

@@ -174,8 +174,7 @@ def to_transformer_layers(
         for rule in layout.rules:
             taken = _take(layer, rule.theirs, rule.ours, rule.transposed)
             result |= {f"{number}.{name}": value for name, value in taken.items()}
-        left = [name for name in layer if name not in layout.ignored]
-        if left:
+        if left := [name for name in layer if name not in layout.ignored]:
             raise ValueError(
                 f"state must hold only parameters that a {style} layer has; got {left} in layer "
                 f"{number}. Another style may have them: {', '.join(STYLES)}."

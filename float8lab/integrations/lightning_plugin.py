@@ -236,8 +236,4 @@ class LightningStats(StatsCallback):
 
         self.begin(pl_module, trainer.global_step, [send] if trainer.is_global_zero else None)
 
-    def on_train_end(self, *args: object) -> None:
-        """End the watch."""
-        self.end()
-
-    on_exception = on_train_end
+    on_exception = StatsCallback.on_train_end

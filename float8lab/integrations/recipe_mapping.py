@@ -88,8 +88,7 @@ def recipe_of(recipe: RecipeChoice) -> recipes.Recipe | recipes.Auto | Literal["
     if isinstance(fields.get("fp8_format"), str):
         formats = recipes.Format.__members__
         fields["fp8_format"] = _named("fp8_format", fields["fp8_format"], formats)
-    unknown = [key for key in fields if key not in kind.__dataclass_fields__]
-    if unknown:
+    if unknown := [key for key in fields if key not in kind.__dataclass_fields__]:
         raise TypeError(
             f"recipe must have fields of {kind.__name__}; got {', '.join(map(repr, unknown))}. "
             f"They are {', '.join(kind.__dataclass_fields__)}."

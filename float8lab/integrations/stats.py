@@ -66,3 +66,7 @@ class StatsCallback:
         """End the watch, if it is active."""
         if self.watch is not None:
             self.watch.__exit__(None, None, None)
+
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
+        """End the watch; every trainer calls this hook so."""
+        self.end()

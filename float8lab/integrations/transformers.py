@@ -161,10 +161,6 @@ class Float8StatsCallback(StatsCallback, TrainerCallback):
         first = state.is_world_process_zero
         self.begin(kwargs["model"], state.global_step, chosen if first else None)
 
-    def on_train_end(self, *args: object, **kwargs: object) -> None:
-        """End the watch."""
-        self.end()
-
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     """The folder of the checkpoint of the present step."""

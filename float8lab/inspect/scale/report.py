@@ -84,8 +84,7 @@ class Scale(Printed):
                 )  # fmt: skip
                 stops.setdefault(place, []).append(name)
         told = "; ".join(f"{', '.join(names)} {place}" for place, names in stops.items())
-        slow = [p.name for p in self.gemms if p.gains[self.recipe] < _PAYS]
-        if slow:
+        if slow := [p.name for p in self.gemms if p.gains[self.recipe] < _PAYS]:
             told += f". By {self.recipe} scaling these GEMMs are no faster: {', '.join(slow)}"
         return f"FP8 pays: {told}."
 

@@ -38,8 +38,7 @@ def best(
     The result is None if the mesh cannot share the batch.
     """
     steps = [predict(size, recipe, variant, mesh) for variant in _ways(job, mesh, micro, recompute)]
-    fitting = [step for step in steps if step.fits]
-    if fitting:
+    if fitting := [step for step in steps if step.fits]:
         return min(fitting, key=lambda step: step.seconds)
     return min(steps, key=lambda step: step.bytes, default=None)
 

@@ -442,8 +442,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> None:
         plan.notes += _convert(model, recipe, layers)
     if plan.recipes:
         _say_what_stays(model, plan.recipes)
-    unused = _set_input_scales(model, by_name, plan.input_scales) + plan.unused
-    if unused:
+    if unused := _set_input_scales(model, by_name, plan.input_scales) + plan.unused:
         plan.notes.append(f"{_few(unused)}: not used, for the recipe scales activations itself")
     if plan.requantized:
         names = _few(plan.requantized)
