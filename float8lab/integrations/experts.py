@@ -193,10 +193,8 @@ class DbrxExperts(OtherExperts):
     @staticmethod
     def layers(module: Any) -> tuple[Layer, Layer]:
         inner = module.mlp
-        w1, v1, w2 = (
-            w.view(inner.moe_num_experts, inner.ffn_hidden_size, inner.hidden_size)
-            for w in (inner.w1, inner.v1, inner.w2)
-        )
+        sizes = inner.moe_num_experts, inner.ffn_hidden_size, inner.hidden_size
+        w1, v1, w2 = (w.view(sizes) for w in (inner.w1, inner.v1, inner.w2))
         return (torch.cat((w1, v1), 1), None), (w2.mT, None)
 
     @staticmethod

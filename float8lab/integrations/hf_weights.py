@@ -240,7 +240,6 @@ def transformer_layers(config: object, style: str, **overrides: object) -> nn.Mo
 
 
 def _llama_arguments(config: Any) -> dict[str, object]:
-    _require(config, "hidden_act", {"silu": "swiglu", "swish": "swiglu"})
     attention_bias = bool(getattr(config, "attention_bias", False))
     if attention_bias != bool(getattr(config, "mlp_bias", False)):
         raise NotImplementedError(
@@ -257,7 +256,7 @@ def _llama_arguments(config: Any) -> dict[str, object]:
         "hidden_dropout": 0.0,
         "attention_dropout": getattr(config, "attention_dropout", 0.0),
         "normalization": "RMSNorm",
-        "activation": "swiglu",
+        "activation": _require(config, "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
         "bias": attention_bias,
     }
 

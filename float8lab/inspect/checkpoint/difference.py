@@ -296,11 +296,9 @@ def _changed(x: Tensor, y: Tensor) -> int:
     """Number of elements whose bits differ."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        x, y = (
-            (torch.view_as_real(side) if side.dtype.is_complex else side).contiguous()
-            for side in (x, y)
-        )
-        x, y = x.view(integers[x.element_size()]), y.view(integers[y.element_size()])
+        if x.dtype.is_complex:
+            x, y = torch.view_as_real(x), torch.view_as_real(y)
+        x, y = (side.contiguous().view(integers[side.element_size()]) for side in (x, y))
     return int((x != y).sum())
 
 

@@ -139,10 +139,8 @@ def _codes(item: Item, step: Step) -> Measured:
         data = item.qdata(box)
         counts += torch.bincount(data.reshape(-1), minlength=count)
         body = data & (count // 2 - 1)
-        top, below = (
-            by_block((body == code).view(torch.uint8), block, _count, 0)
-            for code in (blocks.top, blocks.top - 1)
-        )
+        top = by_block((body == blocks.top).view(torch.uint8), block, _count, 0)
+        below = by_block((body == blocks.top - 1).view(torch.uint8), block, _count, 0)
         largest = by_block(body.masked_fill_(body > blocks.top, 0), block, torch.amax, 0)
         if _cuts_blocks(box, block, shape):
             place = blocks_of_box(box, block)

@@ -167,8 +167,7 @@ class Cases:
 
     def same(self, got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor]) -> None:
         """Compare bits and strides; 0 is equal to -0 outside FP8, and every NaN to every other."""
-        got = [got] if isinstance(got, Tensor) else got
-        want = [want] if isinstance(want, Tensor) else want
+        got, want = _listed(got), _listed(want)
         for number, (result, expected) in enumerate(zip(got, want, strict=True)):
             if problem := _difference(result, expected):
                 self.fail(f"output {number}: {problem}" if len(got) > 1 else problem)

@@ -65,9 +65,8 @@ class RunComparison(Printed):
     def summary(self) -> str:
         """The runs, the gap of their losses, and where b is better or worse."""
         a, b = self.names
-        gap = self.gap
         losses = "no step has a loss in both"
-        if gap is not None:
+        if (gap := self.gap) is not None:
             losses = (
                 f"over the last tenth of {len(self.losses)} common steps the loss of b is "
                 f"{100 * gap:+.2f} % of a's"

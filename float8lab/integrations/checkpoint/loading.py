@@ -145,14 +145,10 @@ def load_fp8(
             _load_values(item, name, targets)
     if not dequantize:
         _run_in_fp8(model, plan)
-    fp4, fp8 = (
-        {names[0]: item.describe() for item, names in plan.stored if item.fp8 == is_fp8}
-        for is_fp8 in (False, True)
-    )
-    plain, dequantized = (
-        tuple(name for item, name in plan.values if _is_quantized(item) == quantized)
-        for quantized in (False, True)
-    )
+    fp8 = {names[0]: item.describe() for item, names in plan.stored if item.fp8}
+    fp4 = {names[0]: item.describe() for item, names in plan.stored if not item.fp8}
+    dequantized = tuple(name for item, name in plan.values if _is_quantized(item))
+    plain = tuple(name for item, name in plan.values if not _is_quantized(item))
     notices = tuple(plan.missing), tuple(plan.unexpected), tuple(plan.notes)
     return LoadReport(opened.path, fp8, dequantized, plain, *notices, fp4)
 
