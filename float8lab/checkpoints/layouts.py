@@ -386,17 +386,14 @@ class Format:
                 "weight_block_size": list(_BLOCK),
                 "modules_to_not_convert": list(high_precision),
             }
-        groups: list[dict[str, object]] = []
-        targets: list[list[str]] = []
+        by_scheme: dict[str, list[Weight]] = {}
         for weight in weights:
-            scheme = _scheme(weight)
-            if scheme not in groups:
-                groups.append(scheme)
-                targets.append([])
-            targets[groups.index(scheme)].append(weight.module)
-        if len(targets) == 1:
-            targets = [["Linear"]]
-        groups = [{"targets": t, **scheme} for t, scheme in zip(targets, groups, strict=True)]
+            by_scheme.setdefault(str(_scheme(weight)), []).append(weight)
+        several = len(by_scheme) > 1
+        groups = [
+            {"targets": [w.module for w in alike] if several else ["Linear"], **_scheme(alike[0])}
+            for alike in by_scheme.values()
+        ]
         return {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
