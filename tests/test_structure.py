@@ -41,7 +41,7 @@ LOCAL_IMPORTS = {
     "float8lab/inspect/html.py": "plotly is optional, and loaded by the first page",
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",
-    "float8lab/inspect/watch/views.py": "pandas is optional, and loaded by its view",
+    "float8lab/inspect/watch/watching.py": "pandas is optional, and loaded by its view",
 }
 
 # Files that call collectives; everything else calls functions of these. Tensor parallelism has two.

@@ -12,7 +12,8 @@ import platform
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import groupby
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,9 +32,9 @@ from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
 from float8lab.inspect.statistics import stored
 from float8lab.inspect.text import Grid
-from float8lab.inspect.watch import measure, views
+from float8lab.inspect.watch import measure
 from float8lab.inspect.watch.findings import Finding, findings_of
-from float8lab.inspect.watch.records import Log, Step
+from float8lab.inspect.watch.records import Log, Record, Step
 from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
 from float8lab.nn.casts import plain, stored_as
 from float8lab.nn.convert import matches
@@ -426,19 +427,67 @@ class watch:
             ValueError: the step was not watched.
         """
         arguments.check_size("step", step, optional=True)
-        return views.table(self.log, step)
+        watched = list(dict.fromkeys(record.step for record in self.log.records))
+        step = step if step is not None else next(reversed(watched), None)
+        if step not in watched:
+            raise ValueError(
+                f"step must be one that was watched, of {watched or 'none so far'}; got {step}. "
+                "Name another one."
+            )
+        log_step = next((s for s in self.log.steps if s.step == step), Step(step or 0))
+        title = f"step {step}" + ("" if log_step.loss is None else f", loss {log_step.loss:.6g}")
+        records = [record for record in self.log.records if record.step == step]
+        rows = _rows_of(records, log_step.gemms)
+        columns = ("layer", "", "amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale")
+        alarming = [r.nan + r.inf > 0 or (r.staleness or 0) > 0 for r in records]
+        return Grid(title, (*columns, "NaN", "inf", "GEMMs"), rows, alarming, self.log.recipe)
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with a row for each record.
+        """A ``pandas.DataFrame`` with a row for each record, which has its step's loss.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        return views.to_pandas(self.log)
+        with arguments.needs("to_pandas", "pandas", otherwise="write to_jsonl(path)"):
+            import pandas
+
+        losses = {step.step: step.loss for step in self.log.steps}
+        rows = [{**asdict(record), "loss": losses.get(record.step)} for record in self.log.records]
+        return pandas.DataFrame(rows, columns=[*Record.__dataclass_fields__, "loss"])
 
     def to_jsonl(self, path: str | PathLike[str]) -> None:
         """Write the log to a file, which ``Log.from_jsonl`` reads."""
         self.log.to_jsonl(path)
+
+
+def _rows_of(
+    records: Sequence[Record], gemms: Mapping[str, Mapping[str, int]]
+) -> list[tuple[str, ...]]:
+    """A row for each operand; a layer's name and GEMMs stand beside the first of its operands."""
+    rows = []
+    for layer, group in groupby(records, key=lambda record: record.layer):
+        kinds = gemms.get(layer, {}).items()
+        told = ", ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in kinds)
+        for record in group:
+            rows.append((layer, record.operand, *_cells(record), told))
+            layer = told = ""
+    return rows
+
+
+def _cells(record: Record) -> list[str]:
+    low, top = record.scale_min, record.scale_max
+    return [
+        _short(record.amax),
+        _short(low) if low == top else f"{_short(low)}..{_short(top)}",
+        *(f"{100 * share:.3g}" for share in (record.saturated, record.flushed, record.subnormal)),
+        "" if record.sqnr is None else f"{record.sqnr:.1f}",
+        "" if record.staleness is None else f"{record.staleness:+.2f}",
+        *(str(count or "") for count in (record.nan, record.inf)),
+    ]
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value == 0 or 0.01 <= value < 1000 else f"{value:.1e}"
 
 
 def _number(loss: float | Tensor | None) -> float | None:
