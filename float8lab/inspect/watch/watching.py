@@ -343,8 +343,7 @@ class watch:
         if x.numel() == 0:
             return None
         M, K = x.shape
-        if scale.ndim < 2:  # a delayed scale
-            scale = scale.view(1, 1)
+        scale = scale.view(1, 1) if scale.ndim < 2 else scale  # a delayed scale
         rows, columns = spec.scale_shape((M, K))
         return measure.measure_cast(
             x.detach(), q[:M, :K], scale[:rows, :columns], spec, delayed=call.plan.delayed
