@@ -1,4 +1,4 @@
-"""What the statistics of FP8 data are: results of ``float8lab.inspect.stats`` and its like.
+"""Statistics of FP8 data: the results of ``float8lab.inspect.stats`` and its like.
 
 These kinds of elements are counted, in the tensor and nothing else (no padding, no hidden part of a
 block that a view cuts):

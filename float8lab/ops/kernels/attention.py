@@ -128,7 +128,7 @@ def _padded_size(S: int, cu_seqlens: Tensor | None) -> int:
 
 @triton.jit
 def _place(
-    number, sizes, plan_ptr, QUERIES: tl.constexpr, KEYS: tl.constexpr, LEFT: tl.constexpr,
+    number, sizes, QUERIES: tl.constexpr, KEYS: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):  # fmt: skip
     """Find the heads, sequences, first query and keys of a tile.
@@ -138,7 +138,7 @@ def _place(
     The last are blocks of keys: the first, up to which and from which on one may need a mask, where
     they stop; and the first and last key that query 0 sees.
     """
-    _, H, G, SQ, SK, earliest, latest = sizes
+    _, H, G, SQ, SK, earliest, latest, plan_ptr = sizes
     if plan_ptr is not None:
         tiles = tl.load(plan_ptr)
         entry = plan_ptr + (1 + number % tiles) * FIELDS
@@ -172,8 +172,8 @@ def _place(
 
 
 @triton.jit
-def _tiles_in_all(sizes, plan_ptr, QUERIES: tl.constexpr):
-    B, H, _, SQ, _, _, _ = sizes
+def _tiles_in_all(sizes, QUERIES: tl.constexpr):
+    B, H, _, SQ, _, _, _, plan_ptr = sizes
     tiles = B * tl.cdiv(SQ, QUERIES)
     if plan_ptr is not None:
         tiles = tl.load(plan_ptr)
@@ -290,21 +290,19 @@ def _load_tiles(
     LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: take numbers of tiles, tell the groups, load what they need."""
-    q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr, plan_ptr = arguments
+    q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     PART: gl.constexpr = v_desc.block_type.shape[3]
     PARTS: gl.constexpr = KEYS // PART
-    end = _tiles_in_all(sizes, plan_ptr, 2 * GROUP)
+    end = _tiles_in_all(sizes, 2 * GROUP)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
         side = pass_index % 2
         _tell_number(numbers, number, q_empty, pass_index)
-        heads, queries, keys, first, blocks = _place(
-            number, sizes, plan_ptr, 2 * GROUP, KEYS, LEFT, RIGHT
-        )
+        heads, queries, keys, first, blocks = _place(number, sizes, 2 * GROUP, KEYS, LEFT, RIGHT)
         batch, head, kv_head, _ = heads
         k_start, v_start, _ = keys
         start, _, _, stop, _, _ = blocks
@@ -466,8 +464,8 @@ def _attend(  # noqa: PLR0915
 ):  # fmt: skip
     """A group of four warps: its queries of every tile, all the keys."""
     (
-        tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, plan_ptr, DV, stride_ob,
-        stride_oh, stride_os,
+        tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, DV, stride_ob, stride_oh,
+        stride_os,
     ) = arguments  # fmt: skip
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -478,14 +476,12 @@ def _attend(  # noqa: PLR0915
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
-    end = _tiles_in_all(sizes, plan_ptr, 2 * ROWS)
+    end = _tiles_in_all(sizes, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, q_full, pass_index)
     while number < end:
-        heads, queries, keys, first, blocks = _place(
-            number, sizes, plan_ptr, 2 * ROWS, KEYS, LEFT, RIGHT
-        )
+        heads, queries, keys, first, blocks = _place(number, sizes, 2 * ROWS, KEYS, LEFT, RIGHT)
         batch, head, _, row_of_lse = heads
         q_start, _, SQ = queries
         SK = keys[2]
@@ -598,11 +594,11 @@ def _attention_kernel(
     fence_async_shared()
 
     factor = gl.load(q_scale_ptr) * gl.load(k_scale_ptr) * gl.cast(scale, gl.float32) * LOG2_E
-    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST)
-    loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr, plan_ptr)
+    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr)
+    loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr)
     sums = (
-        tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, max_ptr, plan_ptr, DV,
-        stride_ob, stride_oh, stride_os,
+        tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, max_ptr, DV, stride_ob,
+        stride_oh, stride_os,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -193,16 +193,14 @@ def _load_tiles(
     fixed, streamed, numbers, bars, sizes, counter_ptr = arguments
     a_desc, b_desc, a_tiles, b_tiles = fixed
     fixed_full, fixed_empty, full, empty, _half_full = bars
-    of_tiles, heads_in_turn, plan_ptr = sizes
-    end = _tiles_in_all(of_tiles, plan_ptr, 2 * ROWS)
+    of_tiles, heads_in_turn = sizes
+    end = _tiles_in_all(of_tiles, 2 * ROWS)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
         _tell_number(numbers, number, fixed_empty, pass_index)
-        heads, rows, columns, first, blocks = _place(
-            number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
-        )
+        heads, rows, columns, first, blocks = _place(number, of_tiles, 2 * ROWS, ROWS, LEFT, RIGHT)
         batch, head, column_head, _ = heads
         start, padded_start, _ = columns
         side = pass_index % 2
@@ -254,22 +252,22 @@ def _convert_tiles(
     """Run a group of four warps that converts blocks of FP8 data to float16."""
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     fixed_full, full, half_full = bars[0], bars[2], bars[4]
-    of_tiles, heads_in_turn, plan_ptr = sizes
+    of_tiles, heads_in_turn = sizes
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW))
-    end = _tiles_in_all(of_tiles, plan_ptr, 2 * ROWS)
+    end = _tiles_in_all(of_tiles, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
         _heads, _rows, columns, _first, blocks = _place(
-            number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
+            number, of_tiles, 2 * ROWS, ROWS, LEFT, RIGHT
         )
         for _head in range(heads_in_turn):
             for block in range(blocks[0], blocks[3]):
                 stage = count % STAGES
                 mbarrier.wait(full.index(stage), (count // STAGES) & 1)
                 x = x_tiles.index(stage).load(BY_ROW).to(gl.float16)
-                if plan_ptr is not None:
+                if of_tiles[7] is not None:
                     # What lies behind a sequence may be NaN, which no probability of 0 hides.
                     inside = gl.expand_dims(block * ROWS + rows < columns[2], 1)
                     x = gl.where(inside, x, 0.0)
@@ -339,9 +337,9 @@ def _largest_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    sizes = B, G, G, SK, SQ, EARLIEST, LATEST
-    if number < _tiles_in_all(sizes, plan_ptr, 2 * ROWS):
-        heads, _, queries, _, blocks = _place(number, sizes, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT)
+    sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr
+    if number < _tiles_in_all(sizes, 2 * ROWS):
+        heads, _, queries, _, blocks = _place(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
         lanes = tl.arange(0, WIDTH)
         largest = tl.full([WIDTH], -float("inf"), tl.float32)
         for head in range(HEADS):
@@ -365,15 +363,13 @@ def _attend_queries(
     block_bars = full, empty, half_full
     factor, k_factor, largest_ptr = scales
     dk_ptr, dv_ptr, stride_b, stride_h, stride_s = outs
-    of_tiles, heads_in_turn, plan_ptr = sizes
-    end = _tiles_in_all(of_tiles, plan_ptr, 2 * ROWS)
+    of_tiles, heads_in_turn = sizes
+    end = _tiles_in_all(of_tiles, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        heads, keys, queries, first, blocks = _place(
-            number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
-        )
+        heads, keys, queries, first, blocks = _place(number, of_tiles, 2 * ROWS, ROWS, LEFT, RIGHT)
         start, masked_to, masked_from, stop, earliest, latest = blocks
         side = pass_index % 2
         k, v = k_tiles.index(2 * side + group), v_tiles.index(2 * side + group)
@@ -385,7 +381,7 @@ def _attend_queries(
         dk = gl.zeros([ROWS, D_HEAD], gl.float32, HALF_SUMS)
         dv = gl.zeros([ROWS, D_HEAD], gl.float32, FP8_SUMS)
         # Behind the last query there are zeros, but for the queries of the next sequence.
-        MASKS_END: gl.constexpr = RIGHT or plan_ptr is not None
+        MASKS_END: gl.constexpr = RIGHT or of_tiles[7] is not None
         between = gl.minimum(masked_from, stop) if MASKS_END else stop
         bounds = start, masked_to, between, stop
         for _head in range(heads_in_turn):
@@ -434,7 +430,7 @@ def _keys_kernel(
     bars = _all_barriers(STAGES)
     scale = gl.load(q_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(k_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = (B, G, G, SK, SQ, EARLIEST, LATEST), HEADS, plan_ptr
+    sizes = (B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr), HEADS
     sums = (
         k_tiles, v_tiles, (q_tiles, d_tiles, t_tiles, r_tiles, half_tiles), numbers, bars, sizes,
         (scales[0], scales[1], largest_ptr), (dk_ptr, dv_ptr, stride_b, stride_h, stride_s),
@@ -503,16 +499,14 @@ def _attend_keys(
     block_bars = full, empty, half_full
     factor, q_factor, rows_ptr = scales
     dq_ptr, stride_b, stride_h, stride_s, PADDED = outs
-    of_tiles, _, plan_ptr = sizes
-    end = _tiles_in_all(of_tiles, plan_ptr, 2 * ROWS)
+    of_tiles, _ = sizes
+    end = _tiles_in_all(of_tiles, 2 * ROWS)
     plane = gl.cast(of_tiles[0] * of_tiles[1], gl.int64) * PADDED
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        heads, queries, keys, first, blocks = _place(
-            number, of_tiles, plan_ptr, 2 * ROWS, ROWS, LEFT, RIGHT
-        )
+        heads, queries, keys, first, blocks = _place(number, of_tiles, 2 * ROWS, ROWS, LEFT, RIGHT)
         start, masked_to, masked_from, stop, earliest, latest = blocks
         side = pass_index % 2
         q, d = q_tiles.index(2 * side + group), d_tiles.index(2 * side + group)
@@ -567,7 +561,7 @@ def _queries_kernel(
     bars = _all_barriers(STAGES)
     scale = gl.load(k_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(q_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST), 1, plan_ptr
+    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr), 1
     sums = (
         q_tiles, d_tiles, (k_tiles, v_tiles, half_tiles), numbers, bars, sizes,
         (scales[0], scales[1], rows_ptr),
