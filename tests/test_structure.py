@@ -347,14 +347,14 @@ LIMITS = {
     "functions of more than 12 decisions": 25,
     "returns of more than 3 unnamed values": 3,
     "assert ... is not None": 3,
-    "annotations with Any": 451,
+    "annotations with Any": 436,
     "functions of more than 12 positional parameters": 0,
     "ops": 20,
     "fields of shared state": 6,
 }
 MOST_PRONOUNS = 1  # of 1,000 names that are assigned, or that functions take
 MOST_DECISIONS = 20  # in one function outside kernels
-MOST_LINES, MOST_LINES_OF_THE_CORE = 54_147, 38_248
+MOST_LINES, MOST_LINES_OF_THE_CORE = 54_147, 38_134
 MOST_WORDS = {
     "product (GEMM)": 6,
     "apart (separately)": 1,

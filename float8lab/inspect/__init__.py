@@ -23,13 +23,7 @@ from float8lab.inspect.watch import watch
 from float8lab.inspect.watch.findings import Diagnosis, Finding, diagnose
 from float8lab.inspect.watch.runs import RunComparison, compare
 from float8lab.inspect.watch.tracking import track
-from float8lab.tensor.statistics import (
-    BlockStats,
-    Comparison,
-    Histogram,
-    TensorStats,
-    health,
-)
+from float8lab.tensor.statistics import BlockStats, Comparison, Histogram, TensorStats, health
 
 if TYPE_CHECKING:
     from float8lab.inspect.advice import Advice, LayerAdvice, advise

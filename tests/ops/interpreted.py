@@ -325,7 +325,7 @@ def check_largest_weights() -> None:
         SQ, SK = (490, 537) if is_packed else (500, 700)
         key_tiles = -(-SK // 128) + 2 * is_packed
         plan = attention._plan(*ends[::-1], key_tiles, last_first=False) if is_packed else None
-        padded = attention._padded_size(SQ, ends[0] if is_packed else None)
+        _, padded = attention._padded_size(SQ, ends[0] if is_packed else None)
         weights = torch.randn(G * heads, padded // 64) * 9
         for left, right in ((-1, -1), (-1, 0), (70, 30), (64, -1)):
             largest = torch.full((G * key_tiles,), torch.nan)

@@ -71,7 +71,7 @@ def _plan_kernel(
     cu_seqlens_k_ptr,  # [B + 1] int32
     plan_ptr,  # [1 + tiles, FIELDS] int32: how many tiles there are, then each tile's
     B,
-    QUERIES: tl.constexpr, ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr,
+    QUERIES: tl.constexpr,
     LAST_FIRST: tl.constexpr,  # whether a sequence's last queries come before its first
 ):  # fmt: skip
     sequence = tl.program_id(0)
@@ -93,37 +93,37 @@ def _plan_kernel(
         first = ((tiles - 1 - tile) if LAST_FIRST else tile) * QUERIES
         tl.store(entry, first, mask=tile < tiles)
         tl.store(entry + 1, q_start, mask=tile < tiles)
-        tl.store(entry + 2, _padded_start(q_start, sequence, ALIGNMENT), mask=tile < tiles)
+        tl.store(entry + 2, _padded_start(q_start, sequence), mask=tile < tiles)
         tl.store(entry + 3, queries, mask=tile < tiles)
         tl.store(entry + 4, k_start, mask=tile < tiles)
-        tl.store(entry + 5, _padded_start(k_start, sequence, ALIGNMENT), mask=tile < tiles)
+        tl.store(entry + 5, _padded_start(k_start, sequence), mask=tile < tiles)
         tl.store(entry + 6, keys, mask=tile < tiles)
 
 
 @triton.jit
-def _padded_start(start, sequence, ALIGNMENT: tl.constexpr):
+def _padded_start(start, sequence):
     """Where a sequence begins among sequences that are padded: behind the one before it."""
     return start // ALIGNMENT * ALIGNMENT + sequence * ALIGNMENT
 
 
 @triton.jit
-def _sequence_at(position, cu_seqlens_ptr, SEQUENCES, ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr):
+def _sequence_at(position, cu_seqlens_ptr, SEQUENCES):
     """A sequence that has a position if padded: its start, its start if padded, its tokens."""
     sequence = -1
     for chunk in range(0, SEQUENCES, CHUNK):
         numbers = chunk + tl.arange(0, CHUNK)
         starts = tl.load(cu_seqlens_ptr + numbers, mask=numbers < SEQUENCES, other=0)
-        begun = _padded_start(starts, numbers, ALIGNMENT) <= position
+        begun = _padded_start(starts, numbers) <= position
         sequence += tl.sum((begun & (numbers < SEQUENCES)).to(tl.int32))
     start = tl.load(cu_seqlens_ptr + sequence)
     size = tl.load(cu_seqlens_ptr + sequence + 1) - start
-    return start, _padded_start(start, sequence, ALIGNMENT), size
+    return start, _padded_start(start, sequence), size
 
 
-def _padded_size(S: int, cu_seqlens: Tensor | None) -> int:
-    """How many tokens there are at most if each sequence is padded."""
+def _padded_size(S: int, cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """How many packed sequences there are, and at most how many tokens if each is padded."""
     sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return round_up(S, ALIGNMENT.value) + sequences * ALIGNMENT.value
+    return sequences, round_up(S, ALIGNMENT.value) + sequences * ALIGNMENT.value
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def _turn_kernel(
     counter_ptr,  # [1] int32, set to zero
     cu_seqlens_k_ptr,  # None, or [SEQUENCES + 1] int32
     SEQUENCES, SK, PADDED, DV, G, stride_b, stride_g, stride_s, stride_d,
-    TILE_K: tl.constexpr, TILE_D: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_K: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     # The end first: a cast that has just written it has left it in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -201,9 +201,7 @@ def _turn_kernel(
     v_ptr += (head // G) * stride_b + (head % G) * stride_g
     out_ptr += head * DV * (PADDED // 4)
     if cu_seqlens_k_ptr is not None:
-        k_start, padded, SK = _sequence_at(
-            tile * TILE_K, cu_seqlens_k_ptr, SEQUENCES, TILE_K, CHUNK
-        )
+        k_start, padded, SK = _sequence_at(tile * TILE_K, cu_seqlens_k_ptr, SEQUENCES)
         v_ptr += k_start.to(tl.int64) * stride_s
         out_ptr += padded // 4
         tile -= padded // TILE_K
@@ -229,12 +227,11 @@ def _turn(v: Tensor, counter: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     ``counter`` is zero afterwards.
     """
     B, G, SK, DV = v.shape
-    sequences = 0 if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1
-    padded = _padded_size(SK, cu_seqlens_k)
+    sequences, padded = _padded_size(SK, cu_seqlens_k)
     out = torch.empty((B, G, DV, padded), dtype=v.dtype, device=v.device)
     _turn_kernel[(padded // ALIGNMENT.value * B * G,)](
         v.view(torch.uint8), out.view(torch.int32), counter, cu_seqlens_k, sequences, SK, padded,
-        DV, G, *v.stride(), TILE_K=ALIGNMENT, TILE_D=_common.next_power_of_2(DV), CHUNK=CHUNK,
+        DV, G, *v.stride(), TILE_K=ALIGNMENT, TILE_D=_common.next_power_of_2(DV),
         num_warps=8 if DV > 128 else 4,
     )  # fmt: skip
     return out
@@ -689,8 +686,7 @@ def _plan(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tiles: int, *, last_first:
     sequences = cu_seqlens_q.shape[0] - 1
     plan = cu_seqlens_q.new_empty((1 + tiles, FIELDS.value), dtype=torch.int32)
     _plan_kernel[(sequences,)](
-        cu_seqlens_q, cu_seqlens_k, plan, sequences, QUERIES=_QUERIES, ALIGNMENT=ALIGNMENT,
-        CHUNK=CHUNK, LAST_FIRST=last_first,
+        cu_seqlens_q, cu_seqlens_k, plan, sequences, QUERIES=_QUERIES, LAST_FIRST=last_first,
     )  # fmt: skip
     return plan
 

@@ -47,8 +47,6 @@ from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.kernels.attention import (
-    ALIGNMENT,
-    CHUNK,
     LOG2_E,
     P_BITS,
     _barriers,
@@ -114,9 +112,8 @@ def _prepare_kernel(
         tl.store(counters_ptr + program, 0)
     queries, end = rows, S
     if cu_seqlens_ptr is not None:
-        start, padded_start, size = _sequence_at(
-            program % tiles * ROWS, cu_seqlens_ptr, SEQUENCES, ALIGNMENT, CHUNK
-        )
+        position = program % tiles * ROWS
+        start, padded_start, size = _sequence_at(position, cu_seqlens_ptr, SEQUENCES)
         queries, end = rows - padded_start + start, start + size
     inside = queries < end
     of_head = (head // H) * stride_db + (head % H) * stride_dh
@@ -170,8 +167,7 @@ def _prepare(
         probability (over the scales of query and values, times DS_SCALE), and its scale.
     """
     B, H, S, D = dout.shape
-    padded = _padded_size(S, cu_seqlens)
-    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences, padded = _padded_size(S, cu_seqlens)
     d = torch.empty((B, H, padded, D), dtype=E4M3, device=dout.device)
     transposed = torch.empty((B, H, D, padded), dtype=E4M3, device=dout.device)
     rows = lse.new_empty((3, B * H, padded))
