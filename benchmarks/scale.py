@@ -152,6 +152,8 @@ def _layer(table: Table, name: str, recipe: Recipe | None, *, sustained: bool = 
 
 
 def _attention(table: Table, name: str, recipe: Recipe | None) -> float | str:
+    if "window" in table.caption or "packed" in table.caption:
+        return "attention is predicted for whole sequences, under a causal mask or none"
     if name.startswith("flash"):
         return "cuDNN is faster, and is what torch takes"
     if "FP8" in name:
