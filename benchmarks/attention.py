@@ -57,6 +57,11 @@ class AttentionSize(NamedTuple):
     packed: bool = False
     """Whether the sequences lie behind each other, with their lengths in ``cu_seqlens``."""
 
+    @property
+    def is_for_varlen(self) -> bool:
+        """Whether it is for torch's ``varlen_attn``: scaled_dot_product_attention has it not."""
+        return self.packed or self.window is not None
+
     def describe(self) -> str:
         """As tables name it."""
         batch = f"{self.B} packed sequences" if self.packed else f"batch {self.B}"
@@ -245,7 +250,7 @@ def candidates(setting: Setting, size: AttentionSize) -> Iterator[Candidate]:
         "cuDNN bfloat16": SDPBackend.CUDNN_ATTENTION,
         "flash bfloat16": SDPBackend.FLASH_ATTENTION,
     }  # fmt: skip
-    if not is_cpu and (size.packed or size.window is not None):
+    if not is_cpu and size.is_for_varlen:
         yield Candidate("flash bfloat16", partial(flash, size, device), baseline=True)
         backends = {}
     for index, (name, backend) in enumerate(backends.items()):
@@ -266,7 +271,7 @@ def candidates(setting: Setting, size: AttentionSize) -> Iterator[Candidate]:
                     recipe=recipe,
                     compiled=compiled,
                 )
-    if size.packed or size.window is not None:
+    if size.is_for_varlen:
         return
     for name, is_fp8, make_peer in attention_peers(size.H, size.D, causal=size.causal):
         yield Candidate(name, make_peer, fp8=is_fp8, peer=True)

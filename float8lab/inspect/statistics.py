@@ -42,6 +42,7 @@ def stats(
 def stats(
     x: Tensor, original: Tensor | None = None, *, per_block: bool, local: bool = False
 ) -> TensorStats | BlockStats: ...
+@Float8Tensor._add_view
 def stats(
     x: Tensor, original: Tensor | None = None, *, per_block: bool = False, local: bool = False
 ) -> TensorStats | BlockStats:
@@ -78,6 +79,7 @@ def stats(
         return _tensor_stats(x, shard, source, local)
 
 
+@Float8Tensor._add_view
 def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
     """Measure how far an FP8 tensor is from its original; arguments and errors as in ``stats``.
 
@@ -89,6 +91,7 @@ def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
     return cast(Comparison, stats(x, original, local=local).comparison)  # there is an original
 
 
+@Float8Tensor._add_view
 def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
     """Count how often each code or exponent occurs; arguments and errors as in ``stats``.
 
@@ -103,6 +106,7 @@ def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
     return stats(x, local=local).histogram(by)
 
 
+@Float8Tensor._add_view
 def blocks(x: Tensor) -> Tensor:
     """The scales as a matrix, ``[blocks of all dimensions but the last, blocks of the last]``.
 
@@ -276,7 +280,3 @@ def _sum(mask: Tensor, block: Sequence[int]) -> Tensor:
 def _norm(x: Tensor, block: Sequence[int]) -> Tensor:
     """Square root of the sum of squares of each block, in float64 without a copy in float64."""
     return by_block(x, block, functools.partial(torch.linalg.vector_norm, dtype=torch.float64), 0.0)
-
-
-for _view in (stats, compare, histogram, blocks):
-    Float8Tensor._add_view(_view)

@@ -171,9 +171,9 @@ class LayerNormMLP(NormGemmModule):
                 self.fc2_weight, added, call,
             )  # fmt: skip
             results = y if front.return_norm else (y, None)
-            for precision, one in ((self._fp8_fc1, fc1), (self._fp8_fc2, fc2)):
-                if one.is_region:
-                    precision.end(one)
+            for precision, gemm_call in ((self._fp8_fc1, fc1), (self._fp8_fc2, fc2)):
+                if gemm_call.is_region:
+                    precision.end(gemm_call)
         elif self.checkpoint and torch.is_grad_enabled():
             results = run_checkpointed(
                 self._forward_in_high_precision, x, added, is_first_microbatch, tokens,

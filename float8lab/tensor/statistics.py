@@ -161,7 +161,7 @@ class TensorStats(_Shares[float]):
         ``kind`` is ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or ``"inf"``.
         """
         arguments.check_choice("kind", kind, KINDS)
-        return sum(self.codes[code] for code in _codes_ofkinds_of(self.spec.fp8_dtype)[kind])
+        return sum(self.codes[code] for code in _codes_of_kinds(self.spec.fp8_dtype)[kind])
 
     def share(self, kind: str) -> float:
         """``count`` as a share of all elements, 0 if there are none."""
@@ -299,21 +299,19 @@ class Histogram:
         return "\n".join([*map(str.rstrip, lines), low + top.rjust(2 * len(bins) - len(low))])
 
 
-def health(summary: TensorStats) -> str:
+def health(found: TensorStats) -> str:
     """One line about the shares of elements that lost range or are no numbers.
 
     >>> t = float8lab.quantize(torch.tensor([448.0, 0.01, 0.0, 1.0]))
     >>> float8lab.inspect.health(t.stats())
     '25% saturated, 25% subnormal, 25% zero'
     """
-    arguments.check_instance("summary", summary, TensorStats, "a TensorStats")
-    if not summary.numel:
+    arguments.check_instance("found", found, TensorStats, "a TensorStats")
+    if not found.numel:
         return "empty"
-    labels = {
-        kind: label for kind, label in (("nan", "NaN"), ("inf", "inf")) if summary.count(kind)
-    }
+    labels = {kind: label for kind, label in (("nan", "NaN"), ("inf", "inf")) if found.count(kind)}
     labels |= {kind: kind for kind in ("saturated", "subnormal", "zero")}
-    return ", ".join(f"{100 * summary.share(kind):.3g}% {label}" for kind, label in labels.items())
+    return ", ".join(f"{100 * found.share(kind):.3g}% {label}" for kind, label in labels.items())
 
 
 def code_values(dtype: torch.dtype) -> Tensor:
@@ -356,7 +354,7 @@ def kinds_of(data: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @functools.cache
-def _codes_ofkinds_of(dtype: torch.dtype) -> dict[str, list[int]]:
+def _codes_of_kinds(dtype: torch.dtype) -> dict[str, list[int]]:
     """The codes of each of ``KINDS``."""
     data = torch.arange(16 if dtype == E2M1 else 256, dtype=torch.uint8, device="cpu")
     return {kind: data[mask].tolist() for kind, mask in kinds_of(data, dtype).items()}

@@ -299,6 +299,8 @@ class _Places(NamedTuple):
     """The first key of its sequence."""
     stop: Tensor | int
     """The key behind its sequence's last; 0 for a packed query of no sequence."""
+    outside: Tensor | None = None
+    """Which packed queries are of no sequence."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, packed: tuple[Packed, Packed] | None) -> _Places:
@@ -311,7 +313,7 @@ class _Places(NamedTuple):
         sequence, position, outside = (x.unsqueeze(0) for x in queries.places(Sq))
         start = keys.starts[sequence]
         stop = (start + keys.lengths[sequence]).masked_fill(outside, 0)
-        return cls(sequence, position + start, start, stop)
+        return cls(sequence, position + start, start, stop, outside)
 
     def on(self, diagonal: int | Tensor) -> Tensor:
         """The key at which each query stands; a diagonal may differ between sequences."""
@@ -328,7 +330,7 @@ class _Places(NamedTuple):
 
 
 def _flex_modifiers(
-    q: Tensor, k: Tensor, problem: Problem
+    q: Tensor, k: Tensor, problem: Problem, places: _Places
 ) -> tuple[Callable[..., Tensor] | None, BlockMask | None]:
     """FlexAttention's score_mod, the softcap of a scaled score, then ALiBi, and block_mask."""
     # Values that differ between calls, windows included, are in tensors: a number in a closure is
@@ -337,7 +339,6 @@ def _flex_modifiers(
     caps = None
     if problem.softcap:
         caps = torch.full((q.shape[0],), problem.softcap, device=q.device)
-    places = _Places.of(q, k, packed)
     has_alibi = alibi is not None
     if alibi is not None:
         slopes, centres = alibi.slopes.view(-1, q.shape[1]), places.on(alibi.diagonal)
@@ -399,13 +400,12 @@ def _block_mask(
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
-    score_mod, block_mask = _flex_modifiers(q, k, problem)
+    places = _Places.of(q, k, problem.packed)
+    score_mod, block_mask = _flex_modifiers(q, k, problem, places)
     blind, hidden, sink = problem.mask.padded_queries, None, problem.sink
-    if problem.packed is not None:
-        blind, hidden = (
-            packed.places(x.shape[2])[2].view(-1, 1)
-            for packed, x in zip(problem.packed, (q, k), strict=True)
-        )
+    if problem.packed is not None and places.outside is not None:
+        blind = places.outside.view(-1, 1)
+        hidden = problem.packed[1].places(k.shape[2])[2].view(-1, 1)
     run = _compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else _masked_flex
     head, options = max(q.shape[3], v.shape[3]), None
     if head > 128:  # the tiles of torch's choice exceed a GPU's shared memory

@@ -46,7 +46,7 @@ _QUERIES = 2 * _GROUP
 _PART = 64
 """Keys of a GEMM of probabilities and values."""
 ALIGNMENT = tl.constexpr(128)
-"""Transposed values of every sequence begin at a multiple of it, and end in zeros up to one."""
+"""Where sequences are padded, each begins at a multiple of it, and zeros follow up to the next."""
 CHUNK = tl.constexpr(128)
 """Sequences, or tiles, that a plan looks at in one step."""
 _CONSUMER_REGISTERS = 240
@@ -108,7 +108,7 @@ def _padded_start(start, sequence):
 
 @triton.jit
 def _sequence_at(position, cu_seqlens_ptr, SEQUENCES):
-    """A sequence that has a position if padded: its start, its start if padded, its tokens."""
+    """Find the sequence at a padded position: its start, its padded start, and its size."""
     sequence = -1
     for chunk in range(0, SEQUENCES, CHUNK):
         numbers = chunk + tl.arange(0, CHUNK)
@@ -131,12 +131,12 @@ def _place(
     number, sizes, QUERIES: tl.constexpr, KEYS: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Find the heads, sequences, first query and keys of a tile.
+    """Find a tile's heads, its sequence's queries and keys, its first query, and its keys' blocks.
 
-    Heads are the batch, the head of queries, that of keys, and the row of both batch and head. The
-    queries, then the keys of its sequence: where they begin, where if padded, how many they are.
-    The last are blocks of keys: the first, up to which and from which on one may need a mask, where
-    they stop; and the first and last key that query 0 sees.
+    The heads are the batch, the head of queries, the head of keys, and the row of batch and head.
+    Of queries, and of keys: where they begin, where they begin if padded, and how many there are.
+    Of the blocks: the first, the one behind those that LEFT may mask, the first that RIGHT or the
+    end may mask, the one behind the last; then the first and the last key that query 0 sees.
     """
     _, H, G, SQ, SK, earliest, latest, plan_ptr = sizes
     if plan_ptr is not None:

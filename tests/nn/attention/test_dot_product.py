@@ -16,6 +16,7 @@ from float8lab.nn.attention import BACKENDS, DotProductAttention, alibi_slopes
 from float8lab.nn.attention.backends import (
     Problem,
     _flex_modifiers,
+    _Places,
     _without_cudnn,
     reference_attention,
 )
@@ -691,7 +692,7 @@ def test_flex_is_compiled_for_kinds_of_masks_not_for_each():
             padded = padding if kind == "padding_causal" else None
             mask = make_mask(kind, window_of(kind, window), SQ, SK, padding=padded)
             problem = Problem(mask, 0.3)
-            score_mod, block_mask = _flex_modifiers(q, k, problem)
+            score_mod, block_mask = _flex_modifiers(q, k, problem, _Places.of(q, k, None))
             out = compiled(q, k, v, score_mod, block_mask, 0.3)
             expected, _ = reference_attention(q, k, v, problem)
             if padded:
@@ -730,7 +731,8 @@ def test_flex_knows_which_blocks_are_seen(kind, lengths):
         pairs = torch.nn.functional.pad(pairs, (0, -sk % 128, 0, -sq % 128))
         blocks = pairs.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
         seen, whole = blocks.any(5).any(3), blocks.all(5).all(3)
-        _, found = _flex_modifiers(q, k, Problem(mask, 1.0, packed=packed))
+        places = _Places.of(q, k, packed)
+        _, found = _flex_modifiers(q, k, Problem(mask, 1.0, packed=packed), places)
         shape = found.kv_num_blocks.shape[0], 1, *seen.shape[2:]
         partly, fully = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
         for dense, counts, indices in (
