@@ -14,13 +14,13 @@ from float8lab.ops.declare import called_by_ops, capability_of, declare
 from float8lab.ops.reference import attention as reference
 
 __all__ = [
-    "FP8_BACKWARD_HEAD", "LARGEST_HEAD", "FlashWindow", "cudnn_heads", "flash_window",
+    "LARGEST_FP8_BACKWARD_HEAD", "LARGEST_HEAD", "FlashWindow", "cudnn_heads", "flash_window",
     "fp8_attention_backward_op", "fp8_attention_op", "has_fp8_attention", "has_fp8_backward",
     "has_linear_backward", "is_for_cudnn", "merge_attention_",
 ]  # fmt: skip
 
 LARGEST_HEAD = 256
-FP8_BACKWARD_HEAD = 128
+LARGEST_FP8_BACKWARD_HEAD = 128
 
 
 def has_fp8_attention(device: torch.device, *heads: int) -> bool:
@@ -79,7 +79,7 @@ def has_fp8_backward(q: Tensor, k: Tensor, v: Tensor) -> bool:
     a single query, or key, is left to the reference.
     """
     is_e4m3 = q.dtype == k.dtype == v.dtype == E4M3
-    has_heads = q.shape[3] == v.shape[3] == FP8_BACKWARD_HEAD
+    has_heads = max(q.shape[3], v.shape[3]) <= LARGEST_FP8_BACKWARD_HEAD
     return is_e4m3 and has_heads and min(q.shape[2], k.shape[2]) > 1
 
 

@@ -273,8 +273,10 @@ def check_turned_values() -> None:
 def check_prepared_gradients() -> None:
     """A scale a query, the FP8 data twice, and numbers that are of these data; then padding."""
     v_scale = torch.tensor([0.25])
-    for B, H, S, ends in ((1, 4, 130, None), (2, 1, 64, None), (1, 2, 210, [0, 70, 70, 200])):
-        dout, out = (torch.randn(B, S, H, 128).transpose(1, 2) for _ in range(2))
+    for B, H, S, D, ends in (
+        (1, 4, 130, 128, None), (2, 1, 64, 40, None), (1, 2, 210, 9, [0, 70, 70, 200]),
+    ):  # fmt: skip
+        dout, out = (torch.randn(B, S, H, D).transpose(1, 2) for _ in range(2))
         dout[0, 0, 3] = 0.0
         lse, max_scores = torch.randn(2, B, H, S)
         lse[0, 0, 4] = max_scores[0, 0, 4] = -torch.inf  # it sees no key
@@ -309,7 +311,8 @@ def check_prepared_gradients() -> None:
         most = of_blocks.unflatten(2, (-1, 64)).amax(-1).flatten(0, 1)
         assert torch.equal(weights.isinf(), most.isinf())
         assert torch.allclose(weights, most, atol=1e-4)
-        d = d[:, :, at].float()
+        assert not d[..., D:].float().any()
+        d = d[:, :, at, :D].float()
         assert torch.allclose(delta * 2**18, (d * out).sum(-1) / v_scale, rtol=1e-4, atol=1e-2)
         exact = lse * 1.4426950408889634 - want.log2()
         assert torch.allclose(logarithm[~blind], exact[~blind], atol=1e-5)

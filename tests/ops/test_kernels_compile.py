@@ -477,13 +477,15 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 
 def attended_backward(
     mask: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, G: int = 2, SK: int = 256,
-    packed: bool = False,
+    packed: bool = False, heads: tuple[int, int] = (128, 128),
 ) -> Any:  # fmt: skip
-    q, out = torch.zeros(1, 2, 256, 128).to(E4M3), torch.zeros(1, 2, 256, 128, dtype=dtype)
-    k, lse = torch.zeros(1, G, SK, 128).to(E4M3), torch.zeros(1, 2, 256)
+    D, DV = heads
+    q, out = torch.zeros(1, 2, 256, D).to(E4M3), torch.zeros(1, 2, 256, DV, dtype=dtype)
+    k, v = (torch.zeros(1, G, SK, size).to(E4M3) for size in heads)
+    lse = torch.zeros(1, 2, 256)
     ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed else []
     return lambda: attention_backward.fp8_attention_backward(
-        out, q, k, k, one, one, one, out, lse, lse, mask, 0.1, *ends
+        out, q, k, v, one, one, one, out, lse, lse, mask, 0.1, *ends
     )
 
 
@@ -500,6 +502,10 @@ ATTENTION_BACKWARD: dict[str, Callable[[], Any]] = {
     "attention-backward-packed-window-float32": attended_backward(
         WINDOW, torch.float32, packed=True
     ),
+    "attention-backward-64-causal": attended_backward(CAUSAL, heads=(64, 64)),
+    "attention-backward-24-100-packed": attended_backward(
+        (-1, -1, 0), packed=True, heads=(24, 100)
+    ),
 }
 
 SPILLED = {
@@ -508,14 +514,15 @@ SPILLED = {
     "attention-192-128": 24,
     "attention-192-128-window-packed-float32": 64,
     "attention-256-window-packed-float32": 8,
-    "attention-backward": 80,
+    "attention-backward": 48,
     "attention-backward-causal": 80,
-    "attention-backward-grouped-two-keys-float32": 80,
-    "attention-backward-window": 104,
-    "attention-backward-window-left": 72,
-    "attention-backward-packed": 80,
-    "attention-backward-packed-causal": 96,
+    "attention-backward-grouped-two-keys-float32": 56,
+    "attention-backward-window": 112,
+    "attention-backward-window-left": 80,
+    "attention-backward-packed": 72,
+    "attention-backward-packed-causal": 88,
     "attention-backward-packed-window-float32": 112,
+    "attention-backward-64-causal": 8,
     "pages-fp8": 64,  # 128 keys in FP8 are faster than 64, which spill nothing
 }
 """Bytes a thread, nearly all written and read once a tile."""
@@ -873,11 +880,11 @@ def test_attention_backward_compiles_for_hopper(name: str, tmp_path: Path) -> No
     check_conversions_read_what_was_written(tmp_path)
     for launch in (queries, keys):
         used = resources(compile_launch(launch, 90), tmp_path)
-        assert used["STACK"] <= SPILLED[name]
+        assert used["STACK"] <= SPILLED.get(name, 0)
         assert used["LOCAL"] == 0
         assembly = check_conversions_read_what_was_written(tmp_path)
         products = assembly.count("QGMMA") + assembly.count("HGMMA")
-        assert products >= 4 * assembly.count("WARPGROUP.DEPBAR")
+        assert products >= 3 * assembly.count("WARPGROUP.DEPBAR")
         if launch is keys:
             check_pairs_of_e4m3(assembly)
 

@@ -36,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from float8lab.ops import attention
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.reference import attention as plain
 from float8lab.ops.reference import round_up
@@ -329,6 +330,16 @@ def _load_tiles(
 
 
 @gluon.jit
+def _tiles(desc, COUNT: gl.constexpr, BITS: gl.constexpr = 8):
+    """Shared memory for so many tiles of a descriptor, as it is or in float16 of 16 bits."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(COLUMNS * BITS // 8, 128), BITS, rank=2)
+    dtype: gl.constexpr = desc.dtype if BITS == 8 else gl.float16
+    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], LAYOUT)
+
+
+@gluon.jit
 def _barriers(number: gl.constexpr, COUNT: gl.constexpr):
     """Barriers that wait for so many arrivals each."""
     bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
@@ -460,10 +471,7 @@ def _attend(  # noqa: PLR0915
     LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: its queries of every tile, all the keys."""
-    (
-        tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, DV, stride_ob, stride_oh,
-        stride_os,
-    ) = arguments  # fmt: skip
+    tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, DV = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     kv_bars = (k_full, k_empty, v_full, v_empty)
@@ -479,9 +487,7 @@ def _attend(  # noqa: PLR0915
     number = _next_number(numbers, q_full, pass_index)
     while number < end:
         heads, queries, keys, first, blocks = _place(number, sizes, 2 * ROWS, KEYS, LEFT, RIGHT)
-        batch, head, _, row_of_lse = heads
-        q_start, _, SQ = queries
-        SK = keys[2]
+        SQ, SK = queries[2], keys[2]
         start, masked_to, masked_from, stop, earliest, latest = blocks
         last = stop - 1 - start
         masked_to = gl.minimum(masked_to - start, last) if LEFT else 0
@@ -521,12 +527,10 @@ def _attend(  # noqa: PLR0915
         # The total is times 2 ** 8 too; of a query that saw no key it is 0.
         decode = gl.where(exp_sum == 0, 0.0, v_scale / exp_sum)
         out = out * gl.expand_dims(gl.convert_layout(decode, gl.SliceLayout(1, O_LAYOUT)), 1)
-        of_head = out_ptr + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-        of_head += gl.cast(q_start, gl.int64) * stride_os
-        _store(of_head, out, first + ROWS * group, SQ, DV, stride_os)
+        _store(out_ptr, out, first + ROWS * group, heads, queries, DV, sizes)
         max_score = largest * factor * LN_2
         lse = max_score - P_BITS * LN_2 + gl.log(exp_sum)
-        of_row = row_of_lse.to(gl.int64) * sizes[3] + q_start + rows
+        of_row = heads[3].to(gl.int64) * sizes[3] + queries[0] + rows
         gl.store(lse_ptr + of_row, lse, mask=rows < SQ)
         max_score = gl.where(exp_sum == 0, -float("inf"), max_score)
         gl.store(max_ptr + of_row, max_score, mask=rows < SQ)
@@ -534,7 +538,8 @@ def _attend(  # noqa: PLR0915
 
 
 @gluon.jit
-def _store(out_ptr, out, first, SQ, DV, stride_os):
+def _store(out_ptr, out, first, heads, of_sequence, D, sizes):
+    """Store rows of a tile, from the given one of its sequence on, in ``[B, S, H, D]``."""
     # Eight neighbours to a thread: of the tensor cores' layout a warp stores eight rows at a time,
     # 16 bytes of each. They go through shared memory, which holds 128 columns of each group.
     ROWS: gl.constexpr = out.shape[0]
@@ -544,16 +549,18 @@ def _store(out_ptr, out, first, SQ, DV, stride_os):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     slices = _columns(out.to(out_ptr.dtype.element_ty), PARTS)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    stride = sizes[1] * D
+    out_ptr += (heads[0].to(gl.int64) * sizes[3] + of_sequence[0]) * stride + heads[1] * D
     for index in gl.static_range(PARTS):
         columns = index * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-        offsets = gl.expand_dims(rows.to(gl.int64) * stride_os, 1) + gl.expand_dims(columns, 0)
-        inside = gl.expand_dims(rows < SQ, 1) & gl.expand_dims(columns < DV, 0)
+        offsets = gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
+        inside = gl.expand_dims(rows < of_sequence[2], 1) & gl.expand_dims(columns < D, 0)
         gl.store(out_ptr + offsets, gl.convert_layout(slices[index], LAYOUT), mask=inside)
 
 
 # Sizes are no constants: of a single key, all masked probabilities would be one value to ptxas,
 # which then takes half of a word of them from a register that was never written (CUDA 12.8).
-@gluon.jit(do_not_specialize=["SQ", "SK", "EARLIEST", "LATEST"])
+@launched(language=gluon, do_not_specialize=["SQ", "SK", "EARLIEST", "LATEST"])
 def _attention_kernel(
     q_desc,  # [B, H, SQ, D] fp8, in tiles of [GROUP, D_TILE]
     k_desc,  # [B, G, SK, D] fp8, in tiles of [KEYS, D_TILE]
@@ -561,7 +568,7 @@ def _attention_kernel(
     q_scale_ptr,  # [1] fp32
     k_scale_ptr,  # [1] fp32
     v_scale_ptr,  # [1] fp32
-    out_ptr,  # [B, H, SQ, DV]
+    out_ptr,  # [B, SQ, H, DV]
     lse_ptr,  # [B, H, SQ] fp32
     max_ptr,  # [B, H, SQ] fp32
     counter_ptr,  # [1] int32, zero
@@ -569,18 +576,19 @@ def _attention_kernel(
     B, H, G, SQ, SK,
     EARLIEST,  # the first key that query 0 sees, of a key count that is the query count if PACKED
     LATEST,  # the last
-    DV, stride_ob, stride_oh, stride_os, scale,
-    GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, D_TILE: gl.constexpr,
-    DV_TILE: gl.constexpr, PART: gl.constexpr, QK_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
+    DV, scale,
+    STAGES: gl.constexpr,
     LEFT: gl.constexpr,  # whether EARLIEST holds
     RIGHT: gl.constexpr,  # whether LATEST holds: 0, 1, or 2 where one block of a tile is masked
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
+    GROUP: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
     # Queries and numbers of two tiles.
     tiles = (
-        gl.allocate_shared_memory(q_desc.dtype, [4, GROUP, D_TILE], QK_LAYOUT),
-        gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, D_TILE], QK_LAYOUT),
-        gl.allocate_shared_memory(v_desc.dtype, [KEYS // PART * STAGES, DV_TILE, PART], V_LAYOUT),
+        _tiles(q_desc, 4),
+        _tiles(k_desc, STAGES),
+        _tiles(v_desc, KEYS // v_desc.block_type.shape[3] * STAGES),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     # Two groups empty one.
@@ -593,10 +601,8 @@ def _attention_kernel(
     factor = gl.load(q_scale_ptr) * gl.load(k_scale_ptr) * gl.cast(scale, gl.float32) * LOG2_E
     sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr)
     loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr)
-    sums = (
-        tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, max_ptr, DV, stride_ob,
-        stride_oh, stride_os,
-    )  # fmt: skip
+    v_scale = gl.load(v_scale_ptr)
+    sums = (tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, DV)
     gl.warp_specialize(
         [
             (_attend, (sums, 0, KEYS, STAGES, LEFT, RIGHT)),
@@ -616,24 +622,25 @@ def _has_kernel(q: Tensor, v: Tensor, scale: float, cu_seqlens_q: Tensor | None)
     return attention.has_fp8_attention(q.device, q.shape[3], v.shape[3])
 
 
-def _loadable(x: Tensor) -> Tensor:
-    """The same, as TMA takes it; more columns of zeros do not change a score."""
-    columns = round_up(x.shape[-1], 16)
-    if x.shape[-1] != columns:
-        x = torch.nn.functional.pad(x.view(torch.uint8), (0, columns - x.shape[-1])).view(x.dtype)
-    rows_fit = all(stride % 16 == 0 for stride in x.stride()[:-1])
-    if x.stride(-1) != 1 or not rows_fit or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x
+def _width(head: int) -> int:
+    """The columns of a tile: zeros are behind those of a head."""
+    return max(_common.next_power_of_2(head), 32)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe FP8 data for TMA; more columns of zeros do not change a score."""
+    missing = -x.shape[-1] % 16
+    if missing:
+        x = torch.nn.functional.pad(x.view(torch.uint8), (0, missing)).view(x.dtype)
+    rows_fit = all(stride % 16 == 0 for stride in x.stride()[:-1])
+    if x.stride(-1) != 1 or not rows_fit or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
     swizzle = {"swizzle_byte_width": min(columns, 128), "element_bitwidth": 8}
     layout = gl.NVMMASharedLayout(**swizzle, rank=4)
     return TensorDescriptor.from_tensor(x, [1, 1, rows, columns], layout)
 
 
-@_common.on_device_of_first
+@replayed
 def fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
     window: Sequence[int], scale: float, out_dtype: torch.dtype,
@@ -646,7 +653,7 @@ def fp8_attention(
         )  # fmt: skip
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
     left, right, diagonal = window
-    d_tile = max(_common.next_power_of_2(D), 32)
+    d_tile = _width(D)
     dv_tile = max(_common.next_power_of_2(DV), 16)
     # Loads of so many keys at once, as many as fit into 227 KB of shared memory. Of wide values the
     # output takes half of the registers.
@@ -656,8 +663,7 @@ def fp8_attention(
     lse, max_scores = (q.new_empty((B, H, SQ), dtype=torch.float32) for _ in range(2))
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     v_desc = _descriptor(_turn(v, counter, cu_seqlens_k), dv_tile, _PART)
-    q_desc = _descriptor(_loadable(q), _GROUP, d_tile)
-    k_desc = _descriptor(_loadable(k), keys, d_tile)
+    q_desc, k_desc = _descriptor(q, _GROUP, d_tile), _descriptor(k, keys, d_tile)
     tiles = _common.ceil_div(SQ, _QUERIES) * B
     plan = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -672,11 +678,10 @@ def fp8_attention(
     programs = min(_common.multiprocessors(q.device), tiles * H)
     _attention_kernel[(programs,)](
         q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, max_scores, counter, plan, B,
-        H, G, SQ, SK, diagonal - left, diagonal + right, DV, *out.stride()[:3], scale, GROUP=_GROUP,
-        KEYS=keys, STAGES=stages, D_TILE=d_tile, DV_TILE=dv_tile, PART=_PART,
-        QK_LAYOUT=_of_rank_2(q_desc), V_LAYOUT=_of_rank_2(v_desc), LEFT=left >= 0,
-        RIGHT=0 if right < 0 else 1 + is_square, CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4, enable_fp_fusion=True,
+        H, G, SQ, SK, diagonal - left, diagonal + right, DV, scale, STAGES=stages,
+        LEFT=left >= 0, RIGHT=0 if right < 0 else 1 + is_square,
+        CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse, max_scores
 
@@ -689,9 +694,3 @@ def _plan(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tiles: int, *, last_first:
         cu_seqlens_q, cu_seqlens_k, plan, sequences, QUERIES=_QUERIES, LAST_FIRST=last_first,
     )  # fmt: skip
     return plan
-
-
-def _of_rank_2(descriptor: TensorDescriptor) -> gl.NVMMASharedLayout:
-    """The layout of the tile in shared memory, which has no batch and no heads."""
-    layout = descriptor.layout
-    return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)

@@ -1,8 +1,8 @@
 """Backward of FP8 attention on Hopper.  B batch, H heads, G key/value heads, S sequence, D head.
 
-Heads of 128 in e4m3 have kernels of their own, for windows and packed sequences as in forward.
-None holds scores in memory or adds with atomics, so gradients are equal in every bit whenever they
-are computed. ``_prepare_kernel`` casts the output's gradient to e4m3 with a scale for each query,
+Heads of up to 128 in e4m3 have kernels of their own, for all windows and packed sequences. None
+holds scores in memory or adds with atomics, so gradients are equal in every bit whenever they are
+computed. ``_prepare_kernel`` casts the output's gradient to e4m3 with a scale for each query,
 also transposed, and computes what the softmax's gradient subtracts. ``_keys_kernel`` has 128 keys a
 tile and looks at the queries that see them; ``_queries_kernel`` has 128 queries and looks at the
 keys that they see. Forward's ``_place`` finds both: with the sides exchanged, keys see queries. In
@@ -45,6 +45,7 @@ from float8lab.formats import E4M3
 from float8lab.ops import attention
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._tma import async_load
 from float8lab.ops.kernels.attention import (
     LOG2_E,
@@ -52,7 +53,6 @@ from float8lab.ops.kernels.attention import (
     _barriers,
     _descriptor,
     _has_kernel,
-    _loadable,
     _next_number,
     _padded_size,
     _place,
@@ -60,8 +60,10 @@ from float8lab.ops.kernels.attention import (
     _sequence_at,
     _store,
     _tell_number,
+    _tiles,
     _tiles_in_all,
     _visible,
+    _width,
 )
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import attention as plain
@@ -71,43 +73,36 @@ aten = torch.ops.aten
 
 ROWS = gl.constexpr(64)
 """Rows of a group's half of a tile, and of the blocks that it looks at."""
-D_HEAD = gl.constexpr(attention.FP8_BACKWARD_HEAD)
 DS_SCALE = gl.constexpr(2.0**-18)
 """Gradients of scores are held times it: below 65504, as 2 ** 8 * 2 * 128 * 448 * 448 is, too."""
 DECODE = gl.constexpr(2.0**10)
 """``1 / (DS_SCALE * 2 ** P_BITS)``."""
 CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS = map(gl.constexpr, (224, 40, 24))
-# How tiles lie in shared memory: FP8 data, their transpose, float16, and numbers of queries.
-LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
-T_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(64, 8, rank=2))
-HALF = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-R_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=2))
-# How results of GEMMs lie in registers: scores, and gradients by FP8 and by float16 operands.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-FP8_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
-HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+"""How scores lie in registers."""
 
 
 @launched
 def _prepare_kernel(
-    dout_ptr,  # [B, H, S, D]
-    out_ptr,  # [B, H, S, D]
+    dout_ptr,  # [B, H, S, DV]
+    out_ptr,  # [B, H, S, DV]
     lse_ptr,  # [B, H, S] fp32
     max_ptr,  # [B, H, S] fp32
     v_scale_ptr,  # [1] fp32
-    d_ptr,  # [B, H, PADDED, D] fp8
-    transposed_ptr,  # [B, H, D, PADDED / 4] int32: bytes of four queries each
+    d_ptr,  # [B, H, PADDED, WIDTH] fp8
+    transposed_ptr,  # [B, H, WIDTH, PADDED / 4] int32: bytes of four queries each
     rows_ptr,  # [3, B * H, PADDED] fp32: see _prepare
     weights_ptr,  # [B * H, PADDED / ROWS] fp32: see _prepare
     counters_ptr,  # [2] int32, set to zero
     cu_seqlens_ptr,  # None, or [SEQUENCES + 1] int32
-    SEQUENCES, H, S, PADDED, stride_db, stride_dh, stride_ds, stride_ob, stride_oh, stride_os,
+    SEQUENCES, H, S, PADDED, DV, stride_db, stride_dh, stride_ds, stride_ob, stride_oh, stride_os,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     tiles = PADDED // ROWS
     head = (program // tiles).to(tl.int64)
     rows = program % tiles * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, D_HEAD)
+    columns = tl.arange(0, WIDTH)
     if program < 2:
         tl.store(counters_ptr + program, 0)
     queries, end = rows, S
@@ -116,15 +111,16 @@ def _prepare_kernel(
         start, padded_start, size = _sequence_at(position, cu_seqlens_ptr, SEQUENCES)
         queries, end = rows - padded_start + start, start + size
     inside = queries < end
+    present = inside[:, None] & (columns < DV)[None, :]
     of_head = (head // H) * stride_db + (head % H) * stride_dh
     at = queries.to(tl.int64)[:, None] * stride_ds + columns[None, :]
-    dout = tl.load(dout_ptr + of_head + at, mask=inside[:, None], other=0).to(tl.float32)
+    dout = tl.load(dout_ptr + of_head + at, mask=present, other=0).to(tl.float32)
     of_head = (head // H) * stride_ob + (head % H) * stride_oh
     at = queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
-    out = tl.load(out_ptr + of_head + at, mask=inside[:, None], other=0).to(tl.float32)
+    out = tl.load(out_ptr + of_head + at, mask=present, other=0).to(tl.float32)
     # A smaller scale would have no reciprocal in float32.
     scale = tl.maximum(tl.max(tl.abs(dout), 1) / 448.0, 2.0**-100)
-    d_ptrs = d_ptr + (head * PADDED + rows)[:, None] * D_HEAD + columns[None, :]
+    d_ptrs = d_ptr + (head * PADDED + rows)[:, None] * WIDTH + columns[None, :]
     tl.store(d_ptrs, (dout * (1.0 / scale)[:, None]).to(tl.float8e4nv))
     # They are read from memory: ptxas of CUDA 12.8 loses converted values that are used twice.
     tl.debug_barrier()
@@ -141,14 +137,14 @@ def _prepare_kernel(
     tl.store(of_row + plane, delta)
     tl.store(of_row + 2 * plane, scale)
     # Row 16 a + 8 b + 2 c + e is byte 2 b + e of word 4 a + c, as in attention.py's _turn_kernel.
-    x = tl.reshape(d.to(tl.uint8, bitcast=True), [ROWS // 16, 2, 4, 2, D_HEAD])
-    even, odd = tl.split(tl.reshape(tl.permute(x, [0, 2, 4, 1, 3]), [ROWS // 4, D_HEAD, 2, 2]))
+    x = tl.reshape(d.to(tl.uint8, bitcast=True), [ROWS // 16, 2, 4, 2, WIDTH])
+    even, odd = tl.split(tl.reshape(tl.permute(x, [0, 2, 4, 1, 3]), [ROWS // 4, WIDTH, 2, 2]))
     b0, b2 = tl.split(even)
     b1, b3 = tl.split(odd)
     word = b0.to(tl.int32) | (b1.to(tl.int32) << 8)
     word |= (b2.to(tl.int32) << 16) | (b3.to(tl.int32) << 24)
     words = program % tiles * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    of_head = transposed_ptr + head * D_HEAD * (PADDED // 4)
+    of_head = transposed_ptr + head * WIDTH * (PADDED // 4)
     tl.store(of_head + columns[:, None] * (PADDED // 4) + words[None, :], tl.trans(word))
 
 
@@ -156,7 +152,7 @@ def _prepare(
     dout: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, v_scale: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Cast the output's gradient for both kernels, each sequence's rows padded to whole tiles.
+    """Cast the output's gradient for both kernels, padded to whole tiles of each sequence.
 
     Returns:
         The FP8 data, the same transposed with queries in the order of the forward's keys, float32
@@ -166,17 +162,18 @@ def _prepare(
         exponentials less that of its scale, what softmax subtracts from the gradient of a
         probability (over the scales of query and values, times DS_SCALE), and its scale.
     """
-    B, H, S, D = dout.shape
+    B, H, S, DV = dout.shape
     sequences, padded = _padded_size(S, cu_seqlens)
-    d = torch.empty((B, H, padded, D), dtype=E4M3, device=dout.device)
-    transposed = torch.empty((B, H, D, padded), dtype=E4M3, device=dout.device)
+    width = _width(DV)
+    d = torch.empty((B, H, padded, width), dtype=E4M3, device=dout.device)
+    transposed = torch.empty((B, H, width, padded), dtype=E4M3, device=dout.device)
     rows = lse.new_empty((3, B * H, padded))
     weights = lse.new_empty((B * H, padded // ROWS.value))
     counters = torch.empty(2, dtype=torch.int32, device=dout.device)
     _prepare_kernel[(padded // ROWS.value * B * H,)](
         dout, out, lse, max_scores, v_scale, d, transposed.view(torch.int32), rows, weights,
-        counters, cu_seqlens, sequences, H, S, padded, *dout.stride()[:3], *out.stride()[:3],
-        num_warps=4,
+        counters, cu_seqlens, sequences, H, S, padded, DV, *dout.stride()[:3], *out.stride()[:3],
+        WIDTH=width, num_warps=4,
     )  # fmt: skip
     return d, transposed, rows, weights, counters
 
@@ -246,7 +243,8 @@ def _convert_tiles(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Run a group of four warps that converts blocks of FP8 data to float16."""
-    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    LANES: gl.constexpr = x_tiles.shape[2] // 16
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [4, 1], [1, 0])
     fixed_full, full, half_full = bars[0], bars[2], bars[4]
     of_tiles, heads_in_turn = sizes
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW))
@@ -358,7 +356,11 @@ def _attend_queries(
     fixed_full, fixed_empty, full, empty, half_full = bars
     block_bars = full, empty, half_full
     factor, k_factor, largest_ptr = scales
-    dk_ptr, dv_ptr, stride_b, stride_h, stride_s = outs
+    dk_ptr, dv_ptr, D, DV = outs
+    WIDTH: gl.constexpr = k_tiles.shape[2]
+    V_WIDTH: gl.constexpr = v_tiles.shape[2]
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 32])
     of_tiles, heads_in_turn = sizes
     end = _tiles_in_all(of_tiles, 2 * ROWS)
     pass_index = 0
@@ -374,8 +376,8 @@ def _attend_queries(
         mask = rows, queries[2], earliest, latest
         largest = gl.load(largest_ptr + number)
         offset = largest - P_BITS
-        dk = gl.zeros([ROWS, D_HEAD], gl.float32, HALF_SUMS)
-        dv = gl.zeros([ROWS, D_HEAD], gl.float32, FP8_SUMS)
+        dk = gl.zeros([ROWS, WIDTH], gl.float32, DK_LAYOUT)
+        dv = gl.zeros([ROWS, V_WIDTH], gl.float32, DV_LAYOUT)
         # Behind the last query there are zeros, but for the queries of the next sequence.
         MASKS_END: gl.constexpr = RIGHT or of_tiles[7] is not None
         between = gl.minimum(masked_from, stop) if MASKS_END else stop
@@ -389,39 +391,35 @@ def _attend_queries(
                     )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
-        of_head = heads[0].to(gl.int64) * stride_b + heads[1].to(gl.int64) * stride_h
-        of_head += gl.cast(keys[0], gl.int64) * stride_s
-        SK = keys[2]
-        _store(dv_ptr + of_head, dv * gl.exp2(offset), first, SK, D_HEAD, stride_s)
-        _store(dk_ptr + of_head, dk * (gl.exp2(largest) * k_factor), first, SK, D_HEAD, stride_s)
+        _store(dv_ptr, dv * gl.exp2(offset), first, heads, keys, DV, of_tiles)
+        dk *= gl.exp2(largest) * k_factor
+        _store(dk_ptr, dk, first, heads, keys, D, of_tiles)
         number = _next_number(numbers, fixed_full, pass_index)
 
 
-@gluon.jit(do_not_specialize=["B", "HEADS", "G", "SQ", "SK", "EARLIEST", "LATEST"])
+@launched(language=gluon, do_not_specialize=["B", "HEADS", "G", "SQ", "SK", "EARLIEST", "LATEST"])
 def _keys_kernel(
-    k_desc,  # [B, G, SK, D] fp8, like all but the next two in tiles of [ROWS, D]
-    v_desc,  # [B, G, SK, D] fp8
-    t_desc,  # [B, H, D, PADDED] fp8, of _prepare, in tiles of [D, ROWS]
+    k_desc,  # [B, G, SK, D] fp8, in tiles of [ROWS, WIDTH], as q_desc
+    v_desc,  # [B, G, SK, DV] fp8, in tiles of [ROWS, V_WIDTH], as d_desc
+    t_desc,  # [B, H, V_WIDTH, PADDED] fp8, of _prepare, in tiles of [V_WIDTH, ROWS]
     r_desc,  # [3, B * H, PADDED] fp32, of _prepare, in tiles of [1, ROWS]
     q_desc,  # [B, H, SQ, D] fp8
-    d_desc,  # [B, H, PADDED, D] fp8, of _prepare
+    d_desc,  # [B, H, PADDED, V_WIDTH] fp8, of _prepare
     q_scale_ptr, k_scale_ptr, v_scale_ptr,  # [1] fp32
     largest_ptr,  # [B * G, tiles] fp32, of _largest_kernel
-    dk_ptr,  # [B, G, SK, D]
-    dv_ptr,  # [B, G, SK, D]
+    dk_ptr,  # [B, SK, G, D]
+    dv_ptr,  # [B, SK, G, DV]
     counter_ptr,  # [1] int32, zero
     plan_ptr,  # as in _largest_kernel, and what follows
-    B, G, HEADS, SK, SQ, EARLIEST, LATEST, stride_b, stride_h, stride_s, scale,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr,
+    B, G, HEADS, SK, SQ, EARLIEST, LATEST, scale,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr,
 ):  # fmt: skip
-    fp8: gl.constexpr = k_desc.dtype
-    k_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
-    v_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
-    q_tiles = gl.allocate_shared_memory(fp8, [STAGES, ROWS, D_HEAD], LAYOUT)
-    d_tiles = gl.allocate_shared_memory(fp8, [STAGES, ROWS, D_HEAD], LAYOUT)
-    t_tiles = gl.allocate_shared_memory(fp8, [STAGES, D_HEAD, ROWS], T_LAYOUT)
+    k_tiles, v_tiles = _tiles(k_desc, 4), _tiles(v_desc, 4)
+    q_tiles, d_tiles = _tiles(q_desc, STAGES), _tiles(d_desc, STAGES)
+    t_tiles, half_tiles = _tiles(t_desc, STAGES), _tiles(q_desc, STAGES, 16)
+    R_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)
     r_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, ROWS], R_LAYOUT)
-    half_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, D_HEAD], HALF)
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars = _all_barriers(STAGES)
     scale = gl.load(q_scale_ptr) * gl.cast(scale, gl.float32)
@@ -429,7 +427,7 @@ def _keys_kernel(
     sizes = (B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr), HEADS
     sums = (
         k_tiles, v_tiles, (q_tiles, d_tiles, t_tiles, r_tiles, half_tiles), numbers, bars, sizes,
-        (scales[0], scales[1], largest_ptr), (dk_ptr, dv_ptr, stride_b, stride_h, stride_s),
+        (scales[0], scales[1], largest_ptr), (dk_ptr, dv_ptr, D, DV),
     )  # fmt: skip
     fixed = k_desc, v_desc, k_tiles, v_tiles
     streamed = q_desc, d_desc, t_desc, r_desc, q_tiles, d_tiles, t_tiles, r_tiles
@@ -494,7 +492,9 @@ def _attend_keys(
     fixed_full, fixed_empty, full, empty, half_full = bars
     block_bars = full, empty, half_full
     factor, q_factor, rows_ptr = scales
-    dq_ptr, stride_b, stride_h, stride_s, PADDED = outs
+    dq_ptr, D, PADDED = outs
+    WIDTH: gl.constexpr = q_tiles.shape[2]
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     of_tiles, _ = sizes
     end = _tiles_in_all(of_tiles, 2 * ROWS)
     plane = gl.cast(of_tiles[0] * of_tiles[1], gl.int64) * PADDED
@@ -512,7 +512,7 @@ def _attend_keys(
         of_row = rows_ptr + heads[3].to(gl.int64) * PADDED + queries[1] + rows
         delta, row_scale = gl.load(of_row + plane), gl.load(of_row + 2 * plane)
         lse = gl.load(of_row) + gl.log2(row_scale) - P_BITS
-        dq = gl.zeros([ROWS, D_HEAD], gl.float32, HALF_SUMS)
+        dq = gl.zeros([ROWS, WIDTH], gl.float32, DQ_LAYOUT)
         zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
         s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
         s, dp = warpgroup_mma_wait(0, (s, dp))
@@ -525,34 +525,29 @@ def _attend_keys(
                 )  # fmt: skip
         mbarrier.arrive(fixed_empty.index(side), count=1)
         pass_index += 1
-        decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, HALF_SUMS))
-        of_head = heads[0].to(gl.int64) * stride_b + heads[1].to(gl.int64) * stride_h
-        of_head += gl.cast(queries[0], gl.int64) * stride_s
+        decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, DQ_LAYOUT))
         dq = dq * gl.expand_dims(decode, 1)
-        _store(dq_ptr + of_head, dq, first, queries[2], D_HEAD, stride_s)
+        _store(dq_ptr, dq, first, heads, queries, D, of_tiles)
         number = _next_number(numbers, fixed_full, pass_index)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "G", "SQ", "SK", "EARLIEST", "LATEST"])
+@launched(language=gluon, do_not_specialize=["B", "H", "G", "SQ", "SK", "EARLIEST", "LATEST"])
 def _queries_kernel(
-    q_desc,  # [B, H, SQ, D] fp8, like all in tiles of [ROWS, D]
-    d_desc,  # [B, H, PADDED, D] fp8, of _prepare
+    q_desc,  # [B, H, SQ, D] fp8, in tiles of [ROWS, WIDTH], as k_desc
+    d_desc,  # [B, H, PADDED, V_WIDTH] fp8, of _prepare, in tiles of [ROWS, V_WIDTH], as v_desc
     k_desc,  # [B, G, SK, D] fp8
-    v_desc,  # [B, G, SK, D] fp8
+    v_desc,  # [B, G, SK, DV] fp8
     q_scale_ptr, k_scale_ptr, v_scale_ptr,  # [1] fp32
     rows_ptr,  # [3, B * H, PADDED] fp32, of _prepare
-    dq_ptr,  # [B, H, SQ, D]
+    dq_ptr,  # [B, SQ, H, D]
     counter_ptr,  # [1] int32, zero
     plan_ptr,  # as in attention.py's _attention_kernel, and what follows
-    B, H, G, SQ, SK, EARLIEST, LATEST, PADDED, stride_b, stride_h, stride_s, scale,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr,
+    B, H, G, SQ, SK, EARLIEST, LATEST, PADDED, scale,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    fp8: gl.constexpr = k_desc.dtype
-    q_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
-    d_tiles = gl.allocate_shared_memory(fp8, [4, ROWS, D_HEAD], LAYOUT)
-    k_tiles = gl.allocate_shared_memory(fp8, [STAGES, ROWS, D_HEAD], LAYOUT)
-    v_tiles = gl.allocate_shared_memory(fp8, [STAGES, ROWS, D_HEAD], LAYOUT)
-    half_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, D_HEAD], HALF)
+    q_tiles, d_tiles = _tiles(q_desc, 4), _tiles(d_desc, 4)
+    k_tiles, v_tiles = _tiles(k_desc, STAGES), _tiles(v_desc, STAGES)
+    half_tiles = _tiles(k_desc, STAGES, 16)
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars = _all_barriers(STAGES)
     scale = gl.load(k_scale_ptr) * gl.cast(scale, gl.float32)
@@ -560,8 +555,7 @@ def _queries_kernel(
     sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr), 1
     sums = (
         q_tiles, d_tiles, (k_tiles, v_tiles, half_tiles), numbers, bars, sizes,
-        (scales[0], scales[1], rows_ptr),
-        (dq_ptr, stride_b, stride_h, stride_s, PADDED),
+        (scales[0], scales[1], rows_ptr), (dq_ptr, D, PADDED),
     )  # fmt: skip
     fixed = q_desc, d_desc, q_tiles, d_tiles
     streamed = k_desc, v_desc, k_tiles, v_tiles
@@ -584,7 +578,7 @@ def _fp8_backward(
     scale: float, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of q, k and v by the kernels above."""
-    (B, H, SQ, _), (G, SK) = q.shape, k.shape[1:3]
+    (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
     left, right, diagonal = window
     dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
     d, transposed, rows, weights, counters = _prepare(
@@ -602,17 +596,17 @@ def _fp8_backward(
     else:
         diagonal += SK - SQ
     q_desc, k_desc, v_desc, d_desc = (
-        _descriptor(_loadable(x), ROWS.value, D_HEAD.value) for x in (q, k, v, d)
+        _descriptor(x, ROWS.value, _width(x.shape[3])) for x in (q, k, v, d)
     )
-    t_desc = _descriptor(transposed, D_HEAD.value, ROWS.value)
+    t_desc = _descriptor(transposed, transposed.shape[2], ROWS.value)
     r_layout = gl.NVMMASharedLayout(0, 32, rank=3)
     r_desc = TensorDescriptor.from_tensor(rows, [1, 1, ROWS.value], r_layout)
     settings = {"num_warps": 4, "enable_fp_fusion": True}
     multiprocessors = _common.multiprocessors(q.device)
     _queries_kernel[(min(multiprocessors, tiles * H),)](
         q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], plan, B,
-        H, G, SQ, SK, diagonal - left, diagonal + right, rows.shape[2], *dq.stride()[:3], scale,
-        LEFT=left >= 0, RIGHT=right >= 0, STAGES=4, **settings,
+        H, G, SQ, SK, diagonal - left, diagonal + right, rows.shape[2], scale,
+        LEFT=left >= 0, RIGHT=right >= 0, STAGES=4, D=D, **settings,
     )  # fmt: skip
     # A key is seen by the queries from ``right`` before it to ``left`` after it.
     of_keys = B, G, H // G, SK, SQ, -diagonal - right, left - diagonal
@@ -623,12 +617,12 @@ def _fp8_backward(
     )
     _keys_kernel[(min(multiprocessors, key_tiles * G),)](
         k_desc, v_desc, t_desc, r_desc, q_desc, d_desc, q_scale, k_scale, v_scale, largest, dk, dv,
-        counters, key_plan, *of_keys, *dk.stride()[:3], scale, STAGES=3, **sides, **settings,
+        counters, key_plan, *of_keys, scale, STAGES=3, D=D, DV=DV, **sides, **settings,
     )  # fmt: skip
     return dq, dk, dv
 
 
-@_common.on_device_of_first
+@replayed
 def fp8_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
     v_scale: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, window: Sequence[int],

@@ -5,9 +5,9 @@ and on a GPU where the kernel does not fit. Scores and softmax are float32. The 
 rounded to e4m3 with the fixed decode scale ``P_SCALE`` (they are at most 1), the sum that
 normalizes them is of the unrounded ones.
 
-Backward is in high precision, of the dequantized operands and the unrounded probabilities. Hopper's
-kernels for heads of 128 also round the probabilities and the output's gradient to e4m3, that with a
-scale for each query, and the scores' gradient to float16, and keep within 24 dB of it.
+Backward is in high precision, of the dequantized operands and the unrounded probabilities. For
+heads of up to 128, Hopper's kernels also round the probabilities and the output's gradient to e4m3,
+that with a scale for each query, and the scores' gradient to float16, and keep within 24 dB of it.
 
 Outputs and gradients lie in memory by token, ``[B, S, H, D]``, as the layers around want them.
 """
