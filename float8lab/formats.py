@@ -290,6 +290,8 @@ class Spec:
     def with_one_scale(self) -> Spec:
         """The FP8 spec of a matrix that has one scale, as attention casts."""
         rule = "fp32" if self.scale_rule in E2M1_RULES else self.scale_rule
+        if rule == self.scale_rule and self.block == (-1, -1):
+            return self
         return Spec(self.fp8_dtype, (-1, -1), rule)
 
     def rule_of(self, given: str) -> str:

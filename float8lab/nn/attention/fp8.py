@@ -128,7 +128,7 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
 
 
 _Packing: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""``cu_seqlens``, and in which order tokens are to be packed; None if they lie so."""
+"""``cu_seqlens``, and the row map by which tokens are to be packed; None if they lie so."""
 
 
 def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ...]:
@@ -158,33 +158,28 @@ def _packing_of_rows(padding: Tensor) -> _Packing:
 
 
 def _packing(is_padding: Tensor, lengths: Tensor) -> _Packing:
-    """How to pack tokens of which some are padding: those come last."""
-    return F.pad(lengths.cumsum(0), (1, 0)).int(), is_padding.to(torch.int8).argsort(stable=True)
+    row_map, _ = ops.row_map_op(~is_padding.view(-1, 1))
+    return F.pad(lengths.cumsum(0), (1, 0)).int(), row_map
 
 
-def _gathered(x: Tensor, order: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The tokens of ``[B, H, S, D]``, packed in an order, if any, as ``[1, H, B * S, D]``.
+def _packed(x: Tensor, row_map: Tensor | None) -> Tensor:
+    """The tokens of ``[B, H, S, D]``, packed by a row map, if any, as ``[1, H, B * S, D]``.
 
-    The places behind them repeat the first: padding may hold anything, and has no say in scales.
+    The places behind them are 0: padding may hold anything, and has no say in scales.
     """
-    if order is None or cu_seqlens is None:
+    if row_map is None:
         return x
-    place = torch.arange(order.shape[0], device=order.device)
-    return _reordered(x, torch.where(place < cu_seqlens[-1], order, order[:1]), 1, len(order))
+    tokens, (_, heads, _, D) = x.transpose(1, 2).flatten(0, 1).flatten(1), x.shape
+    packed = ops.scatter_rows_op(tokens, row_map, tokens.shape[0])[0]
+    return packed.view(1, -1, heads, D).transpose(1, 2)
 
 
-def _scattered(x: Tensor, order: Tensor | None, B: int, S: int) -> Tensor:
-    """The inverse, ``[B, H, S, D]``; what lies behind the packed tokens is for padding."""
-    if order is None:
+def _unpacked(x: Tensor, row_map: Tensor | None, B: int, S: int) -> Tensor:
+    """The inverse, ``[B, H, S, D]``, 0 where padding is."""
+    if row_map is None:
         return x
-    place = torch.arange(order.shape[0], device=order.device)
-    return _reordered(x, torch.empty_like(order).scatter_(0, order, place), B, S)
-
-
-def _reordered(x: Tensor, order: Tensor, B: int, S: int) -> Tensor:
-    """All tokens of sequences, of whatever length, in an order: as ``[B, H, S, D]``."""
-    heads, D = x.shape[1], x.shape[3]
-    tokens = x.transpose(1, 2).reshape(B * S, heads * D).index_select(0, order)
+    (_, heads, _, D), packed = x.shape, x[0].transpose(0, 1).flatten(1)
+    tokens = ops.gather_rows_op(packed, row_map, x.dtype)[0]
     return tokens.view(B, S, heads, D).transpose(1, 2)
 
 
@@ -235,14 +230,13 @@ class _Attention(Float8Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-        cu_seqlens_q: Tensor | None, q_order: Tensor | None, cu_seqlens_k: Tensor | None,
-        k_order: Tensor | None, settings: _Settings, call: Call,
+        cu_seqlens_q: Tensor | None, q_map: Tensor | None, cu_seqlens_k: Tensor | None,
+        k_map: Tensor | None, settings: _Settings, call: Call,
     ) -> Tensor | Attended:  # fmt: skip
         B, Sq, Sk = q.shape[0], q.shape[2], k.shape[2]
         if cu_seqlens_k is None:
-            cu_seqlens_k, k_order = cu_seqlens_q, q_order
-        q = _gathered(q, q_order, cu_seqlens_q)
-        k, v = (_gathered(x, k_order, cu_seqlens_k) for x in (k, v))
+            cu_seqlens_k, k_map = cu_seqlens_q, q_map
+        q, k, v = _packed(q, q_map), _packed(k, k_map), _packed(v, k_map)
         amaxes = amaxes_over_ranks(call, q, k, v)
         casts = [cast_operand(x, i, call, amaxes[i]) for i, x in ((Q, q), (K, k), (V, v))]
         operands = (*[data for data, _ in casts], *[scale for _, scale in casts])
@@ -254,10 +248,10 @@ class _Attention(Float8Function):
             out = (out * (lse_of_keys - lse).exp().unsqueeze(-1)).to(out.dtype)
         if any(ctx.needs_input_grad[:4]):
             ctx.save_for_backward(
-                *operands, out, lse, max_scores, sink, q_order, k_order, cu_seqlens_q, cu_seqlens_k
+                *operands, out, lse, max_scores, sink, q_map, k_map, cu_seqlens_q, cu_seqlens_k
             )
         ctx.settings, ctx.sizes = settings, (B, Sq, Sk)
-        out = _scattered(out, q_order, B, Sq)
+        out = _unpacked(out, q_map, B, Sq)
         if not settings.wants_max:
             return out
         largest = largest_of_heads(max_scores)
@@ -267,16 +261,16 @@ class _Attention(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-        *saved, sink, q_order, k_order, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        *saved, sink, q_map, k_map, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         window_and_scale, longest, _ = ctx.settings
-        dout = _gathered(dout, q_order, cu_seqlens_q)
+        dout = _packed(dout, q_map)
         gradients = ops.fp8_attention_backward_op(
             dout, *saved, *window_and_scale, cu_seqlens_q, cu_seqlens_k, *longest
         )
         (B, Sq, Sk), needs = ctx.sizes, ctx.needs_input_grad
-        orders = (q_order, Sq), (k_order, Sk), (k_order, Sk)
-        columns = zip(gradients, orders, needs, strict=False)
-        grads = (_scattered(g, order, B, S) if need else None for g, (order, S), need in columns)
+        packings = (q_map, Sq), (k_map, Sk), (k_map, Sk)
+        columns = zip(gradients, packings, needs, strict=False)
+        grads = (_unpacked(g, row_map, B, S) if need else None for g, (row_map, S), need in columns)
         of_sink = None
         if ctx.needs_input_grad[3]:
             # Its probability's gradient is 0, as its value is; a softmax's subtracts dout @ out.
