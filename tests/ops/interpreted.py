@@ -321,13 +321,14 @@ def check_prepared_gradients() -> None:
 
 def check_largest_weights() -> None:
     """Of the blocks of queries that see a tile's keys, in all heads that share the keys."""
-    lengths = ([300, 0, 90], [130, 7, 400])
-    ends = [torch.tensor([0, *side], dtype=torch.int32).cumsum(0).int() for side in lengths]
+    lengths = ([300, 0, 90, 0], [130, 7, 400, 163])  # the last: tokens of no sequence
+    ends = [torch.tensor([0, *side[:3]], dtype=torch.int32).cumsum(0).int() for side in lengths]
     sequences = list(zip(*lengths, ends[0].tolist(), strict=False))
     for G, heads, is_packed in ((2, 3, False), (1, 1, True), (3, 2, True)):
-        SQ, SK = (490, 537) if is_packed else (500, 700)
-        key_tiles = -(-SK // 128) + 2 * is_packed
-        plan = attention._plan(*ends[::-1], key_tiles, last_first=False) if is_packed else None
+        SQ, SK, key_tiles, plan = 500, 700, 6, None
+        if is_packed:
+            key_tiles += 3
+            plan = attention._plan(*ends[::-1], SK, key_tiles, last_first=False)
         _, padded = attention._padded_size(SQ, ends[0] if is_packed else None)
         weights = torch.randn(G * heads, padded // 64) * 9
         for left, right in ((-1, -1), (-1, 0), (70, 30), (64, -1)):

@@ -515,7 +515,7 @@ SPILLED = {
     "attention-192-128-window-packed-float32": 64,
     "attention-256-window-packed-float32": 8,
     "attention-backward": 48,
-    "attention-backward-causal": 80,
+    "attention-backward-causal": 72,
     "attention-backward-grouped-two-keys-float32": 56,
     "attention-backward-window": 112,
     "attention-backward-window-left": 80,
@@ -523,6 +523,7 @@ SPILLED = {
     "attention-backward-packed-causal": 88,
     "attention-backward-packed-window-float32": 112,
     "attention-backward-64-causal": 8,
+    "attention-backward-24-100-packed": 8,
     "pages-fp8": 64,  # 128 keys in FP8 are faster than 64, which spill nothing
 }
 """Bytes a thread, nearly all written and read once a tile."""

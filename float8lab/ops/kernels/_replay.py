@@ -66,9 +66,9 @@ _STEPS: dict[Any, Callable[..., Tensor]] = {
 if hasattr(torch, "_scaled_mm_v2"):
     _STEPS[_aten._scaled_mm_v2.default] = torch._scaled_mm_v2
 _IN_PLACE: dict[Any, Callable[..., Tensor]] = {
-    _aten.copy_.default: Tensor.copy_, _aten.add_.Tensor: Tensor.add_,
-    _aten.fill_.Scalar: Tensor.fill_, _aten.zero_.default: Tensor.zero_,
-}  # fmt: skip
+    _aten.copy_.default: Tensor.copy_,
+    _aten.add_.Tensor: Tensor.add_,
+}
 _CONSTANTS = frozenset({bool, int, float, str, torch.dtype, type(None)})
 """Types of arguments that a key holds as they are."""
 _OF_NO_TENSOR = frozenset({_aten.promote_types.default})

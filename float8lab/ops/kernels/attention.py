@@ -71,10 +71,11 @@ def _plan_kernel(
     cu_seqlens_q_ptr,  # [B + 1] int32
     cu_seqlens_k_ptr,  # [B + 1] int32
     plan_ptr,  # [1 + tiles, FIELDS] int32: how many tiles there are, then each tile's
-    B,
+    B, SQ,
     QUERIES: tl.constexpr,
     LAST_FIRST: tl.constexpr,  # whether a sequence's last queries come before its first
 ):  # fmt: skip
+    # The tokens behind the last sequence are one without keys.
     sequence = tl.program_id(0)
     before = 0
     for chunk in range(0, sequence, CHUNK):
@@ -83,10 +84,11 @@ def _plan_kernel(
         stops = tl.load(cu_seqlens_q_ptr + numbers + 1, mask=numbers < sequence, other=0)
         before += tl.sum((stops - starts + QUERIES - 1) // QUERIES)
     q_start, k_start = tl.load(cu_seqlens_q_ptr + sequence), tl.load(cu_seqlens_k_ptr + sequence)
-    queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
-    keys = tl.load(cu_seqlens_k_ptr + sequence + 1) - k_start
+    exists = sequence < B
+    queries = tl.load(cu_seqlens_q_ptr + sequence + 1, mask=exists, other=SQ) - q_start
+    keys = tl.load(cu_seqlens_k_ptr + sequence + 1, mask=exists, other=k_start) - k_start
     tiles = (queries + QUERIES - 1) // QUERIES
-    if sequence == B - 1:
+    if sequence == B:
         tl.store(plan_ptr, before + tiles)
     for chunk in range(0, tiles, CHUNK):
         tile = chunk + tl.arange(0, CHUNK)
@@ -137,9 +139,10 @@ def _place(
     The heads are the batch, the head of queries, the head of keys, and the row of batch and head.
     Of queries, and of keys: where they begin, where they begin if padded, and how many there are.
     Of the blocks: the first, the one behind those that LEFT may mask, the first that RIGHT or the
-    end may mask, the one behind the last; then the first and the last key that query 0 sees.
+    end may mask, the one behind the last; then the first and the last key that query 0 sees. There
+    are at least so many blocks as the last size says, even if nothing is seen of one.
     """
-    _, H, G, SQ, SK, earliest, latest, plan_ptr = sizes
+    _, H, G, SQ, SK, earliest, latest, plan_ptr, least = sizes
     if plan_ptr is not None:
         tiles = tl.load(plan_ptr)
         entry = plan_ptr + (1 + number % tiles) * FIELDS
@@ -160,11 +163,10 @@ def _place(
     if RIGHT:
         stop = tl.minimum(stop, tl.cdiv(first + latest + QUERIES, KEYS))
         seen_by_all = tl.minimum(seen_by_all, first + latest + 1)
-    # A block is there even if nothing is seen of it.
-    stop = tl.maximum(stop, 1)
+    stop = tl.maximum(stop, least)
     masked_to = 0
     if LEFT:
-        start = tl.minimum(tl.maximum(first + earliest, 0) // KEYS, stop - 1)
+        start = tl.minimum(tl.maximum(first + earliest, 0) // KEYS, stop - least)
         masked_to = tl.cdiv(tl.maximum(first + earliest + QUERIES - 1, 0), KEYS)
         masked_to = tl.minimum(masked_to, stop)
     masked_from = tl.maximum(seen_by_all // KEYS, masked_to)
@@ -174,7 +176,7 @@ def _place(
 
 @triton.jit
 def _tiles_in_all(sizes, QUERIES: tl.constexpr):
-    B, H, _, SQ, _, _, _, plan_ptr = sizes
+    B, H, _, SQ, _, _, _, plan_ptr, _ = sizes
     tiles = B * tl.cdiv(SQ, QUERIES)
     if plan_ptr is not None:
         tiles = tl.load(plan_ptr)
@@ -599,7 +601,7 @@ def _attention_kernel(
     fence_async_shared()
 
     factor = gl.load(q_scale_ptr) * gl.load(k_scale_ptr) * gl.cast(scale, gl.float32) * LOG2_E
-    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr)
+    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1)
     loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr)
     v_scale = gl.load(v_scale_ptr)
     sums = (tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, DV)
@@ -667,11 +669,8 @@ def fp8_attention(
     tiles = _common.ceil_div(SQ, _QUERIES) * B
     plan = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        tiles += cu_seqlens_q.shape[0] - 1
-        plan = _plan(cu_seqlens_q, cu_seqlens_k, tiles, last_first=True)
-        out.zero_()  # of tokens of no sequence, as below
-        lse.fill_(-torch.inf)
-        max_scores.fill_(-torch.inf)
+        tiles += cu_seqlens_q.shape[0]
+        plan = _plan(cu_seqlens_q, cu_seqlens_k, SQ, tiles, last_first=True)
     else:
         diagonal += SK - SQ
     is_square = plan is None and keys == _QUERIES and diagonal + right == 0
@@ -686,11 +685,13 @@ def fp8_attention(
     return out, lse, max_scores
 
 
-def _plan(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tiles: int, *, last_first: bool) -> Tensor:
+def _plan(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, SQ: int, tiles: int, *, last_first: bool
+) -> Tensor:
     """Where each tile's sequence lies; ``tiles`` is the most that there can be."""
     sequences = cu_seqlens_q.shape[0] - 1
     plan = cu_seqlens_q.new_empty((1 + tiles, FIELDS.value), dtype=torch.int32)
-    _plan_kernel[(sequences,)](
-        cu_seqlens_q, cu_seqlens_k, plan, sequences, QUERIES=_QUERIES, LAST_FIRST=last_first,
-    )  # fmt: skip
+    _plan_kernel[(sequences + 1,)](
+        cu_seqlens_q, cu_seqlens_k, plan, sequences, SQ, QUERIES=_QUERIES, LAST_FIRST=last_first
+    )
     return plan

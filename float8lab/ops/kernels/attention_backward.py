@@ -331,7 +331,7 @@ def _largest_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr
+    sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0
     if number < _tiles_in_all(sizes, 2 * ROWS):
         heads, _, queries, _, blocks = _place(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
         lanes = tl.arange(0, WIDTH)
@@ -424,7 +424,7 @@ def _keys_kernel(
     bars = _all_barriers(STAGES)
     scale = gl.load(q_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(k_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = (B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr), HEADS
+    sizes = (B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0), HEADS
     sums = (
         k_tiles, v_tiles, (q_tiles, d_tiles, t_tiles, r_tiles, half_tiles), numbers, bars, sizes,
         (scales[0], scales[1], largest_ptr), (dk_ptr, dv_ptr, D, DV),
@@ -552,7 +552,7 @@ def _queries_kernel(
     bars = _all_barriers(STAGES)
     scale = gl.load(k_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(q_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr), 1
+    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1), 1
     sums = (
         q_tiles, d_tiles, (k_tiles, v_tiles, half_tiles), numbers, bars, sizes,
         (scales[0], scales[1], rows_ptr), (dq_ptr, D, PADDED),
@@ -588,11 +588,9 @@ def _fp8_backward(
     tiles, key_tiles = (_common.ceil_div(S, 2 * ROWS.value) * B for S in (SQ, SK))
     plan = key_plan = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        tiles, key_tiles = (n + cu_seqlens_q.shape[0] - 1 for n in (tiles, key_tiles))
-        plan = _plan(cu_seqlens_q, cu_seqlens_k, tiles, last_first=True)
-        key_plan = _plan(cu_seqlens_k, cu_seqlens_q, key_tiles, last_first=False)
-        for x in (dq, dk, dv):
-            x.zero_()  # of tokens of no sequence
+        tiles, key_tiles = (n + cu_seqlens_q.shape[0] for n in (tiles, key_tiles))
+        plan = _plan(cu_seqlens_q, cu_seqlens_k, SQ, tiles, last_first=True)
+        key_plan = _plan(cu_seqlens_k, cu_seqlens_q, SK, key_tiles, last_first=False)
     else:
         diagonal += SK - SQ
     q_desc, k_desc, v_desc, d_desc = (
