@@ -139,8 +139,8 @@ def _place(
     The heads are the batch, the head of queries, the head of keys, and the row of batch and head.
     Of queries, and of keys: where they begin, where they begin if padded, and how many there are.
     Of the blocks: the first, the one behind those that LEFT may mask, the first that RIGHT or the
-    end may mask, the one behind the last; then the first and the last key that query 0 sees. There
-    are at least so many blocks as the last size says, even if nothing is seen of one.
+    end may mask, the one behind the last; then the first and the last key that query 0 sees. The
+    last of the sizes is the least number of blocks, of which nothing may be seen.
     """
     _, H, G, SQ, SK, earliest, latest, plan_ptr, least = sizes
     if plan_ptr is not None:
@@ -333,7 +333,7 @@ def _load_tiles(
 
 @gluon.jit
 def _tiles(desc, COUNT: gl.constexpr, BITS: gl.constexpr = 8):
-    """Shared memory for so many tiles of a descriptor, as it is or in float16 of 16 bits."""
+    """Allocate shared memory for so many tiles of a descriptor: as FP8, or as float16."""
     ROWS: gl.constexpr = desc.block_type.shape[2]
     COLUMNS: gl.constexpr = desc.block_type.shape[3]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(COLUMNS * BITS // 8, 128), BITS, rank=2)
@@ -669,7 +669,7 @@ def fp8_attention(
     tiles = _common.ceil_div(SQ, _QUERIES) * B
     plan = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        tiles += cu_seqlens_q.shape[0]
+        tiles += cu_seqlens_q.shape[0] - 1
         plan = _plan(cu_seqlens_q, cu_seqlens_k, SQ, tiles, last_first=True)
     else:
         diagonal += SK - SQ

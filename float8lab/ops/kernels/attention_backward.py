@@ -588,7 +588,7 @@ def _fp8_backward(
     tiles, key_tiles = (_common.ceil_div(S, 2 * ROWS.value) * B for S in (SQ, SK))
     plan = key_plan = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        tiles, key_tiles = (n + cu_seqlens_q.shape[0] for n in (tiles, key_tiles))
+        tiles, key_tiles = (n + cu_seqlens_q.shape[0] - 1 for n in (tiles, key_tiles))
         plan = _plan(cu_seqlens_q, cu_seqlens_k, SQ, tiles, last_first=True)
         key_plan = _plan(cu_seqlens_k, cu_seqlens_q, SK, key_tiles, last_first=False)
     else:
