@@ -55,7 +55,8 @@ class ExpertMemory:
         version = sum(map(version_of, parameters)) if keeps_cast else -1
         stack = None if keeps_cast and version != self._version else self._stack
         if stack is None or not _is_stack(stack, parameters):
-            self._stack = stack = _as_stack(parameters)
+            with torch.inference_mode(False):  # training may use it next
+                self._stack = stack = _as_stack(parameters)
             self._version = version
         return stack
 

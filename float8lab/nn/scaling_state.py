@@ -31,8 +31,8 @@ class ScalingState:
     the next step's reduction, and the ranks exchange them here.
 
     Args:
-        recipe: the recipe under which an ``autocast`` runs modules that have none of their own;
-            needed to load their state before their first call.
+        recipe: the recipe under which an ``autocast`` runs the modules; needed to load their state
+            before their first call.
         amax_reduction_group: the group of that ``autocast``, if it has one.
 
     >>> layer = torch.nn.Linear(16, 16)
@@ -129,8 +129,9 @@ class ScalingState:
         for name, module in self.model.named_modules():
             device = next((p.device for p in module.parameters()), home)
             for gemm, precision in precisions(module):
-                recipe = precision.recipe or self.recipe
-                precision.prepare(device, recipe, self.amax_reduction_group)
+                # An autocast's recipe goes before a module's own, unless overrides set that.
+                for recipe in (precision.recipe, None if precision.pinned else self.recipe):
+                    precision.prepare(device, recipe, self.amax_reduction_group)
                 path = ".".join(filter(None, (name, gemm)))
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots

@@ -75,8 +75,11 @@ def test_not_strict_takes_over_what_fits_and_warns():
     assert tensors(model) == expected
 
 
-def test_a_state_of_autocasts_recipe_says_how_to_load_it():
-    layer = float8lab.Linear(16, 16, device="cpu")
+@pytest.mark.parametrize("own", [None, recipes.Float8CurrentScaling(), LONGER])
+def test_a_state_of_autocasts_recipe_says_how_to_load_it(own):
+    layer = torch.nn.Sequential(*(float8lab.Linear(16, 16, device="cpu") for _ in range(2)))
+    if own is not None:  # under which autocast's recipe goes before it, but in the second layer
+        float8lab.convert_to_float8(layer, own, overrides={"1": None})
     fresh = copy.deepcopy(layer)
     with float8lab.autocast(recipe=RECIPE):
         layer(torch.randn(4, 16))

@@ -551,7 +551,20 @@ class InAutocast(torch.nn.Module):
             return self.layer(x)
 
 
-@pytest.mark.parametrize("make", [converted, InAutocast, Microbatches, Attention])
+class StoredExperts(torch.nn.Module):
+    """Experts whose weights, in FP8, are one tensor, which the module remembers."""
+
+    def __init__(self):
+        super().__init__()
+        with float8lab.fp8_model_init(recipe=DELAYED):
+            self.experts = float8lab.GroupedLinear(2, 32, 32, device="cpu")
+
+    def forward(self, x):
+        with float8lab.autocast(recipe=DELAYED):
+            return self.experts(x, [3, 5])
+
+
+@pytest.mark.parametrize("make", [converted, InAutocast, Microbatches, Attention, StoredExperts])
 def test_calls_in_inference_mode_leave_state_that_training_goes_on_with(make):
     first = make()
 
