@@ -501,6 +501,7 @@ def test_the_default_dtype_changes_no_number(make, delayed):
 
 
 FP8_ATTENTION = recipes.DelayedScaling(fp8_dpa=True)
+ROWWISE = recipes.Float8RowwiseScaling()
 
 
 def converted():
@@ -556,11 +557,11 @@ class StoredExperts(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        with float8lab.fp8_model_init(recipe=DELAYED):
+        with float8lab.fp8_model_init(recipe=ROWWISE):
             self.experts = float8lab.GroupedLinear(2, 32, 32, device="cpu")
 
     def forward(self, x):
-        with float8lab.autocast(recipe=DELAYED):
+        with float8lab.autocast(recipe=ROWWISE):
             return self.experts(x, [3, 5])
 
 
