@@ -557,12 +557,13 @@ class StoredExperts(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.project = layer(32, 32)
         with float8lab.fp8_model_init(recipe=ROWWISE):
             self.experts = float8lab.GroupedLinear(2, 32, 32, device="cpu")
 
     def forward(self, x):
         with float8lab.autocast(recipe=ROWWISE):
-            return self.experts(x, [3, 5])
+            return self.experts(self.project(x), [3, 5])
 
 
 @pytest.mark.parametrize("make", [converted, InAutocast, Microbatches, Attention, StoredExperts])
