@@ -115,7 +115,7 @@ class _Norm(nn.Module):
         bias = self.bias.flatten() if self._center else None
         flat = x.flatten(x.ndim - len(shape)) if len(shape) > 1 else x
         y = normalize(flat, self.weight.flatten(), bias, self._kind, output_dtype(x))
-        y = y.reshape(x.shape)
+        y = y.reshape(x.shape) if len(shape) > 1 else y
         return inherit_tokens(y, x) if self.sequence_parallel else y
 
 

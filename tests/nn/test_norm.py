@@ -116,6 +116,15 @@ def test_strides_do_not_matter(norm: Any) -> None:
 
 
 @each_norm
+def test_an_output_is_no_view_and_may_be_written(norm: Any) -> None:
+    x = torch.randn(2, 5, 24, requires_grad=True)
+    y = made(norm, 24, device="cpu")(x)
+    assert not y._is_view()
+    y.add_(1.0).sum().backward()
+    assert x.grad is not None
+
+
+@each_norm
 def test_the_input_is_all_that_is_saved(norm: Any) -> None:
     x = torch.randn(512, 64, requires_grad=True)
     assert saved_bytes(norm(64, device="cpu"), x) <= x.nbytes + 2 * 4 * 512  # and statistics

@@ -60,7 +60,8 @@ def norm(
     if write or want_amax:
         y = apply_norm(x, rstd, weight, mean, bias).to(dtype)
         y_amax = amax(y, (-1, -1)) if want_amax else None
-        y = y.contiguous().view(shape) if write else None
+        # Not a view: an in-place op on a view of an autograd function's output is refused.
+        y = torch.ops.aten._unsafe_view.default(y.contiguous(), shape) if write else None
     mean = None if mean is None else mean.view(shape[:-1])
     return NormResults(y, mean, rstd.view(shape[:-1]), y_amax)
 
