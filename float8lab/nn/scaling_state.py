@@ -19,6 +19,8 @@ __all__ = ["ScalingState"]
 
 _NAMES = ("history", "amax", "scale", "encode", "steps")
 
+_UNNAMED = ("", "_checkpoint_wrapped_module")  # torch's checkpoint_wrapper hides its own name, too
+
 
 class ScalingState:
     """The delayed-scaling state of a model, ``Stateful`` and separate from its ``state_dict``.
@@ -132,7 +134,7 @@ class ScalingState:
                 # An autocast's recipe goes before a module's own, unless overrides set that.
                 for recipe in (precision.recipe, None if precision.pinned else self.recipe):
                     precision.prepare(device, recipe, self.amax_reduction_group)
-                path = ".".join(filter(None, (name, gemm)))
+                path = ".".join(x for x in (*name.split("."), gemm) if x not in _UNNAMED)
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import float8lab
 from float8lab import recipes
@@ -88,6 +89,13 @@ def test_a_state_of_autocasts_recipe_says_how_to_load_it(own):
         ScalingState(fresh).load_state_dict(state)
     ScalingState(fresh, RECIPE).load_state_dict(state)
     assert tensors(fresh) == tensors(layer)
+
+
+def test_checkpoint_wrapper_changes_no_name():
+    model = trained()
+    wrapped = copy.deepcopy(model)
+    wrapped[0] = checkpoint_wrapper(wrapped[0])
+    assert tensors(wrapped) == tensors(model)
 
 
 def test_a_model_without_delayed_scaling_loads_the_empty_state():
