@@ -43,6 +43,7 @@ from float8lab.recipes.region import (
     saved_tensors_hooks,
     set_clock,
 )
+from float8lab.tensor.differentiation import is_exporting
 
 __all__ = [
     "DY", "NO_OPTIONS", "Call", "CallOptions", "Precision", "W", "X", "call_under",
@@ -302,6 +303,11 @@ class Precision:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         if not recipe.linear.delayed:
             return self._new_call(recipe, options)
+        if torch.compiler.is_exporting() and not is_exporting():
+            raise NotImplementedError(
+                f"recipe must not be a delayed one inside torch.export; got {recipe}. The program "
+                "would hold no scales: use a recipe of current scales, or float8lab.onnx_export."
+            )
         state = GraphState(
             self.handle, recipe.number, name_of_group(STATE.autocast.group), record,
             self.slot_formats(recipe.linear)[1],

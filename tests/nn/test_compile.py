@@ -424,3 +424,13 @@ def test_a_layer_stored_in_fp8_is_exported():
     with float8lab.onnx_export(enabled=True), float8lab.autocast(recipe=recipe):
         program = torch.export.export(layer, (torch.randn(3, 64),), strict=False)
     assert str(program.graph).count("DequantizeLinear") == 2
+
+
+def test_an_exported_program_checkpoints_nothing_and_cannot_hold_delayed_scales():
+    mlp, x = float8lab.LayerNormMLP(32, 32, checkpoint=True, device="cpu"), torch.randn(3, 32)
+    assert torch.equal(torch.export.export(mlp, (x,)).module()(x), mlp(x))
+    with (
+        float8lab.autocast(recipe=RECIPES["delayed"]),
+        pytest.raises(NotImplementedError, match=r"^recipe must not be a delayed one inside torch"),
+    ):
+        torch.export.export(mlp, (x,), strict=False)
