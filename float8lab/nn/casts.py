@@ -32,7 +32,7 @@ from float8lab.tensor.operands import Matrix
 __all__ = [
     "SHARED_CAST", "WeightSource", "amaxes_of_shards", "input_source", "joined", "keeps_fp8_data",
     "kept_transpose", "note_weight", "plain", "recast", "remember_input", "show_cast", "show_gemm",
-    "show_quantized", "spec_of_experts", "stored_as", "weight_source",
+    "show_quantized", "spec_of_experts", "stored_as", "transposed", "weight_source",
 ]  # fmt: skip
 
 
@@ -343,6 +343,11 @@ class _WeightCast(NamedTuple):
         return is_same and self.version == version_of(weight)
 
 
+def transposed(q: Tensor, scale: Tensor, prior: Tensor | None = None) -> Operand:
+    """The transpose of FP8 data with one scale, ``[1]``, or a matrix of scales."""
+    return Operand(transpose_op(q, 1, prior), scale if scale.ndim == 1 else scale.mT)
+
+
 def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | None:
     """The transpose of a kept cast of experts' weights, kept with it; None of another cast.
 
@@ -353,7 +358,7 @@ def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | Non
         return None
     if not weight_cast.transposes:
         with torch.inference_mode(False), torch.no_grad():
-            weight_cast.transposes.append(Operand(transpose_op(q, 1, None), scale.mT))
+            weight_cast.transposes.append(transposed(q, scale))
     return weight_cast.transposes[0]
 
 

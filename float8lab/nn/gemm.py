@@ -41,6 +41,7 @@ from float8lab.nn.casts import (
     show_cast,
     show_gemm,
     show_quantized,
+    transposed,
     weight_source,
 )
 from float8lab.nn.main_grad import accumulate
@@ -722,8 +723,7 @@ def _columnwise_weight(
     a backward that gives ``prior``, a tensor of its own.
     """
     if data is not None and scale is not None:
-        scale = scale if scale.ndim == 1 else scale.mT
-        return None, None, Operand(transpose_op(data, 1, prior), scale)
+        return None, None, transposed(data, scale, prior)
     value = plain(_saved_value(weight), prior)
     if params is None:
         return value, None, call.scales.quantize(value, W, None, spec).columnwise

@@ -490,6 +490,21 @@ def test_weights_in_fp8_are_not_cast_again(stored):
     assert counts == ([[2, 1]] * 3 if stored else [[3, 1], [2, 0], [2, 0]])
 
 
+@pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["block"]], ids=str)
+def test_the_kept_cast_of_one_expert_is_that_of_a_linear_layer(recipe):
+    one = float8lab.GroupedLinear(1, K, N, device="cpu")
+    linear = float8lab.Linear(K, N, device="cpu")
+    linear.load_state_dict({"weight": one.weight0.detach(), "bias": one.bias0.detach()})
+    results = []
+    for layer, splits in ((one, [[M]]), (linear, [])):
+        x = rows(K).requires_grad_()
+        with float8lab.autocast(recipe=recipe):
+            y = layer(x, *splits, is_first_microbatch=True)
+        y.sum().backward()
+        results.append((y, x.grad))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["block"]], ids=str)
 def test_a_kept_cast_is_that_of_these_weights(single, recipe):
