@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.distributed.offload import WEIGHT_CASTS
@@ -320,8 +320,10 @@ def _kept_weight(weight: Tensor, call: Call) -> Operand:
         operand: Operand = scales.quantize(weight, W, call.plan.w).rowwise
     params = scales.known_params[W] if isinstance(scales, DelayedScales) else None
     params = params and params._replace(amax_slot=None)
+    # A weak reference would have torch.utils.swap_tensors refuse the parameter.
+    held = (lambda: weight) if isinstance(weight, nn.Parameter) else weakref.ref(weight)
     call.precision.weight_cast = _WeightCast(
-        weakref.ref(weight), version_of(weight), call.recipe, operand, params, []
+        held, version_of(weight), call.recipe, operand, params, []
     )
     return operand
 
@@ -329,7 +331,7 @@ def _kept_weight(weight: Tensor, call: Call) -> Operand:
 class _WeightCast(NamedTuple):
     """The cast that is kept from one microbatch to the next."""
 
-    weight: weakref.ref[Tensor]
+    weight: Callable[[], Tensor | None]
     version: int
     recipe: Recipe
     operand: Operand

@@ -164,3 +164,19 @@ def test_reset_parameters_materializes_converted_layers_and_leaves_others_where_
     layer.reset_parameters()
     assert layer.weight is weight
     assert weight.device.type == "cpu"
+
+
+def test_a_module_that_keeps_a_cast_lets_torch_swap_its_parameters():
+    layer = float8lab.Linear(16, 32, device="cpu")
+    with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
+        layer(torch.ones(2, 16), is_first_microbatch=True).sum().backward()
+    layer.zero_grad()
+    weight = layer.weight
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.load_state_dict(layer.state_dict())
+        layer.bfloat16()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert layer.weight is weight
+    assert weight.dtype == torch.bfloat16
