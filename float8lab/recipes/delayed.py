@@ -465,7 +465,7 @@ class DelayedSlots:
         old = pack.factors[:, columns]
         pack.set_factors(columns, torch.where(has_rows, factors.view(2, -1), old), has_rows)
         is_captured = pack.factors.is_cuda and torch.cuda.is_current_stream_capturing()
-        if index not in self._asked and not is_captured:
+        if index not in self._asked and not (is_captured or has_rows.is_meta):
             self._asked[index] = Answer(pack.has_scale()[columns].all())
 
     def _keep_scales(self, seeded: list[bool]) -> None:

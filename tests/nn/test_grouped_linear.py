@@ -490,6 +490,15 @@ def test_weights_in_fp8_are_not_cast_again(stored):
     assert counts == ([[2, 1]] * 3 if stored else [[3, 1], [2, 0], [2, 0]])
 
 
+@each_recipe
+def test_on_the_meta_device_shapes_are_right(recipe):
+    with torch.device("meta"):
+        layer, x = float8lab.GroupedLinear(E, K, N), torch.empty(M, K)
+        for _ in range(2):
+            y, dx, *_ = step(layer, x, torch.empty(M, N), recipe)
+            assert (y.shape, dx.shape) == ((M, N), (M, K))
+
+
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["block"]], ids=str)
 def test_the_kept_cast_of_one_expert_is_that_of_a_linear_layer(recipe):
     one = float8lab.GroupedLinear(1, K, N, device="cpu")
