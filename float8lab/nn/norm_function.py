@@ -49,7 +49,7 @@ class _Norm(Float8Function):
     ) -> Tensor:
         y: Tensor
         y, mean, rstd, _ = norm_op(x, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
-        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.save_for_backward(x, weight, mean if kind.center else None, rstd)
         ctx.kind, ctx.bias_dtype = kind, None if bias is None else bias.dtype
         return y
 
@@ -84,7 +84,7 @@ def source_of_norm(
         _, mean, rstd, amax = norm_op(
             x, gamma, bias, kind.eps, kind.center, dtype, None, (), False, want_amax
         )
-        stats = mean, rstd
+        stats = mean if kind.center else None, rstd  # a mode sees an empty mean
     mean, rstd = stats
     name, inputs = "rms_norm", [x, rstd, gamma]
     if bias is not None and mean is not None:

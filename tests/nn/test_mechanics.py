@@ -58,6 +58,17 @@ def test_selective_checkpointing_changes_nothing(recipe, policy):
 
 
 @each_recipe
+def test_a_checkpoint_saves_the_same_whether_a_mode_sees_it(recipe):
+    model = nn.Sequential(float8lab.RMSNorm(32, device="cpu"), make_model(recipe))
+    model.append(float8lab.LayerNormLinear(32, 32, normalization="RMSNorm", device="cpu"))
+    x = torch.randn(8, 32, requires_grad=True)
+    with float8lab.count_gemms(), float8lab.autocast(recipe=recipe):
+        y = checkpoint(model, x, use_reentrant=False)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+@each_recipe
 def test_anomaly_mode_changes_nothing(recipe):
     model = make_model(recipe)
     watched = copy.deepcopy(model)
