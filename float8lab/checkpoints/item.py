@@ -108,7 +108,7 @@ class Item:
         box = box or whole_box(self.entry.shape)
         blocks = blocks_of_box(box, self.block)
         if self.scale is None or self.spec is None:
-            return torch.ones([s.stop - s.start for s in blocks])
+            return torch.ones([s.stop - s.start for s in blocks], device="cpu")
         if self.spec.per_tensor:
             return _as_scale(self.scale.read()).reshape((1,) * len(self.entry.shape))
         scales = _as_scale(self.scale.read(blocks[: len(self.scale.shape)]))

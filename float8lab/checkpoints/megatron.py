@@ -211,7 +211,7 @@ def _entries(file: Path, model: object) -> dict[str, Entry]:
     for key, value in leaves(file, model, ""):
         is_state = key.endswith("_extra_state")
         if is_state and isinstance(value, io.BytesIO):  # as older releases have it
-            value = torch.tensor(list(value.getvalue()), dtype=torch.uint8)
+            value = torch.tensor(list(value.getvalue()), dtype=torch.uint8, device="cpu")
         tensor = _dequantized(value) if isinstance(value, Opaque) else value
         if isinstance(tensor, Tensor):
             name = f"{file.parent.name}/{file.name}"

@@ -66,7 +66,7 @@ class Place:
         """Read a box; only the bytes from its first to its last element are read."""
         sizes = [s.stop - s.start for s in box]
         if 0 in sizes:
-            return torch.empty(sizes, dtype=self.dtype)
+            return torch.empty(sizes, dtype=self.dtype, device="cpu")
         first = sum(s.start * stride for s, stride in zip(box, self.strides, strict=True))
         last = sum((s.stop - 1) * stride for s, stride in zip(box, self.strides, strict=True))
         size, start = (last - first + 1) * self.dtype.itemsize, first * self.dtype.itemsize
@@ -93,7 +93,8 @@ class Piece(NamedTuple):
 
 def read_pieces(pieces: Sequence[Piece], dtype: torch.dtype, box: Box) -> Tensor:
     """Read a box of a tensor from its pieces; what no piece holds is 0."""
-    result = torch.zeros([s.stop - s.start for s in box], dtype=torch.uint8).to(dtype)
+    sizes = [s.stop - s.start for s in box]
+    result = torch.zeros(sizes, dtype=torch.uint8, device="cpu").to(dtype)
     for piece in pieces:
         common = [
             (max(s.start, start), min(s.stop, start + size))

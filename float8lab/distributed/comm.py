@@ -229,7 +229,7 @@ class TensorParallel:
     def told(self, *numbers: int) -> Tensor:
         """The numbers that all ranks tell each other, a row for each, through memory of the CPU."""
         host = channel(self.group).host_group(self.group).group_name
-        return all_gathered(torch.tensor([numbers]), self.size, host)
+        return all_gathered(torch.tensor([numbers], device="cpu"), self.size, host)
 
     def amax(self, amax: Tensor) -> Tensor:
         """The maximum over ranks of amaxes, infinite where one of them is NaN."""

@@ -184,7 +184,8 @@ class _Lanes:
         return self.module.current_stream(self.device)
 
     def store(self, source: Tensor) -> Tensor:
-        host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+        pins = self.device.type != "cpu"
+        host = torch.empty(source.numel(), dtype=torch.uint8, device="cpu", pin_memory=pins)
         self.outward.wait_stream(self.current())
         with self.module.stream(self.outward):
             host.copy_(source, non_blocking=True)

@@ -360,7 +360,8 @@ def _check_that_they_compute(
     weight = values[0][1][0]
     if weight.is_meta:
         return
-    x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(4, weight.shape[0], generator=generator, device=weight.device).to(weight)
     for index, (expert, (fc1, fc2)) in enumerate(zip(experts, values, strict=True)):
         with torch.autocast(x.device.type, enabled=False), autocast(enabled=False):
             want = functional.linear(activate(functional.linear(x, *fc1), activation), *fc2)

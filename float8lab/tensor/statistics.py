@@ -204,8 +204,10 @@ class TensorStats(_Shares[float]):
         """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
         arguments.check_choice("by", by, ("code", "exponent"))
         if by == "code":
-            return Histogram(by, code_values(self.spec.fp8_dtype), torch.tensor(self.codes))
-        values, counts = map(torch.tensor, zip(*self.count_exponents().items(), strict=True))
+            codes = torch.tensor(self.codes, device="cpu")
+            return Histogram(by, code_values(self.spec.fp8_dtype), codes)
+        columns = zip(*self.count_exponents().items(), strict=True)
+        values, counts = (torch.tensor(column, device="cpu") for column in columns)
         return Histogram(by, values, counts, self.count("zero"))
 
     def rows(self) -> list[tuple[str, str]]:
@@ -318,7 +320,7 @@ def code_values(dtype: torch.dtype) -> Tensor:
     """The value of each code, 256 of FP8 or 16 of ``E2M1``: float32, on the CPU."""
     if dtype == E2M1:
         return torch.tensor((*E2M1_VALUES, *(-v for v in E2M1_VALUES)), device="cpu")
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
 def span(low: float, top: float) -> str:

@@ -139,3 +139,25 @@ def test_function_transforms_are_refused(recipe):
     for transform in (torch.func.vmap, torch.func.grad, torch.func.jacrev, torch.func.hessian):
         with pytest.raises(NotImplementedError, match=r"torch\.func .*to_high_precision"):
             transform(lambda x: model(x).sum())(x)
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+@each_recipe
+def test_another_default_device_changes_nothing(recipe):
+    experts = nn.ModuleList(Expert() for _ in range(2))
+    x, want, got = torch.randn(6, 16), [], []
+    for results, device in ((want, "cpu"), (got, "meta")):
+        with torch.device(device), float8lab.autocast(recipe=recipe):
+            mlp = float8lab.ExpertMLP.from_experts(experts, ("up", "down"), "relu")
+            y = mlp.run_rows(x.requires_grad_(), [2, 4])
+            codes = float8lab.inspect.histogram(float8lab.quantize(x.detach()))
+        results += [y, *torch.autograd.grad(y.sum(), x), codes.counts]
+    assert all(map(torch.equal, got, want))

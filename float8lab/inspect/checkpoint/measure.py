@@ -132,7 +132,7 @@ def _codes(item: Item, step: Step) -> Measured:
     shape, block = entry.shape, item.block
     blocks = _Blocks(spec)
     count = blocks.sizes.numel()
-    counts = torch.zeros(count, dtype=torch.int64)
+    counts = torch.zeros(count, dtype=torch.int64, device="cpu")
     cut_blocks: list[Tensor] | None = None
     nbytes = item.nbytes / max(math.prod(shape), 1)
     for box in boxes(shape, block):
@@ -146,7 +146,7 @@ def _codes(item: Item, step: Step) -> Measured:
             place = blocks_of_box(box, block)
             if cut_blocks is None:
                 dtypes = (torch.uint8, torch.int64, torch.int64)
-                cut_blocks = [torch.zeros(scale_shape(shape, block), dtype=t) for t in dtypes]
+                cut_blocks = [counts.new_zeros(scale_shape(shape, block), dtype=t) for t in dtypes]
             cut_blocks[0][place] = torch.maximum(cut_blocks[0][place], largest)
             cut_blocks[1][place] += top
             cut_blocks[2][place] += below

@@ -76,7 +76,7 @@ def plan_groups(offs: Tensor, rows: int | torch.SymInt) -> Tensor:
     groups.sort(key=lambda group: -group[1])
     unused = padded_rows(int(rows), len(offs)) // SPAN - len(tiles)
     plan = [*groups, [len(tiles), beyond, 0, 0], *tiles, *[[0] * 4] * unused]
-    return torch.tensor(plan, dtype=torch.int32).to(offs.device)
+    return torch.tensor(plan, dtype=torch.int32, device=offs.device)
 
 
 _How = tuple[torch.dtype, tuple[int, ...], str, float]
