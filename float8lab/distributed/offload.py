@@ -184,8 +184,7 @@ class _Lanes:
         return self.module.current_stream(self.device)
 
     def store(self, source: Tensor) -> Tensor:
-        pins = self.device.type != "cpu"
-        host = torch.empty(source.numel(), dtype=torch.uint8, device="cpu", pin_memory=pins)
+        host = torch.empty_like(source, device="cpu", pin_memory=self.device.type != "cpu")
         self.outward.wait_stream(self.current())
         with self.module.stream(self.outward):
             host.copy_(source, non_blocking=True)

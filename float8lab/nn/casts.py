@@ -317,15 +317,13 @@ def _kept_weight(weight: Tensor, call: Call) -> Operand:
             scales.known_params[W] = weight_cast.params
         return weight_cast.operand
     with torch.inference_mode(False), torch.no_grad():  # training may use it next
-        operand: Operand = scales.quantize(weight, W, call.plan.w).rowwise
+        made: Operand = scales.quantize(weight, W, call.plan.w).rowwise
     params = scales.known_params[W] if isinstance(scales, DelayedScales) else None
     params = params and params._replace(amax_slot=None)
     # A weak reference would have torch.utils.swap_tensors refuse the parameter.
-    held = (lambda: weight) if isinstance(weight, nn.Parameter) else weakref.ref(weight)
-    call.precision.weight_cast = _WeightCast(
-        held, version_of(weight), call.recipe, operand, params, []
-    )
-    return operand
+    ref = (lambda: weight) if isinstance(weight, nn.Parameter) else weakref.ref(weight)
+    call.precision.weight_cast = _WeightCast(ref, version_of(weight), call.recipe, made, params, [])
+    return made
 
 
 class _WeightCast(NamedTuple):
@@ -347,7 +345,8 @@ class _WeightCast(NamedTuple):
 
 def transposed(q: Tensor, scale: Tensor, prior: Tensor | None = None) -> Operand:
     """The transpose of FP8 data with one scale, ``[1]``, or a matrix of scales."""
-    return Operand(transpose_op(q, 1, prior), scale if scale.ndim == 1 else scale.mT)
+    has_one = scale.ndim == 1 or scale.shape[-2:] == (1, 1)
+    return Operand(transpose_op(q, 1, prior), scale if has_one else scale.mT)
 
 
 def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | None:

@@ -352,8 +352,7 @@ class Precision:
         """
         if replay is None:
             node = torch._C._current_autograd_node()
-            if isinstance(node, FunctionCtx):
-                replay = CHECKPOINTS.of_torch.get(node)
+            replay = CHECKPOINTS.of_torch.get(node) if isinstance(node, FunctionCtx) else None
             if replay is not None:
                 replay.follow(current_backward())
         if replay is not None and (replay is CHECKPOINTS.replay or replay.has_next(self)):

@@ -623,13 +623,12 @@ class DelayedSlots:
         """Record the amax of ``x`` without casting it (calibration)."""
         if (x if isinstance(x, Tensor) else x.inputs[0]).numel() == 0:
             return
-        columns = self._columns(index, experts)
         if not self.is_seeded(index):
             self._first_params(index, x, True, True, experts)
         amax = own_amax(x).view(-1)
         if isinstance(x, Groups):
             amax = torch.where(x.has_rows(), amax, NO_DATA)
-        slot = self.pack.amax[columns]
+        slot = self.pack.amax[self._columns(index, experts)]
         slot.copy_(torch.maximum(slot, amax))
 
     def _own_factors(self, index: int, x: Tensor | Prologue | Groups) -> Tensor:

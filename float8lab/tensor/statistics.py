@@ -42,6 +42,8 @@ __all__ = [
 KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
 """The kinds of elements that are counted; an element may be of none."""
 
+_on_cpu = functools.partial(torch.tensor, device="cpu")
+
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
@@ -204,10 +206,8 @@ class TensorStats(_Shares[float]):
         """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
         arguments.check_choice("by", by, ("code", "exponent"))
         if by == "code":
-            codes = torch.tensor(self.codes, device="cpu")
-            return Histogram(by, code_values(self.spec.fp8_dtype), codes)
-        columns = zip(*self.count_exponents().items(), strict=True)
-        values, counts = (torch.tensor(column, device="cpu") for column in columns)
+            return Histogram(by, code_values(self.spec.fp8_dtype), _on_cpu(self.codes))
+        values, counts = map(_on_cpu, zip(*self.count_exponents().items(), strict=True))
         return Histogram(by, values, counts, self.count("zero"))
 
     def rows(self) -> list[tuple[str, str]]:
@@ -319,7 +319,7 @@ def health(found: TensorStats) -> str:
 def code_values(dtype: torch.dtype) -> Tensor:
     """The value of each code, 256 of FP8 or 16 of ``E2M1``: float32, on the CPU."""
     if dtype == E2M1:
-        return torch.tensor((*E2M1_VALUES, *(-v for v in E2M1_VALUES)), device="cpu")
+        return _on_cpu((*E2M1_VALUES, *(-v for v in E2M1_VALUES)))
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
