@@ -19,8 +19,6 @@ __all__ = ["ScalingState"]
 
 _NAMES = ("history", "amax", "scale", "encode", "steps")
 
-_UNNAMED = ("", "_checkpoint_wrapped_module")  # torch's checkpoint_wrapper hides its own name, too
-
 
 class ScalingState:
     """The delayed-scaling state of a model, ``Stateful`` and separate from its ``state_dict``.
@@ -134,7 +132,8 @@ class ScalingState:
                 # An autocast's recipe goes before a module's own, unless overrides set that.
                 for recipe in (precision.recipe, None if precision.pinned else self.recipe):
                     precision.prepare(device, recipe, self.amax_reduction_group)
-                path = ".".join(x for x in (*name.split("."), gemm) if x not in _UNNAMED)
+                # torch's checkpoint_wrapper hides its own name, too.
+                path = f".{name}.{gemm}".replace("._checkpoint_wrapped_module", "").strip(".")
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots
 
