@@ -345,7 +345,8 @@ class _WeightCast(NamedTuple):
 
 def transposed(q: Tensor, scale: Tensor, prior: Tensor | None = None) -> Operand:
     """The transpose of FP8 data with one scale, ``[1]``, or a matrix of scales."""
-    return Operand(transpose_op(q, 1, prior), scale if scale.ndim == 1 else scale.mT)
+    has_one = scale.ndim == 1 or scale.shape[-2:] == (1, 1)
+    return Operand(transpose_op(q, 1, prior), scale if has_one else scale.mT)
 
 
 def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | None:

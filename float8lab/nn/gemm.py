@@ -749,9 +749,8 @@ def _dgrad(
             return Gemm(_mm_in_groups(dy, value.to(dy.dtype).mT, offsets.offs, weight.dtype), dy)
         return Gemm(comm.reduce((dy @ value.to(dy.dtype)).to(weight.dtype), backward=True), dy)
     operand = weight.columnwise
-    if operand is None and weight.data is not None and (scale := weight.scale) is not None:
-        has_one = scale.ndim == 1 or scale.shape[-2:] == (1, 1)
-        operand = Operand(transpose_op(weight.data, 1, None), scale if has_one else scale.mT)
+    if operand is None and weight.data is not None and weight.scale is not None:
+        operand = transposed(weight.data, weight.scale)
     elif operand is None:
         params, epsilon = weight.params, float(plan.epsilon)
         operand = quantize(_saved_value(value), None, dgrad.right, params, epsilon).columnwise

@@ -444,11 +444,9 @@ class DelayedSlots:
     def clear(self) -> None:
         """Forget all that was recorded, in place."""
         tensors = self.tensors()
-        for name in ("history", "seeded", "steps"):
-            tensors[name].zero_()
-        for name in ("factors", "previous"):
-            tensors[name].fill_(1.0)
-        tensors["amax"].fill_(NO_DATA)
+        new = {"history": 0, "seeded": 0, "steps": 0, "factors": 1, "previous": 1, "amax": NO_DATA}
+        for name, value in new.items():
+            tensors[name].fill_(value)
         self._keep_scales([False] * len(self.seeded))
 
     def _set_first_scale(
