@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from float8lab.checkpoints import source
+from float8lab.checkpoints.safetensors import DTYPES
 from float8lab.checkpoints.unpickling import load_opaquely, load_safely
 from float8lab.tensor import Float4Tensor, Float8Tensor
 
@@ -20,6 +21,8 @@ __all__ = ["entries_of", "leaves", "load_megatron_file", "open_state_dict", "ope
 
 _DEEPEST = 100
 """Nesting of dicts and lists that is followed."""
+_READ = {*DTYPES.values(), torch.complex32, torch.complex128}
+"""Dtypes whose elements torch converts; it has others, of packed bits, which it only stores."""
 
 
 def open_torch_save(path: Path) -> source.CheckpointSource:
@@ -97,12 +100,13 @@ def entries_of(name: str, value: Tensor, file: str) -> list[source.Entry]:
             for entry in entries_of(f"{name}.{field}", getattr(value, field), file)
         )
         return [replace(data, spec=value.spec), *scales]
-    plain = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    plain = plain and value.layout == torch.strided and not value.is_quantized
+    plain = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and value.dtype in _READ
+    plain = plain and value.layout == torch.strided and not (value.is_nested or value.is_meta)
+    shape = (value.numel(),) if value.is_nested else tuple(value.shape)
     kind = source.dtype_name(value.dtype) if plain else f"{type(value).__name__} of {value.dtype}"
     dtype, nbytes = value.dtype if plain else None, value.numel() * value.dtype.itemsize
     reader = functools.partial(_read, value.detach())
-    return [source.Entry(name, dtype, kind, tuple(value.shape), nbytes, file, reader)]
+    return [source.Entry(name, dtype, kind, shape, nbytes, file, reader)]
 
 
 def _read(value: Tensor, box: source.Box) -> Tensor:

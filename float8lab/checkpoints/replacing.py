@@ -34,11 +34,13 @@ def replacing(path: Path) -> Iterator[Path]:
         if path.exists():
             shutil.copymode(path, partial)
         _move(partial, path, path.with_name(f".{path.name}.{token}.old"))
-    except BaseException:
+    except BaseException as error:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(partial):
+            error.filename = str(path)  # the name that the caller knows
         raise
 
 

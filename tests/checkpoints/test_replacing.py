@@ -38,6 +38,8 @@ def test_a_file_does_not_replace_a_directory(tmp_path):
     write(tmp_path / "folder" / "mine", "text")
     with pytest.raises(IsADirectoryError, match=r"Is a directory: .*folder'"):
         write(tmp_path / "folder", "text")
+    with pytest.raises(FileNotFoundError, match=r"missing/out.html'"):
+        write(tmp_path / "missing" / "out.html", "text")
     assert os.listdir(tmp_path) == ["folder"]
     assert os.listdir(tmp_path / "folder") == ["mine"]
 

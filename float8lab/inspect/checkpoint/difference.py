@@ -23,9 +23,9 @@ from float8lab.tensor.statistics import decibels
 
 __all__ = ["CheckpointDiff", "DiffRow", "diff"]
 
-STATUSES = ("shape", "differs", "only in A", "only in B", "equal", "same")
+STATUSES = ("shape", "differs", "unread", "only in A", "only in B", "equal", "same")
 """The statuses of a tensor, the worst first. ``equal``: the same values, stored in another way.
-``same``: bit for bit."""
+``same``: bit for bit. ``unread``: torch cannot read the elements of one side."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float],
     if a.entry.shape != b.entry.shape:
         return row
     if a.entry.dtype is None or b.entry.dtype is None:
-        return replace(row, status="differs")  # torch cannot read one of the dtypes
+        return replace(row, status="unread")
     return _compared(row, a, b, step)
 
 
@@ -321,5 +321,7 @@ def _cells(row: DiffRow) -> tuple[str, str, str, str, str]:
         changed += f", {counted(row.changed_scales, 'scale')}"
     if row.unlike:
         changed += f", {row.unlike} inf or NaN"
-    errors = _decibels(row.sqnr), _decibels(row.element_sqnr), f"{row.max_error:.3g}"
+    errors = "", "", ""
+    if row.status != "unread":
+        errors = _decibels(row.sqnr), _decibels(row.element_sqnr), f"{row.max_error:.3g}"
     return *errors, " -> ".join(formats), changed.removeprefix(", ")

@@ -32,6 +32,21 @@ def compare(tmp_path):
     return run
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.empty(2, device="meta"), torch.eye(3).to_sparse(),
+        torch.zeros(2).byte().view(torch.float4_e2m1fn_x2),
+    ],
+    ids=["meta", "sparse", "4-bit"],
+)  # fmt: skip
+def test_tensors_without_elements_to_read_are_not_compared(value):
+    found = diff({"w": value}, {"w": value})
+    assert found.counts["unread"] == 1
+    assert not found.equal
+    assert "dB" not in str(found)
+
+
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (128, 128), (1, 32)], ids=str)
 def test_fp8_against_its_source(compare, small, block):
     x = torch.randn(300, 200, dtype=torch.bfloat16)
