@@ -34,6 +34,7 @@ from float8lab.inspect.text import Grid, Printed
 from float8lab.inspect.trial import LossFn, Trial, on_trial, refuse_dtensors, unambiguous
 from float8lab.nn.casts import plain
 from float8lab.nn.linear import Linear
+from float8lab.ops import as_matrix
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
 from float8lab.tensor import quantize
 
@@ -413,10 +414,10 @@ def _look_at(
     """Look at the operands of the GEMMs of one call of a layer, once dy is known."""
     weight, _ = layer._weight_and_bias(layer.gemms[0])
     w = plain(weight).detach().float()
-    x = x.reshape(-1, x.shape[-1]).float()
+    x = as_matrix(x).float()
     needs_dw = any(p.requires_grad for p in layer.parameters() if p.ndim == 2)
     if dy is not None:
-        dy = plain(dy.detach()).reshape(-1, dy.shape[-1]).float()
+        dy = as_matrix(plain(dy.detach())).float()
     for recipe in recipes:
         plan, compare = recipe.linear, partial(_compare, looks, name, recipe)
         if plan.fprop:

@@ -314,6 +314,15 @@ def test_checkpointed_frozen_tied_and_stored_weights():
     assert all(0 <= row.damage < 1 for row in found.rows)
 
 
+def test_a_layer_without_features_does_no_damage():
+    empty = float8lab.Linear(64, 0, device="cpu")
+    found = inspect.sensitivity(
+        nn.ModuleList([nn.Linear(64, 8), empty]), torch.randn(16, 64),
+        lambda model, x: model[0](x).square().mean() + model[1](x).sum(),
+    )  # fmt: skip
+    assert {row.damage for row in found.rows if row.layer == "1"} == {0.0}
+
+
 def test_what_it_refuses():
     model, x = stack(1), torch.randn(8, 64)
     with pytest.raises(ValueError, match="must return one number that requires a gradient"):

@@ -1,6 +1,7 @@
 """Verdicts on watched runs, alerts while they run, and two runs side by side."""
 
 import json
+import math
 import warnings
 
 import pytest
@@ -112,6 +113,8 @@ def test_two_runs_side_by_side():
     alone = compare(two_runs()[0], Log(steps=[Step(3, 2.5)]))
     assert alone.losses == ((3, 2.0, 2.5),)
     assert compare(Log(), Log()).gap is None
+    diverged = compare(Log(steps=[Step(3, math.nan)]), two_runs()[0])
+    assert json.loads(json.dumps(diverged.to_json(), allow_nan=False))["gap"] is None
     with pytest.raises(TypeError, match="original must be the log of a watch, as x is"):
         compare(Log(), torch.ones(1))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from float8lab.arguments import check_instance, check_names, check_size, shown
 from float8lab.inspect import statistics
-from float8lab.inspect.text import Grid, Printed
+from float8lab.inspect.text import Grid, Printed, finite
 from float8lab.inspect.watch.records import Log, Record, evenly_chosen
 
 __all__ = ["OperandOfRuns", "Quality", "RunComparison", "check_names_of_runs", "compare"]
@@ -101,14 +101,14 @@ class RunComparison(Printed):
         return [grid for grid in grids if grid.rows]
 
     def to_json(self) -> dict[str, object]:
-        """The same for programs."""
+        """The same for ``json.dumps``, with None for numbers that are not finite."""
         operands = [
             {**o._asdict(), "a": o.a and o.a._asdict(), "b": o.b and o.b._asdict()}
             for o in self.operands
         ]
         losses = [{"step": s, "a": a, "b": b} for s, a, b in self.losses]
         named = dict(zip("ab", self.names, strict=True))
-        return {"runs": named, "gap": self.gap, "losses": losses, "operands": operands}
+        return finite({"runs": named, "gap": self.gap, "losses": losses, "operands": operands})
 
 
 def check_names_of_runs(names: object) -> None:
