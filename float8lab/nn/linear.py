@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +129,7 @@ class Linear(GemmModule, nn.Linear):
         """Apply the layer.
 
         Args:
-            inp: ``[..., in_features]``.
+            inp: ``[..., in_features]``; may be a nested tensor of layout ``torch.jagged``.
             is_first_microbatch: True casts the weight and keeps the cast, False uses the kept one:
                 say so only if the weight did not change in between. True also makes
                 ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead of adding to it. None
@@ -144,6 +144,8 @@ class Linear(GemmModule, nn.Linear):
             if inp is not None:
                 raise TypeError("input must be None where inp is given; got both. Pass one.")
             inp = input
+        if isinstance(inp, Tensor) and inp.is_nested:
+            return self._of_components(inp, is_first_microbatch)
         placement = self._placement
         if self._split is not None:
             weight, bias = self._weight_and_bias(self.gemms[0])
@@ -171,6 +173,22 @@ class Linear(GemmModule, nn.Linear):
         if parallel is not None and parallel.scatters:
             parallel.remember_tokens(y, tokens)
         return (y, bias) if self.return_bias else y
+
+    def _of_components(
+        self, inp: Any, first_microbatch: bool | None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Apply the layer to a nested tensor: to its components' values, which are one tensor."""
+        if inp.layout != torch.jagged:
+            raise TypeError(
+                f"inp must have layout torch.jagged if it is nested; got {inp.layout}. Name the "
+                "layout where the nested tensor is made."
+            )
+        y = self.forward(inp.values(), first_microbatch)
+        values, bias = y if isinstance(y, tuple) else (y, None)
+        nested = torch.nested.nested_tensor_from_jagged(
+            values, inp.offsets(), inp.lengths(), jagged_dim=inp._ragged_idx
+        )
+        return (nested, bias) if self.return_bias else nested
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         old = self._parameters.get(name)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -100,6 +101,30 @@ def test_any_shape_trains(recipe, shape, K, N, device):
         assert actual.shape == expected.shape
         if expected.numel():
             assert (actual.double() - expected).norm() <= 0.15 * expected.norm() + 1e-12
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["high", "current"])
+def test_nested_tensors_give_what_their_values_give(recipe):
+    layer, dy = float8lab.Linear(40, 24, return_bias=True, device="cpu"), torch.randn(7, 24)
+    parts = [torch.randn(size, 40) for size in (3, 0, 4)]
+    jagged = torch.nested.as_nested_tensor(parts, layout=torch.jagged).requires_grad_()
+    values = torch.cat(parts).requires_grad_()
+    with float8lab.autocast(recipe is not None, recipe=recipe):
+        (y, bias), (want, _) = layer(jagged), layer(values)
+    assert bias is layer.bias
+    assert y.shape[:2] == jagged.shape[:2]  # so that these may be added
+    y.values().backward(dy)
+    want.backward(dy)
+    assert torch.equal(y.values(), want)
+    assert torch.equal(jagged.grad.values(), values.grad)
+
+
+def test_nested_tensors_of_another_layout_are_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype
+        nested = torch.nested.nested_tensor([torch.randn(3, 40)])
+    with pytest.raises(TypeError, match=r"inp must have layout torch.jagged if it is nested; got"):
+        float8lab.Linear(40, 24, device="cpu")(nested)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
