@@ -268,8 +268,7 @@ def _saved(model: nn.Module, run: Callable[[], object], counted: _Counted) -> di
             yield module.register_forward_pre_hook(partial(enter, name), prepend=True)
             yield module.register_forward_hook(leave, always_call=True)
 
-    saving = torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved)
-    with hooked(attach()), saving:
+    with hooked(attach()), torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         output = run()
     # Parameters that FSDP2 has gathered exist only while their module runs; by now they are empty.
     sizes: defaultdict[str, int] = defaultdict(int)

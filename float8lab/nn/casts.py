@@ -162,8 +162,7 @@ def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> N
     (E, N, K), (q, scale), (block_rows, block_columns) = weight.shape, operand, spec.block
     if isinstance(weight, Float8Tensor) or (block_rows > 1 and N % block_rows):
         return
-    if spec.per_tensor:
-        scale = scale.view(E, 1, 1)  # that of a single expert may be [1]
+    scale = scale.reshape(E, -1, scale.shape[-1])  # that of a single expert may be [1]
     down = N if block_rows == 1 else scale.shape[1]
     rows = Operand(q[:, :N].reshape(E * N, -1), scale[:, :down].reshape(E * down, -1))
     below = replace(spec, block=(N if block_rows == -1 else block_rows, block_columns))

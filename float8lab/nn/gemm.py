@@ -309,8 +309,7 @@ def _saved(
     matrix_x = x if isinstance(x, Tensor) and not has_origin else None
     data = scale = requant = w_data = w_scale = w_requant = None
     if policy.x is Keep.GATHERED:
-        gathered = _saved_value(done.gathered)
-        data, scale = transpose_op(gathered.data, 1, None), gathered.scale
+        data, scale = transpose(*_saved_value(done.gathered))
         requant = done.x.requant
     elif policy.x is Keep.REQUANTIZE:
         data, scale, requant = matrix_x, done.x.rowwise.scale, done.x.requant
@@ -709,8 +708,7 @@ def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
         return dy.sum(0, dtype=torch.float32)
     # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in rows of
     # their own, which torch takes whatever the number of tokens.
-    summing = dy.new_ones((dy.shape[0], 8)).t()
-    return _mm_in_groups(dy.t(), summing, offsets.offs, dy.dtype)[..., 0]
+    return _mm_in_groups(dy.t(), dy.new_ones((len(dy), 8)).t(), offsets.offs, dy.dtype)[..., 0]
 
 
 def _columnwise_weight(

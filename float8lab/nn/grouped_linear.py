@@ -318,46 +318,41 @@ def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argume
 
     ``argument`` is what the caller has called the number of experts.
     """
-    sizes: list[int] | None = None
-    if not isinstance(m_splits, Tensor):
-        try:
-            sizes = [operator.index(size) for size in m_splits]
-        except TypeError:
-            raise TypeError(
-                f"m_splits must be integers; got {arguments.shown(m_splits)}. Pass the number of "
-                "rows of each expert, as a list or a tensor."
-            ) from None
-    elif _is_readable(m_splits, experts, argument):
-        sizes = m_splits.tolist()
-    if sizes is not None:
-        if len(sizes) != experts or not are_sizes(sizes, x.shape[0]):
-            raise ValueError(
-                f"m_splits must be {experts} numbers ({argument}), none negative, of at most "
-                f"{x.shape[0]} rows; got {arguments.shown(sizes)}. Pass the number of rows of each "
-                "expert."
-            )
-        if x.is_cuda and not torch.compiler.is_compiling() and capturing():
-            return _filled([*itertools.accumulate(sizes)], x.device)
+    host_sizes = _sizes_on_host(m_splits)
+    sizes = host_sizes or []
+    shape = m_splits.shape if isinstance(m_splits, Tensor) else (len(sizes),)
+    if shape != (experts,) or not are_sizes(sizes, x.shape[0]):
+        raise ValueError(
+            f"m_splits must be {experts} numbers ({argument}), none negative, of at most "
+            f"{x.shape[0]} rows; got {arguments.shown(sizes or m_splits)}. Pass the number of rows "
+            "of each expert."
+        )
+    if host_sizes and x.is_cuda and not torch.compiler.is_compiling() and capturing():
+        return _filled([*itertools.accumulate(sizes)], x.device)
     if isinstance(m_splits, Tensor):
         # int32 stays so: torch's default would convert the numbers first.
         dtype = torch.int32 if m_splits.dtype == torch.int32 else torch.int64
         return m_splits.to(x.device).cumsum(0, dtype=dtype)
-    return torch.tensor([*itertools.accumulate(sizes or ())], dtype=torch.int32, device=x.device)
+    return torch.tensor([*itertools.accumulate(sizes)], dtype=torch.int32, device=x.device)
 
 
-def _is_readable(m_splits: Tensor, experts: int, argument: str) -> bool:
-    """Check a tensor of sizes; returns whether the host can read its values without waiting."""
-    if m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype == torch.bool:
-        raise TypeError(
-            f"m_splits must be integers; got {arguments.shown(m_splits)}. Pass the number of rows "
-            "of each expert."
-        )
-    if m_splits.shape != (experts,):
-        raise ValueError(
-            f"m_splits must be {experts} numbers ({argument}); got {arguments.shown(m_splits)}. "
-            "Pass the number of rows of each expert."
-        )
-    return type(m_splits) is Tensor and arguments.has_values(m_splits)
+def _sizes_on_host(m_splits: Sequence[int] | Tensor) -> list[int] | None:
+    """The sizes; None of a tensor that the host cannot read without waiting."""
+    cause: TypeError | None = None
+    if not isinstance(m_splits, Tensor):
+        try:
+            return [operator.index(size) for size in m_splits]
+        except TypeError as error:
+            cause = error
+    elif not (
+        m_splits.dtype == torch.bool or m_splits.is_complex() or m_splits.is_floating_point()
+    ):
+        is_readable = type(m_splits) is Tensor and m_splits.ndim == 1
+        return m_splits.tolist() if is_readable and arguments.has_values(m_splits) else None
+    raise TypeError(
+        f"m_splits must be integers; got {arguments.shown(m_splits)}. Pass the number of rows of "
+        "each expert, as a list or a tensor."
+    ) from cause
 
 
 def _filled(offsets: Sequence[int], device: torch.device) -> Tensor:

@@ -261,8 +261,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         cast = precision.weight_gather(shares_scales=self._placement is not None)
         if cast is None or not gemm.experts:
             return cast
-        is_stack = len(gemm.shapes[0]) == 3
-        return cast._replace(spec=spec_of_experts(cast.spec)) if is_stack else None
+        return cast._replace(spec=spec_of_experts(cast.spec)) if len(gemm.shapes[0]) == 3 else None
 
     def _weight_and_bias(self, gemm: GemmDef) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that the parameters of a GEMM form."""
@@ -350,8 +349,7 @@ class NormGemmModule(GemmModule):
         self, y: Tensor, bias: Tensor | None, normed: Tensor | None
     ) -> Tensor | tuple[Tensor | None, ...]:
         """One output, or a tuple of as many as were asked for."""
-        biases = (bias,) if self.return_bias else ()
-        outputs = (y, *biases, *(() if normed is None else (normed,)))
+        outputs = (y, *[bias] * self.return_bias, *[normed] * (normed is not None))
         return outputs if len(outputs) > 1 else y
 
 

@@ -146,19 +146,17 @@ class Linear(GemmModule, nn.Linear):
             inp = input
         if isinstance(inp, Tensor) and inp.is_nested:
             return self._of_components(inp, is_first_microbatch)
-        placement = self._placement
         if self._split is not None:
             weight, bias = self._weight_and_bias(self.gemms[0])
         else:
             weight, bias = self.weight, self.bias
         is_tensor = isinstance(inp, Tensor) and inp.dtype in PARAMETER_DTYPES
         if not is_tensor or inp.shape[-1:] != weight.shape[1:]:
-            argument = "inp" if input is None else "input"
-            check_input(argument, inp, (weight.shape[1],), "in_features")
+            check_input("inp" if input is None else "input", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
         # In inference Transformers gives the layer its local shards: plain tensors.
-        if placement is not None and is_dtensor(weight):
-            y = placement.run(self, inp, weight, added, is_first_microbatch)
+        if self._placement is not None and is_dtensor(weight):
+            y = self._placement.run(self, inp, weight, added, is_first_microbatch)
             return (y, bias) if self.return_bias else y
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         parallel = self._fp8.parallel

@@ -213,8 +213,7 @@ def attention(
     fp8 = recipe is not None and recipe.fp8_dpa
     operations = 14.0 * size * length * (0.5 if causal else 1.0)
     seconds = size * (_rates(recipe) if fp8 else _BFLOAT16).attention
-    slowdown = _BFLOAT16.slowdown if sustained else 1.0
-    return seconds + slowdown * operations / _ATTENTION[fp8]
+    return seconds + (_BFLOAT16.slowdown if sustained else 1.0) * operations / _ATTENTION[fp8]
 
 
 def moved(size: float) -> float:

@@ -184,8 +184,7 @@ def diff(
                 left, right = (shortened, right) if side == "A" else (left, shortened)
                 notes.append(f"names of {side} are compared without {prefix}")
                 break
-    place = f"{first.path} or {second.path}"
-    order = selected(list(dict.fromkeys([*left, *right])), globs, place)
+    order = selected([*{**left, **right}], globs, f"{first.path} or {second.path}")
     shared_names = [name for name in order if name in left and name in right]
     step = stepping(progress, sum(left[n].nbytes + right[n].nbytes for n in shared_names))
     rows = [_row(name, left.get(name), right.get(name), step) for name in order]

@@ -168,8 +168,7 @@ def _cuts_blocks(box: Box, block: Sequence[int], shape: Sequence[int]) -> bool:
 def _measured(item: Item, blocks: _Blocks, counts: tuple[int, ...]) -> Measured:
     """The result for a quantized weight, of its blocks and how many elements have each byte."""
     spec = blocks.spec
-    several = item.scale is not None and blocks.blocks > 1
-    if spec.scale_rule == "fp32" and blocks.pow2 and several:
+    if spec.scale_rule == "fp32" and blocks.pow2 and item.scale is not None and blocks.blocks > 1:
         spec = replace(spec, scale_rule="pow2")
     has_scales = blocks.low <= blocks.high
     stats = TensorStats(

@@ -35,5 +35,4 @@ def page(report: CheckpointReport) -> str:
         "exponents": [histogram.values.tolist() for histogram in chosen.values()],
         "counts": [[h.zero, *h.counts.tolist()] for h in chosen.values()],
     }
-    body = filled("checkpoint/body.html", replacements)
-    return page_of(title, body, "checkpoint/page.js", data)
+    return page_of(title, filled("checkpoint/body.html", replacements), "checkpoint/page.js", data)

@@ -51,8 +51,7 @@ def _rows(
 
 
 def _offsets(sizes: Sequence[int], number: int) -> Tensor:
-    dtype = (torch.int32, torch.int64)[number % 2]
-    return torch.tensor(sizes, device="cpu").cumsum(0).to(dtype)
+    return torch.tensor(sizes, device="cpu").cumsum(0).to((torch.int32, torch.int64)[number % 2])
 
 
 def _groups(cases: Cases) -> Iterator[tuple[str, Tensor, Tensor]]:

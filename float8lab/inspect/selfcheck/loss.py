@@ -48,8 +48,7 @@ def _check_cross_entropy(cases: Cases) -> None:
         ).float()  # fmt: skip
         factors[1, ::3] = 0.0
         got = ops.cross_entropy_backward_op(*cases.on_device((logits, target, factors)))
-        wide = (logits.double(), target, factors.double())
-        exact = cross_entropy.cross_entropy_backward(*wide)
+        exact = cross_entropy.cross_entropy_backward(logits.double(), target, factors.double())
         terms = exact.abs() + 2 * factors[2:].double().abs().sum(0)[:, None]
         rounding = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).tiny
         cases.within(got, exact, terms * (allowed + 4 * _EPS) + rounding)

@@ -448,7 +448,6 @@ def _split_experts(
             f"{' and '.join(STACKED[weight.local_names[0]])}, or blocks would cross them; got "
             f"{size}. Exclude it, or export it in format='float8lab'."
         )
-    stored = is_stored(weight.parameters[0])
     return tuple(
         Weight(
             (name := names.matrix(path, expert, index),),
@@ -457,7 +456,7 @@ def _split_experts(
             replace(spec, block=(height, width)),
             None,
             functools.partial(make_matrix, expert, slice(index * size, (index + 1) * size)),
-            stored=stored,
+            stored=is_stored(weight.parameters[0]),
             parameters=(path,),
         )
         for expert in range(experts)

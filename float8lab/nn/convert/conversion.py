@@ -259,8 +259,7 @@ def to_high_precision(model: _Model) -> _Model:
     arguments.check_module("model", model)
     modules = list(model.modules())
     layers = [m for m in modules if isinstance(m, (Linear, OtherLinear, OtherExperts))]
-    linears = (m for m in layers if isinstance(m, Linear))
-    if any(any((m.return_bias, m._split, m.tp_size > 1)) for m in linears):
+    if any(any((m.return_bias, m._split, m.tp_size > 1)) for m in layers if isinstance(m, Linear)):
         raise NotImplementedError(
             "to_high_precision must find layers that torch.nn.Linear can express; got one with "
             "return_bias or parameters_split, or of several tensor-parallel ranks. Run it "

@@ -272,8 +272,7 @@ def _obstacle_of_parameters(candidate: Candidate, *, sharded: bool) -> str | Non
     """Which parameter is a DTensor of a kind that FP8 does not take, in 4 bits, or plain FP8."""
     layer = candidate.layer
     is_experts = candidate.experts_class is not None
-    named = layer.named_parameters() if is_experts else layer._parameters.items()
-    for name, parameter in named:
+    for name, parameter in layer.named_parameters() if is_experts else layer._parameters.items():
         if isinstance(parameter, Float4Tensor):
             return f"its {name} is in 4 bits, dequantized and multiplied in high precision"
         if getattr(parameter, "dtype", None) in FP8_DTYPES:  # a Float8Tensor has another
@@ -353,8 +352,7 @@ def lines_about_recasts(plans: Sequence[LayerPlan]) -> list[str]:
         (name, layer, *_), recipe = plan.candidate, plan.recipe
         if recipe is None or not (recipe.linear.fprop or recipe.linear.dgrad):
             continue
-        spec = recipe.linear.w
-        spec = spec.transpose() if isinstance(layer, OtherLinear) else spec
+        spec = recipe.linear.w.transpose() if isinstance(layer, OtherLinear) else recipe.linear.w
         texts = filter(None, (recast(p, spec) for p in layer.parameters(recurse=False)))
         lines += [f"  {name or '(model)'}: its weight is {text}" for text in texts]
     return lines

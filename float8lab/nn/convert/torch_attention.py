@@ -89,10 +89,9 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         (N, L, _), (_, S, _), _ = shapes = [tuple(self._batch_first(x).shape) for x in inputs]
         if shapes != [(N, L, self.embed_dim), (N, S, self.kdim), (N, S, self.vdim)]:
             return False
-        if is_causal and attn_mask is None:
-            return False
         dtypes = [mask.dtype for mask in masks if mask is not None]
-        if not all(dtype.is_floating_point or dtype == torch.bool for dtype in dtypes):
+        are_masks = all(dtype.is_floating_point or dtype == torch.bool for dtype in dtypes)
+        if not are_masks or (is_causal and attn_mask is None):
             return False
         if padding is not None and padding.shape != (N, S)[3 - dims :]:
             return False

@@ -73,7 +73,7 @@ _NO_MATRICES = nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, Parametr
 """Modules whose parameters may have the shape of a matrix that a linear layer multiplies by."""
 
 
-def _as_candidate(name: str, module: nn.Module, linear_class: Any) -> Candidate | None:
+def _as_candidate(name: str, module: nn.Module, linear_class: type | None) -> Candidate | None:
     """The candidate that a module is, if it is one; ``linear_class`` is that of its class."""
     has_no_plain_class = isinstance(module, GemmModule) and not isinstance(module, nn.Linear)
     if linear_class is not None or has_no_plain_class:
