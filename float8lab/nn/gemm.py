@@ -48,7 +48,7 @@ from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import Call
 from float8lab.nn.producer import Recast, origin_of
 from float8lab.nn.scales import DY, W, X
-from float8lab.ops import Groups, Offsets, Prologue, as_matrix, scaled_mm_op, transpose_op
+from float8lab.ops import Groups, Offsets, Prologue, as_matrix, scaled_mm_op
 from float8lab.ops.declare import planned
 from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.ops.reference import ALIGN
@@ -309,7 +309,7 @@ def _saved(
     matrix_x = x if isinstance(x, Tensor) and not has_origin else None
     data = scale = requant = w_data = w_scale = w_requant = None
     if policy.x is Keep.GATHERED:
-        data, scale = transpose(*_saved_value(done.gathered))
+        data, scale = transposed(*_saved_value(done.gathered))
         requant = done.x.requant
     elif policy.x is Keep.REQUANTIZE:
         data, scale, requant = matrix_x, done.x.rowwise.scale, done.x.requant
@@ -646,7 +646,7 @@ def _sharded_dgrad(
         companion=next(waiting, None), keep=dy.transposes_gathered,
     )  # fmt: skip
     if dy.transposes_gathered:
-        dy.columnwise = Operand(transpose_op(gathered.data, 1, None), gathered.scale)
+        dy.columnwise = transposed(*gathered)
     return dx
 
 

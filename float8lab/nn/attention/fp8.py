@@ -9,7 +9,7 @@ FP8, the output and two float32 per query are saved for backward, whose precisio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -127,14 +127,10 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
     return result if problem.wants_max else (result, None)
 
 
-_Packing: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""``cu_seqlens``, and the row map by which tokens are to be packed; None if they lie so."""
-
-
 def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ...]:
     """How queries and keys are packed; None and None for keys that are packed as the queries."""
     packed, padding, kv_padding = problem.packed, problem.mask.q_padding, problem.mask.kv_padding
-    queries: _Packing = (None, None)
+    queries: tuple[Tensor | None, Tensor | None] = (None, None)
     keys = queries  # Dynamo gives a function no tensor twice
     if packed is not None:
         queries = _packing_of_sequences(packed[0], q.shape[2])
@@ -147,17 +143,18 @@ def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ..
     return (*queries, *keys)
 
 
-def _packing_of_sequences(packed: Packed, tokens: int) -> _Packing:
+def _packing_of_sequences(packed: Packed, tokens: int) -> tuple[Tensor, Tensor | None]:
     if packed.cu_seqlens is not None:
         return packed.cu_seqlens.int(), None
     return _packing(packed.places(tokens)[2], packed.lengths)
 
 
-def _packing_of_rows(padding: Tensor) -> _Packing:
+def _packing_of_rows(padding: Tensor) -> tuple[Tensor, Tensor]:
     return _packing(padding.flatten(), (~padding).sum(1))
 
 
-def _packing(is_padding: Tensor, lengths: Tensor) -> _Packing:
+def _packing(is_padding: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """``cu_seqlens``, and the row map by which tokens are packed that do not lie so."""
     row_map, _ = ops.row_map_op(~is_padding.view(-1, 1))
     return F.pad(lengths.cumsum(0), (1, 0)).int(), row_map
 

@@ -564,8 +564,8 @@ def _store(out_ptr, out, first, heads, of_sequence, D, sizes):
 # which then takes half of a word of them from a register that was never written (CUDA 12.8).
 @launched(language=gluon, do_not_specialize=["SQ", "SK", "EARLIEST", "LATEST"])
 def _attention_kernel(
-    q_desc,  # [B, H, SQ, D] fp8, in tiles of [GROUP, D_TILE]
-    k_desc,  # [B, G, SK, D] fp8, in tiles of [KEYS, D_TILE]
+    q_desc,  # [B, H, SQ, D] fp8, in tiles of [GROUP, WIDTH]
+    k_desc,  # [B, G, SK, D] fp8, in tiles of [KEYS, WIDTH]
     v_desc,  # [B, G, DV, SK] fp8, from _turn, in tiles of [DV_TILE, PART]
     q_scale_ptr,  # [1] fp32
     k_scale_ptr,  # [1] fp32
@@ -655,17 +655,16 @@ def fp8_attention(
         )  # fmt: skip
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
     left, right, diagonal = window
-    d_tile = _width(D)
-    dv_tile = max(_common.next_power_of_2(DV), 16)
     # Loads of so many keys at once, as many as fit into 227 KB of shared memory. Of wide values the
     # output takes half of the registers.
-    keys, stages = (64, 4) if dv_tile > 128 else (128, 3)
-    stages -= d_tile > 128
+    keys, stages = (64, 4) if DV > 128 else (128, 3)
+    stages -= D > 128
     out = plain.empty_by_token(q, (B, H, SQ, DV), out_dtype)
     lse, max_scores = (q.new_empty((B, H, SQ), dtype=torch.float32) for _ in range(2))
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
-    v_desc = _descriptor(_turn(v, counter, cu_seqlens_k), dv_tile, _PART)
-    q_desc, k_desc = _descriptor(q, _GROUP, d_tile), _descriptor(k, keys, d_tile)
+    v_width = max(_common.next_power_of_2(DV), 16)
+    v_desc = _descriptor(_turn(v, counter, cu_seqlens_k), v_width, _PART)
+    q_desc, k_desc = _descriptor(q, _GROUP, _width(D)), _descriptor(k, keys, _width(D))
     tiles = _common.ceil_div(SQ, _QUERIES) * B
     plan = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:

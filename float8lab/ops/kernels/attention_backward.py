@@ -163,8 +163,7 @@ def _prepare(
         probability (over the scales of query and values, times DS_SCALE), and its scale.
     """
     B, H, S, DV = dout.shape
-    sequences, padded = _padded_size(S, cu_seqlens)
-    width = _width(DV)
+    (sequences, padded), width = _padded_size(S, cu_seqlens), _width(DV)
     d = torch.empty((B, H, padded, width), dtype=E4M3, device=dout.device)
     transposed = torch.empty((B, H, width, padded), dtype=E4M3, device=dout.device)
     rows = lse.new_empty((3, B * H, padded))
