@@ -566,7 +566,7 @@ def _store(out_ptr, out, first, heads, of_sequence, D, sizes):
 def _attention_kernel(
     q_desc,  # [B, H, SQ, D] fp8, in tiles of [GROUP, WIDTH]
     k_desc,  # [B, G, SK, D] fp8, in tiles of [KEYS, WIDTH]
-    v_desc,  # [B, G, DV, SK] fp8, from _turn, in tiles of [DV_TILE, PART]
+    v_desc,  # [B, G, DV, SK] fp8, from _turn, in tiles of [V_WIDTH, PART]
     q_scale_ptr,  # [1] fp32
     k_scale_ptr,  # [1] fp32
     v_scale_ptr,  # [1] fp32
