@@ -174,7 +174,7 @@ class LayerNormMLP(NormGemmModule):
             for precision, gemm_call in ((self._fp8_fc1, fc1), (self._fp8_fc2, fc2)):
                 if gemm_call.is_region:
                     precision.end(gemm_call)
-        elif self.checkpoint and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        elif self.checkpoint and torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
             results = run_checkpointed(
                 self._forward_in_high_precision, x, added, is_first_microbatch, tokens,
                 use_reentrant=False, preserve_rng_state=False,

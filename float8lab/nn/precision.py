@@ -303,7 +303,8 @@ class Precision:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         if not recipe.linear.delayed:
             return self._new_call(recipe, options)
-        if torch.compiler.is_exporting() and not is_exporting():
+        # Dynamo of torch 2.11 takes ``torch.compiler.is_exporting()`` for true.
+        if torch.compiler._is_exporting_flag and not is_exporting():
             raise NotImplementedError(
                 f"recipe must not be a delayed one inside torch.export; got {recipe}. The program "
                 "would hold no scales: use a recipe of current scales, or float8lab.onnx_export."

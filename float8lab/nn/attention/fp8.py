@@ -265,9 +265,8 @@ class _Attention(Float8Function):
             dout, *saved, *window_and_scale, cu_seqlens_q, cu_seqlens_k, *longest
         )
         (B, Sq, Sk), needs = ctx.sizes, ctx.needs_input_grad
-        packings = (q_map, Sq), (k_map, Sk), (k_map, Sk)
-        columns = zip(gradients, packings, needs, strict=False)
-        grads = (_unpacked(g, row_map, B, S) if need else None for g, (row_map, S), need in columns)
+        packings = zip(gradients, (q_map, k_map, k_map), (Sq, Sk, Sk), needs, strict=False)
+        grads = (_unpacked(g, row_map, B, S) if need else None for g, row_map, S, need in packings)
         of_sink = None
         if ctx.needs_input_grad[3]:
             # Its probability's gradient is 0, as its value is; a softmax's subtracts dout @ out.

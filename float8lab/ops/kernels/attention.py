@@ -673,8 +673,7 @@ def fp8_attention(
     else:
         diagonal += SK - SQ
     is_square = plan is None and keys == _QUERIES and diagonal + right == 0
-    programs = min(_common.multiprocessors(q.device), tiles * H)
-    _attention_kernel[(programs,)](
+    _attention_kernel[(min(_common.multiprocessors(q.device), tiles * H),)](
         q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, max_scores, counter, plan, B,
         H, G, SQ, SK, diagonal - left, diagonal + right, DV, scale, STAGES=stages,
         LEFT=left >= 0, RIGHT=0 if right < 0 else 1 + is_square,
