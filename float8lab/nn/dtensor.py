@@ -319,5 +319,5 @@ def _made(
 ) -> DTensor:
     """A contiguous DTensor of a shape."""
     size = torch.Size(shape)
-    stride = torch._prims_common.make_contiguous_strides_for(size)
+    stride = torch.empty(size, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
