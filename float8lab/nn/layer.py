@@ -349,7 +349,8 @@ class NormGemmModule(GemmModule):
         self, y: Tensor, bias: Tensor | None, normed: Tensor | None
     ) -> Tensor | tuple[Tensor | None, ...]:
         """One output, or a tuple of as many as were asked for."""
-        outputs = (y, *[bias] * self.return_bias, *[normed] * (normed is not None))
+        biases = (bias,) if self.return_bias else ()
+        outputs = (y, *biases, *(() if normed is None else (normed,)))
         return outputs if len(outputs) > 1 else y
 
 

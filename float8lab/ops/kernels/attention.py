@@ -603,8 +603,7 @@ def _attention_kernel(
     factor = gl.load(q_scale_ptr) * gl.load(k_scale_ptr) * gl.cast(scale, gl.float32) * LOG2_E
     sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1)
     loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr)
-    v_scale = gl.load(v_scale_ptr)
-    sums = (tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, DV)
+    sums = (tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, max_ptr, DV)
     gl.warp_specialize(
         [
             (_attend, (sums, 0, KEYS, STAGES, LEFT, RIGHT)),
