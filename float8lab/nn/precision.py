@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ from float8lab.tensor.differentiation import is_exporting
 
 __all__ = [
     "DY", "NO_OPTIONS", "Call", "CallOptions", "Precision", "W", "X", "call_under",
-    "place_precisions", "precisions", "precisions_below",
+    "named_precisions", "place_precisions", "precisions", "precisions_below", "without_wrappers",
 ]  # fmt: skip
 
 _CREATED = itertools.count()  # modules with FP8 state, so far
@@ -404,8 +405,7 @@ class Precision:
         slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device)
         for index, operand in enumerate(operands):
             if isinstance(operand, Tensor):
-                operand = as_matrix(operand) if isinstance(x, Tensor) else operand
-                operand = operand.detach()
+                operand = (as_matrix(operand) if isinstance(x, Tensor) else operand).detach()
             slots.observe(index, operand, experts)
         if STATE.region is not None:
             STATE.region.packs[slots.pack] = None
@@ -494,9 +494,25 @@ def _refuse_dtensor(x: Tensor) -> None:
         )
 
 
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=[./]|$)")
+"""What torch.compile, and torch's checkpoint_wrapper, call a module within theirs."""
+
+
+def without_wrappers(path: str) -> str:
+    """The path of a module, or of what it has, as if torch had wrapped none."""
+    return _WRAPPERS.sub("", path).strip(".")
+
+
+def named_precisions(model: nn.Module) -> Iterator[tuple[str, nn.Module, Precision]]:
+    """The path of every GEMM of a model, without wrappers, its module, and its FP8 state."""
+    for path, module in model.named_modules():
+        for name, precision in precisions(module):
+            yield without_wrappers(f"{path}.{name}"), module, precision
+
+
 def precisions_below(model: nn.Module) -> Iterator[Precision]:
     """The FP8 state of every GEMM of a model."""
-    return (precision for module in model.modules() for _, precision in precisions(module))
+    return (precision for _, _, precision in named_precisions(model))
 
 
 def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:

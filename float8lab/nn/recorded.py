@@ -300,11 +300,10 @@ def record(
         capture = partial(_capture, pool=handle, stream=torch.cuda.Stream())
         recordings = _run(units, allow_unused, exact, capture)
     for recorded, unit in zip(recordings, units, strict=True):
-        below = precisions_below(unit.module)
-        slots_and_packs = [(slots, slots.pack) for p in below for slots in p.slots.values()]
-        packs = {pack for _, pack in slots_and_packs}
+        owned = [slots for p in precisions_below(unit.module) for slots in p.slots.values()]
+        packs = {slots.pack for slots in owned}
         recorded.packs = [pack for pack in region.packs if pack in packs]
-        recorded.slots = [pair for pair in slots_and_packs if pair[1].is_recorded()]
+        recorded.slots = [(slots, slots.pack) for slots in owned if slots.pack.is_recorded()]
     return recordings
 
 

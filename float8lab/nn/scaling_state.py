@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from float8lab.arguments import check_flags, check_group, check_module
-from float8lab.nn.precision import precisions
+from float8lab.nn.precision import named_precisions, without_wrappers
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.recipes.reduction import channel, reducing_group
@@ -25,7 +25,7 @@ class ScalingState:
 
     A model's own ``state_dict`` has the plain model's keys and nothing else, so a checkpoint
     without this state loads strictly; the scales then start from the tensors' own amaxes. With it,
-    training resumes bit for bit.
+    training resumes bit for bit, also where the model is compiled in one run and not in the other.
 
     ``state_dict`` is a collective where amaxes are reduced over ranks: gradients' amaxes wait for
     the next step's reduction, and the ranks exchange them here.
@@ -87,6 +87,7 @@ class ScalingState:
                 f"state must be a mapping of names to tensors; got {type(state).__name__}. Pass "
                 "what state_dict() returned."
             )
+        state = {without_wrappers(str(key)): value for key, value in state.items()}  # older ones
         missing, different = [], []
         expected: set[str] = set()
         values = {}
@@ -103,7 +104,7 @@ class ScalingState:
                 different.append(key)
             else:
                 values[slots] = theirs
-        extra = [str(k).rpartition("/")[0] or k for k in state if k not in expected]
+        extra = [k.rpartition("/")[0] or k for k in state if k not in expected]
         self._report(missing, list(dict.fromkeys(extra)), different, strict)
         for slots, value in values.items():
             slots.load(value)
@@ -126,16 +127,13 @@ class ScalingState:
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:
         home = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        for name, module in self.model.named_modules():
+        for path, module, precision in named_precisions(self.model):
             device = next((p.device for p in module.parameters()), home)
-            for gemm, precision in precisions(module):
-                # An autocast's recipe goes before a module's own, unless overrides set that.
-                for recipe in (precision.recipe, None if precision.pinned else self.recipe):
-                    precision.prepare(device, recipe, self.amax_reduction_group)
-                # torch's checkpoint_wrapper hides its own name, too.
-                path = f".{name}.{gemm}".replace("._checkpoint_wrapped_module", "").strip(".")
-                for (recipe, _), slots in precision.slots.items():
-                    yield f"{path}/{recipe!r}", slots
+            # An autocast's recipe goes before a module's own, unless overrides set that.
+            for recipe in (precision.recipe, None if precision.pinned else self.recipe):
+                precision.prepare(device, recipe, self.amax_reduction_group)
+            for (recipe, _), slots in precision.slots.items():
+                yield f"{path}/{recipe!r}", slots
 
 
 def _counted(keys: Sequence[object]) -> str:

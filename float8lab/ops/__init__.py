@@ -11,6 +11,7 @@ from float8lab.ops.attention import (
     fp8_attention_backward_op,
     fp8_attention_op,
     has_fp8_attention,
+    has_fp8_backward,
     has_linear_backward,
     merge_attention_,
 )
@@ -44,11 +45,11 @@ __all__ = [
     "amax_op", "as_matrix", "cast_many_op", "cast_op", "compute_intensive_ops",
     "cross_entropy_backward_op", "cross_entropy_statistics_op", "encode_from_amax",
     "factors_from_amax", "fp8_attention_backward_op", "fp8_attention_op", "gather_rows_op",
-    "has_fp8_attention", "has_linear_backward", "has_paged_attention", "merge_attention_",
-    "norm_backward_op", "norm_op", "paged_attention", "plan_groups_op", "prologue_shape",
-    "rotate_op", "round_to_fp8", "round_up", "route_backward_op", "route_op", "row_map_op",
-    "scaled_mm_into", "scaled_mm_op", "scatter_rows_op", "transpose_op", "update_scales_op",
-    "value_of_op", "write_pages_",
+    "has_fp8_attention", "has_fp8_backward", "has_linear_backward", "has_paged_attention",
+    "merge_attention_", "norm_backward_op", "norm_op", "paged_attention", "plan_groups_op",
+    "prologue_shape", "rotate_op", "round_to_fp8", "round_up", "route_backward_op", "route_op",
+    "row_map_op", "scaled_mm_into", "scaled_mm_op", "scatter_rows_op", "transpose_op",
+    "update_scales_op", "value_of_op", "write_pages_",
 ]  # fmt: skip
 
 announce()

@@ -72,13 +72,13 @@ def is_for_cudnn(Sq: int, Sk: int, window: Sequence[int], *, packed: bool) -> bo
     return not packed and left < 0 and (right < 0 or (right == 0 and diagonal == Sq - Sk))
 
 
-def has_fp8_backward(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def has_fp8_backward(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether Hopper computes gradients by FP8 GEMMs, not in 16 bits on dequantized operands.
 
     Where a query sees one key alone, its gradient is the rounding of a difference that is zero. So
-    a single query, or key, is left to the reference.
+    a single query, or key, is left to the reference. ``dtype`` is that of a cast to come.
     """
-    is_e4m3 = q.dtype == k.dtype == v.dtype == E4M3
+    is_e4m3 = all((dtype or x.dtype) == E4M3 for x in (q, k, v))
     has_heads = max(q.shape[3], v.shape[3]) <= LARGEST_FP8_BACKWARD_HEAD
     return is_e4m3 and has_heads and min(q.shape[2], k.shape[2]) > 1
 
@@ -95,10 +95,8 @@ def cudnn_heads(D: int, DV: int) -> tuple[int, int]:
 
 def has_linear_backward(Sq: int, Sk: int, window: Sequence[int], *, packed: bool = False) -> bool:
     """Whether a GPU's backward, too, does without memory for all scores; as in ``flash_window``."""
-    return (
-        is_for_cudnn(Sq, Sk, window, packed=packed)
-        or flash_window(Sq, Sk, window, packed=packed) is not None
-    )
+    of_flash = flash_window(Sq, Sk, window, packed=packed)
+    return is_for_cudnn(Sq, Sk, window, packed=packed) or of_flash is not None
 
 
 def _outputs(of: Any) -> tuple[Tensor, Tensor, Tensor]:

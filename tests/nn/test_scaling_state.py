@@ -91,11 +91,18 @@ def test_a_state_of_autocasts_recipe_says_how_to_load_it(own):
     assert tensors(fresh) == tensors(layer)
 
 
-def test_checkpoint_wrapper_changes_no_name():
+def test_wrappers_of_torch_change_no_name():
     model = trained()
     wrapped = copy.deepcopy(model)
-    wrapped[0] = checkpoint_wrapper(wrapped[0])
+    wrapped[0] = torch.compile(checkpoint_wrapper(wrapped[0]))
+    wrapped = torch.compile(wrapped)
     assert tensors(wrapped) == tensors(model)
+    state = ScalingState(model).state_dict()
+    older = {f"_orig_mod.{key}": value for key, value in state.items()}
+    fresh = copy.deepcopy(model)
+    ScalingState(fresh).load_state_dict({key: torch.zeros_like(x) for key, x in state.items()})
+    ScalingState(fresh).load_state_dict(older)
+    assert tensors(fresh) == tensors(model)
 
 
 def test_a_model_without_delayed_scaling_loads_the_empty_state():

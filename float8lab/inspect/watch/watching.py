@@ -39,7 +39,7 @@ from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
 from float8lab.nn.casts import plain, stored_as
 from float8lab.nn.convert import matches
 from float8lab.nn.convert.report import conversion_report, was_converted
-from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
+from float8lab.nn.precision import DY, Call, Precision, W, X, named_precisions
 from float8lab.ops import Prologue
 from float8lab.ops.gemm import may_multiply
 from float8lab.ops.operand import Operand
@@ -53,7 +53,6 @@ __all__ = ["Layers", "watch"]
 
 _OPERANDS = {X: "x", W: "w", DY: "dy"}
 _OF_ATTENTION = {Q: "q", K: "k", V: "v"}
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile's and checkpoint_wrapper's
 
 Layers = str | Sequence[str] | Callable[[str], bool]
 
@@ -265,18 +264,16 @@ class watch:
             if isinstance(parameter, Float8Tensor)
         }
         meant = [self._layers] if isinstance(self._layers, str) else self._layers
-        for path, module in self._model.named_modules():
-            for attribute, precision in precisions(module):
-                names = [p for p in (*path.split("."), attribute) if p and p not in _WRAPPERS]
-                name = ".".join(names) or "(model)"
-                if meant is not None and not (
-                    meant(name) if callable(meant) else any(matches(name, p) for p in meant)
-                ):
-                    continue
-                self._names[precision], self._modules[precision] = name, module
-                local = local_of(module._parameters.get("weight"))
-                if isinstance(local, MasterShard):
-                    self._gathers[precision] = local.weight
+        for path, module, precision in named_precisions(self._model):
+            name = path or "(model)"
+            if meant is not None and not (
+                meant(name) if callable(meant) else any(matches(name, p) for p in meant)
+            ):
+                continue
+            self._names[precision], self._modules[precision] = name, module
+            local = local_of(module._parameters.get("weight"))
+            if isinstance(local, MasterShard):
+                self._gathers[precision] = local.weight
 
     def _listed(self) -> list[str]:
         """Names of the layers; attention is only listed once it was seen in FP8."""

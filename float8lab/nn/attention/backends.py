@@ -452,19 +452,17 @@ _FLEX_MIN_QUERIES = 128
 
 
 def _why_not_flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    if problem.dropout:
-        return "it has no dropout"
-    if problem.bias is not None or problem.mask.arbitrary is not None:
-        return "the bias or the mask is a matrix already"
-    if q.dtype == torch.float64:
-        return "it has no float64"
-    if is_exporting():
-        return "ONNX has no operator for it"
-    if not q.is_cuda and any(x.requires_grad for x in (q, k, v)):
-        return "it has no backward on this device"
-    if problem.wants_max and not q.is_cuda:
-        return "it does not give the largest scores on this device"
-    return None
+    has_matrix = problem.bias is not None or problem.mask.arbitrary is not None
+    on_cpu = not q.is_cuda
+    reasons = {
+        "it has no dropout": problem.dropout,
+        "the bias or the mask is a matrix already": has_matrix,
+        "it has no float64": q.dtype == torch.float64,
+        "ONNX has no operator for it": is_exporting(),
+        "it has no backward on this device": on_cpu and any(x.requires_grad for x in (q, k, v)),
+        "it does not give the largest scores on this device": on_cpu and problem.wants_max,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _flex_does_not_pay(q: Tensor) -> str | None:

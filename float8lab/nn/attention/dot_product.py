@@ -213,7 +213,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
                 parallel.mark_shard(self.softmax_offset, 0)
         self.backends = names
         self._fp8 = AttentionPrecision()
-        self._warned = self._warned_of_blocks = False
+        self._warned: set[str] = set()
         self.set_tensor_parallel_group(tp_group)
         self.set_context_parallel_group(
             cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy
@@ -411,17 +411,22 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         q, k, v, problem = request[:4]
         why: str | None = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
         if self._fp8.active_recipe() is not None:
-            why = why_not_fp8(q, k, v, problem)
+            why = why_not_fp8(q, k, v, problem, self._fp8)
         if why is None:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
         reasons = explain(q, k, v, problem, self.backends)
         return reasons._replace(rejected={"fp8": why, **reasons.rejected})
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
-        why = why_not_fp8(q, k, v, problem)
+        why = why_not_fp8(q, k, v, problem, self._fp8)
         call = self._fp8.begin(q, k, training=self.training) if why is None else None
-        if why is not None:
-            self._say_high_precision(why)
+        if why is not None and self._fp8.active_recipe() is not None:
+            self._warn_once(
+                "high precision",
+                "the recipe asks for FP8 attention, and this DotProductAttention runs in high "
+                f"precision, where a call is not for the FP8 kernel: {why}. A recipe with "
+                "fp8_dpa=False is silent.",
+            )
         with self._dropout_context(problem.dropout):
             if call is None and why is None:
                 self._fp8.calibrate(q, k, v)
@@ -439,34 +444,21 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         """Attention in high precision, by one of the backends."""
         chosen = explain(q, k, v, problem, self.backends)
         if chosen.block is not None:
-            self._say_blocks(chosen)
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in chosen.rejected.items())
+            self._warn_once(
+                "blocks",
+                f"this DotProductAttention runs by the backend {chosen.backend!r}, {chosen.block} "
+                f"queries at a time: for all of them it would hold more than {MOST_SCORES} scores. "
+                f"A fused kernel is faster ({reasons}).",
+            )
         return attend(q, k, v, problem, chosen)
 
-    def _say_high_precision(self, why: str) -> None:
-        """Warn, once, that a recipe asks for FP8 and this call does not run in it."""
-        if self._warned or torch.compiler.is_compiling() or self._fp8.active_recipe() is None:
-            return
-        self._warned = True
-        warnings.warn(
-            "the recipe asks for FP8 attention, and this DotProductAttention runs in high "
-            f"precision, where a call is not for the FP8 kernel: {why}. explain() says what a call "
-            "gets; a recipe with fp8_dpa=False is silent (said once per module).",
-            stacklevel=2,
-        )
-
-    def _say_blocks(self, chosen: Explanation) -> None:
-        """Warn, once, that a call has no kernel that does without a large matrix."""
-        if self._warned_of_blocks or torch.compiler.is_compiling():
-            return
-        self._warned_of_blocks = True
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in chosen.rejected.items())
-        warnings.warn(
-            f"this DotProductAttention runs by the backend {chosen.backend!r}, {chosen.block} "
-            f"queries at a time: for all of them it would hold more than {MOST_SCORES} scores. A "
-            f"fused kernel is faster ({reasons}). explain() says what a call gets (said once per "
-            "module).",
-            stacklevel=2,
-        )
+    def _warn_once(self, subject: str, text: str) -> None:
+        """Warn of a call, once of each subject."""
+        if not torch.compiler.is_compiling() and subject not in self._warned:
+            self._warned.add(subject)
+            text += " explain() says what a call gets (said once per module)."
+            warnings.warn(text, stacklevel=3)
 
     def _dropout_context(self, dropout: float) -> Any:
         if not dropout or self.sequence_parallel or self.get_rng_state_tracker is None:

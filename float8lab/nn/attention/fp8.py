@@ -56,7 +56,9 @@ def asks_for_fp8_attention(recipe: Recipe) -> bool:
     return recipe.fp8_dpa or recipe.fp8_mha
 
 
-def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+def why_not_fp8(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, precision: AttentionPrecision
+) -> str | None:
     """Why attention stays in high precision; None for a call that Hopper's kernel takes."""
     # The kernel's limits hold on a CPU, too. Any other call would have to hold the scores in
     # memory.
@@ -68,10 +70,11 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
     if not ops.has_fp8_attention(q.device):
         return "it needs a Hopper GPU (SM90)"
     why = _why_not_problem(problem)
-    (Sq, Sk), window = _lengths(q, k, problem), _window_of(q, k, problem)
-    packed = problem.packed is not None or problem.mask.kv_padding is not None
-    if why is None and not ops.has_linear_backward(Sq, Sk, window, packed=packed):
-        return "its backward has no such window for so many queries and keys"
+    window, _, longest, is_packed, _ = _settings_of(q, k, problem)
+    if why is None and not ops.has_linear_backward(*longest, window, packed=is_packed):
+        recipe = precision.active_recipe()
+        if recipe is None or not ops.has_fp8_backward(q, k, v, recipe.linear.x.fp8_dtype):
+            return "its backward has no such window for so many queries and keys"
     return why
 
 
@@ -99,30 +102,35 @@ def _why_not_problem(problem: Problem) -> str | None:
     return None
 
 
-def _lengths(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int]:
-    """How many queries and keys there are, in the longest of packed sequences."""
-    if problem.packed is None:
-        return q.shape[2], k.shape[2]
-    return problem.packed[0].longest, problem.packed[1].longest
+class _Settings(NamedTuple):
+    """The op's arguments that are no tensors."""
+
+    window: tuple[int, int, int]
+    """The limits of the mask, relative to the last query and the last key."""
+    scale: float
+    longest: tuple[int, int]
+    """The most queries and keys of a sequence."""
+    is_packed: bool
+    wants_max: bool
 
 
-def _window_of(q: Tensor, k: Tensor, problem: Problem) -> tuple[int, int, int]:
-    """The limits of a mask as the op has them, relative to the last query and the last key."""
-    left, right, diagonal = problem.mask[:3]
-    is_packed = problem.packed is not None or problem.mask.kv_padding is not None
+def _settings_of(q: Tensor, k: Tensor, problem: Problem) -> _Settings:
+    """How the op computes a problem."""
+    (left, right, diagonal), packed = problem.mask[:3], problem.packed
+    longest = q.shape[2], k.shape[2]
+    is_packed = packed is not None or problem.mask.kv_padding is not None
     if is_packed or isinstance(diagonal, Tensor) or not problem.mask.has_window:
-        return left, right, 0
-    # A branch: a compiled graph's sizes would make the difference symbolic.
-    Sq, Sk = q.shape[2], k.shape[2]
-    return left, right, diagonal if Sq == Sk else diagonal - (Sk - Sq)
+        diagonal = 0
+    elif longest[0] != longest[1]:  # a compiled graph's sizes would make it symbolic
+        diagonal -= longest[1] - longest[0]
+    if packed is not None:
+        longest = packed[0].longest, packed[1].longest
+    return _Settings((left, right, diagonal), problem.scale, longest, is_packed, problem.wants_max)
 
 
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Attended:
     """Attention with FP8 GEMMs, for a call that ``why_not_fp8`` has no reason against."""
-    settings = _Settings(
-        (_window_of(q, k, problem), problem.scale), _lengths(q, k, problem), problem.wants_max
-    )
-    packings = _packings(q, k, problem)
+    packings, settings = _packings(q, k, problem), _settings_of(q, k, problem)
     result = _Attention.run(q, k, v, problem.sink, *packings, settings, call)
     return result if problem.wants_max else (result, None)
 
@@ -130,32 +138,30 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
 def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ...]:
     """How queries and keys are packed; None and None for keys that are packed as the queries."""
     packed, padding, kv_padding = problem.packed, problem.mask.q_padding, problem.mask.kv_padding
-    queries: tuple[Tensor | None, Tensor | None] = (None, None)
-    keys = queries  # Dynamo gives a function no tensor twice
+    sides: tuple[Packed | Tensor, Packed | Tensor]
     if packed is not None:
-        queries = _packing_of_sequences(packed[0], q.shape[2])
-        if packed[1].lengths is not packed[0].lengths:
-            keys = _packing_of_sequences(packed[1], k.shape[2])
+        sides, are_alike = packed, packed[1].lengths is packed[0].lengths
     elif padding is not None and kv_padding is not None:
-        queries = _packing_of_rows(padding.expand(q.shape[0], -1))
-        if kv_padding is not padding:
-            keys = _packing_of_rows(kv_padding.expand(k.shape[0], -1))
-    return (*queries, *keys)
+        sides, are_alike = (padding, kv_padding), kv_padding is padding
+    else:
+        return (None,) * 4
+    # Dynamo gives a function no tensor twice.
+    return *_packing(q, sides[0]), *((None, None) if are_alike else _packing(k, sides[1]))
 
 
-def _packing_of_sequences(packed: Packed, tokens: int) -> tuple[Tensor, Tensor | None]:
-    if packed.cu_seqlens is not None:
-        return packed.cu_seqlens.int(), None
-    return _packing(packed.places(tokens)[2], packed.lengths)
+def _packing(x: Tensor, side: Packed | Tensor) -> tuple[Tensor, Tensor | None]:
+    """``cu_seqlens``, and the row map by which tokens are packed that do not lie so.
 
-
-def _packing_of_rows(padding: Tensor) -> tuple[Tensor, Tensor]:
-    return _packing(padding.flatten(), (~padding).sum(1))
-
-
-def _packing(is_padding: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """``cu_seqlens``, and the row map by which tokens are packed that do not lie so."""
-    row_map, _ = ops.row_map_op(~is_padding.view(-1, 1))
+    ``side`` are the sequences of ``x``, or says which tokens of each are padding.
+    """
+    if isinstance(side, Tensor):
+        is_padding = side.expand(x.shape[0], -1)
+        lengths = (~is_padding).sum(1)
+    elif side.cu_seqlens is not None:
+        return side.cu_seqlens.int(), None
+    else:
+        is_padding, lengths = side.places(x.shape[2])[2], side.lengths
+    row_map, _ = ops.row_map_op(~is_padding.reshape(-1, 1))
     return F.pad(lengths.cumsum(0), (1, 0)).int(), row_map
 
 
@@ -216,13 +222,6 @@ def _rows(x: Tensor) -> tuple[Tensor, torch.Size, tuple[int, ...]]:
     return y.reshape(y.shape[0] * y.shape[1], y.shape[2] * y.shape[3]), y.shape, back
 
 
-class _Settings(NamedTuple):
-    window_and_scale: tuple[tuple[int, int, int], float]
-    longest: tuple[int, int]
-    """The most queries and keys of a sequence."""
-    wants_max: bool
-
-
 class _Attention(Float8Function):
     @staticmethod
     def forward(
@@ -238,7 +237,7 @@ class _Attention(Float8Function):
         casts = [cast_operand(x, i, call, amaxes[i]) for i, x in ((Q, q), (K, k), (V, v))]
         operands = (*[data for data, _ in casts], *[scale for _, scale in casts])
         out, lse, max_scores = ops.fp8_attention_op(
-            *operands, *settings.window_and_scale, q.dtype, cu_seqlens_q, cu_seqlens_k
+            *operands, *settings[:2], q.dtype, cu_seqlens_q, cu_seqlens_k
         )
         if sink is not None:  # each query sees one more key, of the head's score and the value 0
             lse_of_keys, lse = lse, torch.logaddexp(lse, sink.view(-1, 1))
@@ -259,10 +258,10 @@ class _Attention(Float8Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         *saved, sink, q_map, k_map, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        window_and_scale, longest, _ = ctx.settings
+        window, scale, longest, *_ = ctx.settings
         dout = _packed(dout, q_map)
         gradients = ops.fp8_attention_backward_op(
-            dout, *saved, *window_and_scale, cu_seqlens_q, cu_seqlens_k, *longest
+            dout, *saved, window, scale, cu_seqlens_q, cu_seqlens_k, *longest
         )
         (B, Sq, Sk), needs = ctx.sizes, ctx.needs_input_grad
         packings = zip(gradients, (q_map, k_map, k_map), (Sq, Sk, Sk), needs, strict=False)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from float8lab.nn.convert.first_call import CallHooks
-from float8lab.nn.precision import precisions
+from float8lab.nn.precision import named_precisions, precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 
@@ -30,10 +30,9 @@ class CallRegion(CallHooks):
 
     def _prepare(self, model: nn.Module) -> None:
         home = next((p.device for p in model.parameters()), torch.device("cpu"))
-        for layer in model.modules():
-            for _, precision in precisions(layer):
-                if precision.recipe in self.recipes:
-                    precision.prepare(next((p.device for p in layer.parameters()), home))
+        for _, layer, precision in named_precisions(model):
+            if precision.recipe in self.recipes:
+                precision.prepare(next((p.device for p in layer.parameters()), home))
 
     def before(self, model: nn.Module, args: object) -> None:
         outer = STATE.autocast

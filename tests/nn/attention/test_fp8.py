@@ -98,6 +98,17 @@ def padding_of(size, device):
     return hidden
 
 
+def test_a_window_that_only_the_backward_in_fp8_has(device):
+    shapes = (2, 160, 2, 64), (2, 20, 2, 64), (2, 20, 2, 64), (2, 160, 128)
+    tensors = [torch.randn(shape, device=device) for shape in shapes]
+    options = {"attn_mask_type": "no_mask", "window_size": (5, -1), "qkv_format": "bshd"}
+    check_fp8(DotProductAttention(2, 64, **options), tensors)
+    wide = DotProductAttention(2, 192, **options)
+    with float8lab.autocast(recipe=RECIPES["current"]):
+        found = wide.explain(*[torch.randn(2, S, 2, 192, device=device) for S in (160, 20, 20)])
+    assert "no such window" in found.rejected["fp8"]
+
+
 @pytest.mark.parametrize("heads", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("case", TAKEN)
 def test_masks_of_the_kernel(case, heads, device):
@@ -311,7 +322,7 @@ def test_a_window_and_large_heads_take_memory_linear_in_the_length():
         (256, None, torch.bfloat16),
     ):
         module = DotProductAttention(4, heads, qkv_format="bshd", window_size=window)
-        module._warned = True
+        module._warned.add("high precision")
         for S in (4096, 8192, 16384):
             q, k, v = (
                 torch.randn(1, S, 4, heads, device="cuda", dtype=dtype, requires_grad=True)
