@@ -269,6 +269,7 @@ class Trial:
                 partial(self._row, setting, candidate, targets.get(candidate.name, ()), steps),
             )
             for candidate in candidates
+            if candidate.baseline or setting.measures(candidate.name)
         )
         if setting.sustained is None:
             yield from found

@@ -243,7 +243,13 @@ class Setting:
     ) -> None:
         self.device, self.time, self.wall, self.floor = device, time, wall, floor
         self.sustained = sustained
+        self.names: Sequence[str] = ()
+        """Parts of the names of candidates that are measured, beside the baseline; all if empty."""
         self.recipes, self.compile, self.seed = tuple(recipes), compile, seed
+
+    def measures(self, name: str) -> bool:
+        """Whether a candidate of this name is wanted."""
+        return not self.names or any(wanted in name for wanted in self.names)
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -334,6 +340,7 @@ def main(subject: Subject, argv: Sequence[str] | None = None) -> list[Row]:
         seed=options.seed,
         sustained=common.time_sustained if options.sustained else None,
     )
+    setting.names = options.candidate or ()
     facts = common.header(options.commit) | floor.describe()
     return measure(subject, setting, options, facts)
 
@@ -344,6 +351,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--recipe", action="append", choices=RECIPES, help="default: those with FP8 GEMMs, or all"
     )
     parser.add_argument("--compile", action="store_true", help="compiled candidates, too")
+    parser.add_argument(
+        "--candidate", action="append", metavar="NAME",
+        help="of modules, measure those with this in their names, and the baseline",
+    )  # fmt: skip
     parser.add_argument(
         "--sustained", action="store_true", help="steps of modules also for seconds, in turns"
     )

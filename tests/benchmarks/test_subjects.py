@@ -107,7 +107,7 @@ def test_gemm_refuses_a_wrong_product(setting, monkeypatch):
 
 def test_sustained_steps_of_modules(setting):
     setting.sustained = partial(common.time_sustained, seconds=0.01, rounds=2)
-    setting.recipes = ["current"]
+    setting.names = ("current",)  # and the baseline
     rows = list(linear.rows(setting, [TINY]))
     assert [row.name for row in rows] == ["bfloat16, eager", "current, eager"]
     base, fp8 = rows
