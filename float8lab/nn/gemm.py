@@ -180,12 +180,13 @@ _fprop_casts_once = functools.lru_cache(maxsize=1024)(_FpropCasts)
 
 
 def _decide(
-    recipe: Recipe, needs: tuple[bool, bool], is_prologue: bool, recomputes: bool,
-    requantizes_weight: bool, keeps_gathered: bool, gathers_before_cast: bool,
+    recipe: Recipe, needs: tuple[bool, bool], casts_for_backward: bool, is_prologue: bool,
+    recomputes: bool, requantizes_weight: bool, keeps_gathered: bool, gathers_before_cast: bool,
     requantizes_x: bool = False, *, make_casts: Callable[..., _FpropCasts] = _FpropCasts,
 ) -> tuple[SavePolicy, _FpropCasts, bool]:  # fmt: skip
     """Decide what is saved, how x is cast, and whether the weight is, by ``save_policy``."""
     plan = recipe.linear
+    needs = (True, True) if casts_for_backward else needs
     policy = save_policy(
         plan, needs, is_prologue=is_prologue, recomputes=recomputes, requantizes_x=requantizes_x,
         requantizes_weight=requantizes_weight, keeps_gathered=keeps_gathered,
@@ -248,7 +249,8 @@ def forward(
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     is_parameter = type(weight) is nn.Parameter and call.first_microbatch is None
     requantizes = is_parameter or (save_memory and not keeps_fp8_data(weight, call))
-    flags = is_prologue, recomputes, requantizes, comm.keeps_gathered, comm.gathers_x_first
+    of_ranks = comm.keeps_gathered, comm.gathers_x_first
+    flags = call.casts_for_backward, is_prologue, recomputes, requantizes, *of_ranks
     if torch.compiler.is_compiling():
         requantizes_x = _requantizes_input(x, call, offsets)
         policy, casts, casts_weight = _decide(call.recipe, needs, *flags, requantizes_x)

@@ -85,11 +85,13 @@ class Call:
         is_region: the call, outside of all autocast regions, is one of its own, to be ended.
         in_graph: a compiled graph is traced.
         watched: whether an observer sees it; a compiled graph has no trace of one.
+        casts_for_backward: its forward, which saves nothing, casts as if it did, for amaxes of
+            what is cast for backward alone; a recomputation records none.
     """
 
     __slots__ = (
-        "cast_parallel", "comm", "first_microbatch", "fused_weight", "in_graph", "is_region",
-        "plan", "precision", "recipe", "scales", "watched",
+        "cast_parallel", "casts_for_backward", "comm", "first_microbatch", "fused_weight",
+        "in_graph", "is_region", "plan", "precision", "recipe", "scales", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +107,7 @@ class Call:
         self.first_microbatch = options.first_microbatch
         self.fused_weight = options.fused_weight
         self.is_region = is_region
+        self.casts_for_backward = False
         self.in_graph = torch.compiler.is_compiling()
         self.watched = not self.in_graph and PROCESS.observer is not None
 
@@ -250,6 +253,8 @@ class Precision:
             call = self._last = self._begin_forward(x, training, options)
         if training and not torch.is_grad_enabled():
             recordings = (*recordings, *_reentrant_recordings())
+            if recordings and call is not None:
+                call.casts_for_backward = call.scales.are_given and call.plan.fprop is None
         for checkpoint in recordings:
             checkpoint.add(self, call)
         return call

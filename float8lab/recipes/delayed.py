@@ -29,13 +29,15 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab import ops
 from float8lab.formats import Spec
@@ -92,6 +94,18 @@ class QuantParams(NamedTuple):
         return QuantParams(Factors(scale, scale), None, spec.rule_of("decode"))
 
 
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hide ops from selective checkpointing, and all modes but the one of fake tensors.
+
+    It takes the n-th call of an op for the n-th of the forward. No recomputation makes scales, or
+    advances them.
+    """
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with _disable_current_modes(), fake or nullcontext():
+        yield
+
+
 def _copied(factors: Tensor) -> Tensor:
     """A copy of ``[2, S]`` as columns 0 and 4 of ``[S, 8]``: cuBLASLt wants scales so aligned."""
     return factors.view(2, -1).t().unsqueeze(2).repeat(1, 1, 4).view(-1, 8)
@@ -145,17 +159,19 @@ class ScalePack:
         if self.is_recorded():
             return None
         if self._live is None:
-            if (copy := self._copy) is None:
-                with torch.inference_mode(False):  # training's casts get views of the same tensor
-                    copy = self._copy = _copied(self.factors)
-            if len(self.widths) == copy.shape[0]:
-                self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
-            else:
-                live: list[Tensor | None] = []
-                sizes = [n for w in self.widths.values() for n in ((1, 1) if w == 1 else (2 * w,))]
-                for factors in copy.view(-1, 4).select(1, 0).split(sizes):
-                    live += factors, *[None] * (factors.shape[0] - 1)
-                self._live = live
+            with _disable_current_modes():
+                if (copy := self._copy) is None:
+                    with torch.inference_mode(False):  # training's casts get views of it, too
+                        copy = self._copy = _copied(self.factors)
+                if len(self.widths) == copy.shape[0]:
+                    self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
+                else:
+                    live: list[Tensor | None] = []
+                    widths = self.widths.values()
+                    sizes = [n for w in widths for n in ((1, 1) if w == 1 else (2 * w,))]
+                    for factors in copy.view(-1, 4).select(1, 0).split(sizes):
+                        live += factors, *[None] * (factors.shape[0] - 1)
+                    self._live = live
         return self._live
 
     def is_recorded(self) -> bool:
@@ -207,6 +223,7 @@ class ScalePack:
         self._copy = self._live = None
         self._unused = [{}, {}]
 
+    @_disable_current_modes()
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
@@ -564,6 +581,7 @@ class DelayedSlots:
                 return first
         return self._params(index, self.pack.live(), record, experts)
 
+    @_unseen()
     def _first_params(
         self, index: int, x: Tensor | Prologue | Groups, record: bool, is_empty_everywhere: bool,
         experts: range | None,
@@ -702,6 +720,7 @@ def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
     return [_merge(batch) if len(batch) > 1 else batch[0] for batch in batches.values()]
 
 
+@_unseen()
 def _merge(packs: Sequence[ScalePack]) -> ScalePack:
     members = [member for pack in packs for member in pack.slots()]
     columns = [member.tensors() for member in members]

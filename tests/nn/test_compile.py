@@ -426,6 +426,18 @@ def test_a_layer_stored_in_fp8_is_exported():
     assert str(program.graph).count("DequantizeLinear") == 2
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_named_dimensions_of_an_exported_program_take_every_size(strict):
+    layer = nn.Sequential(float8lab.Linear(64, 96, device="cpu"), nn.GELU())
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", max=64)
+    for shape, dims in (((4, 64), {0: batch}), ((4, 6, 64), {0: batch, 1: length})):
+        with torch.no_grad(), float8lab.autocast(recipe=RECIPES["current"]):
+            x = torch.randn(shape)
+            program = torch.export.export(layer, (x,), dynamic_shapes=(dims,), strict=strict)
+            other = torch.randn(1, *(17,) * (len(shape) - 2), 64)
+            assert torch.equal(program.module()(other), layer(other))
+
+
 def test_an_exported_program_checkpoints_nothing_and_cannot_hold_delayed_scales():
     mlp, x = float8lab.LayerNormMLP(32, 32, checkpoint=True, device="cpu"), torch.randn(3, 32)
     assert torch.equal(torch.export.export(mlp, (x,)).module()(x), mlp(x))

@@ -214,6 +214,6 @@ def test_save_policy(plan, needs, options, x, w, weight):
 @pytest.mark.parametrize("keeps_gathered", [False, True])
 def test_fprop_keeps_what_it_gathers_for_wgrad(is_prologue, keeps_gathered):
     """Where copies overlap with the GEMM, fprop gives up what it gathered unless it is told."""
-    flags = is_prologue, False, False, keeps_gathered, False
+    flags = False, is_prologue, False, False, keeps_gathered, False
     _, casts, _ = _decide(RECIPES["current"], BOTH, *flags)
     assert casts.keeps_gathered is keeps_gathered

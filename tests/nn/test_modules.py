@@ -118,6 +118,7 @@ def some(*names: str) -> dict[str, Any]:
 
 
 FEW = some("delayed", "block")
+HIGH_FPROP = float8lab.recipes.DelayedScaling(override_linear_precision=(True, False, False))
 
 
 def table(*groups: tuple[dict[str, Any], ...]) -> Any:
@@ -201,7 +202,7 @@ def check_way(subject: Subject, recipe: Any, way: Any, device: Any = "cpu") -> N
 @table(
     (DENSE, ALL, OFTEN),
     (EXPERTS, some("delayed", "rowwise", "block"), OFTEN),
-    (GEMMS, FEW, {"checkpoint": WAYS["checkpoint"]}),
+    (GEMMS, {**FEW, "delayed-backward": HIGH_FPROP}, {"checkpoint": WAYS["checkpoint"]}),
 )
 def test_a_way_to_train_changes_nothing(subject: Subject, recipe: Any, way: Any) -> None:
     check_way(subject, recipe, way)

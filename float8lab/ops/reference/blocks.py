@@ -50,7 +50,7 @@ def round_up(size: int, align: int) -> int:
     >>> round_up(17, 16), round_up(0, 16)
     (32, 0)
     """
-    return -(-size // align) * align
+    return size + -size % align
 
 
 def in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
