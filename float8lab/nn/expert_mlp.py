@@ -284,7 +284,7 @@ class ExpertMLP(ExpertsBase, GemmModule):
                 GPU makes the CPU wait.
             is_first_microbatch: as in ``GroupedLinear.forward``, of both weights.
         """
-        if is_dtensor(self.fc1_weight):
+        if is_dtensor(self._parameters.get("fc1_weight")):  # not computed, by a parametrization
             raise NotImplementedError(
                 "ExpertMLP must be given the rows of its experts where ranks share them; got a "
                 "call with tokens. Call moe_dispatch, run_rows and moe_combine."

@@ -154,21 +154,22 @@ class LayerNormMLP(NormGemmModule):
             ``[..., hidden_size]``; or a tuple of it, fc2's bias if ``return_bias``, and the norm's
             output if ``return_layernorm_output``.
         """
-        x = self._checked(inp, self.fc1_weight, "hidden_size")
+        weights = self.fc1_weight, self.fc2_weight  # read once: parametrizations compute them
+        x = self._checked(inp, weights[0], "hidden_size")
         added = None if self.return_bias else self.fc2_bias
         parallel = self._fp8_fc1.parallel
         tokens = None if parallel is None else parallel.tokens_of(x)
-        fc1 = self._begin(self._fp8_fc1, x, self.fc1_weight, is_first_microbatch, tokens)
+        fc1 = self._begin(self._fp8_fc1, x, weights[0], is_first_microbatch, tokens)
         fc2 = None
         if fc1 is not None:
-            fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch, tokens)
+            fc2 = self._begin(self._fp8_fc2, x, weights[1], is_first_microbatch, tokens)
         if fc1 is not None and fc2 is not None:
             front = NormFront(self._norm, self.return_layernorm_output)
             saves = self.checkpoint, self.fp8_activation_input
             call = MlpCall(front, self.activation, fc1, fc2, *saves)
             y = NormMlpFunction.run(
-                x, self.layer_norm_weight, self.layer_norm_bias, self.fc1_weight, self.fc1_bias,
-                self.fc2_weight, added, call,
+                x, self.layer_norm_weight, self.layer_norm_bias, weights[0], self.fc1_bias,
+                weights[1], added, call,
             )  # fmt: skip
             results = y if front.return_norm else (y, None)
             for precision, gemm_call in ((self._fp8_fc1, fc1), (self._fp8_fc2, fc2)):
@@ -176,11 +177,13 @@ class LayerNormMLP(NormGemmModule):
                     precision.end(gemm_call)
         elif self.checkpoint and torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
             results = run_checkpointed(
-                self._forward_in_high_precision, x, added, is_first_microbatch, tokens,
+                self._forward_in_high_precision, x, weights, added, is_first_microbatch, tokens,
                 use_reentrant=False, preserve_rng_state=False,
             )  # fmt: skip
         else:
-            results = self._forward_in_high_precision(x, added, is_first_microbatch, tokens)
+            results = self._forward_in_high_precision(
+                x, weights, added, is_first_microbatch, tokens
+            )
         normed = results[1] if self.return_layernorm_output else None
         if parallel is not None:
             parallel.remember_tokens(results[0], tokens)
@@ -190,10 +193,10 @@ class LayerNormMLP(NormGemmModule):
         return self._outputs(results[0], self.fc2_bias, normed)
 
     def _forward_in_high_precision(
-        self, x: Tensor, bias: Tensor | None, first_microbatch: bool | None, tokens: ShardMap | None
-    ) -> tuple[Tensor, Tensor | None]:
-        fc1 = plain_weight(self, self.fc1_weight, first_microbatch)
-        fc2 = plain_weight(self, self.fc2_weight, first_microbatch)
+        self, x: Tensor, weights: tuple[Tensor, Tensor], bias: Tensor | None,
+        first_microbatch: bool | None, tokens: ShardMap | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        fc1, fc2 = (plain_weight(self, weight, first_microbatch) for weight in weights)
         normed = self._normed(x)
         h = linear_in_high_precision(self._fp8_fc1, normed, fc1, self.fc1_bias, tokens)
         activated = activate(h, self.activation)

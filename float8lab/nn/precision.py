@@ -263,8 +263,8 @@ class Precision:
         """The call of a forward that repeats no other."""
         if (recipe := self.active_recipe()) is None:
             return None
-        if type(x) is not Tensor:
-            _refuse_dtensor(x)
+        if type(x) is not Tensor or x.layout is not torch.strided:
+            _refuse_input(x)
         record = training or STATE.autocast.calibrating
         if torch.compiler.is_compiling():
             return self._begin_in_graph(recipe, options, record)
@@ -490,7 +490,13 @@ def _warn_of_misfit(name: str, reason: str, recipe: str) -> None:
 _warn_of_misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _refuse_dtensor(x: Tensor) -> None:
+def _refuse_input(x: Tensor) -> None:
+    """Raise if x is sparse, or of another layout without strides, or a DTensor."""
+    if x.layout is not torch.strided:
+        raise TypeError(
+            f"inp must be dense where a module runs in FP8; got layout {x.layout}. Give the module "
+            "inp.to_dense()."
+        )
     if (placements := getattr(x, "placements", None)) is not None:
         raise NotImplementedError(
             f"inp must not be a DTensor where the weight of a module in FP8 is none; got one with "

@@ -127,6 +127,16 @@ def test_nested_tensors_of_another_layout_are_refused():
         float8lab.Linear(40, 24, device="cpu")(nested)
 
 
+@pytest.mark.parametrize("layer", [float8lab.Linear, float8lab.LayerNormMLP])
+def test_sparse_tensors_are_refused_in_fp8(layer):
+    layer, x = layer(40, 24, device="cpu"), torch.eye(8, 40).to_sparse()
+    with (
+        float8lab.autocast(recipe=RECIPES["current"]),
+        pytest.raises(TypeError, match=r"^inp must be dense .* got layout torch.sparse_coo. Give"),
+    ):
+        layer(x)
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @each_recipe
 def test_what_is_not_finite_stays_so_where_torch_keeps_it(recipe, value, device):

@@ -339,14 +339,34 @@ def test_inference_mode_deepcopy_and_pickling(subject: Subject, recipe: Any, tmp
                 assert torch.equal(subject.call(one, list(leaves)), expected)
 
 
+@table((GEMMS, some("high", "delayed")))
+def test_a_forward_computes_a_parametrized_weight_once(subject: Subject, recipe: Any) -> None:
+    """Each time ``spectral_norm`` advances its estimate, and a recomputation must not."""
+    module = subject.build()
+    weights = [name for name, parameter in module.named_parameters() if parameter.ndim > 1]
+    normed = [
+        nn.utils.parametrizations.spectral_norm(module, w).parametrizations[w] for w in weights
+    ]
+    runs: list[object] = []
+    for norm in normed:
+        norm.register_forward_hook(lambda *call: runs.append(call))
+    step(subject, module, module, subject.data(), recipe)
+    assert len(runs) == len(weights)
+
+
 @each_subject
-def test_double_backward_is_refused(subject: Subject, recipe: Any) -> None:
+def test_double_and_batched_backward_are_refused(subject: Subject, recipe: Any) -> None:
     module = subject.build()
     leaves = [x.requires_grad_() for x in subject.data()[:-1]]
     with float8lab.autocast(recipe=recipe):
-        y = subject.call(module, list(leaves)).square().sum()
+        y = subject.call(module, list(leaves))
     with pytest.raises(NotImplementedError, match=r"differentiated again; .*to_high_precision"):
-        torch.autograd.grad(y, leaves[0], create_graph=True)
+        torch.autograd.grad(y, leaves[0], y, create_graph=True)
+    batch = torch.stack((y, y)).detach()
+    with pytest.raises(NotImplementedError, match=r"one by one; got a batch .*to_high_precision"):
+        torch.autograd.grad(y, leaves[0], batch, is_grads_batched=True, retain_graph=True)
+    with pytest.raises(NotImplementedError, match=r"one by one; got a batch .*to_high_precision"):
+        torch.func.vmap(functools.partial(torch.autograd.grad, y, leaves[0]))(batch)
 
 
 @pytest.mark.parametrize("subject", GEMMS.values(), ids=GEMMS)
