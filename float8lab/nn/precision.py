@@ -52,6 +52,7 @@ __all__ = [
 ]  # fmt: skip
 
 _CREATED = itertools.count()  # modules with FP8 state, so far
+_DENSE = Tensor, torch.strided
 _HERE = object()  # the process group of the enclosing autocast
 
 
@@ -85,8 +86,8 @@ class Call:
         is_region: the call, outside of all autocast regions, is one of its own, to be ended.
         in_graph: a compiled graph is traced.
         watched: whether an observer sees it; a compiled graph has no trace of one.
-        casts_for_backward: its forward, which saves nothing, casts as if it did, for amaxes of
-            what is cast for backward alone; a recomputation records none.
+        casts_for_backward: its forward, which saves nothing, casts what backward alone would take,
+            to record amaxes: a recomputation by a reentrant checkpoint records none.
     """
 
     __slots__ = (
@@ -96,7 +97,7 @@ class Call:
 
     def __init__(
         self, recipe: Recipe, precision: Precision, scales: ScaleSource, comm: OneGpu,
-        options: CallOptions, *, is_region: bool = False,
+        options: CallOptions, *, record: bool = False,
     ) -> None:  # fmt: skip
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
@@ -106,8 +107,9 @@ class Call:
         self.comm = comm
         self.first_microbatch = options.first_microbatch
         self.fused_weight = options.fused_weight
-        self.is_region = is_region
-        self.casts_for_backward = False
+        self.is_region = record and STATE.region is None
+        saves_nothing = record and not torch.is_grad_enabled()
+        self.casts_for_backward = saves_nothing and self.plan.fprop is None
         self.in_graph = torch.compiler.is_compiling()
         self.watched = not self.in_graph and PROCESS.observer is not None
 
@@ -253,8 +255,6 @@ class Precision:
             call = self._last = self._begin_forward(x, training, options)
         if training and not torch.is_grad_enabled():
             recordings = (*recordings, *_reentrant_recordings())
-            if recordings and call is not None:
-                call.casts_for_backward = call.scales.are_given and call.plan.fprop is None
         for checkpoint in recordings:
             checkpoint.add(self, call)
         return call
@@ -263,7 +263,7 @@ class Precision:
         """The call of a forward that repeats no other."""
         if (recipe := self.active_recipe()) is None:
             return None
-        if type(x) is not Tensor or x.layout is not torch.strided:
+        if (type(x), x.layout) != _DENSE:
             _refuse_input(x)
         record = training or STATE.autocast.calibrating
         if torch.compiler.is_compiling():
@@ -303,7 +303,7 @@ class Precision:
                 float(plan.epsilon), parallel, delayed, record=record, experts=options.experts,
                 is_empty_everywhere=tokens is None or tokens.unsharded_rows == 0,
             )  # fmt: skip
-        return Call(recipe, self, scales, comm, options, is_region=record and STATE.region is None)
+        return Call(recipe, self, scales, comm, options, record=record)
 
     def _begin_in_graph(self, recipe: Recipe, options: CallOptions, record: bool) -> Call:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
