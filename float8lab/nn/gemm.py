@@ -186,11 +186,10 @@ def _decide(
 ) -> tuple[SavePolicy, _FpropCasts, bool]:  # fmt: skip
     """Decide what is saved, how x is cast, and whether the weight is, by ``save_policy``."""
     plan = recipe.linear
-    needs = (True, True) if casts_for_backward else needs
     policy = save_policy(
-        plan, needs, is_prologue=is_prologue, recomputes=recomputes, requantizes_x=requantizes_x,
-        requantizes_weight=requantizes_weight, keeps_gathered=keeps_gathered,
-        gathers_before_cast=gathers_before_cast,
+        plan, (True, True) if casts_for_backward else needs, is_prologue=is_prologue,
+        recomputes=recomputes, requantizes_x=requantizes_x, requantizes_weight=requantizes_weight,
+        keeps_gathered=keeps_gathered, gathers_before_cast=gathers_before_cast,
     )  # fmt: skip
     if is_prologue:
         rowwise, columnwise = plan.x if plan.fprop or policy.x is Keep.REQUANTIZE else None, None
@@ -297,10 +296,9 @@ def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, 
         show_quantized(x, specs, done.x, X, call)
     if done.w.rowwise is not None:
         note_weight(weight, done.w, call)
-    if call.watched and call.plan.fprop is None:
-        show_gemm("fprop", call)
-    elif call.watched:
-        show_gemm("fprop", call, done.gathered or done.x.rowwise, done.w.rowwise)
+    if call.watched:
+        operands = (done.gathered or done.x.rowwise, done.w.rowwise) if call.plan.fprop else ()
+        show_gemm("fprop", call, *operands)
 
 
 def _saved(

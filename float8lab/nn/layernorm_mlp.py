@@ -160,9 +160,7 @@ class LayerNormMLP(NormGemmModule):
         parallel = self._fp8_fc1.parallel
         tokens = None if parallel is None else parallel.tokens_of(x)
         fc1 = self._begin(self._fp8_fc1, x, weights[0], is_first_microbatch, tokens)
-        fc2 = None
-        if fc1 is not None:
-            fc2 = self._begin(self._fp8_fc2, x, weights[1], is_first_microbatch, tokens)
+        fc2 = fc1 and self._begin(self._fp8_fc2, x, weights[1], is_first_microbatch, tokens)
         if fc1 is not None and fc2 is not None:
             front = NormFront(self._norm, self.return_layernorm_output)
             saves = self.checkpoint, self.fp8_activation_input
@@ -171,26 +169,27 @@ class LayerNormMLP(NormGemmModule):
                 x, self.layer_norm_weight, self.layer_norm_bias, weights[0], self.fc1_bias,
                 weights[1], added, call,
             )  # fmt: skip
-            results = y if front.return_norm else (y, None)
+            y, normed = y if front.return_norm else (y, None)
             for precision, gemm_call in ((self._fp8_fc1, fc1), (self._fp8_fc2, fc2)):
                 if gemm_call.is_region:
                     precision.end(gemm_call)
         elif self.checkpoint and torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
-            results = run_checkpointed(
+            y, normed = run_checkpointed(
                 self._forward_in_high_precision, x, weights, added, is_first_microbatch, tokens,
                 use_reentrant=False, preserve_rng_state=False,
             )  # fmt: skip
         else:
-            results = self._forward_in_high_precision(
+            y, normed = self._forward_in_high_precision(
                 x, weights, added, is_first_microbatch, tokens
             )
-        normed = results[1] if self.return_layernorm_output else None
         if parallel is not None:
-            parallel.remember_tokens(results[0], tokens)
-        if normed is not None and parallel is not None and tokens is not None:
+            parallel.remember_tokens(y, tokens)
+        if not self.return_layernorm_output:
+            normed = None
+        elif normed is not None and parallel is not None and tokens is not None:
             gathered = self.return_layernorm_output_gathered
             normed = parallel.gather_tokens(normed, tokens) if gathered else normed
-        return self._outputs(results[0], self.fc2_bias, normed)
+        return self._outputs(y, self.fc2_bias, normed)
 
     def _forward_in_high_precision(
         self, x: Tensor, weights: tuple[Tensor, Tensor], bias: Tensor | None,

@@ -52,7 +52,6 @@ __all__ = [
 ]  # fmt: skip
 
 _CREATED = itertools.count()  # modules with FP8 state, so far
-_DENSE = Tensor, torch.strided
 _HERE = object()  # the process group of the enclosing autocast
 
 
@@ -86,8 +85,7 @@ class Call:
         is_region: the call, outside of all autocast regions, is one of its own, to be ended.
         in_graph: a compiled graph is traced.
         watched: whether an observer sees it; a compiled graph has no trace of one.
-        casts_for_backward: its forward, which saves nothing, casts what backward alone would take,
-            to record amaxes: a recomputation by a reentrant checkpoint records none.
+        casts_for_backward: a forward that saves nothing casts for backward, too, to record amaxes.
     """
 
     __slots__ = (
@@ -108,8 +106,7 @@ class Call:
         self.first_microbatch = options.first_microbatch
         self.fused_weight = options.fused_weight
         self.is_region = record and STATE.region is None
-        saves_nothing = record and not torch.is_grad_enabled()
-        self.casts_for_backward = saves_nothing and self.plan.fprop is None
+        self.casts_for_backward = record and not (self.plan.fprop or torch.is_grad_enabled())
         self.in_graph = torch.compiler.is_compiling()
         self.watched = not self.in_graph and PROCESS.observer is not None
 
@@ -263,7 +260,7 @@ class Precision:
         """The call of a forward that repeats no other."""
         if (recipe := self.active_recipe()) is None:
             return None
-        if (type(x), x.layout) != _DENSE:
+        if (type(x), x.layout) != (Tensor, torch.strided):
             _refuse_input(x)
         record = training or STATE.autocast.calibrating
         if torch.compiler.is_compiling():
@@ -491,11 +488,9 @@ _warn_of_misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse_input(x: Tensor) -> None:
-    """Raise if x is sparse, or of another layout without strides, or a DTensor."""
     if x.layout is not torch.strided:
         raise TypeError(
-            f"inp must be dense where a module runs in FP8; got layout {x.layout}. Give the module "
-            "inp.to_dense()."
+            f"inp must be dense where a module runs in FP8; got {x.layout}. Give it inp.to_dense()."
         )
     if (placements := getattr(x, "placements", None)) is not None:
         raise NotImplementedError(

@@ -61,9 +61,7 @@ def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any
         # A result that was not wanted is empty and of one dimension, here and as an argument.
         if placing is None or (type(placing) is int and placing >= x.ndim):
             return dtensor.Replicate()
-        if isinstance(placing, str):
-            return dtensor.Partial(placing)
-        return dtensor.Shard(placing)
+        return (dtensor.Partial if isinstance(placing, str) else dtensor.Shard)(placing)
 
     def before(x: Tensor) -> Sequence[Any]:
         if isinstance(x, dtensor.DTensor):

@@ -29,9 +29,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -94,18 +93,6 @@ class QuantParams(NamedTuple):
         return QuantParams(Factors(scale, scale), None, spec.rule_of("decode"))
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Hide ops from selective checkpointing, and all modes but the one of fake tensors.
-
-    It takes the n-th call of an op for the n-th of the forward. No recomputation makes scales, or
-    advances them.
-    """
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    with _disable_current_modes(), fake or nullcontext():
-        yield
-
-
 def _copied(factors: Tensor) -> Tensor:
     """A copy of ``[2, S]`` as columns 0 and 4 of ``[S, 8]``: cuBLASLt wants scales so aligned."""
     return factors.view(2, -1).t().unsqueeze(2).repeat(1, 1, 4).view(-1, 8)
@@ -142,7 +129,7 @@ class ScalePack:
         self.first_scales: list[tuple[weakref.ref[DelayedSlots], int]] = []
         self._backward: weakref.ref[object] | None = None  # recorded here and has not ended
         self._copy: Tensor | None = None  # [S, 8], of ``factors`` as they are now
-        self._live: Sequence[Any] | None = None  # views of it, of shape [1], scales and encodes
+        self._live: Any = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
         # Encode factors, these or the ``previous`` ones, and amaxes of slots that graphs cast by.
         self.views: dict[tuple[int, range | None, bool], tuple[Tensor, Tensor]] = {}
@@ -163,15 +150,13 @@ class ScalePack:
                 if (copy := self._copy) is None:
                     with torch.inference_mode(False):  # training's casts get views of it, too
                         copy = self._copy = _copied(self.factors)
+                numbers, self._live = copy.view(-1, 4).narrow(1, 0, 1), []
                 if len(self.widths) == copy.shape[0]:
-                    self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
+                    self._live = numbers.unbind()
                 else:
-                    live: list[Tensor | None] = []
-                    widths = self.widths.values()
-                    sizes = [n for w in widths for n in ((1, 1) if w == 1 else (2 * w,))]
-                    for factors in copy.view(-1, 4).select(1, 0).split(sizes):
-                        live += factors, *[None] * (factors.shape[0] - 1)
-                    self._live = live
+                    for start, width in self.widths.items():
+                        rows, padding = numbers[2 * start : 2 * (start + width)], 2 * width - 1
+                        self._live += rows.unbind() if width == 1 else (rows, *[None] * padding)
         return self._live
 
     def is_recorded(self) -> bool:
@@ -223,12 +208,11 @@ class ScalePack:
         self._copy = self._live = None
         self._unused = [{}, {}]
 
-    @_disable_current_modes()
+    @_disable_current_modes()  # nor does one advance them
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
-        if self._backward is not None:
-            self.forget_interrupted_backward()
+        self.forget_interrupted_backward()
         self.first_scales.clear()
         if self.keeps_previous:
             self.previous.copy_(self.factors)
@@ -581,7 +565,7 @@ class DelayedSlots:
                 return first
         return self._params(index, self.pack.live(), record, experts)
 
-    @_unseen()
+    @_disable_current_modes()  # of selective checkpointing: no recomputation makes scales
     def _first_params(
         self, index: int, x: Tensor | Prologue | Groups, record: bool, is_empty_everywhere: bool,
         experts: range | None,
@@ -720,15 +704,14 @@ def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
     return [_merge(batch) if len(batch) > 1 else batch[0] for batch in batches.values()]
 
 
-@_unseen()
+@_disable_current_modes()
 def _merge(packs: Sequence[ScalePack]) -> ScalePack:
     members = [member for pack in packs for member in pack.slots()]
     columns = [member.tensors() for member in members]
-
-    def joined() -> dict[str, Tensor]:
-        return {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
-
-    tensors = _lasting(packs[0].factors.device, joined)
+    tensors = _lasting(
+        packs[0].factors.device,
+        lambda: {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS},
+    )
     merged = ScalePack(packs[0].recipe, packs[0].group, tensors, packs[0].parallel)
     merged.keeps_previous = any(pack.keeps_previous for pack in packs)
     start = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ _INSTEAD = (
     "Compute this part with torch's own layers and tensors: float8lab.to_high_precision(model), "
     "torch.nn's norms, .dequantize()."
 )
-_VMAP = torch._C._parse_dispatch_key("VmapMode")  # of torch.autograd's is_grads_batched
+# The mode of torch.autograd's is_grads_batched.
+_VMAP = cast("torch._C.DispatchKey", torch._C._parse_dispatch_key("VmapMode"))
 
 Result = TypeVar("Result")
 
@@ -114,19 +115,16 @@ def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result
         if torch.compiler.is_compiling():  # a compiled backward is not differentiated
             with torch.no_grad():
                 return backward(ctx, *gradients)
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "gradients of float8lab's functions must not be differentiated again; got a "
-                f"backward with create_graph=True. {_INSTEAD}"
-            )
         is_batched = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
-        if is_batched or torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(
-                "gradients of float8lab's functions must be computed one by one; got a batch of "
-                "them, of is_grads_batched, vectorize or torch.func.vmap. Call torch.autograd.grad "
-                f"for each of them. {_INSTEAD}"
-            )
-        return backward(ctx, *gradients)
+        if torch.is_grad_enabled():
+            problem = "differentiated again; got a backward with create_graph=True"
+        elif is_batched or torch._C._are_functorch_transforms_active():
+            problem = "batched; got is_grads_batched, vectorize or torch.func.vmap"
+        else:
+            return backward(ctx, *gradients)
+        raise NotImplementedError(
+            f"gradients of float8lab's functions must not be {problem}. {_INSTEAD}"
+        )
 
     return wrapper
 

@@ -102,8 +102,7 @@ def replayed_quantize(
     epsilon: float, dbias: bool, align: int,
 ) -> Quantized:  # fmt: skip
     """``quantize`` as a list of launches of its own: a collective separates it from the GEMM."""
-    on_gpu = (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
-    run = _planned_quantize if on_gpu else quantize
+    run = _planned_quantize if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda else quantize
     return run(x, rowwise, columnwise, params, epsilon, dbias, align)
 
 

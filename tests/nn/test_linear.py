@@ -132,7 +132,7 @@ def test_sparse_tensors_are_refused_in_fp8(layer):
     layer, x = layer(40, 24, device="cpu"), torch.eye(8, 40).to_sparse()
     with (
         float8lab.autocast(recipe=RECIPES["current"]),
-        pytest.raises(TypeError, match=r"^inp must be dense .* got layout torch.sparse_coo. Give"),
+        pytest.raises(TypeError, match=r"^inp must be dense .* got torch.sparse_coo. Give"),
     ):
         layer(x)
 

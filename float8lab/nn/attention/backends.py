@@ -336,9 +336,7 @@ def _flex_modifiers(
     # Values that differ between calls, windows included, are in tensors: a number in a closure is
     # part of the compiled code, and Dynamo gives up compiling after 8 versions of it.
     mask, alibi, packed = problem.mask, problem.alibi, problem.packed
-    caps = None
-    if problem.softcap:
-        caps = torch.full((q.shape[0],), problem.softcap, device=q.device)
+    caps = torch.full((q.shape[0],), problem.softcap, device=q.device) if problem.softcap else None
     has_alibi = alibi is not None
     if alibi is not None:
         slopes, centres = alibi.slopes.view(-1, q.shape[1]), places.on(alibi.diagonal)

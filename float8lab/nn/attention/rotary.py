@@ -241,8 +241,7 @@ def waves_of(
         if start_positions is not None:
             starts = cu_seqlens - F.pad(start_positions, (0, 1))
         # Tokens behind the last sequence need not have an angle; no caller reads them.
-        is_behind = sequence == cu_seqlens.shape[0] - 1
-        index = (token - starts[sequence]).masked_fill(is_behind, 0)
+        index = (token - starts[sequence]).masked_fill(sequence == cu_seqlens.shape[0] - 1, 0)
         if arguments.has_values(index) and index.numel():
             check_positions(name, freqs, int(index.max()) + 1)
         angles = table[index][:, None]

@@ -92,9 +92,7 @@ def _obstacle(
         return "another module has it, too"
     if any(getattr(module, "tp_size", 1) > 1 for module, _ in places):
         return "tensor-parallel ranks share it; build it in fp8_model_init"
-    if is_dtensor(weight):
-        return "it is sharded; convert before sharding"
-    return None
+    return "it is sharded; convert before sharding" if is_dtensor(weight) else None
 
 
 def _stored(layer: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:

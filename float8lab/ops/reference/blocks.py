@@ -112,13 +112,13 @@ def factors_from_amax(
     limit = torch.finfo(fp8_dtype).max
     if rule == "e8m0":
         bits = (raised / torch.full_like(raised, limit)).view(torch.int32)
-        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
-        scale = (exponent << 23).view(torch.float32)
+        scale = (((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1) << 23).view(torch.float32)
         encode = 1.0 / scale
     else:
         encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
         scale = 1.0 / encode
-    return torch.where(usable, scale, 1.0), torch.where(usable, encode, 1.0)
+    one = scale.new_ones(())  # a number would not do for fake tensors outside of their mode
+    return torch.where(usable, scale, one), torch.where(usable, encode, one)
 
 
 def _factors_of_packed(

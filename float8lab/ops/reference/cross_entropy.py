@@ -32,8 +32,7 @@ def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
     """
     x, V = widen(logits), logits.shape[1]
     largest = x.amax(1) if V else x.new_full(x.shape[:1], -torch.inf)
-    finite = torch.where(largest == -torch.inf, 0.0, largest)
-    exp_sum = (x - finite[:, None]).exp().sum(1)
+    exp_sum = (x - torch.where(largest == -torch.inf, 0.0, largest)[:, None]).exp().sum(1)
     is_local = (target >= 0) & (target < V)
     if V:
         place = torch.where(is_local, target, 0).long()

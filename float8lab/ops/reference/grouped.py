@@ -41,8 +41,7 @@ def padded_rows(rows: int, groups: int) -> int:
     >>> padded_rows(1000, 3), padded_rows(2, 100)
     (1408, 256)
     """
-    padded_groups = cast("int", torch.sym_min(groups + 1, rows))
-    return (rows + padded_groups * (SPAN - 1)) // SPAN * SPAN
+    return (rows + cast("int", torch.sym_min(groups + 1, rows)) * (SPAN - 1)) // SPAN * SPAN
 
 
 def bounds_of(offs: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -61,8 +61,7 @@ def paged_attention(
     grouped = q.float().unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("bghsd,bgjd->bghsj", grouped, keys) * scale
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    p = (scores - largest).exp()
+    p = (scores - scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)).exp()
     exp_sum = p.sum(-1, keepdim=True)
     out = torch.einsum("bghsj,bgjd->bghsd", p, values) / exp_sum.masked_fill(exp_sum == 0, 1.0)
     return by_token(out.flatten(1, 2).to(q.dtype))

@@ -109,8 +109,7 @@ def _activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
         return dy * _derivative(function, h)
     if function == "clamped":
         a, b = _clamped_pairs(h)
-        da = dy * (b + 1.0) * _derivative("qgelu", a)
-        dh = torch.stack((da, dy * _apply("qgelu", a)), -1)
+        dh = torch.stack((dy * (b + 1.0) * _derivative("qgelu", a), dy * _apply("qgelu", a)), -1)
         beyond = h.abs() > _LIMIT
         beyond[..., ::2] = h[..., ::2] > _LIMIT
         return torch.where(beyond, 0.0, dh.view_as(h))

@@ -127,11 +127,9 @@ def route_backward(
 
 
 def route_outputs(of: Any) -> tuple[Tensor, Tensor]:
-    dtype = of.logits.dtype
-    if of.dense:
-        dtype = torch.promote_types(dtype, torch.float32)
-    routing_map = of.logits.new_empty(of.logits.shape, dtype=torch.bool)
-    return of.logits.new_empty(of.logits.shape, dtype=dtype), routing_map
+    x = of.logits
+    dtype = torch.promote_types(x.dtype, torch.float32) if of.dense else x.dtype
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=torch.bool)
 
 
 route_op = declare(
