@@ -198,9 +198,7 @@ def _obstacle(norm: nn.LayerNorm | nn.RMSNorm) -> str | None:
         return "it has no weight"
     if isinstance(norm, nn.LayerNorm) and norm.bias is None:
         return "it has no bias"
-    if norm.eps is None:
-        return "eps None means one by the input's dtype"
-    return None
+    return "eps None means one by the input's dtype" if norm.eps is None else None
 
 
 def _convert(norm: Any) -> None:  # its class changes

@@ -106,7 +106,8 @@ class Call:
         self.first_microbatch = options.first_microbatch
         self.fused_weight = options.fused_weight
         self.is_region = record and STATE.region is None
-        self.casts_for_backward = record and not (self.plan.fprop or torch.is_grad_enabled())
+        saves_nothing = record and not torch.is_grad_enabled()
+        self.casts_for_backward = saves_nothing and self.plan.fprop is None
         self.in_graph = torch.compiler.is_compiling()
         self.watched = not self.in_graph and PROCESS.observer is not None
 

@@ -88,7 +88,7 @@ def origin_of(x: Tensor) -> Origin | None:
         memory = x.untyped_storage().data_ptr()
         if output is not None and output.untyped_storage().data_ptr() == memory:
             return Origin(partial(torch.reshape, shape=(-1, x.shape[-1])), (x,))
-        # A version above 0: something has changed the values since.
+        # Of a version above 0, something has changed the values since.
         return None if x._version else _origin_by(_behind_views(x.grad_fn, _VIEWS), x)
     except RuntimeError:  # the node has no saved tensors any more, or one was changed
         return None

@@ -150,13 +150,13 @@ class ScalePack:
                 if (copy := self._copy) is None:
                     with torch.inference_mode(False):  # training's casts get views of it, too
                         copy = self._copy = _copied(self.factors)
-                numbers, self._live = copy.view(-1, 4).narrow(1, 0, 1), []
                 if len(self.widths) == copy.shape[0]:
-                    self._live = numbers.unbind()
+                    self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
                 else:
-                    for start, width in self.widths.items():
-                        rows, padding = numbers[2 * start : 2 * (start + width)], 2 * width - 1
-                        self._live += rows.unbind() if width == 1 else (rows, *[None] * padding)
+                    widths, self._live = self.widths.values(), []
+                    sizes = [n for w in widths for n in ((1, 1) if w == 1 else (2 * w,))]
+                    for factors in copy.view(-1, 4).select(1, 0).split(sizes):
+                        self._live += factors, *[None] * (factors.shape[0] - 1)
         return self._live
 
     def is_recorded(self) -> bool:
@@ -208,7 +208,7 @@ class ScalePack:
         self._copy = self._live = None
         self._unused = [{}, {}]
 
-    @_disable_current_modes()  # nor does one advance them
+    @_disable_current_modes()  # of selective checkpointing: no recomputation advances scales
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe

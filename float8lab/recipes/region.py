@@ -172,8 +172,9 @@ class Region:
 
     def discard(self) -> None:
         """Forget what the forward recorded: the region did not finish."""
-        for pack in self.packs:
-            pack.forget(gradients=False)
+        with torch._C._DisableFuncTorch():  # a transform would refuse to write in place
+            for pack in self.packs:
+                pack.forget(gradients=False)
 
 
 @contextmanager

@@ -434,12 +434,6 @@ def test_a_weight_that_is_computed(single, recipe):
     assert torch.equal(step(layer, x, dy, recipe)[0], expected[0])
 
 
-def test_transforms_of_torch_func_are_refused():
-    layer, x = experts(), rows(K)
-    with pytest.raises(NotImplementedError, match="outside the transforms"):
-        torch.func.grad(lambda x: layer(x, SIZES).sum())(x)
-
-
 @pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
 def test_stored_weights_lie_together(recipe, device):
     """Nothing is copied, wherever they move; a copy is right where one of them lies elsewhere."""

@@ -355,18 +355,24 @@ def test_a_forward_computes_a_parametrized_weight_once(subject: Subject, recipe:
 
 
 @each_subject
-def test_double_and_batched_backward_are_refused(subject: Subject, recipe: Any) -> None:
-    module = subject.build()
-    leaves = [x.requires_grad_() for x in subject.data()[:-1]]
-    with float8lab.autocast(recipe=recipe):
-        y = subject.call(module, list(leaves))
-    with pytest.raises(NotImplementedError, match=r"differentiated again; .*to_high_precision"):
-        torch.autograd.grad(y, leaves[0], y, create_graph=True)
-    batch = torch.stack((y, y)).detach()
-    with pytest.raises(NotImplementedError, match=r"batched; got is_grads.*to_high_precision"):
-        torch.autograd.grad(y, leaves[0], batch, is_grads_batched=True, retain_graph=True)
-    with pytest.raises(NotImplementedError, match=r"batched; got is_grads.*to_high_precision"):
-        torch.func.vmap(functools.partial(torch.autograd.grad, y, leaves[0]))(batch)
+def test_other_derivatives_are_refused(subject: Subject, recipe: Any) -> None:
+    module, leaves = subject.build(), [x.requires_grad_() for x in subject.data()[:-1]]
+
+    def run(*leaves: Tensor) -> Tensor:
+        with float8lab.autocast(recipe=recipe):
+            return subject.call(module, list(leaves)).sum()
+
+    y, ones = run(*leaves), torch.ones(2)
+    gradient = functools.partial(torch.autograd.grad, y, leaves[0], retain_graph=True)
+    for problem, call in (
+        ("differentiated again; ", lambda: gradient(create_graph=True)),
+        ("batched; ", lambda: gradient(ones, is_grads_batched=True)),
+        ("batched; ", lambda: torch.func.vmap(gradient)(ones)),
+        ("transforms of torch.func", lambda: torch.func.grad(run)(*leaves)),
+        ("transforms of torch.func", lambda: torch.func.vmap(run)(*(x[None] for x in leaves))),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{problem}.*to_high_precision"):
+            call()
 
 
 @pytest.mark.parametrize("subject", GEMMS.values(), ids=GEMMS)

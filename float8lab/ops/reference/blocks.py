@@ -117,8 +117,8 @@ def factors_from_amax(
     else:
         encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
         scale = 1.0 / encode
-    one = scale.new_ones(())  # a number would not do for fake tensors outside of their mode
-    return torch.where(usable, scale, one), torch.where(usable, encode, one)
+    unit = scale.new_ones(())  # a number would not do for fake tensors outside of their mode
+    return torch.where(usable, scale, unit), torch.where(usable, encode, unit)
 
 
 def _factors_of_packed(
