@@ -457,6 +457,7 @@ def main(argv: Sequence[str]) -> int:
     with torch.autograd.set_multithreading_enabled(not options.one_thread):
         found = rows(size, options, device)
         complete = report.tell(SUBJECT, found, options, rank=dist.get_rank())
+    report.free()  # NCCL waits for graphs that hold its collectives
     dist.destroy_process_group()
     return int(not complete)
 

@@ -203,7 +203,7 @@ CHARTS = (
     Chart(
         "performance_attention", "FP8 attention",
         "With casts. Measure before you turn `fp8_dpa` on: what it gains depends on the mask and "
-        "the length, and its backward is in high precision where heads are not of 128.",
+        "the length, and its backward is in high precision where heads are wider than 128.",
         "attention", ALONE, "implementation", "TFLOP/s", ("forward ms", "x bf16"),
         baseline="cuDNN",
     ),

@@ -11,9 +11,9 @@ Sources: benchmarks/RESULTS.md, one H200.
 
 - GEMM rates: floors of "Linear layer" at commit 8b34738, less the bytes of the casts at the rate of
   a copy, median of the three shapes; of blocks, and how much faster fprop by rows is, "GEMM".
-- Casts: the line through the two sizes of "Quantize", but for blocks at that commit, and for rows
-  on an H100. What a norm or an activation adds: the three tables below them on an H100; for rows,
-  which have none there, the rows of "Norm and MLP". Times of an H100 count by its rate of a copy.
+- Casts: the line through the two sizes of "Quantize", but for blocks at that commit. What a norm or
+  an activation adds: the three tables below them at commit 8b420462; for rows, which have none
+  there, the rows of "Norm and MLP" on an H100, whose times count by its rate of a copy.
   Of experts: those with which "Grouped linear layer" was met within 10 % on an H200 at cbf53cf; a
   grouped GEMM takes the hypotenuse of computing and moving alone.
 - CPU: "CPU overhead", a layer alone; in models it is about half of that, which leaves room for what
@@ -88,7 +88,7 @@ _GEMM_START = 3.8e-6
 """GPU time of a kernel that has next to nothing to do: that of a cast with a given scale."""
 _BFLOAT16 = _Rates(
     gemm=(763e12, 763e12, 763e12), eager=93e-6, compiled=42e-6, slowdown=1.13,
-    sources=_Sources(1.03e-12, 1.45e-12, 1.20e-12), attention=4.8e-12,
+    sources=_Sources(1.03e-12, 1.52e-12, 1.27e-12), attention=4.8e-12,
 )  # fmt: skip
 _ATTENTION = {False: 581e12, True: 812e12}
 """Operations a second of attention, forward and backward, by whether it is in FP8; heads of 128."""
@@ -96,22 +96,22 @@ _FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
     ((-1, -1), True): _Rates(
         gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
         cast=1.03e-12, grouped_cast=1.36e-12, cast_start=3.8e-6, eager=1316e-6, compiled=340e-6,
-        sources=_Sources(0.06e-12, 0.44e-12, 0.30e-12), attention=12e-12,
+        sources=_Sources(0.19e-12, 0.48e-12, 0.51e-12), attention=12e-12,
     ),
     ((-1, -1), False): _Rates(
         gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
         cast=1.49e-12, grouped_cast=1.89e-12, cast_start=9.0e-6, eager=1163e-6, compiled=340e-6,
-        sources=_Sources(0.05e-12, 0.90e-12, 0.50e-12), attention=14e-12,
+        sources=_Sources(0.19e-12, 0.92e-12, 0.78e-12), attention=14e-12,
     ),
     ((1, -1), False): _Rates(
         gemm=(1545e12, 1351e12, 1351e12), slowdown=1.24,
-        cast=1.50e-12, grouped_cast=2.54e-12, cast_start=11.0e-6, eager=1300e-6, compiled=340e-6,
+        cast=1.68e-12, grouped_cast=2.54e-12, cast_start=12.6e-6, eager=1300e-6, compiled=340e-6,
         sources=_Sources(1.00e-12, 2.20e-12, 2.20e-12), attention=14e-12,
     ),
     ((1, 128), False): _Rates(
         gemm=(1290e12, 1290e12, 1040e12), slowdown=1.22,
         cast=1.05e-12, grouped_cast=1.42e-12, cast_start=4.6e-6, eager=1319e-6, compiled=340e-6,
-        sources=_Sources(0.05e-12, 0.45e-12, 0.45e-12), attention=14e-12,
+        sources=_Sources(0.18e-12, 0.61e-12, 0.79e-12), attention=14e-12,
     ),
 }  # fmt: skip
 """Rates by the block of x that has one scale, and by whether scales are delayed."""
