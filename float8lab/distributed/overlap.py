@@ -110,12 +110,9 @@ class Window:
         """A rank's memory as a tensor, from ``start`` bytes into the half on."""
         key = (self.half, rank, start, shape, dtype)
         if key not in self._views:
-            self._views[key] = self._make_view(rank, start, shape, dtype)
+            offset = (self.half * self.nbytes + start) // dtype.itemsize
+            self._views[key] = self.handle.get_buffer(rank, tuple(shape), dtype, offset)
         return self._views[key]
-
-    def _make_view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        offset = (self.half * self.nbytes + start) // dtype.itemsize
-        return self.handle.get_buffer(rank, tuple(shape), dtype, offset)
 
 
 def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Window | None:

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from float8lab.nn.casts import spec_of_experts
 from float8lab.tensor import Float8Tensor
@@ -73,8 +74,9 @@ def _as_stack(parameters: Sequence[Tensor]) -> Tensor | None:
             return None
         qdata, scale, amax = cast("list[Tensor]", buffers)
         return Float8Tensor(qdata, scale, amax, spec_of_experts(spec), parameter.dtype)
-    storage = parameter.untyped_storage().data_ptr()
-    if not parameter.numel() or any(p.untyped_storage().data_ptr() != storage for p in parameters):
+    if not parameter.numel() or isinstance(parameter, FakeTensor):  # which has no address
+        return None
+    if len({p.untyped_storage().data_ptr() for p in parameters}) > 1:
         return None
     shape = len(parameters), *parameter.shape
     # Not a view of any of them, whose version counter would be its own.

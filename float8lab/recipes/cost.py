@@ -13,9 +13,9 @@ Sources: benchmarks/RESULTS.md, one H200.
   a copy, median of the three shapes; of blocks, and how much faster fprop by rows is, "GEMM".
 - Casts: the line through the two sizes of "Quantize", but for blocks at that commit. What a norm or
   an activation adds: the three tables below them at commit 8b420462; for rows, which have none
-  there, the rows of "Norm and MLP" on an H100, whose times count by its rate of a copy.
-  Of experts: those with which "Grouped linear layer" was met within 10 % on an H200 at cbf53cf; a
-  grouped GEMM takes the hypotenuse of computing and moving alone.
+  there, the rows of "Norm and MLP" on an H100, whose times count by its rate of a copy. Of experts:
+  those with which "Grouped linear layer" was met within 10 % on an H200 at cbf53cf; a grouped GEMM
+  takes the hypotenuse of computing and moving alone.
 - CPU: "CPU overhead", a layer alone; in models it is about half of that, which leaves room for what
   else a model calls.
 - Attention: the line through the three shapes of "FP8 attention".

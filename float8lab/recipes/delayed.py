@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -464,7 +465,8 @@ class DelayedSlots:
         old = pack.factors[:, columns]
         pack.set_factors(columns, torch.where(has_rows, factors.view(2, -1), old), has_rows)
         is_captured = pack.factors.is_cuda and torch.cuda.is_current_stream_capturing()
-        if index not in self._asked and not (is_captured or has_rows.is_meta):
+        is_without_data = has_rows.is_meta or isinstance(has_rows, FakeTensor)
+        if index not in self._asked and not (is_captured or is_without_data):
             self._asked[index] = Answer(pack.has_scale()[columns].all())
 
     def _keep_scales(self, seeded: list[bool]) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrize
 
 import float8lab
@@ -485,8 +486,9 @@ def test_weights_in_fp8_are_not_cast_again(stored):
 
 
 @each_recipe
-def test_on_the_meta_device_shapes_are_right(recipe):
-    with torch.device("meta"):
+@pytest.mark.parametrize("without_data", [lambda: torch.device("meta"), FakeTensorMode])
+def test_shapes_are_right_without_data(recipe, without_data):
+    with without_data():
         layer, x = float8lab.GroupedLinear(E, K, N), torch.empty(M, K)
         for _ in range(2):
             y, dx, *_ = step(layer, x, torch.empty(M, N), recipe)
