@@ -134,8 +134,11 @@ def cases_of(ranks: Ranks) -> dict[str, Case]:
     alibi = {**padded, "core_attention_bias_type": "alibi", "alibi_slopes": slopes}
     packed = [{"cu_seqlens_q": starts}, padded, {**padded, "window_size": (5, 0)}, alibi]
 
-    def qkv(*shape: int, groups: int, keys: int = 1, channels: int = D) -> list[Tensor]:
-        tokens = [shape, *[tuple(n * keys if n == S else n for n in shape)] * 2]
+    def qkv(
+        *shape: int, groups: int, queries: int = 1, keys: int = 1, channels: int = D
+    ) -> list[Tensor]:
+        factors = (queries, keys, keys)
+        tokens = [tuple(n * factor if n == S else n for n in shape) for factor in factors]
         heads = ((H, D), (groups, D), (groups, channels))
         return [sized(ranks, *n, *last) for n, last in zip(tokens, heads, strict=True)]
 
@@ -153,6 +156,14 @@ def cases_of(ranks: Ranks) -> dict[str, Case]:
         "cross, D != Dv": Case(
             qkv(S, B, groups=4, keys=2, channels=8), 0,
             [{"attn_mask_type": mask} for mask in masks], {"kv_channels": (D, 8), **cross},
+        ),
+        "cross, more queries": Case(
+            qkv(S, B, groups=4, queries=2), 0, [{"attn_mask_type": "no_mask"}],
+            {"kv_channels": D, **cross},
+        ),
+        "cross, more keys": Case(
+            qkv(S, B, groups=4, keys=2), 0, [{"attn_mask_type": "no_mask"}],
+            {"kv_channels": D, **cross},
         ),
     }  # fmt: skip
 

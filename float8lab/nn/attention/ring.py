@@ -97,7 +97,7 @@ class _Ring(NamedTuple):
         a later rank's see the first one alone, and of an earlier rank's the last sees both.
         """
         if not self.causal or rank == visitor:
-            return slice(0, tokens), slice(0, tokens)
+            return slice(None), slice(0, tokens)
         chunks = len(self.ranks.chunks_of(rank))
         length = tokens // chunks
         if visitor < rank:
