@@ -327,13 +327,17 @@ def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argume
             f"{x.shape[0]} rows; got {arguments.shown(sizes or m_splits)}. Pass the number of rows "
             "of each expert."
         )
+    ends = [*itertools.accumulate(sizes)]
     if host_sizes and x.is_cuda and not torch.compiler.is_compiling() and capturing():
-        return _filled([*itertools.accumulate(sizes)], x.device)
+        # A copy would read the host's memory in each replay; a graph keeps kernels' arguments.
+        offsets = torch.zeros(experts, dtype=torch.int32, device=x.device)
+        torch._foreach_add_(offsets.unbind(), ends)
+        return offsets
     if isinstance(m_splits, Tensor):
         # int32 stays so: torch's default would convert the numbers first.
         dtype = torch.int32 if m_splits.dtype == torch.int32 else torch.int64
         return m_splits.to(x.device).cumsum(0, dtype=dtype)
-    return torch.tensor([*itertools.accumulate(sizes)], dtype=torch.int32, device=x.device)
+    return torch.tensor(ends, dtype=torch.int32, device=x.device)
 
 
 def _sizes_on_host(m_splits: Sequence[int] | Tensor) -> list[int] | None:
@@ -353,11 +357,3 @@ def _sizes_on_host(m_splits: Sequence[int] | Tensor) -> list[int] | None:
         f"m_splits must be integers; got {arguments.shown(m_splits)}. Pass the number of rows of "
         "each expert, as a list or a tensor."
     ) from cause
-
-
-def _filled(offsets: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers of the host on a device, by the arguments of kernels: a CUDA graph keeps these."""
-    # A copy would read the host's memory in each replay.
-    filled = torch.zeros(len(offsets), dtype=torch.int32, device=device)
-    torch._foreach_add_(filled.unbind(), offsets)
-    return filled
