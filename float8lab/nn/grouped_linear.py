@@ -196,6 +196,7 @@ class GroupedLinear(GemmModule):
         y = y if out is None else out.copy_(y)
         if not self.return_bias:
             return y
+        biases = [cast("Tensor", self._returned(bias)) for bias in biases]
         return y, (biases[0] if self.single_grouped_bias else biases) if biases else None
 
     def _expert_parameters(self) -> tuple[list[Tensor], list[Tensor]]:

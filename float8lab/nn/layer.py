@@ -128,6 +128,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
     """The definitions of the module's GEMMs, in the order of its parameters."""
     use_bias: bool
     return_bias = False
+    _is_fsdp_managed_module = False  # FSDP sets it on the modules whose parameters it shards
     fuse_wgrad_accumulation = False
     parallel_mode: str | None = None
     _split: dict[str, int] | None = None
@@ -271,6 +272,10 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
             return weights[0], biases[0]
         return joined(weights), None if biases[0] is None else torch.cat(biases)
 
+    def _returned(self, bias: Tensor | None) -> Tensor | None:
+        """The bias that a forward returns: a copy where FSDP frees the parameter after it."""
+        return bias.clone() if self._is_fsdp_managed_module and bias is not None else bias
+
     def _begin(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None,
         tokens: ShardMap | None,
@@ -349,7 +354,7 @@ class NormGemmModule(GemmModule):
         self, y: Tensor, bias: Tensor | None, normed: Tensor | None
     ) -> Tensor | tuple[Tensor | None, ...]:
         """One output, or a tuple of as many as were asked for."""
-        biases = (bias,) if self.return_bias else ()
+        biases = (self._returned(bias),) if self.return_bias else ()
         outputs = (y, *biases, *(() if normed is None else (normed,)))
         return outputs if len(outputs) > 1 else y
 

@@ -157,7 +157,7 @@ class Linear(GemmModule, nn.Linear):
         # In inference Transformers gives the layer its local shards: plain tensors.
         if self._placement is not None and is_dtensor(weight):
             y = self._placement.run(self, inp, weight, added, is_first_microbatch)
-            return (y, bias) if self.return_bias else y
+            return (y, self._returned(bias)) if self.return_bias else y
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         parallel = self._fp8.parallel
         tokens = None if parallel is None else parallel.tokens_of(x)
@@ -170,7 +170,7 @@ class Linear(GemmModule, nn.Linear):
                 self._fp8.end(call)
         if parallel is not None and parallel.scatters:
             parallel.remember_tokens(y, tokens)
-        return (y, bias) if self.return_bias else y
+        return (y, self._returned(bias)) if self.return_bias else y
 
     def _of_components(
         self, inp: Any, first_microbatch: bool | None

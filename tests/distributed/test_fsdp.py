@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import float8lab
@@ -164,6 +164,35 @@ def check_experts_are_gathered_as_each_is_cast(ranks: Ranks) -> None:
         assert torch.equal(*results)
         results[0].sum().backward()
         assert model.weight.grad.to_local().shape == model.weight.to_local().shape
+
+
+def check_returned_biases_outlive_their_unit(ranks: Ranks) -> None:
+    """FSDP2 frees the parameters of a unit after its forward, before the caller adds the bias."""
+    options = {"return_bias": True, "device": ranks.device}
+    layers = [
+        (float8lab.Linear(64, 24, **options), ()),
+        (float8lab.Linear(64, 24, parameters_split=("a", "b"), **options), ()),
+        (float8lab.LayerNormLinear(64, 24, **options), ()),
+        (float8lab.LayerNormMLP(64, 32, **options), ()),
+        (float8lab.MultiheadAttention(64, 4, attention_dropout=0.0, **options), ()),
+        (float8lab.GroupedLinear(2, 64, 24, **options), ([3, 5],)),
+        (float8lab.GroupedLinear(2, 64, 24, single_grouped_bias=True, **options), ([3, 5],)),
+    ]
+    x = batch(ranks, 0)[0][:8, None]
+    for layer, splits in layers:
+        for name, parameter in layer.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+        sharded = fully_shard(copy.deepcopy(layer), mesh=ranks.mesh())
+        results = []
+        for module in (layer, sharded):
+            y, biases = module(x, *splits)
+            biases = torch.cat([b.flatten() for b in biases]) if splits else biases
+            (y.square().sum() + biases.square().sum()).backward()
+            results.append([y, biases, *(p.grad for p in module.parameters())])
+        for single, many in zip(*results, strict=True):
+            many = many.full_tensor() if isinstance(many, DTensor) else many
+            assert torch.equal(single, many), type(layer)
 
 
 def check_attention_of_torch(ranks: Ranks) -> None:
