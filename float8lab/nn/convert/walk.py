@@ -65,7 +65,7 @@ def walk_model(model: nn.Module) -> ModelWalk:
     candidates = (_as_candidate(name, m, linear_class[type(m)]) for name, m in named_modules)
     attention = [(name, m) for name, m in named_modules if isinstance(m, DotProductAttention)]
     marks = ("unshard", "_is_fsdp_managed_module")
-    is_sharded = any(hasattr(m, mark) for _, m in named_modules for mark in marks)
+    is_sharded = any(getattr(m, mark, False) for _, m in named_modules for mark in marks)
     return ModelWalk(named_modules, [*filter(None, candidates)], attention, is_sharded)
 
 
