@@ -312,12 +312,17 @@ def check_masters_start_from_kept_values(ranks: Ranks) -> None:
     for recipe in RECIPES:
         torch.manual_seed(0)
         with float8lab.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-            layer = float8lab.Linear(48, 150, device=ranks.device)
-        kept = layer.weight.get_high_precision_init_val().to(ranks.device)
-        model = shard(nn.Sequential(layer), ranks)
+            layer = float8lab.Linear(48, 150, bias=False, device=ranks.device)
+            experts = float8lab.GroupedLinear(
+                5, 64, 48, bias=False, single_grouped_weight=True, device=ranks.device
+            )
+        model = nn.Sequential(layer, experts)
+        kept = [m.weight.get_high_precision_init_val().to(ranks.device) for m in model]
+        shard(model, ranks)
         optimizer = float8lab.optim.MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
-        assert torch.equal(optimizer.masters[model[0].weight].full_tensor(), kept)
-        assert local(model[0].weight).get_high_precision_init_val() is None
+        for module, values in zip(model, kept, strict=True):
+            assert torch.equal(optimizer.masters[module.weight].full_tensor(), values)
+            assert local(module.weight).get_high_precision_init_val() is None
 
 
 @on_ranks(4)

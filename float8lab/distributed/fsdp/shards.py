@@ -225,9 +225,7 @@ class Shardable(nn.Module):
         """
         local, before = local_of(parameter), local_of(old)
         *copied, cut_by = parameter.placements[: parameter.device_mesh.ndim - tp_dims]
-        # Experts that are stored in FP8 become shards at their first all-gather.
-        may_be = parameter.ndim == 2 or (parameter.ndim == 3 and type(local) is Tensor)
-        may_be = may_be or isinstance(before, Shard)
+        may_be = parameter.ndim in (2, 3) or isinstance(before, Shard)
         if not may_be or getattr(cut_by, "dim", None) != 0:
             return
         if isinstance(before, Shard):
