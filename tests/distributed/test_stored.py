@@ -309,20 +309,22 @@ def check_shards_are_cast_by_one_op(ranks: Ranks) -> None:
 
 
 def check_masters_start_from_kept_values(ranks: Ranks) -> None:
+    options = {"bias": False, "device": ranks.device}
     for recipe in RECIPES:
         torch.manual_seed(0)
         with float8lab.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-            layer = float8lab.Linear(48, 150, bias=False, device=ranks.device)
-            experts = float8lab.GroupedLinear(
-                5, 64, 48, bias=False, single_grouped_weight=True, device=ranks.device
-            )
-        model = nn.Sequential(layer, experts)
-        kept = [m.weight.get_high_precision_init_val().to(ranks.device) for m in model]
+            layer = float8lab.Linear(48, 150, **options)
+            experts = [
+                float8lab.GroupedLinear(5, 64, 48, single_grouped_weight=single, **options)
+                for single in (False, True)
+            ]
+        model = nn.Sequential(layer, *experts)
+        kept = [p.get_high_precision_init_val().to(ranks.device) for p in model.parameters()]
         shard(model, ranks)
         optimizer = float8lab.optim.MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
-        for module, values in zip(model, kept, strict=True):
-            assert torch.equal(optimizer.masters[module.weight].full_tensor(), values)
-            assert local(module.weight).get_high_precision_init_val() is None
+        for parameter, values in zip(model.parameters(), kept, strict=True):
+            assert torch.equal(optimizer.masters[parameter].full_tensor(), values)
+            assert local(parameter).get_high_precision_init_val() is None
 
 
 @on_ranks(4)

@@ -212,7 +212,7 @@ class Shardable(nn.Module):
         if not (sharded or gathers):
             super().__setattr__(name, value)
             return
-        if sharded and name.endswith("weight") and not isinstance(value._local_tensor, Shard):
+        if sharded and "weight" in name and not isinstance(value._local_tensor, Shard):
             self._make_shard(name, value, old, tp_dims)
         # FSDP2 exchanges sharded and gathered parameters before and after every forward. Like it,
         # this goes past a method of torch that does much more.
