@@ -114,7 +114,8 @@ class Shard(_Tensor):
             for tensor in metadata:
                 tensor.record_stream(torch.cuda.current_stream(scale.device))
         if out is not None:
-            out.scale, out.amax = scale, amax  # not written: autograd may have saved the others
+            local = getattr(out, "_local_tensor", out)  # a DTensor's, under tensor parallelism
+            local.scale, local.amax = scale, amax  # not written: autograd may have saved the others
             return None
         row_shard = self.weight.row_shard
         qdata = outputs[0][: row_shard.shape[0]].view(row_shard.spec.fp8_dtype)
