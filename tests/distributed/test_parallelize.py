@@ -281,9 +281,9 @@ def check_fsdp_on_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
     mesh = ranks.mesh(2, ranks.world // 2, names=("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
     for recipe in RECIPES[:1]:
-        for kind in ("tensor", "float8"):
+        for kind, converted_first in (("tensor", True), ("float8", True), ("float8", False)):
             alone = Block(recipe).to(ranks.device)
-            model = parallelized(tp, kind, recipe)
+            model = parallelized(tp, kind, recipe, converted_first=converted_first)
             fully_shard(model, mesh=dp)
             parts = [inputs(tp, kind, 2, 8 + 2 * i) for i in range(dp.size())]
             _, mine = parts[dp.get_local_rank()]

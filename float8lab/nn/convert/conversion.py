@@ -210,7 +210,7 @@ def _choose_all_gather(
             precision = getattr(layer, gemm.state)
             modules = users.get(id(weight), [])
             agree = all(recipes.get(id(module)) == plan.recipe for module, _ in modules)
-            too_late = is_sharded_plain(weight)
+            too_late = plan.sharded and is_sharded_plain(weight)
             precision.fp8_all_gather = fp8_all_gather and agree and not too_late
             late += fp8_all_gather and too_late
     note = (
