@@ -205,11 +205,9 @@ class Shardable(nn.Module):
         parameter = old is not None and isinstance(value, nn.Parameter)
         tp_dims = 0 if self._placement is None else self._placement.ndim
         # ``is_dtensor``, spelled out: FSDP2 comes here twice for each forward of a layer.
-        sharded = parameter and hasattr(value, "_local_tensor")
-        gathers = parameter and hasattr(old, "_local_tensor")
-        if tp_dims:  # by tensor parallelism alone
-            sharded = sharded and value.device_mesh.ndim > tp_dims
-            gathers = gathers and old.device_mesh.ndim > tp_dims
+        # Not by tensor parallelism alone.
+        sharded = parameter and hasattr(value, "_local_tensor") and value.device_mesh.ndim > tp_dims
+        gathers = parameter and hasattr(old, "_local_tensor") and old.device_mesh.ndim > tp_dims
         if not (sharded or gathers):
             super().__setattr__(name, value)
             return
