@@ -28,7 +28,7 @@ class FileWindow(overlap.Window):
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         self.rank, self.size, self.nbytes = ranks.rank, ranks.world, nbytes
-        self.half, self._views, self.is_captured = 0, {}, False
+        self.half, self._views, self.is_captured, self.handle = 0, {}, False, self
         self.memories = [
             torch.from_file(
                 str(ranks.tmp_path / f"{rank}"),
@@ -40,8 +40,10 @@ class FileWindow(overlap.Window):
     def barrier(self) -> None:
         dist.barrier()
 
-    def _make_view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        place = self.half * self.nbytes + start
+    def get_buffer(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int
+    ) -> Tensor:
+        place = offset * dtype.itemsize
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         return self.memories[rank][place : place + nbytes].view(dtype).view(shape)
 
