@@ -1,7 +1,6 @@
 """The energy of a layer on a CPU, with counters that are made up."""
 
 import ctypes
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,20 +13,31 @@ from benchmarks.models import LayerSize
 LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
 
 
-def steady_counter():
-    """Of a GPU that takes 300 W."""
-    return 300 * time.perf_counter()
+class Timer:
+    """A clock that moves on by a millisecond when it is read, and a GPU that takes 300 W."""
+
+    seconds = 0.0
+
+    def perf_counter(self):
+        self.seconds += 1e-3
+        return self.seconds
+
+    def joules(self):
+        return 300 * self.seconds
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+def timer(monkeypatch):
+    timer = Timer()
+    monkeypatch.setattr(power, "time", timer)
     monkeypatch.setattr(nn.Module, "compile", lambda self: None)
     monkeypatch.setattr(power, "SETTLING", 0.0)
+    return timer
 
 
-def test_energy_of_a_layer(setting):
+def test_energy_of_a_layer(setting, timer):
     setting.recipes = ("delayed", "block")
-    rows = list(power.rows(setting, LAYER, steady_counter, seconds=0.01, rounds=2))
+    rows = list(power.rows(setting, LAYER, timer.joules, seconds=0.01, rounds=2))
     assert [row.name for row in rows] == [
         "plain bfloat16, compile", "converted, delayed, compile",
         "TransformerLayer, delayed, eager", "converted, block, compile",
@@ -35,7 +45,7 @@ def test_energy_of_a_layer(setting):
     ]  # fmt: skip
     for row in rows:
         assert row.refusal is None
-        assert row.values["W"] == pytest.approx(300, rel=0.05)
+        assert row.values["W"] == pytest.approx(300)
         joules = row.values["W"] * row.values["sustained ms"] / 1e3
         assert row.values["J a step"] == joules
         assert row.values["mJ a token"] == pytest.approx(1e3 * joules / 64)
@@ -46,7 +56,7 @@ def test_energy_of_a_layer(setting):
     assert [line.split("|")[-2].strip() for line in lines[2:4]] == ["1.00", f"{ratio:.2f}"]
 
 
-def test_a_wrong_layer_takes_no_turn(setting, monkeypatch):
+def test_a_wrong_layer_takes_no_turn(setting, monkeypatch, timer):
     def doubled(plain, recipe, **options):
         layer = power.copy.deepcopy(plain)
         layer.down.weight.data.mul_(2)
@@ -54,7 +64,7 @@ def test_a_wrong_layer_takes_no_turn(setting, monkeypatch):
 
     setting.recipes = ("current",)
     monkeypatch.setattr(power, "converted", doubled)
-    rows = list(power.rows(setting, LAYER, steady_counter, seconds=0.01, rounds=1))
+    rows = list(power.rows(setting, LAYER, timer.joules, seconds=0.01, rounds=1))
     assert [row.refusal is None for row in rows] == [True, False, True]
     assert rows[1].refusal.startswith("wrong: y ")
     assert rows[1].values == {}
