@@ -74,9 +74,8 @@ def _as_stack(parameters: Sequence[Tensor]) -> Tensor | None:
             return None
         qdata, scale, amax = cast("list[Tensor]", buffers)
         return Float8Tensor(qdata, scale, amax, spec_of_experts(spec), parameter.dtype)
-    if not parameter.numel() or isinstance(parameter, FakeTensor):  # which has no address
-        return None
-    if len({p.untyped_storage().data_ptr() for p in parameters}) > 1:
+    has_address = parameter.numel() and not isinstance(parameter, FakeTensor)
+    if not has_address or len({p.untyped_storage().data_ptr() for p in parameters}) > 1:
         return None
     shape = len(parameters), *parameter.shape
     # Not a view of any of them, whose version counter would be its own.

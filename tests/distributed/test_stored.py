@@ -341,6 +341,14 @@ def check_hybrid_sharding(ranks: Ranks) -> None:
             assert_gathered(layer, weight)
 
 
+def check_columns_are_refused(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        model = make_model(ranks, recipe)
+        fully_shard(model, mesh=ranks.mesh(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        with pytest.raises(NotImplementedError, match=r"FP8 weights along dim 0; got"):
+            model(torch.randn(4, model[0].in_features, device=ranks.device))
+
+
 def check_data_parallel(ranks: Ranks) -> None:
     for recipe in RECIPES:
         model = make_model(ranks, recipe)

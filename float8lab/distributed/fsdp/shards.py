@@ -141,9 +141,7 @@ class MasterShard(Shard, Tensor):
 class StoredShard(Shard, Float8Tensor):
     """A rank's rows of a weight that is stored in FP8."""
 
-    @classmethod
-    def _make(cls, *args: Any, **kwargs: Any) -> Float8Tensor:
-        return Float8Tensor._make(*args, **kwargs)
+    _make = Float8Tensor._make
 
     def _extra(self) -> dict[str, object]:
         return {k: v for k, v in super()._extra().items() if k not in ("weight", "owner")}
@@ -182,6 +180,11 @@ def _first_shard(local: Float8Tensor, mesh: DeviceMesh, module: nn.Module) -> Sh
     parameters = [p for p in module._parameters.values() if is_dtensor(p)]
     sharded = [p for p in parameters if type(local_of(p)) is type(local)]
     owner = next((p for p in sharded if local_of(p) is local), sharded[0])
+    *copied, cut_by = owner.placements
+    if _may_be_fsdp_alone(copied) and not cut_by.is_shard(0):
+        raise NotImplementedError(
+            f"shard_placement_fn must shard FP8 weights along dim 0; got {cut_by}. Leave it out."
+        )
     weight = ShardedWeight(RowShard.of(local.spec, owner.shape, mesh))
     return _become_shard(local_of(owner), owner, weight).to(local.device, non_blocking=True)
 
@@ -244,9 +247,8 @@ class Shardable(nn.Module):
         self, spec: Float8Spec, parameter: DTensor, shape: Sequence[int], tp_dims: int
     ) -> RowShard | None:
         """The row shard where a rank has ``shape`` of a parameter; None: FP8 cannot be gathered."""
-        shares, group = True, None
-        if self._placement is not None:
-            shares, group = self._placement.shares_blocks(spec)
+        placed = self._placement
+        shares, group = (True, None) if placed is None else placed.shares_blocks(spec)
         return RowShard.of(spec, shape, shard_mesh(parameter, tp_dims), group) if shares else None
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
