@@ -181,7 +181,7 @@ def _first_shard(local: Float8Tensor, mesh: DeviceMesh, module: nn.Module) -> Sh
     sharded = [p for p in parameters if type(local_of(p)) is type(local)]
     owner = next((p for p in sharded if local_of(p) is local), sharded[0])
     *copied, cut_by = owner.placements
-    if _may_be_fsdp_alone(copied) and getattr(cut_by, "dim", 0):
+    if _may_be_fsdp_alone(copied) and cut_by.is_shard() and not cut_by.is_shard(0):
         raise NotImplementedError(
             f"shard_placement_fn must shard FP8 weights along dim 0; got {cut_by}. Leave it out."
         )
