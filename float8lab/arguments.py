@@ -24,8 +24,8 @@ __all__ = [
     "EXTRAS", "INTEGER_DTYPES", "PARAMETER_DTYPES", "check_callables", "check_choice",
     "check_device", "check_dtype", "check_flags", "check_floating", "check_group", "check_input",
     "check_instance", "check_lengths", "check_module", "check_names", "check_number", "check_path",
-    "check_shape", "check_size", "check_state", "check_tensor", "has_values", "needs", "printable",
-    "shown",
+    "check_shape", "check_size", "check_state", "check_tensor", "has_data", "has_values", "needs",
+    "printable", "shown",
 ]  # fmt: skip
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -213,8 +213,12 @@ def check_tensor(name: str, value: object, *, optional: bool = False) -> None:
 def has_values(x: torch.Tensor) -> bool:
     """Whether reading the values of ``x`` costs nothing: it is on a CPU, and nothing is traced."""
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    is_fake = isinstance(x, (FakeTensor, FunctionalTensor))
-    return x.device.type == "cpu" and not is_traced and not is_fake
+    return x.device.type == "cpu" and not is_traced and has_data(x)
+
+
+def has_data(x: torch.Tensor) -> bool:
+    """Whether a tensor has values: it is neither fake nor on the meta device."""
+    return not (x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor)))
 
 
 def check_floating(

@@ -328,17 +328,16 @@ def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argume
             f"{x.shape[0]} rows; got {arguments.shown(sizes or m_splits)}. Pass the number of rows "
             "of each expert."
         )
-    stops = [*itertools.accumulate(sizes)]
     if host_sizes and x.is_cuda and not torch.compiler.is_compiling() and capturing():
         # A copy would read the host's memory in each replay; a graph keeps kernels' arguments.
         offsets = torch.zeros(experts, dtype=torch.int32, device=x.device)
-        torch._foreach_add_(offsets.unbind(), stops)
+        torch._foreach_add_(offsets.unbind(), [*itertools.accumulate(sizes)])
         return offsets
     if isinstance(m_splits, Tensor):
         # int32 stays so: torch's default would convert the numbers first.
         dtype = torch.int32 if m_splits.dtype == torch.int32 else torch.int64
         return m_splits.to(x.device).cumsum(0, dtype=dtype)
-    return torch.tensor(stops, dtype=torch.int32, device=x.device)
+    return torch.tensor([*itertools.accumulate(sizes)], dtype=torch.int32, device=x.device)
 
 
 def _sizes_on_host(m_splits: Sequence[int] | Tensor) -> list[int] | None:

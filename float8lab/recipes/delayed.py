@@ -35,11 +35,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab import ops
+from float8lab.arguments import has_data
 from float8lab.formats import Spec
 from float8lab.ops import NO_DATA, Groups, Prologue
 from float8lab.ops.grouped import amax_of_batch
@@ -465,8 +465,7 @@ class DelayedSlots:
         old = pack.factors[:, columns]
         pack.set_factors(columns, torch.where(has_rows, factors.view(2, -1), old), has_rows)
         is_captured = pack.factors.is_cuda and torch.cuda.is_current_stream_capturing()
-        is_without_data = has_rows.is_meta or isinstance(has_rows, FakeTensor)
-        if index not in self._asked and not (is_captured or is_without_data):
+        if index not in self._asked and not is_captured and has_data(has_rows):
             self._asked[index] = Answer(pack.has_scale()[columns].all())
 
     def _keep_scales(self, seeded: list[bool]) -> None:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PLAIN", "Float8Tensor", "decoded", "quantize"]
 
-_NO_DATA = (torch._subclasses.FakeTensor, FunctionalTensor)
-
 PLAIN = frozenset(
     (Tensor, torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor, FunctionalTensor)
 )
@@ -380,7 +378,7 @@ class Float8Tensor(StoredTensor):
         return function
 
     def _has_data(self) -> bool:
-        return not (self.qdata.is_meta or isinstance(self.qdata, _NO_DATA))
+        return arguments.has_data(self.qdata)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # stub
         facts, lines = [f"fp8={self.spec.describe()}"], []
