@@ -16,7 +16,7 @@ Sources: benchmarks/RESULTS.md, one H200.
   there, the rows of "Norm and MLP" on an H100, whose times count by its rate of a copy. Of experts:
   those with which "Grouped linear layer" was met within 10 % on an H200 at cbf53cf; a grouped GEMM
   takes the hypotenuse of computing and moving alone.
-- CPU: "CPU overhead", a layer alone; in models it is half of that, with room for other calls.
+- CPU: "CPU overhead", a layer alone; in models about half of that, with room for other calls.
 - Attention: the line through the three shapes of "FP8 attention".
 - Sustained load, under which the GPU is at its power limit: GEMMs and attention are slower by as
   much as the rows of "Training steps of 8 layers" exceed the parts measured alone.

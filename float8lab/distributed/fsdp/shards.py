@@ -141,7 +141,7 @@ class MasterShard(Shard, Tensor):
 class StoredShard(Shard, Float8Tensor):
     """A rank's rows of a weight that is stored in FP8."""
 
-    _make = Float8Tensor._make
+    _make = Float8Tensor._make  # what an op makes of a shard is none
 
     def _extra(self) -> dict[str, object]:
         return {k: v for k, v in super()._extra().items() if k not in ("weight", "owner")}
@@ -208,7 +208,7 @@ class Shardable(nn.Module):
         parameter = old is not None and isinstance(value, nn.Parameter)
         tp_dims = 0 if self._placement is None else self._placement.ndim
         # ``is_dtensor``, spelled out: FSDP2 comes here twice for each forward of a layer.
-        # Not by tensor parallelism alone.
+        # What tensor parallelism alone has sharded is neither.
         sharded = parameter and hasattr(value, "_local_tensor") and value.device_mesh.ndim > tp_dims
         gathers = parameter and hasattr(old, "_local_tensor") and old.device_mesh.ndim > tp_dims
         if not (sharded or gathers):
