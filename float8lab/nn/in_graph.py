@@ -81,7 +81,7 @@ def cast_in_graph(
     q, factors, q_t, column_sums = _cast_op(
         *matrix, *state[:3], index, state.record, _next_number(), spec.fp8_dtype, align,
         rowwise is not None, columnwise is not None, dbias,
-        x.offs if isinstance(x, Groups) else None, state.first_expert,
+        *(x[3:] if isinstance(x, Groups) else (None, None)), state.first_expert,
     )  # fmt: skip
     if state.record and state.in_forward[index]:
         come_after_in_graph(factors)  # the region is closed after this cast
@@ -122,11 +122,12 @@ class _Results(NamedTuple):
 def _cast(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, handle: Tensor, recipe: int,
     group: str, index: int, record: bool, number: int, fp8_dtype: torch.dtype, align: int, *,
-    rowwise: bool, columnwise: bool, dbias: bool, offs: Tensor | None, first_expert: int,
+    rowwise: bool, columnwise: bool, dbias: bool, offs: Tensor | None, plan: Tensor | None,
+    first_expert: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     return _run(*_look(
         prologue, inputs, dtype, handle, recipe, group, index, record, number, fp8_dtype, align,
-        rowwise, columnwise, dbias, offs, first_expert,
+        rowwise, columnwise, dbias, offs, plan, first_expert,
     ))  # fmt: skip
 
 
@@ -145,10 +146,10 @@ class _SlotCast(NamedTuple):
 def _look(*args: Any, in_cuda_graph: bool = True) -> tuple[_SlotCast]:
     """Find the state that a cast with these arguments of the op reads and writes."""
     (prologue, inputs, dtype, handle, recipe, group, index, record, _, fp8_dtype, align,
-     rowwise, columnwise, dbias, offs, first_expert) = args  # fmt: skip
+     rowwise, columnwise, dbias, offs, plan, first_expert) = args  # fmt: skip
     x, experts = Prologue(prologue, inputs, dtype) if prologue else inputs[0], None
     if offs is not None:
-        x, experts = Groups(prologue, inputs, dtype, offs), offs.shape[0]
+        x, experts = Groups(prologue, inputs, dtype, offs, plan), offs.shape[0]
     elif inputs[0].ndim == 3:
         experts = inputs[0].shape[0]
     numbers = None if experts is None else range(first_expert, first_expert + experts)

@@ -328,13 +328,15 @@ def store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K):
 
 
 @triton.jit
-def record_amax(slot_ptr, bits):
-    """Raise a float32 slot to the largest of a tile's bit patterns."""
+def record_amax(slot_ptr, bits, slot_bits=None):
+    """Raise a float32 slot to the largest of a tile's bit patterns; ``slot_bits``: its own."""
     # The slot only grows, so a stale value costs an atomic too many and nothing else. NO_DATA is
     # negative as an integer too, and NaN lies above every amax.
     slot = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     largest_bits = tl.max(tl.max(bits, 1), 0)
-    tl.atomic_max(slot, largest_bits, mask=largest_bits > tl.load(slot), sem="relaxed")
+    if slot_bits is None:
+        slot_bits = tl.load(slot)
+    tl.atomic_max(slot, largest_bits, mask=largest_bits > slot_bits, sem="relaxed")
 
 
 @triton.jit

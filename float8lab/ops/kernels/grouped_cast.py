@@ -1,11 +1,11 @@
 """Cast a matrix whose rows are in groups, or a batch of matrices, on the GPU.
 
 M rows, K columns of what is cast, E groups or matrices; ROWS, COLUMNS the same after padding, and
-ACROSS the columns of a transpose. A program has a tile of 128 rows and 128 columns, and no tile has
-rows of two groups: it finds from the groups' offsets, on the device, where its rows are. In
-a transpose tile i has the columns from 128 i on: the layout of ``ops/reference/grouped.py``. Behind
-the groups come the tiles of the padding rows, which read nothing and write zeros; in
-a transpose, where no GEMM reads them, nothing.
+ACROSS the columns of a transpose. A program has a tile of 128 rows, and no tile has rows of two
+groups: the plan of the groups, made on the device, says where its rows are. In a transpose tile i
+has the columns from 128 i on: the layout of ``ops/reference/grouped.py``. Behind the groups come
+the tiles of the padding rows, which read nothing and write zeros; in a transpose, where no GEMM
+reads them, nothing.
 
 Tiles are read by words, as ``prologue.load_words`` says.
 """
@@ -41,33 +41,6 @@ _SUMS = 128
 """Columns that one program sums."""
 
 
-@triton.jit
-def _bounds_of_groups(index, offs_ptr, M, E):
-    """Where groups start and stop, and how many tiles each has; group E has the padding rows."""
-    stops = tl.load(offs_ptr + index, mask=index < E, other=0).to(tl.int32)
-    starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= E), other=0).to(tl.int32)
-    stops = tl.where(index < E, stops, M)
-    starts = tl.where(index <= E, starts, M)
-    return starts, stops, (tl.maximum(stops - starts, 0) + 127) // 128
-
-
-@triton.jit
-def group_of_tile(tile, offs_ptr, M, E, COUNT: tl.constexpr):
-    """The group that a tile of 128 rows is of, its first row there, and the group's end.
-    Group E has the rows beyond the last end; a tile beyond all rows begins at its own end."""
-    index = tl.arange(0, COUNT)
-    starts, stops, tiles = _bounds_of_groups(index, offs_ptr, M, E)
-    last = tl.cumsum(tiles, 0)
-    is_past = last <= tile
-    group = tl.sum(is_past.to(tl.int32), 0)
-    first = tl.max(tl.where(is_past, last, 0), 0)
-    is_group = index == group
-    start = tl.sum(tl.where(is_group, starts, 0), 0)
-    end = tl.sum(tl.where(is_group, stops, 0), 0)
-    row = tl.where(group < COUNT, start + (tile - first) * 128, end).to(tl.int64)
-    return group, row, end.to(tl.int64)
-
-
 @launched
 def _plan_kernel(
     offs_ptr,  # [E] offsets of groups, int32 or int64
@@ -75,22 +48,31 @@ def _plan_kernel(
     M, E,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The groups from the largest on, and their tiles; how many tiles there are; where each is."""
+    """The groups from the largest on, and their tiles; how many tiles there are; where each is.
+
+    Group E has the rows beyond the last end. Of a tile beyond all rows every number is 0.
+    """
     index = tl.program_id(0)
-    offsets = tl.arange(0, COUNT)
-    _, _, of_group = _bounds_of_groups(offsets, offs_ptr, M, E)
+    groups = tl.arange(0, COUNT)
+    stops = tl.load(offs_ptr + groups, mask=groups < E, other=M).to(tl.int32)
+    starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups <= E), other=0).to(tl.int32)
+    starts = tl.where(groups <= E, starts, M)
+    of_group = (tl.maximum(stops - starts, 0) + 127) // 128
     plan_ptr += 4 * index
     if index > E:
-        group, row, end = group_of_tile(index - E - 1, offs_ptr, M, E, COUNT)
-        is_one = group <= E
-        tl.store(plan_ptr, tl.where(is_one, group, 0))
-        tl.store(plan_ptr + 1, tl.where(is_one, row.to(tl.int32), 0))
-        tl.store(plan_ptr + 2, tl.where(is_one, end.to(tl.int32), 0))
+        tile = index - E - 1
+        last = tl.cumsum(of_group, 0)
+        is_past = last <= tile
+        first = tl.max(tl.where(is_past, last, 0), 0)
+        is_group = (groups == tl.sum(is_past.to(tl.int32), 0)) & (groups <= E)
+        tl.store(plan_ptr, tl.sum(tl.where(is_group, groups, 0), 0))
+        tl.store(plan_ptr + 1, tl.sum(tl.where(is_group, starts + (tile - first) * 128, 0), 0))
+        tl.store(plan_ptr + 2, tl.sum(tl.where(is_group, stops, 0), 0))
     else:
-        tiles = tl.sum(tl.where(offsets == index, of_group, 0), 0)
-        before = tl.sum(tl.where((offsets < index) | (index == E), of_group, 0), 0)
-        is_ahead = (of_group > tiles) | ((of_group == tiles) & (offsets < index))
-        place = tl.sum(((offsets < E) & is_ahead).to(tl.int32), 0)
+        tiles = tl.sum(tl.where(groups == index, of_group, 0), 0)
+        before = tl.sum(tl.where((groups < index) | (index == E), of_group, 0), 0)
+        is_ahead = (of_group > tiles) | ((of_group == tiles) & (groups < index))
+        place = tl.sum(((groups < E) & is_ahead).to(tl.int32), 0)
         plan_ptr += 4 * (tl.where(index == E, E, place) - index)
         tl.store(plan_ptr, before)
         tl.store(plan_ptr + 1, tiles)
@@ -107,27 +89,27 @@ def plan_groups(offs: Tensor, rows: int) -> Tensor:
 
 
 @triton.jit
-def _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT: tl.constexpr):
+def _part_of_plan(plan_ptr, index, PARTS: tl.constexpr):
+    """Group, first row and end of one of the ``PARTS`` of a tile in a plan."""
+    at = plan_ptr + 4 * (index // PARTS)
+    row = tl.load(at + 1) + index % PARTS * (128 // PARTS)
+    return tl.load(at), row.to(tl.int64), tl.load(at + 2)
+
+
+@triton.jit
+def _rows_of_tile(tile_m, plan_ptr, M, E, ROWS):
     """Group or matrix, first row, end of the rows to read and of those to write, of a tile."""
-    if offs_ptr is None:
+    if plan_ptr is None:
         tiles = tl.cdiv(ROWS, 128)
         group = tile_m // tiles
         row = (tile_m % tiles) * 128
         end = tl.zeros([], tl.int64) + M
         limit = tl.zeros([], tl.int64) + ROWS
     else:
-        group, row, limit = group_of_tile(tile_m.to(tl.int32), offs_ptr, M, E, COUNT)
+        group, row, limit = _part_of_plan(plan_ptr + 4 * (E + 1), tile_m, 1)
         end = tl.where(group < E, limit, row)
         group = group.to(tl.int64)
     return group, row, end, limit
-
-
-@triton.jit
-def _part_of_plan(plan_ptr, index, PARTS: tl.constexpr):
-    """Group, first row and end of one of the ``PARTS`` of a tile in a plan."""
-    at = plan_ptr + 4 * (index // PARTS)
-    row = tl.load(at + 1) + index % PARTS * (128 // PARTS)
-    return tl.load(at), row.to(tl.int64), tl.load(at + 2)
 
 
 @launched
@@ -205,17 +187,17 @@ def _factors_kernel(
 @launched
 def _amax_rows_of_groups_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    offs_ptr,
+    plan_ptr,
     amax_ptr,  # int32 bit patterns, zero at first: of all rows, then of the columns of each group
     M, K, E, stride_ae, ROWS, COLUMNS, ALL_ROWS,
-    WRITE: tl.constexpr, TRANSPOSE: tl.constexpr, COUNT: tl.constexpr,
+    WRITE: tl.constexpr, TRANSPOSE: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K)
-    group, row, end, _ = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
+    group, row, end, _ = _rows_of_tile(tile_m, plan_ptr, M, E, ROWS)
     if row < end:
         first = row
-        if offs_ptr is None:
+        if plan_ptr is None:
             a_ptr += group * stride_ae
             first += group * ROWS
         local = tl.arange(0, TILE_M)
@@ -271,7 +253,7 @@ def _column_factors(
 @launched(do_not_specialize_on_alignment=["slot_ptr"])
 def _cast_groups_kernel(  # noqa: PLR0915
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    offs_ptr,  # [E] offsets of groups, int32 or int64; None for a batch
+    plan_ptr,  # of ``plan_groups``; None for a batch
     given_ptr,  # fp32 encode factors: one, or one per group or matrix; PER_ROW: rows, then columns
     slot_ptr,  # None or fp32: one per group or matrix
     q_ptr,  # None or [ROWS, COLUMNS] fp8, or E of these
@@ -283,16 +265,16 @@ def _cast_groups_kernel(  # noqa: PLR0915
     LIMIT: tl.constexpr, RULE: tl.constexpr,
     BLOCK: tl.constexpr,  # columns of a block, 0 where factors are given
     SQUARE: tl.constexpr,  # 128 x 128
-    PER_ROW: tl.constexpr, FROM_END: tl.constexpr, COUNT: tl.constexpr,
+    PER_ROW: tl.constexpr, FROM_END: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     fp8: tl.constexpr = (q_ptr if q_t_ptr is None else q_t_ptr).dtype.element_ty
     tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, FROM_END, VALUES.halves)
-    group, row, end, limit = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
+    group, row, end, limit = _rows_of_tile(tile_m, plan_ptr, M, E, ROWS)
     place, limit_t = tile_m * TILE_M, ACROSS
-    if offs_ptr is not None:
-        limit_t = tl.where(group < E, ACROSS, 0)
-    if offs_ptr is None:
+    if plan_ptr is not None:
+        limit_t = tl.where(row < end, ACROSS, 0)
+    else:
         a_ptr += group * stride_ae
         place = row
         if q_ptr is not None:
@@ -304,6 +286,10 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 scale_ptr += group * ROWS * stride_sm
             if q_t_ptr is not None and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
+    slot_bits = 0
+    if slot_ptr is not None:  # read here, the slot arrives with the tile
+        amax = tl.load(slot_ptr + group, mask=row < end, other=float("inf"))
+        slot_bits = amax.to(tl.int32, bitcast=True)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     columns, halves = load_words(inputs, row, tile_k, end, K, VALUES, TILE_M, TILE_K)
     eps = tl.cast(eps, tl.float32)
@@ -313,8 +299,8 @@ def _cast_groups_kernel(  # noqa: PLR0915
         if half == 1:
             columns += K // 2
             tile_k += K // 2 // TILE_K
-        if slot_ptr is not None and row < end:
-            _common.record_amax(slot_ptr + group, _common.largest_bits(x0, x1, x2, x3))
+        if slot_ptr is not None:
+            _common.record_amax(slot_ptr + group, _common.largest_bits(x0, x1, x2, x3), slot_bits)
         if sum_ptr is not None:
             _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
 
@@ -346,7 +332,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
                     )  # fmt: skip
                 else:
                     if PER_ROW:
-                        first = group * ROWS if offs_ptr is None else 0
+                        first = group * ROWS if plan_ptr is None else 0
                         of_rows = given_ptr + first + row + local
                         encode = tl.load(of_rows, mask=row + local < limit, other=1.0)[:, None]
                     q = saturate(x * encode, x, fp8)
@@ -440,17 +426,18 @@ def cast_groups(
         tiles = E * _common.ceil_div(rows, SPAN)
     else:
         (M, K), E = prologue_shape(prologue, inputs), offs.shape[0]
+        plan = plan_groups(offs, M) if plan is None else plan
         rows, across = M, padded_rows(M, E)
         tiles = across // SPAN
     columns = round_up(K, ALIGN)
-    matrix, layout = (prologue, source, dtype), (offs, M, K, E, stride)
+    matrix, layout = (prologue, source, dtype), (plan, M, K, E, stride)
     per_tensor, per_row = block == (-1, -1), block == (1, -1)
     blocks = not per_tensor and not per_row
-    amax = scale = scale_t = q = q_t = sums = column_sums = None
+    amax = scale = scale_t = q = q_t = sums = None
     # The factors that are given lie as they lie among those of other tensors.
     given_stride = 0 if given is None or given.numel() == 1 else given.stride(0)
     if per_tensor and rule in SCALE_RULES:
-        amaxes, scale, scale_t, factors = _factors(matrix, layout, options, given, plan)
+        amaxes, scale, scale_t, factors = _factors(matrix, layout, options, given)
         amax = amaxes if given is None else None
         given, given_stride = factors, 1
         if not (rowwise or columnwise or dbias or slot is not None):
@@ -472,18 +459,16 @@ def cast_groups(
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
     tile = _TILE if blocks else prologues.WORDS if prologue else prologues.WORDS_OF_MATRIX
     tensors, constants = prologues.arguments_of(*matrix, tile)
-    width = prologues.width_of_tiles(columns, constants)
-    _cast_groups_kernel[(tiles * _common.ceil_div(width, tile.columns),)](
-        *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *layout[1:], rows, columns, across,
+    tiles_k = _common.ceil_div(prologues.width_of_tiles(columns, constants), tile.columns)
+    _cast_groups_kernel[(tiles * tiles_k,)](
+        *tensors, plan, given, slot, q, q_t, *of_blocks, sums, *layout[1:], rows, columns, across,
         rows * (E if batch else 1), given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
         SQUARE=block == (128, 128), PER_ROW=per_row,
         # Of what the amax's kernel has just read, the last part is in the cache.
-        FROM_END=rule in SCALE_RULES and not blocks and not prologue,
-        COUNT=_common.next_power_of_2(E + 1), **constants,
+        FROM_END=rule in SCALE_RULES and not blocks and not prologue, **constants,
     )  # fmt: skip
-    if sums is not None:
-        column_sums = _sums_of_groups(sums, offs)
+    column_sums = None if sums is None else _sums_of_groups(sums, offs)
     return q, scale if rowwise else None, amax, q_t, scale_t if columnwise else None, column_sums
 
 
@@ -514,24 +499,23 @@ def cast_tiles_of_groups(
 
 def _factors(
     matrix: prologues.Matrix, layout: tuple[Any, ...], options: prologues.Options,
-    given: Tensor | None, plan: Tensor | None,
+    given: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Amax, scale twice, and encode factor, of each group or matrix; the amax may be ``given``."""
-    (_, (first, *_), _), (offs, M, K, E, stride) = matrix, layout
+    (_, (first, *_), _), (plan, M, K, E, stride) = matrix, layout
     fp8_dtype, _, rule, eps = options
     if given is not None:
         count, partial, strides = 1, given, (int(given.numel() > 1), 0)
     else:
         tensors, constants = prologues.arguments_of(*matrix, _AMAX_TILE)
-        rows = M if offs is None else padded_rows(M, E)
+        rows = M if plan is None else padded_rows(M, E)
         (tiles,) = _common.grid_of((rows, prologues.width_of_tiles(K, constants)), _AMAX_TILE)
-        count = min(tiles, _common.ceil_div(prologues.AMAX_PROGRAMS, E if offs is None else 1))
+        count = min(tiles, _common.ceil_div(prologues.AMAX_PROGRAMS, E if plan is None else 1))
         partial = first.new_empty(E * count, dtype=torch.float32)
-        strides = (count, 1) if offs is None else (1, E)
-        if offs is None:
+        strides = (count, 1) if plan is None else (1, E)
+        if plan is None:
             find_amax[(count, E)](*tensors, partial, M, K, stride, PARTIAL=True, **constants)
         else:
-            plan = plan_groups(offs, M) if plan is None else plan
             _amax_groups_kernel[(count,)](
                 *tensors, plan, partial, K, E, COUNT=_common.next_power_of_2(E), **constants
             )
@@ -548,14 +532,14 @@ def _scales_of_rows(
     options: prologues.Options, *, write: bool, transpose: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Scales of all rows and of each group's columns, and the encode factors of both."""
-    (_, (first, *_), _), (offs, M, _, E, _), (*batch, rows, columns) = matrix, layout, shape
-    tiles = padded_rows(M, E) // SPAN if offs is not None else E * _common.ceil_div(rows, SPAN)
-    all_rows = rows if offs is not None else E * rows
+    (_, (first, *_), _), (plan, M, _, E, _), (*batch, rows, columns) = matrix, layout, shape
+    tiles = padded_rows(M, E) // SPAN if plan is not None else E * _common.ceil_div(rows, SPAN)
+    all_rows = rows if plan is not None else E * rows
     amaxes = first.new_zeros(all_rows + E * columns, dtype=torch.int32)
     tensors, constants = prologues.arguments_of(*matrix, _TILE)
     _amax_rows_of_groups_kernel[(tiles * _common.ceil_div(columns, _TILE.columns),)](
-        *tensors, offs, amaxes, *layout[1:], rows, columns, all_rows,
-        WRITE=write, TRANSPOSE=transpose, COUNT=_common.next_power_of_2(E + 1), **constants,
+        *tensors, plan, amaxes, *layout[1:], rows, columns, all_rows,
+        WRITE=write, TRANSPOSE=transpose, **constants,
     )  # fmt: skip
     scale = first.new_empty((*batch, rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((E, columns, 1), dtype=torch.float32)
