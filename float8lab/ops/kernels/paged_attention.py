@@ -123,7 +123,7 @@ def _attend_kernel(  # noqa: PLR0915
     highest = tl.minimum(before + query + right + 1, tl.where(before + query < length, end, 0))
 
     largest = tl.full([ROWS], -float("inf"), tl.float32)
-    exp_sum = tl.zeros([ROWS], tl.float32)
+    exp_sum = tl.zeros([ROWS, KEYS], tl.float32)  # of each place in a tile: warps need not meet
     out = tl.zeros([ROWS, DV_TILE if FP8 is None else DV_TILE // 2], tl.float32)
     out_odd = out
     top = 1e-30  # the largest scale of values yet
@@ -152,7 +152,7 @@ def _attend_kernel(  # noqa: PLR0915
         shift = tl.where(new == -float("inf"), 0.0, new)
         p = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(largest - shift)
-        exp_sum = exp_sum * rescale + tl.sum(p, 1)
+        exp_sum = exp_sum * rescale[:, None] + p
         largest = new
         v, v_odd = _load_vectors(v_ptr, vectors, inside, DV, DV_TILE, FP8)
         if FP8 is not None:
@@ -168,7 +168,7 @@ def _attend_kernel(  # noqa: PLR0915
 
     row = (tl.program_id(0).to(tl.int64) * (H // G) * S + rows) * PARTS + part
     tl.store(statistics_ptr + row, largest, mask=is_row)
-    tl.store(statistics_ptr + QUERIES * PARTS + row, exp_sum, mask=is_row)
+    tl.store(statistics_ptr + QUERIES * PARTS + row, tl.sum(exp_sum, 1), mask=is_row)
     columns = tl.arange(0, DV_TILE)
     mask = is_row[:, None] & (columns < DV)[None, :]
     tl.store(out_ptr + row[:, None] * DV + columns[None, :], out, mask=mask)
