@@ -398,6 +398,11 @@ def _has_kernel(
     return fits and has_block
 
 
+def _tile_of_words(prologue: str) -> _common.Tile:
+    """A gradient is computed from two or three tiles, whose registers take more warps."""
+    return prologues.WORDS if prologue.endswith("_backward") else prologues.WORDS_OF_MATRIX
+
+
 def cast_groups(
     matrix: prologues.Matrix, offs: Tensor | None, plan: Tensor | None,
     options: prologues.Options, rowwise: bool, columnwise: bool, dbias: bool,
@@ -457,7 +462,7 @@ def cast_groups(
         sums = first.new_empty((tiles, K), dtype=torch.float32)
     of_blocks = [scale, scale_t] if blocks else [None, None]
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
-    tile = _TILE if blocks else prologues.WORDS if prologue else prologues.WORDS_OF_MATRIX
+    tile = _TILE if blocks else _tile_of_words(prologue)
     tensors, constants = prologues.arguments_of(*matrix, tile)
     tiles_k = _common.ceil_div(prologues.width_of_tiles(columns, constants), tile.columns)
     _cast_groups_kernel[(tiles * tiles_k,)](
