@@ -35,6 +35,8 @@ from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, ro
 
 _TILE = _common.Tile(rows=128, columns=128, warps=8)
 """The tile of casts in blocks: it has whole ones."""
+_TILE_OF_GRADIENT = _common.Tile(rows=128, columns=32, warps=4)
+"""A gradient is computed from two or three tiles, and large ones take all registers."""
 _AMAX_TILE = _common.Tile(rows=32, columns=256, warps=8)
 """Wide, since a program reads its tiles one after another: rows of 512 bytes."""
 _SUMS = 128
@@ -398,9 +400,9 @@ def _has_kernel(
     return fits and has_block
 
 
-def _tile_of_words(prologue: str) -> _common.Tile:
-    """A gradient is computed from two or three tiles, whose registers take more warps."""
-    return prologues.WORDS if prologue.endswith("_backward") else prologues.WORDS_OF_MATRIX
+def _tile_of(prologue: str) -> _common.Tile:
+    """The tile of a program where blocks are rows, columns or all of a group."""
+    return _TILE_OF_GRADIENT if prologue.endswith("_backward") else prologues.WORDS_OF_MATRIX
 
 
 def cast_groups(
@@ -462,7 +464,7 @@ def cast_groups(
         sums = first.new_empty((tiles, K), dtype=torch.float32)
     of_blocks = [scale, scale_t] if blocks else [None, None]
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
-    tile = _TILE if blocks else _tile_of_words(prologue)
+    tile = _TILE if blocks else _tile_of(prologue)
     tensors, constants = prologues.arguments_of(*matrix, tile)
     tiles_k = _common.ceil_div(prologues.width_of_tiles(columns, constants), tile.columns)
     _cast_groups_kernel[(tiles * tiles_k,)](
@@ -541,8 +543,9 @@ def _scales_of_rows(
     tiles = padded_rows(M, E) // SPAN if plan is not None else E * _common.ceil_div(rows, SPAN)
     all_rows = rows if plan is not None else E * rows
     amaxes = first.new_zeros(all_rows + E * columns, dtype=torch.int32)
-    tensors, constants = prologues.arguments_of(*matrix, _TILE)
-    _amax_rows_of_groups_kernel[(tiles * _common.ceil_div(columns, _TILE.columns),)](
+    tile = _tile_of(matrix[0])
+    tensors, constants = prologues.arguments_of(*matrix, tile)
+    _amax_rows_of_groups_kernel[(tiles * _common.ceil_div(columns, tile.columns),)](
         *tensors, plan, amaxes, *layout[1:], rows, columns, all_rows,
         WRITE=write, TRANSPOSE=transpose, **constants,
     )  # fmt: skip

@@ -28,7 +28,7 @@ _ONE = _common.Tile(rows=64, columns=128, warps=8)
 _ONE_OF_THREE = _common.Tile(rows=32, columns=128, warps=8)
 WORDS_OF_MATRIX = _common.Tile(rows=128, columns=64, warps=4)
 """A column of it is 128 bytes of the transpose, a cache line."""
-WORDS = _common.Tile(rows=128, columns=64, warps=8)
+_WORDS = _common.Tile(rows=128, columns=64, warps=8)
 _WORDS_OF_THREE = _common.Tile(rows=64, columns=64, warps=4)
 AMAX_PROGRAMS = 6 * 132
 """Partial amaxes: six programs per multiprocessor of an H200, all resident."""
@@ -333,7 +333,7 @@ def tile_for(prologue: str, *, words: bool = False) -> _common.Tile:
     if backward and ACTIVATIONS[prologue.removesuffix("_backward")][1]:  # it reads three tiles
         return _WORDS_OF_THREE if words else _ONE_OF_THREE
     if words:
-        return WORDS if prologue else WORDS_OF_MATRIX
+        return _WORDS if prologue else WORDS_OF_MATRIX
     return _ONE if prologue else _common.TILE
 
 
