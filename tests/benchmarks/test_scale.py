@@ -9,9 +9,11 @@ TOLERANCE = 0.10
 BEYOND = {
     ("16384 x 4096 -> 4096", "delayed, compile"),
     ("train_fsdp.py", "FP8: peak of"),
+    ("4096 x 14336, contraction 16384", "row, precise"),
 }
-"""A small layer whose GPU waited for the host, as its clock in RESULTS.md says; and memory from
-before layers computed casts again in place of keeping them."""
+"""A small layer whose GPU waited for the host, as its clock in RESULTS.md says; memory from before
+layers computed casts again in place of keeping them; and a GEMM whose table is of an H100, where
+those by rows take 5 to 11 % longer than an H200's layers tell."""
 
 
 @pytest.fixture(scope="module")
