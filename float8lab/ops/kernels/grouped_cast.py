@@ -289,7 +289,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
             if q_t_ptr is not None and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
     slot_bits = 0
-    if slot_ptr is not None:  # read here, the slot arrives with the tile
+    if slot_ptr is not None:  # read this early, it arrives with the tile
         amax = tl.load(slot_ptr + group, mask=row < end, other=float("inf"))
         slot_bits = amax.to(tl.int32, bitcast=True)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
