@@ -411,7 +411,7 @@ def test_the_ops_of_graphs_are_sound(monkeypatch):
     for described in (matrix, gelu):
         how = (*described, torch.float8_e4m3fn, 16)
         for wanted in ((True, False, False), (False, True, False), (True, True, True)):
-            torch.library.opcheck(ops.cast.delayed, (*how, *wanted, None, 0))
+            torch.library.opcheck(ops.cast.delayed, (*how, *wanted, None, None, 0))
     torch.library.opcheck(ops.come_after.default, (clock, x))
     torch.library.opcheck(ops.advance.default, (clock, []))
 
