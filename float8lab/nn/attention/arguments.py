@@ -206,7 +206,7 @@ def check_masking(
     if rules.qkv_format == "thd":
         if inference_params is None:
             _check_packed(mask_type, attention_type, lengths, sizes)
-        elif step is None or (sizes is not None and sizes.Sq < sum(step.lengths)):
+        elif step is None or (sizes is not None and min(sizes[1:]) < sum(step.lengths)):
             raise ValueError(
                 "inference_params must be told the lengths of sequences by pre_step for "
                 f"qkv_format='thd', as many tokens as there are; got {step}. Call pre_step first."

@@ -301,11 +301,13 @@ class InferenceParams:
                     f"{name} must be floating-point, [B, G, S, D], keys and values of the same "
                     f"tokens; got {shown(x)}. Reshape it."
                 )
-            if store is not None and (x.shape[1], x.shape[3]) != store.data.shape[1::2]:
-                G, _, D = store.data.shape[1:]
+            if store is None:
+                continue
+            (_, G, _, D), device = store.data.shape, store.data.device
+            if (x.shape[1], x.shape[3], x.device) != (G, D, device):
                 raise ValueError(
-                    f"{name} must have {G} heads of {D}, as in layer {layer_number} so far; got "
-                    f"{shown(x)}. Give each layer its own layer_number."
+                    f"{name} must have {G} heads of {D} on {device}, as in layer {layer_number}; "
+                    f"got {shown(x)} on {x.device}. Give each layer a number, each device a cache."
                 )
         sizes = k.shape[1], k.shape[3], v.shape[3]
         for (name, given), size in zip(self._heads.items(), sizes, strict=True):

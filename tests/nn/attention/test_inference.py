@@ -338,6 +338,11 @@ def test_what_does_not_fit_is_refused():
     params.pre_step({"a": 2, "b": 3})
     with pytest.raises(ValueError, match="the batch must have 2 rows of 3 positions"):
         attention(*(x[:2, :2] for x in (q, k, v)), inference_params=params)
+    params.append(1, *(x[:2, :3].transpose(1, 2) for x in (k, v)))
+    with pytest.raises(
+        ValueError, match=f"k must have {G} heads of {D} on cpu, as in layer 1; .* on meta. Give"
+    ):
+        attention(*(x[:2, :3].to("meta") for x in (q, k, v)), inference_params=params)
     with pytest.raises(NotImplementedError, match="its lengths are the mask"):
         attention(
             *(x[:2, :3] for x in (q, k, v)), torch.zeros(2, 1, 1, 3).bool(),
@@ -384,6 +389,8 @@ def test_pages_that_are_not_there_are_refused_and_nothing_is_lost():
     with pytest.raises(ValueError, match="must be told the lengths of sequences by pre_step"):
         attention(*packed, **call)
     params.pre_step({"a": 5, "b": 1})
+    with pytest.raises(ValueError, match="as many tokens as there are; got Step"):
+        attention(packed[0], packed[1][:5], packed[2][:5], **call)
     with pytest.raises(NotImplementedError, match="cu_seqlens must be None"):
         attention(*packed, cu_seqlens_q_padded=torch.tensor([0, 5, S]), **call)
     call |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": q[0, 0]}
