@@ -16,6 +16,7 @@ from torch import Tensor
 
 from float8lab import ops
 from float8lab.formats import FP8_DTYPES
+from float8lab.nn.attention.layout import padding_from_lengths
 
 __all__ = ["Cached", "Pages", "Places", "Step", "Store"]
 
@@ -129,9 +130,14 @@ class Cached(NamedTuple):
         return self.places.table[self.places.sequences[0].long(), :used].long()
 
     def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values, ``[B, G, S, D]``, as long as the longest sequence."""
+        """Keys and values, ``[B, G, S, D]``, as long as the longest sequence; 0 behind others."""
         pages, length = self._pages, self.step.longest
-        return self.keys.read(pages, length, dtype), self.values.read(pages, length, dtype)
+        k, v = (store.read(pages, length, dtype) for store in (self.keys, self.values))
+        if min((length, *self.step.totals)) < length:
+            # A sequence that has ended may have left anything there, and 0 * inf is not 0.
+            behind = padding_from_lengths(self.places.sequences[1:].sum(0), length)
+            k, v = (x.masked_fill(behind[:, None, :, None], 0.0) for x in (k, v))
+        return k, v
 
     def attend(self, q: Tensor, window: tuple[int, int], scale: float) -> Tensor:
         """Attention of the call's queries, ``[B, H, S, D]``, to the pages as they are."""

@@ -301,13 +301,12 @@ class InferenceParams:
                     f"{name} must be floating-point, [B, G, S, D], keys and values of the same "
                     f"tokens; got {shown(x)}. Reshape it."
                 )
-            if store is None:
-                continue
-            (_, G, _, D), device = store.data.shape, store.data.device
-            if (x.shape[1], x.shape[3], x.device) != (G, D, device):
+            like = x if store is None else store.data
+            if (*x.shape[1::2], x.device) != (*like.shape[1::2], like.device):
                 raise ValueError(
-                    f"{name} must have {G} heads of {D} on {device}, as in layer {layer_number}; "
-                    f"got {shown(x)} on {x.device}. Give each layer a number, each device a cache."
+                    f"{name} must have {like.shape[1]} heads of {like.shape[3]} on {like.device}, as "
+                    f"in layer {layer_number} so far; got {shown(x)} on {x.device}. Give each layer "
+                    "its own layer_number, and each device its own InferenceParams."
                 )
         sizes = k.shape[1], k.shape[3], v.shape[3]
         for (name, given), size in zip(self._heads.items(), sizes, strict=True):

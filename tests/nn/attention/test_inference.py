@@ -116,7 +116,10 @@ def test_padded_prompts():
 )  # fmt: skip
 @pytest.mark.parametrize("backends", [None, ("reference",)], ids=["", "read"])
 def test_ragged_continuous_batching(qkv_format, window, cache, backends):
-    """Sequences come, go and advance by different lengths; each equals itself alone."""
+    """Sequences come, go and advance by different lengths; each equals itself alone.
+
+    It does so where sequences that have ended left numbers in the cache that are not finite.
+    """
     attention = DotProductAttention(
         H, D, G, qkv_format=qkv_format, layer_number=1, window_size=window,
         attn_mask_type="padding_causal" if qkv_format == "thd" else "causal",
@@ -133,6 +136,8 @@ def test_ragged_continuous_batching(qkv_format, window, cache, backends):
         {"f": 1}, {"g": 5, "f": 0, "h": 1}, {"i": 1}, {"i": 2},
     ]  # fmt: skip
     params = InferenceParams(3, 9, **cache)
+    params.pre_step(dict.fromkeys("xyz", 3))
+    params.append(1, *(torch.full((3, G, 3, D), x) for x in (torch.nan, torch.inf)))
     done = dict.fromkeys(lengths, 0)
     for step in steps:
         params.pre_step(step)
