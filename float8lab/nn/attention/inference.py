@@ -304,9 +304,9 @@ class InferenceParams:
             like = x if store is None else store.data
             if (*x.shape[1::2], x.device) != (*like.shape[1::2], like.device):
                 raise ValueError(
-                    f"{name} must have {like.shape[1]} heads of {like.shape[3]} on {like.device}, as "
-                    f"in layer {layer_number} so far; got {shown(x)} on {x.device}. Give each layer "
-                    "its own layer_number, and each device its own InferenceParams."
+                    f"{name} must have {like.shape[1]} heads of {like.shape[3]} on {like.device}, "
+                    f"as in layer {layer_number} so far; got {shown(x)} on {x.device}. Give each "
+                    "layer its own layer_number, and each device its own InferenceParams."
                 )
         sizes = k.shape[1], k.shape[3], v.shape[3]
         for (name, given), size in zip(self._heads.items(), sizes, strict=True):

@@ -394,10 +394,8 @@ def _has_kernel(
     width = block[1]
     is_row_block = block[0] == 1 and 4 <= width <= SPAN and width & (width - 1) == 0
     is_square = offs is None and block == (128, 128)
-    has_block = block == (-1, -1) or (
-        rule in SCALE_RULES and (block == (1, -1) or is_row_block or is_square)
-    )
-    return fits and has_block
+    has_scales = block == (1, -1) or is_row_block or is_square
+    return fits and (block == (-1, -1) or (rule in SCALE_RULES and has_scales))
 
 
 def _tile_of(prologue: str) -> _common.Tile:
@@ -450,9 +448,8 @@ def cast_groups(
         if not (rowwise or columnwise or dbias or slot is not None):
             return None, None, amax, None, None, None
     elif per_row:
-        shape = (*batch, rows, columns)
         scale, scale_t, given = _scales_of_rows(
-            matrix, layout, shape, options, write=rowwise, transpose=columnwise
+            matrix, layout, (*batch, rows, columns), options, write=rowwise, transpose=columnwise
         )
     if rowwise:
         q = first.new_empty((*batch, rows, columns), dtype=fp8_dtype)
