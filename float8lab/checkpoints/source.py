@@ -39,12 +39,12 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def refusing(problem: str) -> Iterator[None]:
-    """Raise any error of the block as a CheckpointError, but an OSError as it is."""
+    """Raise any error of the block as a CheckpointError, but an OSError of a file as it is."""
     try:
         yield
-    except (CheckpointError, OSError):
-        raise
     except Exception as error:  # unpickling damaged data may raise any, says pickle's manual
+        if isinstance(error, CheckpointError) or getattr(error, "filename", None) is not None:
+            raise
         raise CheckpointError(f"{problem}: {type(error).__name__}: {error}.") from error
 
 

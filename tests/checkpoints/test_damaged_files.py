@@ -72,7 +72,7 @@ def test_truncated_anywhere(tmp_path, capsys, cases, kind):
     draw = random.Random(0)
     for length in {*range(0, 20), *(draw.randrange(len(data)) for _ in cases), len(data) - 1}:
         file.write_bytes(data[:length])
-        refused(path, capsys)
+        refused(path, capsys, match=file.name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
