@@ -415,6 +415,8 @@ _INPUTS: dict[tuple[int, ...], dict[str, object]] = {
     (-1, -1): {"strategy": "tensor"},
     (1, -1): {"strategy": "token"},
     (1, 128): {"strategy": "group", "group_size": 128},
+    (1, 32): {"strategy": "group", "group_size": 32},
+    (1, 16): {"strategy": "group", "group_size": 16, "num_bits": 4},
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import float8lab
 from float8lab import recipes
 from float8lab.inspect import checkpoint, diff
-from float8lab.integrations import export
+from float8lab.integrations import export, load_fp8
 from float8lab.nn.precision import W
 from float8lab.tensor import Float8Tensor
 from tests.recorder import observing
@@ -335,6 +335,25 @@ def test_input_scales_after_calibration(tmp_path):
         (group,) = config["config_groups"].values()
         assert group["input_activations"]["dynamic"] is dynamic
         assert group["input_activations"]["strategy"] == "tensor"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bits", "size"),
+    [
+        (recipes.Float8BlockScaling(), 8, 128),
+        (recipes.MXFP8BlockScaling(), 8, 32),
+        (recipes.NVFP4BlockScaling(), 4, 16),
+    ],
+)
+def test_loaded_weights_with_activations_by_another_recipe(tmp_path, recipe, bits, size):
+    export(nn.Sequential(nn.Linear(64, 32)), tmp_path / "rows", "compressed-tensors")
+    model = nn.Sequential(nn.Linear(64, 32))
+    float8lab.convert_to_float8(model, recipe)
+    load_fp8(tmp_path / "rows", model)
+    export(model, tmp_path / "out", "compressed-tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    inputs = config["config_groups"]["group_0"]["input_activations"]
+    assert (inputs["strategy"], inputs["num_bits"], inputs["group_size"]) == ("group", bits, size)
 
 
 def test_config_is_the_models_with_how_it_is_quantized(tmp_path):
