@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["leftovers", "replacing", "write_text"]
@@ -38,15 +38,24 @@ def replacing(path: Path) -> Iterator[Path]:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
         if isinstance(error, OSError) and error.filename == str(partial):
             error.filename = str(path)  # the name that the caller knows
         raise
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file, in place of one that is there."""
-    with replacing(Path(path)) as partial:
+    """Write a file, in place of one that begins alike: a page replaces no checkpoint."""
+    path, start = Path(path), text[:5]
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            if file.read(5) != start.encode():
+                raise FileExistsError(
+                    f"path must be free or a file that begins with {start!r}, as this one will; "
+                    f"{path} is another. Choose another path, or delete that file."
+                )
+    with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 

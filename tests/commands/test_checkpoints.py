@@ -147,6 +147,23 @@ def test_page(path, capsys):
     assert data["counts"] == [[h.zero, *h.counts.tolist()] for h in histograms]
     assert command.main(["inspect", "b.pt", "--html", "none/out.html"]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+    assert command.main(["inspect", "b.pt", "--html", "b.pt/out.html"]) == 2
+    assert capsys.readouterr().err.endswith("b.pt/out.html: Not a directory\n")
+
+
+def test_a_page_replaces_a_page_and_no_checkpoint(path, capsys):
+    pytest.importorskip("plotly")
+    Path("out.html").touch()
+    for _ in range(2):
+        assert command.main(["inspect", path, "--html", "out.html"]) == 0
+    before = Path(path).read_bytes()
+    capsys.readouterr()
+    assert command.main(["inspect", path, "--html", path]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "path must be free or a file that begins with '<!DOC'" in output.err
+    assert output.err.count("\n") == 1
+    assert Path(path).read_bytes() == before
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

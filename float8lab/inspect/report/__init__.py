@@ -44,6 +44,7 @@ def report(
         ``path``.
 
     Raises:
+        FileExistsError: ``path`` is a file other than a page.
         ModuleNotFoundError: plotly, of the extra ``report``, is not installed.
     """
     check_instance("log", log, Log, "the log of a watch")
