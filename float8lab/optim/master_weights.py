@@ -145,6 +145,7 @@ class MasterWeights(torch.optim.Optimizer):
             self.inner.add_param_group(self._inner_group(self.param_groups[-1]))
             _copy_options(self.inner.param_groups[-1:], self.param_groups[-1:])
 
+    @torch._disable_dynamo  # which cannot trace what a step asks of parameters stored in FP8
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch has two overloads
         self, closure: Callable[[], float] | None = None

@@ -502,6 +502,16 @@ def test_16_bit_parameters_can_be_swapped():
     assert len(optimizer.masters) == len(list(model.parameters()))
 
 
+def test_a_compiled_step_is_the_step(model, twin, adamw):
+    compiled = MasterWeights(twin.parameters(), torch.optim.AdamW, lr=0.1)
+    step = torch.compile(lambda: compiled.step(), backend="eager")
+    for _ in range(2):
+        for module, take_step in ((model, adamw.step), (twin, step)):
+            give_gradients(module.parameters())
+            take_step()
+    assert_same_parameters(twin, model)
+
+
 def test_without_fp8_parameters_it_is_the_plain_optimizer():
     model = nn.Linear(8, 4)
     twin = copy.deepcopy(model)
