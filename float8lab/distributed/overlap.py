@@ -269,22 +269,11 @@ def _gather_mm(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """``all_gather(a) @ b.T + bias``, ``[M, N]``, and the gathered tensors.
 
-    Args:
-        operands: of the same sizes on all ranks:
-
-            - ``a``, ``[M / R, K]`` FP8, contiguous;
-            - its scales, of (parts of) rows; or one of the tensor, then equal on all ranks;
-            - ``b``, ``[N, K]`` FP8, and its scales;
-            - ``[N]``, if there is a bias.
-        a_block: the block of the scales of ``a``, as ``b_block`` of ``b``.
-        extras: up to two contiguous tensors to be gathered meanwhile, of the same sizes on all
-            ranks.
-        keep_gathered: return the gathered ``a``.
-
-    Returns:
-        - the output of the GEMM;
-        - with ``keep_gathered``, the gathered ``a``, ``[M, K]``, and its scales;
-        - ``[R, *shape]`` of each of ``extras``.
+    The operands are ``a``, ``[M / R, K]`` in FP8 and contiguous, its scales, ``b``, ``[N, K]`` in
+    FP8, its scales, and ``[N]`` if there is a bias. ``a`` has scales of (parts of) rows, or one,
+    then equal on all ranks. Up to two ``extras``, contiguous tensors, are gathered meanwhile. All
+    have the same sizes on all ranks. Behind the output come the gathered ``a``, ``[M, K]``, and its
+    scales, or None without ``keep_gathered``, and ``[R, *shape]`` of each of the ``extras``.
     """
     q, scale, b, *_ = operands
     ranks, has_row_scales = group_named(group), a_block[0] != -1

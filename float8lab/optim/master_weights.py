@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -42,9 +42,9 @@ __all__ = ["MasterWeights"]
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_State = dict[str, object]
+_State = MutableMapping[str, object]
 """The state of a parameter in an optimizer."""
-_Group = dict[str, object]
+_Group = dict[str, Any]
 """A parameter group, with its parameters, or their indices, under ``"params"``."""
 
 
@@ -91,6 +91,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer | None = None  # until __init__ has the groups to make it from
     masters: dict[Tensor, Tensor]
+    _has_stepped = False
 
     def __init__(
         self,
@@ -169,27 +170,33 @@ class MasterWeights(torch.optim.Optimizer):
             result = inner.step(partial(self._evaluate, closure))
         self._write_parameters()
         _copy_options(inner.param_groups, self.param_groups)
+        self._has_stepped = True
         return result
 
     @property
     def state(self) -> defaultdict[Tensor, _State]:
-        """The inner optimizer's state of each parameter; masters are in ``masters``.
+        """The inner optimizer's state of each parameter, and its master as in ``state_dict``.
 
-        It is empty before the first step, like that of any torch optimizer.
+        It is empty before the first step, like that of any torch optimizer: flattened states of
+        ``torch.distributed.checkpoint`` are loaded by the names that it has after one.
         """
         state: defaultdict[Tensor, _State] = defaultdict(dict)
-        if self.inner is not None:
-            inner_state = self.inner.state
-            for p in chain.from_iterable(group["params"] for group in self.param_groups):
-                if (master := self.masters.get(p, p)) in inner_state:
-                    state[p] = inner_state[master]
+        inner_state = {} if self.inner is None else self.inner.state
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+            master = self.masters.get(p)
+            if master is not None and (inner_state or self._has_stepped):
+                state[p] = ChainMap(inner_state.get(master, {}), {MASTER: master.detach()})
+            elif p in inner_state:
+                state[p] = inner_state[p]
         return state
 
     @state.setter
-    def state(self, value: dict[Tensor, _State]) -> None:
+    def state(self, value: Mapping[Tensor, _State]) -> None:
         if self.inner is not None:
-            state = {self.masters.get(p, p): entry for p, entry in value.items()}
-            self.inner.state = defaultdict(dict, state)
+            self.inner.state, self._has_stepped = defaultdict(dict), bool(value)
+            for p, entry in value.items():
+                inner_entry = {name: x for name, x in entry.items() if name != MASTER}
+                self.inner.state[self.masters.get(p, p)] = inner_entry
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state_dict with each master in the state of its parameter."""
@@ -228,14 +235,15 @@ class MasterWeights(torch.optim.Optimizer):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         groups = state_dict["param_groups"], self.param_groups
-        saved_sizes, sizes = ([len(_params(group)) for group in listed] for listed in groups)
+        saved_sizes, sizes = ([len(group["params"]) for group in listed] for listed in groups)
         if saved_sizes != sizes:
             raise ValueError(
                 f"state_dict must have groups of {sizes} parameters; got {saved_sizes}. Load the "
                 "state of an optimizer of the same model, made with the same groups."
             )
         entries = [item for item in state_dict["state"].items() if isinstance(item[1], dict)]
-        saved = {index: entry[MASTER] for index, entry in entries if MASTER in entry}
+        # A flattened checkpoint has {} for what it lacks.
+        saved = {index: entry[MASTER] for index, entry in entries if entry.get(MASTER, {}) != {}}
         by_index = dict(_by_index(*groups))
         for index, p in by_index.items():
             check_state(index, p, state_dict["state"].get(index, {}))
@@ -279,7 +287,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _inner_group(self, group: _Group) -> _Group:
         """A new parameter group as the inner optimizer sees it."""
-        params = _params(group)
+        params = group["params"]
         for p in params:
             self._make_master(p)
         return {**group, "params": [self.masters.get(p, p) for p in params]}
@@ -380,10 +388,8 @@ def _is_stale(p: Tensor, master: Tensor) -> bool:
 def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Overwrite stored parameters with their masters, quantized with new scales.
 
-    This is the one place where a step writes parameters. Parameters of one format and master dtype
-    are quantized by one op, on a GPU in at most two passes that write their memory directly,
-    however many there are. Shards of one block get the scale of the whole block, from amaxes that
-    are taken one by one, and are then cast by one op, too.
+    Parameters of one format and master dtype are quantized by one op, on a GPU in at most two
+    passes that write their memory directly. Shards of one block have the scale of the whole block.
     """
     shards: list[tuple[Tensor, Tensor]] = []
     quantized: list[tuple[Float8Tensor, Tensor]] = []
@@ -476,7 +482,7 @@ def _describes(value: Tensor, local: Tensor) -> bool:
     if value.shape != local.shape or value.is_meta or local.is_meta:
         return False
     if not isinstance(local, Float8Tensor):
-        return torch.equal(value.to(local.dtype), local)
+        return torch.equal(value.to(local.dtype).view(torch.int16), local.view(torch.int16))
     expected = requantize_blocks(value, local.spec, local.scale, local.amax)
     return torch.equal(expected.view(torch.uint8), local.qdata.view(torch.uint8))
 
@@ -489,12 +495,7 @@ def _copy_options(source: Sequence[_Group], destination: Sequence[_Group]) -> No
         group.update({**options, "params": params})
 
 
-def _params(group: _Group) -> list[Tensor]:
-    return cast("list[Tensor]", group["params"])
-
-
 def _by_index(packed: Sequence[_Group], groups: Sequence[_Group]) -> list[tuple[int, Tensor]]:
     """Parameters of groups, each with its index in the groups of a state_dict."""
-    indices = chain.from_iterable(cast("list[int]", group["params"]) for group in packed)
-    params = chain.from_iterable(map(_params, groups))
-    return list(zip(indices, params, strict=False))  # load_state_dict checks the sizes
+    members = (chain.from_iterable(g["params"] for g in listed) for listed in (packed, groups))
+    return list(zip(*members, strict=False))  # load_state_dict checks the sizes

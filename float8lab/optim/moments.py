@@ -190,7 +190,7 @@ def check_state(index: int, p: Tensor, entry: _Moments) -> None:
             f"state_dict must have moments as roots, such as exp_avg{QDATA}; got {old} of "
             f"parameter {index}, in e4m3. Let the version that saved it load it, without FP8."
         )
-    shapes = {MASTER: p.shape} if MASTER in entry else {}
+    shapes = {MASTER: p.shape} if entry.get(MASTER, {}) != {} else {}
     for name in _quantized(entry):
         shapes |= {name + QDATA: p.shape, name + SCALE: _scale_shape(p.shape)}
     for key, shape in shapes.items():

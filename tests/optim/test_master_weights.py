@@ -9,6 +9,8 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import float8lab
 from float8lab import recipes
@@ -538,7 +540,12 @@ def test_it_looks_like_the_optimizer_inside(model, adamw):
     assert not adamw.state
     train(model, adamw, 1)
     p = model[0].weight
-    assert adamw.state[p] is adamw.inner.state[adamw.masters[p]]
+    state, master = adamw.inner.state[adamw.masters[p]], adamw.masters[p]
+    assert_same_state(adamw.state[p], {**state, "master": master.detach()})
+    adamw.state[p]["step"] = torch.tensor(7.0)
+    assert state["step"] == 7
+    adamw.state = adamw.state
+    assert_same_state(adamw.inner.state[master], state)
     adamw.state = {}
     assert not adamw.state
     assert not adamw.inner.state
@@ -741,6 +748,39 @@ def test_state_dict_is_that_of_the_plain_optimizer_and_masters(model, adamw):
     torch.optim.AdamW(float8lab.to_high_precision(model).parameters()).load_state_dict(saved)
 
 
+@pytest.mark.parametrize(
+    ("optimizer_class", "flatten"),
+    [(torch.optim.AdamW, False), (torch.optim.AdamW, True), (torch.optim.SGD, True)],
+    ids=["AdamW-nested", "AdamW-flattened", "SGD-flattened"],
+)
+def test_states_of_distributed_checkpoints_hold_masters(model, optimizer_class, flatten):
+    optimizer = MasterWeights(model.parameters(), optimizer_class, lr=0.1)
+    train(model, optimizer, 2)
+    dsd, options = checkpoint.state_dict, StateDictOptions(flatten_optimizer_state_dict=flatten)
+    saved = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=options))
+    resumed = make_model()
+    resumed_optimizer = MasterWeights(resumed.parameters(), optimizer_class, lr=0.1)
+    resumed.load_state_dict(model.state_dict())
+    dsd.set_optimizer_state_dict(resumed, resumed_optimizer, saved, options=options)
+    expected = optimizer.state_dict()["state"]
+    for index, entry in resumed_optimizer.state_dict()["state"].items():
+        assert_same_state(entry, expected[index])
+
+
+def test_a_flattened_state_without_masters_loads(model, adamw):
+    dsd, options = checkpoint.state_dict, StateDictOptions(flatten_optimizer_state_dict=True)
+    high = float8lab.to_high_precision(copy.deepcopy(model))
+    plain = torch.optim.AdamW(high.parameters(), lr=0.1)
+    give_gradients(high.parameters())
+    plain.step()
+    saved = dsd.get_optimizer_state_dict(high, plain, options=options)
+    masters = [master.detach().clone() for master in adamw.masters.values()]
+    dsd.set_optimizer_state_dict(model, adamw, saved, options=options)
+    assert_same_state(dict(adamw.state[model[0].bias]), dict(plain.state[high[0].bias]))
+    for master, before in zip(adamw.masters.values(), masters, strict=True):
+        assert torch.equal(master, before)
+
+
 def test_load_the_state_of_a_plain_optimizer(model):
     high = float8lab.to_high_precision(copy.deepcopy(model))
     plain = torch.optim.AdamW(high.parameters(), lr=0.3)
@@ -810,6 +850,17 @@ def test_copies_of_model_and_optimizer_train_on_their_own(model, adamw, copy_of)
     assert_same_parameters(twin, model)
     for p, q in zip(stored(twin), stored(model), strict=True):
         assert torch.equal(twin_optimizer.masters[p], adamw.masters[q])
+
+
+def test_a_16_bit_parameter_that_is_partly_nan_keeps_its_master():
+    model = nn.Linear(8, 4, dtype=torch.bfloat16)
+    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1, also_16_bit=True)
+    give_gradients(model.parameters())
+    model.weight.grad[0, 0] = torch.nan
+    optimizer.step()
+    before = optimizer.masters[model.weight].detach().clone()
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert_same(optimizer.state_dict()["state"][0]["master"], before)
 
 
 def test_moving_average_of_an_fp8_stored_model(model):

@@ -127,9 +127,8 @@ def _table_of(key: _Key) -> Tensor | None:
 
     A captured graph cannot contain the copy from the host, and others should not wait for it at
     every step: the pointers of parameters and their masters stay what they are. So tables are kept,
-    the most recently used ones, under all that they hold. Hence one that is found says what a new
-    one would say, of the tensors of this call, whatever tensors it was made for; what a pointer
-    pointed to once is of no importance, because a table is not read before its rows are asked for.
+    the most recently used ones, under all that they hold: one that is found says what a new one
+    would say, whatever tensors it was made for.
 
     Any stream may read a table that is found: the copy has ended when it is first returned, and the
     allocator is told of every stream that has read it. A graph reads its tables whenever it is
