@@ -255,8 +255,10 @@ def check_target(path: Path, *, overwrite: bool) -> None:
             "Choose another, or pass overwrite=True to replace a checkpoint."
         )
     strange = [entry.name for entry in content if not entry.is_file() or entry.is_symlink()]
-    if strange or not any(entry.suffix == ".safetensors" for entry in content):
+    can_remove = os.access(path, os.W_OK)  # what is there, when the new one has taken its place
+    if strange or not can_remove or not any(x.suffix == ".safetensors" for x in content):
         content_now = f"holds {strange[0]}" if strange else "holds no .safetensors file"
+        content_now = content_now if can_remove else "is read-only"
         raise FileExistsError(
             f"path must be a checkpoint, plain files with safetensors among them, to be "
             f"overwritten; {path} {content_now}. Choose another."

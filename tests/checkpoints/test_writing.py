@@ -240,6 +240,15 @@ def test_a_truncated_file_is_an_error(tmp_path):
     assert all(bool((p == 1.0).all()) for p in layer.parameters())
 
 
+def test_a_read_only_folder_is_not_overwritten(tmp_path, monkeypatch):
+    export(stored(1.0), tmp_path / "out")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # as no root has it
+    with pytest.raises(FileExistsError, match="out is read-only"):
+        export(stored(2.0), tmp_path / "out", overwrite=True)
+    assert value_of(tmp_path / "out") == 1.0
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_what_is_there_is_not_overwritten_unasked(tmp_path):
     model, path = stored(1.0), tmp_path / "out"
     path.mkdir()

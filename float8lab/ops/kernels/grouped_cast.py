@@ -50,10 +50,8 @@ def _plan_kernel(
     M, E,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The groups from the largest on, and their tiles; how many tiles there are; where each is.
-
-    Group E has the rows beyond the last end. Of a tile beyond all rows every number is 0.
-    """
+    """The groups from the largest on, and their tiles; how many tiles there are; where each is."""
+    # Group E has the rows beyond the last end. Of a tile beyond all rows every number is 0.
     index = tl.program_id(0)
     groups = tl.arange(0, COUNT)
     stops = tl.load(offs_ptr + groups, mask=groups < E, other=M).to(tl.int32)

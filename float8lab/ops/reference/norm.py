@@ -118,8 +118,6 @@ def _norm_backward_shards(of: Any) -> Any:
 
 norm_op = declare(norm, cuda="norm:norm", outputs=_norm_outputs, sharding=_norm_shards)
 norm_backward_op = declare(
-    norm_backward,
-    cuda="norm:norm_backward",
-    outputs=_norm_backward_outputs,
+    norm_backward, cuda="norm:norm_backward", outputs=_norm_backward_outputs,
     sharding=_norm_backward_shards,
-)
+)  # fmt: skip
