@@ -85,8 +85,8 @@ def _layer(weight: str, size: int) -> Any:
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    tensors = [x for state in optimizer.state.values() for x in state.values()]
-    return [x for x in tensors if isinstance(x, Tensor) and x.ndim]
+    states = [item for state in optimizer.state.values() for item in state.items()]
+    return [x for name, x in states if name != "master" and isinstance(x, Tensor) and x.ndim]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
