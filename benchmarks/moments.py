@@ -26,6 +26,7 @@ import float8lab
 from benchmarks import common
 from benchmarks.linear import storages
 from float8lab.optim import MasterWeights
+from float8lab.optim.moments import MASTER
 
 sys.path.insert(0, str(common.ROOT / "examples"))  # programs, not a package
 from gpt import PRESETS
@@ -86,7 +87,7 @@ def _layer(weight: str, size: int) -> Any:
 
 def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     states = [item for state in optimizer.state.values() for item in state.items()]
-    return [x for name, x in states if name != "master" and isinstance(x, Tensor) and x.ndim]
+    return [x for name, x in states if name != MASTER and isinstance(x, Tensor) and x.ndim]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -48,13 +48,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_text(path: str | Path, text: str) -> None:
     """Write a file, in place of one that begins alike: a page replaces no checkpoint."""
     path, start = Path(path), text[:5]
-    if path.is_file() and path.stat().st_size:
+    if path.is_file():
         with path.open("rb") as file:
-            if file.read(5) != start.encode():
-                raise FileExistsError(
-                    f"path must be free or a file that begins with {start!r}, as this one will; "
-                    f"{path} is another. Choose another path, or delete that file."
-                )
+            start_now = file.read(5)
+        if start_now not in (b"", start.encode()):
+            raise FileExistsError(
+                f"path must be free or a file that begins with {start!r}, as this one will; "
+                f"{path} is another. Choose another path, or delete that file."
+            )
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 

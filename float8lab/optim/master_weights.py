@@ -275,7 +275,7 @@ class MasterWeights(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, object]:
         # Not _written: its versions are those of these very tensors. The next step compares bytes.
         public = ("defaults", "param_groups", "inner", "masters")
-        private = ("_master_dtype", "_also_16_bit", "_storage", "_make_inner")
+        private = ("_master_dtype", "_also_16_bit", "_storage", "_make_inner", "_has_stepped")
         return {name: getattr(self, name) for name in (*public, *private)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -388,8 +388,9 @@ def _is_stale(p: Tensor, master: Tensor) -> bool:
 def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Overwrite stored parameters with their masters, quantized with new scales.
 
-    Parameters of one format and master dtype are quantized by one op, on a GPU in at most two
-    passes that write their memory directly. Shards of one block have the scale of the whole block.
+    This is the one place where a step writes parameters. Those of one format and master dtype are
+    quantized by one op, on a GPU in at most two passes that write their memory directly. Shards of
+    one block have the scale of the whole block.
     """
     shards: list[tuple[Tensor, Tensor]] = []
     quantized: list[tuple[Float8Tensor, Tensor]] = []

@@ -118,8 +118,9 @@ def tiles(
 def tiles_of_groups(matrix: Prologue, rule: str = "fp32", column_sum: bool = True) -> Any:
     ends, how = torch.tensor([100, 256], dtype=torch.int32), (E4M3, (1, 128), rule, 0.0)
     return lambda: grouped_cast.cast_tiles_of_groups(
-        matrix[:3], ends, how, write=True, column_sum=column_sum
-    )
+        matrix[:3], ends, how, write=True, column_sum=column_sum,
+        plan=grouped_cast.plan_groups(ends, reference.prologue_shape(*matrix[:2])[0]),
+    )  # fmt: skip
 
 
 def given(

@@ -762,6 +762,8 @@ def test_states_of_distributed_checkpoints_hold_masters(model, optimizer_class, 
     resumed_optimizer = MasterWeights(resumed.parameters(), optimizer_class, lr=0.1)
     resumed.load_state_dict(model.state_dict())
     dsd.set_optimizer_state_dict(resumed, resumed_optimizer, saved, options=options)
+    _, copied = copy.deepcopy((model, optimizer))
+    assert [*map(set, copied.state.values())] == [*map(set, optimizer.state.values())]
     expected = optimizer.state_dict()["state"]
     for index, entry in resumed_optimizer.state_dict()["state"].items():
         assert_same_state(entry, expected[index])

@@ -329,7 +329,7 @@ def store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K):
 
 @triton.jit
 def record_amax(slot_ptr, bits, slot_bits=None):
-    """Raise a float32 slot, which was read as ``slot_bits``, to a tile's largest bit pattern."""
+    """Raise a float32 slot, read before as ``slot_bits`` or not, to a tile's largest pattern."""
     # The slot only grows, so a stale value costs an atomic too many and nothing else. NO_DATA is
     # negative as an integer too, and NaN lies above every amax.
     slot = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)

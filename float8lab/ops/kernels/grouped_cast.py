@@ -412,6 +412,8 @@ def cast_groups(
     if not _has_kernel(matrix, offs, block, rule):
         arguments: Any = (*options, ALIGN, rowwise, columnwise, dbias, given)
         return reference.cast(*matrix, *arguments, offs=offs, slot=slot)
+    if offs is not None and plan is None:
+        plan = plan_groups(offs, prologue_shape(prologue, inputs)[0])
     if offs is not None and columnwise and slot is None:
         x_fits = has_tiles if prologue else takes_tiles
         if x_fits(first, dtype, block, ALIGN):
@@ -429,7 +431,6 @@ def cast_groups(
         tiles = E * _common.ceil_div(rows, SPAN)
     else:
         (M, K), E = prologue_shape(prologue, inputs), offs.shape[0]
-        plan = plan_groups(offs, M) if plan is None else plan
         rows, across = M, padded_rows(M, E)
         tiles = across // SPAN
     columns = round_up(K, ALIGN)
@@ -487,11 +488,10 @@ def _sums_of_groups(partial: Tensor, offs: Tensor | None) -> Tensor:
 
 def cast_tiles_of_groups(
     matrix: prologues.Matrix, offs: Tensor, options: prologues.Options, *, write: bool,
-    column_sum: bool, plan: Tensor | None = None,
+    column_sum: bool, plan: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
     (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]
-    plan = plan_groups(offs, M) if plan is None else plan
     *results, sums = cast_tiles(
         matrix, options, (M, round_up(K, ALIGN), padded_rows(M, E)),
         write=write, column_sum=column_sum, plan=plan, groups=E,

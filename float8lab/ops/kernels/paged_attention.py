@@ -123,7 +123,7 @@ def _attend_kernel(  # noqa: PLR0915
     highest = tl.minimum(before + query + right + 1, tl.where(before + query < length, end, 0))
 
     largest = tl.full([ROWS], -float("inf"), tl.float32)
-    exp_sum = tl.zeros([ROWS, KEYS], tl.float32)  # of each place in a tile: warps need not meet
+    exp_sum = tl.zeros([ROWS, KEYS], tl.float32)  # Each place has one: warps need not meet.
     out = tl.zeros([ROWS, DV_TILE if FP8 is None else DV_TILE // 2], tl.float32)
     out_odd = out
     top = 1e-30  # the largest scale of values yet
