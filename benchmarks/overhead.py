@@ -305,7 +305,9 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
         )
 
     for name, recipe, mode in names:
-        yield setting.attempt(case, f"{name}, {mode}", partial(measure, name, recipe, mode))
+        label = f"{name}, {mode}"
+        if recipe is None or setting.measures(label):
+            yield setting.attempt(case, label, partial(measure, name, recipe, mode))
 
 
 PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {

@@ -24,7 +24,7 @@ from float8lab.nn.expert_parameters import is_memory_of_parameter
 from float8lab.nn.gemm import Gradient, Saved, backward, forward, output_dtype, recompute_forward
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.precision import Call, X
-from float8lab.ops import Offsets, Prologue, as_matrix, gather_rows_op, scatter_rows_op, value_of_op
+from float8lab.ops import Offsets, Prologue, as_matrix, gather_rows_op, row_tokens, value_of_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable, wanted_gradients
 from float8lab.tensor.operands import quantize
 
@@ -112,11 +112,7 @@ class ExpertFront(NamedTuple):
         offsets = Offsets.of(offs, self.rows)
         if row_map is None:
             return _Begun(x, (*offsets, None, None, None), self.rows, offsets=offsets)
-        # Bytes move as they are, and rows that no token fills are zeros: their token is -1.
-        count = row_map.shape[0]
-        numbers = torch.arange(1, count + 1, dtype=torch.int32, device=row_map.device)
-        moved = scatter_rows_op(numbers.view(torch.uint8).view(count, 4), row_map, self.rows)[0]
-        token = moved.view(torch.int32).view(self.rows) - 1
+        token = row_tokens(row_map, self.rows)
         tokens = (x, token) if needs_dw else (None, None)
         source = Prologue("permute", [x, token], dtype)
         return _Begun(source, (*offsets, row_map, *tokens), self.rows, offsets=offsets)

@@ -35,7 +35,7 @@ from float8lab.ops.reference.cross_entropy import (
     cross_entropy_statistics_op,
 )
 from float8lab.ops.reference.norm import norm_backward_op, norm_op
-from float8lab.ops.reference.permute import gather_rows_op, row_map_op, scatter_rows_op
+from float8lab.ops.reference.permute import gather_rows_op, row_map_op, row_tokens, scatter_rows_op
 from float8lab.ops.reference.rotary import rotate_op
 from float8lab.ops.reference.router import SCORE_FUNCTIONS, route_backward_op, route_op
 from float8lab.ops.reference.scaling import update_scales_op
@@ -48,7 +48,7 @@ __all__ = [
     "has_fp8_attention", "has_fp8_backward", "has_linear_backward", "has_paged_attention",
     "merge_attention_", "norm_backward_op", "norm_op", "paged_attention", "plan_groups_op",
     "prologue_shape", "rotate_op", "round_to_fp8", "round_up", "route_backward_op", "route_op",
-    "row_map_op", "scaled_mm_into", "scaled_mm_op", "scatter_rows_op", "transpose_op",
+    "row_map_op", "row_tokens", "scaled_mm_into", "scaled_mm_op", "scatter_rows_op", "transpose_op",
     "update_scales_op", "value_of_op", "write_pages_",
 ]  # fmt: skip
 

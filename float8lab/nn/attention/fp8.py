@@ -20,13 +20,15 @@ from float8lab.nn.attention.backends import Attended, Problem, largest_of_heads
 from float8lab.nn.attention.layout import Packed
 from float8lab.nn.casts import show_cast
 from float8lab.nn.precision import Call, Precision
+from float8lab.ops import Prologue
 from float8lab.recipes.delayed import own_amax
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
+from float8lab.tensor.operands import Matrix, value_of
 
 __all__ = [
-    "AttentionPrecision", "K", "Q", "V", "amaxes_over_ranks", "asks_for_fp8_attention",
+    "AttentionPrecision", "HeadRows", "K", "Q", "V", "amaxes_over_ranks", "asks_for_fp8_attention",
     "cast_operand", "fp8_attention", "why_not_fp8",
 ]  # fmt: skip
 
@@ -165,20 +167,8 @@ def _packing(x: Tensor, side: Packed | Tensor) -> tuple[Tensor, Tensor | None]:
     return F.pad(lengths.cumsum(0), (1, 0)).int(), row_map
 
 
-def _packed(x: Tensor, row_map: Tensor | None) -> Tensor:
-    """The tokens of ``[B, H, S, D]``, packed by a row map, if any, as ``[1, H, B * S, D]``.
-
-    The places behind them are 0: padding may hold anything, and has no say in scales.
-    """
-    if row_map is None:
-        return x
-    tokens, (_, heads, _, D) = x.transpose(1, 2).flatten(0, 1).flatten(1), x.shape
-    packed = ops.scatter_rows_op(tokens, row_map, tokens.shape[0])[0]
-    return packed.view(1, -1, heads, D).transpose(1, 2)
-
-
 def _unpacked(x: Tensor, row_map: Tensor | None, B: int, S: int) -> Tensor:
-    """The inverse, ``[B, H, S, D]``, 0 where padding is."""
+    """Packed tokens, ``[1, H, B * S, D]``, as ``[B, H, S, D]``, 0 where padding is."""
     if row_map is None:
         return x
     (_, heads, _, D), packed = x.shape, x[0].transpose(0, 1).flatten(1)
@@ -186,40 +176,62 @@ def _unpacked(x: Tensor, row_map: Tensor | None, B: int, S: int) -> Tensor:
     return tokens.view(B, S, heads, D).transpose(1, 2)
 
 
-def amaxes_over_ranks(call: Call, *tensors: Tensor) -> Sequence[Tensor | None]:
-    """The amaxes of q, k and v if ranks share them, ``[1, 1]``, by one message for all; or None."""
-    scales = call.scales
-    if scales.parallel is None or scales.are_given:
-        return [None] * len(tensors)
-    amaxes = [own_amax(_rows(x)[0]) for x in tensors]
-    return scales.parallel.amax(torch.cat(amaxes)).split(1)
-
-
-def cast_operand(
-    x: Tensor, index: int, call: Call, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The FP8 data of q, k or v, as it lies in memory, and its scale."""
-    rows, shape, order = _rows(x)
-    spec = call.plan.x.with_one_scale()
-    operand = call.scales.quantize(rows, index, spec, align=1, amax=amax).rowwise
-    if call.watched and not in_backward():  # where it is a repetition, by activation checkpointing
-        show_cast(rows, operand, spec, index, call)
-    return operand.data.view(shape).permute(order), operand.scale
-
-
 _ORDERS = (((0, 2, 1, 3), (0, 2, 1, 3)), ((2, 0, 1, 3), (1, 2, 0, 3)))
 """Permutations of ``[B, H, S, D]`` to ``[B, S, H, D]`` and ``[S, B, H, D]``, and back."""
 
 
-def _rows(x: Tensor) -> tuple[Tensor, torch.Size, tuple[int, ...]]:
-    """A matrix of ``x`` in its order in memory, if it has one; the shape, and how to permute it."""
-    y, back = x, (0, 1, 2, 3)
-    for order, inverse in _ORDERS:
-        stride, size = x.permute(order).stride(), x.permute(order).shape
-        if stride[3] == 1 and stride[2] == size[3] and stride[0] == size[1] * stride[1]:
-            y, back = x.permute(order), inverse
-            break
-    return y.reshape(y.shape[0] * y.shape[1], y.shape[2] * y.shape[3]), y.shape, back
+class HeadRows(NamedTuple):
+    """q, k, v or a gradient, ``[B, H, S, D]``, as a matrix that is cast."""
+
+    matrix: Matrix
+    shape: Sequence[int]
+    """Four dimensions of the matrix, in their order in memory."""
+    order: tuple[int, ...]
+    """The permutation of these to ``[B, H, S, D]``."""
+
+    @classmethod
+    def of(cls, x: Tensor, token: Tensor | None = None) -> HeadRows:
+        """Take the rows of ``x`` in their order in memory, if it has one.
+
+        ``token``, ``[B * S]``, says which token each row is of, or -1, where the tokens are to be
+        packed as one sequence, ``[1, H, B * S, D]``. The rows behind them are 0: padding may hold
+        anything, and has no say in scales.
+        """
+        if token is not None:
+            tokens = x.transpose(1, 2).flatten(0, 1)
+            packed = Prologue("permute", (tokens.flatten(1), token), x.dtype)
+            return cls(packed, (1, *tokens.shape), (0, 2, 1, 3))
+        y, back = x, (0, 1, 2, 3)
+        for order, inverse in _ORDERS:
+            stride, size = x.permute(order).stride(), x.permute(order).shape
+            if stride[3] == 1 and stride[2] == size[3] and stride[0] == size[1] * stride[1]:
+                y, back = x.permute(order), inverse
+                break
+        matrix = y.reshape(y.shape[0] * y.shape[1], y.shape[2] * y.shape[3])
+        return cls(matrix, y.shape, back)
+
+    def restore(self, matrix: Tensor) -> Tensor:
+        """Values or FP8 data of the matrix as ``[B, H, S, D]``."""
+        return matrix.view(self.shape).permute(self.order)
+
+
+def amaxes_over_ranks(call: Call, *rows: HeadRows) -> Sequence[Tensor | None]:
+    """The amaxes of q, k and v if ranks share them, ``[1, 1]``, by one message for all; or None."""
+    scales = call.scales
+    if scales.parallel is None or scales.are_given:
+        return [None] * len(rows)
+    return scales.parallel.amax(torch.cat([own_amax(x.matrix) for x in rows])).split(1)
+
+
+def cast_operand(
+    rows: HeadRows, index: int, call: Call, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The FP8 data of q, k or v, ``[B, H, S, D]``, and its scale."""
+    spec = call.plan.x.with_one_scale()
+    operand = call.scales.quantize(rows.matrix, index, spec, align=1, amax=amax).rowwise
+    if call.watched and not in_backward():  # where it is a repetition, by activation checkpointing
+        show_cast(rows.matrix, operand, spec, index, call)
+    return rows.restore(operand.data), operand.scale
 
 
 class _Attention(Float8Function):
@@ -232,9 +244,11 @@ class _Attention(Float8Function):
         B, Sq, Sk = q.shape[0], q.shape[2], k.shape[2]
         if cu_seqlens_k is None:
             cu_seqlens_k, k_map = cu_seqlens_q, q_map
-        q, k, v = _packed(q, q_map), _packed(k, k_map), _packed(v, k_map)
-        amaxes = amaxes_over_ranks(call, q, k, v)
-        casts = [cast_operand(x, i, call, amaxes[i]) for i, x in ((Q, q), (K, k), (V, v))]
+        q_token = None if q_map is None else ops.row_tokens(q_map, B * Sq)
+        k_token = q_token if k_map is q_map else ops.row_tokens(k_map, B * Sk)
+        rows = [HeadRows.of(x, token) for x, token in ((q, q_token), (k, k_token), (v, k_token))]
+        amaxes = amaxes_over_ranks(call, *rows)
+        casts = [cast_operand(rows[i], i, call, amaxes[i]) for i in (Q, K, V)]
         operands = (*[data for data, _ in casts], *[scale for _, scale in casts])
         out, lse, max_scores = ops.fp8_attention_op(
             *operands, *settings[:2], q.dtype, cu_seqlens_q, cu_seqlens_k
@@ -244,8 +258,9 @@ class _Attention(Float8Function):
             out = (out * (lse_of_keys - lse).exp().unsqueeze(-1)).to(out.dtype)
         if any(ctx.needs_input_grad[:4]):
             ctx.save_for_backward(
-                *operands, out, lse, max_scores, sink, q_map, k_map, cu_seqlens_q, cu_seqlens_k
-            )
+                *operands, out, lse, max_scores, sink, q_map, q_token, k_map, cu_seqlens_q,
+                cu_seqlens_k,
+            )  # fmt: skip
         ctx.settings, ctx.sizes = settings, (B, Sq, Sk)
         out = _unpacked(out, q_map, B, Sq)
         if not settings.wants_max:
@@ -257,9 +272,11 @@ class _Attention(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-        *saved, sink, q_map, k_map, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        *saved, sink, q_map, q_token, k_map, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         window, scale, longest, *_ = ctx.settings
-        dout = _packed(dout, q_map)
+        if q_token is not None:
+            rows = HeadRows.of(dout, q_token)
+            dout = rows.restore(value_of(rows.matrix))
         gradients = ops.fp8_attention_backward_op(
             dout, *saved, window, scale, cu_seqlens_q, cu_seqlens_k, *longest
         )

@@ -26,7 +26,7 @@ from float8lab.distributed.context_parallel import ContextParallel, TokenRanks
 from float8lab.nn.attention import masks
 from float8lab.nn.attention.arguments import Rules, is_plain
 from float8lab.nn.attention.backends import Problem
-from float8lab.nn.attention.fp8 import K, Q, V, amaxes_over_ranks, cast_operand
+from float8lab.nn.attention.fp8 import HeadRows, K, Q, V, amaxes_over_ranks, cast_operand
 from float8lab.nn.attention.layout import Sizes
 from float8lab.nn.precision import Call
 from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
@@ -150,12 +150,13 @@ class _Attention(Float8Function):
         max_scores: list[Tensor] = []  # in FP8, of each pair
         result_dtype, dtype = q.dtype, ring.sum_dtype(q.dtype)
         if call is not None:
-            amaxes = amaxes_over_ranks(call, q, k, v)
-            k, k_scale = cast_operand(k, K, call, amaxes[K])
-            v, v_scale = cast_operand(v, V, call, amaxes[V])
+            rows = [HeadRows.of(x) for x in (q, k, v)]
+            amaxes = amaxes_over_ranks(call, *rows)
+            k, k_scale = cast_operand(rows[K], K, call, amaxes[K])
+            v, v_scale = cast_operand(rows[V], V, call, amaxes[V])
         for step, (kv, queries, keys) in enumerate(ring.visits(k, v)):
             if call is not None and step == 0:  # while keys and values are on their way
-                q, q_scale = cast_operand(q, Q, call, amaxes[Q])
+                q, q_scale = cast_operand(rows[Q], Q, call, amaxes[Q])
                 scales = q_scale, k_scale, v_scale
             elif keys.stop == 0:
                 continue

@@ -19,7 +19,7 @@ from float8lab.ops.declare import declare
 
 __all__ = [
     "ScatteredRows", "empty_row_map", "gather_rows", "gather_rows_op", "row_map_of", "row_map_op",
-    "scatter_outputs", "scatter_rows", "scatter_rows_op",
+    "row_tokens", "scatter_outputs", "scatter_rows", "scatter_rows_op",
 ]  # fmt: skip
 
 
@@ -177,3 +177,12 @@ scatter_rows_op = declare(
 gather_rows_op = declare(
     gather_rows, cuda="permute:gather_rows", outputs=_gather_outputs, any_strides=True
 )
+
+
+def row_tokens(row_map: Tensor, rows: int | torch.SymInt) -> Tensor:
+    """The token that goes to each row, ``[rows]`` int32, or -1 where none does."""
+    # Bytes move as they are, and rows that no token fills are zeros.
+    count = row_map.shape[0]
+    numbers = torch.arange(1, count + 1, dtype=torch.int32, device=row_map.device)
+    moved = scatter_rows_op(numbers.view(torch.uint8).view(count, 4), row_map, rows)[0]
+    return moved.view(torch.int32).view(rows) - 1
