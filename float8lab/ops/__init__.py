@@ -30,6 +30,7 @@ from float8lab.ops.reference import (
     round_to_fp8,
     round_up,
 )
+from float8lab.ops.reference.attention import pack_tokens, unpack_tokens
 from float8lab.ops.reference.cross_entropy import (
     cross_entropy_backward_op,
     cross_entropy_statistics_op,
@@ -46,10 +47,11 @@ __all__ = [
     "cross_entropy_backward_op", "cross_entropy_statistics_op", "encode_from_amax",
     "factors_from_amax", "fp8_attention_backward_op", "fp8_attention_op", "gather_rows_op",
     "has_fp8_attention", "has_fp8_backward", "has_linear_backward", "has_paged_attention",
-    "merge_attention_", "norm_backward_op", "norm_op", "paged_attention", "plan_groups_op",
-    "prologue_shape", "rotate_op", "round_to_fp8", "round_up", "route_backward_op", "route_op",
-    "row_map_op", "row_tokens", "scaled_mm_into", "scaled_mm_op", "scatter_rows_op", "transpose_op",
-    "update_scales_op", "value_of_op", "write_pages_",
+    "merge_attention_", "norm_backward_op", "norm_op", "pack_tokens", "paged_attention",
+    "plan_groups_op", "prologue_shape", "rotate_op", "round_to_fp8", "round_up",
+    "route_backward_op", "route_op", "row_map_op", "row_tokens", "scaled_mm_into", "scaled_mm_op",
+    "scatter_rows_op", "transpose_op", "unpack_tokens", "update_scales_op", "value_of_op",
+    "write_pages_",
 ]  # fmt: skip
 
 announce()

@@ -146,6 +146,30 @@ def test_packed_sequences_against_float64(lengths, mask, device):
     check_backward((q, k, v, *scales), dout, (MASKS[mask](6, 6), 0.3), ends)
 
 
+@pytest.mark.parametrize("D", [8, 136], ids=["fp8-backward", "wide"])
+def test_packed_tokens_that_lay_elsewhere(D, device):
+    """Outputs and gradients lie where the tokens did, bit for bit."""
+    (operands, scales, dout), ends = packed(device, LENGTHS["keys-longer"], 3, D=D, Dv=D)
+    shared, settings, tokens = (*operands, *scales), ((-1, 0, 0), 0.3), []
+    for x, end in zip(operands, ends, strict=False):
+        token = torch.randperm(x.shape[2], device=device).int()
+        row = torch.arange(len(token), device=device)
+        tokens.append(torch.where(row < end[-1], token, ~token))
+    order = [torch.maximum(token, ~token) for token in tokens]
+    out, *of_scores = ops.fp8_attention_op(*shared, *settings, torch.bfloat16, *ends)
+    moved, *same = ops.fp8_attention_op(*shared, *settings, torch.bfloat16, *ends, tokens[0])
+    assert torch.equal(moved[:, :, order[0]], out)
+    assert all(map(torch.equal, same, of_scores))
+    dout = dout.bfloat16()
+    grads = ops.fp8_attention_backward_op(dout, *shared, out, *same, *settings, *ends, 4, 9)
+    dout = torch.empty_like(dout).index_copy_(2, order[0].long(), dout)
+    results = ops.fp8_attention_backward_op(
+        dout, *shared, moved, *same, *settings, *ends, 4, 9, *tokens
+    )
+    for x, like, index in zip(results, grads, (order[0], order[1], order[1]), strict=True):
+        assert torch.equal(x[:, :, index], like)
+
+
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 def test_opcheck(is_packed, device):
     ((q, k, v), scales, dout), ends = packed(device, LENGTHS["equal"], spare=1)

@@ -443,10 +443,12 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
 def attended(
     D: int, DV: int, mask: tuple[int, int, int] = (-1, -1, 0), fp8_dtype: torch.dtype = E4M3,
     SQ: int = 256, SK: int = 256, packed: bool = False, dtype: torch.dtype = torch.bfloat16,
+    padded: bool = False,
 ) -> Any:  # fmt: skip
     sizes = (SQ, D), (SK, D), (SK, DV)
     q, k, v = (torch.zeros(1, 2, *size).to(fp8_dtype) for size in sizes)
-    ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed else []
+    ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed or padded else []
+    ends += [torch.arange(256, dtype=torch.int32)] * padded
     return lambda: attention.fp8_attention(q, k, v, one, one, one, mask, 0.1, dtype, *ends)
 
 
@@ -463,6 +465,7 @@ ATTENTION: dict[str, Callable[[], Any]] = {
     "attention-window-float32": attended(128, 128, (64, 64, 0), dtype=torch.float32),
     "attention-packed": attended(128, 128, CAUSAL, packed=True),
     "attention-packed-window": attended(128, 128, WINDOW, packed=True),
+    "attention-padded-causal": attended(128, 128, CAUSAL, padded=True),
     "attention-192-128": attended(192, 128, CAUSAL),
     "attention-192-128-window-packed-float32": attended(
         192, 128, WINDOW, packed=True, dtype=torch.float32
@@ -478,15 +481,16 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 
 def attended_backward(
     mask: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, G: int = 2, SK: int = 256,
-    packed: bool = False, heads: tuple[int, int] = (128, 128),
+    packed: bool = False, heads: tuple[int, int] = (128, 128), padded: bool = False,
 ) -> Any:  # fmt: skip
     D, DV = heads
     q, out = torch.zeros(1, 2, 256, D).to(E4M3), torch.zeros(1, 2, 256, DV, dtype=dtype)
     k, v = (torch.zeros(1, G, SK, size).to(E4M3) for size in heads)
     lse = torch.zeros(1, 2, 256)
-    ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed else []
+    ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed or padded else []
+    tokens = [0, 0, *[torch.arange(256, dtype=torch.int32)] * 2] if padded else []
     return lambda: attention_backward.fp8_attention_backward(
-        out, q, k, v, one, one, one, out, lse, lse, mask, 0.1, *ends
+        out, q, k, v, one, one, one, out, lse, lse, mask, 0.1, *ends, *tokens
     )
 
 
@@ -500,6 +504,7 @@ ATTENTION_BACKWARD: dict[str, Callable[[], Any]] = {
     "attention-backward-window-left": attended_backward((64, -1, 0)),
     "attention-backward-packed": attended_backward((-1, -1, 0), packed=True),
     "attention-backward-packed-causal": attended_backward(CAUSAL, packed=True),
+    "attention-backward-padded-causal": attended_backward(CAUSAL, padded=True),
     "attention-backward-packed-window-float32": attended_backward(
         WINDOW, torch.float32, packed=True
     ),
@@ -522,6 +527,7 @@ SPILLED = {
     "attention-backward-window-left": 80,
     "attention-backward-packed": 72,
     "attention-backward-packed-causal": 88,
+    "attention-backward-padded-causal": 88,
     "attention-backward-packed-window-float32": 112,
     "attention-backward-64-causal": 8,
     "attention-backward-24-100-packed": 8,

@@ -25,7 +25,7 @@ from float8lab.recipes.delayed import own_amax
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
-from float8lab.tensor.operands import Matrix, value_of
+from float8lab.tensor.operands import Matrix
 
 __all__ = [
     "AttentionPrecision", "HeadRows", "K", "Q", "V", "amaxes_over_ranks", "asks_for_fp8_attention",
@@ -138,7 +138,7 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
 
 
 def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ...]:
-    """How queries and keys are packed; None and None for keys that are packed as the queries."""
+    """``_packing`` of queries and keys; None and None for keys that are packed as the queries."""
     packed, padding, kv_padding = problem.packed, problem.mask.q_padding, problem.mask.kv_padding
     sides: tuple[Packed | Tensor, Packed | Tensor]
     if packed is not None:
@@ -152,9 +152,10 @@ def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ..
 
 
 def _packing(x: Tensor, side: Packed | Tensor) -> tuple[Tensor, Tensor | None]:
-    """``cu_seqlens``, and the row map by which tokens are packed that do not lie so.
+    """``cu_seqlens``, and of tokens that do not lie packed the token of each row, ``[T]`` int32.
 
-    ``side`` are the sequences of ``x``, or says which tokens of each are padding.
+    Behind the packed rows, it has the bitwise complements of the other tokens. ``side`` are the
+    sequences of ``x``, or says which tokens of each are padding.
     """
     if isinstance(side, Tensor):
         is_padding = side.expand(x.shape[0], -1)
@@ -163,17 +164,21 @@ def _packing(x: Tensor, side: Packed | Tensor) -> tuple[Tensor, Tensor | None]:
         return side.cu_seqlens.int(), None
     else:
         is_padding, lengths = side.places(x.shape[2])[2], side.lengths
-    row_map, _ = ops.row_map_op(~is_padding.reshape(-1, 1))
-    return F.pad(lengths.cumsum(0), (1, 0)).int(), row_map
+    is_padding, cu_seqlens = is_padding.flatten(), F.pad(lengths.cumsum(0), (1, 0)).int()
+    row_map, _ = ops.row_map_op(torch.stack((~is_padding, is_padding), 1))
+    token = ops.row_tokens(row_map, is_padding.shape[0])
+    row = torch.arange(is_padding.shape[0], device=token.device)
+    return cu_seqlens, torch.where(row < cu_seqlens[-1], token, ~token)
 
 
-def _unpacked(x: Tensor, row_map: Tensor | None, B: int, S: int) -> Tensor:
-    """Packed tokens, ``[1, H, B * S, D]``, as ``[B, H, S, D]``, 0 where padding is."""
-    if row_map is None:
-        return x
-    (_, heads, _, D), packed = x.shape, x[0].transpose(0, 1).flatten(1)
-    tokens = ops.gather_rows_op(packed, row_map, x.dtype)[0]
-    return tokens.view(B, S, heads, D).transpose(1, 2)
+def _as_one_sequence(x: Tensor, token: Tensor | None) -> Tensor:
+    """``[B, H, S, D]`` as ``[1, H, B * S, D]`` where tokens are packed."""
+    return x if token is None else x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _as_batch(x: Tensor, token: Tensor | None, B: int, S: int) -> Tensor:
+    """The inverse."""
+    return x if token is None else x[0].unflatten(1, (B, S)).transpose(0, 1)
 
 
 _ORDERS = (((0, 2, 1, 3), (0, 2, 1, 3)), ((2, 0, 1, 3), (1, 2, 0, 3)))
@@ -193,8 +198,8 @@ class HeadRows(NamedTuple):
     def of(cls, x: Tensor, token: Tensor | None = None) -> HeadRows:
         """Take the rows of ``x`` in their order in memory, if it has one.
 
-        ``token``, ``[B * S]``, says which token each row is of, or -1, where the tokens are to be
-        packed as one sequence, ``[1, H, B * S, D]``. The rows behind them are 0: padding may hold
+        With ``token``, ``[B * S]``, the tokens are packed as ``[1, H, B * S, D]``: it says which
+        token is in each row. The rows behind them, where it is negative, are 0: padding may hold
         anything, and has no say in scales.
         """
         if token is not None:
@@ -238,31 +243,28 @@ class _Attention(Float8Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-        cu_seqlens_q: Tensor | None, q_map: Tensor | None, cu_seqlens_k: Tensor | None,
-        k_map: Tensor | None, settings: _Settings, call: Call,
+        cu_seqlens_q: Tensor | None, token_q: Tensor | None, cu_seqlens_k: Tensor | None,
+        token_k: Tensor | None, settings: _Settings, call: Call,
     ) -> Tensor | Attended:  # fmt: skip
-        B, Sq, Sk = q.shape[0], q.shape[2], k.shape[2]
         if cu_seqlens_k is None:
-            cu_seqlens_k, k_map = cu_seqlens_q, q_map
-        q_token = None if q_map is None else ops.row_tokens(q_map, B * Sq)
-        k_token = q_token if k_map is q_map else ops.row_tokens(k_map, B * Sk)
-        rows = [HeadRows.of(x, token) for x, token in ((q, q_token), (k, k_token), (v, k_token))]
+            cu_seqlens_k, token_k = cu_seqlens_q, token_q
+        rows = [HeadRows.of(x, token) for x, token in ((q, token_q), (k, token_k), (v, token_k))]
         amaxes = amaxes_over_ranks(call, *rows)
         casts = [cast_operand(rows[i], i, call, amaxes[i]) for i in (Q, K, V)]
         operands = (*[data for data, _ in casts], *[scale for _, scale in casts])
         out, lse, max_scores = ops.fp8_attention_op(
-            *operands, *settings[:2], q.dtype, cu_seqlens_q, cu_seqlens_k
+            *operands, *settings[:2], q.dtype, cu_seqlens_q, cu_seqlens_k, token_q
         )
         if sink is not None:  # each query sees one more key, of the head's score and the value 0
             lse_of_keys, lse = lse, torch.logaddexp(lse, sink.view(-1, 1))
-            out = (out * (lse_of_keys - lse).exp().unsqueeze(-1)).to(out.dtype)
+            weight = ops.unpack_tokens((lse_of_keys - lse).exp().unsqueeze(-1), token_q)
+            out = (out * weight).to(out.dtype)
         if any(ctx.needs_input_grad[:4]):
             ctx.save_for_backward(
-                *operands, out, lse, max_scores, sink, q_map, q_token, k_map, cu_seqlens_q,
-                cu_seqlens_k,
-            )  # fmt: skip
-        ctx.settings, ctx.sizes = settings, (B, Sq, Sk)
-        out = _unpacked(out, q_map, B, Sq)
+                *operands, out, lse, max_scores, sink, token_q, token_k, cu_seqlens_q, cu_seqlens_k
+            )
+        ctx.settings, ctx.sizes = settings, (q.shape[0], q.shape[2], k.shape[2])
+        out = _as_batch(out, token_q, q.shape[0], q.shape[2])
         if not settings.wants_max:
             return out
         largest = largest_of_heads(max_scores)
@@ -272,20 +274,19 @@ class _Attention(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-        *saved, sink, q_map, q_token, k_map, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        *saved, sink, token_q, token_k, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         window, scale, longest, *_ = ctx.settings
-        if q_token is not None:
-            rows = HeadRows.of(dout, q_token)
-            dout = rows.restore(value_of(rows.matrix))
+        dout = _as_one_sequence(dout, token_q)
         gradients = ops.fp8_attention_backward_op(
-            dout, *saved, window, scale, cu_seqlens_q, cu_seqlens_k, *longest
+            dout, *saved, window, scale, cu_seqlens_q, cu_seqlens_k, *longest, token_q, token_k
         )
         (B, Sq, Sk), needs = ctx.sizes, ctx.needs_input_grad
-        packings = zip(gradients, (q_map, k_map, k_map), (Sq, Sk, Sk), needs, strict=False)
-        grads = (_unpacked(g, row_map, B, S) if need else None for g, row_map, S, need in packings)
+        packings = zip(gradients, (token_q, token_k, token_k), (Sq, Sk, Sk), needs, strict=False)
+        grads = (_as_batch(x, token, B, S) if need else None for x, token, S, need in packings)
         of_sink = None
         if ctx.needs_input_grad[3]:
             # Its probability's gradient is 0, as its value is; a softmax's subtracts dout @ out.
             out, lse, _ = saved[-3:]
-            of_sink = -((sink.view(-1, 1) - lse).exp() * (dout.float() * out).sum(-1)).sum((0, 2))
+            of_out = ops.pack_tokens((dout.float() * out).sum(-1, keepdim=True), token_q)
+            of_sink = -((sink.view(-1, 1) - lse).exp() * of_out.squeeze(-1)).sum((0, 2))
         return (*grads, of_sink, *[None] * 6)

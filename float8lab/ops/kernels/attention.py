@@ -140,9 +140,9 @@ def _place(
     Of queries, and of keys: where they begin, where they begin if padded, and how many there are.
     Of the blocks: the first, the one behind those that LEFT may mask, the first that RIGHT or the
     end may mask, the one behind the last; then the first and the last key that query 0 sees. The
-    last of the sizes is the least number of blocks, of which nothing may be seen.
+    last of the sizes but one is the least number of blocks, of which nothing may be seen.
     """
-    _, H, G, SQ, SK, earliest, latest, plan_ptr, least = sizes
+    _, H, G, SQ, SK, earliest, latest, plan_ptr, least, _ = sizes
     if plan_ptr is not None:
         tiles = tl.load(plan_ptr)
         entry = plan_ptr + (1 + number % tiles) * FIELDS
@@ -176,7 +176,7 @@ def _place(
 
 @triton.jit
 def _tiles_in_all(sizes, QUERIES: tl.constexpr):
-    B, H, _, SQ, _, _, _, plan_ptr, _ = sizes
+    B, H, _, SQ, _, _, _, plan_ptr, _, _ = sizes
     tiles = B * tl.cdiv(SQ, QUERIES)
     if plan_ptr is not None:
         tiles = tl.load(plan_ptr)
@@ -541,7 +541,10 @@ def _attend(  # noqa: PLR0915
 
 @gluon.jit
 def _store(out_ptr, out, first, heads, of_sequence, D, sizes):
-    """Store rows of a tile, from the given one of its sequence on, in ``[B, S, H, D]``."""
+    """Store rows of a tile, from the given one of its sequence on, in ``[B, S, H, D]``.
+
+    The last of the sizes are the tokens of rows, where these were packed.
+    """
     # Eight neighbours to a thread: of the tensor cores' layout a warp stores eight rows at a time,
     # 16 bytes of each. They go through shared memory, which holds 128 columns of each group.
     ROWS: gl.constexpr = out.shape[0]
@@ -552,10 +555,17 @@ def _store(out_ptr, out, first, heads, of_sequence, D, sizes):
     slices = _columns(out.to(out_ptr.dtype.element_ty), PARTS)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     stride = sizes[1] * D
-    out_ptr += (heads[0].to(gl.int64) * sizes[3] + of_sequence[0]) * stride + heads[1] * D
+    token_ptr = sizes[9]
+    if token_ptr is None:
+        out_ptr += (heads[0].to(gl.int64) * sizes[3] + of_sequence[0]) * stride + heads[1] * D
+        tokens = rows
+    else:
+        out_ptr += heads[1] * D
+        tokens = gl.load(token_ptr + of_sequence[0] + rows, mask=rows < of_sequence[2], other=0)
+        tokens = gl.maximum(tokens, ~tokens)
     for index in gl.static_range(PARTS):
         columns = index * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-        offsets = gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
+        offsets = gl.expand_dims(tokens.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
         inside = gl.expand_dims(rows < of_sequence[2], 1) & gl.expand_dims(columns < D, 0)
         gl.store(out_ptr + offsets, gl.convert_layout(slices[index], LAYOUT), mask=inside)
 
@@ -575,6 +585,7 @@ def _attention_kernel(
     max_ptr,  # [B, H, SQ] fp32
     counter_ptr,  # [1] int32, zero
     plan_ptr,  # of _plan_kernel; None: one sequence in each of the batch
+    token_ptr,  # None, or [SQ] int32: the tokens of queries that were packed
     B, H, G, SQ, SK,
     EARLIEST,  # the first key that query 0 sees, of a key count that is the query count if PACKED
     LATEST,  # the last
@@ -601,7 +612,7 @@ def _attention_kernel(
     fence_async_shared()
 
     factor = gl.load(q_scale_ptr) * gl.load(k_scale_ptr) * gl.cast(scale, gl.float32) * LOG2_E
-    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1)
+    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1, token_ptr)
     loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr)
     sums = (tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, max_ptr, DV)
     gl.warp_specialize(
@@ -646,11 +657,12 @@ def fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
     window: Sequence[int], scale: float, out_dtype: torch.dtype,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    token_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not _has_kernel(q, v, scale, cu_seqlens_q):
         return plain.fp8_attention(
             q, k, v, q_scale, k_scale, v_scale, window, scale, out_dtype, cu_seqlens_q,
-            cu_seqlens_k,
+            cu_seqlens_k, token_q,
         )  # fmt: skip
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
     left, right, diagonal = window
@@ -673,8 +685,8 @@ def fp8_attention(
         diagonal += SK - SQ
     is_square = plan is None and keys == _QUERIES and diagonal + right == 0
     _attention_kernel[(min(_common.multiprocessors(q.device), tiles * H),)](
-        q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, max_scores, counter, plan, B,
-        H, G, SQ, SK, diagonal - left, diagonal + right, DV, scale, STAGES=stages,
+        q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, max_scores, counter, plan,
+        token_q, B, H, G, SQ, SK, diagonal - left, diagonal + right, DV, scale, STAGES=stages,
         LEFT=left >= 0, RIGHT=0 if right < 0 else 1 + is_square,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4, enable_fp_fusion=True,

@@ -86,6 +86,7 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 def _prepare_kernel(
     dout_ptr,  # [B, H, S, DV]
     out_ptr,  # [B, H, S, DV]
+    token_ptr,  # None, or [S] int32: which tokens of these two are the rows of all others
     lse_ptr,  # [B, H, S] fp32
     max_ptr,  # [B, H, S] fp32
     v_scale_ptr,  # [1] fp32
@@ -113,10 +114,13 @@ def _prepare_kernel(
     inside = queries < end
     present = inside[:, None] & (columns < DV)[None, :]
     of_head = (head // H) * stride_db + (head % H) * stride_dh
-    at = queries.to(tl.int64)[:, None] * stride_ds + columns[None, :]
+    tokens = queries
+    if token_ptr is not None:
+        tokens = tl.load(token_ptr + queries, mask=inside, other=0)
+    at = tokens.to(tl.int64)[:, None] * stride_ds + columns[None, :]
     dout = tl.load(dout_ptr + of_head + at, mask=present, other=0).to(tl.float32)
     of_head = (head // H) * stride_ob + (head % H) * stride_oh
-    at = queries.to(tl.int64)[:, None] * stride_os + columns[None, :]
+    at = tokens.to(tl.int64)[:, None] * stride_os + columns[None, :]
     out = tl.load(out_ptr + of_head + at, mask=present, other=0).to(tl.float32)
     # A smaller scale would have no reciprocal in float32.
     scale = tl.maximum(tl.max(tl.abs(dout), 1) / 448.0, 2.0**-100)
@@ -149,8 +153,8 @@ def _prepare_kernel(
 
 
 def _prepare(
-    dout: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, v_scale: Tensor,
-    cu_seqlens: Tensor | None,
+    dout: Tensor, out: Tensor, token: Tensor | None, lse: Tensor, max_scores: Tensor,
+    v_scale: Tensor, cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Cast the output's gradient for both kernels, padded to whole tiles of each sequence.
 
@@ -170,7 +174,7 @@ def _prepare(
     weights = lse.new_empty((B * H, padded // ROWS.value))
     counters = torch.empty(2, dtype=torch.int32, device=dout.device)
     _prepare_kernel[(padded // ROWS.value * B * H,)](
-        dout, out, lse, max_scores, v_scale, d, transposed.view(torch.int32), rows, weights,
+        dout, out, token, lse, max_scores, v_scale, d, transposed.view(torch.int32), rows, weights,
         counters, cu_seqlens, sequences, H, S, padded, DV, *dout.stride()[:3], *out.stride()[:3],
         WIDTH=width, num_warps=4,
     )  # fmt: skip
@@ -330,7 +334,7 @@ def _largest_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0
+    sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0, None
     if number < _tiles_in_all(sizes, 2 * ROWS):
         heads, _, queries, _, blocks = _place(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
         lanes = tl.arange(0, WIDTH)
@@ -409,6 +413,7 @@ def _keys_kernel(
     dk_ptr,  # [B, SK, G, D]
     dv_ptr,  # [B, SK, G, DV]
     counter_ptr,  # [1] int32, zero
+    token_ptr,  # None, or [SK] int32: the tokens of keys that were packed
     plan_ptr,  # as in _largest_kernel, and what follows
     B, G, HEADS, SK, SQ, EARLIEST, LATEST, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
@@ -423,7 +428,7 @@ def _keys_kernel(
     bars = _all_barriers(STAGES)
     scale = gl.load(q_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(k_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = (B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0), HEADS
+    sizes = (B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0, token_ptr), HEADS
     sums = (
         k_tiles, v_tiles, (q_tiles, d_tiles, t_tiles, r_tiles, half_tiles), numbers, bars, sizes,
         (scales[0], scales[1], largest_ptr), (dk_ptr, dv_ptr, D, DV),
@@ -541,6 +546,7 @@ def _queries_kernel(
     dq_ptr,  # [B, SQ, H, D]
     counter_ptr,  # [1] int32, zero
     plan_ptr,  # as in attention.py's _attention_kernel, and what follows
+    token_ptr,
     B, H, G, SQ, SK, EARLIEST, LATEST, PADDED, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -551,7 +557,7 @@ def _queries_kernel(
     bars = _all_barriers(STAGES)
     scale = gl.load(k_scale_ptr) * gl.cast(scale, gl.float32)
     scales = scale * gl.load(q_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1), 1
+    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1, token_ptr), 1
     sums = (
         q_tiles, d_tiles, (k_tiles, v_tiles, half_tiles), numbers, bars, sizes,
         (scales[0], scales[1], rows_ptr), (dq_ptr, D, PADDED),
@@ -575,13 +581,14 @@ def _fp8_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
     v_scale: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, window: Sequence[int],
     scale: float, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    token_q: Tensor | None, token_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of q, k and v by the kernels above."""
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
     left, right, diagonal = window
     dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
     d, transposed, rows, weights, counters = _prepare(
-        dout, out, lse.contiguous(), max_scores.contiguous(), v_scale, cu_seqlens_q
+        dout, out, token_q, lse.contiguous(), max_scores.contiguous(), v_scale, cu_seqlens_q
     )
     dq, dk, dv = (plain.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
     tiles, key_tiles = (_common.ceil_div(S, 2 * ROWS.value) * B for S in (SQ, SK))
@@ -601,8 +608,8 @@ def _fp8_backward(
     settings = {"num_warps": 4, "enable_fp_fusion": True}
     multiprocessors = _common.multiprocessors(q.device)
     _queries_kernel[(min(multiprocessors, tiles * H),)](
-        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], plan, B,
-        H, G, SQ, SK, diagonal - left, diagonal + right, rows.shape[2], scale,
+        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], plan,
+        token_q, B, H, G, SQ, SK, diagonal - left, diagonal + right, rows.shape[2], scale,
         LEFT=left >= 0, RIGHT=right >= 0, STAGES=4, D=D, **settings,
     )  # fmt: skip
     # A key is seen by the queries from ``right`` before it to ``left`` after it.
@@ -614,7 +621,7 @@ def _fp8_backward(
     )
     _keys_kernel[(min(multiprocessors, key_tiles * G),)](
         k_desc, v_desc, t_desc, r_desc, q_desc, d_desc, q_scale, k_scale, v_scale, largest, dk, dv,
-        counters, key_plan, *of_keys, scale, STAGES=3, D=D, DV=DV, **sides, **settings,
+        counters, token_k, key_plan, *of_keys, scale, STAGES=3, D=D, DV=DV, **sides, **settings,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -624,7 +631,8 @@ def fp8_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor,
     v_scale: Tensor, out: Tensor, lse: Tensor, max_scores: Tensor, window: Sequence[int],
     scale: float, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    max_seqlen_q: int = 0, max_seqlen_k: int = 0, token_q: Tensor | None = None,
+    token_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (SQ, D), (SK, DV) = q.shape[2:], v.shape[2:]
     packed = cu_seqlens_q is not None
@@ -636,15 +644,16 @@ def fp8_attention_backward(
     if fits and attention.has_fp8_backward(q, k, v):
         return _fp8_backward(
             dout, q, k, v, q_scale, k_scale, v_scale, out, lse, max_scores, window, scale,
-            cu_seqlens_q, cu_seqlens_k,
+            cu_seqlens_q, cu_seqlens_k, token_q, token_k,
         )  # fmt: skip
     if not fits or not (uses_cudnn or of_flash is not None):
         return plain.fp8_attention_backward(
             dout, q, k, v, q_scale, k_scale, v_scale, out, lse, max_scores, window, scale,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, token_q=token_q, token_k=token_k,
         )  # fmt: skip
     dtype = torch.bfloat16 if dout.dtype == torch.float32 else dout.dtype
     operands = [_decoded(x, one, dtype) for x, one in ((q, q_scale), (k, k_scale), (v, v_scale))]
+    dout, out = plain.pack_tokens(dout, token_q), plain.pack_tokens(out, token_q)
     tensors = [dout.to(dtype), *operands, out.to(dtype)]
     # Zeros change no score. Flash attention's heads are of one size.
     width, v_width = attention.cudnn_heads(D, DV) if uses_cudnn else [round_up(max(D, DV), 8)] * 2
@@ -662,6 +671,7 @@ def fp8_attention_backward(
         for x, cu_seqlens in ((dq, cu_seqlens_q), (dk, cu_seqlens_k), (dv, cu_seqlens_k)):
             token = torch.arange(x.shape[2], device=x.device)
             x.masked_fill_((token >= cu_seqlens[-1]).view(-1, 1), 0.0)  # of no sequence
+    dq, dk, dv = map(plain.unpack_tokens, (dq, dk, dv), (token_q, token_k, token_k))
     return dq, dk, dv
 
 

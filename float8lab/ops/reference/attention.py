@@ -10,6 +10,9 @@ heads of up to 128, Hopper's kernels also round the probabilities and the output
 that with a scale for each query, and the scores' gradient to float16, and keep within 24 dB of it.
 
 Outputs and gradients lie in memory by token, ``[B, S, H, D]``, as the layers around want them.
+Where tokens were packed, outputs and their gradients lie as these did before: ``token_q`` and
+``token_k`` have the number of the token in each packed row; behind the packed rows, the bitwise
+complements of the numbers of all other tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from float8lab.formats import E4M3
 
 __all__ = [
     "P_SCALE", "by_token", "empty_by_token", "fp8_attention", "fp8_attention_backward",
-    "merge_attention_",
+    "merge_attention_", "pack_tokens", "unpack_tokens",
 ]  # fmt: skip
 
 P_SCALE = 2.0**-8
@@ -40,6 +43,22 @@ def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Te
     """Uninitialized ``[B, H, S, D]``, in memory as ``[B, S, H, D]``."""
     B, H, S, D = shape
     return like.new_empty((B, S, H, D), dtype=dtype).transpose(1, 2)
+
+
+def pack_tokens(x: Tensor, token: Tensor | None) -> Tensor:
+    """``x``, ``[1, H, T, D]``, in the order in which tokens were packed, if they were."""
+    if token is None:
+        return x
+    return x.transpose(1, 2).index_select(1, torch.maximum(token, ~token)).transpose(1, 2)
+
+
+def unpack_tokens(x: Tensor, token: Tensor | None) -> Tensor:
+    """The inverse of ``pack_tokens``."""
+    if token is None:
+        return x
+    order = torch.maximum(token, ~token).long()
+    tokens = x.transpose(1, 2)
+    return torch.empty_like(tokens).index_copy_(1, order, tokens).transpose(1, 2)
 
 
 def _repeat(x: Tensor, heads: int) -> Tensor:
@@ -83,6 +102,7 @@ def fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
     window: Sequence[int | torch.SymInt], scale: float, out_dtype: torch.dtype,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    token_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention of FP8 operands.
 
@@ -101,6 +121,7 @@ def fp8_attention(
             lie behind each other, in which case B is 1; each sees its own keys alone, and Sq, Sk
             and positions above are its own. Tokens behind the last are of no sequence.
         cu_seqlens_k: the same of keys and values; both or neither are None.
+        token_q: ``[Sq]`` int32, the tokens of queries that were packed; None if they lie so.
 
     Returns:
         ``[B, H, Sq, Dv]`` (in memory by token), the logarithm of each query's sum of exponentials,
@@ -114,7 +135,7 @@ def fp8_attention(
             outputs = fp8_attention(*operands, window, scale, out_dtype)
             for x, output in zip(results, outputs, strict=True):
                 x[:, :, queries] = output
-        return results
+        return unpack_tokens(results[0], token_q), *results[1:]
     scores = _scores(q, k, q_scale, k_scale, scale, _visible(q, k, window))
     if not scores.numel():
         return _blind(q, v, out_dtype)
@@ -146,6 +167,7 @@ def fp8_attention_backward(
     window: Sequence[int | torch.SymInt], scale: float, *,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | torch.SymInt = 0, max_seqlen_k: int | torch.SymInt = 0,
+    token_q: Tensor | None = None, token_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, the rounding of the probabilities taken as the identity.
 
@@ -158,8 +180,10 @@ def fp8_attention_backward(
             them, and ``max_scores`` of this one's keys. The other arguments are the forward's own.
         max_seqlen_q: the most queries of a sequence, or more, where ``cu_seqlens_q`` is given.
         max_seqlen_k: the same of keys.
+        token_k: ``[Sk]`` int32, as ``token_q`` of the forward.
     """
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        dout, out = pack_tokens(dout, token_q), pack_tokens(out, token_q)
         grads = [empty_by_token(x, x.shape, dout.dtype).zero_() for x in (q, k, v)]
         scales = q_scale, k_scale, v_scale
         for queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
@@ -169,7 +193,8 @@ def fp8_attention_backward(
             )  # fmt: skip
             for x, rows, gradient in zip(grads, (queries, keys, keys), gradients, strict=True):
                 x[:, :, rows] = gradient
-        return grads[0], grads[1], grads[2]
+        dq, dk, dv = map(unpack_tokens, grads, (token_q, token_k, token_k))
+        return dq, dk, dv
     H, G = q.shape[1], k.shape[1]
     scores = _scores(q, k, q_scale, k_scale, scale, _visible(q, k, window))
     p = (scores - _finite(lse).unsqueeze(-1)).exp()
