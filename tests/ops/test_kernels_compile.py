@@ -527,7 +527,7 @@ SPILLED = {
     "attention-backward-window-left": 80,
     "attention-backward-packed": 72,
     "attention-backward-packed-causal": 88,
-    "attention-backward-padded-causal": 88,
+    "attention-backward-padded-causal": 96,
     "attention-backward-packed-window-float32": 112,
     "attention-backward-64-causal": 8,
     "attention-backward-24-100-packed": 8,

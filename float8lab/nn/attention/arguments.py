@@ -332,8 +332,9 @@ def mask_of(
     if given.rules.qkv_format == "thd":  # whose sequences are known now
         check_bias_shape(*given.bias[1:], (B, heads, Sq, Sk))
     mask = masks.make_mask(
-        mask_type, window, Sq, Sk, padding=padding, arbitrary=arbitrary, diagonal=diagonal
-    )
+        mask_type, window, Sq, Sk, padding=padding, arbitrary=arbitrary, diagonal=diagonal,
+        pads_ends=sequences is not None or given.lengths.cu_seqlens_q is not None,
+    )  # fmt: skip
     if diagonal is None:
         diagonal = Sk - Sq if padding is None else masks.diagonal_of(padding)
     return mask, diagonal

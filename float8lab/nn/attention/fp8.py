@@ -95,8 +95,7 @@ def _why_not_problem(problem: Problem) -> str | None:
     if not mask.has_window:
         return None
     if packed is None:
-        is_plain = mask.left < 0 and mask.right == 0 and mask.q_padding is mask.kv_padding
-        if mask.kv_padding is None or is_plain:
+        if mask.kv_padding is None or mask.lets_tokens_be_packed:
             return None
         return "it packs what is not padding, by which a window or a cross mask would be another"
     if not isinstance(mask.diagonal, Tensor) and packed[0].lengths is not packed[1].lengths:

@@ -78,6 +78,8 @@ class AttentionMask(NamedTuple):
     """``[B, Sk]`` bool, True where the key is padding."""
     arbitrary: Tensor | None = None
     """Bool, broadcasts to ``[B, H, Sq, Sk]``, True where masked out."""
+    pads_ends: bool = False
+    """Whether padding is surely behind the tokens of each sequence alone."""
 
     @property
     def padded_queries(self) -> Tensor | None:
@@ -93,6 +95,14 @@ class AttentionMask(NamedTuple):
     def lets_all(self) -> bool:
         """Whether every query surely sees every key."""
         return self.kv_padding is None and self.arbitrary is None and not self.has_window
+
+    @property
+    def lets_tokens_be_packed(self) -> bool:
+        """Whether it says the same of what is not padding, as packed sequences of its own."""
+        is_shared = self.q_padding is self.kv_padding
+        if self.pads_ends:
+            return is_shared or isinstance(self.diagonal, Tensor)
+        return is_shared and self.left < 0 and self.right == 0
 
     def leaves_no_query_blind(self, Sq: int, Sk: int) -> bool:
         """Whether every query surely sees some key, as the numbers alone tell."""
@@ -240,7 +250,7 @@ def check_unused_mask(
 def make_mask(
     mask_type: str, window: tuple[int, int], Sq: int, Sk: int, *,
     padding: tuple[Tensor, Tensor] | None = None, arbitrary: Tensor | None = None,
-    diagonal: int | Tensor | None = None,
+    diagonal: int | Tensor | None = None, pads_ends: bool = False,
 ) -> AttentionMask:  # fmt: skip
     """The mask of a call.
 
@@ -250,6 +260,7 @@ def make_mask(
         diagonal: where query 0 stands among the keys; None is what the type says: 0 for ``causal``
             and ``padding_causal`` (top-left corner), else such that the last query stands at the
             last key (bottom-right corner; of the sequence without padding).
+        pads_ends: whether ``padding`` is of lengths.
     """
     if diagonal is None:
         if mask_type in ("causal", "padding_causal"):
@@ -264,7 +275,7 @@ def make_mask(
         left = -1 if left >= Sq - 1 + diagonal else left
         right = -1 if right >= Sk - 1 - diagonal else right
     q_padding, kv_padding = padding if padding is not None else (None, None)
-    return AttentionMask(left, right, diagonal, q_padding, kv_padding, arbitrary)
+    return AttentionMask(left, right, diagonal, q_padding, kv_padding, arbitrary, pads_ends)
 
 
 def diagonal_of(padding: tuple[Tensor, Tensor]) -> Tensor:

@@ -140,7 +140,7 @@ def _place(
     Of queries, and of keys: where they begin, where they begin if padded, and how many there are.
     Of the blocks: the first, the one behind those that LEFT may mask, the first that RIGHT or the
     end may mask, the one behind the last; then the first and the last key that query 0 sees. The
-    last of the sizes but one is the least number of blocks, of which nothing may be seen.
+    last two sizes are the least number of blocks, of which nothing may be seen, and ``_store``'s.
     """
     _, H, G, SQ, SK, earliest, latest, plan_ptr, least, _ = sizes
     if plan_ptr is not None:
@@ -541,10 +541,7 @@ def _attend(  # noqa: PLR0915
 
 @gluon.jit
 def _store(out_ptr, out, first, heads, of_sequence, D, sizes):
-    """Store rows of a tile, from the given one of its sequence on, in ``[B, S, H, D]``.
-
-    The last of the sizes are the tokens of rows, where these were packed.
-    """
+    """Store rows of a tile, from the given one of its sequence on, in ``[B, S, H, D]``."""
     # Eight neighbours to a thread: of the tensor cores' layout a warp stores eight rows at a time,
     # 16 bytes of each. They go through shared memory, which holds 128 columns of each group.
     ROWS: gl.constexpr = out.shape[0]
@@ -555,14 +552,13 @@ def _store(out_ptr, out, first, heads, of_sequence, D, sizes):
     slices = _columns(out.to(out_ptr.dtype.element_ty), PARTS)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     stride = sizes[1] * D
-    token_ptr = sizes[9]
-    if token_ptr is None:
-        out_ptr += (heads[0].to(gl.int64) * sizes[3] + of_sequence[0]) * stride + heads[1] * D
-        tokens = rows
-    else:
-        out_ptr += heads[1] * D
-        tokens = gl.load(token_ptr + of_sequence[0] + rows, mask=rows < of_sequence[2], other=0)
+    start = of_sequence[0]
+    tokens = rows
+    if sizes[9] is not None:
+        tokens = gl.load(sizes[9] + start + rows, mask=rows < of_sequence[2], other=0)
         tokens = gl.maximum(tokens, ~tokens)
+        start = 0
+    out_ptr += (heads[0].to(gl.int64) * sizes[3] + start) * stride + heads[1] * D
     for index in gl.static_range(PARTS):
         columns = index * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
         offsets = gl.expand_dims(tokens.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)

@@ -9,6 +9,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn.attention import DotProductAttention
 from float8lab.nn.attention.fp8 import K, Q, V
+from float8lab.nn.attention.layout import padding_from_lengths
 from float8lab.ops import declare
 from float8lab.ops.attention import LARGEST_FP8_BACKWARD_HEAD
 from float8lab.recipes import Format
@@ -88,6 +89,9 @@ TAKEN = {
     "padding": (96, 96, {"attn_mask_type": "padding"}),
     "padding-causal": (96, 96, {"attn_mask_type": "padding_causal"}),
     "padding-cross": (96, 160, {"attn_mask_type": "padding"}),
+    "lengths-window": (96, 96, {"attn_mask_type": "padding_causal", "window_size": (17, 0)}),
+    "lengths-cross": (96, 160, {"attn_mask_type": "padding_causal_bottom_right"}),
+    "lengths-cross-window": (96, 160, {"attn_mask_type": "padding", "window_size": (17, 9)}),
 }
 
 
@@ -117,9 +121,16 @@ def test_masks_of_the_kernel(case, heads, device):
     module = DotProductAttention(2, heads, num_gqa_groups=1, qkv_format="bshd", **options)
     shapes = (2, Sq, 2, D), (2, Sk, 1, D), (2, Sk, 1, Dv), (2, Sq, 2 * Dv)
     tensors, how = [torch.randn(shape, device=device) for shape in shapes], {}
-    if "padding" in case:
+    if "padding" in case or "lengths" in case:
         queries, keys = padding_of(Sq, device), padding_of(Sk, device)
         how = {"attention_mask": queries if Sq == Sk else (queries, keys)}
+        if "lengths" in case:
+            ends = [ends_of([S // 3, S], device) for S in (Sq, Sk)]
+            queries, keys = (
+                padding_from_lengths(end.diff(), S)[:, None, None]
+                for end, S in zip(ends, (Sq, Sk), strict=True)
+            )
+            how = {"cu_seqlens_q": ends[0], "cu_seqlens_kv": ends[Sq != Sk]}
         module.attention_type = "self" if Sq == Sk else "cross"
         for x, hidden in zip(tensors, (queries, keys, keys), strict=False):
             x.masked_fill_(hidden.view(2, -1, 1, 1), 1e30)  # which no scale has to hold
