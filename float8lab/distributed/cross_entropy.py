@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,30 +84,17 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
     arguments.check_group("dist_process_group", dist_process_group)
     arguments.check_size("ignore_idx", ignore_idx, minimum=-(2**63))
     group = dist_process_group
-    rank, ranks = (0, 1) if group is None else rank_and_size(group)
-    if rank < 0:
+    if group is not None and rank_and_size(group)[0] < 0:
         raise ValueError(
             "dist_process_group must have this process among its ranks; got another group. "
             "Pass the group that this rank's part of the vocabulary belongs to."
         )
-    settings = _Settings(group if ranks > 1 else None, rank, ranks, ignore_idx, smoothing, z_loss)
     x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
-    loss, log_sum = _CrossEntropy.run(x.reshape(-1, x.shape[-1]), target.reshape(-1), settings)
+    loss, log_sum = _CrossEntropy.run(
+        x.reshape(-1, x.shape[-1]), target.reshape(-1), group, ignore_idx, smoothing, z_loss
+    )
     loss = loss.sum() / (target != ignore_idx).sum() if reduce_loss else loss.view(target.shape)
     return (loss, log_sum.view(target.shape)) if return_log_sum_exp else loss
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The arguments that are no tensors."""
-
-    group: dist.ProcessGroup | None
-    """None for one rank."""
-    rank: int
-    ranks: int
-    ignored: int
-    smoothing: float
-    z_loss: float
 
 
 class _CrossEntropy(Float8Function):
@@ -116,40 +102,42 @@ class _CrossEntropy(Float8Function):
 
     @staticmethod
     def forward(
-        ctx: AutogradContext, logits: Tensor, target: Tensor, settings: _Settings
-    ) -> tuple[Tensor, Tensor]:
+        ctx: AutogradContext, logits: Tensor, target: Tensor, group: dist.ProcessGroup | None,
+        ignored: int, smoothing: float, z_loss: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        rank, ranks = (0, 1) if group is None else rank_and_size(group)
         words = logits.shape[1]
-        V = words * settings.ranks
-        place = target.long() - settings.rank * words
+        V = words * ranks
+        place = target.long() - rank * words
         largest, exp_sum, target_logit, logit_sum = cross_entropy_statistics_op(logits, place)
-        if settings.group is not None:
-            name, local = settings.group.group_name, largest
+        if group is not None and ranks > 1:
+            name, local = group.group_name, largest
             largest = all_reduced(local, "max", name)
             # A shard that has nothing above -inf adds 0, even if no other has.
             exp_sum = torch.where(exp_sum == 0, 0.0, exp_sum * (local - largest).exp())
             sums = torch.stack([exp_sum, target_logit, logit_sum])
             exp_sum, target_logit, logit_sum = all_reduced(sums, "sum", name)
         log_sum = largest + exp_sum.log()
-        loss, smoothing = log_sum - target_logit, settings.smoothing
+        loss = log_sum - target_logit
         if smoothing:
             loss = (1 - smoothing) * loss + smoothing * (log_sum - logit_sum / V)
-        if settings.z_loss:
-            loss = loss + settings.z_loss * log_sum.square()
+        if z_loss:
+            loss = loss + z_loss * log_sum.square()
         is_word = (target >= 0) & (target < V)
-        used = target != settings.ignored
+        used = target != ignored
         loss = torch.where(used, torch.where(is_word, loss, torch.nan), 0.0)
         log_sum = torch.where(used, log_sum, 0.0)
         ctx.save_for_backward(logits, place, log_sum, is_word, used)
         ctx.mark_non_differentiable(log_sum)
-        ctx.settings, ctx.words = settings, V
+        ctx.smoothing, ctx.z_loss, ctx.words = smoothing, z_loss, V
         return loss, log_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, dloss: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        settings, (logits, place, log_sum, is_word, used) = ctx.settings, ctx.saved_tensors
+        logits, place, log_sum, is_word, used = ctx.saved_tensors
         grad = torch.where(used, torch.where(is_word, dloss.to(log_sum.dtype), torch.nan), 0.0)
-        factor = grad * (1 + 2 * settings.z_loss * log_sum) if settings.z_loss else grad
-        smoothed = grad * settings.smoothing
+        factor = grad * (1 + 2 * ctx.z_loss * log_sum) if ctx.z_loss else grad
+        smoothed = grad * ctx.smoothing
         factors = torch.stack([log_sum, factor, grad - smoothed, smoothed / ctx.words])
-        return cross_entropy_backward_op(logits, place, factors), None, None
+        return cross_entropy_backward_op(logits, place, factors), *[None] * 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -185,7 +185,7 @@ class _Run:
         tracker = None if self.get_rng_state_tracker is None else self.get_rng_state_tracker()
         rng_states = {} if tracker is None else tracker.get_states()
         # The forward's, in the backward pass that is going on now.
-        STATE.autocast = self.autocast.during(outer[0].backward)
+        STATE.autocast = replace(self.autocast, backward=outer[0].backward)
         CHECKPOINTS.recordings, CHECKPOINTS.replay = (), recording
         if tracker is not None:
             tracker.set_states(self.rng_states)

@@ -305,7 +305,7 @@ def _kept(
 
     That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
     """
-    reshard(model)  # what is kept are the shards
+    reshard(model.modules())  # what is kept are the shards
     state = [partial(setattr, owner, name, getattr(owner, name)) for owner, name in _ISOLATED]
     start = [_keep_values(model.buffers()), *_keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
@@ -313,7 +313,7 @@ def _kept(
     try:
         yield start
     finally:
-        reshard(model)
+        reshard(model.modules())
         for restore in restorers:
             restore()
 

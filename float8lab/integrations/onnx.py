@@ -21,7 +21,7 @@ from float8lab.nn import activation_function, fused_function, gemm, grouped_func
 from float8lab.nn.activation_function import activate
 from float8lab.nn.attention import fp8
 from float8lab.nn.casts import plain, stored_as
-from float8lab.nn.fused_function import MlpCall, NormFront, NormLinearCall
+from float8lab.nn.fused_function import MlpCall, NormFront
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.precision import Call, W, X
@@ -160,11 +160,11 @@ def _activation(h: Tensor, activation: str) -> Tensor:
 
 def _norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-    calls: NormLinearCall,
+    front: NormFront, call: Call,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    normed = normalize(x, norm_weight, norm_bias, calls.front.kind, output_dtype(x))
-    y = _linear(normed, weight, bias, calls.linear)
-    return (y, normed) if calls.front.return_norm else y
+    normed = normalize(x, norm_weight, norm_bias, front.kind, output_dtype(x))
+    y = _linear(normed, weight, bias, call)
+    return (y, normed) if front.return_norm else y
 
 
 def _norm_mlp(

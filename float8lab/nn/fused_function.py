@@ -29,8 +29,8 @@ from float8lab.tensor.differentiation import Float8Function, once_differentiable
 from float8lab.tensor.operands import quantize
 
 __all__ = [
-    "ExpertFront", "ExpertMlpFunction", "Layer", "MlpCall", "NormFront", "NormLinearCall",
-    "NormLinearFunction", "NormMlpFunction",
+    "ExpertFront", "ExpertMlpFunction", "Layer", "MlpCall", "NormFront", "NormLinearFunction",
+    "NormMlpFunction",
 ]  # fmt: skip
 
 Layer: TypeAlias = tuple[Tensor, Tensor | None]
@@ -133,13 +133,6 @@ class ExpertFront(NamedTuple):
         return dx, None, None
 
 
-class NormLinearCall(NamedTuple):
-    """How one call of a norm and a linear layer runs."""
-
-    front: NormFront
-    linear: Call
-
-
 class MlpCall(NamedTuple):
     """How one call of an MLP runs."""
 
@@ -154,7 +147,7 @@ class MlpCall(NamedTuple):
 
 
 class NormLinearFunction(Float8Function):
-    """``norm(x) @ weight.T + bias``, and ``norm(x)`` if the call returns it: ``run`` it.
+    """``norm(x) @ weight.T + bias``, and ``norm(x)`` if the front returns it: ``run`` it.
 
     Args:
         x: ``[..., K]``.
@@ -169,20 +162,20 @@ class NormLinearFunction(Float8Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor,
-        bias: Tensor | None, call: NormLinearCall,
+        bias: Tensor | None, front: NormFront, call: Call,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         (N, K), dtype = weight.shape, output_dtype(x)
         needs_dx, needs_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
-        begun = call.front.begin(
-            x, (norm_weight, norm_bias), dtype, call.linear, needs_dx=needs_dx, needs_dw=needs_dw
+        begun = front.begin(
+            x, (norm_weight, norm_bias), dtype, call, needs_dx=needs_dx, needs_dw=needs_dw
         )
         y, saved = forward(
-            begun.source, weight, bias, call.linear,
+            begun.source, weight, bias, call,
             needs=(needs_dx, needs_dw), dtype=dtype, inp=begun.value,
         )  # fmt: skip
         ctx.save_for_backward(*begun.saved, *saved)
-        ctx.front, ctx.call, ctx.dtype, ctx.x_shape = call.front, call.linear, dtype, x.shape
-        M, shape = call.linear.comm.output_shape(x.shape, begun.rows, N)
+        ctx.front, ctx.call, ctx.dtype, ctx.x_shape = front, call, dtype, x.shape
+        M, shape = call.comm.output_shape(x.shape, begun.rows, N)
         ctx.shape = M, N, K
         ctx.dtypes = dtype, weight.dtype, None if bias is None else bias.dtype
         # Not views: an in-place op on a view of an autograd function's output is refused.
@@ -200,7 +193,7 @@ class NormLinearFunction(Float8Function):
             dy.reshape(ctx.shape[:2]), ctx.front.source(front, ctx.dtype), saved, ctx.call,
             needs=(any(needs[:3]), needs[3], needs[4]), shape=ctx.shape, dtypes=ctx.dtypes,
         )  # fmt: skip
-        of_gemm = (dw, db, None)
+        of_gemm = (dw, db, None, None)
         if dn is None:
             return (None,) * 3 + of_gemm
         if dnorm:

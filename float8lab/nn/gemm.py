@@ -598,10 +598,14 @@ def _dgrad_weight(
     if data is None:
         params, scale = call.scales.requant_params(scale, saved.w_requant), None
     if isinstance(dy, Gradient) and plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
+        # A compiled forward keeps nothing of the transpose for a backward that gives this tensor.
         prior = None if dy.rowwise is None else dy.rowwise.scale
-        value, params, columnwise = _columnwise_weight(
-            value, data, scale, params, call, plan.dgrad.right, prior=prior
-        )
+        if data is not None and scale is not None:
+            columnwise = transposed(data, scale, prior)
+        else:
+            value = plain(_saved_value(value), prior)
+            if params is None:
+                columnwise = call.scales.quantize(value, W, None, plan.dgrad.right).columnwise
     elif in_groups and data is not None and call.first_microbatch is not None:
         columnwise = kept_transpose(data, scale, call)
     elif isinstance(value, (Float8Tensor, Float4Tensor)):
@@ -709,23 +713,6 @@ def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
     # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in rows of
     # their own, which torch takes whatever the number of tokens.
     return _mm_in_groups(dy.t(), dy.new_ones((len(dy), 8)).t(), offsets.offs, dy.dtype)[..., 0]
-
-
-def _columnwise_weight(
-    weight: Tensor | None, data: Tensor | None, scale: Tensor | None, params: QuantParams | None,
-    call: Call, spec: Spec, *, prior: Tensor | None,
-) -> tuple[Tensor | None, QuantParams | None, Operand | None]:  # fmt: skip
-    """The weight to cast and its parameters, or dgrad's operand.
-
-    In a graph, and where ranks share scales. A compiled forward keeps nothing of the transpose for
-    a backward that gives ``prior``, a tensor of its own.
-    """
-    if data is not None and scale is not None:
-        return None, None, transposed(data, scale, prior)
-    value = plain(_saved_value(weight), prior)
-    if params is None:
-        return value, None, call.scales.quantize(value, W, None, spec).columnwise
-    return value, params, None
 
 
 def _dgrad(

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
 from float8lab.nn import parameters
-from float8lab.nn.fused_function import NormFront, NormLinearCall, NormLinearFunction
+from float8lab.nn.fused_function import NormFront, NormLinearFunction
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.layer import NormGemmModule, linear_in_high_precision
 from float8lab.nn.main_grad import plain_weight
@@ -132,7 +132,7 @@ class LayerNormLinear(NormGemmModule):
         else:
             front = NormFront(self._norm, self.return_layernorm_output)
             norm = self.layer_norm_weight, self.layer_norm_bias
-            y = NormLinearFunction.run(x, *norm, weight, added, NormLinearCall(front, call))
+            y = NormLinearFunction.run(x, *norm, weight, added, front, call)
             y, normed = y if self.return_layernorm_output else (y, None)
         if call is not None and call.is_region:
             self._fp8.end(call)

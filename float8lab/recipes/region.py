@@ -54,6 +54,7 @@ class ModelInit:
     preserve_high_precision_init_val: bool
 
 
+@dataclass(slots=True, eq=False)
 class Autocast:
     """The settings that autocast regions have put in force on a thread.
 
@@ -61,25 +62,11 @@ class Autocast:
     with torch 2.11.
     """
 
-    __slots__ = ("backward", "calibrating", "enabled", "group", "recipe")
-
-    def __init__(
-        self,
-        enabled: bool | None = None,
-        recipe: Recipe | None = None,
-        calibrating: bool = False,
-        group: ProcessGroup | None = None,
-        backward: int = NO_BACKWARD,
-    ) -> None:
-        self.enabled = enabled  # None: no autocast is active
-        self.recipe = recipe  # None: the autocast named none
-        self.calibrating = calibrating
-        self.group = group  # over which amaxes are reduced
-        self.backward = backward  # pass in which the innermost autocast was entered
-
-    def during(self, backward: int) -> Autocast:
-        """The same in another backward pass."""
-        return Autocast(self.enabled, self.recipe, self.calibrating, self.group, backward)
+    enabled: bool | None = None  # None: no autocast is active
+    recipe: Recipe | None = None  # None: the autocast named none
+    calibrating: bool = False
+    group: ProcessGroup | None = None  # over which amaxes are reduced
+    backward: int = NO_BACKWARD  # pass in which the innermost autocast was entered
 
 
 class _State(threading.local):

@@ -151,25 +151,23 @@ def _baddbmm(
     return torch.add(scaled, bias, alpha=beta) if beta else scaled
 
 
-if hasattr(aten, "_grouped_mm"):  # not every torch has it
-
-    @implements(aten._grouped_mm.default)
-    def _grouped_mm(
-        op: OpOverload, a: Tensor, b: Tensor, offs: Tensor | None = None,
-        bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    ) -> _Result:  # fmt: skip
-        by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
-        if offs is None or not by_rows or (a.shape[1], offs.shape) != (b.shape[1], b.shape[:1]):
-            return NotImplemented  # torch has messages for sizes that do not fit
-        if (blocks := _gemm_blocks(a, b, True)) is None:
-            return NotImplemented
-        (rows, columns), weight_block = blocks
-        block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several
-        right = _operand(b, weight_block, a, True)
-        if isinstance(a, Float8Tensor):
-            left = _operand(a, block, b, False)
-        else:
-            spec = with_block(cast("Float8Tensor", b).spec, block)
-            q, scale = quantize(Groups("", (a,), a.dtype, offs), spec).rowwise
-            left = BlockOperand(q[:, : a.shape[1]], scale, block)
-        return scaled_mm_op(*left, *right, None, a.dtype, False, offs)
+@implements(aten._grouped_mm.default)
+def _grouped_mm(
+    op: OpOverload, a: Tensor, b: Tensor, offs: Tensor | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> _Result:  # fmt: skip
+    by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
+    if offs is None or not by_rows or (a.shape[1], offs.shape) != (b.shape[1], b.shape[:1]):
+        return NotImplemented  # torch has messages for sizes that do not fit
+    if (blocks := _gemm_blocks(a, b, True)) is None:
+        return NotImplemented
+    (rows, columns), weight_block = blocks
+    block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several
+    right = _operand(b, weight_block, a, True)
+    if isinstance(a, Float8Tensor):
+        left = _operand(a, block, b, False)
+    else:
+        spec = with_block(cast("Float8Tensor", b).spec, block)
+        q, scale = quantize(Groups("", (a,), a.dtype, offs), spec).rowwise
+        left = BlockOperand(q[:, : a.shape[1]], scale, block)
+    return scaled_mm_op(*left, *right, None, a.dtype, False, offs)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
@@ -308,14 +308,14 @@ def _may_be_fsdp_alone(copied: Sequence[Placement]) -> bool:
     return len(copied) <= 1 and all(p.is_replicate() for p in copied)
 
 
-def sharded_by_fsdp(model: nn.Module) -> set[nn.Module]:
-    """The modules below ``model`` whose parameters FSDP2 shards, and gathers before they run.
+def sharded_by_fsdp(modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """Those of the modules whose parameters FSDP2 shards, and gathers before they run.
 
     FSDP2 gives a module passed to ``fully_shard`` another class, which has ``unshard``, and sets an
     attribute on every module whose parameters it manages.
     """
-    given = [module for module in model.modules() if hasattr(module, "unshard")]
-    managed = (m for m in model.modules() if getattr(m, "_is_fsdp_managed_module", False))
+    given = [module for module in modules if hasattr(module, "unshard")]
+    managed = (m for m in modules if getattr(m, "_is_fsdp_managed_module", False))
     return {*managed, *(below for module in given for below in module.modules())}
 
 
@@ -341,8 +341,8 @@ def is_sharded_plain(parameter: Tensor | None) -> bool:
     return is_dtensor(parameter) and type(local_of(parameter)) is Tensor
 
 
-def reshard(model: nn.Module) -> None:
-    """Have the modules that FSDP2 shards hold their sharded parameters, not the gathered ones."""
-    for module in model.modules():
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Have those modules that FSDP2 shards hold their sharded parameters, not the gathered ones."""
+    for module in modules:
         if hasattr(module, "unshard") and hasattr(module, "reshard"):
             module.reshard()  # type: ignore[operator]

@@ -212,7 +212,7 @@ def _contents(
         arguments.check_names("share_scales", group)
     arguments.check_flags(unseen=unseen)
     layout = FORMATS[format]
-    reshard(model)
+    reshard(model.modules())
     state = _state(model)
     names = saved_names(model) if layout.blocks else SavedNames()
     quantizable, reasons = find_weights(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -215,11 +215,8 @@ def check_positions(name: str, freqs: Tensor, count: int) -> None:
         )
 
 
-class Waves(NamedTuple):
-    """Cosines and sines of the angles by which heads are rotated, which broadcast to them."""
-
-    cos: Tensor
-    sin: Tensor
+Waves: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles by which heads are rotated, which broadcast to them."""
 
 
 def waves_of(
@@ -258,7 +255,7 @@ def waves_of(
                 index = index + _tokens_of_rank(None, S, ranks, t.device)
             angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
         angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
-    return Waves(angles.cos(), angles.sin())
+    return angles.cos(), angles.sin()
 
 
 def rotate_heads(t: Tensor, waves: Waves, tensor_format: str, *, interleaved: bool) -> Tensor:

@@ -122,9 +122,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
     )
     options = checked_options(recipe, filter_fn, exclude, overrides)
     walk = walk_model(model)
-    plan = plan_conversion(model, walk, options)
-    if walk.is_sharded:
-        reshard(model)
+    plan = plan_conversion(walk, options)
+    reshard(walk.modules)
     users = users_of(walk.modules)
     layers = [p for p in plan.layers if p.recipe is not None]
     # PEFT trains its copies, whose weights must not be frozen.

@@ -133,12 +133,10 @@ class ConversionOptions(NamedTuple):
         return LayerOptions(exclusion, choice, bool(overrides))
 
 
-def plan_conversion(
-    model: nn.Module, walk: ModelWalk, options: ConversionOptions
-) -> ConversionPlan:
+def plan_conversion(walk: ModelWalk, options: ConversionOptions) -> ConversionPlan:
     """Decide what becomes of every candidate and attention module of a model."""
     router_modules = routers(walk.named_modules)
-    sharded = shards.sharded_by_fsdp(model) if walk.is_sharded else set()
+    sharded = shards.sharded_by_fsdp(walk.modules)
     plans = []
     for candidate in walk.candidates:
         layer, its_options = candidate.layer, options.for_layer(candidate.layer, candidate.name)

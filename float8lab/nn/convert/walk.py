@@ -49,8 +49,6 @@ class ModelWalk(NamedTuple):
     named_modules: list[tuple[str, nn.Module]]
     candidates: list[Candidate]
     attention: list[tuple[str, DotProductAttention]]
-    is_sharded: bool
-    """Whether FSDP2 shards any of the modules."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -64,9 +62,7 @@ def walk_model(model: nn.Module) -> ModelWalk:
     linear_class = {cls: known_linear(cls) for cls in {type(m) for _, m in named_modules}}
     candidates = (_as_candidate(name, m, linear_class[type(m)]) for name, m in named_modules)
     attention = [(name, m) for name, m in named_modules if isinstance(m, DotProductAttention)]
-    marks = ("unshard", "_is_fsdp_managed_module")
-    is_sharded = any(getattr(m, mark, False) for _, m in named_modules for mark in marks)
-    return ModelWalk(named_modules, [*filter(None, candidates)], attention, is_sharded)
+    return ModelWalk(named_modules, [*filter(None, candidates)], attention)
 
 
 _NO_MATRICES = nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList

@@ -60,11 +60,10 @@ _STEPS: dict[Any, Callable[..., Tensor]] = {
     _aten.constant_pad_nd.default: torch.constant_pad_nd,
     _aten._to_copy.default: _aten._to_copy.default,
     _aten._scaled_mm.default: torch._scaled_mm,
+    _aten._scaled_mm_v2.default: torch._scaled_mm_v2,
     _aten._grouped_mm.default: torch._grouped_mm,
 }
 """Torch's kernels that are repeated between our own, and what calls each in the least time."""
-if hasattr(torch, "_scaled_mm_v2"):
-    _STEPS[_aten._scaled_mm_v2.default] = torch._scaled_mm_v2
 _IN_PLACE: dict[Any, Callable[..., Tensor]] = {
     _aten.copy_.default: Tensor.copy_,
     _aten.add_.Tensor: Tensor.add_,
@@ -84,8 +83,6 @@ class _Step(NamedTuple):
     number: int | None
     """The number of the tensor that it returns, if it makes one."""
     is_launch: bool = False
-    allocates: bool = False
-    """It returns memory of its own, not a view."""
 
 
 class _Number(int):
@@ -202,17 +199,14 @@ class _Recording(TorchDispatchMode):
             self.views[id(out)] = func, args, kwargs or {}
             self.kept.append((out, args))
         elif func in _STEPS:
-            self._take(_STEPS[func], args, kwargs or {}, out, allocates=True)
+            self._take(_STEPS[func], args, kwargs or {}, out)
         elif func in _IN_PLACE:
             self._take(_IN_PLACE[func], args, kwargs or {}, None)
         elif func not in _OF_NO_TENSOR:
             self.fits = False
         return out
 
-    def _take(
-        self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None, *,
-        allocates: bool = False,
-    ) -> int:  # fmt: skip
+    def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None) -> int:
         """A step that returns ``out``, and its number; None stands for the first argument."""
         self.fits &= not _has_tensor(kwargs.values())
         args = self._numbered(args)
@@ -220,7 +214,7 @@ class _Recording(TorchDispatchMode):
         if out is not None:
             number = self.number[id(out)] = len(self.tensors)
             self.tensors.append(out)
-        self.steps.append(_Step(function, args, kwargs, number, allocates=allocates))
+        self.steps.append(_Step(function, args, kwargs, number))
         return -1 if number is None else number
 
     def _number(self, tensor: Tensor, *, as_it_is: bool) -> int:
