@@ -42,7 +42,7 @@ def _measure_cast_kernel(
     outside = tl.zeros([], tl.int64)
     tiles = tl.cdiv(M, TILE_M) * tl.cdiv(K, TILE_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile_m, tile_k, rows, columns = _common.place_of(K, TILE_M, TILE_K, tile)
+        tile_m, tile_k, rows, columns = _common.tile_indices(K, TILE_M, TILE_K, tile)
         x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(WIDE)
         q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
         data = tl.reshape(q.to(tl.uint8, bitcast=True).to(tl.int32), [TILE_M * TILE_K])

@@ -18,7 +18,7 @@ _SCALES = 256
 
 @launched
 def _scales_kernel(
-    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, which make room for encode factors
+    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns; encode factors replace them
     scale_ptr,  # [ROWS] fp32
     scale_t_ptr,  # [COLUMNS] fp32
     ROWS, COLUMNS, eps,
@@ -37,7 +37,7 @@ def _scales_kernel(
 def make_scales(
     amaxes: Tensor, scale: Tensor, scale_t: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float
 ) -> None:
-    """Write scales for the amaxes of rows and then of columns, which become encode factors."""
+    """Write the scales of rows and of columns; encode factors replace the ``amaxes`` of both."""
     rows, count = scale.numel(), amaxes.numel()
     _scales_kernel[(_common.ceil_div(count, _SCALES),)](
         amaxes, scale, scale_t, rows, count - rows, eps,
@@ -77,12 +77,12 @@ def _update_scales_kernel(
     chosen = tl.max(_common.abs_bits(column), 0).to(tl.float32, bitcast=True)
     encode = tl.div_rn(tl.load(fp8_max_ptr + slot * stride_fp8_max), chosen)
     encode = tl.where(encode > _common.FLOAT32_MAX, _common.FLOAT32_MAX, encode)
-    if POWER_OF_2:  # without its mantissa
+    if POWER_OF_2:  # clear the mantissa
         encode = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     encode = encode * tl.cast(factor, tl.float32)
 
     steps = tl.load(steps_ptr + slot * stride_steps)
-    due = seen & (chosen > 0) & (steps % interval == 0)  # counted before this step is added
+    due = seen & (chosen > 0) & (steps % interval == 0)  # ``steps`` does not count this step
     scale_ptr = factors_ptr + slot * stride_slot
     encode_ptr = scale_ptr + stride_factor
     scale = tl.where(due, tl.div_rn(1.0, encode), tl.load(scale_ptr))
